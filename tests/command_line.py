@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 from ranks import warm
 
 DEADLINE = 120.0  # seconds a command may take before its processes are killed
@@ -94,6 +95,13 @@ def launched(*words, folder=".", **environ):
     command = [sys.executable, "-m", "mtcli", *map(str, words)]
     options = {"capture_output": True, "text": True, "timeout": DEADLINE}
     return subprocess.run(command, cwd=folder, env=os.environ | environ, **options)
+
+
+def own_address():
+    """An address of this machine that others could reach, or None."""
+    addresses = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    found = [one.address for one in addresses if one.family == socket.AF_INET]
+    return next((address for address in found if not address.startswith("127.")), None)
 
 
 def free_port():

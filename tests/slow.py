@@ -105,6 +105,16 @@ SLOW = {
         "test_a_rank_that_stalls": (),
         "test_a_save_that_takes_longer_than_the_timeout_ends_no_run": (),
     },
+    "test_two_agents.py": {
+        "test_ranks_that_are_killed_in_turn_meet_again_and_have_the_undisturbed_curve": (),
+        "test_a_node_that_leaves_and_joins_again_has_the_undisturbed_curve": (),
+        "test_a_second_launch_in_the_folder_of_a_run_is_refused_however_often_it_starts": (),
+    },
+    "test_cluster_files.py": {
+        "test_a_batch_script_trains_on_its_nodes_and_goes_on_when_submitted_again": (),
+        "test_the_pods_of_a_manifest_train_together": (),
+        "test_a_batch_script_that_forgets_srun_is_refused": (),
+    },
     "test_listening.py": {
         "test_ranks_of_one_machine_are_reached_from_it_alone_and_run_nothing_they_are_sent": (),
         "test_a_launcher_that_is_interrupted_prints_no_words_of_torchs": (),

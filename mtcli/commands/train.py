@@ -44,12 +44,14 @@ def train(
     """Train or fine-tune a model from a config or a Hugging Face folder; writes a run folder."""
     from mtcli.core.checkpoint.fine_tuning import source_of
     from mtcli.core.config.errors import collect_errors
-    from mtcli.core.runtime.launch import environment_world, restarts
+    from mtcli.core.runtime.attempts import times_restarted
+    from mtcli.core.runtime.launch import environment_world
+    from mtcli.core.runtime.slurm import require_srun
 
-    resume = resume or restarts() > 0
+    require_srun(nproc)
     overrides = [*overrides, "data.skip_bad=true"] if skip_bad else overrides
     source = source_of(config, init)
-    start = partial(_require_start, source, overrides, resume)
+    start = partial(_require_start, source, overrides, resume or times_restarted() > 0)
     run, *_ = collect_errors(
         lambda: _planned(source, overrides, num_ranks(nproc)),
         *([start] if environment_world() is None else []),  # ranks find out when they start

@@ -10,6 +10,7 @@ from command_line import mtcli
 from tiny import write_run
 
 STEPS = 9
+EVERY = 3  # steps from one checkpoint to the next
 
 
 class Drill:
@@ -18,7 +19,7 @@ class Drill:
     def __init__(self, folder, timeout=20.0):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.output = folder, folder / "run"
-        train = {"steps": STEPS, "save_every": 3, "keep": 0, "timeout": timeout}
+        train = {"steps": STEPS, "save_every": EVERY, "keep": 0, "timeout": timeout}
         self.config = write_run(folder, train=train)
 
     def train(self, *words, nproc=1, fault=None, settings=()):

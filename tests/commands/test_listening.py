@@ -17,7 +17,7 @@ from datetime import timedelta
 import psutil
 import pytest
 import torch.distributed as dist
-from command_line import start
+from command_line import own_address, start
 from tiny import write_run
 
 DEADLINE = 120.0
@@ -53,13 +53,6 @@ def steps_done(folder):
     """How many steps the run's log tells of so far."""
     log = folder / "run" / "metrics.jsonl"
     return len(log.read_text().splitlines()) if log.exists() else 0
-
-
-def own_address():
-    """An address of this machine that others could reach, or None."""
-    addresses = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
-    found = [one.address for one in addresses if one.family == socket.AF_INET]
-    return next((address for address in found if not address.startswith("127.")), None)
 
 
 class Payload:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.parallel.transport.process_group import Transport, transport_between
+from mtcli.core.schedule.messages import channels
 
 LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
 
@@ -158,6 +159,7 @@ def make_groups(
                 known.setdefault(same, axis)
             if name in P2P and axis.group and dist.get_backend(axis.group) == "nccl":
                 axis = axis._replace(p2p=_p2p_groups(name, layout, rank, timeout))
+                _warm_up(axis, device)
             axes[name] = axis._replace(name=name)
     return Groups(layout, rank, device, axes)
 
@@ -202,19 +204,32 @@ def _p2p_groups(
 
     A communicator of NCCL runs what is sent and received in one stream, in the order of the calls.
     On one that several ranks share, or both directions of a pair, all could have a send at its
-    head: interleaved stages stall.
+    head: interleaved stages stall (`schedule.validate.stalls`).
     """
     found, limit = {}, timedelta(seconds=timeout + LATER)
     for pipe in layout.attention.groups("pp"):
-        # With several stages on a rank the last one sends to the first.
-        for first in range(len(pipe) if layout.vpp > 1 and len(pipe) > 1 else len(pipe) - 1):
-            ends = first, (first + 1) % len(pipe)
-            ends = ends if name == "pp_forward" else ends[::-1]
+        for direction, *ends in channels(layout.pp, layout.vpp):
+            if direction != name:
+                continue
             ranks = [pipe[end] for end in ends]
             group = dist.new_group(sorted(ranks), timeout=limit, group_desc=name)
             if rank in ranks:
-                found[ends] = group
+                found[ends[0], ends[1]] = group
     return found
+
+
+def _warm_up(axis: Axis, device: torch.device) -> None:
+    """Sends one element from each sender to its receiver.
+
+    NCCL connects two ranks within their first message, for which both hosts wait. In the middle of
+    a schedule one of them may have other calls to make first. Here both follow one order.
+    """
+    for (sender, receiver), group in sorted(axis.p2p.items()):
+        x = torch.zeros(1, device=device)
+        if axis.rank == sender:
+            dist.send(x, axis.ranks[receiver], group=group)
+        elif axis.rank == receiver:
+            dist.recv(x, axis.ranks[sender], group=group)
 
 
 def _connected(axis: Axis, timeout: float) -> Axis:

@@ -19,9 +19,16 @@ from mtcli.core.parallel.collectives import Pending, all_gather, receive, start_
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.zero_bubble import WeightStep
+from mtcli.core.schedule.messages import (
+    SENT_AHEAD,
+    Channel,
+    Message,
+    direction,
+    message_of,
+    reader,
+    sent,
+)
 from mtcli.core.schedule.ops import Op, Schedule, needs
-
-SENT_AHEAD = 1  # activations of a forward pass, sent while the next micro-batch is computed
 
 Given = TypeVar("Given")
 
@@ -211,12 +218,12 @@ class _Step(Generic[Given]):
 
 
 class _Sent(NamedTuple):
-    """A send in flight to a pipeline rank, whose op number `taker` consumes it."""
+    """A send in flight to a pipeline rank, whose op number `reader` consumes it."""
 
     pending: Pending
     part: Tensor
     peer: int
-    taker: int
+    reader: int
 
 
 class _P2P:
@@ -228,32 +235,32 @@ class _P2P:
 
     def __init__(self, schedule: Schedule, groups: Groups, format: ActivationFormat) -> None:
         self.schedule, self.format, self.tp = schedule, format, groups.tp
-        back = groups.axes["pp_backward"]
-        self.axes = {"F": groups.axes["pp_forward"], "B": back, "I": back}
+        self.axes = groups.axes
         self.me, self.device = groups.pp_rank, groups.device
         self.arrived: dict[Op, Tensor] = {}
         self.sending: list[_Sent] = []
         self.order = [{op: number for number, op in enumerate(ops)} for ops in schedule.ops]
-        self.expected: dict[tuple[str, int], deque[Op]] = {}
+        self.sent = sent(schedule)
+        self.expected: dict[Channel, deque[Message]] = {}
 
     def send(self, op: Op, x: Tensor) -> None:
         """Sends an op's result to the op that needs it."""
-        peer = self._receiver(op)
-        if peer == self.me:
+        message = message_of(op, self.schedule)
+        if message is None:
             self.arrived[op] = x
             return
-        part = self._my_part(x)
-        pending = start_send(part, self.axes[op.kind], peer, str(op))
-        taker = op._replace(stage=self._next_stage(op))
-        self.sending.append(_Sent(pending, part, peer, self.order[peer][taker]))
+        part, peer = self._my_part(x), message.receiver
+        pending = start_send(part, self.axes[message.channel.direction], peer, str(op))
+        self.sending.append(_Sent(pending, part, peer, self.order[peer][reader(op)]))
 
     def receive(self, op: Op, tokens: int) -> Tensor:
         """The result of an op, once it is there."""
         sender = self.schedule.rank_of_stage[op.stage]
-        if sender != self.me and not self.expected.get((op.kind, sender)):
-            self.expected[op.kind, sender] = deque(self._sent_by(sender, op.kind))
+        channel = Channel(direction(op), sender, self.me)
+        if sender != self.me and not self.expected.get(channel):
+            self.expected[channel] = deque(self.sent[channel])
         while op not in self.arrived:
-            next_op = self.expected[op.kind, sender].popleft()
+            next_op = self.expected[channel].popleft().op
             self.arrived[next_op] = self._receive(next_op, sender, tokens)
         self._free_sent(sender, self.order[sender][op])
         return self.arrived.pop(op)
@@ -263,7 +270,7 @@ class _P2P:
         that the backend reports complete (gloo reports none before a wait)."""
         left = []
         for one in self.sending:
-            if one.peer == peer and one.taker < number:
+            if one.peer == peer and one.reader < number:
                 one.pending.wait()
             elif not one.pending.is_completed():
                 left.append(one)
@@ -283,7 +290,7 @@ class _P2P:
         assert not self.arrived, f"results nobody took: {[str(op) for op in self.arrived]}"
 
     def _receive(self, op: Op, sender: int, tokens: int) -> Tensor:
-        axis, format = self.axes[op.kind], self.format
+        axis, format = self.axes[direction(op)], self.format
         if not format.same_on_tp:
             shape = (tokens // format.token_shards, format.columns)
             part = torch.empty(shape, dtype=format.dtype, device=self.device)
@@ -301,14 +308,3 @@ class _P2P:
         if len(part) == size:  # to pad by nothing would copy
             return part
         return torch.nn.functional.pad(part, (0, size - len(part)))
-
-    def _receiver(self, op: Op) -> int:
-        return self.schedule.rank_of_stage[self._next_stage(op)]
-
-    def _next_stage(self, op: Op) -> int:
-        return op.stage + (1 if op.kind == "F" else -1)
-
-    def _sent_by(self, sender: int, kind: str) -> list[Op]:
-        end = len(self.schedule.rank_of_stage) - 1 if kind == "F" else 0
-        sent = [op for op in self.schedule.ops[sender] if op.kind == kind and op.stage != end]
-        return [op for op in sent if self._receiver(op) == self.me]

@@ -4,6 +4,7 @@ Its curves have each step once, in order, thinned to be drawn.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -34,9 +35,15 @@ CURVES = {  # (key in metrics.jsonl, unit times)
     "step time (s)": ("step_seconds", 1.0),
 }
 FIGURES = {"loss", "grad_norm", "step_seconds", "tokens_per_second", "mfu"}  # of every step
-MORE_FIGURES = {"lr", "valid_loss", "expert_load_max_over_mean"}
+OF_RANKS = {
+    f"{kind}_{what}"
+    for kind in ("computing", "waiting")
+    for what in ("seconds_max", "seconds_median", "rank_max")
+}
+MORE_FIGURES = {"lr", "valid_loss", "expert_load_max_over_mean", *OF_RANKS}
 OF_SAVES = {"stall_seconds", "write_seconds", "bytes"}
 MAX_WORLD = 1 << 20
+SHOWN_RANKS = 4
 MAX_FACTS_BYTES = 16 << 20
 
 
@@ -170,7 +177,30 @@ def summary_of(run: FinishedRun) -> dict[str, Any]:
         "curves": curves_of(run.rows),
         "rank_map": rank_map(Workload.of(run.config, run.world)) if run.world else [],
     }
-    return figures | ({"loss": ends} if ends else {})
+    ranks = ranks_of(run.rows)
+    return figures | ({"loss": ends} if ends else {}) | ({"rank_times": ranks} if ranks else {})
+
+
+def ranks_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """How long ranks computed and waited: by kind the median over steps of the ranks' largest and
+    median seconds, and the ranks that had the largest, by how often. Empty where no row tells."""
+    told = [row for row in rows if row.keys() >= OF_RANKS]
+    if not told:
+        return {}
+
+    def of(kind: str) -> dict[str, Any]:
+        counts = Counter(int(row[f"{kind}_rank_max"]) for row in told)
+        return {
+            "max": median(row[f"{kind}_seconds_max"] for row in told),
+            "median": median(row[f"{kind}_seconds_median"] for row in told),
+            "ranks": [{"rank": rank, "steps": n} for rank, n in counts.most_common(SHOWN_RANKS)],
+        }
+
+    return {
+        "steps": len(told),
+        "computing_seconds": of("computing"),
+        "waiting_seconds": of("waiting"),
+    }
 
 
 class Curve(NamedTuple):

@@ -15,7 +15,8 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder, Reached
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.attempts import Attempt, alone, keeps_store
 from mtcli.core.runtime.slurm import slurm_task
 from mtcli.core.runtime.worker_errors import (
     LAUNCHED,
@@ -42,6 +43,7 @@ class Runtime:
     local_world: int
     device: "torch.device"
     recorder: FlightRecorder = field(default_factory=FlightRecorder)  # of its collectives
+    attempt: Attempt = field(default_factory=alone)
 
 
 def environment_world(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -54,11 +56,6 @@ def environment_rank(environ: Mapping[str, str] = os.environ) -> int:
     """This process's rank by its launcher; 0 in one started by hand."""
     ranks = _ranks(environ)
     return ranks[0] if ranks else 0
-
-
-def restarts(environ: Mapping[str, str] = os.environ) -> int:
-    """How often torch's elastic launcher has started these workers again."""
-    return int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> None:
@@ -158,26 +155,26 @@ def _start(
     else:
         torch.cuda.set_device(where)
         set_gpu_matmul(matmul)
-    if world == 1:
+    if world == 1 and not keeps_store():
         return Runtime(rank, world, local_rank, local_world, where), None
     import torch.distributed as dist
 
     from mtcli.core.parallel.health.consistency import ConsistencyGuard
-    from mtcli.core.runtime.rendezvous import meet
+    from mtcli.core.runtime.rendezvous import attempt_alone, meet
 
-    store = meet(rank, world, timeout, where, restarts())
+    if world == 1:
+        attempt = attempt_alone(timeout)
+        return Runtime(rank, world, local_rank, local_world, where, attempt=attempt), None
+
+    store, attempt = meet(rank, world, timeout, where)
     check = None
     if debug_collectives:
         check = ConsistencyGuard(dist.PrefixStore("calls", store.clone()), rank).compare
 
-    def mark() -> Reached:
-        """A mark in the CUDA stream: whether the device has got there."""
-        event = torch.cuda.Event()
-        event.record()
-        return event.query
+    from mtcli.core.parallel.health.cuda_mark import CudaMark
 
-    recorder = FlightRecorder(check, mark if where.type == "cuda" else None)
-    return Runtime(rank, world, local_rank, local_world, where, recorder), store
+    recorder = FlightRecorder(check, CudaMark if where.type == "cuda" else None)
+    return Runtime(rank, world, local_rank, local_world, where, recorder, attempt), store
 
 
 @contextmanager

@@ -8,7 +8,6 @@ holds, so the launcher does not use it.
 
 import os
 import socket
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from ipaddress import ip_address
@@ -25,6 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from mtcli.core.config.errors import failed, wrong
 from mtcli.core.parallel.groups import LATER
+from mtcli.core.runtime.attempts import Attempt, Meeting, keeps_store
 from mtcli.core.runtime.slurm import slurm_task
 
 LOOPBACK = "127.0.0.1"
@@ -75,8 +75,8 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
 
-def meet(rank: int, world: int, timeout: float, device: torch.device, attempt: int) -> dist.Store:
-    """The store of a process group that every rank has joined, at the launcher's n-th attempt.
+def meet(rank: int, world: int, timeout: float, device: torch.device) -> tuple[dist.Store, Attempt]:
+    """(the store of a process group that every rank has joined, which attempt they are).
 
     On GPUs NCCL connects all ranks here, each by its device, and every later group as it is made:
     by itself it would within a group's first collective, where ranks may come in any order.
@@ -85,20 +85,21 @@ def meet(rank: int, world: int, timeout: float, device: torch.device, attempt: i
     no single interface.
     """
     limit, later = timedelta(seconds=timeout), timedelta(seconds=timeout + LATER)
-    store = attempt_store(_connect(rank, limit), attempt)
-    _await_all(store, rank, world, timeout)
+    kept = _connect(rank, limit)
+    name, attempt = Meeting(kept, rank, world, timeout, device.type).agree()
+    store = dist.PrefixStore(name, kept)
     members = {"store": store, "rank": rank, "world_size": world, "timeout": later}
     if device.type == "cuda":
         dist.init_process_group("nccl", device_id=device, **members)
     else:
         dist.init_process_group("gloo", **members)
-    return store
+    return store, attempt
 
 
-def attempt_store(store: dist.Store, attempt: int) -> dist.Store:
-    """The keys of one attempt: the launcher keeps its store over restarts, and an attempt must not
-    find the last one's peers."""
-    return dist.PrefixStore(f"attempt_{attempt}", store)
+def attempt_alone(timeout: float) -> Attempt:
+    """The attempt of a run of one rank, as its launcher's store tells."""
+    store = _connect(0, timedelta(seconds=timeout))
+    return Meeting(store, 0, 1, timeout, "any").agree()[1]
 
 
 def on_one_machine(environ: Mapping[str, str]) -> bool:
@@ -128,7 +129,7 @@ def endpoint(environ: Mapping[str, str]) -> tuple[str, int]:
 def _connect(rank: int, limit: timedelta) -> dist.Store:
     """This rank's connection to the run's store, which rank 0 hosts if no launcher does."""
     host, port = endpoint(os.environ)
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosted = keeps_store()
     if on_one_machine(os.environ):
         host, address = host if hosted else LOOPBACK, LOOPBACK
     else:
@@ -209,17 +210,3 @@ def _host_store(listener: socket.socket, limit: timedelta) -> dist.TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-
-
-def _await_all(store: dist.Store, rank: int, world: int, timeout: float) -> None:
-    """Returns when every rank has come here. Raises MtcliError with those that have not."""
-    end = time.monotonic() + timeout
-    store.set(f"here/{rank}", "")
-    if store.add("here", 1) == world:
-        store.set("all here", "")
-    while not store.check(["all here"]):
-        if time.monotonic() > end:
-            missing = [str(one) for one in range(world) if not store.check([f"here/{one}"])]
-            message = f"after {timeout:g} s, of {world} ranks these have not started: "
-            raise failed(message + ", ".join(missing), "raise train.timeout if they need longer")
-        time.sleep(0.02)

@@ -4,9 +4,12 @@ A batch script has its job's variables without a step's, and SLURM_PROCID 0: the
 started ranks, and `--nproc` does. So a step's own variables count alone.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from mtcli.core.config.errors import wrong
 
 
 class SlurmTask(NamedTuple):
@@ -35,6 +38,19 @@ def slurm_task(environ: Mapping[str, str]) -> SlurmTask | None:
         first_host=first_host(environ.get("SLURM_STEP_NODELIST", "")),
         nodes=int(environ.get("SLURM_STEP_NUM_NODES", "1")),
     )
+
+
+def require_srun(nproc: int, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises MtcliError in the batch script of several tasks, where srun has started none of them,
+    nor another launcher any rank, unless `nproc` asks for ranks of this node."""
+    job = environ.get("SLURM_NTASKS") or environ.get("SLURM_NPROCS") or "1"
+    nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
+    started = "RANK" in environ or "SLURM_STEP_NUM_TASKS" in environ
+    if "SLURM_JOB_ID" not in environ or started or nproc > 1 or max(int(job), int(nodes)) == 1:
+        return
+    tasks = f"{job} tasks on {nodes} node{'s' if nodes != '1' else ''}"
+    message = f"this Slurm job has {tasks}, and srun has started none: one process would train"
+    raise wrong(message, "srun mtcli train ...; or --nproc N for N ranks of this node alone")
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -16,11 +16,13 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups, world_axis
+from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.runtime.launch import Runtime, StopSignal
 from mtcli.core.training.consumed_samples import ConsumedSamples
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunLog, StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
+from mtcli.core.training.rank_times import RankTimes, StepTimer, rank_times
 from mtcli.core.training.reselect import adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_lock import held
@@ -53,7 +55,7 @@ def train(
     """
     stop = StopSignal()
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
-    with _locked(config, resume, world):
+    with _locked(config, resume, runtime.attempt, world):
         start = starting_point(config, world)
         config = with_tokenizer(config, start)
         if start.step >= config.train.steps:
@@ -65,14 +67,16 @@ def train(
 
 
 @contextmanager
-def _locked(config: RunConfig, resumes: bool, world: Axis) -> Iterator[None]:
+def _locked(config: RunConfig, resumes: bool, attempt: Attempt, world: Axis) -> Iterator[None]:
     """The run folder, held by rank 0. Raises MtcliError on every rank where that is refused."""
     with ExitStack() as stack:
 
         def take() -> str:
             if world.rank:
                 return ""
-            return stack.enter_context(held(Path(config.train.output), resumes))
+            patience = config.train.timeout / 2.0  # the watchdogs of those who wait have more
+            folder = Path(config.train.output)
+            return stack.enter_context(held(folder, resumes, attempt, patience))
 
         checked_later = partial(require_data, config)
         (notice,) = together(world, lambda: collect_errors(take, otherwise=checked_later))
@@ -102,12 +106,14 @@ def _train(
         sys.stderr.write(f"note: {averaged.averaging}\n")
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     about = loader.batches.describe()
-    log.begin(runtime.world, trainer.state_bytes(), str(start), about)
-    stopped = False
+    log.begin(runtime, trainer.state_bytes(), str(start), about)
+    stopped, timer = False, StepTimer(runtime.recorder, world.rank, world.size)
     next_step = Rounds(trainer).train if trainer.alone else trainer.train_step
     with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
         while trainer.step < config.train.steps and not stopped:
+            timer.begin()
             step = next_step(loader)
+            timer.end(step.seconds)
             if step.outcome == "fault":
                 _skip(trainer, step, first_nonfinite(trainer, loader))
             if step.outcome != "updated":
@@ -115,8 +121,10 @@ def _train(
             valid_loss, distance = None, trainer.exchange.distance()
             if valid and step.step % config.train.eval_every == 0:
                 valid_loss = trainer.evaluate(valid)
-            stopped, sync_bytes = _agreed(trainer, stop.received > 0)
-            told = StepFacts(trainer.consumed_samples, valid_loss, sync_bytes, distance)
+            told_now = step.step % config.train.log_every == 0
+            times = timer.taken() if told_now else []
+            stopped, sync_bytes, ranks = _agreed(trainer, stop.received > 0, times)
+            told = StepFacts(trainer.consumed_samples, valid_loss, sync_bytes, distance, ranks)
             log.step(step, told)
             saver.poll()
             every = config.train.save_every or config.train.steps
@@ -158,10 +166,12 @@ def _skip(trainer: Trainer, step: Step, where: str) -> None:
         sys.stderr.write(f"\nwarning: skipped {message}\n")
 
 
-def _agreed(trainer: Trainer, stops: bool) -> tuple[bool, int]:
-    """Whether any rank stops, so that all leave the loop after the same step, and the bytes that
-    all ranks sent for data parallelism since the last call."""
-    own = [float(stops), float(trainer.sync_traffic.taken())]
+def _agreed(
+    trainer: Trainer, stops: bool, times: list[float]
+) -> tuple[bool, int, RankTimes | None]:
+    """Whether any rank stops, so that all leave the loop after the same step; the bytes that all
+    ranks sent for data parallelism since the last call; and how long each took, where they tell."""
+    own = [float(stops), float(trainer.sync_traffic.taken()), *times]
     sums = torch.tensor(own, dtype=torch.float64).to(trainer.groups.device)
-    stopped, sent = all_reduce(sums, trainer.groups.world).tolist()
-    return stopped > 0.0, round(sent)
+    stopped, sent, *of_ranks = all_reduce(sums, trainer.groups.world).tolist()
+    return stopped > 0.0, round(sent), rank_times(of_ranks)

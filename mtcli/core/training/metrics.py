@@ -22,6 +22,8 @@ from mtcli.core.config.sync import DECENTRALIZED
 from mtcli.core.config.untrusted import append_untrusted, parse_json, read_untrusted
 from mtcli.core.mesh.parameters import count_adapters, count_parameters, forward_flops
 from mtcli.core.runtime.atomic_writes import folder_of, write_text
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.rank_times import RankTimes
 
 
 def open_trackers(config: RunConfig) -> list[Any]:
@@ -75,7 +77,7 @@ def _warn(name: str, error: Exception) -> None:
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
-FACTS = "run.json"  # what a config does not say: world, device peak
+FACTS = "run.json"  # what a config does not say: the world, and which launch it is
 
 
 class SaveRecord(NamedTuple):
@@ -95,6 +97,7 @@ class StepFacts(NamedTuple):
     valid_loss: float | None  # of the average of replicas, where it was asked for
     sync_bytes: int  # that all ranks sent each other for data parallelism
     replica_distance: float | None  # root mean square, from the average; None where all are equal
+    ranks: RankTimes | None = None  # where they are told in this step
 
 
 class RunRecords:
@@ -109,18 +112,19 @@ class RunRecords:
         self.trackers: list[Any] = []
         self.behind = False  # records that could not be written
 
-    def begin(self, world: int, step: int) -> None:
+    def begin(self, runtime: Runtime, step: int) -> None:
         """Writes the config, and opens the records without the steps that will be run again."""
         if not self.writes:
             return
         with folder_of("train.output", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(self.folder / "config.toml", dump_toml(self.config))
-            write_text(self.folder / FACTS, json.dumps({"world": world}) + "\n")
+            facts = {"world": runtime.world} | runtime.attempt.record()
+            write_text(self.folder / FACTS, json.dumps(facts) + "\n")
             self.metrics = _truncated(self.folder / METRICS, step)
             self.events = _truncated(self.folder / EVENTS, step)
         if step:
-            self.event("resumed", {"step": step, "world": world})
+            self.event("resumed", {"step": step, "world": runtime.world})
         self.trackers = open_trackers(self.config)
 
     def step(self, step: Any, told: StepFacts, peak: float) -> dict[str, Any]:
@@ -185,15 +189,16 @@ class RunLog:
         self.loss_scale = 1.0  # that was last shown
 
     def begin(
-        self, world: int, rank_bytes: int, resumed_from: str, data: Mapping[str, str]
+        self, runtime: Runtime, rank_bytes: int, resumed_from: str, data: Mapping[str, str]
     ) -> None:
         """Says what is about to be done, in numbers, and opens the files; `data` are lines on the
         data by name."""
+        world = runtime.world
         self.flops_per_second = self.peak * world
         if not self.speaks:
             return
         config, batch = self.config, self.config.batch
-        self.records.begin(world, self.first_step)
+        self.records.begin(runtime, self.first_step)
         tokens = batch.global_batch_size * batch.seq_len
         rows = {
             "model": _model(config),
@@ -288,6 +293,8 @@ def _row(config: RunConfig, step: Any, told: StepFacts, peak: float) -> dict[str
     }
     if step.replica_steps:
         row["replica_steps"] = step.replica_steps
+    if told.ranks is not None:
+        row |= told.ranks.row()
     if told.replica_distance is not None:
         row["replica_distance"] = told.replica_distance
     if told.valid_loss is not None:

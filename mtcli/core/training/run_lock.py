@@ -10,16 +10,18 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from time import monotonic, sleep
+from typing import Any, NamedTuple
 
 from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import QUIETLY, open_untrusted, parse_json
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder
+from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.training.metrics import FACTS, METRICS
 
 LOCK = "run.lock"
@@ -58,18 +60,23 @@ def require_startable(folder: Path, resume: bool) -> None:
 
 
 @contextmanager
-def held(folder: Path, resume: bool) -> Iterator[str]:
+def held(
+    folder: Path, resume: bool, attempt: Attempt | None = None, patience: float = 0.0
+) -> Iterator[str]:
     """Holds a run folder, which is made where there is none.
 
     Gives a sentence about the holder before, where that has died, or "". Raises MtcliError where
     another run holds the folder, or may, and without `resume` where it holds a run that has ended.
+    An attempt goes on from earlier ones of its launch, and waits `patience` seconds for a rank of
+    theirs to end: a node that has lost its launcher ends its ranks when their peers have gone.
     """
     path = folder / LOCK
     with folder_of(FIELD, folder):
         made = not folder.exists()
-        file, before = _take(path)
+        own = attempt is not None and attempt.continues(_record(folder))
+        file, before = _take_in_turn(path, patience if own else 0.0)
     try:
-        _require_no_run(folder, resume)
+        _require_no_run(folder, resume or own)
         yield f"took over {folder} from {before}, which has died" if before else ""
     finally:
         with suppress(OSError):  # the folder has gone, or its disk
@@ -86,6 +93,26 @@ def _require_no_run(folder: Path, resume: bool) -> None:
     if there and not resume:
         hint = "--resume goes on from it; or set train.output to another folder"
         raise wrong(f"{folder} already holds a run", hint, FIELD)
+
+
+def _record(folder: Path) -> Mapping[str, Any]:
+    """What the folder's last run has told of itself; empty where that is nothing, or damaged."""
+    with suppress(OSError, ValueError), open_untrusted(folder / FACTS) as file:
+        record = parse_json(file.read(MAX_BYTES))
+        return record if isinstance(record, dict) else {}
+    return {}
+
+
+def _take_in_turn(path: Path, patience: float) -> tuple[int, Holder | None]:
+    """`_take`, which is tried for some seconds where another process has it."""
+    end = monotonic() + patience
+    while True:
+        try:
+            return _take(path)
+        except MtcliError:
+            if monotonic() > end:
+                raise
+        sleep(0.05)
 
 
 def _take(path: Path) -> tuple[int, Holder | None]:

@@ -6,6 +6,7 @@ this file only names what happens in a step.
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from time import perf_counter
 from typing import Literal, NamedTuple
 
@@ -28,7 +29,9 @@ from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.health.traffic import EXCHANGED, REDUCED, SyncTraffic
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.runtime.launch import Runtime
-from mtcli.core.schedule.generators import forward_only, schedule_for
+from mtcli.core.schedule.generators import schedule_for
+from mtcli.core.schedule.ops import Schedule
+from mtcli.core.schedule.validate import problems
 from mtcli.core.sync.methods import allocates_shards, replica_exchange, strategy_for
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
@@ -99,7 +102,7 @@ class Trainer:
         )
         self.loss_scale = LossScale.of(config.train)
         self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.batch_shards)
-        schedule = schedule_for(p.schedule, p.pp, p.vpp, self.micro_batches)
+        schedule = _proven_schedule(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
         self.cuda_graphs = self._cuda_graphs()
         self.alone = config.sync.asynchronous
@@ -225,7 +228,8 @@ class Trainer:
         evaluation takes does not depend on how many there are.
         """
         steps = self.config.train.eval_batches
-        schedule = forward_only(self.layout.pp, self.micro_batches, self.layout.vpp)
+        pp, vpp = self.layout.pp, self.layout.vpp
+        schedule = _proven_schedule("forward_only", pp, vpp, self.micro_batches)
         pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(self.config))
         last = self.stages.get(self.layout.num_stages - 1)
         total = torch.zeros((), dtype=torch.float64, device=self.groups.device)
@@ -259,6 +263,15 @@ class Trainer:
         sums[1, own] = square_sum
         loss_sums, squares = all_reduce(sums.to(self.groups.device), axis).tolist()
         return loss_sums, [math.sqrt(square) for square in squares]
+
+
+@lru_cache(maxsize=2)  # of training, and of evaluation
+def _proven_schedule(name: str, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
+    """`schedule_for`, in which no rank waits forever: 60 us per op."""
+    schedule = schedule_for(name, pp, vpp, num_micro_batches)
+    found = problems(schedule)
+    assert not found, "; ".join(found)
+    return schedule
 
 
 def _memory(x: torch.Tensor) -> int:

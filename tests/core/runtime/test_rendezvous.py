@@ -1,53 +1,11 @@
-import threading
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime import rendezvous
-from mtcli.core.runtime.rendezvous import _await_all, attempt_store, endpoint, on_one_machine
-
-
-def test_ranks_that_do_not_start_are_named():
-    store = dist.HashStore()
-    store.set("here/2", "")
-    store.add("here", 1)
-    with pytest.raises(MtcliError) as caught:
-        _await_all(store, 0, 4, 0.2)
-    (problem,) = caught.value.problems
-    assert problem.message == "after 0.2 s, of 4 ranks these have not started: 1, 3"
-    assert problem.hint == "raise train.timeout if they need longer" and caught.value.code == 1
-
-
-def test_ranks_that_all_start_go_on_together():
-    store = dist.HashStore()
-    threads = [threading.Thread(target=_await_all, args=(store, n, 3, 60.0)) for n in range(3)]
-    for thread in threads[:2]:
-        thread.start()
-    threads[0].join(timeout=0.1)
-    assert threads[0].is_alive() and threads[1].is_alive()
-    threads[2].start()
-    for thread in threads:
-        thread.join(timeout=60.0)
-        assert not thread.is_alive()
-
-
-def test_an_attempt_does_not_find_the_ranks_of_the_one_before():
-    store = dist.HashStore()
-    first = [attempt_store(store, 0) for _ in range(2)]
-    threads = [
-        threading.Thread(target=_await_all, args=(own, rank, 2, 60.0))
-        for rank, own in enumerate(first)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60.0)
-        assert not thread.is_alive()
-    with pytest.raises(MtcliError, match="of 2 ranks these have not started: 1"):
-        _await_all(attempt_store(store, 1), 0, 2, 0.2)
-
+from mtcli.core.runtime.attempts import Attempt
+from mtcli.core.runtime.rendezvous import endpoint, on_one_machine
 
 STEP = {
     "SLURM_PROCID": "3",
@@ -96,11 +54,13 @@ def test_slurms_job_gives_the_port_and_the_step_s_first_node_the_address():
 )
 def test_nccl_connects_each_rank_by_its_device_when_ranks_meet(monkeypatch, device, backend, bound):
     given = {}
-    monkeypatch.setattr(rendezvous, "_connect", lambda rank, limit: dist.HashStore())
+    kept = dist.HashStore()
+    monkeypatch.setattr(rendezvous, "_connect", lambda rank, limit: kept)
     monkeypatch.setattr(
         dist, "init_process_group", lambda name, **more: given.update(more, backend=name)
     )
-    store = rendezvous.meet(0, 1, 10.0, device, attempt=0)
+    store, attempt = rendezvous.meet(0, 1, 10.0, device)
+    assert isinstance(attempt, Attempt) and (attempt.number, attempt.restarted) == (1, False)
     times = {"timeout": given.pop("timeout")}
     assert times["timeout"].total_seconds() == 10.0 + rendezvous.LATER
     assert given == {"backend": backend, "store": store, "rank": 0, "world_size": 1} | bound

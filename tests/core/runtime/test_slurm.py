@@ -2,7 +2,8 @@
 
 import pytest
 
-from mtcli.core.runtime.slurm import first_host, tasks_per_node
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.runtime.slurm import first_host, require_srun, tasks_per_node
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,36 @@ def test_the_first_host_of_a_list_of_nodes(nodes, first):
 )
 def test_the_tasks_of_each_node(text, tasks):
     assert tasks_per_node(text) == tasks
+
+
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16", "SLURM_JOB_NUM_NODES": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (BATCH, "this Slurm job has 16 tasks on 2 nodes, and srun has started none"),
+        (BATCH | {"SLURM_JOB_NUM_NODES": "1"}, "16 tasks on 1 node, and srun"),
+        (BATCH | {"SLURM_NTASKS": "1"}, "1 tasks on 2 nodes"),
+    ],
+)
+def test_a_batch_script_of_several_tasks_is_refused_without_srun(environ, said):
+    with pytest.raises(MtcliError) as caught:
+        require_srun(1, environ)
+    assert said in str(caught.value) and "hint: srun mtcli train" in str(caught.value)
+    require_srun(2, environ)  # of this node alone, as asked for
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_JOB_ID": "7"},
+        BATCH | {"SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"},
+        BATCH | {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "3"},
+        BATCH | {"SLURM_STEP_NUM_TASKS": "1"},  # srun -n 1
+        BATCH | {"RANK": "0", "WORLD_SIZE": "2"},  # torchrun
+    ],
+)
+def test_what_srun_or_another_launcher_has_started_is_not_refused(environ):
+    require_srun(1, environ)

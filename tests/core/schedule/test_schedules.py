@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from static_check import in_flight, problems
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.schedule.generators import (
@@ -16,6 +15,7 @@ from mtcli.core.schedule.generators import (
     zero_bubble,
 )
 from mtcli.core.schedule.ops import Op, Schedule, needs
+from mtcli.core.schedule.validate import problems
 
 
 @settings(max_examples=150, deadline=None)
@@ -127,3 +127,18 @@ def test_wrong_names_and_sizes_are_refused_with_the_numbers():
         schedule_for("1f1b", 2, 2, 4)
     with pytest.raises(MtcliError, match="pp=2, vpp=1 and 0 micro-batches leave nothing"):
         schedule_for("gpipe", 2, 1, 0)
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Per rank, the most (micro-batch, stage) activations it holds at once.
+
+    F takes one; B, or the W of a split backward, frees it.
+    """
+    peaks = []
+    for ops in schedule.ops:
+        held = peak = 0
+        for op in ops:
+            held += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)

@@ -8,11 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.training import run_lock
 from mtcli.core.training.run_lock import Holder, held, require_startable
 
@@ -257,3 +259,44 @@ def test_asking_loads_no_torch(tmp_path):
     code += "lock.require_startable(Path(sys.argv[1]), False); print('torch' in sys.modules)"
     command = [sys.executable, "-c", code, str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True).stdout == "False\n"
+
+
+FIRST = Attempt("a", "job", 1, False)
+AGAIN = FIRST._replace(number=2, restarted=True)
+
+
+def run_of(folder, attempt):
+    """Leaves what a run of an attempt writes first."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"world": 2} | attempt.record()))
+
+
+def refused_to(attempt, folder):
+    """What an attempt without --resume is told, which has a minute's patience."""
+    with pytest.raises(MtcliError) as caught, held(folder, False, attempt, patience=60.0):
+        pass
+    return str(caught.value)
+
+
+def test_an_attempt_goes_on_in_the_folder_of_its_own_launch_alone(tmp_path):
+    run_of(tmp_path / "run", FIRST)
+    with held(tmp_path / "run", False, AGAIN):
+        pass
+    for stranger in (FIRST, AGAIN._replace(launch="b")):
+        assert "already holds a run" in refused_to(stranger, tmp_path / "run")
+        with held(tmp_path / "run", True, stranger):
+            pass
+    (tmp_path / "run" / "run.json").write_text("[1")
+    assert "already holds a run" in refused_to(AGAIN, tmp_path / "run")
+
+
+def test_an_attempt_waits_for_a_rank_of_its_launch_to_end_and_for_no_other(
+    tmp_path, other, monkeypatch
+):
+    run_of(tmp_path / "run", FIRST)
+    with monkeypatch.context() as patched:
+        patched.setattr(run_lock, "sleep", lambda _: pytest.fail("it waits for another's run"))
+        assert "is held by another run" in refused_to(AGAIN._replace(launch="b"), tmp_path / "run")
+    threading.Timer(0.2, other.kill).start()
+    with held(tmp_path / "run", False, AGAIN, patience=60.0) as notice:
+        assert "which has died" in notice

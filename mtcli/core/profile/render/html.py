@@ -19,7 +19,7 @@ from mtcli.core.plan.memory import state_bytes
 from mtcli.core.plan.workload import Workload
 from mtcli.core.profile.figures import Profile, fullest_stage, planned_memory
 from mtcli.core.profile.finished_run import MOST_POINTS, FinishedRun, planned_of
-from mtcli.core.profile.render.text import run_rows, summary_rows
+from mtcli.core.profile.render.text import rank_rows, run_rows, summary_rows
 from mtcli.core.runtime.atomic_writes import aside
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def write_run_page(target: str, run: FinishedRun, data: Data) -> None:
     sections = [
         PageSection("", "", _table(("", "of the run"), run_rows(data))),
         *_training(run, data),
+        *([_ranks(data)] if "rank_times" in data else []),
         *(_planned(run, run.world, data["step_seconds"]["median"]) if run.world else []),
         *(_layout(data["rank_map"]) if run.world else []),
         _config(run.config),
@@ -199,6 +200,13 @@ def _training(run: FinishedRun, data: Data) -> list[PageSection]:
     if data["saves"]:
         found.append(chart("saves", "Saves", "", charts.saves(data["saves"])))
     return found
+
+
+def _ranks(data: Data) -> PageSection:
+    """A section on who holds the others up."""
+    note = "Seconds of a step, medians over the steps. A slow rank computes long and waits little."
+    table = _table(("", "largest", "median of ranks", "largest of"), rank_rows(data))
+    return PageSection("Stragglers", note, table)
 
 
 def _planned(run: FinishedRun, world: int, step_seconds: float) -> list[PageSection]:

@@ -104,6 +104,18 @@ def kernel_rows(data: Json) -> tuple[list[str], list[list[str]]]:
     return ["kernel", "calls", "time"], rows
 
 
+def rank_rows(data: Json) -> list[list[str]]:
+    """Rows of how long a finished run's ranks computed and waited: (what, largest, median, whose
+    the largest was)."""
+    ranks, rows = data["rank_times"], []
+    for kind in ("computing", "waiting"):
+        one = ranks[f"{kind}_seconds"]
+        whose = [f"rank {r['rank']} in {r['steps']:,}" for r in one["ranks"]]
+        often = f"{', '.join(whose)} of {ranks['steps']:,} steps"
+        rows.append([kind, f"{one['max']:.4g} s", f"{one['median']:.4g} s", often])
+    return rows
+
+
 def run_rows(data: Json) -> list[list[str]]:
     """Rows of a finished run: (name, value)."""
     spread, seconds = data["step_quantiles"], data["step_seconds"]["median"]
@@ -136,6 +148,9 @@ def run_rows(data: Json) -> list[list[str]]:
 def show_run(rows: Sequence[Json], data: Json) -> None:
     """Prints a finished run's figures, and its first, middle and last steps."""
     print_table("", ("", "of the run"), run_rows(data))
+    if "rank_times" in data:
+        columns = ("", "largest", "median of ranks", "largest of")
+        print_table("Seconds of a step, by rank", columns, rank_rows(data))
     picked = [rows[0], rows[len(rows) // 2], rows[-1]] if len(rows) > 2 else list(rows)
     cells = [
         [

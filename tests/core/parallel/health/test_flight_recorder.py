@@ -67,22 +67,29 @@ def test_of_several_threads_the_one_that_has_waited_longest_counts():
 
 def test_a_device_that_waits_by_itself_is_asked_whether_it_has_got_past():
     reached = {"all_gather": False, "all_reduce": False}
-    names = iter(reached)
+    clock = iter([10.0, 10.25, 20.0, 21.5])
 
-    def mark():
-        name = next(names)
-        return lambda: reached[name]
+    class Marked:
+        def __init__(self):
+            self.at = next(clock)
 
-    recorder = FlightRecorder(mark=mark)
+        def reached(self):
+            return self.at < 20.0 and reached["all_gather"] or reached["all_reduce"]
+
+        def seconds_since(self, earlier):
+            return self.at - earlier.at
+
+    recorder = FlightRecorder(mark=Marked)
     calls = [recorder.call(op, axis(recorder)) for op in reached]
     for call in calls:
         with call:
             pass
-    assert recorder.oldest() is calls[0]
+    assert recorder.oldest() is calls[0] and recorder.take_waited() == 0.0
     reached["all_gather"] = True
-    assert recorder.oldest() is calls[1]
+    assert recorder.oldest() is calls[1] and recorder.take_waited() == 0.25
     reached["all_reduce"] = True
-    assert recorder.oldest() is None and not recorder.queued
+    assert recorder.take_waited() == 1.5
+    assert recorder.oldest() is None and not recorder.queued and recorder.take_waited() == 0.0
 
 
 def test_a_check_sees_each_call_while_its_rank_waits():

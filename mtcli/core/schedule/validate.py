@@ -1,0 +1,138 @@
+"""A static proof that a schedule runs: every op once, and no deadlock, on gloo or on NCCL.
+
+NCCL is stricter. A send ends when it is received. What a rank sends and receives by one
+communicator is one stream, in the order of the calls. A receive, or a wait for a send, holds up all
+that the rank calls after it.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable
+from operator import attrgetter
+
+from mtcli.core.schedule.messages import Message, calls
+from mtcli.core.schedule.ops import Op, Schedule, needs
+
+Communicator = Callable[[Message], Hashable]
+
+
+def problems(schedule: Schedule) -> list[str]:
+    """Everything that stops ranks that run their ops in order from ending; empty when none does."""
+    found = [*_misplaced(schedule), *_miscounted(schedule)]
+    return found or _stuck(schedule) or stalls(schedule)
+
+
+def stalls(schedule: Schedule, communicator: Communicator = attrgetter("channel")) -> list[str]:
+    """The ranks that wait forever on NCCL, where each message is sent by its `communicator`.
+
+    The executor has one per channel. Linear in the number of ops.
+    """
+    model = _Streams(schedule, communicator)
+    for rank in range(schedule.num_ranks):
+        model.advance(rank)
+    return [
+        f"rank {rank} waits forever to {own[done].kind} {own[done].message.op}"
+        if done < len(own)
+        else f"rank {rank} ends before {next(iter(left)).op} is received"
+        for rank, (own, done) in enumerate(zip(model.calls, model.made, strict=True))
+        if (left := model.left(rank)) or done < len(own)
+    ]
+
+
+class _Streams:
+    """The streams of all ranks: what each has called and is not done, by communicator."""
+
+    def __init__(self, schedule: Schedule, communicator: Communicator) -> None:
+        self.calls, self.communicator = calls(schedule), communicator
+        self.made = [0] * schedule.num_ranks  # calls of each rank that hold up nothing
+        self.queues: dict[tuple[int, Hashable], deque[Message]] = defaultdict(deque)
+        self.called: set[tuple[int, Message]] = set()
+        self.done: set[Message] = set()
+
+    def left(self, rank: int) -> list[Message]:
+        """What a rank has called and is not done."""
+        return [m for (own, _), queue in self.queues.items() for m in queue if own == rank]
+
+    def advance(self, rank: int) -> None:
+        """Makes a rank's calls up to one that waits, and those of ranks that may go on then."""
+        ranks = [rank]
+        while ranks:
+            rank = ranks.pop()
+            own = self.calls[rank]
+            while self.made[rank] < len(own):
+                kind, message = own[self.made[rank]]
+                if kind != "wait" and (rank, message) not in self.called:
+                    self.called.add((rank, message))
+                    self.queues[rank, self.communicator(message)].append(message)
+                    ranks += self._run(message)
+                if kind != "send" and message not in self.done:
+                    break
+                self.made[rank] += 1
+
+    def _run(self, message: Message) -> list[int]:
+        """Runs a message, and those behind it, where it is the first of both its streams; returns
+        the ranks that may go on."""
+        met: list[int] = []
+        todo = [message]
+        while todo:
+            message = todo.pop()
+            ends = [(end, self.communicator(message)) for end in message[1:]]
+            if not all(self.queues[end] and self.queues[end][0] == message for end in ends):
+                continue
+            self.done.add(message)
+            met += message[1:]
+            for end in ends:
+                self.queues[end].popleft()
+                todo += [self.queues[end][0]] if self.queues[end] else []
+        return met
+
+
+def _misplaced(schedule: Schedule) -> list[str]:
+    return [
+        f"{op} is on rank {rank} and its stage on rank {schedule.rank_of_stage[op.stage]}"
+        for rank, ops in enumerate(schedule.ops)
+        for op in ops
+        if schedule.rank_of_stage[op.stage] != rank
+    ]
+
+
+def _miscounted(schedule: Schedule) -> list[str]:
+    counts = Counter(op for ops in schedule.ops for op in ops)
+    kinds = sorted({op.kind for op in counts})
+    every = {
+        Op(kind, m, stage)
+        for kind in kinds
+        for m in range(schedule.num_micro_batches)
+        for stage in range(schedule.num_stages)
+    }
+    found = [f"{op} runs {counts[op]} times" for op in sorted(every) if counts[op] != 1]
+    found += [f"{op} is of no micro-batch" for op in sorted(counts.keys() - every)]
+    if kinds not in (["F"], ["B", "F"], ["F", "I", "W"]):
+        found.append(f"ops of kinds {', '.join(kinds)} are not a whole forward and backward")
+    return found
+
+
+def _stuck(schedule: Schedule) -> list[str]:
+    """Runs every rank as far as it goes, in turn, until nobody moves."""
+    done: set[Op] = set()
+    places = [0] * schedule.num_ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(schedule.ops):
+            while places[rank] < len(ops) and _is_ready(ops[places[rank]], schedule, done):
+                done.add(ops[places[rank]])
+                places[rank] += 1
+                moved = True
+    return [
+        f"rank {rank} waits at {ops[place]} for {_missing(ops[place], schedule, done)} forever"
+        for rank, (ops, place) in enumerate(zip(schedule.ops, places, strict=True))
+        if place < len(ops)
+    ]
+
+
+def _is_ready(op: Op, schedule: Schedule, done: set[Op]) -> bool:
+    return all(need in done for need in needs(op, schedule.num_stages))
+
+
+def _missing(op: Op, schedule: Schedule, done: set[Op]) -> str:
+    return " and ".join(str(n) for n in needs(op, schedule.num_stages) if n not in done)

@@ -1,0 +1,64 @@
+"""How long each rank computes and waits for others: who holds the others up.
+
+A rank that is slow waits little, and all others wait for it. Waits are those of the flight
+recorder: of a CPU rank the time in its collectives, of a GPU that of its stream.
+"""
+
+from statistics import median
+from typing import NamedTuple
+
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+
+
+class RankTimes(NamedTuple):
+    """Seconds of a step, as the mean over some steps."""
+
+    computing: list[float]  # by rank
+    waiting: list[float]
+
+    def row(self) -> dict[str, float]:
+        """What metrics tell: the largest and the median of each, and whose the largest is."""
+        found: dict[str, float] = {}
+        for kind, seconds in self._asdict().items():
+            found[f"{kind}_seconds_max"] = most = max(seconds)
+            found[f"{kind}_seconds_median"] = median(seconds)
+            found[f"{kind}_rank_max"] = seconds.index(most)
+        return found
+
+
+class StepTimer:
+    """Sums up this rank's steps until they are told."""
+
+    def __init__(self, recorder: FlightRecorder, rank: int, world: int) -> None:
+        self.recorder, self.rank, self.world = recorder, rank, world
+        self.computing = self.waiting = 0.0
+        self.steps = 0
+
+    def begin(self) -> None:
+        """Begins a step: what was waited for since the last one is of none."""
+        self.recorder.take_waited()
+
+    def end(self, seconds: float) -> None:
+        """Ends a step that took so long."""
+        waited = min(self.recorder.take_waited(), seconds)
+        self.computing += seconds - waited
+        self.waiting += waited
+        self.steps += 1
+
+    def taken(self) -> list[float]:
+        """A term of the sum over ranks that tells all ranks' seconds: 2 * world numbers."""
+        terms = [0.0] * (2 * self.world)
+        steps = max(1, self.steps)
+        terms[self.rank], terms[self.world + self.rank] = (
+            self.computing / steps,
+            self.waiting / steps,
+        )
+        self.computing = self.waiting = 0.0
+        self.steps = 0
+        return terms
+
+
+def rank_times(sums: list[float]) -> RankTimes | None:
+    """The seconds of all ranks, from the sum of what each has `taken`; None for one rank alone."""
+    world = len(sums) // 2
+    return RankTimes(sums[:world], sums[world:]) if world > 1 else None

@@ -1,0 +1,205 @@
+"""Two of torch's launch agents on one machine, as on two nodes: their ranks are killed in turn.
+
+KILLS=10 python -m pytest tests/commands/test_two_agents.py    # the drill of docs/cluster.md
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from command_line import own_address
+from drills import EVERY, Drill
+
+KILLS = int(os.environ.get("KILLS", "4"))
+APART = 4  # steps between kills
+DEADLINE = 240.0
+PACED = Path(__file__).parent / "paced.py"
+
+
+class Nodes:
+    """Two nodes of a run, whose rendezvous is on a third."""
+
+    def __init__(self, folder, steps, **environ):
+        self.folder, self.pace, self.environ = folder, folder / "pace", environ
+        self.folder.mkdir()
+        self.drill = Drill(folder / "nodes", timeout=60.0)
+        self.words = ["train", self.drill.config, "--set", f"train.steps={steps}"]
+        self.store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        self.allow(0)
+        self.agents = [None, None]
+
+    def start(self, node):
+        """Starts a node's agent."""
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", "drill", "--local-addr", own_address()]
+        rendezvous += ["--rdzv-endpoint", f"127.0.0.1:{self.store.port}", "--rdzv-conf"]
+        rendezvous += ["is_host=0,keep_alive_interval=1,keep_alive_max_attempt=2"]
+        limits = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", str(2 * KILLS + 6)]
+        command = ["-m", "torch.distributed.run", *limits, "--monitor-interval", "0.1", *rendezvous]
+        command = [sys.executable, *command, PACED, *self.words]
+        environ = os.environ | self.environ | {"PACE": str(self.pace)}
+        with open(self.folder / f"agent-{node}", "ab") as output:
+            self.agents[node] = subprocess.Popen(
+                list(map(str, command)), env=environ, stdout=output, stderr=output
+            )
+
+    def allow(self, steps):
+        """Lets ranks train up to a step."""
+        part = self.pace.with_suffix(".part")
+        part.write_text(str(steps))
+        part.rename(self.pace)
+
+    def reach(self, step):
+        """Returns when a step's loss is written, and the last checkpoint before it."""
+        self.allow(step)
+        log, saved = self.drill.output / "metrics.jsonl", step // EVERY * EVERY
+        self.until(lambda: log.exists() and step in self.drill.losses(), f"step {step}")
+        self.until(lambda: saved in self.drill.steps(), f"the checkpoint of step {saved}")
+
+    def worker(self, node, other_than=None):
+        """The process of a node's rank."""
+
+        def found():
+            children = psutil.Process(self.agents[node].pid).children()
+            fresh = [child for child in children if child.pid != other_than and is_rank(child)]
+            return fresh[0] if fresh else None
+
+        return self.until(found, f"a rank on node {node}")
+
+    def kill(self, node):
+        """Kills a node's rank, as the other begins its next step; returns its process id."""
+        worker = self.worker(node)
+        worker.kill()
+        self.allow(int(self.pace.read_text()) + 1)
+        return worker.pid
+
+    def leave(self, node):
+        """Kills a node at once: its agent and its rank."""
+        worker = self.worker(node)
+        self.agents[node].kill()
+        worker.kill()
+        self.agents[node].wait()
+
+    def end(self):
+        """Returns both agents' exit codes."""
+        self.allow(10**6)
+        self.until(lambda: all(agent.poll() is not None for agent in self.agents), "the end")
+        return [agent.returncode for agent in self.agents]
+
+    def until(self, condition, what):
+        """Returns what the condition gives once that is true; a deadline fails the test."""
+        end = time.monotonic() + DEADLINE
+        while not (given := condition()):
+            said = [self.folder.joinpath(f"agent-{n}").read_text()[-6000:] for n in (0, 1)]
+            assert time.monotonic() < end, "\n".join([f"{what} did not come about", *said])
+            time.sleep(0.02)
+        return given
+
+    def close(self):
+        """Kills all that is left."""
+        for agent in filter(None, self.agents):
+            if agent.poll() is None:
+                for child in psutil.Process(agent.pid).children(recursive=True):
+                    child.kill()
+                agent.kill()
+                agent.wait()
+
+
+def is_rank(process):
+    try:
+        return str(PACED) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    """Starts two nodes of a run of some steps."""
+    if own_address() is None:
+        pytest.skip("this machine has no address that another could reach")
+    started = []
+
+    def start(steps, **environ):
+        nodes = Nodes(tmp_path / f"run-{len(started)}", steps, **environ)
+        started.append(nodes)
+        for node in (0, 1):
+            nodes.start(node)
+        return nodes
+
+    yield start
+    for nodes in started:
+        nodes.close()
+
+
+def undisturbed(folder, steps):
+    """The losses of the same run on two ranks to which nothing happens."""
+    drill = Drill(folder, timeout=60.0)
+    done = drill.train(nproc=2, settings=[f"train.steps={steps}"])
+    assert done.returncode == 0, done.errors
+    return drill.losses()
+
+
+def resumed_from(nodes):
+    """The steps from which attempts went on."""
+    lines = (nodes.drill.output / "events.jsonl").read_text().splitlines()
+    return [row["step"] for row in map(json.loads, lines) if row["event"] == "resumed"]
+
+
+@pytest.mark.timeout(DEADLINE * (KILLS + 1))
+def test_ranks_that_are_killed_in_turn_meet_again_and_have_the_undisturbed_curve(
+    two_nodes, tmp_path
+):
+    """Every second time the rank that comes next is killed too, as it starts."""
+    steps = APART * (KILLS + 1)
+    nodes = two_nodes(steps)
+    for number in range(KILLS):
+        nodes.reach(APART * (number + 1))
+        killed = nodes.kill(number // 2 % 2)
+        if number % 2:
+            nodes.worker(number // 2 % 2, other_than=killed).kill()
+    assert nodes.end() == [0, 0]
+    assert len(resumed_from(nodes)) == KILLS
+    assert nodes.drill.losses() == undisturbed(tmp_path / "undisturbed", steps)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_leaves_and_joins_again_has_the_undisturbed_curve(node, two_nodes, tmp_path):
+    """An agent that stays tells one that joins nothing of a store that it shares with its ranks."""
+    nodes = two_nodes(9, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    nodes.reach(5)
+    nodes.leave(node)
+    nodes.start(node)
+    assert nodes.end() == [0, 0]
+    assert resumed_from(nodes)
+    assert nodes.drill.losses() == undisturbed(tmp_path / "undisturbed", 9)
+
+
+def test_a_second_launch_in_the_folder_of_a_run_is_refused_however_often_it_starts(two_nodes):
+    nodes = two_nodes(3)
+    assert nodes.end() == [0, 0]
+    nodes.words += ["--set", "train.steps=4"]
+    nodes.store.delete_key("torch.rendezvous.drill")
+    nodes.allow(0)
+    (nodes.folder / "agent-0").unlink()
+    for node in (0, 1):
+        nodes.start(node)
+    first = nodes.worker(0)
+    nodes.until(
+        lambda: (
+            "already holds a run"
+            in (nodes.folder / "agent-0").read_text() + (nodes.folder / "agent-1").read_text()
+        ),
+        "a refusal",
+    )
+    nodes.until(lambda: not is_rank(first), "its end")
+    second = nodes.worker(0, other_than=first.pid)
+    nodes.until(lambda: not is_rank(second), "the end of the next")
+    assert len(nodes.drill.losses()) == 3
