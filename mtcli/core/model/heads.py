@@ -124,9 +124,9 @@ class FirstTokens:
     """The classes of sequences: classifier(tanh(pooler(x))) of their first tokens' activations.
 
     Ranks that share sequences hold other tokens of them, or columns, so each makes the logits of
-    those first tokens that it holds, and the sum over ranks is known to all. With one label for several
-    sequences these are a question's choices, of which the classifier gives one logit each. The
-    layers are a head's own, under whose names they are known.
+    those first tokens that it holds, and the sum over ranks is known to all. With one label for
+    several sequences these are a question's choices, of which the classifier gives one logit each.
+    The layers are a head's own, under whose names they are known.
     """
 
     def __init__(

@@ -107,8 +107,7 @@ class LayerFactory(ABC):
         no parameters of its own."""
 
     def dense(self, name: str) -> "Dense":
-        """Layer(x_TD) -> x_TD: a square layer of a head, which acts on the tokens that a rank has.
-        """
+        """Layer(x_TD) -> x_TD: a square layer of a head, of whichever tokens a rank has."""
         return Dense(name, self, self.linear)
 
     def classes(self, name: str) -> "Dense":
@@ -178,8 +177,7 @@ class LayerFactory(ABC):
         return self.my_tokens(x)
 
     def dropout_numbers(self, numbers_N: Tensor) -> Tensor:
-        """The numbers of rows of activations, by which dropout is drawn for all of their columns.
-        """
+        """The numbers of activations' rows, by which dropout is drawn for all of their columns."""
         return numbers_N
 
     def enter_experts(self, x_TD: Tensor) -> Tensor:

@@ -67,11 +67,11 @@ class HeadSizes:
 
 
 def block(kit: Kit, x: Value, number: int = 0) -> Value:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); of the order "post" the norms of sums."""
     if kit.gathering is None:
         return _saved_or_recomputed(kit, x)
     group, experts = (kit.groups[i]._replace(name=f"{i} of {number}") for i in (BLOCK, EXPERTS))
-    kit = replace(kit, groups=(group, experts, kit.groups[ENDS]))
+    kit = replace(kit, groups=(group, experts, *kit.groups[ENDS:]))
     inside = before(kit.gathering, group, x)
     y = _saved_or_recomputed(kit, inside)
     return after(kit.gathering, group, y)
@@ -88,6 +88,9 @@ def _block(kit: Kit, x: Value) -> Value:
     if kit.work.block_bytes:  # of code that is not ours, as a whole
         more = kit.work.block_bytes - x.size
         return tape.op([x], [x.size], new_gradients(x.size), saved=[x], more=more)[0]
+    if m.norm_order == "post":
+        y = _norm_of_sum(kit, x, attention(kit, x))
+        return then(kit, y, _norm_of_sum(kit, y, mlp(kit, y, m.ffn_hidden_size / kit.work.columns)))
     normed = norm(kit, x)
     y = then(kit, normed, attention(kit, normed))
     if m.dropout:
@@ -103,6 +106,17 @@ def _block(kit: Kit, x: Value) -> Value:
     out = dropout(kit, part, total)
     tape.free(part, normed, total)
     return out
+
+
+def _norm_of_sum(kit: Kit, x: Value, y: Value) -> Value:
+    """norm(x + dropout(y)), which frees y."""
+    if kit.work.model.dropout:
+        total = dropout(kit, y, x)
+        normed = norm(kit, total)
+    else:
+        total, normed = add_norm(kit, x, y)
+    kit.tape.free(total, y)
+    return normed
 
 
 def mlp(kit: Kit, x: Value, width: float, name: str = "mlp") -> Value:
@@ -231,9 +245,11 @@ def full_rows(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
 
 
 def _by_document(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
-    """Runs attention of rows with a document mask each, one after another."""
-    work = kit.work
-    rows, sizes = work.micro_batch_size, (heads.q, heads.k, heads.k)
+    """Runs attention of each document of rows, one after another."""
+    each, sizes = kit.work.sequences, (heads.q, heads.k, heads.k)
+    rows = kit.work.micro_batch_size * each
+    work = replace(kit.work, seq_len=kit.work.seq_len // each, micro_batch_size=rows)
+    kit = replace(kit, work=work)
     one = HeadSizes(kit, heads.size, rows)
     if rows > 1 and work.layout.cp > 1:  # by heads, which are laid out one by one
         q, k, v = (copied(kit, x, size) for x, size in zip(qkv, sizes, strict=True))
