@@ -46,7 +46,7 @@ from mtcli.core.plan.tape.ops import (
     trained,
     views,
 )
-from mtcli.kernels.limits import CPU_ATTENTION_ROW_BYTES, RANDOM_BITS_PEAK, block_rows
+from mtcli.kernels.limits import CPU_ATTENTION_ROW_BYTES, block_rows, random_bytes
 
 SPAN = 8  # bytes of a query's `Spans`: two int32
 
@@ -216,7 +216,7 @@ def _dropped_softmax(kit: Kit, scores: Value, visible: Value, heads: HeadSizes) 
             [scores], [scores.size], new_gradients(scores.size), saved=recomputed, more=heads.lse
         )[0]
     probabilities = masked_softmax(kit, scores, heads.scores)
-    tape.moment(8 * RANDOM_BITS_PEAK * heads.scores)
+    tape.moment(random_bytes(heads.scores, kit.work.seq_len, kit.cpu))
     size = probabilities.size
     left = tape.op([probabilities], [size], new_gradients(size), more=size)[0]
     return then(kit, probabilities, left)

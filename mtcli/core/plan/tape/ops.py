@@ -26,7 +26,7 @@ from mtcli.core.plan.tape.autograd import (
     same_gradient,
 )
 from mtcli.core.plan.workload import Workload
-from mtcli.kernels.limits import RANDOM_BITS_PEAK
+from mtcli.kernels.limits import random_bytes
 
 INDEX = 8  # bytes of an int64
 # Groups of parameters that zero=3 gathers together; those of the head are among the ends'.
@@ -654,7 +654,7 @@ def dropout(kit: Kit, y: Value, onto: Value | None) -> Value:
             return [tape.new(y.size), *(named_again(grads[0]) for _ in taken[1:])]
 
         return tape.op(taken, [y.size], back)[0]
-    tape.moment(8 * RANDOM_BITS_PEAK * y.size / kit.t.size)
+    tape.moment(random_bytes(y.size / kit.t.size, round(kit.t.hidden), kit.cpu))
     dropped = tape.op([y], [y.size], new_gradients(y.size), more=y.size)[0]
     if onto is None:
         return dropped
