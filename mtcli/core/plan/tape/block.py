@@ -249,9 +249,11 @@ def _by_document(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     each, sizes = kit.work.sequences, (heads.q, heads.k, heads.k)
     rows = kit.work.micro_batch_size * each
     work = replace(kit.work, seq_len=kit.work.seq_len // each, micro_batch_size=rows)
-    kit = replace(kit, work=work)
+    kit, cp = replace(kit, work=work), work.layout.cp
     one = HeadSizes(kit, heads.size, rows)
-    if rows > 1 and work.layout.cp > 1:  # by heads, which are laid out one by one
+    if _is_short(kit, heads):
+        return _in_blocks(kit, qkv, heads, True, one)
+    if rows > 1 and cp > 1:  # by heads, which are laid out one by one
         q, k, v = (copied(kit, x, size) for x, size in zip(qkv, sizes, strict=True))
     else:
         q, k, v = (reused(kit, x) for x in qkv)
@@ -264,7 +266,7 @@ def _by_document(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
 
 def _of_rows(kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
     """Runs attention by the device's kernel; `copies` where rows are not stored head by head."""
-    if kit.cpu and kit.work.seq_len * compute_bytes(kit, heads.size) <= CPU_ATTENTION_ROW_BYTES:
+    if _is_short(kit, heads):
         return _in_blocks(kit, qkv, heads, copies)
     if kit.slow:
         wide = HeadSizes(kit, 4, heads.rows)
@@ -284,6 +286,11 @@ def _of_rows(kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
     return fused(kit, qkv, heads, heads.k)
 
 
+def _is_short(kit: Kit, heads: HeadSizes) -> bool:
+    """Whether a row's scores stay in a CPU's cache."""
+    return kit.cpu and kit.work.seq_len * compute_bytes(kit, heads.size) <= CPU_ATTENTION_ROW_BYTES
+
+
 def compute_bytes(kit: Kit, size: float) -> float:
     """Bytes of an element in the dtype that GEMMs are made in."""
     return 2 * size if kit.slow else size
@@ -301,11 +308,14 @@ def fused(kit: Kit, qkv: QKV, heads: HeadSizes, keys: float, spans: float = 0.0)
     )[0]
 
 
-def _in_blocks(kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
-    """Runs CPU attention, some heads at a time; several sequences are copied by head and back."""
+def _in_blocks(
+    kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool, one: HeadSizes | None = None
+) -> Value:
+    """Runs CPU attention, some heads at a time, maybe of `one` document; several sequences are
+    copied by head and back."""
     saved = () if copies else qkv[: 1 if heads.grouped else 3]
     more = (3 if copies else 2 * heads.grouped) * heads.q
-    forward, backward = head_blocks_bytes(kit, heads, kit.work.seq_len)
+    forward, backward = head_blocks_bytes(kit, one or heads, kit.work.seq_len)
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         laid = [tape.new(heads.q)] if copies else []
