@@ -18,6 +18,14 @@ SLOW = {
     "test_docs.py": {
         "test_a_page_s_commands_do_what_it_says": ("generate.md",),
     },
+    "test_untrusted.py": {
+        "test_a_pickle_in_the_place_of_a_file_does_nothing": (
+            "tiny.idx-*", "run/checkpoints/step-00000001/manifest.json-*", "hf/tokenizer.json-*",
+        ),
+        "test_no_pipe_or_device_in_the_place_of_a_file_is_waited_for": (
+            "tiny.tokenizer/tokenizer.json-*", "run/run.json-*", "wiki.test.tokens-*",
+        ),
+    },
     "test_bert_runs.py": {
         "test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout": (),
         "test_an_ensemble_is_of_classifiers_of_one_kind": (),
@@ -244,7 +252,10 @@ SLOW = {
         "test_a_layout_of_as_many_replicas_copies_each_to_one": ("dp=2,tp=2,pp=2",),
     },
     "test_search.py": {
-        "test_the_search_finds_what_trying_everything_finds": ("config0-*", "config1-*"),
+        "test_the_search_finds_what_trying_everything_finds": ("config1-*",),
+        "test_uneven_stages_are_searched_and_written_out": (),
+        "test_a_pinned_pipeline_leaves_tensor_cuts_that_its_ranks_hold": (),
+        "test_a_grid_of_given_rows_is_searched_by_its_columns": (),
     },
     "test_onebit_runs.py": {
         "test_any_layout_has_the_weights_of_the_paper_s_loop": ("lamb-gpt-4-{'pp': 2}-2-1",),
@@ -457,7 +468,10 @@ SLOW = {
         "test_layer_norm_and_its_gradients_are_the_formula": ("*-shape1-*", "*-shape2-*"),
     },
     "test_flash.py": {
-        "test_queries_see_their_own_documents_alone": ("*a list each*",),
+        "test_queries_see_their_own_documents_alone": ("*a list each-True",),
+        "test_flash_attention_is_softmax_attention_and_so_are_its_gradients": (
+            "*tiles of 64 and a part-True", "*more keys than queries-False", "*wide*",
+        ),
     },
     "test_factory.py": {
         "test_another_engine_trains_the_same_model_to_the_same_numbers": (

@@ -10,10 +10,9 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter, defaultdict
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-
-import pytest
 
 BROUGHT = {"triton", "pydantic_core", "huggingface_hub"}  # by torch, pydantic and tokenizers
 ROOT = Path(__file__).parent.parent
@@ -80,10 +79,21 @@ def room(module):
     return parts[0] if parts and parts[0] in ARROWS else "cli"
 
 
+def in_rooms(*rooms):
+    """The source files of some folders: at least one."""
+    found = [path for path in SOURCES if room(module_name(path)) in rooms]
+    assert found
+    return found
+
+
+@cache
+def _nodes(path):
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path, module_level=False):
     """The modules that a file imports, `from a import b` being a.b where that is a module."""
-    tree = ast.parse(path.read_text())
-    nodes = _at_module_level(tree) if module_level else ast.walk(tree)
+    nodes = _at_module_level(_nodes(path)[0]) if module_level else _nodes(path)
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -104,13 +114,14 @@ def _at_module_level(tree):
 MODULES = {module_name(path) for path in SOURCES}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_imports_follow_the_arrows(path):
-    here = room(module_name(path))
-    for imported in imports(path):
-        if imported.split(".")[0] == "mtcli" and imported != "mtcli":
-            there = room(imported)
-            assert there == here or there in ARROWS[here], f"{here} imports {imported}"
+def test_imports_follow_the_arrows():
+    against = []
+    for path in SOURCES:
+        here = room(module_name(path))
+        ours = [n for n in imports(path) if n.split(".")[0] == "mtcli" and n != "mtcli"]
+        allowed = ARROWS[here] | {here}
+        against += [f"{module_name(path)}: {name}" for name in ours if room(name) not in allowed]
+    assert against == []
 
 
 def test_every_folder_has_a_row_and_the_rows_make_no_circle():
@@ -168,11 +179,10 @@ def _script(name):
     return script
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_the_torch_free_zone_names_no_torch(path):
+def test_the_torch_free_zone_names_no_torch():
     heavy = {"torch", "transformers", "accelerate", "triton", "lm_eval"}
-    if room(module_name(path)) in TORCH_FREE:
-        assert not heavy & {name.split(".")[0] for name in imports(path)}
+    for path in in_rooms(*TORCH_FREE):
+        assert not heavy & {name.split(".")[0] for name in imports(path)}, path
 
 
 def test_importing_the_whole_torch_free_zone_loads_no_torch():
@@ -184,21 +194,20 @@ def test_importing_the_whole_torch_free_zone_loads_no_torch():
     assert done.stdout == "False False\n"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_kernels_import_only_torch_and_triton(path):
-    if room(module_name(path)) == "kernels":
+def test_kernels_import_only_torch_and_triton():
+    for path in in_rooms("kernels"):
         outside = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names
-        assert outside <= {"torch", "triton", "mtcli"}
+        assert outside <= {"torch", "triton", "mtcli"}, path
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
-def test_a_command_module_is_light_until_it_runs(path):
-    if room(module_name(path)) in ("commands", "cli"):
+def test_a_command_module_is_light_until_it_runs():
+    light = ("commands", "cli")
+    for path in in_rooms(*light):
         outside = set(imports(path, module_level=True))
         ours = {name for name in outside if name.split(".")[0] == "mtcli"}
         others = {name.split(".")[0] for name in outside - ours} - sys.stdlib_module_names
-        assert others <= {"typer"}
-        assert all(room(n) in ("commands", "cli") or n == "mtcli.core.config.errors" for n in ours)
+        assert others <= {"typer"}, path
+        assert all(room(n) in light or n == "mtcli.core.config.errors" for n in ours), path
 
 
 def test_no_module_imports_itself_around_a_circle():

@@ -104,7 +104,7 @@ def select(
     device: ComputeDevice = "auto",
     json_out: JsonOut = None,
 ) -> None:
-    """Choose a weighted part of the training sequences, to train on with data.subset."""
+    """Choose a core-set of the training data: weighted sequences, for data.subset."""
     from mtcli.core.config.loading import train_settings
     from mtcli.core.runtime.atomic_writes import require_writable
     from mtcli.core.select.request import SelectRequest, require_request

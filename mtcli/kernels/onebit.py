@@ -7,6 +7,7 @@ too: so adding and packing are two passes. 8 signs are a byte, the first of them
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 BLOCK = 4096  # elements of a program
 # Of 8 bytes that are 0 or 1, as one integer: times GATHER, the highest byte has the bits of all.
 GATHER = 0x0102040810204080
-# Of a byte in each of 8: those of SPREAD, of which byte i keeps bit i.
-COPIES, SPREAD = 0x0101010101010101, 0x8040201008040201 - 2**64
 
 
 def add_reference_(x: Tensor, error: Tensor) -> Tensor:
@@ -37,15 +36,23 @@ def pack_reference_(y: Tensor, scale: Tensor) -> Tensor:
     Bits past the end are 0.
     """
     positive = y >= 0
-    y -= torch.where(positive, scale, -scale)
     padded = torch.nn.functional.pad(positive, (0, -len(y) % 8)) if len(y) % 8 else positive
-    return (padded.view(torch.int64) * GATHER >> 56).to(torch.uint8)
+    bits = (padded.view(torch.int64) * GATHER >> 56).to(torch.uint8)
+    y -= unpack_reference(bits, scale, len(y))
+    return bits
 
 
 def unpack_reference(bits: Tensor, scale: Tensor, size: int) -> Tensor:
     """Unpacks scale * sign: [size], of the scale's dtype."""
-    signs = (bits.to(torch.int64) * COPIES & SPREAD).view(torch.uint8)
-    return torch.where(signs[:size] > 0, scale, -scale)
+    signs = _signs_of_bytes(scale.dtype, scale.device) * scale  # [256, 8]
+    return signs.index_select(0, bits.int()).view(-1)[:size]
+
+
+@cache
+def _signs_of_bytes(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The signs of each byte's bits: [256, 8], 1 or -1."""
+    byte, bit = torch.arange(256, device=device)[:, None], torch.arange(8, device=device)
+    return (2 * (byte >> bit & 1) - 1).to(dtype)
 
 
 @kernel()

@@ -154,7 +154,7 @@ def test_a_finished_runs_page_needs_no_step(run_folder):
 def test_what_needs_steps_is_refused_for_a_finished_run(run_folder):
     flags = ["--trace", "t.json", "--set", "parallel.pp=2", "--steps", 10, "--nproc", 1]
     flags.append("--no-calibrate")
-    done = profile("run", *flags, cwd=run_folder, expect=2)
+    done = profile("run", *flags, cwd=run_folder, expect=2, by=launched)
     for flag in ("--trace", "--set", "--steps", "--nproc", "--no-calibrate"):
         assert f"{flag} needs steps to run, and run is a run that is finished" in done.stderr
     assert "hint: mtcli profile run/config.toml" in done.stderr

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import read_untrusted
+from mtcli.core.config.untrusted import open_untrusted, read_untrusted
 from mtcli.core.curate.batch import BATCH_BYTES, Batch
 from mtcli.core.curate.config import QualityConfig
 from mtcli.core.curate.documents import BadRecord, Document, blocks_of, find_files
@@ -71,7 +71,7 @@ def open_model(config: QualityConfig) -> Callable[[Batch], Array]:
     """Builds what scores a batch [documents]. Raises MtcliError for a file that is no model."""
     path = Path(config.model or "")
     try:
-        with open(path, "rb") as file:
+        with open_untrusted(path) as file:
             is_ours = file.read(len(MAGIC)) == MAGIC
     except OSError as error:
         hint = "`mtcli curate train-quality --good A --bad B --output q.bin` writes one"

@@ -3,13 +3,13 @@
 It holds no time, path or number of workers: it is a function of the input and the configuration.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
+from mtcli.core.config.untrusted import parse_json, read_untrusted
 from mtcli.core.curate.blend import blend_of
 from mtcli.core.curate.config import Stage, as_dict
 from mtcli.core.curate.corpus import CORPUS_REASONS, Corpus, PassResult, Removals
@@ -183,7 +183,7 @@ def _cuts(result: PassResult) -> dict[int, dict[str, Any]]:
     """What was cut of each document that had an n-gram of a task, by number."""
     found = {}
     for index, (rows, folder) in sorted(result.changed.items()):
-        told = json.loads((folder / "cuts.json").read_text())
+        told = parse_json(read_untrusted(folder / "cuts.json"))
         found |= dict(zip((rows + result.corpus.bounds[index]).tolist(), told, strict=True))
     return found
 

@@ -63,7 +63,7 @@ class PackedRow:
     size: int
 
 
-class Batch(NamedTuple):
+class RowBatch(NamedTuple):
     """The rows of one forward pass, and the prefix that they follow."""
 
     rows: tuple[PackedRow, ...]
@@ -75,7 +75,7 @@ class PackingPlan:
     """Assigns requests to rows and rows to batches, before any tensor is made."""
 
     requests: Sequence[Request]
-    batches: tuple[Batch, ...]  # those of one prefix together, a parent's before its children's
+    batches: tuple[RowBatch, ...]  # those of one prefix together, a parent's before its children's
     prefixes: tuple[Prefix, ...]
 
     @property
@@ -197,7 +197,7 @@ def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> Pa
     longest = int(ordered.inputs.max(initial=0))
     max_row = max(longest, min(MAX_ROW_LENGTHS * max_seq_len, batch_tokens))
     prefixes, groups = _prefixes(ordered, max_row)
-    found: list[Batch] = []
+    found: list[RowBatch] = []
     for prefix, numbers in groups:
         length = prefixes[prefix].length if prefix is not None else 0
         rows = _share(ordered, numbers, length, max_row - length)
@@ -206,7 +206,7 @@ def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> Pa
             kind.sort(key=lambda row: -row.size)
             while kind:
                 count = max(1, batch_tokens // kind[0].size)
-                found.append(Batch(tuple(kind[:count]), prefix))
+                found.append(RowBatch(tuple(kind[:count]), prefix))
                 del kind[:count]
     return PackingPlan(requests, tuple(found), tuple(prefixes))
 

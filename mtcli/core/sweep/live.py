@@ -224,7 +224,7 @@ class LiveArray:
         require_alike(self.groups.world, samples.hashes, "reads data with the hashes", "data.train")
         last_good = restore(member, samples, start)
         records = RunRecords(member.config, self.runtime.rank == 0, self.watcher.say)
-        records.open(self.runtime.world, member.step)
+        records.begin(self.runtime.world, member.step)
         saver = self.stack.enter_context(Saver(member, records, last_good, axis))
         record.status = "running"
         return Seat(record, member, samples, records, saver)

@@ -26,7 +26,7 @@ from mtcli.core.sweep.board import Board
 from mtcli.core.sweep.live import LiveArray, Watcher
 from mtcli.core.sweep.record import ArrayRecord, TrialRecord
 from mtcli.core.sweep.run_plan import SweepPlan, partition_notes
-from mtcli.core.sweep.sampling import Proposals, Sampling
+from mtcli.core.sweep.sampling import Proposals, SamplingPlan
 from mtcli.core.sweep.stopping import Hyperband, Rung, below_median, best
 from mtcli.core.sweep.trials import name_of, partitions
 
@@ -100,7 +100,7 @@ class Sweep:
             [self.by_name[trial.name] for trial in group] for group in partitions(self.plan.trials)
         ]
 
-    def _sample(self, sampling: Sampling) -> None:
+    def _sample(self, sampling: SamplingPlan) -> None:
         """Trains the trials that a sampler proposes, as many at a time as one array takes."""
         speaks = self.runtime.rank == 0
         study = Proposals(sampling, self.plan.output) if speaks else None

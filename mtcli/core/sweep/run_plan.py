@@ -9,7 +9,7 @@ from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.data.loader import require_data
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder
 from mtcli.core.sweep.rules import array_problems
-from mtcli.core.sweep.sampling import Sampling, read_sampler
+from mtcli.core.sweep.sampling import SamplingPlan, read_sampler
 from mtcli.core.sweep.stopping import Hyperband
 from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, infusible_fields, partitions
 
@@ -24,7 +24,7 @@ class SweepPlan(NamedTuple):
     hyperband: Hyperband | None
     median: int  # steps between applications of the median rule; 0: none
     space: SweepSpace
-    sampling: Sampling | None  # where trials are proposed as the sweep goes on; `trials` is one
+    sampling: SamplingPlan | None  # where trials are proposed as the sweep goes on; `trials` is one
     fields: tuple[str, ...]  # that are varied
     asked: Mapping[str, Any]  # by the command line, for sweep.json
 
@@ -52,7 +52,7 @@ def sweep_plan(
     drawn = asked["random"] or (rule.trials() if rule and ranges else 0)
     sampling = None
     if sampler:
-        sampling = Sampling(sampler, varied, asked["random"], space.base.seed)
+        sampling = SamplingPlan(sampler, varied, asked["random"], space.base.seed)
         drawn = 1
     points = space.points(varied, Budget(drawn, asked["seeds"] or 0))
     trials = space.checked(points, asked["shared_batches"], world)

@@ -19,7 +19,7 @@ STUDY = "sweep"
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "gp": "GPSampler", "qmc": "QMCSampler"}
 
 
-class Sampling(NamedTuple):
+class SamplingPlan(NamedTuple):
     """A sampler, what it chooses from, and how many trials it proposes."""
 
     sampler: str
@@ -48,7 +48,7 @@ def read_sampler(text: str | None) -> str | None:
 class Proposals:
     """Optuna's study of a sweep, on the rank that asks it."""
 
-    def __init__(self, sampling: Sampling, output: Path) -> None:
+    def __init__(self, sampling: SamplingPlan, output: Path) -> None:
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend

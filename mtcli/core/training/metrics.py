@@ -109,7 +109,7 @@ class RunRecords:
         self.trackers: list[Any] = []
         self.behind = False  # records that could not be written
 
-    def open(self, world: int, step: int) -> None:
+    def begin(self, world: int, step: int) -> None:
         """Writes the config, and opens the records without the steps that will be run again."""
         if not self.writes:
             return
@@ -193,7 +193,7 @@ class RunLog:
         if not self.speaks:
             return
         config, batch = self.config, self.config.batch
-        self.records.open(world, self.first_step)
+        self.records.begin(world, self.first_step)
         tokens = batch.global_batch_size * batch.seq_len
         rows = {
             "model": _model(config),

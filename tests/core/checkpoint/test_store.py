@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from mtcli.core.config.errors import Exit, MtcliError
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
+from mtcli.core.runtime import atomic_writes
 
 
 def names(folder):
@@ -241,26 +243,28 @@ def durable(monkeypatch, tmp_path):
     A file is durable once it is fsynced, and its name once its folder is, after that.
     """
     synced, named, clock = {}, [], count()
-    fsync, rename = os.fsync, os.rename
+    fsync, rename, swap = os.fsync, os.rename, atomic_writes._swap
 
     def noted(file):
         fsync(file)
         synced[os.readlink(f"/proc/self/fd/{file}")] = next(clock)
 
-    def checked(source, target):
+    def checked(source, target, name=rename):
         source, target = str(source), str(target)
         for path in (path for path in Path(source).rglob("*") if path.is_file()):
             assert str(path) in synced, f"{path} was not fsynced"
             for folder in path.parents[: len(path.relative_to(source).parts)]:
                 assert synced.get(str(folder), -1) > synced[str(path)], f"{folder}: {path.name}"
-        rename(source, target)
+        answer = name(Path(source), Path(target))
         for path in [path for path in synced if f"{path}/".startswith(f"{source}/")]:
             synced[target + path.removeprefix(source)] = synced.pop(path)
         synced.pop(str(Path(target).parent), None)
         named.append(Path(target))
+        return answer
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(os, "rename", checked)
+    monkeypatch.setattr(atomic_writes, "_swap", partial(checked, name=swap))
     yield named
     above = {folder for path in named for folder in path.parents if tmp_path in folder.parents}
     assert not {str(folder) for folder in above} - synced.keys(), "names that may be lost"
@@ -275,7 +279,7 @@ def test_a_checkpoint_is_durable_before_it_has_its_name_and_its_name_when_it_is_
     save_halves(tmp_path / "runs" / "x" / "checkpoints", 1, tokenizer=source)
     save_halves(tmp_path / "runs" / "x" / "checkpoints", 1, tokenizer=source)  # over it
     name = tmp_path / "runs/x/checkpoints/step-00000001"
-    assert durable == [name, name.with_name(f"{name.name}.old.partial"), name]
+    assert durable == [name, name]
 
 
 def test_a_conversion_is_durable_before_it_has_its_name(tmp_path, durable):

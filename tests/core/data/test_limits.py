@@ -214,10 +214,10 @@ def test_rows_that_are_wrong_are_named_by_the_line_that_they_begin_in(tmp_path):
     rows = b'\xef\xbb\xbfid,text\n1,"a\n""b"""\n\n2,c,d\n3,\xff\n4,"last"'
     (tmp_path / "a.csv").write_bytes(rows)
     assert read(tmp_path / "a.csv") == [
-        Text('a\n"b"', 5),
+        Text('a\n"b"', 5, line=2),
         Bad(5, "bad CSV", "3 fields, and the header has 2"),
         Bad(6, "bad UTF-8", '"text" is not UTF-8'),
-        Text("last", 4),
+        Text("last", 4, line=7),
     ]
     with pytest.raises(MtcliError, match="no column \"x\"\n\nhint: --text-key of: 'id', 'text'"):
         read(tmp_path / "a.csv", key="x")

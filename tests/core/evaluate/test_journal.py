@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from conftest import TransformersScorer, gpt2
 from eval_data import make_data
+from transformers_scorer import TransformersScorer, gpt2
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.tokenize import byte_tokenizer

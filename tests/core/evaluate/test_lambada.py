@@ -13,7 +13,7 @@ from mtcli.core.evaluate.packing import score_requests
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.items import Renderer
-from mtcli.core.evaluate.tasks.rows import Part, Row
+from mtcli.core.evaluate.tasks.rows import Row, Split
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.task_file import load_task
 
@@ -59,7 +59,7 @@ def test_every_real_passage_is_read_and_split_in_tokens_as_words(data, bpe):
     ],
 )
 def test_the_last_word_is_the_last_between_spaces(text, context, word):
-    (item,) = Renderer(TASK).items(Part([Row({"text": text}, Path("x"), 1)], Path("x")))
+    (item,) = Renderer(TASK).items(Split([Row({"text": text}, Path("x"), 1)], Path("x")))
     assert (item.prompts, item.choices, item.answer) == ((context,), (word,), None)
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from conftest import TransformersScorer, gpt2
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers_scorer import TransformersScorer, gpt2
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.packing import batches, pack, plan, run, score_requests

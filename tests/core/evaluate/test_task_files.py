@@ -51,7 +51,7 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model():
     """A random model of bytes with room for shots."""
-    from conftest import TransformersScorer, gpt2
+    from transformers_scorer import TransformersScorer, gpt2
 
     return TransformersScorer(gpt2(vocab_size=257, n_positions=ROOMY, layers=1), ROOMY)
 

@@ -152,7 +152,7 @@ def test_a_masked_row_on_a_gpu_is_given_to_the_kernel_that_takes_masks(monkeypat
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
     layer = SimpleNamespace(stream=dropout_stream("a", 0.0, 7), queries_per_group=4 // groups)
-    inputs = SimpleNamespace(numbers=None, mask=torch.ones(2, 8, 8, dtype=torch.bool))
+    inputs = SimpleNamespace(numbers=None, prefix=None, mask=torch.ones(2, 8, 8, dtype=torch.bool))
     q, k = (torch.empty(2, heads, 8, 16) for heads in (4, groups))
     Attention._attend(layer, q.as_subclass(OnGpu), k, k, inputs)
     Attention._attend(layer, q, k, k, inputs)

@@ -3,7 +3,7 @@
 import pytest
 from tiny import write_run
 
-from mtcli.core.sweep.sampling import Proposals, Sampling
+from mtcli.core.sweep.sampling import Proposals, SamplingPlan
 from mtcli.core.sweep.trials import SweepSpace
 
 optuna = pytest.importorskip("optuna")
@@ -12,7 +12,7 @@ optuna = pytest.importorskip("optuna")
 def proposals(folder, trials):
     space = SweepSpace(str(write_run(folder)), [], folder / "out")
     fields = ("optimizer.lr=1e-4..1e-1", "optimizer.warmup_steps=0..5", "seed=3,4")
-    return Proposals(Sampling("tpe", space.read(fields), trials, seed=1), folder)
+    return Proposals(SamplingPlan("tpe", space.read(fields), trials, seed=1), folder)
 
 
 def test_a_study_proposes_legal_trials_and_is_told_their_losses(tmp_path):

@@ -190,9 +190,10 @@ def no_room_at_3(runtime, output):
     append = RunLog.step
 
     def refuse(self, step, *rest):
-        file, self.metrics = self.metrics, Full(self.metrics) if step.step == 3 else self.metrics
+        records, file = self.records, self.records.metrics
+        records.metrics = Full(file) if step.step == 3 else file
         append(self, step, *rest)
-        self.metrics = file
+        records.metrics = file
 
     RunLog.step = refuse
 

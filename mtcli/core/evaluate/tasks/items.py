@@ -17,7 +17,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.data.text_files import bad_line
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.requests import Request
-from mtcli.core.evaluate.tasks.rows import Part, Row, read_test, read_train, require_texts
+from mtcli.core.evaluate.tasks.rows import Row, Split, read_test, read_train, require_texts
 from mtcli.core.evaluate.tasks.task_file import TaskFile
 from mtcli.core.evaluate.tasks.templates import Templates
 
@@ -63,7 +63,7 @@ class Renderer:
             hint = "its templates and expressions are Jinja's: docs/tasks.md"
             raise wrong(f"the task {task.name}: {error}", hint, "--task") from None
 
-    def items(self, found: Part) -> list[Item]:
+    def items(self, found: Split) -> list[Item]:
         """Renders the rows for which `where` holds.
 
         Raises MtcliError naming file and line of the first row that lacks something.

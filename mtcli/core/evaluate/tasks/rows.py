@@ -19,7 +19,7 @@ class Row(NamedTuple):
     line: int
 
 
-class Part(NamedTuple):
+class Split(NamedTuple):
     """One part of a data set: its rows, and the file that they came from."""
 
     rows: list[Row]
@@ -27,13 +27,13 @@ class Part(NamedTuple):
     missing_labels: str = ""  # the file of labels that was not there
 
 
-def read_test(path: Path, layout: DataLayout) -> Part:
+def read_test(path: Path, layout: DataLayout) -> Split:
     """Reads the items of a folder, or of the one file that `path` is.
 
     Raises MtcliError naming file and line of the first bad row.
     """
     if layout.format == "race":
-        return Part(list(_race(path, layout.test[0])), path)
+        return Split(list(_race(path, layout.test[0])), path)
     if not path.is_dir():
         return _read(path, layout, layout.test_labels)
     file = _first(path, layout.test)
@@ -43,12 +43,12 @@ def read_test(path: Path, layout: DataLayout) -> Part:
     return _read(file, layout, layout.test_labels)
 
 
-def read_train(path: Path, layout: DataLayout) -> Part | None:
+def read_train(path: Path, layout: DataLayout) -> Split | None:
     """Reads the rows that shots are drawn from, beside the items; None where there are none."""
     folder = path if path.is_dir() else path.parent
     if layout.format == "race":
         folder = folder / "train" if (folder / "train").is_dir() else folder.parent / "train"
-        return Part(list(_race(folder, "train")), folder) if folder.is_dir() else None
+        return Split(list(_race(folder, "train")), folder) if folder.is_dir() else None
     file = _first(folder, layout.train)
     return None if file is None else _read(file, layout, layout.train_labels)
 
@@ -66,21 +66,21 @@ def _first(folder: Path, patterns: tuple[str, ...]) -> Path | None:
     return None
 
 
-def _read(file: Path, layout: DataLayout, label_files: tuple[str, ...]) -> Part:
+def _read(file: Path, layout: DataLayout, label_files: tuple[str, ...]) -> Split:
     kind = "jsonl" if file.suffix == ".jsonl" else layout.format
     rows = list({"jsonl": _jsonl, "tsv": _tsv, "lines": _lines}[kind](file))
     if not rows:
         raise wrong(f"{file} has 0 rows", "docs/tasks.md says what each data set is", "--task")
     if not label_files:
-        return Part(rows, file)
+        return Split(rows, file)
     labels = _first(file.parent, tuple(Path(name).name for name in label_files))
     if labels is None:
-        return Part(rows, file, label_files[0])
+        return Split(rows, file, label_files[0])
     found = [label for _, label in _numbered(labels)]
     if len(found) != len(rows):
         message = f"{labels} has {len(found)} labels, and {file.name} has {len(rows)} rows"
         raise wrong(message, "both must be of one part of the data set", "--task")
-    return Part(
+    return Split(
         [
             row._replace(fields={"label": label.strip()} | row.fields)
             for row, label in zip(rows, found, strict=True)

@@ -18,7 +18,7 @@ def verify(fused: FusedModels, *args: Any, tolerance: float = 1e-4, **kwargs: An
     value: a forward that mixes samples, such as a mean over the batch.
     """
     modes = {module: module.training for module in fused.modules()}
-    fused.eval()
+    fused.train(False)
     with torch.no_grad():
         ours = fused(*args, **kwargs)
         for b, model in enumerate(unfuse(fused)):
