@@ -199,8 +199,8 @@ class Kit:
         """Sizes of one micro-batch on one rank."""
         work, sizes = self.work, Shapes.of(self.work)
         if self.of_head:
-            rows, shards = self.of_head, sizes.tokens / sizes.rows
-            return sizes._replace(tokens=rows * shards, rows=rows)
+            shards = sizes.tokens / sizes.rows
+            return sizes._replace(tokens=self.of_head * shards, rows=self.of_head)
         if not self.of_experts:
             return sizes
         rows = work.tokens / work.sequence_shards
