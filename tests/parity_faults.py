@@ -195,7 +195,7 @@ FAULTS = [
         lambda f: f.grid and f.columns > 1),
     Fault("one bias too many: each column of a grid adds that of the classes",
         "parallel/tensor_2d.py", "bias * first))", "bias))",
-        lambda f: f.grid and f.columns > 1 and (f.m.sentence_order or f.m.head == "classification")),
+        lambda f: f.grid and f.columns > 1 and (f.m.sentence_order or f.m.num_labels)),
     Fault("wrong shard: a grid's columns pick the tokens of other shards", "parallel/tensor_2d.py",
         "return 0, 1", "return self.groups.tp.rank, self.groups.tp.size",
         lambda f: f.grid and f.columns > 1 and f.m.head != "lm"),
