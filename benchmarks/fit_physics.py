@@ -6,13 +6,14 @@ little; half of the weight is the records', half the sources'.
 
     python benchmarks/fit_physics.py runs.json                # fit on all, print the constants
     python benchmarks/fit_physics.py runs.json --hold-out     # each source, and halves, left out
+    python benchmarks/fit_physics.py runs.json --ranges       # of each kind of run, left out
     python benchmarks/fit_physics.py runs.json --check other.json
 """
 
 import argparse
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
+from mtcli.core.plan.certainty import SHARE, kind_of
 from mtcli.core.plan.published.records import PublishedRun
 from mtcli.core.plan.published.software import PUBLISHED, PublishedPhysics
 from mtcli.core.plan.published.validate import Scored, read_records, score, summarize
@@ -42,6 +44,8 @@ def main() -> None:
     records = _timed(read_records(options.runs)[0])
     if options.hold_out:
         return _print_held_out(records, options.processes)
+    if options.ranges:
+        return _print_ranges(records, options.processes)
     fitted = fit(records, fields=options.fields)
     for name, value in asdict(fitted).items():
         print(f"{name:20} {value:.4g}  (was {getattr(PUBLISHED, name):.4g})")
@@ -103,11 +107,9 @@ def loss(scored: Sequence[Scored]) -> float:
 
 
 def _print_held_out(records: list[PublishedRun], processes: int) -> None:
-    sources = sorted({record.source for record in records})
     rows, errors = [], []
     with ProcessPoolExecutor(processes) as pool:
-        left = pool.map(partial(_without, records), sources)
-        for source, scored in zip(sources, left, strict=True):
+        for source, scored in _left_out(records, pool):
             found = [abs(one.error) for one in scored]
             errors += found
             rows.append([source, str(len(found)), f"{median(found):.1%}"])
@@ -118,6 +120,30 @@ def _print_held_out(records: list[PublishedRun], processes: int) -> None:
     _print_table("Each source predicted by constants fitted on the others", rows)
     found = [[f"seed {seed}", str(n), f"{error:.1%}"] for seed, (n, error) in enumerate(halves)]
     _print_table("A random half predicted by constants fitted on the other", found)
+
+
+def _left_out(
+    records: list[PublishedRun], pool: ProcessPoolExecutor
+) -> Iterator[tuple[str, list[Scored]]]:
+    """Yields each source with its runs, predicted by constants that were fitted on the others."""
+    sources = sorted({record.source for record in records})
+    yield from zip(sources, pool.map(partial(_without, records), sources), strict=True)
+
+
+def _print_ranges(records: list[PublishedRun], processes: int) -> None:
+    """Prints RANGES of `mtcli/core/plan/certainty.py`: of n errors those of ranks (n + 1) / 10 from
+    either end, so that 8 of 10 further runs of a kind are expected between them."""
+    errors: dict[str, list[float]] = {}
+    with ProcessPoolExecutor(processes) as pool:
+        scored = [one for _, found in _left_out(records, pool) for one in found]
+    for one in scored:
+        kind = kind_of(one.record.work, one.record.device)
+        errors.setdefault(kind, []).append(one.record.seconds / one.seconds)
+    for kind, found in sorted(errors.items()):
+        found.sort()
+        rank = int((len(found) + 1) * (1 - SHARE) / 2)
+        if rank:
+            print(f'    "{kind}": Spread({found[rank - 1]:.3f}, {found[-rank]:.3f}, {len(found)}),')
 
 
 def _without(records: list[PublishedRun], source: str) -> list[Scored]:
@@ -159,6 +185,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", help="a JSON list of records, see docs/plan.md")
     parser.add_argument("--hold-out", action="store_true", help="predict what is not fitted on")
+    parser.add_argument("--ranges", action="store_true", help="print the ranges of kinds of runs")
     parser.add_argument("--check", metavar="FILE", help="records to score with the result as well")
     parser.add_argument("--fields", nargs="*", default=(), help="fit these constants [FITTED]")
     parser.add_argument("--processes", type=int, default=2)

@@ -12,6 +12,7 @@ from mtcli.core.config.sync import DECENTRALIZED
 from mtcli.core.mesh.layout import Grid, ParallelLayout
 from mtcli.core.mesh.parameters import count_active, count_parameters
 from mtcli.core.plan.answer import PlanAnswer
+from mtcli.core.plan.certainty import SHARE, kind_of, step_range
 from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.grid import grid_bytes_per_step
 from mtcli.core.plan.hardware import gib
@@ -103,6 +104,7 @@ def figures(p: Prediction) -> Json:
         if (other := uneven(p))
         else None,
         "step_seconds": p.step_seconds,
+        "step_seconds_range": spread[:2] if (spread := step_range(p)) else None,
         "tokens_per_second_per_gpu": p.tokens_per_second_per_gpu,
         "model_tflops_per_gpu": p.model_flops_per_gpu / 1e12,
         "hardware_tflops_per_gpu": p.hardware_flops_per_gpu / 1e12,
@@ -198,6 +200,7 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
         ("precision", _slow_precision(p)),
         ("rates", _roofline(p)),
         ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
+        ("how sure", _how_sure(p)),
         ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
         ("MFU, HFU", f"{p.mfu:.1%}, {p.hfu:.1%} (HFU adds what is computed again)"),
         ("counted otherwise", ", ".join(f"{r / 1e12:.4g} ({n})" for n, r in rates.items())),
@@ -207,6 +210,14 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
         ("data parallelism", _sync(p)),
     ]
     return [row for row in rows if row[1]]
+
+
+def _how_sure(p: Prediction) -> str:
+    """The seconds between which most published runs of its kind lie."""
+    if (found := step_range(p)) is None:
+        return ""
+    runs = f"{found.runs} of {kind_of(p.work, p.device)}"
+    return f"{SHARE:.0%} of published runs lie in {found.low:.4g} to {found.high:.4g} s ({runs})"
 
 
 def _grid(p: Prediction) -> str:

@@ -15,6 +15,7 @@ from statistics import median
 import pytest
 
 from mtcli.core.config.loading import load_config
+from mtcli.core.plan.certainty import RANGES, kind_of
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.predict import HARDWARE, MODEL
 from mtcli.core.plan.published.records import device_of, read_record
@@ -208,6 +209,17 @@ def scores(table):
 def test_steps_that_were_not_fitted_on_are_predicted_within_some_per_cent(table, typical, worst):
     errors = [abs(one.error) for one in scores(table)]
     assert median(errors) < typical and max(errors) < worst
+
+
+def test_eight_of_ten_steps_that_no_range_was_made_of_lie_in_their_range():
+    tables = (narayanan, korthikanti, nemo, nemotron, megatron_turing, llama, megatron_core)
+    inside, widths = [], []
+    for one in (one for table in (*tables, deep_ep, torchtitan, hagemann) for one in scores(table)):
+        known = RANGES[kind_of(one.record.work, one.record.device)]
+        inside.append(known.low <= one.record.seconds / one.seconds <= known.high)
+        widths.append(known.high / known.low)
+    assert len(inside) > 60 and sum(inside) >= 0.8 * len(inside)
+    assert max(widths) < 2.5, "a range that holds everything says nothing"
 
 
 def test_larger_models_reach_more_of_the_peak_as_published():

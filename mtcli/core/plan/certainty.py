@@ -1,0 +1,49 @@
+"""How sure a predicted step time is: the range that holds 8 of 10 published runs of its kind.
+
+A run's kind is what most divides the errors: the narrowest format that the GPU multiplies (which
+tells its generation), and whether the model is a mixture of experts. Each range is of runs that
+were predicted by constants fitted on other sources (`benchmarks/fit_physics.py --ranges`).
+"""
+
+from typing import NamedTuple
+
+from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.predict import Prediction
+from mtcli.core.plan.workload import Workload
+
+SHARE = 0.8  # of the runs, inside of a range
+
+
+class Spread(NamedTuple):
+    """Seconds, or measured over predicted ones: the lowest, the highest, and of how many runs."""
+
+    low: float
+    high: float
+    runs: int
+
+
+RANGES = {
+    "dense models on GPUs with 16 bits alone": Spread(0.853, 1.143, 156),
+    "dense models on GPUs with fp8": Spread(0.805, 1.559, 58),
+    "dense models on GPUs with nvfp4": Spread(0.877, 1.141, 42),
+    "mixtures on GPUs with fp8": Spread(0.822, 1.143, 51),
+    "mixtures on GPUs with nvfp4": Spread(0.583, 1.425, 61),
+}
+
+
+def kind_of(work: Workload, device: Device) -> str:
+    """The kind of a run, a key of RANGES: of few published runs or none it may not be one."""
+    narrowest = next((name for name in ("nvfp4", "fp8") if name in device.flops), "16 bits alone")
+    model = "mixtures" if work.model.num_experts else "dense models"
+    return f"{model} on GPUs with {narrowest}"
+
+
+def step_range(p: Prediction) -> Spread | None:
+    """The seconds between which a predicted step lies, and of how many runs this is known.
+
+    None for a device that was measured (this machine's CPU), and for a kind without published runs.
+    """
+    known = None if p.device.calibration else RANGES.get(kind_of(p.work, p.device))
+    if known is None:
+        return None
+    return known._replace(low=p.step_seconds * known.low, high=p.step_seconds * known.high)
