@@ -41,8 +41,9 @@ class _CpuAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        dq, dk, dv = found = [torch.empty_like(x) for x in ctx.saved_tensors[:3]]
-        _backward(_by_head(grad), ctx.saved_tensors, ctx.causal, found)
+        saved = ctx.saved_tensors  # asked for once: activation checkpointing gives them once
+        dq, dk, dv = found = [torch.empty_like(x) for x in saved[:3]]
+        _backward(_by_head(grad), saved, ctx.causal, found)
         return dq.view(grad.shape), dk.view(grad.shape), dv.view(grad.shape), None
 
 
