@@ -1,8 +1,10 @@
-"""`mtcli sweep` of B learning rates beside B runs of `mtcli train`, by B.
+"""`mtcli sweep` of B learning rates beside B runs of `mtcli train` and beside torch's vmap, by B.
 
-Steps: an array's step and a run's alternate in one process; the quickest of each counts, and the
-losses of every model are compared at every step. Whole: the same as command lines, process start
-included, of which `--whole` runs a few: the runs one after another, and all at once.
+Steps: those of a run, of arrays and of a plain GPT under vmap alternate in one process; the
+quickest of each counts, and an array's losses are compared with the run's at every step. Told are
+tokens a second of all models together, and state with the peak of a step above it. Whole: the same
+as command lines, process start included, of which `--whole` runs a few: the sweep, the runs one
+after another, and all at once.
 
     python benchmarks/bench_sweep.py                        # two layers of 64, steps alone
     python benchmarks/bench_sweep.py --model tiny --models 1,2,4
@@ -10,6 +12,8 @@ included, of which `--whole` runs a few: the runs one after another, and all at 
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -17,16 +21,34 @@ import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter, process_time
+from typing import Any
 
+import torch
+from bench_fused_models import kib
+from plain_gpt import PlainGPT
 from progress import say
+from torch import Tensor
+from torch.func import functional_call, stack_module_state, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
+
+from mtcli.core.config.loading import load_config
+from mtcli.core.runtime.launch import ALLOCATOR, Runtime, set_matmul
+from mtcli.core.sweep.array import ModelArray, array_groups
+from mtcli.core.sweep.batches import ArrayLoader
+from mtcli.core.training.loader import synthetic_loader
+from mtcli.core.training.state import initialise
+from mtcli.core.training.step import Trainer
 
 # Overrides of the preset `tiny`, whose own sizes are hidden 256 and 2 x 2,048 tokens a step.
 MODELS = {
+    "mini": "num_layers=2 hidden_size=32 num_heads=2 vocab_size=256 max_seq_len=32",
     "small": "num_layers=2 hidden_size=64 num_heads=2 vocab_size=512 max_seq_len=64",
     "medium": "num_layers=4 hidden_size=128 num_heads=4 vocab_size=1024 max_seq_len=128",
     "tiny": "",
 }
-BATCHES = {"small": (64, 4, 4), "medium": (128, 4, 4), "tiny": (256, 8, 16)}
+BATCHES = {"mini": (32, 4, 4), "small": (64, 4, 4), "medium": (128, 4, 4), "tiny": (256, 8, 16)}
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 TOLERANCE = 1e-5  # float32, relative, of losses over the measured steps
 
 
@@ -35,12 +57,13 @@ def main() -> None:
     if args.child:
         measure(args)
         return
-    environ = os.environ | allocator()
+    environ = os.environ | ALLOCATOR  # as the launcher gives every rank
     if args.whole:
         whole(args, environ)
         return
     words = [sys.executable, __file__, "--child", "1", "--model", args.model]
     words += ["--models", args.models, "--steps", str(args.steps), "--threads", str(args.threads)]
+    words += ["--contenders", args.contenders, "--set", *args.set]
     sys.exit(subprocess.run(words, env=environ).returncode)
 
 
@@ -50,16 +73,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models", default="1,2,4,8,16", help="B of each array")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="alone among them")
+    parser.add_argument("--set", nargs="*", default=[], help="fields of the config: lora.rank=8")
     parser.add_argument("--whole", action="store_true", help="command lines instead of steps")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
-
-
-def allocator() -> dict[str, str]:
-    """The settings that the launcher gives every rank."""
-    from mtcli.core.runtime.launch import ALLOCATOR
-
-    return ALLOCATOR
 
 
 def overrides(model: str, steps: int) -> list[str]:
@@ -69,59 +87,149 @@ def overrides(model: str, steps: int) -> list[str]:
     return [*found, f"batch.global_batch_size={batch}", f"train.steps={steps}"]
 
 
+class Alone:
+    """A run of its own: B of them in turn take B times as long."""
+
+    models = 1
+
+    def __init__(self, configs: list[Any], compiled: bool) -> None:
+        self.run = Trainer(configs[-1], ALONE)
+        initialise(self.run)
+        self.loader = synthetic_loader(configs[-1], self.run.groups)
+
+    def step(self) -> float:
+        return float(self.run.train_step(self.loader).loss)
+
+    def state(self) -> int:
+        return self.run.state_bytes()
+
+    def close(self) -> None:
+        self.loader.close()
+
+
+class Array:
+    """Ours: all models as one; the loss is that of the last."""
+
+    def __init__(self, configs: list[Any], compiled: bool) -> None:
+        if compiled:
+            train = configs[0].train.model_copy(update={"compile": True})
+            configs = [config.model_copy(update={"train": train}) for config in configs]
+        self.models = len(configs)
+        self.array = ModelArray(configs, array_groups(configs[0], ALONE))
+        for member in self.array.members:
+            initialise(member)
+        self.loader = ArrayLoader([synthetic_loader(configs[0], self.array.groups)] * self.models)
+
+    def step(self) -> float:
+        return float(self.array.train_step(self.loader)[-1].loss)
+
+    def state(self) -> int:
+        return self.array.memory.bytes
+
+    def close(self) -> None:
+        self.loader.close()
+
+
+class Vmap:
+    """torch.func: the GPT that most people write, its parameters stacked, under vmap, with torch's
+    fused AdamW; its losses are of other first weights."""
+
+    def __init__(self, configs: list[Any], compiled: bool) -> None:
+        model, self.batch = configs[0].model, configs[0].batch
+        shape = model.num_layers, model.hidden_size, model.num_heads, model.vocab_size
+        models = [PlainGPT(*shape, self.batch.seq_len) for _ in configs]
+        self.models = len(models)
+        parameters, _ = stack_module_state(models)
+        self.parameters = {k: p.detach().requires_grad_() for k, p in parameters.items()}
+        base = models[0].to("meta")
+
+        def loss(parameters: dict[str, Tensor], rows: Tensor) -> Tensor:
+            logits = functional_call(base, parameters, (rows[:, :-1],))
+            return cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+
+        call = vmap(loss, in_dims=(0, None))
+        self.call = torch.compile(call) if compiled else call
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-3, fused=True)
+        size = self.batch.global_batch_size, self.batch.seq_len + 1
+        self.rows = torch.randint(model.vocab_size, size)
+
+    def step(self) -> float:
+        self.optimizer.zero_grad()
+        parts = self.rows.split(self.batch.micro_batch_size)
+        for rows in parts:
+            with sdpa_kernel(SDPBackend.MATH):  # the others have no rule for vmap
+                losses = self.call(self.parameters, rows) / len(parts)
+            losses.sum().backward()
+        self.optimizer.step()
+        return losses[-1].item()
+
+    def state(self) -> int:
+        return sum(4 * x.nbytes for x in self.parameters.values())  # with gradients and two moments
+
+    def close(self) -> None:
+        pass
+
+
+CONTENDERS: dict[str, tuple[Any, bool]] = {
+    "alone": (Alone, False),
+    "array": (Array, False),
+    "array compiled": (Array, True),
+    "vmap": (Vmap, False),
+    "vmap compiled": (Vmap, True),
+}
+
+
 def measure(args: argparse.Namespace) -> None:
-    """Alternates steps of one run after another with steps of arrays."""
-    import resource
-
-    import torch
-
-    from mtcli.core.config.loading import load_config
-    from mtcli.core.runtime.launch import Runtime, set_matmul
-    from mtcli.core.sweep.array import ModelArray, array_groups
-    from mtcli.core.sweep.batches import ArrayLoader
-    from mtcli.core.training.loader import synthetic_loader
-    from mtcli.core.training.state import initialise
-    from mtcli.core.training.step import Trainer
-
+    """Alternates the steps of all contenders."""
     torch.set_num_threads(args.threads)
     set_matmul("fast")
-    runtime = Runtime(0, 1, 0, 1, torch.device("cpu"))
-    tokens = BATCHES[args.model][0] * BATCHES[args.model][2]
-    say(f"{args.model}, {args.threads} threads: the quickest of {args.steps} steps, ms a model")
-    names = ("models", "alone", "array", "ratio", "cpu", "tokens/s", "MiB")
-    print("".join(f"{name:>10}" for name in names))
+    seq, _, batch = BATCHES[args.model]
+    say(f"{args.model}, {args.threads} threads: the quickest of {args.steps} steps")
+    names = ("tokens/s", "x alone", "cpu", "x vmap", "MiB")
+    print(f"{'models':>6} {'contender':<15}" + "".join(f"{name:>10}" for name in names))
     for count in map(int, args.models.split(",")):
         rates = [f"optimizer.lr={1e-3 * (1 + i / count)}" for i in range(count)]
-        configs = [load_config("tiny", [*overrides(args.model, 1000), rate]) for rate in rates]
-        trainer = Trainer(configs[-1], runtime)
-        initialise(trainer)
-        array = ModelArray(configs, array_groups(configs[0], runtime))
-        for member in array.members:
-            initialise(member)
-        alone = synthetic_loader(configs[-1], trainer.groups)
-        shared = synthetic_loader(configs[0], array.groups)
-        loader = ArrayLoader([shared] * count)
-        best = dict.fromkeys(("alone", "array"), (9e9, 9e9))
-        for number in range(args.steps):
-            started = perf_counter(), process_time()
-            wanted = trainer.train_step(alone)
-            between = perf_counter(), process_time()
-            made = array.train_step(loader)
-            ended = perf_counter(), process_time()
-            assert abs(made[-1].loss - wanted.loss) <= TOLERANCE * wanted.loss, (number, count)
-            if number:  # the first ones allocate
-                pairs = {"alone": (started, between), "array": (between, ended)}
-                for name, (a, b) in pairs.items():
-                    each = count if name == "array" else 1
-                    taken = ((y - x) / each for x, y in zip(a, b, strict=True))
-                    best[name] = tuple(map(min, best[name], taken))
-        alone.close()
-        shared.close()
-        (wall, cpu), (own_wall, own_cpu) = best["alone"], best["array"]
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-        rate = tokens / own_wall
-        cells = (count, wall * 1e3, own_wall * 1e3, wall / own_wall, cpu / own_cpu, rate, peak)
-        print("".join(f"{cell:10.6g}" for cell in cells), flush=True)
+        fixed = [*overrides(args.model, 1000), *args.set]
+        configs = [load_config("tiny", [*fixed, rate]) for rate in rates]
+        asked = {name: CONTENDERS[name] for name in args.contenders.split(",")}
+        every = {name: make(configs, compiled) for name, (make, compiled) in asked.items()}
+        best = in_turns(every, args.steps)
+        for name, one in every.items():
+            wall, cpu = best[name]
+            ratio = [best["alone"][0] / wall, best["alone"][1] / cpu]
+            other = "vmap compiled" if "compiled" in name else "vmap"
+            vmapped = best[other][0] / wall if other in best else 0.0
+            cells = seq * batch / wall, *ratio, vmapped, peak_mib(one)
+            print(f"{count:6} {name:<15}" + "".join(f"{x:10.5g}" for x in cells), flush=True)
+            one.close()
+
+
+def in_turns(every: dict[str, Any], steps: int) -> dict[str, tuple[float, float]]:
+    """(seconds, processor seconds) a model of each one's quickest step. Arrays' losses must be
+    those of the run alone."""
+    best = dict.fromkeys(every, (9e9, 9e9))
+    for number in range(steps):
+        wanted = 0.0
+        for name, one in every.items():
+            start = perf_counter(), process_time()
+            loss = one.step()
+            spent = perf_counter() - start[0], process_time() - start[1]
+            wanted = wanted or loss
+            far = abs(loss - wanted) / wanted
+            assert "vmap" in name or far <= TOLERANCE, (number, name, loss, wanted)
+            if number > 1:  # the first ones allocate and compile
+                best[name] = tuple(map(min, best[name], (x / one.models for x in spent)))
+    return best
+
+
+def peak_mib(one: Any) -> float:
+    """State, and what a step allocates above it at its peak."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
+    before = kib("VmRSS")
+    one.step()
+    return one.state() / 2**20 + (kib("VmHWM") - before) / 2**10
 
 
 def whole(args: argparse.Namespace, environ: dict[str, str]) -> None:

@@ -29,6 +29,7 @@ SLOW = {
     "test_bert_runs.py": {
         "test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout": (),
         "test_an_ensemble_is_of_classifiers_of_one_kind": (),
+        "test_seeds_of_a_head_are_swept_at_once_and_each_is_a_run_alone": (),
     },
     "test_curate.py": {
         "test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes": (),
@@ -143,6 +144,8 @@ SLOW = {
         "test_seeds_of_shared_batches_are_runs_of_that_order": (),
         "test_json_on_stdout_has_all_trials_and_nothing_else": (),
         "test_a_trial_s_folder_goes_on_with_train_and_is_exported": (),
+        "test_adapters_of_a_hugging_face_folder_s_model_are_runs_alone_and_go_on": (),
+        "test_sixteen_rates_are_sixteen_runs_and_the_one_that_diverges_is_alone_in_it": (),
     },
     # core
     "test_task_files.py": {
@@ -151,6 +154,10 @@ SLOW = {
     "test_array.py": {
         "test_models_of_an_array_are_runs_of_their_own": (
             "gpt fp64", "llama fp32", "lamb", "dropout", "mixture with a capacity",
+            "masked tokens", "masked fp32", "classes",
+        ),
+        "test_adapters_of_an_array_are_runs_of_their_own_on_one_base": (
+            "gpt fp32", "llama fp32", "gpt bf16", "lamb", "recomputed",
         ),
     },
     "test_aux_losses.py": {

@@ -13,6 +13,17 @@ ConfigFile = Annotated[
     str,
     typer.Argument(metavar="CONFIG", help="a TOML file, a run folder, or the name of a preset"),
 ]
+TrainingConfig = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="CONFIG",
+        help="a TOML file, a run folder, a preset's name, or a Hugging Face folder",
+    ),
+]
+InitFrom = Annotated[
+    str | None,
+    typer.Option("--init", metavar="CHECKPOINT", help="start from these weights (fine-tuning)"),
+]
 CheckpointPath = Annotated[
     str,
     typer.Argument(

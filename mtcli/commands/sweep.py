@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import ConfigFile, JsonOut, Nproc, Overrides
+from mtcli.commands.options import InitFrom, JsonOut, Nproc, Overrides, TrainingConfig
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 
@@ -72,10 +72,11 @@ SharedBatches = Annotated[
 
 @answering
 def sweep(
-    config: ConfigFile,
     output: Output,
     overrides: Overrides,
     vary: Vary,
+    config: TrainingConfig = None,
+    init: InitFrom = None,
     random: Random = None,
     hyperband: HyperbandRule = None,
     median: Median = None,
@@ -88,6 +89,7 @@ def sweep(
     json_out: JsonOut = None,
 ) -> None:
     """Train many models of one shape as one array, each with the run folder of a run alone."""
+    from mtcli.core.checkpoint.fine_tuning import source_of
     from mtcli.core.runtime.launch import environment_world
     from mtcli.core.sweep.record import require_new
     from mtcli.core.sweep.run_plan import sweep_plan
@@ -95,9 +97,9 @@ def sweep(
     asked = {
         "vary": vary, "random": random, "seeds": seeds, "shared_batches": shared_batches,
         "hyperband": hyperband, "median": median, "max_fused": max_fused, "resume": resume,
-        "sampler": sampler,
+        "sampler": sampler, "init": init,
     }  # fmt: skip
-    plan = sweep_plan(config, overrides, Path(output), num_ranks(nproc), asked)
+    plan = sweep_plan(source_of(config, init), overrides, Path(output), num_ranks(nproc), asked)
     if environment_world() is None and not resume:
         require_new(plan.trials, plan.output)
 

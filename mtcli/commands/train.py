@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import Nproc, Overrides
+from mtcli.commands.options import InitFrom, Nproc, Overrides, TrainingConfig
 from mtcli.commands.ranks import num_ranks, run_ranks
 
 if TYPE_CHECKING:
@@ -14,19 +14,8 @@ if TYPE_CHECKING:
     from mtcli.core.config.schema import RunConfig
     from mtcli.core.runtime.launch import Runtime
 
-Config = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="CONFIG",
-        help="a TOML file, a run folder, a preset's name, or a Hugging Face folder",
-    ),
-]
 Resume = Annotated[
     bool, typer.Option("--resume", help="go on from the newest checkpoint of train.output")
-]
-InitFrom = Annotated[
-    str | None,
-    typer.Option("--init", metavar="CHECKPOINT", help="start from these weights (fine-tuning)"),
 ]
 SkipBad = Annotated[
     bool,
@@ -45,7 +34,7 @@ MaxRestarts = Annotated[
 
 def train(
     overrides: Overrides,
-    config: Config = None,
+    config: TrainingConfig = None,
     nproc: Nproc = 1,
     resume: Resume = False,
     init: InitFrom = None,

@@ -117,3 +117,22 @@ def test_an_ensemble_is_of_classifiers_of_one_kind(home):
     run(home, "train", "one", "--init", "one", **three)
     done = run(home, *words, "three", code=2)
     assert "two has num_labels=2; three has num_labels=3" in done.stderr
+
+
+def test_seeds_of_a_head_are_swept_at_once_and_each_is_a_run_alone(home):
+    settings = {"data.format": "race", "data.train": "race", "train.epochs": 2}
+    settings |= {"batch.micro_batch_size": 1, "batch.global_batch_size": 4}
+    model = {name: value for name, value in SETTINGS.items() if name.startswith(("model", "opt"))}
+    settings |= model | {"parallel.recompute": "none"}
+    words = ("bert-110m", "--init", "one", "--seeds", 3, "--output", "seeds", "--json", "-")
+    done = run(home, "sweep", *words, **settings, **{"train.precision": "fp64"})
+    assert done.stderr.count("begin from the seed") == 1
+    found = json.loads(done.stdout)["trials"]
+    assert [trial["steps"] for trial in found] == [6] * 3 and len({t["loss"] for t in found}) == 3
+    for seed in (1234, 1236):
+        own = {"seed": seed, "train.output": f"seed-{seed}", "train.precision": "fp64"}
+        run(home, "train", "bert-110m", "--init", "one", **settings, **own)
+        made = losses(home / "seeds" / f"seed={seed}")
+        assert made == pytest.approx(losses(home / f"seed-{seed}"), rel=1e-10)
+    done = run(home, "eval", "seeds/seed=1234", "--task", "race=race", "--json", "-")
+    assert json.loads(done.stdout)["tasks"]["race"]["total"] == 2 * ARTICLES

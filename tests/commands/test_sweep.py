@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from chats import save_model, sums, write_lines
 from command_line import mtcli
 from tiny import write_run
 
@@ -27,7 +28,9 @@ def assert_same_run(made, wanted, tolerance=1e-10):
     """Two run folders have the same losses, and the same tensors in their newest checkpoints."""
     for a, b in zip(curves(made), curves(wanted), strict=True):
         assert a == pytest.approx(b, rel=tolerance)
-    ours, alone = open_checkpoint(made), open_checkpoint(wanted)
+    ours, alone = (
+        x.adapters.own if x.adapters else x for x in map(open_checkpoint, (made, wanted))
+    )
     assert (ours.step, sorted(ours.names())) == (alone.step, sorted(alone.names()))
     assert ours.extra == alone.extra
     for name in alone.names():
@@ -177,3 +180,49 @@ def test_json_on_stdout_has_all_trials_and_nothing_else(tmp_path):
     assert scores == sorted(scores)
     refused = sweep(config, "--vary", "optimizer.nam=adamw", "--json", "-")
     assert refused.returncode == 2 and not json.loads(refused.stdout)["ok"]
+
+
+def test_adapters_of_a_hugging_face_folder_s_model_are_runs_alone_and_go_on(tmp_path):
+    save_model(tmp_path / "llama")
+    write_lines(tmp_path / "my.jsonl", sums(20))
+    settings = ["data.train=my.jsonl", "batch.seq_len=128", "batch.global_batch_size=2"]
+    settings += ["optimizer.lr=1e-2", "train.precision=fp64", "train.epochs=2"]
+    settings += ["lora.dropout=0.1"]
+    words = [word for item in settings for word in ("--set", item)]
+    varied = ("--vary", "lora.rank=2,5", "--vary", "lora.alpha=4,16")
+    started = ("sweep", "llama", *words, *varied, "--output", "out")
+    assert mtcli(*started, folder=tmp_path, fault=stop_after_two_steps).returncode == 130
+    done = mtcli(*started, "--resume", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    own = ("--set", "lora.rank=2", "--set", "lora.alpha=16", "--set", "train.output=alone")
+    done = mtcli("train", "llama", *words, *own, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    trial = tmp_path / "out" / "rank=2_alpha=16"
+    assert_same_run(trial, tmp_path / "alone")
+    assert {".adapter." in name for name in open_checkpoint(trial).adapters.own.names()} == {True}
+    texts = [(f / "config.toml").read_text() for f in (trial, tmp_path / "alone")]
+    assert texts[0].replace("out/rank=2_alpha=16", "alone") == texts[1]
+    done = mtcli("shard", trial, "peft", "--to", "peft", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_sixteen_rates_are_sixteen_runs_and_the_one_that_diverges_is_alone_in_it(tmp_path):
+    rates = (1e-5, 3e-5, 1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7e-3, 1e-2)
+    rates += (2e-2, 1e3)
+    config = write_run(tmp_path, train={"steps": 30, "precision": "fp64"})
+    done = sweep(config, "--vary", f"optimizer.lr={','.join(map(str, rates))}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert len(found["arrays"]) == 1 and found["arrays"][0]["last_step"] == 30
+    assert [t["status"] for t in found["trials"]] == ["finished"] * 15 + ["diverged"]
+    assert found["trials"][-1]["name"] == "lr=1000" and "lr=1000" in done.stderr
+    assert (tmp_path / "out" / "sweep.png").stat().st_size > 10_000
+    for rate in rates[:-1]:
+        output = ("--set", f"train.output={tmp_path / 'alone' / str(rate)}")
+        alone = mtcli("train", config, "--set", f"optimizer.lr={rate}", *output)
+        assert alone.returncode == 0, alone.stderr
+        made, wanted = (
+            [row["loss"] for row in metrics(folder)]
+            for folder in (tmp_path / "out" / f"lr={rate:g}", tmp_path / "alone" / str(rate))
+        )
+        assert len(made) == 30 and made == pytest.approx(wanted, rel=1e-10), rate

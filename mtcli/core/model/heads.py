@@ -15,7 +15,8 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.collectives import sum_out
-from mtcli.core.parallel.factory import LayerFactory, TokenLoss
+from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss
+from mtcli.core.parallel.vocab_parallel import weighted_sum
 from mtcli.kernels.activation import ACTIVATIONS
 
 
@@ -26,7 +27,7 @@ class Head(Protocol):
         """The weighted losses, of those that cp ranks share on the first of them alone."""
 
     def loss(
-        self, x_TD: Tensor, inputs: Inputs, scale: float, output: TokenLoss
+        self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss
     ) -> tuple[Tensor, Tensor]:
         """(the sum of `losses`, scale times the loss, from which the backward starts)."""
 
@@ -45,7 +46,10 @@ class MaskedTokens(nn.Module):
         self.bias = build.parameter("head.bias")
         name = "gelu" if model.activation == "swiglu" else model.activation
         self.activation = ACTIVATIONS[name].forward
-        self.rank, self.shards = build.token_shard
+        rank, shards = build.token_shard
+        # The sets of tokens that have as many predicted ones: of each tp rank, or of each model.
+        self.sets, self.models = shards * build.num_models, build.num_models
+        self.own = slice(rank, rank + build.num_models)
         self.order: FirstTokens | None = None
         if model.sentence_order:
             self.pooler = build.dense("head.pooler")
@@ -57,11 +61,14 @@ class MaskedTokens(nn.Module):
         return self.norm(self.activation(self.transform(x_TD), None))
 
     def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
-        """Of the predicted tokens, and then of the N sequences."""
+        """Of the predicted tokens, and then of the N sequences, for each model in turn."""
         losses = self.token_losses(x_TD, inputs, output)
         if self.order is None:
             return losses
-        return torch.cat([losses, self.order.losses(x_TD, inputs)])
+        both = losses, self.order.losses(x_TD, inputs)
+        if self.models == 1:
+            return torch.cat(both)
+        return torch.cat([x.view(self.models, -1) for x in both], 1).flatten()
 
     def token_losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
         """Of the predicted tokens alone."""
@@ -70,7 +77,7 @@ class MaskedTokens(nn.Module):
         return losses if weights_N is None else losses * weights_N
 
     def loss(
-        self, x_TD: Tensor, inputs: Inputs, scale: float, output: TokenLoss
+        self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss
     ) -> tuple[Tensor, Tensor]:
         """(the sum of the losses, scale times it)."""
         x_ND, labels_N, weights_N = self._predicted(x_TD, inputs)
@@ -82,17 +89,19 @@ class MaskedTokens(nn.Module):
 
     def _predicted(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """(x_ND [N/tp, D], labels [N], weights [N]) of the tokens whose loss has a weight; all of
-        them without weights. Each tp rank has equally many, so some may have none."""
+        them without weights. Each set has equally many, so some may have none."""
         assert inputs.labels is not None, "losses need labels"
         labels_T, weights = inputs.labels.flatten(), inputs.weights
         if weights is None:
             return x_TD, labels_T, None
-        weights_RT = weights.reshape(self.shards, -1)
+        weights_RT = weights.reshape(self.sets, -1)
         has_weight = weights_RT != 0
         most = max(1, int(has_weight.sum(1).max()))
         first = has_weight.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
-        labels_N = labels_T.view(self.shards, -1).gather(1, first).flatten()
-        return x_TD[first[self.rank]], labels_N, weights_RT.gather(1, first).flatten()
+        labels_N = labels_T.view(self.sets, -1).gather(1, first).flatten()
+        begins = torch.arange(0, len(x_TD), weights_RT.shape[1], device=x_TD.device)
+        rows_N = (first[self.own] + begins[:, None]).flatten()
+        return x_TD[rows_N], labels_N, weights_RT.gather(1, first).flatten()
 
 
 class SentenceClasses(nn.Module):
@@ -110,7 +119,7 @@ class SentenceClasses(nn.Module):
         return self.first_tokens.losses(x_TD, inputs)
 
     def loss(
-        self, x_TD: Tensor, inputs: Inputs, scale: float, output: TokenLoss | None
+        self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss | None
     ) -> tuple[Tensor, Tensor]:
         """(the sum of the losses, scale times the loss)."""
         return self.first_tokens.loss(x_TD, inputs, scale)
@@ -159,10 +168,10 @@ class FirstTokens:
         """The weighted cross entropy of each label [M], on the first of the cp ranks alone."""
         return self._weighted(x_TD, inputs) * self.counts
 
-    def loss(self, x_TD: Tensor, inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
+    def loss(self, x_TD: Tensor, inputs: Inputs, scale: Scale) -> tuple[Tensor, Tensor]:
         """(the sum of `losses`, scale times it, whose gradient every sharing rank needs)."""
-        total = self._weighted(x_TD, inputs).sum()
-        return total.detach() * self.counts, total * scale
+        total, scaled = weighted_sum(self._weighted(x_TD, inputs), None, scale)
+        return total * self.counts, scaled
 
     def _weighted(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         logits_MC, sentences = self.logits(x_TD, inputs), inputs.sentences

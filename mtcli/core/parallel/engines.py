@@ -23,10 +23,7 @@ def layer_factory(
 
     Raises MtcliError where the device has no float8 products and the run trains in fp8.
     """
-    parallel, lora, gemms, adapters = config.parallel, config.lora, None, None
-    if lora.rank:
-        scale = lora.alpha / lora.rank
-        adapters = AdapterSettings(config.model, scale, lora.dropout, config.seed)
+    parallel, gemms = config.parallel, None
     if config.train.precision == "fp8":
         require_fp8(groups.device, config.train.fp8_scaling)
         gemms = fp8_gemms(config.train.fp8_scaling)
@@ -43,5 +40,13 @@ def layer_factory(
         gemms=gemms,
         recompute_activations=parallel.recompute != "full",
         device=device,
-        adapters=adapters,
+        adapters=adapter_settings(config),
     )
+
+
+def adapter_settings(config: RunConfig) -> AdapterSettings | None:
+    """The settings of a run's adapters; None where it trains none."""
+    lora = config.lora
+    if not lora.rank:
+        return None
+    return AdapterSettings(config.model, lora.alpha / lora.rank, lora.dropout, config.seed)

@@ -19,7 +19,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.adapters import adapter_name, targets_of
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel.groups import Groups
-from mtcli.core.parallel.lora import Adapter, AdapterSettings, AdapterSite
+from mtcli.core.parallel.lora import Adapter, AdapterSettings, AdapterSides, AdapterSite
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.dropout import DropoutStream, dropout_stream
@@ -113,7 +113,7 @@ class LayerFactory(ABC):
     def classes(self, name: str) -> "Dense":
         """Layer(x_TD) -> [N, C] of a few classes: logits, whose sum over a row's ranks counts where
         those share columns."""
-        return Dense(name, self, self.linear)
+        return self.dense(name)
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank, as a matrix or vector, padding included.
@@ -134,6 +134,14 @@ class LayerFactory(ABC):
 
     def adapter(self, name: str) -> Adapter | None:
         """The adapter of a linear layer, or None where the run trains none of its targets."""
+        found = self.adapter_site(name)
+        if found is None or self.adapters is None:
+            return None
+        key = stream_key(self.adapters.seed, "dropout", f"{name}.adapter")
+        return Adapter(*found, self.adapters, key)
+
+    def adapter_site(self, name: str) -> tuple[AdapterSite, AdapterSides] | None:
+        """Where the adapter of a linear layer is, and its parameters; None where it has none."""
         if self.adapters is None:
             return None
         weight = self.table[f"{name}.weight"]
@@ -156,8 +164,7 @@ class LayerFactory(ABC):
             }
             for side in "ab"
         }
-        key = stream_key(self.adapters.seed, "dropout", f"{name}.adapter")
-        return Adapter(site, parameters, self.adapters, key)
+        return site, parameters
 
     def my_tokens(self, x: Tensor) -> Tensor:
         """This rank's shard of dim 0 of a tensor that tp ranks replicate: [T] -> [T/tp]."""

@@ -8,6 +8,7 @@ No collective is added. A column layer computes all of A x on every rank, and it
 row layer a part of A x, whose B (A x) is summed with the layer's own partial results.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.adapters import LoraTarget
 from mtcli.kernels.dropout import dropout
 from mtcli.kernels.gemm import linear, runs_in_float32
+
+AdapterSides = dict[str, dict[str, nn.Parameter]]  # of sides a and b by target
 
 
 class AdapterSettings(NamedTuple):
@@ -38,6 +41,10 @@ class AdapterSite(NamedTuple):
     outer: int  # sizes before that dim, on this rank
     shard: tuple[int, int]  # (rank, ranks) that share the columns of x
 
+    def ordered(self, side: nn.ParameterDict) -> list[nn.Parameter]:
+        """The parameters of one side in the targets' order."""
+        return [side[target.short] for target in self.targets]
+
 
 class Adapter(nn.Module):
     """y + scale * B A dropout(x), in place."""
@@ -45,11 +52,11 @@ class Adapter(nn.Module):
     def __init__(
         self,
         site: AdapterSite,
-        parameters: dict[str, dict[str, nn.Parameter]],
+        parameters: AdapterSides,
         settings: AdapterSettings,
         key: int,
     ) -> None:
-        """`parameters` are those of sides a and b by target; `key` is dropout's."""
+        """`key` is dropout's."""
         super().__init__()
         self.a, self.b = (nn.ParameterDict(parameters[side]) for side in "ab")
         self.site, self.settings, self.key = site, settings, key
@@ -62,34 +69,31 @@ class Adapter(nn.Module):
             # a rank's columns follow those of the one before
             numbers_T = numbers.flatten() * ranks + rank
             x_TD = dropout(x_TD, numbers_T, self.key, self.settings.drop)
-        z_TR = linear(x_TD, torch.cat(self._parts(self.a)))
-        b_FR, scale = self._blocks(), self.settings.scale
+        a, b = (self.site.ordered(side) for side in (self.a, self.b))
+        z_TR = linear(x_TD, torch.cat(a))
+        b_FR, scale = output_blocks(self.site, b), self.settings.scale
         if runs_in_float32(y_TF):
             return y_TF.add_(linear(z_TR, b_FR), alpha=scale)
         return y_TF.addmm_(z_TR, b_FR.T, alpha=scale)
 
-    def _blocks(self) -> Tensor:
-        """B of all targets [F, R]: target i in columns i * rank .. of its rows."""
-        site, parts = self.site, self._parts(self.b)
-        if site.slots == 1:
-            return parts[0]
-        rank = parts[0].shape[-1]
-        padded, at = [], 0
-        for i, (target, part) in enumerate(zip(site.targets, parts, strict=True)):
-            before, after = i * rank, (len(parts) - 1 - i) * rank
-            wide = F.pad(part.view(site.outer, target.num_slots, -1, rank), (before, after))
-            if target.first > at:
-                padded.append(self._zeros(wide, target.first - at))
-            padded.append(wide)
-            at = target.first + target.num_slots
-        if at < site.slots:
-            padded.append(self._zeros(padded[-1], site.slots - at))
-        return torch.cat(padded, 1).flatten(0, 2)
 
-    def _parts(self, side: nn.ParameterDict) -> list[Tensor]:
-        """The parameters of one side in the targets' order."""
-        return [side[target.short] for target in self.site.targets]
+def output_blocks(site: AdapterSite, parts: Sequence[Tensor]) -> Tensor:
+    """B of all targets [F, R]: target i in columns i * rank .. of its rows."""
+    if site.slots == 1:
+        return parts[0]
+    rank = parts[0].shape[-1]
+    padded, at = [], 0
+    for i, (target, part) in enumerate(zip(site.targets, parts, strict=True)):
+        before, after = i * rank, (len(parts) - 1 - i) * rank
+        wide = F.pad(part.view(site.outer, target.num_slots, -1, rank), (before, after))
+        if target.first > at:
+            padded.append(_zeros(wide, target.first - at))
+        padded.append(wide)
+        at = target.first + target.num_slots
+    if at < site.slots:
+        padded.append(_zeros(padded[-1], site.slots - at))
+    return torch.cat(padded, 1).flatten(0, 2)
 
-    @staticmethod
-    def _zeros(like: Tensor, slots: int) -> Tensor:
-        return like.new_zeros(like.shape[0], slots, *like.shape[2:])
+
+def _zeros(like: Tensor, slots: int) -> Tensor:
+    return like.new_zeros(like.shape[0], slots, *like.shape[2:])

@@ -24,7 +24,7 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
     sum_out,
 )
-from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.factory import LayerFactory, Scale
 from mtcli.core.parallel.groups import Axis
 from mtcli.kernels.cross_entropy import (
     cross_entropy_backward_,
@@ -157,9 +157,16 @@ class VocabLoss:
         return parts.T[:, :vocab_size]
 
 
-def weighted_sum(losses_T: Tensor, weights_T: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """(the sum of weight times loss, scale times it to differentiate); None: weights 1."""
-    total = (losses_T if weights_T is None else losses_T * weights_T).sum()
+def weighted_sum(losses_T: Tensor, weights_T: Tensor | None, scale: Scale) -> tuple[Tensor, Tensor]:
+    """(the sum of weight times loss, scale times it to differentiate); None: weights 1.
+
+    In an array of models, whose scale is a tensor [B], the sums are [B] too.
+    """
+    losses_T = losses_T if weights_T is None else losses_T * weights_T
+    if isinstance(scale, Tensor):
+        sums_B = losses_T.view(len(scale), -1).sum(1)
+        return sums_B.detach(), (sums_B * scale).sum()
+    total = losses_T.sum()
     return total.detach(), total * scale
 
 

@@ -214,11 +214,16 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
     )
 
 
+def frozen_bytes(work: Workload, pp_rank: int = 0) -> int:
+    """Bytes of the weights that adapters are trained for, on a pipeline rank; 0 without any."""
+    return rank_elements(work, pp_rank).frozen * work.sizes.weight
+
+
 def copied_bytes(work: Workload, pp_rank: int) -> int:
     """Bytes that a pipeline rank's first data rank saves: weights in their compute dtype, and the
     optimizer's master weights and moments."""
     weights, _, optimizer = state_bytes(work, pp_rank)
-    weights -= rank_elements(work, pp_rank).frozen * work.sizes.weight  # which the base has
+    weights -= frozen_bytes(work, pp_rank)  # which the base has
     again = work.sizes.weight if is_sharded(work) and work.sizes.master else 0  # from masters
     return weights + optimizer + rank_elements(work, pp_rank).shard * again
 

@@ -20,6 +20,7 @@ from mtcli.core.model.transformer import Stage
 from mtcli.core.optim.grad_norm import clip_factor
 from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.engines import adapter_settings
 from mtcli.core.parallel.groups import Groups, make_groups
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep.batches import ArrayLoader
@@ -38,7 +39,10 @@ class ModelArray:
         first = configs[0]
         self.groups, self.shape = groups, first
         self.dtype = DTYPES[first.train.precision]
-        self.table = run_parameters(first.model, first.lora)
+        # Adapters of lower ranks have zeros where the largest has rows, which stay zero.
+        largest = max((config.lora for config in configs), key=lambda lora: lora.rank)
+        self.table = run_parameters(first.model, largest)
+        self.trained = {name for name, one in self.table.items() if one.trained}
         like = torch.empty(0, dtype=self.dtype, device=groups.device)
         sizes = self.table, groups.layout, len(configs)
         self.memory = ArrayMemory(*sizes, first.optimizer, like)
@@ -86,7 +90,7 @@ class ModelArray:
         factors = [s / (weight or 1.0) for s, weight in zip(scales, batch.weights, strict=True)]
         factor_B = torch.tensor(factors, dtype=torch.float64, device=device)
         total_B = torch.zeros(len(self.members), dtype=torch.float64, device=device)
-        self.fresh = set(self.table)
+        self.fresh = set(self.trained)
         with compiler_errors(self.shape.train.compile):
             for number in range(self.micro_batches):
                 inputs = batch.load(number)
@@ -140,7 +144,8 @@ class ModelArray:
             dtype=self.dtype,
             recompute_activations=first.parallel.recompute != "full",
             num_models=len(self.members),
-            memory=self.memory.weights.tensors,
+            memory=self.memory.parameters,
+            adapters=adapter_settings(first),
             configs=tuple(member.config for member in self.members),
         )
         layers = range(first.model.num_layers)
@@ -149,8 +154,9 @@ class ModelArray:
             compile_blocks([self.stage], first.data.document_mask)
         gradients = self.memory.gradients.tensors
         for name, parameter in self.stage.named_parameters():
-            collector = self._collector(name, gradients[name])
-            parameter.register_post_accumulate_grad_hook(collector)
+            if name in self.trained:
+                collector = self._collector(name, gradients[name])
+                parameter.register_post_accumulate_grad_hook(collector)
 
     def _collector(self, name: str, into: Tensor):  # type: ignore[no-untyped-def]
         """Adds a micro-batch's gradient; the first of a step replaces what was there."""

@@ -5,9 +5,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.inputs import Inputs, Sentences
 from mtcli.core.model.rope import RotaryTable
 from mtcli.core.parallel.attention_mask import AttentionMask
 from mtcli.core.training.loader import MicroBatchLoader, StepBatch
@@ -75,7 +76,31 @@ def stacked(parts: Sequence[Inputs]) -> Inputs:
     if rotation is not None:
         tables = [part.rotation for part in parts if part.rotation is not None]
         rotation = RotaryTable(*(torch.cat(xs) for xs in zip(*tables, strict=True)))
-    fields = ("tokens", "positions", "labels", "weights", "numbers")
+    fields = ("tokens", "positions", "labels", "weights", "numbers", "token_types")
     return replace(
-        first, **{name: joined(name) for name in fields}, attention_mask=mask, rotation=rotation
+        first,
+        **{name: joined(name) for name in fields},
+        attention_mask=mask,
+        rotation=rotation,
+        sentences=_sentences(parts),
+    )
+
+
+def _sentences(parts: Sequence[Inputs]) -> Sentences | None:
+    """The sequences of B models to classify, as many of each; the rest are of no row or weight."""
+    each = [part.sentences for part in parts if part.sentences is not None]
+    if not each:
+        return None
+    labels = max(1, *(len(one.labels) for one in each))
+    choices = max((len(one.rows) // len(one.labels) for one in each if len(one.labels)), default=1)
+    tokens = parts[0].tokens.numel()
+
+    def joined(tensors: Sequence[Tensor], size: int, filler: int) -> Tensor:
+        return torch.cat([F.pad(x[:size], (0, size - len(x)), value=filler) for x in tensors])
+
+    rows = [torch.where(x.rows < 0, -1, x.rows + b * tokens) for b, x in enumerate(each)]
+    return Sentences(
+        joined(rows, labels * choices, -1),
+        joined([one.labels for one in each], labels, 0),
+        joined([one.weights for one in each], labels, 0),
     )

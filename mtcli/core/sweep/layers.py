@@ -6,7 +6,7 @@ another's, so that what goes token by token or sequence by sequence needs no oth
 activations, attention. Parameters are [B, ...].
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +16,18 @@ from torch import Tensor, nn
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard
+from mtcli.core.parallel.lora import AdapterSides, AdapterSite, output_blocks
+from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard, weighted_sum
 from mtcli.kernels.activation import Activation
-from mtcli.kernels.dropout import DropoutStream, dropout_stream
-from mtcli.kernels.gemm import matmul
+from mtcli.kernels.dropout import DropoutStream, dropout, dropout_stream
+from mtcli.kernels.gemm import linear, matmul, runs_in_float32
 from mtcli.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayLayers(LayerFactory):
-    """The layers of an array; `memory` has its parameters [B, ...] by name."""
+    """The layers of an array; `memory` has its parameters [B, ...] by name, and [1, ...] of weights
+    that all models share, which are frozen."""
 
     memory: Mapping[str, Tensor]
     configs: tuple[RunConfig, ...]  # of the models
@@ -60,8 +62,11 @@ class ArrayLayers(LayerFactory):
 
     def loss(self, table: "ArrayEmbedding", bias: nn.Parameter | None = None) -> "ArrayLoss":
         """Cross entropy of each model."""
-        assert bias is None, "heads that have a bias are not fused"
-        return ArrayLoss(table, self)
+        return ArrayLoss(table, bias, self)
+
+    def dense(self, name: str) -> "ArrayLinear":  # type: ignore[override]
+        """A linear layer of the head."""
+        return ArrayLinear(name, self)
 
     def replicated_linear(self, x_TD: Tensor, weight: Tensor) -> Tensor:
         """The GEMM of each model."""
@@ -78,12 +83,27 @@ class ArrayLayers(LayerFactory):
     def dropout(self, site: str, drop: float, seed: int) -> DropoutStream:
         """The streams of all models, of their own seeds and probabilities."""
         of_scores = site.endswith(".probabilities")
-        streams = [
-            dropout_stream(
-                site, c.model.attention_dropout if of_scores else c.model.dropout, c.seed
-            )
-            for c in self.configs
-        ]
+        models = [config.model for config in self.configs]
+        return self._streams(
+            site, [m.attention_dropout if of_scores else m.dropout for m in models]
+        )
+
+    def adapter(self, name: str) -> "ArrayAdapter | None":
+        """The adapters of all models, of their own ranks, scales and dropouts."""
+        found = self.adapter_site(name)
+        if found is None:
+            return None
+        loras = [config.lora for config in self.configs]
+        scale = torch.tensor([lora.alpha / lora.rank for lora in loras], dtype=torch.float64)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        scale_B11 = scale.to(self.groups.device, wide).view(-1, 1, 1)
+        stream = self._streams(f"{name}.adapter", [lora.dropout for lora in loras])
+        return ArrayAdapter(*found, scale_B11, stream)
+
+    def _streams(self, site: str, each: Sequence[float]) -> DropoutStream:
+        """The streams of a site, of each model's probability."""
+        pairs = zip(self.configs, each, strict=True)
+        streams = [dropout_stream(site, drop, config.seed) for config, drop in pairs]
         keys, drops, active = zip(*streams, strict=True)
         device, shape = self.groups.device, (self.num_models, 1, 1)
         key = torch.tensor(keys, dtype=torch.int64, device=device).view(shape)
@@ -95,7 +115,9 @@ class ArrayLayers(LayerFactory):
         return weight.unflatten(1, (experts, -1)).flatten(0, 1)
 
     def experts_of_all(self, experts: Tensor, count: int) -> tuple[Tensor, int]:
-        """Model b's experts are numbers b * count and so on."""
+        """Model b's experts are numbers b * count and so on; frozen ones are those of all."""
+        if self.adapters is not None:
+            return experts, count
         first = torch.arange(self.num_models, device=experts.device) * count
         of_model = experts.view(self.num_models, -1) + first[:, None]
         return of_model.view(experts.shape), self.num_models * count
@@ -110,12 +132,14 @@ class ArrayLinear(nn.Module):
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
+        self.adapter = build.adapter(name)
 
     def forward(
         self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
     ) -> Tensor:
-        """x W^T + b, always with the bias."""
-        return array_linear(x_TD, self.weight, self.bias)
+        """x W^T + b, always with the bias, and what adapters add."""
+        y_TF = array_linear(x_TD, self.weight, self.bias)
+        return y_TF if self.adapter is None else self.adapter(x_TD, y_TF, numbers)
 
     def of_activated(
         self,
@@ -126,7 +150,34 @@ class ArrayLinear(nn.Module):
     ) -> Tensor:
         """activation(x) W^T + b."""
         assert inner_bias is None, "the layer before has added it"
-        return array_linear(activation.forward(x, None), self.weight, self.bias)
+        return self(activation.forward(x, None), numbers=numbers)
+
+
+class ArrayAdapter(nn.Module):
+    """y + scale * B A dropout(x) of each model, two batched GEMMs beside the frozen weight's one of
+    all rows. Adapters of lower ranks than R end in zeros."""
+
+    def __init__(
+        self, site: AdapterSite, parameters: AdapterSides, scale_B11: Tensor, stream: DropoutStream
+    ) -> None:
+        super().__init__()
+        self.a, self.b = (nn.ParameterDict(parameters[side]) for side in "ab")
+        self.site = site._replace(outer=site.outer * len(scale_B11))
+        self.scale_B11, self.stream = scale_B11, stream
+
+    def forward(self, x_TD: Tensor, y_TF: Tensor, numbers: Tensor | None) -> Tensor:
+        """y [B * T, F] of x [B * T, D] -> [B * T, F]; numbers as of `Adapter`."""
+        if self.stream.active and numbers is not None:
+            x_TD = dropout(x_TD, numbers.flatten(), self.stream.key, self.stream.drop)
+        a, b = (self.site.ordered(side) for side in (self.a, self.b))
+        a_BRD = torch.cat(a, 1)
+        b_BFR = output_blocks(self.site, b).view(len(a_BRD), -1, a_BRD.shape[1])
+        z_BTR = matmul(by_model(x_TD, a_BRD), a_BRD.mT)
+        z_BTR = (z_BTR * self.scale_B11).to(y_TF.dtype)
+        y_BTF = by_model(y_TF, b_BFR)
+        if runs_in_float32(y_TF):
+            return (y_BTF + matmul(z_BTR, b_BFR.mT)).flatten(0, 1)
+        return torch.baddbmm(y_BTF, z_BTR, b_BFR.mT).flatten(0, 1)
 
 
 class ArrayEmbedding(nn.Module):
@@ -183,16 +234,18 @@ class ArrayAddNorm(ArrayNorm):
 
 
 class ArrayLoss:
-    """Cross entropy of each model's logits, over its token table."""
+    """Cross entropy of each model's logits, over its token table and maybe a bias [B, V]."""
 
-    def __init__(self, table: ArrayEmbedding, build: ArrayLayers) -> None:
+    def __init__(
+        self, table: ArrayEmbedding, bias: nn.Parameter | None, build: ArrayLayers
+    ) -> None:
         described = build.table["embedding.weight"]
-        self.table = table
+        self.table, self.bias = table, bias
         self.shard = VocabShard(0, described.shape[0], build.groups.tp)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """x -> logits [B * T, V], padding columns included."""
-        return array_linear(x_TD, self.table.weight)
+        return array_linear(x_TD, self.table.weight, self.bias)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [B * T], float32 (float64 for float64 logits)."""
@@ -202,11 +255,7 @@ class ArrayLoss:
         self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(each model's sum of weight times cross entropy [B], the sum of scale [B] times these)"""
-        losses_T = self.losses(x_TD, labels_T)
-        if weights_T is not None:
-            losses_T = losses_T * weights_T
-        sums_B = losses_T.view(len(scale), -1).sum(1)
-        return sums_B.detach(), (sums_B * scale).sum()
+        return weighted_sum(self.losses(x_TD, labels_T), weights_T, scale)
 
 
 def by_model(x_TD: Tensor, weight: Tensor) -> Tensor:
@@ -215,7 +264,10 @@ def by_model(x_TD: Tensor, weight: Tensor) -> Tensor:
 
 
 def array_linear(x_TD: Tensor, weight_BFD: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b of each model: [B * T, D] and [B, F, D] -> [B * T, F]."""
+    """x W^T + b of each model: [B * T, D] and [B, F, D] -> [B * T, F]; a weight [1, F, D] is that
+    of all rows."""
+    if len(weight_BFD) == 1:
+        return linear(x_TD, weight_BFD[0], None if bias is None else bias.flatten())
     bias = None if bias is None else bias.flatten(1)
     return _LinearFunction.apply(by_model(x_TD, weight_BFD), weight_BFD, bias).flatten(0, 1)
 

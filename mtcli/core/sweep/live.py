@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from mtcli.core.checkpoint.opening import require_alike, together
-from mtcli.core.checkpoint.progress import planned_samples
+from mtcli.core.checkpoint.progress import BaseRecord, planned_samples
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.collectives import all_reduce
@@ -31,7 +31,15 @@ from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunRecords, StepFacts
 from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver, saving_axis
-from mtcli.core.training.state import StartingPoint, progress, restore, starting_point
+from mtcli.core.training.state import (
+    StartingPoint,
+    base_record,
+    progress,
+    restore,
+    starting_note,
+    starting_point,
+    with_tokenizer,
+)
 from mtcli.core.training.step import Step
 
 DIVERGED = 10.0  # times the loss of a uniform guess, ln(vocab_size), from which no run comes back
@@ -45,6 +53,7 @@ class Seat(NamedTuple):
     samples: ConsumedSamples
     records: RunRecords
     saver: Saver
+    base: BaseRecord | None  # the weights that its adapters are for
 
 
 class Watcher(NamedTuple):
@@ -72,7 +81,10 @@ class LiveArray:
         world.recorder.sync_traffic = self.traffic
         self.stack, self.locks = ExitStack(), {}
         together(world, lambda: self._lock(configs, world))
-        starts = [starting_point(config, world) for config in configs]
+        starts = _starting_points(configs, world)
+        configs = [with_tokenizer(*pair) for pair in zip(configs, starts, strict=True)]
+        if note := starting_note(configs[0], starts[0]):
+            watcher.say(note)
         self.array = ModelArray(configs, self.groups)
         self.loader, self.valid = together(world, lambda: self._loaders(configs, starts))
         axis = saving_axis(self.groups)
@@ -140,7 +152,7 @@ class LiveArray:
                 self._save(seat)
 
     def _save(self, seat: Seat) -> None:
-        seat.saver.save(progress(seat.member, seat.samples))
+        seat.saver.save(progress(seat.member, seat.samples, seat.base))
         if self.groups.world.size > 1:
             seat.saver.finish()
 
@@ -222,12 +234,12 @@ class LiveArray:
     ) -> Seat:
         samples = ConsumedSamples(member.config, loader.batches)
         require_alike(self.groups.world, samples.hashes, "reads data with the hashes", "data.train")
-        last_good = restore(member, samples, start)
+        last_good, base = restore(member, samples, start), base_record(member, start)
         records = RunRecords(member.config, self.runtime.rank == 0, self.watcher.say)
         records.begin(self.runtime.world, member.step)
         saver = self.stack.enter_context(Saver(member, records, last_good, axis))
         record.status = "running"
-        return Seat(record, member, samples, records, saver)
+        return Seat(record, member, samples, records, saver, base)
 
     def _lock(self, configs: Sequence[RunConfig], world: Axis) -> None:
         if world.rank:
@@ -246,7 +258,7 @@ class LiveArray:
         self, configs: Sequence[RunConfig], starts: Sequence[StartingPoint]
     ) -> tuple[ArrayLoader, ArrayLoader | None]:
         """The data to train on, of each order once, and to validate on where that is asked for."""
-        dropping = max(configs, key=lambda c: max(c.model.dropout, c.model.attention_dropout))
+        dropping = max(configs, key=_most_dropped)
         train: dict[tuple[int, int | None], MicroBatchLoader] = {}
         each = []
         for config, start in zip(configs, starts, strict=True):
@@ -268,5 +280,17 @@ class LiveArray:
         self, config: RunConfig, dropping: RunConfig, planned: int | None
     ) -> MicroBatchLoader:
         """A loader of one model's data, which numbers tokens where any model drops some."""
-        model = dropping.model
-        return open_loader(config.model_copy(update={"model": model}), self.groups, planned=planned)
+        drops = {"model": dropping.model, "lora": dropping.lora}
+        return open_loader(config.model_copy(update=drops), self.groups, planned=planned)
+
+
+def _most_dropped(config: RunConfig) -> float:
+    """The largest of a config's probabilities of dropout."""
+    return max(config.model.dropout, config.model.attention_dropout, config.lora.dropout)
+
+
+def _starting_points(configs: Sequence[RunConfig], world: Axis) -> list[StartingPoint]:
+    """Where each model of an array starts: at its own checkpoint, or all at the same weights, which
+    are opened and verified once."""
+    first = starting_point(configs[0], world)
+    return [first, *(starting_point(c, world) if first.is_own else first for c in configs[1:])]

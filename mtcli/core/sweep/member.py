@@ -18,7 +18,7 @@ from mtcli.core.optim.optimizer import UpdateRule
 from mtcli.core.optim.sgd import Sgd
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard, Ownership
-from mtcli.core.sweep.memory import ModelTensors
+from mtcli.core.sweep.memory import ModelTensors, Tensors
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.strategy import Strategy
 from mtcli.kernels.launch import runs_triton
@@ -36,7 +36,8 @@ class MemberStrategy(Strategy):
     def bind(self, tensors: ModelTensors) -> None:
         """Takes the tensors of the model, which move where an array is compacted."""
         self.reduced = tensors.gradients
-        self.shards = {name: OwnedShard(x, slice(0, len(x))) for name, x in tensors.weights.items()}
+        own = unpadded(tensors.weights, self.ownership) | tensors.frozen
+        self.shards = {name: OwnedShard(x, slice(0, len(x))) for name, x in own.items()}
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -98,7 +99,16 @@ class MemberOptimizer:
         kinds = dict(self.tensors.moments)
         if any(x.dtype != self.dtype for x in self.tensors.masters.values()):
             kinds["master"] = self.tensors.masters
-        return {f"{kind}/{name}": x for kind, named in kinds.items() for name, x in named.items()}
+        own = {kind: unpadded(named, self.ownership) for kind, named in kinds.items()}
+        return {f"{kind}/{name}": x for kind, named in own.items() for name, x in named.items()}
+
+
+def unpadded(tensors: Tensors, ownership: Ownership) -> Tensors:
+    """Views of one model's part of tensors that are as wide as the array's largest adapters: zeros
+    follow, whose gradients are zero."""
+    table, layout = ownership.table, ownership.groups.layout
+    shapes = {name: table[name].stored_shape(layout) for name in tensors}
+    return {name: x[tuple(map(slice, shapes[name]))] for name, x in tensors.items()}
 
 
 class Member:

@@ -24,10 +24,11 @@ Tensors = dict[str, Tensor]  # by parameter
 class ModelTensors(NamedTuple):
     """One model's tensors by parameter: views of the array's."""
 
-    weights: Tensors
+    weights: Tensors  # that are trained
     masters: Tensors  # the weights themselves, unless these have 16 bits
     gradients: Tensors
     moments: dict[str, Tensors]  # by kind
+    frozen: Tensors  # weights that all models share; the first model has them, for all
 
 
 class ParameterArray:
@@ -60,7 +61,8 @@ class ParameterArray:
 class ArrayMemory:
     """Weights, gradients and optimizer state of B models.
 
-    Weights are of the model's dtype; all else is in float32 at least.
+    Weights are of the model's dtype; all else is in float32 at least. Weights that adapters are
+    trained for are there once, [1, ...].
     """
 
     def __init__(
@@ -73,7 +75,10 @@ class ArrayMemory:
     ) -> None:
         """`like` has the weights' dtype and device."""
         wide = like.to(torch.promote_types(like.dtype, torch.float32))
-        shapes = {name: described.stored_shape(layout) for name, described in table.items()}
+        every = {name: described.stored_shape(layout) for name, described in table.items()}
+        shapes = {name: shape for name, shape in every.items() if not table[name].frozen}
+        frozen = {name: shape for name, shape in every.items() if table[name].frozen}
+        self.frozen = ParameterArray(frozen, 1, like)
         self.weights = ParameterArray(shapes, models, like)
         self.masters = self.weights
         if wide.dtype != like.dtype:
@@ -83,11 +88,19 @@ class ArrayMemory:
             kind: ParameterArray(shapes, models, wide) for kind in moment_kinds(optimizer)
         }
 
+    @property
+    def parameters(self) -> Tensors:
+        """The weights by parameter, [B, ...] or [1, ...]."""
+        return self.weights.tensors | self.frozen.tensors
+
     def model(self, index: int) -> ModelTensors:
         """One model's tensors: views."""
+        frozen = {} if index else self.frozen.model(0)
         moments = {kind: array.model(index) for kind, array in self.moments.items()}
         weights, masters, gradients = self.weights, self.masters, self.gradients
-        return ModelTensors(*(x.model(index) for x in (weights, masters, gradients)), moments)
+        return ModelTensors(
+            *(x.model(index) for x in (weights, masters, gradients)), moments, frozen
+        )
 
     def compact(self, keep: Sequence[int]) -> None:
         """Keeps some models, in the order given; the memory of the others is freed."""
@@ -109,7 +122,7 @@ class ArrayMemory:
     @property
     def bytes(self) -> int:
         """Bytes of all tensors."""
-        arrays = {id(x): x for x in (self.weights, self.masters, self.gradients)}
+        arrays = {id(x): x for x in (self.weights, self.masters, self.gradients, self.frozen)}
         return sum(x.flat.nbytes for x in (*arrays.values(), *self.moments.values()))
 
 

@@ -14,68 +14,90 @@ if TYPE_CHECKING:
 NAME = "sweep.png"
 SMOOTHED = 50  # means that a curve is drawn from, at most
 COLUMNS = 3
+MOST_TICKS = 5  # of an axis that names each value
 
 
 def save_picture(target: Path, records: Sequence[TrialRecord], fields: Sequence[str]) -> None:
-    """Draws trials that have any loss; needs the `report` extra."""
+    """Draws trials that have any loss, and a panel for each field that has several values; needs
+    the `report` extra."""
     from matplotlib.figure import Figure
 
     shown = [record for record in records if record.losses]
+    fields = [one for one in fields if len({r.trial.values.get(one) for r in records}) > 1]
     panels = 1 + len(fields)
     columns = min(COLUMNS, panels)
     lines = -(-panels // columns)
     figure = Figure(figsize=(5.2 * columns, 4.0 * lines), layout="constrained")
     axes = [figure.add_subplot(lines, columns, place + 1) for place in range(panels)]
-    _curves(axes[0], shown)
+    ranked = sorted(shown, key=lambda record: record.order)
+    _curves(axes[0], ranked)
     for panel, field in zip(axes[1:], fields, strict=True):
-        _against(panel, shown, field)
+        _against(panel, ranked, field, joined=len(fields) == 1)
     with aside(target) as path:
         figure.savefig(path, dpi=110)
 
 
-def _curves(axes: "Axes", records: Sequence[TrialRecord]) -> None:
+def _curves(axes: "Axes", ranked: Sequence[TrialRecord]) -> None:
     """The curves by their rank, the best one on top and named; diverged ones dashed."""
-    from matplotlib import colormaps
-
-    ranked = sorted(records, key=lambda record: record.order)
+    colors = _colors(ranked)
     for place, record in reversed(list(enumerate(ranked))):
         steps, losses = _means(record.losses)
-        share = place / max(1, len(ranked) - 1)
         label = record.name if place in (0, len(ranked) - 1) else None
         style = "--" if record.status == "diverged" else "-"
-        color = colormaps["viridis"](0.9 * share)
-        axes.plot(steps, losses, style, color=color, lw=2.2 if place == 0 else 1.1, label=label)
-    finite = [x for record in records for x in record.losses if math.isfinite(x)]
-    highest = max((record.losses[0] for record in records), default=1.0)
-    if finite:
-        axes.set_ylim(min(finite) * 0.95, min(max(finite), 1.3 * highest) * 1.05)
+        width = 2.2 if place == 0 else 1.1
+        axes.plot(steps, losses, style, color=colors[record.name], lw=width, label=label)
+    finite = [x for record in ranked for x in record.losses if math.isfinite(x)]
+    highest = max((record.losses[0] for record in ranked), default=1.0)
+    if finite:  # what is above the start by more leaves the picture
+        axes.set_ylim(min(finite) * 0.98, min(max(finite), 1.08 * highest) * 1.02)
     axes.set(xlabel="step", ylabel="training loss")
     axes.set_title("curves, the best dark", loc="left", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8)
 
 
-def _against(axes: "Axes", records: Sequence[TrialRecord], field: str) -> None:
-    """The final loss of each trial at its value of a field; crosses mark those that diverged."""
-    known = [record for record in records if field in record.trial.values]
+def _against(axes: "Axes", ranked: Sequence[TrialRecord], field: str, joined: bool) -> None:
+    """The final loss of each trial at its value of a field, in its curve's colour, `joined` where
+    no other field varies; a ring marks the best, and crosses those that diverged."""
+    known = [record for record in ranked if field in record.trial.values]
     values = [record.trial.values[field] for record in known]
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     order = sorted({*values}, key=float if numeric else str)
     places = {v: v if numeric else at for at, v in enumerate(order)}
     ended = [r for r in known if r.status != "diverged" and math.isfinite(r.score)]
-    axes.plot([places[r.trial.values[field]] for r in ended], [r.score for r in ended], "o", ms=5)
-    scores = [r.score for r in ended]
+    at, scores = [places[r.trial.values[field]] for r in ended], [r.score for r in ended]
+    colors = _colors(ranked)
+    if joined:
+        axes.plot(*zip(*sorted(zip(at, scores, strict=True)), strict=True), color="0.8", lw=1)
+    axes.scatter(at, scores, c=[colors[r.name] for r in ended], s=30, zorder=2)
+    if ended:
+        best = f"best: {_words(ended[0].trial.values[field])}"
+        axes.plot(at[0], scores[0], "o", ms=11, mfc="none", color=colors[ended[0].name], label=best)
     diverged = [places[r.trial.values[field]] for r in known if r.status == "diverged"]
     if diverged:
         top = max(scores, default=1.0)
         axes.plot(diverged, [top] * len(diverged), "x", color="#d62728", label="diverged")
+    if ended or diverged:
         axes.legend(frameon=False, fontsize=8)
     if numeric and order and _spans_decades(order):
         axes.set_xscale("log")
-    if not numeric:
-        axes.set_xticks(range(len(order)), [str(v) for v in order])
+    if not numeric or len(order) <= MOST_TICKS:
+        axes.set_xticks([places[v] for v in order], [_words(v) for v in order])
+        axes.set_xticks([], minor=True)
     named = "validation loss" if any(r.valid_loss is not None for r in known) else "final loss"
     axes.set(xlabel=field, ylabel=named)
+
+
+def _colors(ranked: Sequence[TrialRecord]) -> dict[str, Any]:
+    """The colours of trials by name, from the best one's dark to the last one's light."""
+    from matplotlib import colormaps
+
+    last = max(1, len(ranked) - 1)
+    return {r.name: colormaps["viridis"](0.9 * at / last) for at, r in enumerate(ranked)}
+
+
+def _words(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _spans_decades(order: Sequence[Any]) -> bool:

@@ -29,17 +29,11 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.sync.method != "all_reduce":
         message = f"sync.method={config.sync.method!r} exchanges replicas of one model"
         yield Problem(message, "all_reduce", "sync.method")
-    if config.model.head != "lm":
-        message = f"head={config.model.head!r} is not fused: an array predicts next tokens"
-        yield Problem(message, "mtcli train takes it, one model at a time", "model.head")
     if config.model.router_bias_update_rate:
         message = "biases of routers are moved by one model's loads"
         yield Problem(
             message, "model.aux_loss_coeff balances experts", "model.router_bias_update_rate"
         )
-    if config.lora.rank:
-        message = f"lora.rank={config.lora.rank}: adapters are not fused"
-        yield Problem(message, "mtcli train takes it, one model at a time", "lora.rank")
     if train.precision == "fp8":
         yield Problem("batched GEMMs have no scales of float8", "bf16", "train.precision")
     if train.cuda_graphs:

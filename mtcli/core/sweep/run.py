@@ -18,14 +18,14 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import world_axis
 from mtcli.core.plan.hardware import GPUS, HERE, Device, shared
-from mtcli.core.plan.memory import memory
+from mtcli.core.plan.memory import frozen_bytes, memory
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime, StopSignal
 from mtcli.core.sweep import record as records_of
 from mtcli.core.sweep.board import Board
 from mtcli.core.sweep.live import LiveArray, Watcher
 from mtcli.core.sweep.record import ArrayRecord, TrialRecord
-from mtcli.core.sweep.run_plan import SweepPlan, partition_notes
+from mtcli.core.sweep.run_plan import SweepPlan, partition_notes, planned
 from mtcli.core.sweep.sampling import Proposals, SamplingPlan
 from mtcli.core.sweep.stopping import Hyperband, Rung, below_median, best
 from mtcli.core.sweep.trials import name_of, partitions
@@ -47,7 +47,7 @@ class Sweep:
         self.interrupted = False
         every = [record.trial.config.train.steps for record in self.records]
         if plan.sampling:
-            every = [plan.space.base.train.steps] * plan.sampling.trials
+            every = [plan.trials[0].config.train.steps] * plan.sampling.trials
         self.board = Board(self.records, plan.output, sum(every), speaks=runtime.rank == 0)
         self.watcher = Watcher(
             self.board.say, self.board.stepped, lambda _: self.write(), self._stops
@@ -113,7 +113,8 @@ class Sweep:
             if not asked:
                 return
             points = [values for _, values in asked]
-            trials = self.plan.space.checked(points, shared, self.runtime.world)
+            world = self.runtime.world
+            trials = planned(self.plan.space.checked(points, shared, world), world, resume=True)
             names = [name_of(values) for values in points]
             new = [trial for trial in trials if trial.name not in self.by_name]
             self.records += records_of.restored(new, self.plan.output, keeps_stopped=True)
@@ -238,7 +239,8 @@ class Sweep:
             by_step.setdefault(records_of.saved_step(record.trial), []).append(record)
         packed = []
         for same in by_step.values():
-            most = self.plan.max_fused or self.capacity(same[0].trial.config)
+            largest = max((r.trial.config for r in same), key=lambda config: config.lora.rank)
+            most = self.plan.max_fused or self.capacity(largest)
             number = -(-len(same) // most)
             size = -(-len(same) // number)
             packed += [same[first : first + size] for first in range(0, len(same), size)]
@@ -258,11 +260,14 @@ class Sweep:
 
 
 def capacity(config: RunConfig, runtime: Runtime) -> int:
-    """The models of an array that the plan says a rank has memory for; at least 1."""
-    device = _device(runtime)
-    need = memory(Workload.of(config, runtime.world), device)
-    each = need.total - device.reserved_bytes
-    return max(1, int((device.usable_bytes - device.reserved_bytes) / each))
+    """The models of an array that the plan says a rank has memory for; at least 1.
+
+    The weights that adapters are trained for are there once for all of them.
+    """
+    device, work = _device(runtime), Workload.of(config, runtime.world)
+    once = device.reserved_bytes + frozen_bytes(work)
+    each = memory(work, device).total - once
+    return max(1, int((device.usable_bytes - once) / each))
 
 
 def _device(runtime: Runtime) -> Device:

@@ -5,13 +5,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mtcli.core.checkpoint.fine_tuning import require_weights, starting_tokenizer
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
+from mtcli.core.config.loading import Table
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.epochs import with_steps
 from mtcli.core.data.loader import require_data
+from mtcli.core.data.subset import require_subset
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder
 from mtcli.core.sweep.rules import array_problems
 from mtcli.core.sweep.sampling import SamplingPlan, read_sampler
 from mtcli.core.sweep.stopping import Hyperband
-from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, infusible_fields, partitions
+from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, partitioning_fields, partitions
 
 
 class SweepPlan(NamedTuple):
@@ -30,7 +35,11 @@ class SweepPlan(NamedTuple):
 
 
 def sweep_plan(
-    source: str, overrides: Sequence[str], output: Path, world: int, asked: Mapping[str, Any]
+    source: str | Table,
+    overrides: Sequence[str],
+    output: Path,
+    world: int,
+    asked: Mapping[str, Any],
 ) -> SweepPlan:
     """The plan of a command line; `asked` are its flags by name.
 
@@ -55,10 +64,7 @@ def sweep_plan(
         sampling = SamplingPlan(sampler, varied, asked["random"], space.base.seed)
         drawn = 1
     points = space.points(varied, Budget(drawn, asked["seeds"] or 0))
-    trials = space.checked(points, asked["shared_batches"], world)
-    first = [group[0].config for group in partitions(trials)]
-    checks = [partial(_require_array, config, world) for config in first]
-    collect_errors(*checks, *(partial(require_data, config) for config in first))
+    trials = planned(space.checked(points, asked["shared_batches"], world), world, asked["resume"])
     if rule and rule.units > trials[0].config.train.steps:
         message = f"R={rule.units} units, and train.steps={trials[0].config.train.steps}"
         raise wrong(message, "a unit is at least one step: lower R", "--hyperband")
@@ -78,9 +84,35 @@ def sweep_plan(
     )
 
 
+def planned(trials: Sequence[Trial], world: int, resume: bool) -> list[Trial]:
+    """The trials, with the steps of their epochs. Raises MtcliError with all that keeps them out of
+    arrays, and what is wrong with their data and, unless they `resume`, first weights."""
+    groups = partitions(trials)
+    slowest = (max(group, key=lambda t: t.config.optimizer.warmup_steps) for group in groups)
+    firsts = [partial(_planned, trial.config, world, resume) for trial in slowest]
+    found = {}
+    for group, config in zip(groups, collect_errors(*firsts), strict=True):
+        for trial in group:
+            train = trial.config.train.model_copy(update={"steps": config.train.steps})
+            run = trial.config.model_copy(update={"train": train})
+            found[trial.name] = trial._replace(config=run)
+    return [found[trial.name] for trial in trials]
+
+
+def _planned(config: RunConfig, world: int, resume: bool) -> RunConfig:
+    """The config of an array's model with the steps of its epochs."""
+    checks = [require_data, require_subset, *([] if resume else [require_weights])]
+    collect_errors(
+        partial(_require_array, config, world), *(partial(check, config) for check in checks)
+    )
+    if config.data.format == "tokens":
+        return config
+    return with_steps(config, starting_tokenizer(config))
+
+
 def partition_notes(plan: SweepPlan) -> list[str]:
     """Says which varied fields partition the trials, and into how many sets."""
-    fields, sets = infusible_fields(plan.fields), len(partitions(plan.trials))
+    fields, sets = partitioning_fields(plan.trials, plan.fields), len(partitions(plan.trials))
     if not fields:
         return []
     what = f"{', '.join(fields)} {'changes' if len(fields) == 1 else 'change'} more than numbers"
@@ -114,7 +146,7 @@ def _require_one_rule(asked: Mapping[str, Any]) -> None:
             raise wrong(message, f"leave out --{flag}", "--sampler")
 
 
-def _require_array(config: Any, world: int) -> None:
+def _require_array(config: RunConfig, world: int) -> None:
     problems: list[Problem] = list(array_problems(config, world))
     if problems:
         raise MtcliError(*problems)

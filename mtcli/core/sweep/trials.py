@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +31,11 @@ FUSIBLE = {
     *(f"optimizer.{name}" for name in ("lr", "min_lr", "betas", "eps", "weight_decay", "clip")),
     *(f"optimizer.{name}" for name in ("schedule", "warmup_steps", "decay_steps")),
     *(f"optimizer.{name}" for name in ("momentum", "nesterov", "trust_bounds")),
+    *(f"lora.{name}" for name in ("rank", "alpha", "dropout")),
     *(f"train.{name}" for name in ("loss_scale", "initial_loss_scale", "loss_scale_window")),
     *(f"train.{name}" for name in ("loss_scale_hysteresis", "on_nonfinite", "output")),
 }
+NONE_OR_SOME = ("optimizer.momentum", "lora.rank")  # 0 is other memory than any, not how much
 MOST_TRIALS = 10_000
 LONGEST_NAME = 120  # letters of a trial's folder
 SIGNIFICANT = 4  # digits of values that are drawn
@@ -280,16 +283,28 @@ def partitions(trials: Sequence[Trial]) -> list[list[Trial]]:
     return list(found.values())
 
 
-def infusible_fields(varied: Sequence[str]) -> list[str]:
+def partitioning_fields(trials: Sequence[Trial], varied: Sequence[str]) -> list[str]:
     """Those of the varied fields that partition the trials."""
-    return [field for field in varied if field not in FUSIBLE]
+
+    def parts(field: str) -> bool:
+        return (
+            field in NONE_OR_SOME and len({_has_any(trial.config, field) for trial in trials}) > 1
+        )
+
+    return [field for field in varied if field not in FUSIBLE or parts(field)]
+
+
+def _has_any(config: RunConfig, field: str) -> bool:
+    return bool(attrgetter(field)(config))
 
 
 def _infusible(config: RunConfig) -> str:
     """All of a config that models of one array share, as text."""
     flat = dict(_leaves(config.model_dump(mode="json")))
     shared = {field: value for field, value in flat.items() if field not in FUSIBLE}
-    return json.dumps([shared, config.optimizer.num_moments], sort_keys=True)
+    return json.dumps(
+        [shared, *(_has_any(config, field) for field in NONE_OR_SOME)], sort_keys=True
+    )
 
 
 def _leaves(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

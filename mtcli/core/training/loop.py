@@ -31,6 +31,7 @@ from mtcli.core.training.state import (
     base_record,
     progress,
     restore,
+    starting_note,
     starting_point,
     with_tokenizer,
 )
@@ -95,6 +96,8 @@ def _train(
     last_good = restore(trainer, samples, start)
     base = base_record(trainer, start)
     adopt_current(loader, config, runtime, trainer.step)
+    if (note := starting_note(config, start)) and runtime.rank == 0:
+        sys.stderr.write(f"{note}\n")
     if (averaged := averages(trainer, start)) and runtime.rank == 0:
         sys.stderr.write(f"note: {averaged.averaging}\n")
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())

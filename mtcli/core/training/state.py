@@ -103,6 +103,14 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
     return StartingPoint(None, is_own=False)
 
 
+def starting_note(config: RunConfig, start: StartingPoint) -> str:
+    """Names the parameters that other weights lack, which begin from the seed; empty: none."""
+    if start.checkpoint is None or start.is_own:
+        return ""
+    fresh = start.checkpoint.new_head(config.model)
+    return f"note: {', '.join(sorted(fresh))} begin from the seed" if fresh else ""
+
+
 def with_tokenizer(config: RunConfig, start: StartingPoint) -> RunConfig:
     """The config of a run that reads texts or masks tokens, by the tokenizer that came with the
     weights it starts from, where neither it nor its data has one."""
@@ -222,8 +230,6 @@ def load_weights(trainer: RunState, checkpoint: Checkpoint) -> None:
     seed's where it has none.
     """
     config, adapters = trainer.config, _adapter_shards(trainer)
-    if (fresh := checkpoint.new_head(config.model)) and trainer.groups.rank == 0:
-        sys.stderr.write(f"note: {', '.join(sorted(fresh))} begin from the seed\n")
     if not config.lora.rank:
         where = trainer.strategy.shards, checkpoint, config.model, trainer.groups
         init.load_weights(*where, new_head=config.seed)

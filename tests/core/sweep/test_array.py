@@ -3,7 +3,19 @@ losses after every step."""
 
 import pytest
 import torch
-from tiny import DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_config
+from tiny import (
+    BERT,
+    CHOOSING,
+    CLASSIFYING,
+    DOCUMENTS,
+    DROPPING,
+    GPT,
+    LLAMA,
+    MOE,
+    EncoderSamples,
+    Samples,
+    run_config,
+)
 
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep.array import ModelArray, array_groups
@@ -37,23 +49,46 @@ def configs_of(model, precision="fp64", optimizers=RATES, **sections):
     ]
 
 
-def alone(runtime, config, steps):
+def alone(runtime, config, steps, base):
     """The trainer of a run of its own and its steps."""
     trainer = Trainer(config, runtime)
-    initialise(trainer)
-    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    begin(trainer, base)
+    loader = MicroBatchLoader(samples(config), config, trainer.groups)
     done = [trainer.train_step(loader) for _ in range(steps)]
     loader.close()
     return trainer, done
+
+
+def begin(run, base):
+    """Fills a run's weights from its seed; adapters have the frozen ones of `base`, and Bs that are
+    not zero."""
+    initialise(run)
+    for name, shard in run.strategy.shards.items():
+        if run.table[name].frozen:
+            shard.tensor.copy_(base.strategy.shards[name].tensor)
+        elif ".adapter.b." in name:
+            numbers = torch.arange(shard.tensor.numel(), dtype=torch.float64)
+            shard.tensor.copy_(0.02 * numbers.sin().view(shard.tensor.shape))
+    run.optimizer.reset_masters()
+
+
+def samples(config):
+    """The data of a run, of another order for each seed where it is an encoder's."""
+    if config.model.head == "lm":
+        return Samples(config)
+    rows = EncoderSamples(config)
+    own = rows.rows
+    rows.rows = lambda start, count: own(start + 4 * (config.seed % 7), count)
+    return rows
 
 
 def as_array(runtime, configs, steps):
     """The array of these models and its steps."""
     array = ModelArray(configs, array_groups(configs[0], runtime))
     for member in array.members:
-        initialise(member)
+        begin(member, array.members[0])
     widest = max(configs, key=lambda c: c.model.dropout + c.model.attention_dropout)
-    loaders = [MicroBatchLoader(Samples(c), widest, array.groups) for c in configs]
+    loaders = [MicroBatchLoader(samples(c), widest, array.groups) for c in configs]
     loader = ArrayLoader(loaders)
     done = [array.train_step(loader) for _ in range(steps)]
     loader.close()
@@ -65,7 +100,7 @@ def difference(runtime, configs, steps):
     array, done = as_array(runtime, configs, steps)
     worst = dict.fromkeys(("step", "weights", "gradients", "state"), 0.0)
     for index, (member, config) in enumerate(zip(array.members, configs, strict=True)):
-        trainer, expected = alone(runtime, config, steps)
+        trainer, expected = alone(runtime, config, steps, array.members[0])
         for made, wanted in zip(done, expected, strict=True):
             mine = made[index]
             assert (mine.step, mine.lr, mine.outcome) == (wanted.step, wanted.lr, wanted.outcome)
@@ -73,9 +108,7 @@ def difference(runtime, configs, steps):
             pairs = ((mine.loss, wanted.loss), (mine.grad_norm, wanted.grad_norm))
             worst["step"] = max(worst["step"], *(abs(a - b) / abs(b) for a, b in pairs))
         kinds = {
-            "weights": [
-                {n: s.tensor for n, s in x.strategy.shards.items()} for x in (member, trainer)
-            ],
+            "weights": [trained_weights(x) for x in (member, trainer)],
             "gradients": [x.strategy.gradients for x in (member, trainer)],
             "state": [x.optimizer.state() for x in (member, trainer)],
         }
@@ -85,10 +118,21 @@ def difference(runtime, configs, steps):
     return worst
 
 
+def trained_weights(run):
+    """The weights of a run that it trains, by name."""
+    shards = run.strategy.shards.items()
+    return {name: shard.tensor for name, shard in shards if run.table[name].trained}
+
+
 def distance(mine, wanted):
     """Relative, of all tensors together: keys' biases have gradients of rounding alone, which
-    AdamW makes as large as any."""
-    a, b = (torch.cat([x[name].double().flatten() for name in wanted]) for x in (mine, wanted))
+    AdamW makes as large as any. What an array has beyond a run's own tensor are zeros."""
+    pairs = []
+    for name, theirs in wanted.items():
+        inside = tuple(map(slice, theirs.shape))
+        pairs.append((mine[name][inside], theirs))
+        assert mine[name].count_nonzero() == mine[name][inside].count_nonzero(), name
+    a, b = (torch.cat([x.double().flatten() for x in each]) for each in zip(*pairs, strict=True))
     return float((a - b).norm() / b.norm())
 
 
@@ -122,6 +166,11 @@ CASES = {
     "post norm": (GPT | {"norm_order": "post"}, {}),
     "mixture": (MOE, {}),
     "mixture with a capacity": (CAPPED, {}),
+    "masked tokens": (BERT | {"sentence_order": False}, {}),
+    "masked tokens and order": (BERT | DROPPING, {"batch": {"micro_batch_size": 2}}),
+    "masked fp32": (BERT, {"precision": "fp32"}),
+    "classes": (BERT | DROPPING | CLASSIFYING, {}),
+    "choices": (BERT | CHOOSING | {"norm_order": "post"}, {"batch": {"micro_batch_size": 2}}),
     "mixture with a shared expert": (SHARED | {"drop_policy": "position"}, {}),
 }
 
@@ -186,3 +235,54 @@ def test_a_compacted_array_goes_on_as_before_with_the_models_that_are_left():
                 for x in (member, theirs)
             )
             assert distance(ours, wanted) < 1e-12
+
+
+LORA = (
+    {"rank": 3, "alpha": 6.0, "dropout": 0.2},
+    {"rank": 1, "alpha": 8.0},
+    {"rank": 5, "alpha": 2.0, "dropout": 0.1},
+)
+FEW = ["k_proj", "up_proj", "down_proj"]
+LORA_CASES = {
+    "gpt fp64": (GPT | DROPPING, {}),
+    "gpt fp32": (GPT, {"precision": "fp32"}),
+    "llama fp32": (LLAMA | {"qkv_bias": True}, {"precision": "fp32"}),
+    "gpt bf16": (GPT, {"precision": "bf16"}),
+    "few targets": (LLAMA, {"lora": {"targets": FEW}, "optimizers": SGD}),
+    "lamb": (GPT, {"optimizers": LAMB}),
+    "mixture": (CAPPED | SHARED, {"data": DOCUMENTS}),
+    "recomputed": (LLAMA, {"parallel": {"recompute": "full"}, "batch": {"micro_batch_size": 2}}),
+}
+
+
+def lora_configs(model, **options):
+    """Those configs with adapters of their own rank, alpha, dropout and seed."""
+    configs = configs_of(model, **options)
+    pairs = zip(configs, LORA, strict=True)
+    return [c.model_copy(update={"lora": c.lora.model_copy(update=own)}) for c, own in pairs]
+
+
+@pytest.mark.parametrize("case", LORA_CASES)
+def test_adapters_of_an_array_are_runs_of_their_own_on_one_base(case):
+    model, options = LORA_CASES[case]
+    configs = lora_configs(model, **options)
+    worst = difference(ALONE, configs, 4)
+    assert max(worst.values()) < TOLERANCE[options.get("precision", "fp64")], worst
+
+
+@pytest.mark.parametrize("model", [GPT, BERT, BERT | CHOOSING], ids=["gpt", "masked", "choices"])
+def test_each_model_of_an_array_is_evaluated_as_alone(model):
+    configs = configs_of(model)
+    array = ModelArray(configs, array_groups(configs[0], ALONE))
+    expected = []
+    for member, config in zip(array.members, configs, strict=True):
+        initialise(member)
+        trainer = Trainer(config, ALONE)
+        begin(trainer, member)
+        loader = MicroBatchLoader(samples(config), config, trainer.groups)
+        expected.append(trainer.evaluate(loader))
+        loader.close()
+    loaders = [MicroBatchLoader(samples(c), c, array.groups) for c in configs]
+    loader = ArrayLoader(loaders)
+    assert array.evaluate(loader) == pytest.approx(expected, rel=1e-12)
+    loader.close()

@@ -65,6 +65,10 @@ def test_momentum_or_none_is_other_memory_and_how_much_is_not(tmp_path):
     overrides = ["optimizer.name=sgd"]
     plan = plan_of(tmp_path, "optimizer.momentum=0,0.5,0.9", overrides=overrides)
     assert [len(group) for group in partitions(plan.trials)] == [1, 2]
+    assert "optimizer.momentum" in partition_notes(plan)[0]
+    assert "3 trials in 2 sets" in partition_notes(plan)[0]
+    some = plan_of(tmp_path, "optimizer.momentum=0.5,0.9", overrides=overrides)
+    assert len(partitions(some.trials)) == 1 and partition_notes(some) == []
 
 
 def test_all_that_changes_numbers_alone_is_one_array(tmp_path):
@@ -148,7 +152,6 @@ def test_a_sweep_that_makes_no_sense_is_refused(tmp_path, vary, asked, words):
         ("parallel.tp=2", "shards layers over ranks"),
         ("parallel.pp=2", "shards blocks over ranks"),
         ("parallel.cp=2", "shards sequences over ranks"),
-        ("lora.rank=4", "adapters are not fused"),
         ("train.cuda_graphs=true", "replay one model's"),
     ],
 )

@@ -1,0 +1,36 @@
+"""How many adapters an array is planned for, and what it has in memory for each more of them."""
+
+from dataclasses import replace
+
+import torch
+from tiny import GPT, run_config
+
+from mtcli.core.mesh.parameters import count_adapters, count_parameters
+from mtcli.core.plan.hardware import HERE
+from mtcli.core.plan.memory import memory
+from mtcli.core.plan.workload import Workload
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.sweep import run
+from mtcli.core.sweep.array import ModelArray, array_groups
+
+ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
+CONFIG = run_config(GPT | {"hidden_size": 64, "vocab_size": 1024}, lora={"rank": 2})
+BASE = 4 * count_parameters(CONFIG.model)
+ADAPTER = 16 * count_adapters(CONFIG.model, CONFIG.lora)  # weights, gradients and two moments
+
+
+def test_an_array_of_adapters_has_its_base_once():
+    for count in (1, 2, 5):
+        array = ModelArray([CONFIG] * count, array_groups(CONFIG, ALONE))
+        assert array.memory.bytes == BASE + count * ADAPTER
+
+
+def test_an_array_of_adapters_is_planned_with_its_base_once(monkeypatch):
+    need = memory(Workload.of(CONFIG, 1), HERE)
+    steps = need.activations + need.working + need.reserved - HERE.reserved_bytes
+    assert need.weights + need.gradients + need.optimizer == BASE + ADAPTER < 10 * ADAPTER
+    usable = HERE.reserved_bytes + BASE + 7.5 * (ADAPTER + steps)
+    share = HERE.usable_bytes / HERE.memory_bytes
+    device = replace(HERE, memory_bytes=usable / share)
+    monkeypatch.setattr(run, "_device", lambda runtime: device)
+    assert run.capacity(CONFIG, ALONE) == 7
