@@ -144,6 +144,13 @@ ROWS = [
     Row("bert classes", 4, {"pp": 2, "zero": 3}),
     Row("bert choices", 4, {"tp": 2, "cp": 2}, TALL),
     Row("bert choices", 2, {"pp": 2, "zero": 1} | NO_SP),
+    Row("bert dropout", 4, SQUARE, TALL),
+    Row("bert post", 2, {"tp": 2, "tp_mode": "2d", "tp_rows": 2, "zero": 1}, TALL),
+    Row("bert post", 8, SQUARE | {"pp": 2, "schedule": "zero_bubble"}, TALL),
+    Row("bert masked", 8, SQUARE | {"pp": 2, "recompute": "full"}, TALL),
+    Row("bert dropout", 8, SQUARE | {"zero": 3}, TALL),
+    Row("bert classes", 4, SQUARE | {"recompute": "selective"}, TALL),
+    Row("bert choices", 4, {"tp": 2, "tp_mode": "2d", "tp_rows": 2, "pp": 2}, TALL),
 ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.launch import kernel, runs_triton, tile_configs, tile_grid
-from mtcli.kernels.random import keep_mask, keeps, stream_key
+from mtcli.kernels.random import keep_rows, keeps, stream_key
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -51,10 +51,10 @@ def dropout_reference(
 ) -> Tensor:
     """Zeroes elements of y [N, D] with probability `drop`; divides the rest by 1 - drop."""
     columns = y.shape[-1]
-    index = numbers[:, None] * columns + torch.arange(columns, device=numbers.device)
+    firsts = numbers * columns
     if isinstance(key, Tensor):
-        index = index.view(len(key), -1, columns)
-    return y * keep_mask(key, index, drop).to(y.dtype).div_(1.0 - drop).view(y.shape)
+        firsts = firsts.view(len(key), -1)
+    return y * keep_rows(key, firsts, columns, drop).to(y.dtype).div_(1.0 - drop).view(y.shape)
 
 
 # fmt: off

@@ -75,8 +75,17 @@ def test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout(ho
     assert alone["race"]["total"] == 2 * ARTICLES
     # by chance 2.5; 7 or more come up once in 300 times
     assert alone["race"]["correct"] >= 7
-    words += ("--nproc", 4, "--set", "parallel.tp=2")
-    assert json.loads(run(home, *words).stdout)["tasks"] == alone
+    grid = {"parallel.tp": 4, "parallel.tp_mode": "2d", "batch.micro_batch_size": 2}
+    for layout in ({"parallel.tp": 2}, grid):
+        assert json.loads(run(home, *words, "--nproc", 4, **layout).stdout)["tasks"] == alone
+
+
+def test_masked_tokens_are_evaluated_on_a_grid_as_on_one_rank(home):
+    words = ("eval", "one", "--task", "mlm=text", "--json", "-")
+    alone = json.loads(run(home, *words).stdout)["tasks"]["mlm"]
+    grid = {"parallel.tp": 2, "parallel.tp_mode": "2d", "parallel.tp_rows": 2}
+    found = json.loads(run(home, *words, "--nproc", 2, **grid).stdout)["tasks"]["mlm"]
+    assert found == pytest.approx(alone, rel=1e-6)
 
 
 def test_a_head_that_the_weights_have_not_begins_from_the_seed_and_is_named(home):

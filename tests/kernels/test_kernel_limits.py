@@ -3,11 +3,12 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mtcli.kernels.dropout import dropout_reference
-from mtcli.kernels.limits import RANDOM_BITS_PEAK
+from mtcli.kernels.limits import random_bytes
+from mtcli.kernels.random import keep_mask, keep_rows
 
 
 def test_limits_are_read_without_torch():
@@ -16,13 +17,20 @@ def test_limits_are_read_without_torch():
     assert done.stdout == "False\n"
 
 
-def test_a_dropout_mask_on_a_cpu_takes_as_many_numbers_at_its_peak():
+def test_a_mask_takes_as_many_numbers_at_its_peak():
     rows, columns = 512, 256
-    y, numbers = torch.ones(rows, columns), torch.arange(rows)
+    index, firsts = torch.arange(rows * columns), torch.arange(rows) * columns
+    of_all = _peak(lambda: keep_mask(5, index, 0.5)) + index.nbytes
+    assert of_all == pytest.approx(random_bytes(rows * columns, columns, cpu=False), rel=0.05)
+    in_blocks = _peak(lambda: keep_rows(5, firsts, columns, 0.5))
+    assert in_blocks == pytest.approx(random_bytes(rows * columns, columns, cpu=True), rel=0.01)
+
+
+def _peak(function):
+    """Bytes that a function allocates at its peak."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        dropout_reference(y, numbers, 5, 0.5)
+        function()
     events = profiler.profiler.kineto_results.events()
     moments = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     alive = [sum(size for _, size in moments[: i + 1]) for i in range(len(moments))]
-    numbers_alive = max(alive) / (8 * rows * columns)
-    assert RANDOM_BITS_PEAK <= numbers_alive < RANDOM_BITS_PEAK + 0.1
+    return max(alive)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from mtcli.kernels.random import BLOCK, keep_mask, normal, random_bits, stream_key
+from mtcli.kernels.random import BLOCK, keep_mask, keep_rows, normal, random_bits, stream_key
 
 WORD = 2**64
 
@@ -47,6 +47,19 @@ def test_a_key_is_a_hash_of_the_seed_and_every_name():
 def test_a_mask_drops_where_the_high_half_is_below_the_probability(key, drop):
     keep = keep_mask(key, torch.arange(50), drop).tolist()
     assert keep == [splitmix(key, i) >> 32 >= round(drop * 2**32) for i in range(50)]
+
+
+@given(
+    st.integers(-(2**63), 2**63 - 1),
+    st.floats(0.0, 1.0, exclude_max=True),
+    st.sampled_from([(0,), (3,), (2, 3, 5), (300,)]),
+    st.sampled_from([1, 7, 1000, 100_000]),
+)
+@settings(max_examples=20)
+def test_rows_of_a_mask_made_in_blocks_are_those_of_its_indices(key, drop, shape, width):
+    firsts = torch.randint(0, 2**40, shape)
+    expected = keep_mask(key, firsts[..., None] + torch.arange(width), drop)
+    assert torch.equal(keep_rows(key, firsts, width, drop), expected)
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.1, 0.5, 0.9])

@@ -127,16 +127,9 @@ def _grid_multiplies_whole_panels(config: RunConfig, world: int) -> Iterator[Pro
         yield Problem(message, "train.compile = false, or tp_mode '1d'", "train.compile")
 
 
-def _grid_has_a_decoder_s_layers(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that no layer is asked for which a grid has not: a classifier's, or adapters."""
-    if config.parallel.grid_rows == 1:
-        return
-    if config.model.head != "lm":
-        message = (
-            f"head={config.model.head!r} with {_grid(config)}, whose rows hold other sequences"
-        )
-        yield Problem(message, "tp_mode '1d', or model.head = 'lm'", "parallel.tp_mode")
-    if config.lora.rank:
+def _grid_takes_no_adapters(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that no layer is asked for which a grid has not: adapters."""
+    if config.parallel.grid_rows > 1 and config.lora.rank:
         message = f"lora.rank={config.lora.rank} with {_grid(config)}, which multiplies panels"
         yield Problem(message, "tp_mode '1d', or no adapters", "parallel.tp_mode")
 
@@ -293,7 +286,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _grid_divides,
     _grid_holds_whole_sequences,
     _grid_multiplies_whole_panels,
-    _grid_has_a_decoder_s_layers,
+    _grid_takes_no_adapters,
     grids_shard_tokens,
     rows_share_micro_batches,
     _tensor_parallel_divides,

@@ -48,6 +48,8 @@ ARCHITECTURES["bert"] = ARCHITECTURES["gpt"] | {
 }
 # Heads that classify sequences from their first token, and read no vocabulary.
 CLASSIFIERS = ("classification", "multiple_choice")
+SEQUENCES = {"multiple_choice": 4}  # of a row, by head, that share a label; of the others 1
+MASKED_SHARE = 0.15  # of its tokens mlm predicts, special ones aside (arXiv:1810.04805, 3.1)
 OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_experts and top_k
     *("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"),
     *("normalize_top_k", "router_score", "router_groups", "router_top_groups"),

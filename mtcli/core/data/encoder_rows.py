@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from mtcli.core.config.model import MASKED_SHARE, SEQUENCES
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import SampleId
 from mtcli.core.data.special_tokens import SpecialTokens
@@ -68,8 +69,8 @@ class EncoderBatches(Protocol):
 
 
 class CountedRows:
-    """Rows of tokens 0, 1, 2, ... that fill them, a seventh of which is predicted; one sequence
-    each, or four choices. For profiles, whose work is that of any text."""
+    """Rows of tokens 0, 1, 2, ... that fill them, of which every shard has as many to predict; one
+    sequence each, or four choices. For profiles, whose work is that of any text."""
 
     def __init__(self, config: RunConfig, num_samples: int) -> None:
         self.model, self.size, self.num_samples = config.model, config.batch.seq_len, num_samples
@@ -81,17 +82,18 @@ class CountedRows:
         """Rows start .. start + count - 1."""
         ids = np.arange(start * self.size, (start + count) * self.size, dtype=np.int64)
         tokens = ids.reshape(count, -1) % self.model.vocab_size
-        parts = 4 if self.model.head == "multiple_choice" else 1
+        parts = SEQUENCES.get(self.model.head, 1)
         documents = np.broadcast_to(np.arange(self.size) * parts // self.size, tokens.shape)
         starts = np.arange(parts) * self.size // parts
         firsts = (np.arange(count)[:, None] * self.size + starts).flatten()
-        weights = (tokens % 7 == 0) * np.float32(self.model.head == "mlm")
+        # of 20 in turn 3, no two beside each other
+        weights = (ids * 3 % 20 < 20 * MASKED_SHARE) * np.float32(self.model.head == "mlm")
         return EncoderRows(
             tokens=tokens,
             token_types=np.zeros_like(tokens),
             documents=documents.astype(np.int32),
             labels=tokens,
-            weights=weights.astype(np.float32),
+            weights=weights.reshape(tokens.shape).astype(np.float32),
             firsts=firsts,
             classes=np.zeros(count, np.int64),
             class_weights=np.ones(count, np.float32),

@@ -7,9 +7,9 @@ arXiv:1909.11942, section 4.1). S tokens of a row, W words.
 
 import numpy as np
 
+from mtcli.core.config.model import MASKED_SHARE
 from mtcli.core.data.special_tokens import SpecialTokens
 
-SHARE = 0.15  # of the tokens, special ones aside
 LENGTHS = np.array([1, 2, 3])  # of an n-gram, in words
 CHANCES = (1 / LENGTHS) / (1 / LENGTHS).sum()  # 6/11, 3/11, 2/11
 MASKED, RANDOM = 0.8, 0.1  # of the chosen ones; the rest stay
@@ -40,7 +40,7 @@ def choose(
     """
     first_W, end_W = words(tokens_S, special)
     chosen_S = np.zeros(len(tokens_S), bool)
-    budget = max(1, round(SHARE * int((end_W - first_W).sum())))
+    budget = max(1, round(MASKED_SHARE * int((end_W - first_W).sum())))
     lengths_W = random.choice(LENGTHS, size=len(first_W), p=CHANCES)
     apart_W = end_W[:-1] != first_W[1:]  # words with a special token between them
     left = budget

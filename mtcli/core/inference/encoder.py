@@ -36,12 +36,13 @@ def head_outputs(model: InferenceModel, batches: Sequence[EncoderRows]) -> list[
     for labels, width in sizes:
         ends.append(ends[-1] + 1 + labels * width)
     flat = torch.zeros(ends[-1], dtype=torch.float64, device=model.groups.device)
+    answers = model.groups.axes["tp_grid"].rank == 0
     for number, rows in enumerate(batches):
         owner = 0 if config.num_experts else number % layout.dp
         if owner == model.groups.dp_rank or config.num_experts:
             found = _outputs(model, _inputs(model, rows))
             # one rank of each replica answers
-            if found is not None and owner == model.groups.dp_rank and model.groups.tp.rank == 0:
+            if found is not None and owner == model.groups.dp_rank and answers:
                 flat[ends[number] : ends[number + 1]] = found
     flat = all_reduce(flat, model.groups.world).cpu()
     return [

@@ -134,22 +134,25 @@ def _head(model: ModelConfig) -> Iterator[Parameter]:
             yield _vocabulary(model, "head.weight", "last")
         return
     if model.head == "mlm":
-        yield from _dense("head.transform", hidden, hidden)
+        yield from _dense("head.transform", hidden)
         yield from _norm(model, "head.norm", "last")
         yield Parameter("head.bias", (model.vocab_size,), ("tp",), "zeros", "last", padded=0)
         if not model.sentence_order:
             return
     outputs = {"mlm": 2, "classification": model.num_labels, "multiple_choice": 1}[model.head]
-    yield from _dense("head.pooler", hidden, hidden)
+    yield from _dense("head.pooler", hidden)
     # A pre-trained one is of no use to a classifier, and so has another name.
-    name = "sentence_order" if model.head == "mlm" else "classifier"
-    yield from _dense(f"head.{name}", outputs, hidden)
+    name = f"head.{'sentence_order' if model.head == 'mlm' else 'classifier'}"
+    shape, axes = (outputs, hidden), (None, "tp_columns")
+    yield Parameter(f"{name}.weight", shape, axes, "normal", "last")
+    yield Parameter(f"{name}.bias", (outputs,), (None,), "zeros", "last")
 
 
-def _dense(name: str, rows: int, columns: int) -> Iterator[Parameter]:
-    """A linear layer of the head, which tp ranks replicate."""
-    yield Parameter(f"{name}.weight", (rows, columns), (None, None), "normal", "last")
-    yield Parameter(f"{name}.bias", (rows,), (None,), "zeros", "last")
+def _dense(name: str, hidden: int) -> Iterator[Parameter]:
+    """A square layer of the head, which tp ranks replicate but where they form a grid."""
+    shape, axes = (hidden, hidden), ("tp_columns", "tp_row")
+    yield Parameter(f"{name}.weight", shape, axes, "normal", "last")
+    yield Parameter(f"{name}.bias", (hidden,), ("tp_columns",), "zeros", "last")
 
 
 def _norm(model: ModelConfig, name: str, owner: StageOwner) -> list[Parameter]:

@@ -46,15 +46,14 @@ class MaskedTokens(nn.Module):
         self.bias = build.parameter("head.bias")
         name = "gelu" if model.activation == "swiglu" else model.activation
         self.activation = ACTIVATIONS[name].forward
-        shards = build.groups.tp.size if build.sequence_parallel else 1
-        rank = build.groups.tp.rank if build.sequence_parallel else 0
+        rank, shards = build.token_shard
         # The sets of tokens that have as many predicted ones: of each tp rank, or of each model.
         self.sets, self.models = shards * build.num_models, build.num_models
         self.own = slice(rank, rank + build.num_models)
         self.order: FirstTokens | None = None
         if model.sentence_order:
             self.pooler = build.dense("head.pooler")
-            self.sentence_order = build.dense("head.sentence_order")
+            self.sentence_order = build.classes("head.sentence_order")
             self.order = FirstTokens(self.pooler, self.sentence_order, build, None)
 
     def transformed(self, x_TD: Tensor) -> Tensor:
@@ -111,7 +110,7 @@ class SentenceClasses(nn.Module):
     def __init__(self, model: ModelConfig, build: LayerFactory, seed: int = 0) -> None:
         super().__init__()
         self.pooler = build.dense("head.pooler")
-        self.classifier = build.dense("head.classifier")
+        self.classifier = build.classes("head.classifier")
         drop = Dropout(build.dropout("head.pooled", model.dropout, seed))
         self.first_tokens = FirstTokens(self.pooler, self.classifier, build, drop)
 
@@ -133,31 +132,31 @@ class SentenceClasses(nn.Module):
 class FirstTokens:
     """The classes of sequences: classifier(tanh(pooler(x))) of their first tokens' activations.
 
-    Ranks that share sequences hold other tokens of them, so each makes the logits of those first
-    tokens that it holds, and the sum over ranks is known to all. With one label for several
-    sequences these are a question's choices, of which the classifier gives one logit each. The
-    layers are a head's own, under whose names they are known.
+    Ranks that share sequences hold other tokens of them, or columns, so each makes the logits of
+    those first tokens that it holds, and the sum over ranks is known to all. With one label for
+    several sequences these are a question's choices, of which the classifier gives one logit each.
+    The layers are a head's own, under whose names they are known.
     """
 
     def __init__(
         self, pooler: nn.Module, classifier: nn.Module, build: LayerFactory, dropout: Dropout | None
     ) -> None:
-        groups, sharded = build.groups, build.sequence_parallel
+        groups = build.groups
         self.pooler, self.classifier, self.dropout = pooler, classifier, dropout
-        self.first_rank = groups.tp.rank if sharded else 0
-        self.sharers = groups.axes["sequence"] if sharded else groups.cp
+        self.rank, self.numbers = build.token_shard[0], build.dropout_numbers
+        self.sharers = groups.axes["sequence"] if build.sequence_parallel else groups.cp
         self.counts = float(groups.cp.rank == 0)
 
     def logits(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """[M, C], float32 at least, on every rank: of choices C is how many a question has."""
         sentences = inputs.sentences
         assert sentences is not None, "sequences are classified by their first tokens"
-        mine_N = sentences.rows - self.first_rank * len(x_TD)
+        mine_N = sentences.rows - self.rank * len(x_TD)
         is_mine_N = (sentences.rows >= 0) & (mine_N >= 0) & (mine_N < len(x_TD))
         pooled_ND = torch.tanh(self.pooler(x_TD[mine_N.where(is_mine_N, 0)]))
         if self.dropout is not None and inputs.numbers is not None:
             numbers_N = inputs.numbers.flatten()[sentences.rows.clamp(min=0)]
-            pooled_ND = self.dropout(pooled_ND, numbers_N)
+            pooled_ND = self.dropout(pooled_ND, self.numbers(numbers_N))
         logits_NC = self.classifier(pooled_ND)
         wide = torch.promote_types(logits_NC.dtype, torch.float32)
         logits_NC = sum_out(logits_NC.to(wide) * is_mine_N[:, None], self.sharers)

@@ -51,28 +51,15 @@ class Block(nn.Module):
 
     def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         if self.is_post:
-            y_TD = self._attention(x_TD, inputs)
-            x_TD = self._added(self.attention_norm, self.attention_dropout, (x_TD, y_TD), numbers_T)
-            y_TD = self.mlp(x_TD, inputs)
-            return self._added(self.mlp_norm, self.mlp_dropout, (x_TD, y_TD), numbers_T)
+            norm, drop = self.attention_norm, self.attention_dropout
+            x_TD = _norm_of_sum(norm, drop, x_TD, self._attention(x_TD, inputs), numbers_T)
+            norm, drop = self.mlp_norm, self.mlp_dropout
+            return _norm_of_sum(norm, drop, x_TD, self.mlp(x_TD, inputs), numbers_T)
         y_TD = self._attention(self.attention_norm(x_TD), inputs)
         if self.attention_dropout.active:
             x_TD, y_TD = self.attention_dropout(y_TD, numbers_T, x_TD), None
         x_TD, y_TD = self.mlp_norm(x_TD, y_TD)  # frees attention's output
         return self.mlp_dropout(self.mlp(y_TD, inputs), numbers_T, x_TD)
-
-    def _added(
-        self,
-        norm: nn.Module,
-        drop: Dropout,
-        summands: tuple[Tensor, Tensor],
-        numbers_T: Tensor | None,
-    ) -> Tensor:
-        """norm(x + dropout(y)) of the summands x and y."""
-        x_TD, y_TD = summands
-        if drop.active:
-            return cast(Tensor, norm(drop(y_TD, numbers_T, x_TD))[1])
-        return cast(Tensor, norm(x_TD, y_TD)[1])
 
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """With recompute = "selective" scores and probabilities are computed twice."""
@@ -131,7 +118,9 @@ class Stage(nn.Module):
     def forward(self, x_TD: Tensor | None, inputs: Inputs) -> Tensor:
         """The previous stage's activations (None on the first) -> this stage's."""
         numbers_T = (
-            None if inputs.numbers is None else self.build.dropout_rows(inputs.numbers.flatten())
+            None
+            if inputs.numbers is None
+            else self.build.dropout_numbers(self.build.activation_rows(inputs.numbers.flatten()))
         )
         if x_TD is None:
             x_TD = self.embedding_dropout(self._embed(inputs), numbers_T)
@@ -171,12 +160,18 @@ class Stage(nn.Module):
         if self.model.token_types:
             types = inputs.token_types
             types = torch.zeros_like(inputs.tokens) if types is None else types
-            types_T, weight = (
-                self.build.my_tokens(types.flatten()),
-                self.token_type_embedding.weight,
-            )
-            x_TD = x_TD + self.build.lookup(types_T, weight)
+            types_T = self.build.activation_rows(types.flatten())
+            x_TD = x_TD + self.build.lookup(types_T, self.token_type_embedding.weight)
         return self.embedding_norm(x_TD) if self.model.norm_order == "post" else x_TD
+
+
+def _norm_of_sum(
+    norm: nn.Module, drop: Dropout, x_TD: Tensor, y_TD: Tensor, numbers_T: Tensor | None
+) -> Tensor:
+    """norm(x + dropout(y))."""
+    if drop.active:
+        return cast(Tensor, norm(drop(y_TD, numbers_T, x_TD))[1])
+    return cast(Tensor, norm(x_TD, y_TD)[1])
 
 
 def _recomputed(function, *arguments):  # type: ignore[no-untyped-def]

@@ -18,6 +18,7 @@ from mtcli.core.parallel.groups import Axis
 from mtcli.kernels.attention.attention import (
     attention,
     attention_backward,
+    document_sdpa,
     flash_attention,
     sdpa,
 )
@@ -108,15 +109,7 @@ def _local(q: Tensor, k: Tensor, v: Tensor, masking: AttentionMask) -> Tensor:
         positions = torch.arange(q.shape[2], device=q.device)
         return flash_attention(q, k, v, masking.spans(positions, positions))
     lengths = [length for row in masking.lengths for length in row]
-    tokens = (x.transpose(1, 2).flatten(0, 1).split(lengths) for x in (q, k, v))  # [n, h, d] each
-    parts = [_document(*qkv, masking.causal) for qkv in zip(*tokens, strict=True)]
-    return torch.cat(parts).unflatten(0, (len(q), -1)).transpose(1, 2)
-
-
-def _document(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention of a document alone: q [n, h, d], k and v [n, g, d] -> [n, h, d]."""
-    heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return sdpa(*heads, causal)[0].transpose(0, 1)
+    return document_sdpa(q, k, v, masking.causal, lengths)
 
 
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:

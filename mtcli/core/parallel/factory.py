@@ -107,8 +107,13 @@ class LayerFactory(ABC):
         no parameters of its own."""
 
     def dense(self, name: str) -> "Dense":
-        """Layer(x_TD) -> [T/tp, F]: a linear layer that tp ranks replicate, each for its tokens."""
-        return Dense(name, self)
+        """Layer(x_TD) -> x_TD: a square layer of a head, of whichever tokens a rank has."""
+        return Dense(name, self, self.linear)
+
+    def classes(self, name: str) -> "Dense":
+        """Layer(x_TD) -> [N, C] of a few classes: logits, whose sum over a row's ranks counts where
+        those share columns."""
+        return self.dense(name)
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank, as a matrix or vector, padding included.
@@ -168,13 +173,19 @@ class LayerFactory(ABC):
         tp = self.groups.tp
         return x.tensor_split(tp.size)[tp.rank] if tp.size > 1 else x
 
+    @property
+    def token_shard(self) -> tuple[int, int]:
+        """(which, of how many) shards of the inputs' tokens x_TD has."""
+        tp = self.groups.tp
+        return (tp.rank, tp.size) if self.sequence_parallel else (0, 1)
+
     def activation_rows(self, x: Tensor) -> Tensor:
         """Of a tensor with a row for each of the inputs' tokens, the rows that x_TD has."""
         return self.my_tokens(x)
 
-    def dropout_rows(self, numbers_T: Tensor) -> Tensor:
-        """The numbers of x_TD's rows, by which dropout is drawn for all of their columns."""
-        return self.activation_rows(numbers_T)
+    def dropout_numbers(self, numbers_N: Tensor) -> Tensor:
+        """The numbers of activations' rows, by which dropout is drawn for all of their columns."""
+        return numbers_N
 
     def enter_experts(self, x_TD: Tensor) -> Tensor:
         """x_TD -> tokens of this rank alone with all of their columns, as the router takes them."""
@@ -247,13 +258,14 @@ class LayerFactory(ABC):
 
 
 class Dense(nn.Module):
-    """y = x W^T + b, replicated over tp: heads alone are small enough for that."""
+    """y = x W^T + b of a head, by an engine's `linear`. In one dimension tp ranks replicate it:
+    heads alone are small enough for that."""
 
-    def __init__(self, name: str, build: LayerFactory) -> None:
+    def __init__(self, name: str, build: LayerFactory, linear: Callable[..., Tensor]) -> None:
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.parameter(f"{name}.bias")
-        self.linear = build.linear
+        self.linear = linear
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x_TD [N, D] -> [N, F]."""

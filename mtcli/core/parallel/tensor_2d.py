@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.parallel.collectives import (
@@ -30,6 +30,7 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
     sum_out,
 )
+from mtcli.core.parallel.factory import Dense
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.summa import TensorGrid, gemm, gemm_transposed
 from mtcli.core.parallel.tensor import Exchange, Norm, TensorParallelLayers
@@ -87,17 +88,31 @@ class GridLayers(TensorParallelLayers):
         """A norm of a sum, over the columns of a row's ranks."""
         return GridAddNorm(name, model, self)
 
-    def loss(self, table: VocabEmbedding) -> "GridLoss":
+    def loss(self, table: VocabEmbedding, bias: nn.Parameter | None = None) -> "GridLoss":
         """Cross entropy over a vocabulary sharded over tp."""
-        return GridLoss(table, self)
+        return GridLoss(table, bias, self)
+
+    def dense(self, name: str) -> Dense:
+        """Layer(x_TD) -> x_TD: a GEMM of the grid."""
+        return Dense(name, self, self.column_gemm)
+
+    def classes(self, name: str) -> Dense:
+        """Layer(x_TD [N, D/c]) -> [N, C]: this rank's columns' part of the logits of a row."""
+        first = self.groups.tp.rank == 0  # the bias is added once
+        return Dense(name, self, lambda x, weight, bias: self.linear(x, weight, bias * first))
+
+    @property
+    def token_shard(self) -> tuple[int, int]:
+        """The only one: the inputs are those of this rank's row."""
+        return 0, 1
 
     def activation_rows(self, x: Tensor) -> Tensor:
         """All: the inputs are those of this rank's row."""
         return x
 
-    def dropout_rows(self, numbers_T: Tensor) -> Tensor:
+    def dropout_numbers(self, numbers_N: Tensor) -> Tensor:
         """Numbers n * c + j: of row n of D columns, this rank's D/c columns are that row of D/c."""
-        return numbers_T * self.groups.tp.size + self.groups.tp.rank
+        return numbers_N * self.groups.tp.size + self.groups.tp.rank
 
     def enter_experts(self, x_TD: Tensor) -> Tensor:
         """x_TD [T, D/c] -> [T/c, D]: other tokens on each rank of the row, as experts take them."""
@@ -161,13 +176,13 @@ class GridEmbedding(VocabEmbedding):
 class GridLoss(VocabLoss):
     """Cross entropy of logits [T, V/c], which are all in memory: 1/(r c) of the micro-batch's."""
 
-    def __init__(self, table: VocabEmbedding, build: GridLayers) -> None:
-        super().__init__(table)
+    def __init__(self, table: VocabEmbedding, bias: Tensor | None, build: GridLayers) -> None:
+        super().__init__(table, bias)
         self.gemm = build.column_gemm
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """x_TD [T, D/c] -> logits [T, V/c], padding columns included."""
-        return self.gemm(x_TD, self.table.weight)
+        return self.gemm(x_TD, self.table.weight, self.bias)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""

@@ -124,11 +124,8 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
     """Runs a step of a rank (the fullest one where None) of a config on `world` devices.
 
     A step of many micro-batches is cut to as many as the pipeline takes to repeat itself. Raises
-    MtcliError where there is no such rank, and for an encoder, whose rows are made on the host.
+    MtcliError where there is no such rank.
     """
-    if config.model.head != "lm":
-        message = f"--dry-run takes a step of a language model, and head={config.model.head!r}"
-        raise wrong(message, "leave it out, or `mtcli profile` a few real steps", "model.head")
     # What a step costs is known of a model that the one head cannot train, too.
     rules.require(config, world, *rules.ENGINE_RULES, without=rules.TRAINING_RULES)
     work = Workload.of(config, world)

@@ -87,22 +87,23 @@ def is_sharded(work: Workload) -> bool:
 
 def gathered_groups(work: Workload, ends: tuple[bool, bool]) -> tuple[Group, ...]:
     """Groups of parameters that zero=3 gathers together on a stage (the first, the last, both or
-    neither): a block, its experts, the ends. The gradient of a table that only the head reads is
-    reduced by itself."""
+    neither): a block, its experts, the ends; and those of the ends that only the head reads, whose
+    gradients are reduced by themselves."""
     if not is_sharded(work):
         return ()
     block, outer = _trained(work.model, 1, (False, False)), _trained(work.model, 0, ends)
     dense = [parameter for parameter in block if not parameter.is_expert]
     experts = [parameter for parameter in block if parameter.is_expert]
     first, last = ends
-    tied = "embedding.weight" if last and not first else ""
-    head = tied if work.model.tie_embeddings else "head.weight"
-    rest = [parameter for parameter in outer if parameter.name != head]
+    tied = last and not first
+    head = [p for p in outer if p.name.startswith("head.") or (tied and p.tied)]
+    rest = [parameter for parameter in outer if parameter not in head]
     data = work.layout.dp * work.layout.cp
     return (
         _group(work, "", data, dense, dense),
         _group(work, "", work.layout.edp, experts, experts),
         _group(work, "ends", data, outer, rest),
+        _group(work, "ends", data, outer, head),
     )
 
 

@@ -95,8 +95,9 @@ def fake_shards(where: torch.device) -> Iterator[None]:
 class Answers(TorchDispatchMode):
     """Answers for tensors without values when they are asked for one.
 
-    Whole numbers that follow from constants, and from the balanced counts of routed tokens, are
-    computed for real beside their fake tensors. Of all else a number is 1.
+    Whole numbers that follow from constants, from the balanced counts of routed tokens and from
+    the batch, such as which of its weights are not 0, are computed for real beside their fake
+    tensors. Of all else a number is 1.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -131,8 +132,8 @@ class Answers(TorchDispatchMode):
         fake = func(*args, **given)
         if found is not None:
             for one, values in zip(tree_leaves(fake), tree_leaves(found), strict=True):
-                if isinstance(one, Tensor):
-                    self._learn(one, values)
+                if isinstance(one, Tensor) and isinstance(values, Tensor):
+                    self.known[one] = values
         return fake
 
     def _number(self, x: Tensor) -> Any:
@@ -164,16 +165,18 @@ class Answers(TorchDispatchMode):
             given["device"] = torch.device("cpu")
         with _disable_current_modes():
             found = func(*args, **given)
-        return found
+        if any(x.is_floating_point() for x in taken):
+            return found
+        # What is made of whole numbers, such as a rotary table, decides nothing.
+        return tree_map(lambda x: None if _is_real(x) else x, found)
 
     def _values(self, x: Tensor) -> Tensor | None:
-        if x.is_floating_point() or x.numel() > LARGEST_KNOWN:
+        if x.numel() > LARGEST_KNOWN:
             return None
         return self.known.get(x) if isinstance(x, FakeTensor) else x
 
     def _learn(self, fake: Tensor, values: Tensor) -> Tensor:
-        if not values.is_floating_point():
-            self.known[fake] = values
+        self.known[fake] = values
         return fake
 
     def _gather(self, out: Tensor, x: Tensor) -> None:
@@ -182,6 +185,10 @@ class Answers(TorchDispatchMode):
         if values is not None and into is not None:
             with _disable_current_modes():
                 into.copy_(values.repeat(len(into) // len(values)))
+
+
+def _is_real(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _rms_norm(

@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 from math import ceil, lcm
 from typing import Any, NamedTuple
 
-from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.model import SEQUENCES, ModelConfig
 from mtcli.core.config.schema import Fp8Scaling, LoraConfig, OptimizerName, RunConfig
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.layout import ParallelLayout
@@ -83,7 +83,7 @@ class Workload:
             "schedule_name": p.schedule,
             "sequence_parallel": p.sequence_parallel or p.grid_rows > 1,
             "stage_sizes": () if p.stage_layers == even else p.stage_layers,
-            "document_mask": config.data.document_mask,
+            "document_mask": config.data.document_mask or config.model.head != "lm",
             "bucket_bytes": p.bucket_mib * 2**20,
         }
         return cls(**{field.name: told[field.name] for field in fields(cls) if field.name in told})
@@ -176,6 +176,11 @@ class Workload:
     def sequence_shards(self) -> int:
         """Ranks over which sequence parallelism shards norms, dropout and residuals."""
         return self.layout.tp if self.sequence_parallel else 1
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a row that do not see each other; text may have shorter ones."""
+        return SEQUENCES.get(self.model.head, 1) if self.document_mask else 1
 
     @property
     def expert_copies(self) -> float:

@@ -33,7 +33,8 @@ class EncoderInputs:
         """`positions` of full rows are this rank's, on the host."""
         self.model, self.dtype = config.model, DTYPES[config.train.precision]
         self.groups, self.size = groups, config.batch.seq_len
-        self.host_positions, self.positions = positions.numpy(), positions.to(groups.device)
+        self.host_positions = np.array(positions.tolist())  # of fake tensors in a dry run, too
+        self.positions = positions.to(groups.device)
         index = torch.full((self.size,), -1)
         index[positions] = torch.arange(len(positions))
         self.index = index.to(groups.device)  # of each position of a row among this rank's, or -1

@@ -6,11 +6,18 @@ it. Our kernels take `KeyRanges` in its place. A query that attends to no key ha
 the log-sum-exp -inf, and a merge leaves the other block's result as it is.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtcli.kernels.attention.cpu import cpu_attention, cpu_attention_backward, cpu_attention_lse
+from mtcli.kernels.attention.cpu import (
+    cpu_attention,
+    cpu_attention_backward,
+    cpu_attention_lse,
+    cpu_attention_of_documents,
+)
 from mtcli.kernels.attention.flash_backward import flash_backward
 from mtcli.kernels.attention.flash_forward import flash
 from mtcli.kernels.attention.library import library_for
@@ -162,6 +169,23 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     grouped, (wide_q, k, v) = q.shape[1] != k.shape[1], (x.to(wide) for x in (q, k, v))
     mixed = F.scaled_dot_product_attention(wide_q, k, v, is_causal=causal, enable_gqa=grouped)
     return mixed.to(q.dtype)
+
+
+def document_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Sequence[int]) -> Tensor:
+    """`sdpa` on CPU of rows [b, h, s, d] whose tokens, row by row, are documents of these lengths:
+    no token sees another document."""
+    short = max(lengths) * gemm_dtype(q).itemsize <= CPU_ATTENTION_ROW_BYTES
+    if short and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return cpu_attention_of_documents(q, _per_head(k, q), _per_head(v, q), causal, lengths)
+    tokens = (x.transpose(1, 2).flatten(0, 1).split(lengths) for x in (q, k, v))  # [n, h, d] each
+    parts = [_document(*qkv, causal) for qkv in zip(*tokens, strict=True)]
+    return torch.cat(parts).unflatten(0, (len(q), -1)).transpose(1, 2)
+
+
+def _document(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention of a document alone: q [n, h, d], k and v [n, g, d] -> [n, h, d]."""
+    heads = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return sdpa(*heads, causal)[0].transpose(0, 1)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, ranges: KeyRanges) -> Tensor:

@@ -7,7 +7,7 @@ blocks of 64 and 128 keys 0.20 to 0.49 and 0.12 to 0.27.
 b sequences, h heads, n queries, m keys, d head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,15 +33,61 @@ class _CpuAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         saved = [_by_head(x) for x in (q, k, v)]
-        out = _forward(*saved, causal)
+        out = torch.empty_like(saved[0])
+        _forward(*saved, causal, out)
         ctx.save_for_backward(*saved, out)
         ctx.causal = causal
         return out.view(q.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        dq, dk, dv = _backward(_by_head(grad), ctx.saved_tensors, ctx.causal)
+        saved = ctx.saved_tensors  # asked for once: activation checkpointing gives them once
+        dq, dk, dv = found = [torch.empty_like(x) for x in saved[:3]]
+        _backward(_by_head(grad), saved, ctx.causal, found)
         return dq.view(grad.shape), dk.view(grad.shape), dv.view(grad.shape), None
+
+
+def cpu_attention_of_documents(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Sequence[int]
+) -> Tensor:
+    """The same of rows [b, h, s, d] whose tokens, row by row, are documents of these lengths.
+
+    One autograd function for all: a document of 8 tokens takes its GEMMs and little more.
+    """
+    return _DocumentAttention.apply(q, k, v, causal, lengths)
+
+
+class _DocumentAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Sequence[int]
+    ) -> Tensor:
+        saved = [_by_token(x) for x in (q, k, v)]
+        out = torch.empty_like(saved[0])
+        parts = (x.split(lengths, 1) for x in (*saved, out))
+        for *document, mixed in zip(*parts, strict=True):
+            _forward(*document, causal, mixed)
+        ctx.save_for_backward(*saved, out)
+        ctx.causal, ctx.lengths = causal, lengths
+        return _by_row(out, len(q))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved, rows = ctx.saved_tensors, len(grad)
+        found = [torch.empty_like(saved[0]) for _ in range(3)]
+        every = (_by_token(grad), *saved, *found)
+        for grad_hnd, *document in zip(*(x.split(ctx.lengths, 1) for x in every), strict=True):
+            _backward(grad_hnd, document[:4], ctx.causal, document[4:])
+        return *(_by_row(x, rows) for x in found), None, None
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[b, h, s, d] -> [h, b * s, d], contiguous."""
+    return x.transpose(0, 1).flatten(1, 2).contiguous()
+
+
+def _by_row(x: Tensor, rows: int) -> Tensor:
+    return x.unflatten(1, (rows, -1)).transpose(0, 1)
 
 
 def cpu_attention_lse(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
@@ -66,36 +112,42 @@ def cpu_attention_backward(
     shapes = [x.shape for x in saved[:3]]
     q, k, v, out = (_by_head(x) for x in saved)
     bias, lse = _causal_bias(q, k, causal), lse.reshape(*q.shape[:2], 1)
-    grads = _gradients(
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    _gradients(
         _by_head(grad),
         (q, k, v, out),
         lambda heads: _scores(q[heads], k[heads], bias).sub_(lse[heads]).exp_(),
+        grads,
     )
     return tuple(x.view(shape) for x, shape in zip(grads, shapes, strict=True))
 
 
-def _forward(q_hnd: Tensor, k_hmd: Tensor, v_hmd: Tensor, causal: bool) -> Tensor:
-    out, bias = torch.empty_like(q_hnd), _causal_bias(q_hnd, k_hmd, causal)
+def _forward(q_hnd: Tensor, k_hmd: Tensor, v_hmd: Tensor, causal: bool, out: Tensor) -> None:
+    """Writes to `out` [h, n, d]."""
+    bias = _causal_bias(q_hnd, k_hmd, causal)
     for heads in _blocks(q_hnd, k_hmd):
         values = v_hmd[heads].to(bias.dtype)
         _bmm(_softmax(q_hnd[heads], k_hmd[heads], bias), values, out[heads])
-    return out
 
 
 def _backward(
-    grad_hnd: Tensor, saved: tuple[Tensor, ...], causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_hnd: Tensor, saved: Sequence[Tensor], causal: bool, found: Sequence[Tensor]
+) -> None:
+    """Writes the gradients of q, k and v to `found`."""
     q, k, _, _ = saved
     bias = _causal_bias(q, k, causal)
-    return _gradients(grad_hnd, saved, lambda heads: _softmax(q[heads], k[heads], bias))
+    _gradients(grad_hnd, saved, lambda heads: _softmax(q[heads], k[heads], bias), found)
 
 
 def _gradients(
-    grad: Tensor, saved: tuple[Tensor, ...], probabilities: Callable[[Heads], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor,
+    saved: Sequence[Tensor],
+    probabilities: Callable[[Heads], Tensor],
+    found: Sequence[Tensor],
+) -> None:
     """FlashAttention's backward (arXiv:2205.14135, appendix B.4), a block of heads at a time."""
     q, k, v, out = saved
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = found
     wide = gemm_dtype(q)
     for heads in _blocks(q, k):
         p = probabilities(heads)
@@ -107,7 +159,6 @@ def _gradients(
         _bmm(ds.transpose(1, 2), q[heads].to(wide), dk[heads])
         # Before the next block allocates its own.
         del p, ds
-    return dq, dk, dv
 
 
 def _bmm(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -159,7 +210,9 @@ def _like(x: Tensor) -> Tensor:
     backward=lambda grad, *saved: _backward_op(grad, *saved),
 )
 def _op(q, k, v, causal):
-    return _forward(_by_head(q), _by_head(k), _by_head(v), causal).view(q.shape)
+    out = torch.empty_like(_by_head(q))
+    _forward(_by_head(q), _by_head(k), _by_head(v), causal, out)
+    return out.view(q.shape)
 
 
 @custom_op(
@@ -169,5 +222,6 @@ def _op(q, k, v, causal):
 )
 def _backward_op(grad, q, k, v, out, causal):
     saved = tuple(_by_head(x) for x in (q, k, v, out))
-    dq, dk, dv = _backward(_by_head(grad), saved, causal)
+    dq, dk, dv = found = [torch.empty_like(x) for x in saved[:3]]
+    _backward(_by_head(grad), saved, causal, found)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)

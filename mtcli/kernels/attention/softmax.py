@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.launch import cdiv, full_row_configs, kernel, power_of_two, prefers_kernel
-from mtcli.kernels.random import keep_mask, keeps
+from mtcli.kernels.random import keep_rows, keeps
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -39,9 +39,8 @@ class ScoreDropout(NamedTuple):
         """0 with probability `drop`, else 1 / (1 - drop), in the shape and dtype of scores."""
         heads = torch.arange(scores.shape[1], device=scores.device) + self.first_head
         rows = self.numbers[:, None, :] * self.heads + heads[None, :, None]
-        keys = torch.arange(scores.shape[-1], device=scores.device)
-        # The 64-bit numbers have no name: they would be there beside the product.
-        keep = keep_mask(self.key, rows[..., None] * scores.shape[-1] + keys, self.drop)
+        keys = scores.shape[-1]
+        keep = keep_rows(self.key, rows * keys, keys, self.drop)
         return keep.to(scores.dtype).div_(1.0 - self.drop)
 
 

@@ -133,10 +133,10 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["sync.method=local", "sync.error_decay=1"], 1, "sync.error_decay",
         "error_decay=1 with quantise=0 and top_k=0, which lose nothing",
         "sync.quantise or sync.top_k, or leave sync.error_decay out"),
-    "_grid_has_a_decoder_s_layers": (
-        ["model.architecture=bert", "parallel.tp=4", "parallel.tp_mode=2d"], 4, "parallel.tp_mode",
-        "head='mlm' with tp_mode='2d' of 2 x 2 ranks, whose rows hold other sequences",
-        "tp_mode '1d', or model.head = 'lm'"),
+    "_grid_takes_no_adapters": (
+        ["lora.rank=4", "parallel.tp=4", "parallel.tp_mode=2d"], 4, "parallel.tp_mode",
+        "lora.rank=4 with tp_mode='2d' of 2 x 2 ranks, which multiplies panels",
+        "tp_mode '1d', or no adapters"),
     "replicas_divide": (
         [*SGD, "sync.method=dmsgd", "sync.replicas=3"], 4, "sync.replicas",
         "replicas=3 does not divide the 4 that 4 ranks can hold", "1, 2 or 4"),

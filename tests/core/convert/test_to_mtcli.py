@@ -37,6 +37,9 @@ from mtcli.core.runtime.atomic_writes import atomic_folder
 DENSE = ModelConfig(
     num_layers=4, hidden_size=8, num_heads=4, vocab_size=300, max_seq_len=6, ffn_hidden_size=12
 )
+ENCODER = DENSE.model_copy(
+    update={"head": "mlm", "sentence_order": True, "token_types": 2, "causal": False}
+)
 MOE = ModelConfig(
     architecture="qwen2-moe",
     num_layers=2,
@@ -100,7 +103,7 @@ def test_a_layout_with_rows_is_a_grid_and_one_without_is_none(tmp_path):
         assert (parallel.tp_mode, parallel.grid_rows) == (mode, rows)
 
 
-@pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize("model", [DENSE, MOE, ENCODER], ids=["dense", "moe", "encoder"])
 def test_any_layout_to_any_other_and_back_is_bit_exact(tmp_path_factory, model):
     tensors, layouts = values(model), legal_layouts(model)
     assert len(layouts) > 30

@@ -10,6 +10,7 @@ from mtcli.kernels.attention.attention import (
     attention_backward,
     attention_backward_reference,
     attention_reference,
+    document_sdpa,
     sdpa,
 )
 from mtcli.kernels.attention.merge import merge_
@@ -142,6 +143,29 @@ def test_float16_on_a_cpu_is_rounded_at_the_ends_only(shape):
     for mine, exact in zip(found, [expected, *gradients], strict=True):
         assert mine.dtype == torch.float16
         assert (mine.double() - exact).norm() < 2.0**-11 * exact.norm()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_documents_of_rows_have_the_values_and_gradients_that_each_has_alone(dtype, causal):
+    lengths, generator = [5, 27, 1, 12, 19], torch.Generator().manual_seed(3)
+    shapes = ((2, 4, 32, 8), (2, 2, 32, 8), (2, 2, 32, 8), (2, 4, 32, 8))
+    *qkv, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    q, k, v = (x.double().requires_grad_() for x in qkv)
+    ends = torch.tensor(lengths).cumsum(0)
+    of = torch.searchsorted(ends, torch.arange(64), right=True).view(2, 1, 32)
+    mask = of[..., None] == of[..., None, :]
+    mask = mask.tril() if causal else mask
+    scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5
+    expected = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+    expected.backward(grad.double())
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    found = document_sdpa(*leaves, causal, lengths)
+    found.backward(grad)
+    tight = 1e-12 if dtype == torch.float64 else 2e-2
+    pairs = zip((found, *(x.grad for x in leaves)), (expected, q.grad, k.grad, v.grad), strict=True)
+    for mine, exact in pairs:
+        assert (mine.double() - exact).norm() < tight * exact.norm()
 
 
 @pytest.mark.parametrize("causal", [True, False])

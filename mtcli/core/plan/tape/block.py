@@ -46,7 +46,7 @@ from mtcli.core.plan.tape.ops import (
     trained,
     views,
 )
-from mtcli.kernels.limits import CPU_ATTENTION_ROW_BYTES, RANDOM_BITS_PEAK, block_rows
+from mtcli.kernels.limits import CPU_ATTENTION_ROW_BYTES, block_rows, random_bytes
 
 SPAN = 8  # bytes of a query's `Spans`: two int32
 
@@ -67,11 +67,11 @@ class HeadSizes:
 
 
 def block(kit: Kit, x: Value, number: int = 0) -> Value:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); of the order "post" the norms of sums."""
     if kit.gathering is None:
         return _saved_or_recomputed(kit, x)
     group, experts = (kit.groups[i]._replace(name=f"{i} of {number}") for i in (BLOCK, EXPERTS))
-    kit = replace(kit, groups=(group, experts, kit.groups[ENDS]))
+    kit = replace(kit, groups=(group, experts, *kit.groups[ENDS:]))
     inside = before(kit.gathering, group, x)
     y = _saved_or_recomputed(kit, inside)
     return after(kit.gathering, group, y)
@@ -88,6 +88,9 @@ def _block(kit: Kit, x: Value) -> Value:
     if kit.work.block_bytes:  # of code that is not ours, as a whole
         more = kit.work.block_bytes - x.size
         return tape.op([x], [x.size], new_gradients(x.size), saved=[x], more=more)[0]
+    if m.norm_order == "post":
+        y = _norm_of_sum(kit, x, attention(kit, x))
+        return then(kit, y, _norm_of_sum(kit, y, mlp(kit, y, m.ffn_hidden_size / kit.work.columns)))
     normed = norm(kit, x)
     y = then(kit, normed, attention(kit, normed))
     if m.dropout:
@@ -103,6 +106,17 @@ def _block(kit: Kit, x: Value) -> Value:
     out = dropout(kit, part, total)
     tape.free(part, normed, total)
     return out
+
+
+def _norm_of_sum(kit: Kit, x: Value, y: Value) -> Value:
+    """norm(x + dropout(y)), which frees y."""
+    if kit.work.model.dropout:
+        total = dropout(kit, y, x)
+        normed = norm(kit, total)
+    else:
+        total, normed = add_norm(kit, x, y)
+    kit.tape.free(total, y)
+    return normed
 
 
 def mlp(kit: Kit, x: Value, width: float, name: str = "mlp") -> Value:
@@ -202,7 +216,7 @@ def _dropped_softmax(kit: Kit, scores: Value, visible: Value, heads: HeadSizes) 
             [scores], [scores.size], new_gradients(scores.size), saved=recomputed, more=heads.lse
         )[0]
     probabilities = masked_softmax(kit, scores, heads.scores)
-    tape.moment(8 * RANDOM_BITS_PEAK * heads.scores)
+    tape.moment(random_bytes(heads.scores, kit.work.seq_len, kit.cpu))
     size = probabilities.size
     left = tape.op([probabilities], [size], new_gradients(size), more=size)[0]
     return then(kit, probabilities, left)
@@ -231,11 +245,15 @@ def full_rows(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
 
 
 def _by_document(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
-    """Runs attention of rows with a document mask each, one after another."""
-    work = kit.work
-    rows, sizes = work.micro_batch_size, (heads.q, heads.k, heads.k)
+    """Runs attention of each document of rows, one after another."""
+    each, sizes = kit.work.sequences, (heads.q, heads.k, heads.k)
+    rows = kit.work.micro_batch_size * each
+    work = replace(kit.work, seq_len=kit.work.seq_len // each, micro_batch_size=rows)
+    kit, cp = replace(kit, work=work), work.layout.cp
     one = HeadSizes(kit, heads.size, rows)
-    if rows > 1 and work.layout.cp > 1:  # by heads, which are laid out one by one
+    if _is_short(kit, heads):
+        return _in_blocks(kit, qkv, heads, True, one)
+    if rows > 1 and cp > 1:  # by heads, which are laid out one by one
         q, k, v = (copied(kit, x, size) for x, size in zip(qkv, sizes, strict=True))
     else:
         q, k, v = (reused(kit, x) for x in qkv)
@@ -248,7 +266,7 @@ def _by_document(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
 
 def _of_rows(kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
     """Runs attention by the device's kernel; `copies` where rows are not stored head by head."""
-    if kit.cpu and kit.work.seq_len * compute_bytes(kit, heads.size) <= CPU_ATTENTION_ROW_BYTES:
+    if _is_short(kit, heads):
         return _in_blocks(kit, qkv, heads, copies)
     if kit.slow:
         wide = HeadSizes(kit, 4, heads.rows)
@@ -268,6 +286,11 @@ def _of_rows(kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
     return fused(kit, qkv, heads, heads.k)
 
 
+def _is_short(kit: Kit, heads: HeadSizes) -> bool:
+    """Whether a row's scores stay in a CPU's cache."""
+    return kit.cpu and kit.work.seq_len * compute_bytes(kit, heads.size) <= CPU_ATTENTION_ROW_BYTES
+
+
 def compute_bytes(kit: Kit, size: float) -> float:
     """Bytes of an element in the dtype that GEMMs are made in."""
     return 2 * size if kit.slow else size
@@ -285,11 +308,14 @@ def fused(kit: Kit, qkv: QKV, heads: HeadSizes, keys: float, spans: float = 0.0)
     )[0]
 
 
-def _in_blocks(kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
-    """Runs CPU attention, some heads at a time; several sequences are copied by head and back."""
+def _in_blocks(
+    kit: Kit, qkv: QKV, heads: HeadSizes, copies: bool, one: HeadSizes | None = None
+) -> Value:
+    """Runs CPU attention, some heads at a time, maybe of `one` document; several sequences are
+    copied by head and back."""
     saved = () if copies else qkv[: 1 if heads.grouped else 3]
     more = (3 if copies else 2 * heads.grouped) * heads.q
-    forward, backward = head_blocks_bytes(kit, heads, kit.work.seq_len)
+    forward, backward = head_blocks_bytes(kit, one or heads, kit.work.seq_len)
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         laid = [tape.new(heads.q)] if copies else []

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mtcli.core.config.fp8 import is_narrow
+from mtcli.core.config.model import CLASSIFIERS
 from mtcli.core.mesh.adapters import chosen_targets
 from mtcli.core.mesh.sharding import VOCAB_MULTIPLE
 from mtcli.core.plan.hardware import Device
@@ -25,10 +26,11 @@ from mtcli.core.plan.tape.autograd import (
     same_gradient,
 )
 from mtcli.core.plan.workload import Workload
-from mtcli.kernels.limits import RANDOM_BITS_PEAK
+from mtcli.kernels.limits import random_bytes
 
 INDEX = 8  # bytes of an int64
-BLOCK, EXPERTS, ENDS = range(3)  # groups of parameters that zero=3 gathers together
+# Groups of parameters that zero=3 gathers together; those of the head are among the ends'.
+BLOCK, EXPERTS, ENDS, HEAD = range(4)
 
 
 class Shapes(NamedTuple):
@@ -68,11 +70,10 @@ class Shapes(NamedTuple):
         return self.rows * self.hidden * self.size
 
 
-def logits_bytes(work: Workload) -> float:
-    """Bytes of a micro-batch's logits, vocabulary padding included."""
+def vocabulary(work: Workload) -> int:
+    """A rank's columns of logits, vocabulary padding included."""
     multiple = VOCAB_MULTIPLE * work.columns
-    columns = -(-work.model.vocab_size // multiple) * VOCAB_MULTIPLE
-    return float(work.row_tokens * work.sizes.weight * columns)
+    return -(-work.model.vocab_size // multiple) * VOCAB_MULTIPLE
 
 
 class Group(NamedTuple):
@@ -191,11 +192,15 @@ class Kit:
     gathering: Gathering | None = None  # of weights that zero=3 shards
     groups: tuple[Group, ...] = ()  # a block, its experts, the ends
     of_experts: bool = False  # what they take: all columns of this rank's own tokens
+    of_head: int = 0  # what it takes: so many rows of activations
 
     @cached_property
     def t(self) -> Shapes:
         """Sizes of one micro-batch on one rank."""
         work, sizes = self.work, Shapes.of(self.work)
+        if self.of_head:
+            shards = sizes.tokens / sizes.rows
+            return sizes._replace(tokens=self.of_head * shards, rows=self.of_head)
         if not self.of_experts:
             return sizes
         rows = work.tokens / work.sequence_shards
@@ -539,7 +544,7 @@ def panel_buffers(work: Workload, last: bool) -> float:
     inner = m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size
     gated = 2 if m.activation == "swiglu" else 1
     widths = [t.queries + t.keys / work.kv_sharers, gated * inner / work.columns]
-    widths += [logits_bytes(work) / t.tokens / t.size] * last
+    widths += [vocabulary(work)] * (last and m.head not in CLASSIFIERS)
     received = t.tokens * (work.columns > 1) + max(widths)
     return min(2, work.panels - 1) * received * m.hidden_size / work.panels * t.size
 
@@ -649,7 +654,7 @@ def dropout(kit: Kit, y: Value, onto: Value | None) -> Value:
             return [tape.new(y.size), *(named_again(grads[0]) for _ in taken[1:])]
 
         return tape.op(taken, [y.size], back)[0]
-    tape.moment(8 * RANDOM_BITS_PEAK * y.size / kit.t.size)
+    tape.moment(random_bytes(y.size / kit.t.size, round(kit.t.hidden), kit.cpu))
     dropped = tape.op([y], [y.size], new_gradients(y.size), more=y.size)[0]
     if onto is None:
         return dropped

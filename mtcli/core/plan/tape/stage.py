@@ -1,9 +1,12 @@
 """Counts the live bytes of one micro-batch on a pipeline stage: ends, blocks, and the peaks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
+from mtcli.core.config.model import MASKED_SHARE
 from mtcli.core.plan.tape.autograd import (
     Gradients,
     PendingGradients,
@@ -18,23 +21,26 @@ from mtcli.core.plan.tape.autograd import (
 from mtcli.core.plan.tape.block import block
 from mtcli.core.plan.tape.ops import (
     ENDS,
+    HEAD,
     INDEX,
     Gathering,
     Group,
     Kernels,
     Kit,
     add,
+    concatenated,
     dropout,
     enter,
     grid_gemm,
     leave,
     linear,
-    logits_bytes,
     norm,
     resized,
     reused,
+    saved_by,
     then,
     trained,
+    vocabulary,
 )
 from mtcli.core.plan.workload import Workload
 from mtcli.kernels.limits import CPU_BLOCK_BYTES, chunk_rows
@@ -187,7 +193,7 @@ def _through(kit: Kit, x: Value, layers: int, known: float) -> tuple[Value, _Blo
 def embedded(kit: Kit, weight: Value) -> Value:
     """Runs the embedding, with learned positions and dropout."""
     tape, t = kit.tape, kit.t
-    table = trained(kit, logits_bytes(kit.work) / t.tokens * t.inner)
+    table = trained(kit, _table_bytes(kit))
     if kit.work.layout.tp_rows > 1:
         return _with_positions(kit, _sent_to_rows(kit, weight, table))
     size = t.tokens * t.hidden * t.size
@@ -211,37 +217,84 @@ def _sent_to_rows(kit: Kit, weight: Value, table: float) -> Value:
 
 
 def _with_positions(kit: Kit, x: Value) -> Value:
-    """Adds learned positions, and drops."""
+    """Adds learned positions and token types, normalises in the order "post", and drops."""
     tape, t, m = kit.tape, kit.t, kit.work.model
-    if m.position == "learned":
-        positions = trained(kit, m.max_seq_len * t.hidden * t.size)
-        row = tape.op(
-            [leaf(m.max_seq_len)], [t.stream], new_gradients(positions), more=t.rows * INDEX
-        )[0]
-        x = then(kit, row, then(kit, x, add(kit, x, row)))
+    for rows in (m.max_seq_len * (m.position == "learned"), m.token_types):
+        if rows:
+            table = trained(kit, rows * t.hidden * t.size)
+            row = tape.op([leaf(rows)], [t.stream], new_gradients(table), more=t.rows * INDEX)[0]
+            x = then(kit, row, then(kit, x, add(kit, x, row)))
+    if m.norm_order == "post":
+        x = then(kit, x, norm(kit, x))
     if m.dropout:
         x = then(kit, x, dropout(kit, x, None))
     return x
 
 
 def head(kit: Kit, x: Value, weight: Value) -> Value:
-    """Runs the last norm, which frees x, and the loss.
+    """Runs the last norm, which frees x, and the head with its loss.
 
-    zero=3 reduces the table's gradient as soon as the loss has made it.
+    zero=3 reduces the head's gradients as soon as the loss has made them; a tied table's waits for
+    the embedding's.
     """
-    tape, gathering = kit.tape, kit.gathering
-    normed = out_of_stage(kit, then(kit, x, norm(kit, x)))
+    tape, gathering, m = kit.tape, kit.gathering, kit.work.model
+    normed = out_of_stage(kit, then(kit, x, norm(kit, x)) if m.norm_order == "pre" else x)
     if gathering is not None:
-        table = logits_bytes(kit.work) / kit.t.tokens * kit.t.inner
-        table *= weight.made_by is None  # a tied one waits for the embedding's
-        wide = table / kit.t.size * kit.t.wide
-        normed = _marked(kit, normed, lambda: gathering.reduced(kit.groups[ENDS], wide, table))
+        own = kit.groups[HEAD]
+        normed = _marked(kit, normed, lambda: gathering.reduced(own, own.wide, own.last))
+    loss = (_loss if m.head == "lm" else _encoder_loss)(kit, normed, weight)
+    tape.free(normed)
+    return loss if gathering is None else _marked(kit, loss, lambda: tape.waiting.append([]))
+
+
+def _loss(kit: Kit, x: Value, weight: Value) -> Value:
+    """Runs the loss over the vocabulary, of as many tokens as the kit has."""
     on_grid = kit.work.layout.tp_rows > 1
-    gathered = reused(kit, normed) if on_grid else enter(kit, normed)
+    gathered = reused(kit, x) if on_grid else enter(kit, x)
     by_torch = kit.by_torch or on_grid
     loss = (_loss_by_torch if by_torch else _loss_in_chunks)(kit, gathered, weight)
-    tape.free(gathered, normed)
-    return loss if gathering is None else _marked(kit, loss, lambda: tape.waiting.append([]))
+    return then(kit, gathered, loss)
+
+
+def _encoder_loss(kit: Kit, x: Value, weight: Value) -> Value:
+    """Runs the loss of masked tokens and of sequences, or of sequences alone."""
+    work, tape = kit.work, kit.tape
+    m, losses = work.model, []
+    if m.head == "mlm":
+        tokens = replace(kit, of_head=ceil(MASKED_SHARE * kit.t.rows))
+        picked = _picked(tokens, x, kit.t.tokens * INDEX)
+        normed = then(tokens, picked, _dense(tokens, picked))
+        normed = then(tokens, normed, saved_by(tokens, normed, normed.size))  # the activation
+        normed = then(tokens, normed, norm(tokens, normed))
+        losses.append(then(tokens, normed, _loss(tokens, normed, weight)))
+    if m.head != "mlm" or m.sentence_order:
+        rows = work.micro_batch_size // work.layout.tp_rows * work.sequences
+        first = replace(kit, of_head=rows)
+        pooled = _picked(first, x, rows * INDEX)
+        pooled = then(first, pooled, _dense(first, pooled))
+        pooled = then(
+            first,
+            pooled,
+            tape.op([pooled], [pooled.size], new_gradients(pooled.size), saves_results=[0])[0],
+        )
+        losses.append(then(first, pooled, saved_by(first, pooled, 0.0)))
+    loss = concatenated(kit, losses, 0.0)
+    tape.free(*losses)
+    return loss
+
+
+def _picked(kit: Kit, x: Value, index: float) -> Value:
+    """Picks the rows of x that a head takes, by `index` bytes of them."""
+    return kit.tape.op([x], [kit.t.stream], new_gradients(x.size), more=index)[0]
+
+
+def _dense(kit: Kit, x: Value) -> Value:
+    """Runs a square layer of the head."""
+    t = kit.t
+    if kit.work.layout.tp_rows > 1:
+        y = grid_gemm(kit, x, (t.hidden, t.inner))
+        return then(kit, y, resized(kit, y, y.size))
+    return linear(kit, x, (t.hidden, t.hidden))
 
 
 def out_of_stage(kit: Kit, y: Value) -> Value:
@@ -267,7 +320,8 @@ def _marked(kit: Kit, x: Value, event: Callable[[], None]) -> Value:
 
 def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
     """Runs the fused loss, whose forward makes the gradients, from a chunk of logits at a time."""
-    tape, t, logits = kit.tape, kit.t, logits_bytes(kit.work)
+    tape, t = kit.tape, kit.t
+    logits = t.tokens * vocabulary(kit.work) * t.size
     part = min(t.tokens, chunk_rows(int(logits / t.tokens))) / t.tokens
     several = part < 1
     table = trained(kit, logits / t.tokens * t.hidden)
@@ -285,7 +339,7 @@ def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
 
 def _loss_by_torch(kit: Kit, x: Value, weight: Value) -> Value:
     """Runs torch's loss: exponentials, and then their gradient, in the logits' memory."""
-    tape, t, columns = kit.tape, kit.t, logits_bytes(kit.work) / kit.t.tokens / kit.t.size
+    tape, t, columns = kit.tape, kit.t, vocabulary(kit.work)
     multiply = grid_gemm if kit.work.layout.tp_rows > 1 else linear
     logits = multiply(kit, x, (columns, t.inner), weight=weight)
     copy = 0.0 if t.size >= 4 else min(logits.size, 2 * CPU_BLOCK_BYTES) / t.size * t.wide
@@ -301,10 +355,14 @@ def _loss_by_torch(kit: Kit, x: Value, weight: Value) -> Value:
     return loss
 
 
+def _table_bytes(kit: Kit) -> float:
+    """Bytes of this rank's shard of the vocabulary's table."""
+    return vocabulary(kit.work) * kit.t.inner * kit.t.size
+
+
 def vocabulary_table(kit: Kit, both: bool) -> Value:
     """Builds the vocabulary's table; where both ends share one, its two gradients are summed."""
-    table = logits_bytes(kit.work) / kit.t.tokens * kit.t.inner
-    weight = leaf(table / kit.t.inner / kit.t.size)
+    weight = leaf(vocabulary(kit.work))
     if not (both and kit.work.model.tie_embeddings):
         return weight
     return kit.tape.op([weight], [0.0], same_gradient)[0]
