@@ -1,6 +1,5 @@
 """What a worker does to a block: the per-document stages, then what corpus stages will look at."""
 
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -131,7 +130,7 @@ class StageCount:
 class BlockWork:
     """Runs a pass's stages over documents and writes a part.
 
-    It is pickled as what it is made of: a process elsewhere makes its own, once.
+    It is sent as what it is made of: a process elsewhere makes its own, once.
     """
 
     def __init__(self, group: StageGroup, config: CurateConfig, skip_bad: bool) -> None:
@@ -140,8 +139,9 @@ class BlockWork:
         self._features = [make_feature(stage, config) for stage in group.corpus]
         self._skip_bad = skip_bad
 
-    def __reduce__(self) -> tuple[Callable[[bytes], "BlockWork"], tuple[bytes]]:
-        return _made_once, (pickle.dumps(self._made_of),)
+    def __reduce__(self) -> tuple[Callable[..., "BlockWork"], tuple[StageGroup, str, bool]]:
+        group, config, skip_bad = self._made_of
+        return _made_once, (group, config.model_dump_json(), skip_bad)
 
     def run(self, items: Iterable[Document | BadRecord], writer: PartWriter) -> None:
         """Runs over a block's documents. Raises MtcliError for a bad line that is not skipped."""
@@ -180,9 +180,8 @@ class BlockWork:
 
 
 @cache
-def _made_once(data: bytes) -> BlockWork:
-    """The work that was pickled: by our own process, never read from a file."""
-    return BlockWork(*pickle.loads(data))
+def _made_once(group: StageGroup, config: str, skip_bad: bool) -> BlockWork:
+    return BlockWork(group, CurateConfig.model_validate_json(config), skip_bad)
 
 
 def removal(document: Document, stage: str, reason: str, detail: dict[str, object]) -> dict:

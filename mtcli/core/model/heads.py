@@ -15,8 +15,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.collectives import sum_out
-from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss
-from mtcli.core.parallel.vocab_parallel import weighted_sum
+from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss, weighted_sum
 from mtcli.kernels.activation import ACTIVATIONS
 
 

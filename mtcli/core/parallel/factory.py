@@ -32,6 +32,19 @@ from mtcli.kernels.random import stream_key
 Scale = float | Tensor  # on a loss; in an array of models a tensor, a number for each
 
 
+def weighted_sum(losses_T: Tensor, weights_T: Tensor | None, scale: Scale) -> tuple[Tensor, Tensor]:
+    """(the sum of weight times loss, scale times it to differentiate); None: weights 1.
+
+    In an array of models, whose scale is a tensor [B], the sums are [B] too.
+    """
+    losses_T = losses_T if weights_T is None else losses_T * weights_T
+    if isinstance(scale, Tensor):
+        sums_B = losses_T.view(len(scale), -1).sum(1)
+        return sums_B.detach(), (sums_B * scale).sum()
+    total = losses_T.sum()
+    return total.detach(), total * scale
+
+
 class TokenLoss(Protocol):
     """Cross entropy of a token table's logits; N of T tokens, V columns of this rank."""
 

@@ -30,7 +30,7 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
     sum_out,
 )
-from mtcli.core.parallel.factory import Dense
+from mtcli.core.parallel.factory import Dense, weighted_sum
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.summa import TensorGrid, gemm, gemm_transposed
 from mtcli.core.parallel.tensor import Exchange, Norm, TensorParallelLayers
@@ -38,7 +38,6 @@ from mtcli.core.parallel.vocab_parallel import (
     VocabCrossEntropy,
     VocabEmbedding,
     VocabLoss,
-    weighted_sum,
 )
 from mtcli.kernels.activation import Activation
 

@@ -24,7 +24,7 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
     sum_out,
 )
-from mtcli.core.parallel.factory import LayerFactory, Scale
+from mtcli.core.parallel.factory import LayerFactory, weighted_sum
 from mtcli.core.parallel.groups import Axis
 from mtcli.kernels.cross_entropy import (
     cross_entropy_backward_,
@@ -155,19 +155,6 @@ class VocabLoss:
         """The logits of every rank [N, vocab_size], without padding."""
         parts = all_gather(logits_NV.T.contiguous(), self.tp)  # padded rows are all at the end
         return parts.T[:, :vocab_size]
-
-
-def weighted_sum(losses_T: Tensor, weights_T: Tensor | None, scale: Scale) -> tuple[Tensor, Tensor]:
-    """(the sum of weight times loss, scale times it to differentiate); None: weights 1.
-
-    In an array of models, whose scale is a tensor [B], the sums are [B] too.
-    """
-    losses_T = losses_T if weights_T is None else losses_T * weights_T
-    if isinstance(scale, Tensor):
-        sums_B = losses_T.view(len(scale), -1).sum(1)
-        return sums_B.detach(), (sums_B * scale).sum()
-    total = losses_T.sum()
-    return total.detach(), total * scale
 
 
 class VocabCrossEntropy(torch.autograd.Function):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.factory import LayerFactory, weighted_sum
 from mtcli.core.parallel.lora import AdapterSides, AdapterSite, output_blocks
-from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard, weighted_sum
+from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.dropout import DropoutStream, dropout, dropout_stream
 from mtcli.kernels.gemm import linear, matmul, runs_in_float32
