@@ -11,7 +11,7 @@ SLOW = {
         "test_every_layout_is_the_one_rank_run": (
             "llama documents: world=8 tp=4 cp=2 *", "gpt deep: world=4 pp=4 vpp=2 *",
             "moe capped: world=4 * zero=3 *", "bert choices: world=4 *",
-            "gpt of sixes dropout: world=6 *",
+            "bert dropout: world=4 tp=4 tp_mode=2d *",
         ),
         "test_any_legal_layout_of_four_or_eight_ranks_has_the_one_rank_gradients": (),
     },
@@ -100,6 +100,7 @@ SLOW = {
     },
     "test_faults.py": {
         "test_a_damaged_newest_checkpoint": ("flipped",),
+        "test_a_replica_killed_between_exchanges_and_one_or_three_others_that_go_on": ("diloco",),
         "test_a_rank_killed_in_a_save": ("commit-*",),
         "test_a_rank_killed_while_ranks_meet": (),
         "test_a_rank_that_stalls": (),
@@ -155,6 +156,7 @@ SLOW = {
     },
     "test_sweep.py": {
         "test_hyperband_stops_the_same_trials_in_one_array_or_in_many": (),
+        "test_arrays_over_data_ranks_are_runs_over_data_ranks": (),
         "test_the_median_rule_stops_trials_and_a_run_goes_on_from_there": (),
         "test_seeds_of_shared_batches_are_runs_of_that_order": (),
         "test_json_on_stdout_has_all_trials_and_nothing_else": (),

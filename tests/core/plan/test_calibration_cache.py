@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -168,7 +169,8 @@ def test_a_home_that_is_no_folder_is_not_looked_for_here(home, monkeypatch):
     assert all(folder.is_absolute() for folder in cache.cache_folders())
 
 
-def test_two_that_ask_at_once_measure_once(folder, capfd):
+def test_two_that_ask_at_once_measure_once(folder, capfd, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # its own lock: other tests measure too
     asked, go, found = threading.Event(), threading.Event(), []
 
     def slow(facts):
