@@ -7,8 +7,8 @@ import select
 import signal
 import subprocess
 import sys
-import textwrap
 import tempfile
+import textwrap
 import threading
 import time
 from pathlib import Path

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.config.sync_payload import BLOCK, CHUNK, Payload
-from mtcli.core.sync.compression import compress, decompress, pack, unpack
+from mtcli.core.sync.compression import MAGNITUDES, compress, decompress, nearest, pack, unpack
 
 LENGTHS = st.integers(1, 3 * CHUNK)
 BITS = st.sampled_from([2, 4, 8])
@@ -104,3 +104,13 @@ def test_a_chunk_takes_the_bytes_of_the_paper_s_arithmetic_or_fewer():
 def test_a_dense_block_takes_its_bits_and_a_scale():
     assert sum(of(10 * BLOCK, 4).sizes(10 * BLOCK)) == 10 * (BLOCK // 2 + 4)
     assert sum(of(BLOCK + 1, 8).sizes(BLOCK + 1)) == BLOCK + 1 + 2 * 4
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_nearest_magnitude_is_that_of_a_search_of_all_and_halfway_the_lower(bits):
+    levels = torch.tensor(MAGNITUDES[bits])
+    halfway = (levels[1:] + levels[:-1]) / 2
+    beside = [torch.nextafter(halfway, torch.tensor(end)) for end in (0.0, 2.0)]
+    share = torch.cat([torch.rand(9999), levels, halfway, *beside, torch.tensor([1e-45])])
+    assert torch.equal(nearest(share, bits), torch.bucketize(share, halfway))
+    assert nearest(torch.tensor([torch.nan]), bits).item() == len(levels) - 1
