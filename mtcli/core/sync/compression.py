@@ -66,11 +66,11 @@ def quantise(x_RK: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     else:
         scales = size_RK.amax(1, keepdim=True)
         smallest = torch.finfo(torch.float32).tiny
-        index_RK = nearest(size_RK / scales.clamp(min=smallest), bits)
+        index_RK = nearest_index(size_RK / scales.clamp(min=smallest), bits)
     return index_RK | ((x_RK < 0).long() << (bits - 1)), scales
 
 
-def nearest(share: Tensor, bits: int) -> Tensor:
+def nearest_index(share: Tensor, bits: int) -> Tensor:
     """The index of the nearest of MAGNITUDES of float32 shares, int64; halfway the lower one.
 
     As torch.bucketize finds it, in half of its time on a CPU. What is not a number has the last.
