@@ -172,10 +172,13 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def document_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Sequence[int]) -> Tensor:
-    """`sdpa` of rows [b, h, s, d] whose tokens, row by row, are documents of these lengths: no token
-    sees another document."""
+    """`sdpa` of rows [b, h, s, d] whose tokens, row by row, are documents of these lengths.
+
+    No token sees another document.
+    """
     short = max(lengths) * gemm_dtype(q).itemsize <= CPU_ATTENTION_ROW_BYTES
-    if q.device.type == "cpu" and short and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if q.device.type == "cpu" and short and eager:
         return cpu_attention_of_documents(q, _per_head(k, q), _per_head(v, q), causal, lengths)
     tokens = (x.transpose(1, 2).flatten(0, 1).split(lengths) for x in (q, k, v))  # [n, h, d] each
     parts = [_document(*qkv, causal) for qkv in zip(*tokens, strict=True)]
