@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -61,7 +62,12 @@ class Nodes:
         """Returns when a step's loss is written, and the last checkpoint before it."""
         self.allow(step)
         log, saved = self.drill.output / "metrics.jsonl", step // EVERY * EVERY
-        self.until(lambda: log.exists() and step in self.drill.losses(), f"step {step}")
+
+        def written():
+            with suppress(json.JSONDecodeError):  # a line half of which is there
+                return log.exists() and step in self.drill.losses()
+
+        self.until(written, f"step {step}")
         self.until(lambda: saved in self.drill.steps(), f"the checkpoint of step {saved}")
 
     def worker(self, node, other_than=None):
