@@ -32,7 +32,7 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with some of RACE's articles, their sentences, and an encoder of those."""
+    """A folder with some of RACE's articles, their sentences, an encoder of those, and labels."""
     if "MTCLI_TEST_DATA" not in os.environ:
         pytest.skip("MTCLI_TEST_DATA names no folder with wikitext-103, lambada, race, gpt2-bpe")
     data, folder = Path(os.environ["MTCLI_TEST_DATA"]), tmp_path_factory.mktemp("bert")
@@ -45,6 +45,8 @@ def home(tmp_path_factory):
     write_lines(folder / "text.jsonl", texts)
     words = ("preprocess", "text.jsonl", "--sentences", "--tokenizer", f"train:{VOCAB}")
     run(folder, *words, "--output", "text")
+    lines = [{"text": text, "label": label} for text, label in (("a cat", 0), ("dogs", 1)) * 4]
+    write_lines(folder / "labels.jsonl", lines)
     run(folder, "train", "bert-110m", **SETTINGS, **{"train.output": "one"})
     return folder
 
@@ -89,8 +91,6 @@ def test_masked_tokens_are_evaluated_on_a_grid_as_on_one_rank(home):
 
 
 def test_a_head_that_the_weights_have_not_begins_from_the_seed_and_is_named(home):
-    lines = [{"text": text, "label": label} for text, label in (("a cat", 0), ("dogs", 1)) * 4]
-    write_lines(home / "labels.jsonl", lines)
     labels = {"data.format": "classification", "data.train": "labels.jsonl", "train.epochs": 1}
     done = run(home, "train", "one", "--init", "one", **labels, **{"train.output": "labels"})
     fresh = "head.classifier.bias, head.classifier.weight"

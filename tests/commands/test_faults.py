@@ -121,10 +121,10 @@ def test_a_replica_killed_between_exchanges_and_one_or_three_others_that_go_on(t
 
 def gone_while_meeting(rank):
     """Rank 0, whose store the ranks meet by, is killed before they all have."""
-    from mtcli.core.runtime import rendezvous
+    from mtcli.core.runtime.attempts import Meeting
 
     if rank == 0:
-        rendezvous._await_all = kill
+        Meeting._convene = kill
 
 
 def test_a_rank_killed_while_ranks_meet(tmp_path):

@@ -35,12 +35,14 @@ class Nodes:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
+        self.job = "drill"
         self.allow(0)
         self.agents = [None, None]
 
     def start(self, node):
         """Starts a node's agent."""
-        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", "drill", "--local-addr", own_address()]
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", self.job]
+        rendezvous += ["--local-addr", own_address()]
         rendezvous += ["--rdzv-endpoint", f"127.0.0.1:{self.store.port}", "--rdzv-conf"]
         rendezvous += ["is_host=0,keep_alive_interval=1,keep_alive_max_attempt=2"]
         limits = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", str(2 * KILLS + 6)]
@@ -192,7 +194,7 @@ def test_a_second_launch_in_the_folder_of_a_run_is_refused_however_often_it_star
     nodes = two_nodes(3)
     assert nodes.end() == [0, 0]
     nodes.words += ["--set", "train.steps=4"]
-    nodes.store.delete_key("torch.rendezvous.drill")
+    nodes.job = "another"
     nodes.allow(0)
     (nodes.folder / "agent-0").unlink()
     for node in (0, 1):
