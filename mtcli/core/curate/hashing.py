@@ -1,4 +1,4 @@
-"""Hashes of shingles, words and n-grams in numpy: a few passes over the bytes of many documents.
+"""Hashes of shingles, words and n-grams: a few passes over the bytes of many documents.
 
 All arithmetic is modulo 2^64. A hash depends on its characters alone, not on the text around it nor
 on how documents are batched.
@@ -28,18 +28,17 @@ def mix(values: Array) -> Array:
 
 
 def shingle_hashes(texts: Sequence[str], size: int) -> tuple[Array, Array]:
-    """Hashes every window of `size` characters: (uint64 hashes, uint64 offsets [documents + 1]).
+    """Hashes every window of `size` characters: (uint64 hashes, int64 offsets [documents + 1]).
 
     A document has as many hashes as characters: those of windows that would go on behind its end
     are its first one's, which changes no set. A text shorter than a window is a shingle by itself.
     """
-    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    from mtcli.core.curate.shingle_loops import hash_shingles  # half a second, of numba
+
     offsets = np.zeros(len(texts) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    joined = "".join(texts)
-    hashes = _windows(joined, size)
-    _close_ends(hashes, texts, offsets, size)
-    return hashes, offsets.astype(np.uint64)
+    np.cumsum([len(text) for text in texts], out=offsets[1:])
+    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), "<u4")
+    return hash_shingles(codes, offsets, size), offsets
 
 
 def shingle_set(text: str, size: int) -> Array:
@@ -57,53 +56,6 @@ def jaccard(one: Array, other: Array) -> float:
     common = int(np.count_nonzero(both[1:] == both[:-1]))
     union = one.size + other.size - common
     return common / union if union else 1.0
-
-
-def _windows(joined: str, size: int) -> Array:
-    """The mixed hash of the window at every character; beyond the end there are zeros."""
-    packed = _packed(joined.encode("ascii", "replace"), size)
-    if not joined.isascii():
-        _add_others(packed, joined, size)
-    packed *= MULTIPLIER
-    packed ^= packed >> np.uint64(32)
-    return packed
-
-
-def _packed(data: bytes, size: int) -> Array:
-    """Packs windows of bytes: eight to a word, each word times SECOND for each that follows."""
-    view = unaligned(data + bytes(size + PACKED), len(data) + size)
-    total = view[: len(data)] & MASKS[min(size, PACKED)]
-    for start in range(PACKED, size, PACKED):
-        total *= SECOND
-        total += view[start : start + len(data)] & MASKS[min(size - start, PACKED)]
-    return total
-
-
-def _add_others(packed: Array, joined: str, size: int) -> None:
-    """Puts characters that are not ASCII into the windows where a question mark stands for them.
-
-    Each gets 64 bits of its own, or it would run over into its neighbours' bits.
-    """
-    codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), "<u4")
-    places = np.flatnonzero(codes >= 128)
-    added = mix(codes[places].astype(np.uint64)) - np.uint64(ord("?"))
-    words = -(-size // PACKED)
-    for back in range(size):
-        inside = places >= back
-        scale = pow(int(SECOND), words - 1 - back // PACKED, 1 << 64)
-        shifted = (added[inside] << np.uint64(8 * (back % PACKED))) * np.uint64(scale)
-        packed[places[inside] - back] += shifted  # no place twice
-
-
-def _close_ends(hashes: Array, texts: Sequence[str], offsets: Array, size: int) -> None:
-    """Replaces the hashes of windows that cross a document's end."""
-    starts, stops = offsets[:-1], offsets[1:]
-    long = stops - starts >= size
-    for back in range(1, size):
-        hashes[stops[long] - back] = hashes[starts[long]]
-    for index in np.flatnonzero(~long & (stops > starts)):
-        text = texts[index]
-        hashes[starts[index] : stops[index]] = _windows(text + "\0" * (size - len(text)), size)[0]
 
 
 def unaligned(data: bytes, count: int) -> Array:

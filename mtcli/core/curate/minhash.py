@@ -6,7 +6,6 @@ kept, as b-bit minwise hashing (Li and König 2010) does: enough to tell a likel
 one before any text is read.
 """
 
-from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -15,11 +14,9 @@ import numpy as np
 from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import FuzzyConfig
 from mtcli.core.curate.documents import Document
-from mtcli.core.curate.extras import require
 from mtcli.core.curate.hashing import SECOND, Array, mix, shingle_hashes
 
 RECALL = 0.995  # of pairs at the threshold, at least
-SEED = 0x4D54
 GROUP = 1 << 16
 
 
@@ -34,22 +31,18 @@ def bands_of(config: FuzzyConfig) -> tuple[int, int]:
 
 def make_signatures(config: FuzzyConfig) -> Callable[[list[Document], Batch], dict[str, Array]]:
     """What gathers `signatures` uint8 [documents, hashes] and `bands` uint64 [documents, bands]."""
-    rensa = require("rensa", "fuzzy")
-    digests = rensa.RMinHash.digest_matrix_from_flat_token_hashes
-    return partial(_signatures, config, digests)
+    signatures = partial(_signatures, config)
+    signatures([Document(b"", "", "warm", 4)], Batch([]))  # loads the loops before workers fork
+    return signatures
 
 
-def _signatures(
-    config: FuzzyConfig, digests: Callable, documents: list[Document], _: Batch
-) -> dict[str, Array]:
+def _signatures(config: FuzzyConfig, documents: list[Document], _: Batch) -> dict[str, Array]:
+    from mtcli.core.curate.shingle_loops import sketch
+
     bands, rows = bands_of(config)
-    parts = [np.zeros((0, config.hashes), np.uint32)]
+    parts = [np.zeros((0, config.hashes), np.uint64)]
     for texts in _groups([document.text for document in documents]):
-        hashes, offsets = shingle_hashes(texts, config.shingle)
-        found = digests(hashes, offsets, config.hashes, SEED)
-        # Half of the time that numpy takes for lists of lists.
-        data = b"".join([array("I", row).tobytes() for row in found.to_rows()])
-        parts.append(np.frombuffer(data, np.uint32).reshape(-1, config.hashes))
+        parts.append(sketch(*shingle_hashes(texts, config.shingle), config.hashes))
     whole = np.concatenate(parts)
     return {
         "signatures": whole.astype(np.uint8),

@@ -200,7 +200,7 @@ def test_a_warc_file_that_ends_early_is_a_bad_record_and_none_without_extract(pa
 
 def test_a_missing_extra_is_told_with_what_installs_it(run, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "in.jsonl", [{"text": "x"}])
-    for stage, module in (("normalise", "ftfy"), ("language", "pycld2"), ("fuzzy", "rensa")):
+    for stage, module in (("normalise", "ftfy"), ("language", "pycld2")):
         with monkeypatch.context() as patch:
             patch.setitem(__import__("sys").modules, module, None)
             said = refusal(lambda s=stage: run(path, stages=[s], name=s))

@@ -1,0 +1,85 @@
+"""Hashes of shingles, and sketches of them: loops over characters, compiled by numba.
+
+`offsets` int64 [documents + 1] says where each document begins. All arithmetic is modulo 2^64.
+"""
+
+import numba
+import numpy as np
+
+from mtcli.core.curate.hashing import BASE, MULTIPLIER, SECOND
+
+compiled = numba.njit(cache=True)
+BASE_64 = np.uint64(BASE)
+HALF, THIRD = np.uint64(32), np.uint64(29)
+ONE = np.uint64(1)
+ROUND_BITS, VALUE_BITS = np.uint64(12), np.uint64(52)  # of a value: its round, and a part of a hash
+EMPTY = np.uint64(2**64 - 1)
+
+
+@compiled
+def mixed(value: np.uint64) -> np.uint64:
+    """Spreads a value over all bits, as `hashing.mix` does."""
+    value ^= value >> HALF
+    value *= MULTIPLIER
+    value ^= value >> THIRD
+    value *= SECOND
+    return value ^ (value >> HALF)
+
+
+@compiled
+def hash_shingles(codes: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarray:
+    """Hashes the window of `size` characters at each of `codes`, uint32: uint64 [characters].
+
+    It is a polynomial of the characters, one more and one less at each step (Karp and Rabin 1987).
+    """
+    hashes = np.empty(len(codes), np.uint64)
+    lead = ONE
+    for _ in range(size):
+        lead *= BASE_64
+    for document in range(len(offsets) - 1):
+        start, stop = offsets[document], offsets[document + 1]
+        full = min(start + size, stop)
+        value = np.uint64(0)
+        for i in range(start, full):
+            value = value * BASE_64 + np.uint64(codes[i]) + ONE
+        for i in range(full, stop):
+            hashes[i - size] = mixed(value)
+            value = value * BASE_64 + np.uint64(codes[i]) + ONE
+            value -= lead * (np.uint64(codes[i - size]) + ONE)
+        last = max(start, stop - size)
+        if stop > start:
+            hashes[last] = mixed(value)
+        for i in range(last + 1, stop):
+            hashes[i] = hashes[start]
+    return hashes
+
+
+@compiled
+def sketch(hashes: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
+    """Sketches the set of each document's hashes: uint64 [documents, count].
+
+    Two documents have the same value in a column with a probability of their Jaccard similarity.
+    In a round every hash falls into one column, which keeps the least; rounds go on while columns
+    are empty, and after `count` of them all hashes fall into one column after another. So a long
+    document takes one hash of each shingle, not `count`, and columns of a short one are as
+    independent as those of MinHash (Dahlgaard, Knudsen, Thorup 2017, arXiv:1704.04370, section 2).
+    """
+    found = np.full((len(offsets) - 1, count), EMPTY)
+    columns = np.uint64(count)
+    for document in range(len(offsets) - 1):
+        start, stop = offsets[document], offsets[document + 1]
+        row = found[document]
+        empty, turn = (count if stop > start else 0), 0
+        while empty:
+            seed, high = mixed(np.uint64(turn + 1)), np.uint64(turn) << VALUE_BITS
+            for i in range(start, stop):
+                value = mixed(hashes[i] ^ seed)
+                column = np.int64((value >> HALF) * columns >> HALF)
+                if turn >= count:
+                    column = turn - count
+                before = row[column]
+                empty -= before == EMPTY
+                # Earlier rounds are less: their columns stay.
+                row[column] = min(before, high | value >> ROUND_BITS)
+            turn += 1
+    return found

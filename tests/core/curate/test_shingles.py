@@ -1,0 +1,68 @@
+"""Compiled loops over shingles, beside plain Python with whole numbers."""
+
+import numpy as np
+import pytest
+
+from mtcli.core.curate.hashing import BASE, MULTIPLIER, SECOND, shingle_hashes
+from mtcli.core.curate.shingle_loops import sketch
+
+ALL = (1 << 64) - 1
+
+
+def mixed(value):
+    value = (value ^ value >> 32) * int(MULTIPLIER) & ALL
+    value = (value ^ value >> 29) * int(SECOND) & ALL
+    return value ^ value >> 32
+
+
+def polynomial(shingle):
+    value = 0
+    for character in shingle:
+        value = value * BASE + ord(character) + 1 & ALL
+    return mixed(value)
+
+
+def plain_sketch(hashes, count):
+    """Of each column the least (round, value), of all rounds."""
+    row = [[] for _ in range(count)]
+    for turn in range(2 * count):
+        for one in hashes:
+            value = mixed(one ^ mixed(turn + 1))
+            column = (value >> 32) * count >> 32 if turn < count else turn - count
+            row[column].append((turn, value >> 12))
+    return [turn << 52 | value for turn, value in map(min, row)]
+
+
+@pytest.mark.parametrize("size", [1, 5, 9, 64])
+def test_a_shingles_hash_is_a_polynomial_of_its_characters(size):
+    texts = ["the cat sat on the mat " * 4, "", "h\u00e9", "a\U0001f600\ud800b" * 3, "x" * size]
+    hashes, bounds = shingle_hashes(texts, size)
+    for number, text in enumerate(texts):
+        want = [polynomial(text[i : i + size]) for i in range(max(1, len(text) - size + 1))]
+        want += want[:1] * (len(text) - len(want))  # of windows that would cross the end
+        found = hashes[bounds[number] : bounds[number + 1]].tolist()
+        assert found == want[: len(text)]
+
+
+def test_a_sketch_has_the_first_rounds_least_hash_in_each_column():
+    source, sizes = np.random.default_rng(0), [1, 0, 2, 7, 40, 300]
+    bounds = np.cumsum([0, *sizes])
+    hashes = source.integers(1 << 63, size=bounds[-1], dtype=np.uint64) * np.uint64(2)
+    found = sketch(hashes, bounds, 16)
+    for number, size in enumerate(sizes):
+        of_it = hashes[bounds[number] : bounds[number + 1]].tolist()
+        assert found[number].tolist() == (plain_sketch(of_it, 16) if size else [ALL] * 16)
+
+
+@pytest.mark.parametrize("size", [10, 60, 400, 2000])
+def test_a_sketch_estimates_jaccard_as_closely_as_independent_hashes_at_any_length(size):
+    """Equal values are J k of k on average, with at most a variance of k J (1 - J)."""
+    source, pairs, count, jaccard = np.random.default_rng(size), 500, 192, 0.8
+    hashes = source.integers(1 << 63, size=(pairs, size), dtype=np.uint64) * np.uint64(2)
+    share = size // 10  # of each own side: 0.8 of the union is common
+    both = np.stack([hashes[:, share:], hashes[:, : size - share]], axis=1).reshape(-1)
+    found = sketch(both, np.arange(2 * pairs + 1) * (size - share), count)
+    equal = np.count_nonzero(found[::2] == found[1::2], axis=1)
+    spread = count * jaccard * (1 - jaccard)
+    assert abs(equal.mean() - jaccard * count) < 4 * (spread / pairs) ** 0.5
+    assert equal.var() < 1.25 * spread
