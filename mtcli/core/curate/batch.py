@@ -16,11 +16,10 @@ from mtcli.core.curate.hashing import Array, token_hashes, unaligned
 BATCH_BYTES = 1 << 19  # of text: its arrays fit in a core's cache
 ASCII = bytes(range(128))
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
-IN_WORD = np.zeros(256, bool)
-IN_WORD[list(LETTERS + b"0123456789_")] = True
-IN_WORD[128:] = True
-IN_TOKEN = np.ones(256, bool)  # of what blanks divide
-IN_TOKEN[list(b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\0")] = False
+WORD_BYTES = frozenset(LETTERS + b"0123456789_") | frozenset(range(128, 256))
+BLANKS = frozenset(b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\0")
+IN_WORD = bytes(byte in WORD_BYTES for byte in range(256))
+IN_TOKEN = bytes(byte not in BLANKS for byte in range(256))  # of what blanks divide
 
 
 class Drop(NamedTuple):
@@ -96,9 +95,9 @@ class Batch:
         view = unaligned(data, len(data) - 8)
         return token_hashes(view, tokens.starts, tokens.stops - tokens.starts)
 
-    def _runs(self, table: Array) -> Tokens:
+    def _runs(self, table: bytes) -> Tokens:
         data, offsets = self.lowered
-        inside = table[np.frombuffer(data, np.uint8)]
+        inside = np.frombuffer(data.translate(table), np.uint8)
         edges = np.flatnonzero(inside[1:] != inside[:-1]) + 1
         starts, stops = edges[::2], edges[1::2]
         bounds = np.searchsorted(starts, offsets)

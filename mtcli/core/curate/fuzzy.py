@@ -18,7 +18,6 @@ from mtcli.core.curate.config import FuzzyConfig
 from mtcli.core.curate.corpus import Corpus, Removals
 from mtcli.core.curate.hashing import Array, jaccard, shingle_set
 from mtcli.core.curate.minhash import bands_of
-from mtcli.core.curate.parts import save_arrays
 from mtcli.core.runtime.process_pool import Progress
 
 ALL_PAIRS = 32  # documents of a bucket that are all compared with each other
@@ -107,7 +106,7 @@ def band_candidates(
     progress: Progress = lambda _: None,
 ) -> int:
     """Writes the likely pairs among documents with one hash of a band; returns how many."""
-    path = folder / f"band-{band:04d}.npz"
+    path = folder / f"band-{band:04d}.npy"
     if not path.exists():
         keys = corpus.column("bands", band)[numbers]
         order = np.argsort(keys, kind="stable")
@@ -116,7 +115,9 @@ def band_candidates(
         sizes = np.diff(np.append(begins, len(order)))
         known = Known(partial(corpus.take, "signatures"), corpus.num_new, min_matches(config))
         pairs = likely_pairs(known, Buckets(numbers[order], begins, sizes))
-        save_arrays(path, durable=False, **pairs._asdict())
+        aside = path.with_suffix(".tmp.npy")
+        np.save(aside, np.stack(pairs))  # half of the time of npz, for little files
+        aside.replace(path)
     progress(1)
     return band
 
@@ -194,8 +195,7 @@ def _merged(folder: Path, bands: int) -> Pairs:
     """The pairs of all bands."""
     parts = []
     for band in range(bands):
-        with np.load(folder / f"band-{band:04d}.npz") as arrays:
-            parts.append(Pairs(*(arrays[name] for name in Pairs._fields)))
+        parts.append(Pairs(*np.load(folder / f"band-{band:04d}.npy")))
     return unique_pairs(parts)
 
 

@@ -31,15 +31,16 @@ def bands_of(config: FuzzyConfig) -> tuple[int, int]:
 
 def make_signatures(config: FuzzyConfig) -> Callable[[list[Document], Batch], dict[str, Array]]:
     """What gathers `signatures` uint8 [documents, hashes] and `bands` uint64 [documents, bands]."""
-    signatures = partial(_signatures, config)
+    signatures = partial(_signatures, config, *bands_of(config))
     signatures([Document(b"", "", "warm", 4)], Batch([]))  # loads the loops before workers fork
     return signatures
 
 
-def _signatures(config: FuzzyConfig, documents: list[Document], _: Batch) -> dict[str, Array]:
+def _signatures(
+    config: FuzzyConfig, bands: int, rows: int, documents: list[Document], _: Batch
+) -> dict[str, Array]:
     from mtcli.core.curate.shingle_loops import sketch
 
-    bands, rows = bands_of(config)
     parts = [np.zeros((0, config.hashes), np.uint64)]
     for texts in _groups([document.text for document in documents]):
         parts.append(sketch(*shingle_hashes(texts, config.shingle), config.hashes))

@@ -39,7 +39,7 @@ class PartWriter:
         self._lines = (self._aside / LINES).open("wb")
         self._removed = (self._aside / REMOVED).open("wb")
         self._keys: list[bytes] = []
-        self._ends: list[int] = []
+        self._lengths: list[int] = []
         self._sizes: list[int] = []
         self._sources: dict[str, int] = {}
         self._source_of: list[int] = []
@@ -47,16 +47,13 @@ class PartWriter:
 
     def add(self, documents: Sequence[Document]) -> int:
         """Adds documents; returns the row of the first."""
-        first = len(self._keys)
-        end = self._ends[-1] if self._ends else 0
-        for document in documents:
-            line = line_of(document)
-            self._lines.write(line)
-            end += len(line)
-            self._ends.append(end)
-            self._keys.append(document.key)
-            self._sizes.append(document.size)
-            self._source_of.append(self._sources.setdefault(document.source, len(self._sources)))
+        first, known = len(self._keys), self._sources
+        lines = [line_of(document) for document in documents]
+        self._lines.write(b"".join(lines))
+        self._lengths += map(len, lines)
+        self._keys += [document.key for document in documents]
+        self._sizes += [document.size for document in documents]
+        self._source_of += [known.setdefault(one.source, len(known)) for one in documents]
         return first
 
     def add_arrays(self, arrays: Mapping[str, Array]) -> None:
@@ -71,7 +68,7 @@ class PartWriter:
     def close(self, summary: Mapping[str, Any]) -> None:
         """Writes the arrays and the summary, makes all durable, and names the folder."""
         arrays = {name: np.concatenate(rows) for name, rows in self._arrays.items()}
-        arrays["line_ends"] = np.array(self._ends, np.int64)
+        arrays["line_ends"] = np.cumsum(self._lengths, dtype=np.int64)
         arrays["sizes"] = np.array(self._sizes, np.int64)
         arrays["sources"] = np.array(self._source_of, np.int32)
         arrays["keys"] = np.frombuffer(b"".join(self._keys), np.uint8)
@@ -171,7 +168,7 @@ class Lines:
 def line_of(document: Document) -> bytes:
     """The JSON line of a document: id, text and source first, and all else it had."""
     head = {"id": id_of(document.key), "text": document.text, "source": document.source}
-    return json_line(head | document.fields)
+    return json_line(head | document.fields if document.fields else head)
 
 
 def document_of(line: bytes, key: bytes, size: int) -> Document:
@@ -189,6 +186,11 @@ def load_line(line: bytes | str) -> Any:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:  # half of a surrogate pair, NaN, deep lists, or no JSON
         return json.loads(line)
+    if isinstance(record, dict):
+        for value in record.values():
+            if type(value) is not str and _is_rounded(value):
+                return json.loads(line)
+        return record
     return json.loads(line) if _is_rounded(record) else record
 
 

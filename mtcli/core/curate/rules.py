@@ -63,9 +63,8 @@ def _characters(batch: Batch, tokens: Tokens) -> Array:
     sizes = totals[tokens.bounds[1:]] - totals[tokens.bounds[:-1]]
     if data.isascii():
         return sizes
-    # Bytes of UTF-8 that begin no character.
-    continued = (np.frombuffer(data, np.int8) < -64).view(np.uint8)
-    return sizes - np.add.reduceat(continued, offsets[:-1], dtype=np.int64)
+    characters = np.array([len(document.text) for document in batch.documents], np.int64)
+    return sizes - (np.diff(offsets) - 1 - characters)  # bytes of UTF-8 that begin no character
 
 
 def _with_letters(batch: Batch, tokens: Tokens) -> Array:
@@ -105,7 +104,8 @@ def _lines_and_symbols(batch: Batch) -> tuple[Array, Array, Array, Array]:
         text = batch.documents[index].text
         ellipses = sum(map(text.count, ELLIPSES))
         rows[2:, index] = text.count("#"), ellipses
-        lines = [line for line in map(str.strip, text.split("\n")) if line]
+        several = text.split("\n") if "\n" in text else (text,)
+        lines = [line for line in map(str.strip, several) if line]
         if lines:
             rows[0, index] = sum([line[0] in BULLETS for line in lines]) / len(lines)
             if ellipses:

@@ -44,8 +44,9 @@ def hash_shingles(codes: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarr
             value = value * BASE_64 + np.uint64(codes[i]) + ONE
         for i in range(full, stop):
             hashes[i - size] = mixed(value)
-            value = value * BASE_64 + np.uint64(codes[i]) + ONE
-            value -= lead * (np.uint64(codes[i - size]) + ONE)
+            # In this order one product waits for the last value, not two.
+            change = np.uint64(codes[i]) + ONE - lead * (np.uint64(codes[i - size]) + ONE)
+            value = value * BASE_64 + change
         last = max(start, stop - size)
         if stop > start:
             hashes[last] = mixed(value)
@@ -69,17 +70,20 @@ def sketch(hashes: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
     for document in range(len(offsets) - 1):
         start, stop = offsets[document], offsets[document + 1]
         row = found[document]
-        empty, turn = (count if stop > start else 0), 0
+        for i in range(start, stop):
+            column = (hashes[i] >> HALF) * columns >> HALF
+            row[column] = min(row[column], hashes[i] >> ROUND_BITS)
+        empty = np.count_nonzero(row == EMPTY) if stop > start else 0
+        turn = 1
         while empty:
-            seed, high = mixed(np.uint64(turn + 1)), np.uint64(turn) << VALUE_BITS
+            seed, high = mixed(np.uint64(turn)), np.uint64(turn) << VALUE_BITS
             for i in range(start, stop):
                 value = mixed(hashes[i] ^ seed)
-                column = np.int64((value >> HALF) * columns >> HALF)
+                column = (value >> HALF) * columns >> HALF
                 if turn >= count:
-                    column = turn - count
-                before = row[column]
-                empty -= before == EMPTY
-                # Earlier rounds are less: their columns stay.
-                row[column] = min(before, high | value >> ROUND_BITS)
+                    column = np.uint64(turn - count)
+                empty -= row[column] == EMPTY
+                # Values of earlier rounds are less, and stay.
+                row[column] = min(row[column], high | value >> ROUND_BITS)
             turn += 1
     return found

@@ -205,18 +205,18 @@ def _batches(documents: Iterator[Document]) -> Iterator[Batch]:
 def _run_stage(stage: str, function: StageFunction, batch: Batch, count: StageCount) -> None:
     before = batch.alive()
     count.documents_in += len(before)
-    count.bytes_in += sum(batch.documents[index].size for index in before)
+    count.bytes_in += sum([batch.documents[index].size for index in before])
+    gone = set(batch.drops)
     function(batch)
-    for index in before:
-        document = batch.documents[index]
-        if drop := batch.drops.get(index):
-            count.reasons[drop.reason] += 1
-            text = document.text[:SAMPLE_CHARACTERS]
-            told = {"id": id_of(document.key), "source": document.source, "text": text}
-            count.sample(drop.reason, told | drop.detail)
-        else:
-            count.documents_out += 1
-            count.bytes_out += document.size
+    for index in sorted(batch.drops.keys() - gone):
+        document, drop = batch.documents[index], batch.drops[index]
+        count.reasons[drop.reason] += 1
+        text = document.text[:SAMPLE_CHARACTERS]
+        told = {"id": id_of(document.key), "source": document.source, "text": text}
+        count.sample(drop.reason, told | drop.detail)
+    after = batch.alive()
+    count.documents_out += len(after)
+    count.bytes_out += sum([batch.documents[index].size for index in after])
 
 
 def _histogram(documents: list[Document]) -> Array:

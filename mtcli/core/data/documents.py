@@ -94,8 +94,11 @@ def read_documents(
     """
     source = piece.source
     try:
+        if not reading.cuttable:
+            yield from _items(piece, reading, progress)
+            return
         for item in _items(piece, reading, progress):
-            if isinstance(item, Text) and item.ends and reading.cuttable:
+            if isinstance(item, Text) and item.ends:
                 yield from _parts(item)
             else:
                 yield item

@@ -27,7 +27,7 @@ def plain_sketch(hashes, count):
     row = [[] for _ in range(count)]
     for turn in range(2 * count):
         for one in hashes:
-            value = mixed(one ^ mixed(turn + 1))
+            value = mixed(one ^ mixed(turn)) if turn else one
             column = (value >> 32) * count >> 32 if turn < count else turn - count
             row[column].append((turn, value >> 12))
     return [turn << 52 | value for turn, value in map(min, row)]
