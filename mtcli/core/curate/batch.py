@@ -17,9 +17,8 @@ BATCH_BYTES = 1 << 19  # of text: its arrays fit in a core's cache
 ASCII = bytes(range(128))
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 WORD_BYTES = frozenset(LETTERS + b"0123456789_") | frozenset(range(128, 256))
-BLANKS = frozenset(b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\0")
+BLANKS = frozenset(b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\0")  # they divide what rules call words
 IN_WORD = bytes(byte in WORD_BYTES for byte in range(256))
-IN_TOKEN = bytes(byte not in BLANKS for byte in range(256))  # of what blanks divide
 
 
 class Drop(NamedTuple):
@@ -61,7 +60,7 @@ class Batch:
 
     def changed(self) -> None:
         """Forgets what was computed of texts that have changed."""
-        for name in ("lowered", "words", "tokens", "word_hashes"):
+        for name in ("lowered", "words", "word_hashes"):
             self.__dict__.pop(name, None)
 
     @cached_property
@@ -77,12 +76,13 @@ class Batch:
     @cached_property
     def words(self) -> Tokens:
         """Runs of letters, digits and underscores, as \\w+ finds them in the lower-case text."""
-        return self._runs(IN_WORD)
-
-    @cached_property
-    def tokens(self) -> Tokens:
-        """What blanks divide."""
-        return self._runs(IN_TOKEN)
+        data, offsets = self.lowered
+        inside = np.frombuffer(data.translate(IN_WORD), np.uint8)
+        edges = np.flatnonzero(inside[1:] != inside[:-1]) + 1
+        starts, stops = edges[::2], edges[1::2]
+        bounds = np.searchsorted(starts, offsets)
+        owners = np.repeat(np.arange(len(self.documents)), np.diff(bounds))
+        return Tokens(starts, stops, owners, bounds)
 
     @cached_property
     def word_hashes(self) -> Array:
@@ -95,30 +95,26 @@ class Batch:
         view = unaligned(data, len(data) - 8)
         return token_hashes(view, tokens.starts, tokens.stops - tokens.starts)
 
-    def _runs(self, table: bytes) -> Tokens:
-        data, offsets = self.lowered
-        inside = np.frombuffer(data.translate(table), np.uint8)
-        edges = np.flatnonzero(inside[1:] != inside[:-1]) + 1
-        starts, stops = edges[::2], edges[1::2]
-        bounds = np.searchsorted(starts, offsets)
-        owners = np.repeat(np.arange(len(self.documents)), np.diff(bounds))
-        return Tokens(starts, stops, owners, bounds)
-
 
 def lower(text: str) -> bytes:
     """The lower-case text in UTF-8, all but letters of what is not ASCII replaced by blanks.
 
     It has as many characters as the text.
     """
+    data = text.encode("utf-8", "surrogatepass")
     if text.isascii():
-        return text.lower().encode()
-    lowered = text.lower()
-    if len(lowered) != len(text):  # a letter whose small form is two
-        lowered = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
-    for character in set(not_ascii(lowered)):
+        return data.lower()
+    others = not_ascii(text)
+    if others != others.lower():  # else only ASCII changes, and C does that to bytes
+        lowered = text.lower()
+        if len(lowered) != len(text):  # a letter whose small form is two
+            lowered = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
+        data, others = lowered.encode("utf-8", "surrogatepass"), not_ascii(lowered)
+    data = data.lower()
+    for character in set(others):
         if not character.isalnum():
-            lowered = lowered.replace(character, " ")
-    return lowered.encode("utf-8", "surrogatepass")
+            data = data.replace(character.encode("utf-8", "surrogatepass"), b" ")
+    return data
 
 
 def not_ascii(text: str) -> str:

@@ -109,7 +109,7 @@ def band_candidates(
     path = folder / f"band-{band:04d}.npy"
     if not path.exists():
         keys = corpus.column("bands", band)[numbers]
-        order = np.argsort(keys, kind="stable")
+        order = np.argsort(keys)
         ordered = keys[order]
         begins = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
         sizes = np.diff(np.append(begins, len(order)))

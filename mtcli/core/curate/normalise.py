@@ -42,16 +42,19 @@ def make_fix(uncurl: bool) -> Callable[[str], str]:
     badness = require("ftfy.badness", "normalise")
     fixes = require("ftfy.fixes", "normalise")
     whole = ftfy.TextFixerConfig(uncurl_quotes=uncurl)
-    is_bad, uncurled = badness.is_bad, fixes.uncurl_quotes
+    is_bad = badness.is_bad
 
     def fix(text: str) -> str:
         rest = not_ascii(text)
-        if _has_controls(text) or ("&" in text and ENTITY.search(text)) or _is_odd(text, rest):
-            return ftfy.fix_text(text, whole)
         characters = set(rest)
-        if not characters <= HARMLESS and is_bad(_surroundings(text)):
+        if _has_controls(text) or ("&" in text and ENTITY.search(text)):
             return ftfy.fix_text(text, whole)
-        return uncurled(text) if uncurl and not characters.isdisjoint(CURLY) else text
+        if not characters <= HARMLESS and (_is_odd(text, rest) or is_bad(_surroundings(text))):
+            return ftfy.fix_text(text, whole)
+        if uncurl:
+            for curly in characters & CURLY:
+                text = text.replace(curly, fixes.uncurl_quotes(curly))
+        return text
 
     return fix
 

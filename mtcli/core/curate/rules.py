@@ -8,17 +8,19 @@ from functools import partial
 
 import numpy as np
 
-from mtcli.core.curate.batch import LETTERS, Batch, Tokens
+from mtcli.core.curate.batch import BLANKS, LETTERS, Batch
 from mtcli.core.curate.config import RulesConfig
-from mtcli.core.curate.hashing import MASKS, Array, unaligned
+from mtcli.core.curate.hashing import Array
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
-PACKED_STOP_WORDS = [np.uint64(int.from_bytes(word.encode(), "little")) for word in STOP_WORDS]
+PACKED_STOP_WORDS = np.array(
+    [int.from_bytes(word.encode(), "big") for word in STOP_WORDS], np.uint64
+)
 BULLETS = frozenset("-*\u2022\u2023\u25e6\u00b7")
 ELLIPSES = ("...", "\u2026")
-LETTER = np.zeros(256, bool)
-LETTER[list(LETTERS)] = True
-LETTER[128:] = True
+KINDS = np.array([0 if byte in BLANKS else 1 for byte in range(256)], np.uint8)
+KINDS[list(LETTERS)] = 2
+KINDS[128:] = 2
 FAR = 16  # bytes of a word in which a letter is looked for
 
 
@@ -35,10 +37,15 @@ def _rules(config: RulesConfig, batch: Batch) -> None:
 
 def _broken(config: RulesConfig, batch: Batch) -> dict[str, Array]:
     """Whether each document breaks each rule [documents], in the order they are told."""
-    tokens = batch.tokens
-    words = tokens.counts
+    from mtcli.core.curate.word_loops import count_words
+
+    data, offsets = batch.lowered
+    codes = np.frombuffer(data, np.uint8)
+    words, size, lettered, stop_words = count_words(codes, offsets, KINDS, FAR, PACKED_STOP_WORDS).T
     some = np.maximum(words, 1)
-    length = _characters(batch, tokens) / some
+    characters = np.array([len(document.text) for document in batch.documents], np.int64)
+    continued = np.diff(offsets) - 1 - characters  # bytes of UTF-8 that begin no character
+    length = (size - continued) / some
     bullets, ellipsis_lines, hashes, ellipses = _lines_and_symbols(batch)
     return {
         "too few words": words < config.min_words,
@@ -50,51 +57,10 @@ def _broken(config: RulesConfig, batch: Batch) -> dict[str, Array]:
         "bullet lines": bullets > config.max_bullet_lines,
         "lines that end in an ellipsis": ellipsis_lines > config.max_ellipsis_lines,
         "too few words with letters": (
-            (_with_letters(batch, tokens) / some < config.min_alphabetic_words) & (words > 0)
+            (lettered / some < config.min_alphabetic_words) & (words > 0)
         ),
-        "too few stop words": _stop_words(batch, tokens) < config.min_stop_words,
+        "too few stop words": stop_words < config.min_stop_words,
     }
-
-
-def _characters(batch: Batch, tokens: Tokens) -> Array:
-    """Characters in the words of each document [documents]."""
-    data, offsets = batch.lowered
-    totals = np.concatenate([[0], np.cumsum(tokens.stops - tokens.starts)])
-    sizes = totals[tokens.bounds[1:]] - totals[tokens.bounds[:-1]]
-    if data.isascii():
-        return sizes
-    characters = np.array([len(document.text) for document in batch.documents], np.int64)
-    return sizes - (np.diff(offsets) - 1 - characters)  # bytes of UTF-8 that begin no character
-
-
-def _with_letters(batch: Batch, tokens: Tokens) -> Array:
-    """Counts words that have a letter among their first FAR bytes [documents]."""
-    data, _ = batch.lowered
-    seen = np.frombuffer(data, np.uint8)
-    has = LETTER[seen[tokens.starts]]
-    left = np.flatnonzero(~has)
-    for place in range(1, FAR):
-        left = left[tokens.starts[left] + place < tokens.stops[left]]
-        found = LETTER[seen[tokens.starts[left] + place]]
-        has[left[found]] = True
-        left = left[~found]
-    totals = np.concatenate([[0], np.cumsum(has)])
-    return totals[tokens.bounds[1:]] - totals[tokens.bounds[:-1]]
-
-
-def _stop_words(batch: Batch, tokens: Tokens) -> Array:
-    """Counts which of STOP_WORDS each document has [documents]."""
-    data, _ = batch.lowered
-    lengths = tokens.stops - tokens.starts
-    short = np.flatnonzero(lengths <= max(map(len, STOP_WORDS)))
-    words = unaligned(data, len(data) - 8)[tokens.starts[short]] & MASKS[lengths[short]]
-    owners = tokens.owners[short]
-    count = np.zeros(len(batch.documents), np.int64)
-    for packed in PACKED_STOP_WORDS:
-        has = np.zeros(len(batch.documents), bool)
-        has[owners[words == packed]] = True
-        count += has
-    return count
 
 
 def _lines_and_symbols(batch: Batch) -> tuple[Array, Array, Array, Array]:

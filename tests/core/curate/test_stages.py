@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from corpora import refusal, removed, shards, warc_bytes, write_jsonl
 
-from mtcli.core.curate.batch import Batch
+from mtcli.core.curate.batch import Batch, lower
 from mtcli.core.curate.config import LanguageConfig, QualityConfig
 from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import jaccard, shingle_hashes, shingle_set
 from mtcli.core.curate.language import make_identify
 from mtcli.core.curate.normalise import make_fix
 from mtcli.core.curate.quality import load_classifier, pareto_draw, train_quality
+from mtcli.core.curate.rules import FAR, KINDS, PACKED_STOP_WORDS, STOP_WORDS
+from mtcli.core.curate.word_loops import count_words
 
 ODD = "abcZ .,&;<é“”‘’—ÃÂ©€œ\x85\u2028ﬁＡ\x1b\r\n\t\xa0Ø°µ»²×√à日本é̀ß"
 ODD += "…•™ŸŠ\u00ad&amp;&lt;ïЂвГ\u200b\ufeff"
@@ -101,6 +103,18 @@ def test_words_are_those_of_the_regular_expression():
         spans = zip(found.starts[mine], found.stops[mine], strict=True)
         want = re.findall(r"\w+", text.replace("İ", "i").lower())
         assert [data[a:b].decode().replace("İ", "i") for a, b in spans] == want
+
+
+def test_rules_count_the_words_that_blanks_divide():
+    texts = ["", " \t", "The then\x1fthe\nHAVE", "3.5 -- 1234567890123456x " + "9" * 16 + "x"]
+    texts += ["to be or not to be " * 3, "bathe of\x00and and", *SPOKEN.values()]
+    data, offsets = batch(*texts).lowered
+    found = count_words(np.frombuffer(data, np.uint8), offsets, KINDS, FAR, PACKED_STOP_WORDS)
+    for text, counts in zip(texts, found.tolist(), strict=True):
+        words = [lower(word) for word in re.split("[ \t\n\x1f\x00]+", text) if word]
+        lettered = [word for word in words if re.search(b"[a-z\x80-\xff]", word[:FAR])]
+        heard = {word.decode() for word in words} & set(STOP_WORDS)
+        assert counts == [len(words), sum(map(len, words)), len(lettered), len(heard)]
 
 
 @pytest.mark.parametrize("size", [1, 5, 8, 9, 20])
