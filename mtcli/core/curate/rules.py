@@ -41,7 +41,7 @@ def _broken(config: RulesConfig, batch: Batch) -> dict[str, Array]:
 
     data, offsets = batch.lowered
     codes = np.frombuffer(data, np.uint8)
-    words, size, lettered, stop_words = count_words(codes, offsets, KINDS, FAR, PACKED_STOP_WORDS).T
+    words, size, lettered, heard = count_words(codes, offsets, KINDS, FAR, PACKED_STOP_WORDS).T
     some = np.maximum(words, 1)
     characters = np.array([len(document.text) for document in batch.documents], np.int64)
     continued = np.diff(offsets) - 1 - characters  # bytes of UTF-8 that begin no character
@@ -59,7 +59,7 @@ def _broken(config: RulesConfig, batch: Batch) -> dict[str, Array]:
         "too few words with letters": (
             (lettered / some < config.min_alphabetic_words) & (words > 0)
         ),
-        "too few stop words": stop_words < config.min_stop_words,
+        "too few stop words": np.bitwise_count(heard) < config.min_stop_words,
     }
 
 

@@ -3,20 +3,33 @@
 import numba
 import numpy as np
 
+compiled = numba.njit(cache=True)
 
-@numba.njit(cache=True)
+
+@compiled
+def matches(data: np.ndarray, start: int, stop: int, wanted: np.ndarray) -> int:
+    """Bit i of the result says whether the bytes from `start` to `stop` are wanted[i]."""
+    packed, found = np.uint64(0), 0
+    for place in range(start, stop):
+        packed = packed << np.uint64(8) | np.uint64(data[place])
+    for place in range(len(wanted)):
+        found |= (packed == wanted[place]) << place
+    return found
+
+
+@compiled
 def count_words(
     data: np.ndarray, offsets: np.ndarray, kinds: np.ndarray, far: int, wanted: np.ndarray
 ) -> np.ndarray:
-    """Counts words, their bytes, those with a letter among their first `far` bytes, and how many of
-    `wanted` there are: int64 [documents, 4].
+    """Counts words, their bytes, and those with a letter among their first `far` bytes; and tells by
+    bits which of `wanted` there are: int64 [documents, 4].
 
-    Document d is data[offsets[d] : offsets[d + 1]], of which the last byte is a blank. `kinds` [256]
-    is 0 for blanks, 2 for letters, 1 for what else words have. `wanted` are words of fewer than
-    eight bytes, as whole numbers, the first byte the highest.
+    Document d is data[offsets[d] : offsets[d + 1]]; its last byte is a blank. `kinds` [256] is 0 for
+    blanks, 2 for letters, 1 for what else words have. `wanted` are words of at most eight bytes, as
+    whole numbers, the first byte the highest.
     """
-    longest = 0  # bytes of those wanted
-    while wanted.max() >> np.uint64(8 * longest):
+    longest = 0
+    while longest < 8 and wanted.max() >> np.uint64(8 * longest):
         longest += 1
     found = np.zeros((len(offsets) - 1, 4), np.int64)
     for document in range(len(found)):
@@ -32,14 +45,7 @@ def count_words(
             elif start >= 0:
                 words, size, lettered = words + 1, size + i - start, lettered + (letter >> 1)
                 if i - start <= longest:
-                    packed = np.uint64(0)
-                    for place in range(start, i):
-                        packed = packed << np.uint64(8) | np.uint64(data[place])
-                    for place in range(len(wanted)):
-                        seen |= (packed == wanted[place]) << place
+                    seen |= matches(data, start, i, wanted)
                 start = -1
-        found[document] = words, size, lettered, 0
-        while seen:
-            seen &= seen - 1
-            found[document, 3] += 1
+        found[document] = words, size, lettered, seen
     return found
