@@ -21,12 +21,12 @@ def matches(data: np.ndarray, start: int, stop: int, wanted: np.ndarray) -> int:
 def count_words(
     data: np.ndarray, offsets: np.ndarray, kinds: np.ndarray, far: int, wanted: np.ndarray
 ) -> np.ndarray:
-    """Counts words, their bytes, and those with a letter among their first `far` bytes; and tells by
+    """Counts words, their bytes, and those with a letter among their first `far` bytes; tells by
     bits which of `wanted` there are: int64 [documents, 4].
 
-    Document d is data[offsets[d] : offsets[d + 1]]; its last byte is a blank. `kinds` [256] is 0 for
-    blanks, 2 for letters, 1 for what else words have. `wanted` are words of at most eight bytes, as
-    whole numbers, the first byte the highest.
+    Document d is data[offsets[d] : offsets[d + 1]]; its last byte is a blank. `kinds` [256] is 0
+    for blanks, 2 for letters, 1 for what else words have. `wanted` are words of at most eight
+    bytes, as whole numbers, the first byte the highest.
     """
     longest = 0
     while longest < 8 and wanted.max() >> np.uint64(8 * longest):
