@@ -104,12 +104,13 @@ def lower(text: str) -> bytes:
     data = text.encode("utf-8", "surrogatepass")
     if text.isascii():
         return data.lower()
-    others = not_ascii(text)
+    others = not_ascii(data)
     if others != others.lower():  # else only ASCII changes, and C does that to bytes
         lowered = text.lower()
         if len(lowered) != len(text):  # a letter whose small form is two
             lowered = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
-        data, others = lowered.encode("utf-8", "surrogatepass"), not_ascii(lowered)
+        data = lowered.encode("utf-8", "surrogatepass")
+        others = not_ascii(data)
     data = data.lower()
     for character in set(others):
         if not character.isalnum():
@@ -117,9 +118,6 @@ def lower(text: str) -> bytes:
     return data
 
 
-def not_ascii(text: str) -> str:
-    """The characters of a text that are not ASCII, in order."""
-    if text.isascii():
-        return ""
-    data = text.encode("utf-8", "surrogatepass")
+def not_ascii(data: bytes) -> str:
+    """The characters of a text in UTF-8 that are not ASCII, in order."""
     return data.translate(None, ASCII).decode("utf-8", "surrogatepass")

@@ -45,10 +45,14 @@ def make_fix(uncurl: bool) -> Callable[[str], str]:
     is_bad = badness.is_bad
 
     def fix(text: str) -> str:
-        rest = not_ascii(text)
-        characters = set(rest)
-        if _has_controls(text) or ("&" in text and ENTITY.search(text)):
+        data = text.encode("utf-8", "surrogatepass")
+        has_controls = len(data.translate(None, CONTROLS)) != len(data)
+        if has_controls or ("&" in text and ENTITY.search(text)):
             return ftfy.fix_text(text, whole)
+        if text.isascii():
+            return text
+        rest = not_ascii(data)
+        characters = set(rest)
         if not characters <= HARMLESS and (_is_odd(text, rest) or is_bad(_surroundings(text))):
             return ftfy.fix_text(text, whole)
         if uncurl:
@@ -59,15 +63,8 @@ def make_fix(uncurl: bool) -> Callable[[str], str]:
     return fix
 
 
-def _has_controls(text: str) -> bool:
-    data = text.encode("utf-8", "surrogatepass")
-    return len(data.translate(None, CONTROLS)) != len(data)
-
-
 def _is_odd(text: str, rest: str) -> bool:
     """Whether characters that are not ASCII, or marks on some, are not in their usual form."""
-    if not rest:
-        return False
     if OTHER.search(rest) or "\nÃ " in text or "\nÂ " in text:
         return True
     return max(rest) >= FIRST_MARK and not unicodedata.is_normalized("NFC", text)

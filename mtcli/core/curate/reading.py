@@ -32,7 +32,7 @@ class Reader(NamedTuple):
                 yield self._document(item, name, before + item.line, unnamed)
 
     def _document(self, item: Text, name: str, line: int, unnamed: str) -> Document | BadRecord:
-        fields = dict(item.fields or {})
+        fields = item.fields or {}  # read for this document alone
         fields.pop(self.reading.text_key, None)
         identity, source = fields.pop("id", None), fields.pop("source", None)
         key = made_key(name, line) if identity is None else key_of(identity)

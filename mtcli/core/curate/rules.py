@@ -63,17 +63,17 @@ def _broken(config: RulesConfig, batch: Batch) -> dict[str, Array]:
     }
 
 
-def _lines_and_symbols(batch: Batch) -> tuple[Array, Array, Array, Array]:
-    """Shares of bullet lines and of lines that end in an ellipsis; hash signs; ellipses."""
-    rows = np.zeros((4, len(batch.documents)))
-    for index in batch.alive():
-        text = batch.documents[index].text
-        ellipses = sum(map(text.count, ELLIPSES))
-        rows[2:, index] = text.count("#"), ellipses
+def _lines_and_symbols(batch: Batch) -> Array:
+    """Shares of bullet lines and of lines that end in an ellipsis; hash signs; ellipses: [4,
+    documents]."""
+    rows = []
+    for document in batch.documents:
+        text = document.text
+        ellipses = text.count(ELLIPSES[0]) + text.count(ELLIPSES[1])
         several = text.split("\n") if "\n" in text else (text,)
         lines = [line for line in map(str.strip, several) if line]
-        if lines:
-            rows[0, index] = sum([line[0] in BULLETS for line in lines]) / len(lines)
-            if ellipses:
-                rows[1, index] = sum(line.endswith(ELLIPSES) for line in lines) / len(lines)
-    return rows[0], rows[1], rows[2], rows[3]
+        some = len(lines) or 1
+        bullets = sum([line[0] in BULLETS for line in lines]) / some
+        ends = sum([line.endswith(ELLIPSES) for line in lines]) / some if ellipses else 0.0
+        rows.append((bullets, ends, text.count("#"), ellipses))
+    return np.array(rows, float).reshape(-1, 4).T
