@@ -82,6 +82,7 @@ KEPT = {
     "bullets": "\n".join(["- " + prose_like(10)] * 9 + [prose_like(10)]),
     "ellipses": "\n".join(["Été " + prose_like(12) + "...", *[prose_like(12)] * 3] * 2),
     "letters": prose_like(64) + " 1234" * 16,
+    "characters": "привычка " * 60 + "the of",
 }  # fmt: skip
 
 
