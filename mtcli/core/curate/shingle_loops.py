@@ -37,21 +37,20 @@ def hash_shingles(codes: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarr
     for _ in range(size):
         lead *= BASE_64
     for document in range(len(offsets) - 1):
-        start, stop = offsets[document], offsets[document + 1]
-        full = min(start + size, stop)
+        text = codes[offsets[document] : offsets[document + 1]]
+        found = hashes[offsets[document] : offsets[document + 1]]
         value = np.uint64(0)
-        for i in range(start, full):
-            value = value * BASE_64 + np.uint64(codes[i]) + ONE
-        for i in range(full, stop):
-            hashes[i - size] = mixed(value)
+        for i in range(min(size, len(text))):
+            value = value * BASE_64 + np.uint64(text[i]) + ONE
+        following = text[size:]
+        for i in range(len(following)):
+            found[i] = mixed(value)
             # In this order one product waits for the last value, not two.
-            change = np.uint64(codes[i]) + ONE - lead * (np.uint64(codes[i - size]) + ONE)
+            change = np.uint64(following[i]) + ONE - lead * (np.uint64(text[i]) + ONE)
             value = value * BASE_64 + change
-        last = max(start, stop - size)
-        if stop > start:
-            hashes[last] = mixed(value)
-        for i in range(last + 1, stop):
-            hashes[i] = hashes[start]
+        found[len(following) :] = found[0] if len(following) else mixed(value)
+        if len(following):
+            found[len(following)] = mixed(value)
     return hashes
 
 
@@ -68,17 +67,16 @@ def sketch(hashes: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
     found = np.full((len(offsets) - 1, count), EMPTY)
     columns = np.uint64(count)
     for document in range(len(offsets) - 1):
-        start, stop = offsets[document], offsets[document + 1]
-        row = found[document]
-        for i in range(start, stop):
-            column = (hashes[i] >> HALF) * columns >> HALF
-            row[column] = min(row[column], hashes[i] >> ROUND_BITS)
-        empty = np.count_nonzero(row == EMPTY) if stop > start else 0
+        one, row = hashes[offsets[document] : offsets[document + 1]], found[document]
+        for i in range(len(one)):
+            column = (one[i] >> HALF) * columns >> HALF
+            row[column] = min(row[column], one[i] >> ROUND_BITS)
+        empty = np.count_nonzero(row == EMPTY) if len(one) else 0
         turn = 1
         while empty:
             seed, high = mixed(np.uint64(turn)), np.uint64(turn) << VALUE_BITS
-            for i in range(start, stop):
-                value = mixed(hashes[i] ^ seed)
+            for i in range(len(one)):
+                value = mixed(one[i] ^ seed)
                 column = (value >> HALF) * columns >> HALF
                 if turn >= count:
                     column = np.uint64(turn - count)
