@@ -7,6 +7,7 @@ loss or gradient that is not finite stays in its own rows.
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 
 import torch
@@ -16,6 +17,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.model.build import DTYPES
+from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.optim.grad_norm import clip_factor
 from mtcli.core.optim.lr_schedule import learning_rate
@@ -27,8 +29,10 @@ from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.sweep.layers import ArrayLayers
 from mtcli.core.sweep.member import Member
 from mtcli.core.sweep.memory import ArrayMemory
-from mtcli.core.training.compile import compile_blocks, compiler_errors
+from mtcli.core.sweep.rules import SMALL_GEMM, largest_gemm
+from mtcli.core.training.compile import Losses, compile_whole, compiler_errors
 from mtcli.core.training.step import Step
+from mtcli.kernels.gemm import mkl_gemms
 
 
 class ModelArray:
@@ -91,11 +95,10 @@ class ModelArray:
         factor_B = torch.tensor(factors, dtype=torch.float64, device=device)
         total_B = torch.zeros(len(self.members), dtype=torch.float64, device=device)
         self.fresh = set(self.trained)
-        with compiler_errors(self.shape.train.compile):
+        with compiler_errors(self.shape.train.compile), self._gemms():
             for number in range(self.micro_batches):
                 inputs = batch.load(number)
-                x_TD = self.stage(None, inputs)
-                sums_B, scaled = self.stage.loss(x_TD, inputs, factor_B)
+                sums_B, scaled = self.losses(inputs, factor_B)
                 scaled.backward()
                 total_B += sums_B
         for name in self.fresh:
@@ -112,11 +115,17 @@ class ModelArray:
             batch = loader.step(step, None)
             for number in range(self.micro_batches):
                 inputs = batch.load(number)
-                losses_T = self.stage.losses(self.stage(None, inputs), inputs)
+                with self._gemms():
+                    losses_T = self.stage.losses(self.stage(None, inputs), inputs)
                 total_B += losses_T.double().view(len(self.members), -1).sum(1)
             weights = [a + b for a, b in zip(weights, batch.weights, strict=True)]
         sums = all_reduce(total_B, self.groups.world).tolist()
         return [total / weight for total, weight in zip(sums, weights, strict=True)]
+
+    def _gemms(self) -> AbstractContextManager[None]:
+        """Inside, GEMMs are those that are quickest for such models."""
+        on_cpu = self.groups.device.type == "cpu"
+        return mkl_gemms(on_cpu and largest_gemm(self.shape) < SMALL_GEMM)
 
     def _update(self, member: Member, loss: float, scaled_norm: float) -> Step:
         """Updates one model; see `Trainer.train_step`, whose steps these are."""
@@ -150,8 +159,9 @@ class ModelArray:
         )
         layers = range(first.model.num_layers)
         self.stage = Stage(first.model, build, 0, layers, recompute=first.parallel.recompute)
+        self.losses = _losses(self.stage)
         if first.train.compile:
-            compile_blocks([self.stage], first.data.document_mask)
+            self.losses = compile_whole(self.stage, self.losses, first.data.document_mask)
         gradients = self.memory.gradients.tensors
         for name, parameter in self.stage.named_parameters():
             if name in self.trained:
@@ -168,6 +178,16 @@ class ModelArray:
             parameter.grad = None
 
         return collect
+
+
+def _losses(stage: Stage) -> Losses:
+    """The function that trains: (micro-batch, each model's factor [B]) -> (each model's sum of
+    weighted losses [B], what to differentiate)."""
+
+    def losses(inputs: Inputs, factor_B: Tensor) -> tuple[Tensor, Tensor]:
+        return stage.loss(stage(None, inputs), inputs, factor_B)
+
+    return losses
 
 
 def array_groups(config: RunConfig, runtime: Runtime) -> Groups:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
@@ -78,7 +79,7 @@ class ArrayLayers(LayerFactory):
 
     def lookup(self, ids_T: Tensor, weight: Tensor) -> Tensor:
         """The rows of each model's table."""
-        return _Lookup.apply(ids_T, weight)
+        return _rows(ids_T, weight)
 
     def dropout(self, site: str, drop: float, seed: int) -> DropoutStream:
         """The streams of all models, of their own seeds and probabilities."""
@@ -189,7 +190,7 @@ class ArrayEmbedding(nn.Module):
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         """ids [B * T] -> x [B * T, D]."""
-        return _Lookup.apply(tokens_T, self.weight)
+        return _rows(tokens_T, self.weight)
 
 
 class ArrayNorm(nn.Module):
@@ -249,7 +250,13 @@ class ArrayLoss:
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [B * T], float32 (float64 for float64 logits)."""
-        return VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
+        logits_TV = self.logits(x_TD)
+        if not torch.compiler.is_compiling():
+            return VocabCrossEntropy.apply(logits_TV, labels_T, self.shard)
+        # A graph fuses the passes over logits, which the other makes in their memory.
+        wide = torch.promote_types(logits_TV.dtype, torch.float32)
+        real_TV = logits_TV[:, : self.shard.valid].to(wide)
+        return F.cross_entropy(real_TV, labels_T, reduction="none")
 
     def loss(
         self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: Tensor
@@ -294,20 +301,9 @@ class _LinearFunction(torch.autograd.Function):
         )
 
 
-class _Lookup(torch.autograd.Function):
-    """Rows of each model's table: ids [B * T] or [T], weight [B, V, D] -> [B * T, D]."""
-
-    @staticmethod
-    def forward(ctx: Any, ids_T: Tensor, weight_BVD: Tensor) -> Tensor:
-        models, rows = weight_BVD.shape[:2]
-        ids_BT = ids_T.view(models, -1)
-        of_model = torch.arange(models, device=ids_T.device)[:, None]
-        ctx.save_for_backward((ids_BT + of_model * rows).flatten())
-        ctx.rows = models, rows
-        return weight_BVD[of_model, ids_BT].flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, Tensor]:
-        (ids_T,), (models, rows) = ctx.saved_tensors, ctx.rows
-        grad = torch.ops.aten.embedding_dense_backward(grad_TD, ids_T, models * rows, -1, False)
-        return None, grad.view(models, rows, -1)
+def _rows(ids_T: Tensor, weight_BVD: Tensor) -> Tensor:
+    """Rows of each model's table: ids [B * T], weight [B, V, D] -> [B * T, D]."""
+    models, rows = weight_BVD.shape[:2]
+    first_B = torch.arange(models, device=ids_T.device) * rows
+    of_all_T = (ids_T.view(models, -1) + first_B[:, None]).flatten()
+    return F.embedding(of_all_T, weight_BVD.flatten(0, 1))
