@@ -39,6 +39,7 @@ from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.training.loader import synthetic_loader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
+from mtcli.kernels.gemm import mkl_gemms
 
 # Overrides of the preset `tiny`, whose own sizes are hidden 256 and 2 x 2,048 tokens a step.
 MODELS = {
@@ -157,9 +158,11 @@ class Vmap:
         self.optimizer.zero_grad()
         parts = self.rows.split(self.batch.micro_batch_size)
         for rows in parts:
-            with sdpa_kernel(SDPBackend.MATH):  # the others have no rule for vmap
+            # the other kernels of attention have no rule for vmap
+            with sdpa_kernel(SDPBackend.MATH), mkl_gemms(True):
                 losses = self.call(self.parameters, rows) / len(parts)
-            losses.sum().backward()
+            with mkl_gemms(True):  # torch's own default
+                losses.sum().backward()
         self.optimizer.step()
         return losses[-1].item()
 
