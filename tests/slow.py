@@ -169,6 +169,8 @@ SLOW = {
         "test_figures_are_lm_evals_own": ("hellaswag-2", "winogrande-2", "race-0", "piqa-2"),
     },
     "test_array.py": {
+        "test_compiled_models_of_an_array_are_runs_of_their_own": ("gpt fp64",),
+        "test_generated_code_trains_the_models_of_an_array_as_runs_of_their_own": (),
         "test_models_of_an_array_are_runs_of_their_own": (
             "gpt fp64", "llama fp32", "lamb", "dropout", "mixture with a capacity",
             "masked tokens", "masked fp32", "classes",

@@ -50,3 +50,9 @@ def largest_gemm(config: RunConfig) -> int:
     model, batch = config.model, config.batch
     tokens = batch.micro_batch_size * batch.seq_len
     return 2 * tokens * model.hidden_size * max(model.ffn_hidden_size, model.vocab_size)
+
+
+def trains_in_turn(config: RunConfig, device: str) -> bool:
+    """Whether models are quicker one after another than as an array: on a CPU, whose GEMMs of
+    one fill it. Adapters' base is an array's in any case: one for all."""
+    return device == "cpu" and not config.lora.rank and largest_gemm(config) >= SMALL_GEMM

@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) of all models of an array as one graph: where steps are compiled, on CPU.
+"""AdamW (arXiv:1711.05101) of all models of an array as one graph, where steps are compiled on CPU.
 
 Each model has its own learning rate, betas, eps, decay, clipping and count of updates. A run alone
 uses torch's fused kernel (optim/adamw.py), which takes one learning rate: of B models that is 2 B
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.sweep.memory import ArrayMemory
+from mtcli.core.training.compile import as_graph
 
 
 class ModelUpdate(NamedTuple):
@@ -38,8 +39,8 @@ class CompiledAdamW:
         has_own = memory.masters is not memory.weights
         self.weights = list(memory.weights.tensors.values()) if has_own else []
         self.dtype = memory.masters.flat.dtype
-        self._norms = torch.compile(_norms, dynamic=False, backend=backend)
-        self._update = torch.compile(_update, dynamic=False, backend=backend)
+        self._norms = as_graph(_norms, backend)
+        self._update = as_graph(_update, backend)
 
     @torch.no_grad()
     def norms(self, gradients: Mapping[str, Tensor]) -> list[float]:
@@ -48,9 +49,7 @@ class CompiledAdamW:
         return found
 
     @torch.no_grad()
-    def update(
-        self, gradients: Mapping[str, Tensor], models: Sequence[ModelUpdate | None]
-    ) -> None:
+    def update(self, gradients: Mapping[str, Tensor], models: Sequence[ModelUpdate | None]) -> None:
         """Updates in place; models of None stay as they are, whatever their gradients."""
         numbers_BK = torch.tensor([_numbers(one) for one in models], dtype=torch.float64)
         numbers_BK = numbers_BK.to(self.dtype)

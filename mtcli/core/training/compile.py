@@ -8,6 +8,7 @@ the first one's graphs serve them all, and compiling takes as long as for one bl
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from mtcli.core.parallel.compiled_collectives import in_graph
 from mtcli.core.parallel.tensor import ColumnLinear, HeadsLinear, RowLinear
 
 MOST_LAYERS = 8  # of a graph of all layers
+Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 Losses = Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]  # as `Stage.loss`
 
 
@@ -57,7 +59,19 @@ def compile_whole(
         return losses
     # Of each size of an array there is a graph, and dynamo gives up after 8 of the same function.
     torch._dynamo.reset()
-    return torch.compile(losses, dynamic=False, backend=backend)
+    return as_graph(losses, backend)
+
+
+def as_graph(function: Compiled, backend: str = "inductor") -> Compiled:
+    """Returns a function of tensors, compiled for each of their shapes in its first call.
+
+    Without the asserts of generated code on its inputs' strides, which dynamo has guarded: 250 in
+    a step of an array of two layers.
+    """
+    options = {"size_asserts": False, "alignment_asserts": False}
+    quick = options if backend == "inductor" else None
+    made: Compiled = torch.compile(function, dynamic=False, backend=backend, options=quick)
+    return made
 
 
 def uncompiled(compiled: bool) -> AbstractContextManager[None]:
