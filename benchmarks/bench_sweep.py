@@ -266,14 +266,15 @@ def record(args: argparse.Namespace, key: list[tuple[str, Any]], row: dict[str, 
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The tables of docs/sweep.md."""
+    """The tables of docs/sweep.md: processor time of B runs in turn over that of each contender, and
+    seconds of command lines."""
     rows = [row for row in found["rows"] if "contender" in row]
     lines = [f"{found['cpu']}, {found['cores']} cores, torch {found['torch']}", ""]
     lines += ["| model | B | " + " | ".join(CONTENDERS) + " |", "|---|---" + "|---" * 5 + "|"]
     by_case: dict[tuple[str, bool, int], dict[str, float]] = {}
     for row in rows:
         case = by_case.setdefault((row["model"], row["fused"], row["B"]), {})
-        case[row["contender"]] = row["x alone"]
+        case[row["contender"]] = row["cpu"]
     for (model, fused, count), of in by_case.items():
         cells = [f"{of[name]:.2f}" if name in of else "" for name in CONTENDERS]
         lines.append(f"| `{model}`{' fused' * fused} | {count} | {' | '.join(cells)} |")
