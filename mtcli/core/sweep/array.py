@@ -72,6 +72,10 @@ class ModelArray:
     def train_step(self, loader: ArrayLoader) -> list[Step]:
         """One optimizer step of each model on its next global batch; where a model's loss or
         gradient is not finite its weights stay as they were, and its outcome says so."""
+        with compiler_errors(self.shape.train.compile):
+            return self._train_step(loader)
+
+    def _train_step(self, loader: ArrayLoader) -> list[Step]:
         start = perf_counter()
         self.groups.world.recorder.step = self.step + 1
         loss_sums, weights = self.forward_backward(loader)
@@ -97,7 +101,7 @@ class ModelArray:
         factor_B = torch.tensor(factors, dtype=torch.float64, device=device)
         total_B = torch.zeros(len(self.members), dtype=torch.float64, device=device)
         self.fresh = set(self.trained)
-        with compiler_errors(self.shape.train.compile), self._gemms():
+        with self._gemms():
             for number in range(self.micro_batches):
                 inputs = batch.load(number)
                 sums_B, scaled = self.losses(inputs, factor_B)
