@@ -266,8 +266,8 @@ def record(args: argparse.Namespace, key: list[tuple[str, Any]], row: dict[str, 
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The tables of docs/sweep.md: processor time of B runs in turn over that of each contender, and
-    seconds of command lines."""
+    """The tables of docs/sweep.md: processor time of B runs in turn over that of each contender,
+    and seconds of command lines."""
     rows = [row for row in found["rows"] if "contender" in row]
     lines = [f"{found['cpu']}, {found['cores']} cores, torch {found['torch']}", ""]
     lines += ["| model | B | " + " | ".join(CONTENDERS) + " |", "|---|---" + "|---" * 5 + "|"]

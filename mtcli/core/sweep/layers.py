@@ -209,11 +209,20 @@ class ArrayNorm(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x normalised and scaled; same shape."""
+        weight, bias = self._inner()
         if self.is_layer_norm:
-            return self._scaled(layer_norm(x_TD, self.ones, self.zeros, self.eps))
-        return self._scaled(rms_norm(x_TD, self.ones, self.eps))
+            return self._scaled(layer_norm(x_TD, weight, bias, self.eps))
+        return self._scaled(rms_norm(x_TD, weight, self.eps))
+
+    def _inner(self) -> tuple[Tensor, Tensor]:
+        """The scale and shift that the norm itself applies: those of an only model."""
+        if len(self.weight) > 1:
+            return self.ones, self.zeros
+        return self.weight.flatten(), self.zeros if self.bias is None else self.bias.flatten()
 
     def _scaled(self, x_TD: Tensor) -> Tensor:
+        if len(self.weight) == 1:
+            return x_TD
         x_BTD = by_model(x_TD, self.weight)
         if self.bias is None:
             return (x_BTD * self.weight[:, None]).flatten(0, 1)
@@ -227,10 +236,11 @@ class ArrayAddNorm(ArrayNorm):
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
+        weight, bias = self._inner()
         if self.is_layer_norm:
-            added, normal = add_layer_norm(x_TD, y_TD, self.ones, self.zeros, self.eps)
+            added, normal = add_layer_norm(x_TD, y_TD, weight, bias, self.eps)
         else:
-            added, normal = add_rms_norm(x_TD, y_TD, self.ones, self.eps)
+            added, normal = add_rms_norm(x_TD, y_TD, weight, self.eps)
         return added, self._scaled(normal)
 
 
@@ -274,7 +284,8 @@ def array_linear(x_TD: Tensor, weight_BFD: Tensor, bias: Tensor | None = None) -
     """x W^T + b of each model: [B * T, D] and [B, F, D] -> [B * T, F]; a weight [1, F, D] is that
     of all rows."""
     if len(weight_BFD) == 1:
-        return linear(x_TD, weight_BFD[0], None if bias is None else bias.flatten())
+        # flattened, not selected, whose backward would copy the gradient into zeros
+        return linear(x_TD, weight_BFD.flatten(0, 1), None if bias is None else bias.flatten())
     bias = None if bias is None else bias.flatten(1)
     return _LinearFunction.apply(by_model(x_TD, weight_BFD), weight_BFD, bias).flatten(0, 1)
 

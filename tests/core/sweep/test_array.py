@@ -186,6 +186,11 @@ def test_models_of_an_array_are_runs_of_their_own(case):
     assert max(worst.values()) < TOLERANCE[options.get("precision", "fp64")], worst
 
 
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_an_array_of_one_is_a_run_of_its_own(model):
+    assert max(difference(ALONE, configs_of(model)[1:2], 3).values()) < TOLERANCE["fp64"]
+
+
 SHALLOW = {"num_layers": 1}
 # Graphs: of the losses, the norms and the update; None: of blocks, where something breaks one.
 COMPILED = {
