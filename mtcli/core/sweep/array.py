@@ -31,7 +31,7 @@ from mtcli.core.sweep.member import Member
 from mtcli.core.sweep.memory import ArrayMemory
 from mtcli.core.sweep.rules import SMALL_GEMM, largest_gemm
 from mtcli.core.sweep.update import CompiledAdamW, ModelUpdate
-from mtcli.core.training.compile import Losses, compile_whole, compiler_errors
+from mtcli.core.training.compile import Losses, compile_stage, compiler_errors
 from mtcli.core.training.step import Step
 from mtcli.kernels.gemm import mkl_gemms
 
@@ -183,7 +183,7 @@ class ModelArray:
         self.stage = Stage(first.model, build, 0, layers, recompute=first.parallel.recompute)
         self.losses, self.compiled = _losses(self.stage), None
         if first.train.compile:
-            self.losses = compile_whole(self.stage, self.losses, first.data.document_mask)
+            self.losses = compile_stage(self.stage, self.losses, first.data.document_mask)
             if first.optimizer.name == "adamw" and groups.device.type == "cpu":
                 decays = {name: described.decays for name, described in self.table.items()}
                 self.compiled = CompiledAdamW(self.memory, decays)

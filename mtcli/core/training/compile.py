@@ -42,7 +42,7 @@ def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "ind
             block._run = torch.compile(block._run, dynamic=False, backend=backend)
 
 
-def compile_whole(
+def compile_stage(
     stage: Stage, losses: Losses, documents: bool, backend: str = "inductor"
 ) -> Losses:
     """Returns `losses`, a function of all that the stage does, as one graph; where something breaks

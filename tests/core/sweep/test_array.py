@@ -211,7 +211,7 @@ def compiled_by(monkeypatch, backend):
 
     torch._dynamo.reset()
     counters.clear()
-    for name in ("compile_whole", "CompiledAdamW"):
+    for name in ("compile_stage", "CompiledAdamW"):
         monkeypatch.setattr(
             array_module, name, partial(getattr(array_module, name), backend=backend)
         )
