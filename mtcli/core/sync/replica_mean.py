@@ -150,7 +150,9 @@ def _compressed(segment: Segment, x: Tensor, count: float) -> Tensor:
     """The payload of a flat tensor's segment, in which so many replicas are."""
     told = torch.tensor([count], dtype=torch.float32, device=x.device).view(torch.uint8)
     pairs = zip(segment.forms, segment.groups, strict=True)
-    return torch.cat([*(compress(torch.cat(_views(x, group)), form) for form, group in pairs), told])
+    return torch.cat(
+        [*(compress(torch.cat(_views(x, group)), form) for form, group in pairs), told]
+    )
 
 
 def _add(segment: Segment, payload: Tensor, x: Tensor, factor: float = 1.0) -> float:
