@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import cycle
 from multiprocessing import get_context
 from statistics import median
 from time import perf_counter, process_time, thread_time
@@ -72,7 +73,7 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048)
 SCORES, HEAD_DIM = 2**20, 32  # of an attention; of wider heads fewer scores do
 LEAST_SECONDS, LEAST_TIMES = 0.01, 3
 SMALL, LARGE = 2**12, 2**22  # bytes of a collective
-TENSORS, ELEMENTS = 8, (2**12, 2**18)  # of an exchange's arithmetic
+TENSORS, ELEMENTS = 64, (2**12, 2**18)  # of an exchange's arithmetic
 LARGEST = 1 / 64  # share of the values that are selected
 
 
@@ -373,8 +374,8 @@ def attention_row(length: int, head_dim: int, causal: bool, precision: str) -> A
 
 def arithmetic() -> dict[Kind, tuple[float, float]]:
     """Measures seconds of a call, and seconds per element, of each kind of an exchange's
-    arithmetic. Tensors are taken in turn, as in a step whose other work has used the caches."""
-    tensors = torch.rand(TENSORS, ELEMENTS[1]) - 0.5
+    arithmetic, on tensors that no cache holds: a step has used many since the last exchange."""
+    tensors = (torch.rand(ELEMENTS[1]) - 0.5).repeat(TENSORS, 1)
     found: dict[Kind, tuple[float, float]] = {}
     for kind in get_args(Kind):
         few, many = (_seconds_of_kind(kind, tensors[:, :length]) for length in ELEMENTS)
@@ -384,21 +385,22 @@ def arithmetic() -> dict[Kind, tuple[float, float]]:
 
 
 def _seconds_of_kind(kind: Kind, tensors: Tensor) -> float:
-    """Seconds of one kind on each of some tensors [n, length], on average."""
+    """Seconds of one kind on one of some tensors [n, length], which are taken in turn."""
     length, scale = tensors.shape[1], torch.tensor(1e-6)
     name, _, bits = kind.partition("_")
     sync = SyncConfig(method="diloco", quantise=int(bits or 2), top_k=0.0 if bits else LARGEST)
     form = Payload.of(sync, length)
     signs, payload = pack_reference_(tensors[0], scale), compress(tensors[0], form)
-    runs: dict[str, Callable[[Tensor], Any]] = {
-        "pass": lambda x: x.add_(tensors[0], alpha=1e-6),
-        "sign": lambda x: pack_reference_(x, scale),
-        "unsign": lambda _: unpack_reference(signs, scale, length),
-        "compress": lambda x: compress(x, form),
-        "decompress": lambda _: decompress(payload, form, length),
+    runs: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "pass": lambda x, y: x.add_(y, alpha=1e-6),
+        "sign": lambda x, _: pack_reference_(x, scale),
+        "unsign": lambda *_: unpack_reference(signs, scale, length),
+        "compress": lambda x, _: compress(x, form),
+        "decompress": lambda *_: decompress(payload, form, length),
     }
     run = runs[{"select": "compress", "scatter": "decompress"}.get(name, name)]
-    return seconds_of(lambda: [run(x) for x in tensors]) / len(tensors)
+    pairs = cycle(zip(tensors[::2], tensors[1::2], strict=True))
+    return seconds_of(lambda: run(*next(pairs)))
 
 
 class Still:
