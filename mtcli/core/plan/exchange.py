@@ -50,7 +50,7 @@ def exchange_arithmetic(work: Workload, pp_rank: int) -> Iterator[Work]:
         momentum = work.num_moments > 0
         return decentralized_arithmetic(sync, replicas, elements, tensors, _mixed(work), momentum)
     if sync.method == "onebit":
-        return onebit_arithmetic(sync, work.steps, replicas, sizes, work.optimizer)
+        return onebit_arithmetic(sync, work.steps, replicas, sizes)
     if sync.method == "lsgd":
         return lsgd_arithmetic(sync, work.steps, replicas, elements, tensors)
     return easgd_arithmetic(sync, work.steps, elements, tensors)

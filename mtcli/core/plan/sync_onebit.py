@@ -7,7 +7,7 @@ from mtcli.core.config.sync import SyncConfig
 from mtcli.core.plan.arithmetic import Work, passes, times
 
 # Elementwise operations of a frozen update beyond those of the optimizer's own, which is fused.
-MORE_PASSES = {"adamw": 4, "lamb": 4}
+MORE_PASSES = 4
 SCALARS = 8, 8  # bytes of a replica's scale, which is gathered, and of the sum that servers reduce
 
 
@@ -32,7 +32,7 @@ def onebit_state(optimizer: OptimizerName, replicas: int, width: int) -> float:
 
 
 def onebit_arithmetic(
-    sync: SyncConfig, steps: int, replicas: int, sizes: Mapping[str, int], rule: OptimizerName
+    sync: SyncConfig, steps: int, replicas: int, sizes: Mapping[str, int]
 ) -> Iterator[Work]:
     """Yields the mean arithmetic of a step on a rank that owns so many elements of each parameter.
 
@@ -50,6 +50,6 @@ def onebit_arithmetic(
         passes(1, elements, n),  # to the server's error
         passes(1 / n, elements, tensors),  # squared
         passes(1, elements),  # of all servers, one after another
-        passes(1 + MORE_PASSES[rule], elements, tensors),
+        passes(1 + MORE_PASSES, elements, tensors),  # divided by its scale, and taken
     ]
     yield from times((steps - warm) / steps, compressed)
