@@ -114,7 +114,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timed-steps", type=int, default=32)
     parser.add_argument("--gbits", type=float, nargs="*", default=[0.1, 1.0, 10.0])
     parser.add_argument("--only", nargs="*", choices=STRATEGIES)
-    parser.add_argument("--read", help="rows that were measured; what they lack is, and all are planned")
+    parser.add_argument("--read", help="rows that were measured; only what they lack is")
     parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--plot", help="draw them into this file")
     return parser.parse_args()

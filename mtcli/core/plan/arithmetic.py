@@ -27,7 +27,7 @@ BYTES: dict[Kind, float] = {
 }
 
 
-class Work(NamedTuple):
+class Arithmetic(NamedTuple):
     """Calls of one kind, and the elements that all of them handle."""
 
     kind: Kind
@@ -35,22 +35,22 @@ class Work(NamedTuple):
     calls: float = 1.0
 
 
-def times(factor: float, works: Iterable[Work]) -> Iterator[Work]:
+def times(factor: float, works: Iterable[Arithmetic]) -> Iterator[Arithmetic]:
     """Yields the work of something that is done so many times, on average."""
-    return (Work(kind, factor * elements, factor * calls) for kind, elements, calls in works)
+    return (Arithmetic(kind, factor * elements, factor * calls) for kind, elements, calls in works)
 
 
-def passes(count: float, elements: float, tensors: int = 1) -> Work:
+def passes(count: float, elements: float, tensors: int = 1) -> Arithmetic:
     """Elementwise operations on tensors that have so many elements together."""
-    return Work("pass", count * elements, count * tensors)
+    return Arithmetic("pass", count * elements, count * tensors)
 
 
-def cpu_seconds(works: Iterable[Work], known: Calibration) -> float:
+def cpu_seconds(works: Iterable[Arithmetic], known: Calibration) -> float:
     """Seconds of work at a calibration's prices."""
     prices = known.arithmetic
     return sum(prices[w.kind][0] * w.calls + prices[w.kind][1] * w.elements for w in works)
 
 
-def moved_bytes(works: Iterable[Work]) -> float:
+def moved_bytes(works: Iterable[Arithmetic]) -> float:
     """Bytes that work reads and writes."""
     return sum(BYTES[work.kind] * work.elements for work in works)

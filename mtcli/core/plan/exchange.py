@@ -6,7 +6,7 @@ from math import prod
 from mtcli.core.config.sync import DECENTRALIZED, PERIODIC
 from mtcli.core.mesh.sharding import owner_axes
 from mtcli.core.mesh.topology import MixingGraph
-from mtcli.core.plan.arithmetic import Work
+from mtcli.core.plan.arithmetic import Arithmetic
 from mtcli.core.plan.elements import trained_of_rank
 from mtcli.core.plan.sync_decentralized import (
     decentralized_arithmetic,
@@ -37,7 +37,7 @@ def exchanged_bytes(work: Workload, pp_rank: int) -> float:
     return count(*run, elements, master)
 
 
-def exchange_arithmetic(work: Workload, pp_rank: int) -> Iterator[Work]:
+def exchange_arithmetic(work: Workload, pp_rank: int) -> Iterator[Arithmetic]:
     """The mean arithmetic per step of a run that a rank of a pipeline rank does for the exchange
     with other replicas, beyond the optimizer's."""
     sync, replicas, sizes = work.sync, work.layout.replicas, owned_sizes(work, pp_rank)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.topology import MixingGraph
-from mtcli.core.plan.arithmetic import Work, passes
+from mtcli.core.plan.arithmetic import Arithmetic, passes
 
 # Elementwise operations of a step beyond those of SGD with momentum, by sync/decentralized.py.
 MORE_PASSES = {"dsgd": 2, "dmsgd": 6, "awc_dmsgd": 3, "da_dmsgd": 4, "decentlam": 4}
@@ -18,7 +18,7 @@ def decentralized_bytes(sync: SyncConfig, replicas: int, elements: int, width: i
 
 def decentralized_arithmetic(
     sync: SyncConfig, replicas: int, elements: int, tensors: int, mixed: int, momentum: bool
-) -> Iterator[Work]:
+) -> Iterator[Arithmetic]:
     """Yields the arithmetic of a step on a rank that owns elements of so many tensors, of which
     `mixed` are exchanged for each parameter: what is sent is computed, weighted and summed."""
     method = sync.method if momentum or sync.method == "awc_dmsgd" else "dsgd"

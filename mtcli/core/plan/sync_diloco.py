@@ -10,7 +10,7 @@ from mtcli.core.config.sync_payload import (
     segment,
     segments,
 )
-from mtcli.core.plan.arithmetic import Work, passes, times
+from mtcli.core.plan.arithmetic import Arithmetic, passes, times
 from mtcli.core.plan.calibration import Kind
 
 # What compresses and decompresses values, by bits, and the largest ones.
@@ -42,7 +42,7 @@ def diloco_bytes(
 
 def diloco_arithmetic(
     sync: SyncConfig, steps: int, replicas: int, sizes: Mapping[str, int]
-) -> Iterator[Work]:
+) -> Iterator[Arithmetic]:
     """Yields the mean arithmetic per step of a run on a rank that owns so many elements of each
     parameter."""
     for fragment, own in enumerate(_fragments(sync, sizes)):
@@ -52,7 +52,7 @@ def diloco_arithmetic(
         yield from times(exchanges / steps, found)
 
 
-def _exchange(sync: SyncConfig, replicas: int, sizes: Mapping[str, int]) -> Iterator[Work]:
+def _exchange(sync: SyncConfig, replicas: int, sizes: Mapping[str, int]) -> Iterator[Arithmetic]:
     """Yields the arithmetic of an exchange: the pseudo-gradient, its mean, the outer step, and the
     copy of outer weights, or their mean with the replica's own."""
     elements = sum(sizes.values())
@@ -76,12 +76,12 @@ def _exchange(sync: SyncConfig, replicas: int, sizes: Mapping[str, int]) -> Iter
     yield passes(4, elements)  # three means begin as zeros or end divided; one is added to errors
 
 
-def _coded(sync: SyncConfig, own: Segment, there: int, back: int) -> Iterator[Work]:
+def _coded(sync: SyncConfig, own: Segment, there: int, back: int) -> Iterator[Arithmetic]:
     """Yields the arithmetic of compressing a segment so often, and of adding what it stands for."""
     elements, groups = sum(own.lengths), len(own.groups)
     packs: tuple[Kind, Kind] = CODED["top_k" if sync.top_k else sync.quantise]
     for kind, count in zip(packs, (there, back), strict=True):
-        yield Work(kind, count * elements, count * groups)
+        yield Arithmetic(kind, count * elements, count * groups)
         yield passes(count, elements, sum(map(len, own.groups)))
 
 

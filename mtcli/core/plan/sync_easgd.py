@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mtcli.core.config.sync import SyncConfig
-from mtcli.core.plan.arithmetic import Work, passes
+from mtcli.core.plan.arithmetic import Arithmetic, passes
 
 
 def easgd_bytes(sync: SyncConfig, steps: int, replicas: int, elements: int, width: int) -> float:
@@ -14,7 +14,9 @@ def easgd_bytes(sync: SyncConfig, steps: int, replicas: int, elements: int, widt
     return _exchanges(sync, steps) * 2 * (replicas - 1) / replicas * elements * width / steps
 
 
-def easgd_arithmetic(sync: SyncConfig, steps: int, elements: int, tensors: int) -> Iterator[Work]:
+def easgd_arithmetic(
+    sync: SyncConfig, steps: int, elements: int, tensors: int
+) -> Iterator[Arithmetic]:
     """Yields the mean arithmetic of a step on a rank that owns elements of so many tensors: copies
     of weights and centre, the mean, and both pulls."""
     exchanges = _exchanges(sync, steps) / steps

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import ceil, lcm, log2
 
 from mtcli.core.config.sync import SyncConfig
-from mtcli.core.plan.arithmetic import Work, passes
+from mtcli.core.plan.arithmetic import Arithmetic, passes
 
 MESSAGE_BYTES = 3 * 8  # of a worker to all others: its number, steps and loss
 
@@ -36,7 +36,7 @@ def lsgd_broadcasts(sync: SyncConfig, steps: int, replicas: int, tree: bool) -> 
 
 def lsgd_arithmetic(
     sync: SyncConfig, steps: int, replicas: int, elements: int, tensors: int
-) -> Iterator[Work]:
+) -> Iterator[Arithmetic]:
     """Yields the mean arithmetic of a step on a rank that owns elements of so many tensors: a copy
     of its weights, and their pull to the leader's."""
     for pulls, _ in _pulls(sync, steps, replicas):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from mtcli.core.config.schema import OptimizerName
 from mtcli.core.config.sync import SyncConfig
-from mtcli.core.plan.arithmetic import Work, passes, times
+from mtcli.core.plan.arithmetic import Arithmetic, passes, times
 
 # Elementwise operations of a frozen update beyond those of the optimizer's own, which is fused.
 MORE_PASSES = 4
@@ -33,7 +33,7 @@ def onebit_state(optimizer: OptimizerName, replicas: int, width: int) -> float:
 
 def onebit_arithmetic(
     sync: SyncConfig, steps: int, replicas: int, sizes: Mapping[str, int]
-) -> Iterator[Work]:
+) -> Iterator[Arithmetic]:
     """Yields the mean arithmetic of a step on a rank that owns so many elements of each parameter.
 
     A momentum is updated and scaled, added to the error and squared; signs are packed for all
@@ -45,8 +45,8 @@ def onebit_arithmetic(
     yield from times(warm / steps, [passes(4 + 1 / n, elements), passes(1, elements, tensors)])
     compressed = [
         passes(5, elements, tensors),  # momentum, scaled; error and its square
-        Work("sign", elements * (1 + 1 / n), n + 1),
-        Work("unsign", 2 * elements, 2 * n),
+        Arithmetic("sign", elements * (1 + 1 / n), n + 1),
+        Arithmetic("unsign", 2 * elements, 2 * n),
         passes(1, elements, n),  # to the server's error
         passes(1 / n, elements, tensors),  # squared
         passes(1, elements),  # of all servers, one after another
