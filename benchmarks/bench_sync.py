@@ -77,8 +77,8 @@ def main() -> None:
         root = Path(folder)
         if lacking := [name for name in names if "links" not in rows.get(name, {})]:
             measure(rows, lacking, root, args)
-        for name in names:
-            for gbits, link in rows[name].get("links", {}).items():
+        for name, row in rows.items():
+            for gbits, link in row.get("links", {}).items():
                 link["planned"] = planned(name, gbits, args.timed_steps)
     print(table(rows))
     if args.json:
