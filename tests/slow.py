@@ -75,6 +75,11 @@ SLOW = {
             "overlap of bits",
         ),
     },
+    "test_arithmetic.py": {
+        "test_an_exchange_handles_as_many_elements_of_each_kind_as_are_planned": (
+            "signs", "4 bits", "largest", "neighbours",
+        ),
+    },
     "test_sync_diloco.py": {
         "test_planned_bytes_are_those_that_a_run_sends_and_keeps": (
             "4 bits, overlapped", "largest, 2 bits",
