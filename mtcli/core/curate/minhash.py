@@ -1,4 +1,5 @@
-"""MinHash signatures of documents (Broder 1997) and the bands that find near duplicates by them.
+"""MinHash signatures of documents (Broder 1997), by a sketch that takes one hash of each shingle,
+and the bands that find near duplicates by them.
 
 Bands are hashes of a few signature values each: two documents whose sets have Jaccard similarity J
 share one with probability 1 - (1 - J^rows)^bands. Of the values themselves the lowest 8 bits are
