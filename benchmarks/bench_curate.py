@@ -31,10 +31,11 @@ from mtcli.core.curate.batch import BATCH_BYTES, Batch
 from mtcli.core.curate.config import load_config
 from mtcli.core.curate.documents import Document
 from mtcli.core.curate.engine import LocalEngine
-from mtcli.core.curate.hashing import jaccard, shingle_set
+from mtcli.core.curate.hashing import jaccard
 from mtcli.core.curate.minhash import make_signatures
 from mtcli.core.curate.pipeline import curate
 from mtcli.core.curate.request import CurateRequest
+from mtcli.core.curate.shingles import shingle_set
 from mtcli.core.curate.stages import make_stage
 from mtcli.core.curate.warc import make_extract
 

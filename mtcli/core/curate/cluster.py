@@ -36,7 +36,7 @@ from mtcli.core.curate.fuzzy import (
     min_matches,
     unique_pairs,
 )
-from mtcli.core.curate.hashing import Array, jaccard, shingle_set
+from mtcli.core.curate.hashing import Array, jaccard
 from mtcli.core.curate.parts import LINES, Files, Lines, Part
 from mtcli.core.curate.shards import ShardJob, ShardPlan, keyed_lines, route_slice, write_lines
 from mtcli.core.curate.workers import Work
@@ -357,6 +357,8 @@ class _Similarity:
         return jaccard(self._set(one), self._set(other))
 
     def _set(self, number: int) -> Array:
+        from mtcli.core.curate.shingles import shingle_set
+
         if number not in self._sets:
             if len(self._sets) >= SETS:
                 self._sets.clear()

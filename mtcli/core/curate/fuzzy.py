@@ -16,7 +16,7 @@ import numpy as np
 
 from mtcli.core.curate.config import FuzzyConfig
 from mtcli.core.curate.corpus import Corpus, Removals
-from mtcli.core.curate.hashing import Array, jaccard, shingle_set
+from mtcli.core.curate.hashing import Array, jaccard
 from mtcli.core.curate.minhash import bands_of
 from mtcli.core.runtime.process_pool import Progress
 
@@ -213,6 +213,8 @@ def verify_pairs(
     corpus: Corpus, size: int, pairs: list[tuple[int, int]], progress: Progress = lambda _: None
 ) -> list[float]:
     """The Jaccard similarities of pairs' texts, as sets of shingles."""
+    from mtcli.core.curate.shingles import shingle_set
+
     sets: dict[int, Array] = {}
     found = []
     for pair in pairs:

@@ -1,10 +1,9 @@
-"""Hashes of shingles, words and n-grams: a few passes over the bytes of many documents.
+"""Hashes of words and n-grams in numpy: a few passes over the bytes of many documents.
 
 All arithmetic is modulo 2^64. A hash depends on its characters alone, not on the text around it nor
 on how documents are batched.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -25,28 +24,6 @@ def mix(values: Array) -> Array:
     mixed *= SECOND
     mixed ^= mixed >> np.uint64(32)
     return mixed
-
-
-def shingle_hashes(texts: Sequence[str], size: int) -> tuple[Array, Array]:
-    """Hashes every window of `size` characters: (uint64 hashes, int64 offsets [documents + 1]).
-
-    A document has as many hashes as characters: those of windows that would go on behind its end
-    are its first one's, which changes no set. A text shorter than a window is a shingle by itself.
-    """
-    from mtcli.core.curate.shingle_loops import hash_shingles  # half a second, of numba
-
-    offsets = np.zeros(len(texts) + 1, np.int64)
-    np.cumsum([len(text) for text in texts], out=offsets[1:])
-    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), "<u4")
-    return hash_shingles(codes, offsets, size), offsets
-
-
-def shingle_set(text: str, size: int) -> Array:
-    """The sorted hashes of a text's shingles, each once."""
-    hashes = np.sort(shingle_hashes([text], size)[0])  # numpy's own unique takes 20 times as long
-    once = np.ones(hashes.size, bool)
-    once[1:] = hashes[1:] != hashes[:-1]
-    return hashes[once]
 
 
 def jaccard(one: Array, other: Array) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import FuzzyConfig
 from mtcli.core.curate.documents import Document
-from mtcli.core.curate.hashing import SECOND, Array, mix, shingle_hashes
+from mtcli.core.curate.hashing import SECOND, Array, mix
 
 RECALL = 0.995  # of pairs at the threshold, at least
 GROUP = 1 << 16
@@ -40,7 +40,7 @@ def make_signatures(config: FuzzyConfig) -> Callable[[list[Document], Batch], di
 def _signatures(
     config: FuzzyConfig, bands: int, rows: int, documents: list[Document], _: Batch
 ) -> dict[str, Array]:
-    from mtcli.core.curate.shingle_loops import sketch
+    from mtcli.core.curate.shingles import shingle_hashes, sketch
 
     parts = [np.zeros((0, config.hashes), np.uint64)]
     for texts in _groups([document.text for document in documents]):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mtcli.core.curate.hashing import BASE, MULTIPLIER, SECOND, shingle_hashes
-from mtcli.core.curate.shingle_loops import sketch
+from mtcli.core.curate.hashing import BASE, MULTIPLIER, SECOND
+from mtcli.core.curate.shingles import shingle_hashes, sketch
 
 ALL = (1 << 64) - 1
 

@@ -13,11 +13,12 @@ from corpora import refusal, removed, shards, warc_bytes, write_jsonl
 from mtcli.core.curate.batch import Batch, lower
 from mtcli.core.curate.config import LanguageConfig, QualityConfig
 from mtcli.core.curate.documents import Document
-from mtcli.core.curate.hashing import jaccard, shingle_hashes, shingle_set
+from mtcli.core.curate.hashing import jaccard
 from mtcli.core.curate.language import make_identify
 from mtcli.core.curate.normalise import make_fix
 from mtcli.core.curate.quality import load_classifier, pareto_draw, train_quality
 from mtcli.core.curate.rules import FAR, KINDS, PACKED_STOP_WORDS, STOP_WORDS
+from mtcli.core.curate.shingles import shingle_hashes, shingle_set
 from mtcli.core.curate.word_loops import count_words
 
 ODD = "abcZ .,&;<é“”‘’—ÃÂ©€œ\x85\u2028ﬁＡ\x1b\r\n\t\xa0Ø°µ»²×√à日本é̀ß"

@@ -1,12 +1,15 @@
-"""Hashes of shingles, and sketches of them: loops over characters, compiled by numba.
+"""Hashes of shingles, and sketches of them: loops over characters, compiled by numba, whose import
+takes half a second.
 
 `offsets` int64 [documents + 1] says where each document begins. All arithmetic is modulo 2^64.
 """
 
+from collections.abc import Sequence
+
 import numba
 import numpy as np
 
-from mtcli.core.curate.hashing import BASE, MULTIPLIER, SECOND
+from mtcli.core.curate.hashing import BASE, MULTIPLIER, SECOND, Array
 
 compiled = numba.njit(cache=True)
 BASE_64 = np.uint64(BASE)
@@ -14,6 +17,26 @@ HALF, THIRD = np.uint64(32), np.uint64(29)
 ONE = np.uint64(1)
 ROUND_BITS, VALUE_BITS = np.uint64(12), np.uint64(52)  # of a value: its round, and a part of a hash
 EMPTY = np.uint64(2**64 - 1)
+
+
+def shingle_hashes(texts: Sequence[str], size: int) -> tuple[Array, Array]:
+    """Hashes every window of `size` characters: (uint64 hashes, int64 offsets [documents + 1]).
+
+    A document has as many hashes as characters: those of windows that would go on behind its end
+    are its first one's, which changes no set. A text shorter than a window is a shingle by itself.
+    """
+    offsets = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum([len(text) for text in texts], out=offsets[1:])
+    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), "<u4")
+    return hash_shingles(codes, offsets, size), offsets
+
+
+def shingle_set(text: str, size: int) -> Array:
+    """The sorted hashes of a text's shingles, each once."""
+    hashes = np.sort(shingle_hashes([text], size)[0])  # numpy's own unique takes 20 times as long
+    once = np.ones(hashes.size, bool)
+    once[1:] = hashes[1:] != hashes[:-1]
+    return hashes[once]
 
 
 @compiled
