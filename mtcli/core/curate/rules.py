@@ -26,6 +26,7 @@ FAR = 16  # bytes of a word in which a letter is looked for
 
 def make_rules(config: RulesConfig) -> Callable[[Batch], None]:
     """The stage: drops what breaks a rule."""
+    _rules(config, Batch([]))  # loads the loop before workers fork
     return partial(_rules, config)
 
 
