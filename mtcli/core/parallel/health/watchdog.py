@@ -160,7 +160,9 @@ class Watchdog:
         if self.published != self.recorder.progress:
             self.published = self.recorder.progress
             self.store.add(PROGRESS, 1)
-        waits = [call for call in list(self.recorder.waits.values()) if call.axis.name == SAVING]
+        waits = [
+            call for call in list(self.recorder.waits.values()) if call.axis.name.startswith(SAVING)
+        ]
         if waits and (progress := self.store.add(PROGRESS, 0)) != self.progress:
             self.progress = progress
             for call in waits:
