@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -216,16 +215,15 @@ def _open_ours_together(found: CheckpointFolder, axis: Axis) -> Checkpoint:
     told = own[1].as_tables().to_bytes() if own and axis.size > 1 else None
     told = first_bytes(told, axis)
 
-    def describe() -> Checkpoint:
+    def describe() -> tuple[Checkpoint, str]:
         if own is not None:
-            return _described(folder, own[1], own[0])
-        lock = lock_for_reading(folder)
+            return _described(folder, own[1], own[0]), seal_of(folder)
+        lock, seal = lock_for_reading(folder), seal_of(folder)
         checkpoint = _described(folder, Manifest.model_validate_json(told or b""), lock)
         checkpoint.check_sizes(axis.rank, axis.size)
-        return checkpoint
+        return checkpoint, seal
 
-    checkpoint = together(axis, lambda: _as_rank_0(axis, describe))
-    seal = together(axis, partial(seal_of, folder))
+    checkpoint, seal = together(axis, lambda: _as_rank_0(axis, describe))
     require_alike(axis, f"{folder} of step {checkpoint.step} with the hash {seal}", "has opened")
 
     def check_headers() -> None:

@@ -130,16 +130,16 @@ def merge(parts: Sequence[ShardIndex]) -> ShardIndex:
         rows[:, KEY] = np.array(new_keys)[rows[:, KEY]]
         return rows
 
-    for name, held in holders.items():
-        kind = held[0][1][:2]
-        for _, tensor in held:
+    for name, found in holders.items():
+        kind = found[0][1][:2]
+        for _, tensor in found:
             if tensor[:2] != kind:
                 raise ValueError(f"{name} is {tensor[:2]} on one rank and {kind} before")
-        keys = tuple(dict.fromkeys(key for _, tensor in held for key in tensor.keys))
-        place = {key: index for index, key in enumerate(keys)}
+        keys = tuple(dict.fromkeys(key for _, tensor in found for key in tensor.keys))
+        new = {key: index for index, key in enumerate(keys)}
         content = tuple(
-            (number, tensor.table, tuple(place[key] for key in tensor.keys))
-            for number, tensor in held
+            (number, tensor.table, tuple(new[key] for key in tensor.keys))
+            for number, tensor in found
         )
         table = merged.number_of(
             content, lambda content=content: np.concatenate([rows_of(*one) for one in content])
@@ -152,10 +152,10 @@ def fault_of(index: ShardIndex, replicas: int) -> str:
     """Words what cannot be true of an index; "" where each tensor's shards, of each replica, tile
     it, are in files that are listed, and no tensor of a file is there twice."""
     sound: set[tuple[tuple[int, ...], int]] = set()
-    places: dict[str, list[tuple[int, int]]] = defaultdict(list)  # of a key: tables, its number
+    with_key: dict[str, list[tuple[int, int]]] = defaultdict(list)  # of a key: tables, its number
     for name, tensor in index.tensors.items():
         for number, key in enumerate(tensor.keys):
-            places[key].append((tensor.table, number))
+            with_key[key].append((tensor.table, number))
         if (tensor.shape, tensor.table) in sound:
             continue
         try:
@@ -167,7 +167,7 @@ def fault_of(index: ShardIndex, replicas: int) -> str:
         sound.add((tensor.shape, tensor.table))
     tables = {tensor.table: index.table(tensor) for tensor in index.tensors.values()}
     once: set[tuple[int, int]] = set()
-    for key, found in places.items():
+    for key, found in with_key.items():
         if len(found) == 1 and found[0] in once:
             continue
         files = np.concatenate(
@@ -224,9 +224,9 @@ def tiling_fault(shape: tuple[int, ...], starts: Table, sizes: Table) -> str:
         start, size = (tuple(numbers[first].tolist()) for numbers in (starts, sizes))
         return f"leave its shape {list(shape)}: start {start}, size {size}"
     exact = np.int64 if prod(n or 1 for n in shape) * max(1, len(sizes)) < 2**63 else object
-    held = int(sizes.astype(exact).prod(axis=1).sum()) if len(sizes) else 0
-    if held != prod(shape):
-        return f"hold {held} of its {prod(shape)} elements"
+    count = int(sizes.astype(exact).prod(axis=1).sum()) if len(sizes) else 0
+    if count != prod(shape):
+        return f"hold {count} of its {prod(shape)} elements"
     return "" if len(sizes) < 2 else _overlap(starts, starts + sizes)
 
 
