@@ -49,7 +49,7 @@ class ShardIndex:
     def add(
         self, name: str, kind: tuple[str, tuple[int, ...]], rows: list[tuple[Any, ...]]
     ) -> None:
-        """Adds a tensor of (dtype, shape), whose rows have a key's name in place of its number."""
+        """Adds a tensor of (dtype, shape), whose rows have a key's name for its number."""
         keys = tuple(dict.fromkeys(row[KEY] for row in rows))
         number = {key: index for index, key in enumerate(keys)}
         numbers = tuple((row[FILE], number[row[KEY]], *row[REPLICA:]) for row in rows)

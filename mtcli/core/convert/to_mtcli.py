@@ -68,7 +68,7 @@ def to_mtcli(
     peak memory of the workers.
     """
     config = output_config(source, parallel, world)
-    ranks = rank_shards(source, config, world, options.dtype)
+    ranks = list(rank_shards(source, config, world, options.dtype))
     attached = {f"{TOKENIZER}/{name}": path for name, path in tokenizer_of(source).items()}
     if original := original_config(source):
         paths = (original, original.with_name(config_json.GENERATION))
@@ -93,8 +93,8 @@ def to_mtcli(
 
 def rank_shards(
     source: Checkpoint, config: RunConfig, world: int, dtype: torch.dtype | None
-) -> list[list[Shard]]:
-    """Lists the shards that each rank saves of a checkpoint, on the meta device.
+) -> Iterator[list[Shard]]:
+    """Yields for each rank the shards that it saves of a checkpoint, on the meta device.
 
     Optimizer state is sharded like its parameter, with zero = 1 over data ranks too, and with
     zero = 3 so are weights. A tensor that belongs to no parameter is rank 0's. Together the shards
@@ -113,17 +113,17 @@ def rank_shards(
             for replica in source.replicas_of(name):
                 yield Shard(name, tensor, box.start, source.shape(name), replica)
 
-    ranks: list[list[Shard]] = [[] for _ in range(world)]
-    for rank, found in enumerate(ranks):
+    others = [name for name in source.names() if parameter_of(name) not in table]
+    for rank in range(world):
+        found = list[Shard]()
         for parameter in _saved_parameters(config, layout, rank):
             boxes, owned = _boxes(parameter, config, layout, rank)
             for name in names.get(parameter.name, []):
                 is_owned = is_optimizer(name) or config.parallel.zero == 3
                 found += shards(name, owned if is_owned else boxes)
-    for name in source.names():
-        if parameter_of(name) not in table:
-            ranks[0] += shards(name, [Box.of(source.shape(name))])
-    return ranks
+        for name in others if rank == 0 else ():
+            found += shards(name, [Box.of(source.shape(name))])
+        yield found
 
 
 def _saved_parameters(config: RunConfig, layout: ParallelLayout, rank: int) -> list[Parameter]:
