@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from time import process_time
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -144,20 +144,37 @@ class Mail:
         self.received: Counter[int] = Counter()
         self.received_bytes: Counter[int] = Counter()
 
-    def new_group(self, ranks: list[int], **_: Any) -> tuple[int, ...]:
-        """A group: its ranks."""
-        self.sockets += len(ranks) - 1
-        return tuple(ranks)
+    def PrefixStore(self, name: str, _: Any) -> str:  # noqa: N802 - torch's
+        """The name of a group."""
+        return name
 
-    def send(self, x: torch.Tensor, group: tuple[int, ...], group_dst: int) -> None:
+    def ProcessGroupGloo(self, name: str, rank: int, size: int, **_: Any) -> "MailGroup":  # noqa: N802
+        """A group by its name."""
+        self.sockets += size - 1
+        return MailGroup(self, name, rank)
+
+
+class MailGroup(NamedTuple):
+    """A group of one rank."""
+
+    mail: Mail
+    name: str
+    rank: int
+
+    def send(self, x: list[torch.Tensor], to: int, _: int) -> "MailGroup":
         """Keeps a message."""
-        self.waiting[self.rank, group[group_dst]].append(x)
+        self.mail.waiting[self.name, self.rank, to].append(x[0])
+        return self
 
-    def recv(self, x: torch.Tensor, group: tuple[int, ...], group_src: int) -> None:
+    def recv(self, x: list[torch.Tensor], source: int, _: int) -> "MailGroup":
         """Fills x with the oldest message."""
-        x.copy_(self.waiting[group[group_src], self.rank].popleft())
-        self.received[self.rank] += 1
-        self.received_bytes[self.rank] += x.nbytes
+        x[0].copy_(self.mail.waiting[self.name, source, self.rank].popleft())
+        self.mail.received[self.mail.rank] += 1
+        self.mail.received_bytes[self.mail.rank] += x[0].nbytes
+        return self
+
+    def wait(self) -> None:
+        """Returns at once."""
 
 
 def play_save(
@@ -174,11 +191,11 @@ def play_save(
         written = write_sparse(folder, rank, own, block, rank in shown)
         with seconds.of(rank):
             told[rank] = dump_written(written)
-    with patch.object(tree, "dist", mail):
+    with patch.object(tree, "dist", mail), patch.object(tree, "_get_default_store", object):
         for rank in reversed(range(world)):  # the first of a group hears those after it
             mail.rank, mail.sockets = rank, 0
             with seconds.of(rank):
-                axis = world_axis(rank, world, FlightRecorder())
+                axis = world_axis(rank, world, FlightRecorder())._replace(group=None)
                 merged = tree.make_tree(axis).merge(told.pop(rank), merge_written)
             sockets = max(sockets, mail.sockets)
     with seconds.of(0):
@@ -262,6 +279,7 @@ def play_start(config: RunConfig, world: int, shards: dict[int, list[Shard]]) ->
                 join(rank, world, config)
     return {
         "opens": max(opens.values()),
+        "opens_others": max(count for rank, count in opens.items() if rank),
         "start_seconds": max(seconds.values()),
         "start_seconds_others": max(value for rank, value in seconds.items() if rank),
         "told_bytes": sum(len(data or b"") for data in group.told),
@@ -358,7 +376,7 @@ def play_alarm(world: int) -> int:
 # The plot
 
 PANELS = {
-    "opens of files by a rank": ("opens", "boxes"),
+    "opens of files by a rank": ("opens", "opens_others", "boxes"),
     "processor seconds of a rank": ("start_seconds", "start_seconds_others", "save_seconds"),
     "bytes": ("manifest_bytes", "told_bytes", "received_bytes"),
     "messages, sockets, requests of a rank": (
@@ -366,7 +384,8 @@ PANELS = {
     ),
 }  # fmt: skip
 LABELS = {
-    "opens": "opens", "boxes": "boxes of a rank", "start_seconds": "start, rank 0 or any",
+    "opens": "opens, rank 0", "opens_others": "opens, others", "boxes": "boxes of a rank",
+    "start_seconds": "start, rank 0 or any",
     "start_seconds_others": "start, others", "save_seconds": "metadata of a save, rank 0",
     "manifest_bytes": "manifest.json", "told_bytes": "told to every rank at a start",
     "received_bytes": "received by rank 0 in a save", "received": "messages received in a save",

@@ -6,6 +6,7 @@ sockets, where one group of all would open 16,383 and pass the usual limit of op
 """
 
 import json
+import secrets
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
+from mtcli.core.parallel.collectives import first_value
 from mtcli.core.parallel.groups import Axis
 
 FAN_OUT = 64  # ranks of a group
@@ -40,31 +43,53 @@ class Ranks(Protocol):
         ...
 
 
+class Level(NamedTuple):
+    """A group of this rank, of which the first belongs to the next level too."""
+
+    axis: Axis
+    group: dist.ProcessGroupGloo
+
+    def send(self, value: Any, to: int) -> None:
+        """Sends a value to a rank of the group."""
+        data = bytearray(zlib.compress(json.dumps(value).encode(), FASTEST))
+        self.group.send([torch.tensor([len(data)])], to, 0).wait()
+        self.group.send([torch.frombuffer(data, dtype=torch.uint8)], to, 0).wait()
+
+    def receive(self, source: int) -> Any:
+        """The next value that a rank of the group has sent."""
+        length = torch.empty(1, dtype=torch.int64)
+        self.group.recv([length], source, 0).wait()
+        data = torch.empty(int(length), dtype=torch.uint8)
+        self.group.recv([data], source, 0).wait()
+        return json.loads(zlib.decompress(data.numpy()))
+
+
 class Tree(NamedTuple):
-    """This rank's groups, from the leaves up: it is the first of all but the last of them."""
+    """This rank's groups, from the leaves up."""
 
     rank: int
-    levels: tuple[Axis, ...]
+    levels: tuple[Level, ...]
 
     def merge(self, value: Any, merged: Merge) -> Any:
-        """See `Ranks`: each rank receives from at most FAN_OUT - 1 others at a level."""
-        for axis in self.levels:
+        """See `Ranks`: a rank receives from at most FAN_OUT - 1 others at each level."""
+        for level in self.levels:
+            axis = level.axis
             with axis.recorder.call("gather_values", axis):
                 if axis.rank:
-                    _send(value, axis, 0)
+                    level.send(value, 0)
                     return None
-                value = merged([value, *(_receive(axis, n) for n in range(1, axis.size))])
+                value = merged([value, *map(level.receive, range(1, axis.size))])
         return value
 
     def tell(self, value: Any) -> Any:
         """See `Ranks`."""
-        for axis in reversed(self.levels):
+        for level in reversed(self.levels):
+            axis = level.axis
             with axis.recorder.call("broadcast", axis):
                 if axis.rank:
-                    value = _receive(axis, 0)
-                else:
-                    for n in range(1, axis.size):
-                        _send(value, axis, n)
+                    value = level.receive(0)
+                for n in range(1, axis.size) if axis.rank == 0 else ():
+                    level.send(value, n)
         return value
 
 
@@ -72,38 +97,22 @@ ALONE = Tree(0, ())
 
 
 def make_tree(world: Axis, fan_out: int = FAN_OUT) -> Tree:
-    """The tree of all ranks, through gloo groups that nothing else uses. Every rank calls it.
+    """The tree of all ranks, through gloo groups that nothing else uses. Collective.
 
-    gloo's own timeout would end what only takes long; the watchdog ends what hangs.
+    gloo's own timeout would end what only takes long; the watchdog ends what hangs. torch's
+    `new_group` would have every rank make every group.
     """
-    levels, ranks, step = list[Axis](), world.ranks, 1
+    name = first_value(secrets.token_hex(8) if world.rank == 0 else None, world)
+    levels, ranks, step, named = list[Level](), world.ranks, 1, world.name
     while len(ranks) > 1 and world.rank % step == 0:
         first = world.rank // step // fan_out * fan_out
         own = ranks[first : first + fan_out]
         if len(own) > 1:
-            made = dist.new_group(
-                list(own),
-                timeout=timedelta(days=7),
-                backend="gloo",
-                use_local_synchronization=True,
-            )
-            name = world.name + f".{len(levels)}" * bool(levels)
-            place = own.index(world.rank)
-            axis = world._replace(name=name, ranks=own, rank=place, group=made, transport=None)
-            levels.append(axis)
+            rank = own.index(world.rank)
+            store = dist.PrefixStore(f"{name}/{step}/{first}", _get_default_store())
+            group = dist.ProcessGroupGloo(store, rank, len(own), timeout=timedelta(days=7))
+            axis = world._replace(name=named, ranks=own, rank=rank, group=None, transport=None)
+            levels.append(Level(axis, group))
         ranks, step = ranks[::fan_out], step * fan_out
+        named = f"{world.name}.{step}"
     return Tree(world.rank, tuple(levels))
-
-
-def _send(value: Any, axis: Axis, to: int) -> None:
-    data = bytearray(zlib.compress(json.dumps(value).encode(), FASTEST))
-    dist.send(torch.tensor([len(data)]), group=axis.group, group_dst=to)
-    dist.send(torch.frombuffer(data, dtype=torch.uint8), group=axis.group, group_dst=to)
-
-
-def _receive(axis: Axis, source: int) -> Any:
-    length = torch.empty(1, dtype=torch.int64)
-    dist.recv(length, group=axis.group, group_src=source)
-    data = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(data, group=axis.group, group_src=source)
-    return json.loads(zlib.decompress(data.numpy()))
