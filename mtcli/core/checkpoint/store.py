@@ -28,7 +28,6 @@ from mtcli.core.checkpoint.manifest import (
     BLOCK_BYTES,
     MAX_BLOCKS,
     NAME,
-    FileRecord,
     Manifest,
     RankManifest,
     ShardRecord,
@@ -204,7 +203,7 @@ def commit(
     """
     if fault := written["fault"]:
         raise failed(fault)
-    files = {name: FileRecord.model_validate(one) for name, one in written["files"].items()}
+    files = dict(written["files"])
     files[CONFIG] = write_bytes(partial / CONFIG, config_toml.encode())
     for name, source in sorted(attached.items()):
         (partial / name).parent.mkdir(exist_ok=True)
@@ -232,9 +231,13 @@ def merge_written(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _dump(index: ShardIndex, files: dict[str, Any]) -> dict[str, Any]:
+    tensors = {
+        name: (*one[:2], () if one.keys == (name,) else one.keys, one.table)
+        for name, one in index.tensors.items()
+    }
     return {
         "files": files,
-        "tensors": index.tensors,
+        "tensors": tensors,
         "tables": index.packed_tables(),
         "fault": "",
     }
@@ -243,7 +246,7 @@ def _dump(index: ShardIndex, files: dict[str, Any]) -> dict[str, Any]:
 def _index(part: dict[str, Any]) -> ShardIndex:
     index = ShardIndex(part["files"], part["tables"])
     for name, (dtype, shape, keys, table) in part["tensors"].items():
-        index.tensors[name] = IndexedTensor(dtype, tuple(shape), tuple(keys), table)
+        index.tensors[name] = IndexedTensor(dtype, tuple(shape), tuple(keys) or (name,), table)
     return index
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from pydantic_core import from_json
 from torch.distributed.distributed_c10d import _get_default_store
 
 from mtcli.core.parallel.collectives import first_value
@@ -61,7 +62,7 @@ class Level(NamedTuple):
         self.group.recv([length], source, 0).wait()
         data = torch.empty(int(length), dtype=torch.uint8)
         self.group.recv([data], source, 0).wait()
-        return json.loads(zlib.decompress(data.numpy()))
+        return from_json(zlib.decompress(data.numpy()))
 
 
 class Tree(NamedTuple):
