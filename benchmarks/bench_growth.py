@@ -1,4 +1,4 @@
-"""What one rank of n does at start-up, in a save and in an alarm, from 8 to 16,384 ranks.
+"""What one rank of n does at start-up, in a save and for the watchdog, from 8 to 16,384 ranks.
 
 No processes are started. Ranks are played one after another through mtcli's own functions, with
 process groups and stores that keep in memory what is sent, for a checkpoint of Llama 3.1 405B with
@@ -71,7 +71,7 @@ MOST = {
     "received": 3 * (tree.FAN_OUT - 1),
     "sockets": 3 * (tree.FAN_OUT - 1),
     "requests": 32,
-    "alarm_requests": 64,
+    "report_requests": 64,
 }
 
 
@@ -105,7 +105,7 @@ def play(world: int, root: Path) -> dict[str, Any]:
     own, first = play_meeting(world)
     row = {"ranks": world, "boxes": min(map(len, shards.values()))} | saved
     row |= play_start(config, world, shards)
-    return row | {"requests": own, "requests_0": first, "alarm_requests": play_alarm(world)}
+    return row | {"requests": own, "requests_0": first, "report_requests": play_report(world)}
 
 
 def over(row: dict[str, Any]) -> list[str]:
@@ -370,7 +370,7 @@ def play_meeting(world: int) -> tuple[int, int]:
     return kept.requests["1"], kept.requests["0"]
 
 
-def play_alarm(world: int) -> int:
+def play_report(world: int) -> int:
     """Requests by which one rank reads all others' answers, where a node of 8 does not answer."""
     kept = PlayedStore()
     for rank in set(range(world)) - set(range(world // 2, world // 2 + 8)):
@@ -387,7 +387,7 @@ PANELS = {
     "processor seconds of a rank": ("start_seconds", "start_seconds_others", "save_seconds"),
     "bytes": ("manifest_bytes", "told_bytes", "received_bytes"),
     "messages, sockets, requests of a rank": (
-        "received", "sockets", "requests", "alarm_requests",
+        "received", "sockets", "requests", "report_requests",
     ),
 }  # fmt: skip
 LABELS = {
@@ -397,7 +397,7 @@ LABELS = {
     "manifest_bytes": "manifest.json", "told_bytes": "told to every rank at a start",
     "received_bytes": "received by rank 0 in a save", "received": "messages received in a save",
     "sockets": "sockets for saves", "requests": "requests to the store to meet",
-    "alarm_requests": "requests of an alarm's report",
+    "report_requests": "requests of the watchdog's report",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a rank does at a start, in a save and in an alarm does not grow with the number of ranks.
+"""What a rank does at a start, in a save and for the watchdog does not grow with the number of ranks.
 
 benchmarks/bench_growth.py plays the ranks. Counts hold on a busy machine; seconds are its own.
 """
@@ -26,7 +26,7 @@ def test_a_rank_s_opens_messages_and_requests_are_few(bench, tmp_path, world):
     assert row["received"] <= row["sockets"] <= 2 * bench.tree.FAN_OUT
     assert row["told_bytes"] < row["manifest_bytes"] + 4096 < 8e6
     assert row["received_bytes"] < row["manifest_bytes"]
-    assert row["alarm_requests"] <= 8 + 2 * world.bit_length()
+    assert row["report_requests"] <= 8 + 2 * world.bit_length()
     limits = bench.MOST | {"start_seconds": 20.0, "save_seconds": 5.0}  # on a busy machine
     assert all(row[name] <= most for name, most in limits.items())
 

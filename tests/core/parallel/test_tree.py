@@ -1,5 +1,6 @@
 """A tree of groups: values meet at rank 0 in rank order and come back, through few connections."""
 
+import pytest
 from ranks import run_ranks
 
 from mtcli.core.parallel.groups import world_axis
@@ -14,18 +15,20 @@ def up_and_down(runtime, fan_out):
     return merged, told, [(level.axis.name, level.axis.ranks) for level in tree.levels]
 
 
-def test_values_are_merged_in_rank_order_and_rank_0_tells_all():
-    answers = run_ranks(5, up_and_down, 2)
+@pytest.mark.parametrize("fan_out", [2, 3, 8])
+def test_values_are_merged_in_rank_order_and_rank_0_tells_all(fan_out):
+    answers = run_ranks(5, up_and_down, fan_out)
     assert answers[0][0] == [[0, 1, 2, 3, 4]] * 2
     assert [merged for merged, *_ in answers[1:]] == [[None, None]] * 4
     assert [told for _, told, _ in answers] == [{"first": 0, "text": "x" * 5000}] * 5
-    levels = [levels for *_, levels in answers]
+    assert all(len(ranks) <= fan_out for *_, levels in answers for _, ranks in levels)
+
+
+def test_the_first_rank_of_a_group_is_of_the_next_level_too():
+    levels = [levels for *_, levels in run_ranks(5, up_and_down, 2)]
     assert levels[0] == [("saving", (0, 1)), ("saving.2", (0, 2)), ("saving.4", (0, 4))]
-    assert levels[2:] == [
-        [("saving", (2, 3)), ("saving.2", (0, 2))],
-        [("saving", (2, 3))],
-        [("saving.4", (0, 4))],
-    ]
+    assert levels[1:3] == [[("saving", (0, 1))], [("saving", (2, 3)), ("saving.2", (0, 2))]]
+    assert levels[3:] == [[("saving", (2, 3))], [("saving.4", (0, 4))]]
 
 
 def test_one_rank_merges_and_is_told_its_own():
