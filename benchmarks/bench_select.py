@@ -39,7 +39,7 @@ def main() -> None:
     n = args.n or {"peers": 8000, "memory": 50_000, "million": 1_000_000}[args.what]
     k = args.k or n // (100 if args.what == "million" else 10)
     if args.what == "peers":
-        peers(n, k, args.repeats)
+        peers(n, k, args.repeats, args.threads)
     elif args.what == "memory":
         large(n, k)
     else:
@@ -55,7 +55,7 @@ def clusters(n: int, seed: int = 0) -> torch.Tensor:
     return centres[of] + torch.randn(n, WIDTH, generator=random)
 
 
-def peers(n: int, k: int, repeats: int) -> None:
+def peers(n: int, k: int, repeats: int, threads: int) -> None:
     """Prints processor seconds and objectives of ours, apricot's and submodlib's lazy greedy."""
     points = clusters(n).double()
     distances = torch.cdist(points, points)
@@ -64,6 +64,7 @@ def peers(n: int, k: int, repeats: int) -> None:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     values = {}
     for name in in_turn(contenders, repeats):
+        torch.set_num_threads(threads)  # apricot's numba sets torch's OpenMP threads too
         begin = time.process_time(), time.perf_counter()
         chosen = contenders[name](matrix, k)
         times[name].append(time.process_time() - begin[0])

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mtcli.core.select import matrix_loops
+
 LOSS = 0.1  # of stochastic greedy: its expected value is 1 - 1/e - LOSS of the optimum
 TIES = 32.0  # roundings by which equal gains may differ
 FIRST_REFRESH = 8  # candidates whose gains lazy greedy computes again at once, at first
@@ -74,23 +76,12 @@ def lazy_greedy(
     points than the last one took refreshes, all bounds are lowered by exactly what it took away.
     `counts` are the m_i [n]; the seed decides nothing.
     """
-    state = _State(similarities, counts)
-    bounds, refreshed = state.gains(torch.arange(similarities.size, device=counts.device)), 0
+    state = _state(similarities, counts)
+    bounds = state.gains(torch.arange(similarities.size, device=counts.device))
     while not state.reached(goal):
-        stale, best, fresh, refresh = bounds.clone(), -math.inf, [], FIRST_REFRESH
-        while True:
-            top, candidates = stale.topk(min(refresh, len(stale)))
-            candidates = candidates[(top >= state.tying(best)) & (top > -math.inf)]
-            if not len(candidates):
-                break
-            gains = state.gains(candidates)
-            bounds[candidates], stale[candidates] = gains, -math.inf
-            fresh.append(candidates)
-            best, refresh = max(best, float(gains.max())), 2 * refresh
-        refreshed = max(refreshed // 2, sum(map(len, fresh)))
-        winner = state.first_of_best(torch.cat(fresh), bounds)
+        winner = state.refresh_(bounds)
         before = state.pick(winner, float(bounds[winner]))
-        state.lower_(bounds, before, most=refreshed)
+        state.lower_(bounds, before)
         bounds[winner] = -math.inf
         advance(1)
     return state.picks
@@ -160,14 +151,33 @@ class _State:
         self.chosen = torch.zeros(len(counts), dtype=torch.bool, device=counts.device)
         self.picks = Picks([], [])
         self.value = 0.0
+        self.refreshed = 0  # gains by the last pick, or half of those of the one before
 
     def gains(self, candidates: Tensor) -> Tensor:
         """What each of some candidates [b] would add to F."""
-        found = [
-            self.similarities.rows(block).sub_(self.best).clamp_(min=0.0) @ self.counts
-            for block in candidates.split(self.similarities.block)
-        ]
+        found = []
+        for block in candidates.split(self.similarities.block):
+            rows = self.similarities.rows(block)
+            if self.picks.order:
+                rows.sub_(self.best).clamp_(min=0.0)
+            found.append(rows @ self.counts)
         return torch.cat(found)
+
+    def refresh_(self, bounds: Tensor) -> int:
+        """Computes the largest bounds of gains again, until no other can win or tie; returns the
+        lowest candidate of the best."""
+        stale, best, fresh, refresh = bounds.clone(), -math.inf, [], FIRST_REFRESH
+        while True:
+            top, candidates = stale.topk(min(refresh, len(stale)))
+            candidates = candidates[(top >= self.tying(best)) & (top > -math.inf)]
+            if not len(candidates):
+                break
+            gains = self.gains(candidates)
+            bounds[candidates], stale[candidates] = gains, -math.inf
+            fresh.append(candidates)
+            best, refresh = max(best, float(gains.max())), 2 * refresh
+        self.refreshed = max(self.refreshed // 2, sum(map(len, fresh)))
+        return self.first_of_best(torch.cat(fresh), bounds)
 
     def tying(self, best: float) -> float:
         """The least gain that is as good as the best."""
@@ -178,20 +188,23 @@ class _State:
         of_them = gains[candidates]
         return int(candidates[of_them >= self.tying(float(of_them.max()))].min())
 
-    def lower_(self, bounds: Tensor, before: Tensor, most: int) -> None:
+    def lower_(self, bounds: Tensor, before: Tensor) -> None:
         """Lowers bounds of gains by what the last pick took away, by way of the points that it is
-        nearer to than the picks `before`, where these are at most so many. Similarities are the
-        same from i to j as from j to i."""
+        nearer to than the picks `before`, where these are no more than the gains that the pick
+        refreshed. Similarities are the same from i to j as from j to i."""
         changed = (self.best > before).nonzero().flatten()
-        if len(changed) > most:
+        if len(changed) > self.refreshed:
             return
         # of the sums' rounding
         slack = TIES * torch.finfo(bounds.dtype).eps * bounds.clamp(min=0.0)
+        self.take_(bounds, changed, before)
+        bounds += slack
+
+    def take_(self, bounds: Tensor, changed: Tensor, before: Tensor) -> None:
+        """Subtracts what points that the last pick changed no longer add to any gain."""
         for some in changed.split(self.similarities.block):
             low, high = before[some][:, None], self.best[some][:, None]
-            taken = self.similarities.rows(some).clamp_(low, high).sub_(low)
-            bounds -= self.counts[some] @ taken
-        bounds += slack
+            bounds -= self.counts[some] @ self.similarities.rows(some).clamp_(low, high).sub_(low)
 
     def pick(self, candidate: int, gain: float) -> Tensor:
         """Adds a candidate that has this gain; returns the largest similarities before it [n]."""
@@ -207,3 +220,30 @@ class _State:
         """Whether picks end here."""
         done = len(self.picks.order)
         return done >= min(goal.size, len(self.chosen)) or self.value >= goal.value
+
+
+class _MatrixState(_State):
+    """The same for a matrix in a CPU's memory, read once by compiled loops and never copied."""
+
+    def __init__(self, similarities: MatrixSimilarities, counts: Tensor) -> None:
+        super().__init__(similarities, counts)
+        self.matrix = similarities.matrix.numpy()
+
+    def refresh_(self, bounds: Tensor) -> int:
+        """Computes one bound after the other, the largest first."""
+        ties = TIES * torch.finfo(bounds.dtype).eps
+        best, counts = self.best.numpy(), self.counts.numpy()
+        winner, refreshed = matrix_loops.refresh(self.matrix, best, counts, bounds.numpy(), ties)
+        self.refreshed = max(self.refreshed // 2, refreshed)
+        return int(winner)
+
+    def take_(self, bounds: Tensor, changed: Tensor, before: Tensor) -> None:
+        """Subtracts it in one pass over each row."""
+        points = before.numpy(), self.best.numpy(), self.counts.numpy()
+        matrix_loops.take(self.matrix, changed.numpy(), *points, bounds.numpy())
+
+
+def _state(similarities: Similarities, counts: Tensor) -> _State:
+    if isinstance(similarities, MatrixSimilarities) and counts.device.type == "cpu":
+        return _MatrixState(similarities, counts)
+    return _State(similarities, counts)
