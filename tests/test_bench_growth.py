@@ -1,4 +1,4 @@
-"""What a rank does at a start, in a save and for the watchdog does not grow with the number of ranks.
+"""What a rank does at a start, in a save and for the watchdog, however many ranks there are.
 
 benchmarks/bench_growth.py plays the ranks. Counts hold on a busy machine; seconds are its own.
 """
