@@ -385,18 +385,17 @@ def play_report(world: int) -> int:
 PANELS = {
     "opens of files by a rank": ("opens", "opens_others", "boxes"),
     "processor seconds of a rank": ("start_seconds", "start_seconds_others", "save_seconds"),
-    "bytes": ("manifest_bytes", "told_bytes", "received_bytes"),
-    "messages, sockets, requests of a rank": (
-        "received", "sockets", "requests", "report_requests",
-    ),
+    "bytes": ("manifest_bytes", "received_bytes"),
+    "sockets, messages and requests of a rank": ("sockets", "requests", "report_requests"),
 }  # fmt: skip
 LABELS = {
     "opens": "opens, rank 0", "opens_others": "opens, others", "boxes": "boxes of a rank",
     "start_seconds": "start, rank 0 or any",
     "start_seconds_others": "start, others", "save_seconds": "metadata of a save, rank 0",
-    "manifest_bytes": "manifest.json", "told_bytes": "told to every rank at a start",
-    "received_bytes": "received by rank 0 in a save", "received": "messages received in a save",
-    "sockets": "sockets for saves", "requests": "requests to the store to meet",
+    "manifest_bytes": "manifest.json, told to every rank at a start",
+    "received_bytes": "received by rank 0 in a save",
+    "sockets": "sockets for saves, messages received in one",
+    "requests": "requests to the store to meet",
     "report_requests": "requests of the watchdog's report",
 }  # fmt: skip
 
@@ -410,7 +409,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for index, name in enumerate(names):
             x, y = [row["ranks"] for row in rows], [row[name] for row in rows]
             (line,) = axis.plot(x, y, marker="o", ms=4, color=f"C{index}", label=LABELS[name])
-            if isinstance(limit := MOST.get(name), float) and name != "told_bytes":
+            if isinstance(limit := MOST.get(name), float):
                 axis.axhline(limit, color=line.get_color(), ls=":", lw=1)
         axis.set(title=title, xlabel="ranks", xscale="log", yscale="log")
         axis.set_xticks(x, [f"{n:,}" for n in x], rotation=30)
