@@ -6,9 +6,13 @@ tokens a second of all models together, and state with the peak of a step above 
 as command lines, process start included, of which `--whole` runs a few: the sweep, the runs one
 after another, and all at once.
 
+Arrays are as `mtcli sweep` makes them: one model each where those are quicker one after another,
+which `--fused` overrides.
+
     python benchmarks/bench_sweep.py                        # two layers of 64, steps alone
-    python benchmarks/bench_sweep.py --model tiny --models 1,2,4
+    python benchmarks/bench_sweep.py --model tiny --models 1,2,4 --fused
     python benchmarks/bench_sweep.py --whole --models 8 --steps 40
+    python benchmarks/bench_sweep.py --every --json benchmarks/results/sweep.json --markdown
 """
 
 import argparse
@@ -19,6 +23,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from datetime import date
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -33,12 +38,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 from mtcli.core.config.loading import load_config
+from mtcli.core.runtime.atomic_writes import write_text
 from mtcli.core.runtime.launch import ALLOCATOR, Runtime, set_matmul
 from mtcli.core.sweep.array import ModelArray, array_groups
 from mtcli.core.sweep.batches import ArrayLoader
+from mtcli.core.sweep.rules import trains_in_turn
 from mtcli.core.training.loader import synthetic_loader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
+from mtcli.kernels.gemm import mkl_gemms
 
 # Overrides of the preset `tiny`, whose own sizes are hidden 256 and 2 x 2,048 tokens a step.
 MODELS = {
@@ -52,19 +60,45 @@ ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 TOLERANCE = 1e-5  # float32, relative, of losses over the measured steps
 
 
+# Of `--every`: model, B of each array, further flags.
+EVERY: list[tuple[str, str, list[str]]] = [
+    ("mini", "1,2,4,8,16", ["--contenders", "alone,array,vmap"]),
+    ("small", "1,2,4,8,16", ["--contenders", "alone,array,vmap"]),
+    ("tiny", "1", ["--contenders", "alone,array"]),  # of any B: arrays of one
+    ("tiny", "2", ["--contenders", "alone,array", "--fused"]),
+    ("mini", "8", []),
+    ("small", "8", []),
+    ("medium", "8", []),
+    ("small", "8", ["--whole"]),
+]
+
+
 def main() -> None:
     args = parse()
     if args.child:
         measure(args)
         return
+    for model, models, extra in EVERY if args.every else [(args.model, args.models, [])]:
+        one = argparse.Namespace(**vars(args) | {"model": model, "models": models})
+        run(one, extra)
+    if args.markdown:
+        print(markdown(json.loads(args.json.read_text())))
+
+
+def run(args: argparse.Namespace, extra: list[str]) -> None:
+    """Runs one measurement in a process of its own, or of command lines."""
     environ = os.environ | ALLOCATOR  # as the launcher gives every rank
-    if args.whole:
+    if args.whole or "--whole" in extra:
         whole(args, environ)
         return
     words = [sys.executable, __file__, "--child", "1", "--model", args.model]
     words += ["--models", args.models, "--steps", str(args.steps), "--threads", str(args.threads)]
-    words += ["--contenders", args.contenders, "--set", *args.set]
-    sys.exit(subprocess.run(words, env=environ).returncode)
+    words += [*(["--json", args.json] if args.json else [])]
+    words += [*(["--fused"] if args.fused else []), "--contenders", args.contenders]
+    words += [*extra, "--set", *args.set]  # the last of a flag counts
+    status = subprocess.run(words, env=environ).returncode
+    if status:
+        sys.exit(status)
 
 
 def parse() -> argparse.Namespace:
@@ -76,6 +110,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="alone among them")
     parser.add_argument("--set", nargs="*", default=[], help="fields of the config: lora.rank=8")
     parser.add_argument("--whole", action="store_true", help="command lines instead of steps")
+    parser.add_argument("--fused", action="store_true", help="all models in one array")
+    parser.add_argument("--every", action="store_true", help="all that docs/sweep.md tells")
+    parser.add_argument("--json", type=Path, help="put the rows into this file")
+    parser.add_argument("--markdown", action="store_true", help="print the file's tables")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -108,9 +146,12 @@ class Alone:
 
 
 class Array:
-    """Ours: all models as one; the loss is that of the last."""
+    """Ours: all models as one, or one of them where a sweep trains them in turn; the loss is that
+    of the last."""
 
-    def __init__(self, configs: list[Any], compiled: bool) -> None:
+    def __init__(self, configs: list[Any], compiled: bool, fused: bool = False) -> None:
+        if trains_in_turn(configs[0], "cpu") and not fused:
+            configs = configs[-1:]
         if compiled:
             train = configs[0].train.model_copy(update={"compile": True})
             configs = [config.model_copy(update={"train": train}) for config in configs]
@@ -157,9 +198,11 @@ class Vmap:
         self.optimizer.zero_grad()
         parts = self.rows.split(self.batch.micro_batch_size)
         for rows in parts:
-            with sdpa_kernel(SDPBackend.MATH):  # the others have no rule for vmap
+            # the other kernels of attention have no rule for vmap
+            with sdpa_kernel(SDPBackend.MATH), mkl_gemms(True):
                 losses = self.call(self.parameters, rows) / len(parts)
-            losses.sum().backward()
+            with mkl_gemms(True):  # torch's own default
+                losses.sum().backward()
         self.optimizer.step()
         return losses[-1].item()
 
@@ -192,7 +235,10 @@ def measure(args: argparse.Namespace) -> None:
         fixed = [*overrides(args.model, 1000), *args.set]
         configs = [load_config("tiny", [*fixed, rate]) for rate in rates]
         asked = {name: CONTENDERS[name] for name in args.contenders.split(",")}
-        every = {name: make(configs, compiled) for name, (make, compiled) in asked.items()}
+        every = {
+            name: Array(configs, compiled, args.fused) if make is Array else make(configs, compiled)
+            for name, (make, compiled) in asked.items()
+        }
         best = in_turns(every, args.steps)
         for name, one in every.items():
             wall, cpu = best[name]
@@ -201,7 +247,43 @@ def measure(args: argparse.Namespace) -> None:
             vmapped = best[other][0] / wall if other in best else 0.0
             cells = seq * batch / wall, *ratio, vmapped, peak_mib(one)
             print(f"{count:6} {name:<15}" + "".join(f"{x:10.5g}" for x in cells), flush=True)
+            row = {"model": args.model, "fused": args.fused, "B": count, "contender": name}
+            row |= dict(zip(names, (round(x, 3) for x in cells), strict=True))
+            record(args, [*row.items()][:4], row)
             one.close()
+
+
+def record(args: argparse.Namespace, key: list[tuple[str, Any]], row: dict[str, Any]) -> None:
+    """Puts a row into the file, in place of the one with the same key."""
+    if not args.json:
+        return
+    rows = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
+    rows = [old for old in rows if any(old.get(field) != value for field, value in key)]
+    cpu = torch.cpu.get_capabilities().get("cpu_name", "a CPU")
+    row |= {"threads": args.threads, "steps": args.steps, "date": str(date.today())}
+    told = {"cpu": cpu, "cores": os.cpu_count(), "torch": torch.__version__}
+    write_text(args.json, json.dumps(told | {"rows": [*rows, row]}, indent=1) + "\n")
+
+
+def markdown(found: dict[str, Any]) -> str:
+    """The tables of docs/sweep.md: processor time of B runs in turn over that of each contender,
+    and seconds of command lines."""
+    rows = [row for row in found["rows"] if "contender" in row]
+    lines = [f"{found['cpu']}, {found['cores']} cores, torch {found['torch']}", ""]
+    lines += ["| model | B | " + " | ".join(CONTENDERS) + " |", "|---|---" + "|---" * 5 + "|"]
+    by_case: dict[tuple[str, bool, int], dict[str, float]] = {}
+    for row in rows:
+        case = by_case.setdefault((row["model"], row["fused"], row["B"]), {})
+        case[row["contender"]] = row["cpu"]
+    for (model, fused, count), of in by_case.items():
+        cells = [f"{of[name]:.2f}" if name in of else "" for name in CONTENDERS]
+        lines.append(f"| `{model}`{' fused' * fused} | {count} | {' | '.join(cells)} |")
+    lines += ["", "| model | B | steps | sweep, s | in turn, s | at once, s |", "|---" * 6 + "|"]
+    for row in found["rows"]:
+        if "whole" in row:
+            seconds = " | ".join(f"{row[how]:.1f}" for how in ("sweep", "in turn", "at once"))
+            lines.append(f"| `{row['model']}` | {row['B']} | {row['steps']} | {seconds} |")
+    return "\n".join(lines)
 
 
 def in_turns(every: dict[str, Any], steps: int) -> dict[str, tuple[float, float]]:
@@ -265,6 +347,9 @@ def whole(args: argparse.Namespace, environ: dict[str, str]) -> None:
                 seconds.append(perf_counter() - start)
             compare(folder, rates)
             print(f"{count:6} {seconds[0]:8.1f} {seconds[1]:8.1f} {seconds[2]:8.1f}", flush=True)
+            row = {"model": args.model, "B": count, "whole": True}
+            named = zip(("sweep", "in turn", "at once"), seconds, strict=True)
+            record(args, [*row.items()], row | {how: round(s, 2) for how, s in named})
 
 
 def compare(folder: Path, rates: list[str]) -> None:

@@ -75,10 +75,10 @@ def main() -> None:
     names = args.only or list(STRATEGIES)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        if any(name not in rows for name in names):
-            measure(rows, names, root, args)
-        for name in names:
-            for gbits, link in rows[name].get("links", {}).items():
+        if lacking := [name for name in names if "links" not in rows.get(name, {})]:
+            measure(rows, lacking, root, args)
+        for name, row in rows.items():
+            for gbits, link in row.get("links", {}).items():
                 link["planned"] = planned(name, gbits, args.timed_steps)
     print(table(rows))
     if args.json:
@@ -88,13 +88,13 @@ def main() -> None:
 
 
 def measure(rows: dict[str, dict], names: list[str], root: Path, args: argparse.Namespace) -> None:
-    """Trains with every strategy that has no row, alone and over links; adds its row."""
+    """Trains with each strategy, alone unless it has a row, and over links; adds its row."""
     data = root / "data"
     mtcli("preprocess", "stdlib", "--output", str(data), "--tokenizer", "bytes")
     if lacks := slow_links.missing():
         say(f"seconds over links are left out: {lacks}")
-    for name in each([name for name in names if name not in rows]):
-        row = curve(flags(name, args.steps) + files(data, root / f"curve {name}"))
+    for name in each(names):
+        row = rows.get(name) or curve(flags(name, args.steps) + files(data, root / f"curve {name}"))
         rates = [] if lacks else args.gbits
         row["links"] = {}
         for gbits in rates:
@@ -114,7 +114,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timed-steps", type=int, default=32)
     parser.add_argument("--gbits", type=float, nargs="*", default=[0.1, 1.0, 10.0])
     parser.add_argument("--only", nargs="*", choices=STRATEGIES)
-    parser.add_argument("--read", help="rows that were measured; only others are, and all planned")
+    parser.add_argument("--read", help="rows that were measured; only what they lack is")
     parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--plot", help="draw them into this file")
     return parser.parse_args()

@@ -62,7 +62,10 @@ def linked(ranks: int, gbits: float) -> Iterator[list[list[str]]]:
 
 
 def train(prefixes: Sequence[list[str]], arguments: Sequence[str], log: Path) -> None:
-    """Runs `mtcli train` with a rank in each namespace; its words go into a file."""
+    """Runs `mtcli train` with a rank in each namespace, whose memory is allocated as `--nproc` has
+    it; its words go into a file."""
+    from mtcli.core.runtime.launch import ALLOCATOR
+
     world, processes, cores = len(prefixes), [], sorted(os.sched_getaffinity(0))
     with log.open("w") as file:
         for rank, prefix in enumerate(prefixes):
@@ -70,7 +73,7 @@ def train(prefixes: Sequence[list[str]], arguments: Sequence[str], log: Path) ->
             told = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
             told |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "eth0"}
             told |= {"OMP_NUM_THREADS": 1}
-            env = os.environ | {name: str(value) for name, value in told.items()}
+            env = os.environ | ALLOCATOR | {name: str(value) for name, value in told.items()}
             core = ["taskset", "-c", str(cores[rank % len(cores)])]  # one thread, as of --nproc
             command = [*prefix, *core, sys.executable, "-m", "mtcli", "train", *arguments]
             processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=file))

@@ -78,6 +78,11 @@ SLOW = {
             "overlap of bits",
         ),
     },
+    "test_arithmetic.py": {
+        "test_an_exchange_handles_as_many_elements_of_each_kind_as_are_planned": (
+            "signs", "4 bits", "largest", "neighbours",
+        ),
+    },
     "test_sync_diloco.py": {
         "test_planned_bytes_are_those_that_a_run_sends_and_keeps": (
             "4 bits, overlapped", "largest, 2 bits",
@@ -172,6 +177,8 @@ SLOW = {
         "test_figures_are_lm_evals_own": ("hellaswag-2", "winogrande-2", "race-0", "piqa-2"),
     },
     "test_array.py": {
+        "test_compiled_models_of_an_array_are_runs_of_their_own": ("gpt fp64",),
+        "test_generated_code_trains_the_models_of_an_array_as_runs_of_their_own": (),
         "test_models_of_an_array_are_runs_of_their_own": (
             "gpt fp64", "llama fp32", "lamb", "dropout", "mixture with a capacity",
             "masked tokens", "masked fp32", "classes",

@@ -202,7 +202,7 @@ class TrainConfig(Section):
     matmul: Literal["fast", "strict", "tf32"] = "fast"
     """fast: on CPU, quicker and as accurate as torch's own; strict: torch's; tf32: TF32 on a GPU"""
     compile: bool = False
-    """train and profile through torch.compile, block by block; on CPU it needs a C++ compiler"""
+    """train, sweep and profile through torch.compile; on CPU it needs a C++ compiler"""
     cuda_graphs: bool = False
     """replay a micro-batch's forward and backward as CUDA graphs; dp alone, no expert capacity"""
     save_every: Whole = 0

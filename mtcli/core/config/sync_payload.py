@@ -19,6 +19,8 @@ CHUNK = 4096  # of which the largest are sent (SparseLoCo, arXiv:2508.15706, sec
 SCALE_BYTES = 4
 COUNT_BYTES = 4  # a float32 at the end of a payload: how many replicas are in it
 
+Range = tuple[int, int]  # (offset, length) in a flat tensor
+
 
 class Payload(NamedTuple):
     """The compressed form of one flat tensor."""
@@ -67,21 +69,39 @@ class Payload(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Some of a flat tensor: (offset, length) of ranges of parameters, each with its own rows."""
+    """Some of a flat tensor: groups of its ranges, each with one form.
 
-    ranges: tuple[tuple[int, int], ...]
+    Ranges that are full rows of one length are a group: compressing them together takes as many
+    launches as one of them.
+    """
+
+    groups: tuple[tuple[Range, ...], ...]
     forms: tuple[Payload, ...]
 
     @classmethod
-    def of(cls, sync: SyncConfig, ranges: Sequence[tuple[int, int]]) -> "Segment":
-        """The segment of some ranges."""
-        return cls(tuple(ranges), tuple(Payload.of(sync, length) for _, length in ranges))
+    def of(cls, sync: SyncConfig, ranges: Sequence[Range]) -> "Segment":
+        """The segment of some ranges (offset, length), each with rows of its own."""
+        groups: dict[Range | int, list[tuple[Range, Payload]]] = {}
+        for one in ranges:
+            form = Payload.of(sync, one[1])
+            full = form.rows * form.columns == one[1]
+            groups.setdefault(form.columns if full else one, []).append((one, form))
+        forms = [
+            members[0][1]._replace(rows=sum(form.rows for _, form in members))
+            for members in groups.values()
+        ]
+        return cls(tuple(tuple(r for r, _ in each) for each in groups.values()), tuple(forms))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Values of each group."""
+        return [sum(length for _, length in group) for group in self.groups]
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each range."""
-        pairs = zip(self.forms, self.ranges, strict=True)
-        return [sum(form.sizes(length)) for form, (_, length) in pairs]
+        """Bytes of each group."""
+        pairs = zip(self.forms, self.lengths, strict=True)
+        return [sum(form.sizes(length)) for form, length in pairs]
 
     @property
     def bytes(self) -> int:
@@ -100,7 +120,7 @@ def segments(sync: SyncConfig, sizes: Mapping[str, int], owners: int) -> list[Se
     That depends on the parameter alone, so that its copies on other ranks, as those of a tied
     embedding, lose the same. The name says who owns the first, which is all there is of a bias.
     """
-    found: list[list[tuple[int, int]]] = [[] for _ in range(owners)]
+    found: list[list[Range]] = [[] for _ in range(owners)]
     for (name, length), (offset, _) in zip(sizes.items(), _ranges(sizes), strict=True):
         blocks = -(-length // BLOCK)
         ends = [min(length, blocks * i // owners * BLOCK) for i in range(owners + 1)]
@@ -124,6 +144,6 @@ def exchange_steps(sync: SyncConfig, fragment: int) -> tuple[int, int]:
     return sync.steps_between * (fragment + 1) // sync.fragments, sync.steps_between
 
 
-def _ranges(sizes: Mapping[str, int]) -> list[tuple[int, int]]:
+def _ranges(sizes: Mapping[str, int]) -> list[Range]:
     offsets = accumulate(sizes.values(), initial=0)
     return list(zip(offsets, sizes.values(), strict=False))

@@ -116,6 +116,16 @@ class MixingGraph:
         )
 
     @property
+    def mixing_passes(self) -> float:
+        """Elementwise operations on tensors of a replica's size that weight and sum in a mix."""
+        if self.name == "full":
+            return 1.0
+        if self.name == "hierarchical":
+            m = self.machine_size
+            return (m + 1 + self.machines.most_neighbours) / m
+        return 1.0 + self.most_neighbours
+
+    @property
     def buffered_per_replica(self) -> float:
         """Tensors of a replica's size in the fullest one's memory, sent and received, in a mix."""
         if self.name == "full":

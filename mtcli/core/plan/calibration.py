@@ -31,7 +31,7 @@ from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.launch import ALLOCATOR, cores
 
-VERSION = 5  # of the file, of what its numbers multiply, and of how steps are made
+VERSION = 6  # of the file, of what its numbers multiply, and of how steps are made
 BUDGET = 20.0  # seconds of processor time that a calibration takes at most, over all processes
 FIXED = "MTCLI_CALIBRATION"  # names a file to take instead of measuring
 RETRY = 3600.0  # seconds after which what failed is tried again
@@ -43,6 +43,11 @@ INSTEAD = "a roofline takes its place"
 Facts = dict[str, Any]
 Measure = Callable[[Facts], str]
 Exchange = Literal["gather", "scatter", "reduce", "exchange", "hop"]
+# What replicas' exchanges compute (`plan/arithmetic.py`).
+Kind = Literal[
+    "pass", "sign", "unsign", "select", "scatter", "compress_2", "decompress_2", "compress_4",
+    "decompress_4", "compress_8", "decompress_8",
+]  # fmt: skip
 
 
 class Amounts(NamedTuple):
@@ -91,6 +96,8 @@ class Calibration:
     overhead: float  # seconds of a step outside of its micro-batches
     # of each: seconds, and seconds per byte that crosses
     links: Annotated[dict[Exchange, tuple[float, float]], Field(min_length=5)]
+    # of each: seconds of a call, and seconds per element
+    arithmetic: Annotated[dict[Kind, tuple[float, float]], Field(min_length=11)]
 
     def crowd(self, world: int) -> float:
         """Slowdown of a world with more ranks than were measured: world / ranks, at least 1."""

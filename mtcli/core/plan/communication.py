@@ -11,8 +11,9 @@ from functools import singledispatch
 from math import ceil, log2
 
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan.arithmetic import moved_bytes
 from mtcli.core.plan.elements import RankElements
-from mtcli.core.plan.exchange import busiest_bytes
+from mtcli.core.plan.exchange import busiest_bytes, exchange_arithmetic
 from mtcli.core.plan.gpu_time import Physics, dense_gemms
 from mtcli.core.plan.grid import grid_traffic
 from mtcli.core.plan.hardware import Device
@@ -166,13 +167,16 @@ def gradient_seconds(
 
 
 def exchange_seconds(work: Workload, pp_rank: int, device: Device, physics: Physics) -> float:
-    """Mean seconds per step of what a rank sends to other replicas, after its update."""
+    """Mean seconds per step of what a rank sends to other replicas, after its update, and of the
+    arithmetic for it."""
     replicas = work.layout.replicas
     if replicas == 1:
         return 0.0
     stride = work.layout.tp * work.layout.cp * work.layout.dp
     sent = busiest_bytes(work, pp_rank, tree=False)
-    return ring_seconds(sent * replicas / (replicas - 1), replicas, stride, device, physics)
+    moved = moved_bytes(exchange_arithmetic(work, pp_rank))
+    crossing = ring_seconds(sent * replicas / (replicas - 1), replicas, stride, device, physics)
+    return crossing + moved / (device.memory_bandwidth * physics.memory)
 
 
 def sharded_block(elements: RankElements, work: Workload, device: Device, physics: Physics) -> Pass:

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import cycle
 from multiprocessing import get_context
 from statistics import median
 from time import perf_counter, process_time, thread_time
@@ -32,6 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.sync import SyncConfig
+from mtcli.core.config.sync_payload import Payload
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.model.build import DTYPES
 from mtcli.core.parallel.attention_mask import AttentionMask
@@ -46,15 +49,18 @@ from mtcli.core.plan.calibration import (
     Calibration,
     Exchange,
     Facts,
+    Kind,
 )
 from mtcli.core.plan.cpu_time import attention_seconds, stage_amounts
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime, set_matmul
 from mtcli.core.runtime.process_pool import end_with
+from mtcli.core.sync.compression import compress, decompress
 from mtcli.core.training.loader import synthetic_loader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 from mtcli.kernels.gemm import matmul, runs_in_float32
+from mtcli.kernels.onebit import pack_reference_, unpack_reference
 
 ROUNDS, STEPS, WARMUP = 2, 2, 1  # rounds, so that no slow moment of the machine is in all
 MOST_RANKS = 4  # that measure at once: more would have too little of the budget each
@@ -67,6 +73,8 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048)
 SCORES, HEAD_DIM = 2**20, 32  # of an attention; of wider heads fewer scores do
 LEAST_SECONDS, LEAST_TIMES = 0.01, 3
 SMALL, LARGE = 2**12, 2**22  # bytes of a collective
+TENSORS, ELEMENTS = 64, (2**12, 2**18)  # of an exchange's arithmetic
+LARGEST = 1 / 64  # share of the values that are selected
 
 
 class ProbeShape(NamedTuple):
@@ -177,6 +185,7 @@ def calibrate(
         update=(0.0, 0.0),
         overhead=0.0,
         links=links(rank, ranks),
+        arithmetic=arithmetic(),
     )
     configs = [run_config(facts, shape) for shape in shapes]
     rounds: list[list[list[Timed]]] = [[] for _ in configs]
@@ -361,6 +370,37 @@ def attention_row(length: int, head_dim: int, causal: bool, precision: str) -> A
     square = [one - part for one, part in zip(ring, hop, strict=True)]
     per_score = (*alone, *square, *(2 * part for part in hop))
     return AttentionRow(float(length), *(one / scores for one in per_score))
+
+
+def arithmetic() -> dict[Kind, tuple[float, float]]:
+    """Measures seconds of a call, and seconds per element, of each kind of an exchange's
+    arithmetic, on tensors that no cache holds: a step has used many since the last exchange."""
+    tensors = (torch.rand(ELEMENTS[1]) - 0.5).repeat(TENSORS, 1)
+    found: dict[Kind, tuple[float, float]] = {}
+    for kind in get_args(Kind):
+        few, many = (_seconds_of_kind(kind, tensors[:, :length]) for length in ELEMENTS)
+        each = max(0.0, (many - few) / (ELEMENTS[1] - ELEMENTS[0]))
+        found[kind] = (max(0.0, few - each * ELEMENTS[0]), each)
+    return found
+
+
+def _seconds_of_kind(kind: Kind, tensors: Tensor) -> float:
+    """Seconds of one kind on one of some tensors [n, length], which are taken in turn."""
+    length, scale = tensors.shape[1], torch.tensor(1e-6)
+    name, _, bits = kind.partition("_")
+    sync = SyncConfig(method="diloco", quantise=int(bits or 2), top_k=0.0 if bits else LARGEST)
+    form = Payload.of(sync, length)
+    signs, payload = pack_reference_(tensors[0], scale), compress(tensors[0], form)
+    runs: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "pass": lambda x, y: x.add_(y, alpha=1e-6),
+        "sign": lambda x, _: pack_reference_(x, scale),
+        "unsign": lambda *_: unpack_reference(signs, scale, length),
+        "compress": lambda x, _: compress(x, form),
+        "decompress": lambda *_: decompress(payload, form, length),
+    }
+    run = runs[{"select": "compress", "scatter": "decompress"}.get(name, name)]
+    pairs = cycle(zip(tensors[::2], tensors[1::2], strict=True))
+    return seconds_of(lambda: run(*next(pairs)))
 
 
 class Still:

@@ -1,13 +1,29 @@
-"""What decentralized replicas send and keep: bytes of a step, memory, and their graph's facts."""
+"""What decentralized replicas send, keep and compute in a step, and their graph's facts."""
+
+from collections.abc import Iterator
 
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.topology import MixingGraph
+from mtcli.core.plan.arithmetic import Arithmetic, passes
+
+# Elementwise operations of a step beyond those of SGD with momentum, by sync/decentralized.py.
+MORE_PASSES = {"dsgd": 2, "dmsgd": 6, "awc_dmsgd": 3, "da_dmsgd": 4, "decentlam": 4}
 
 
 def decentralized_bytes(sync: SyncConfig, replicas: int, elements: int, width: int) -> float:
     """Bytes that a rank sends along `replicas` in a step for each tensor that is mixed, as the mean
     over ranks, where it owns so many elements of `width` bytes (of masters: 4, or 8 in float64)."""
     return MixingGraph.of(sync, replicas).sent_per_replica * elements * width
+
+
+def decentralized_arithmetic(
+    sync: SyncConfig, replicas: int, elements: int, tensors: int, mixed: int, momentum: bool
+) -> Iterator[Arithmetic]:
+    """Yields the arithmetic of a step on a rank that owns elements of so many tensors, of which
+    `mixed` are exchanged for each parameter: what is sent is computed, weighted and summed."""
+    method = sync.method if momentum or sync.method == "awc_dmsgd" else "dsgd"
+    yield passes(MORE_PASSES[method], elements, tensors)
+    yield passes(MixingGraph.of(sync, replicas).mixing_passes, mixed * elements)
 
 
 def decentralized_state(sync: SyncConfig, replicas: int, width: int) -> float:

@@ -1,6 +1,9 @@
-"""Counts what EASGD sends along `replicas`, and the state that it keeps."""
+"""Counts what EASGD sends along `replicas`, keeps and computes."""
+
+from collections.abc import Iterator
 
 from mtcli.core.config.sync import SyncConfig
+from mtcli.core.plan.arithmetic import Arithmetic, passes
 
 
 def easgd_bytes(sync: SyncConfig, steps: int, replicas: int, elements: int, width: int) -> float:
@@ -8,8 +11,21 @@ def easgd_bytes(sync: SyncConfig, steps: int, replicas: int, elements: int, widt
 
     It holds `elements` master weights of `width` bytes.
     """
-    exchanges = steps // sync.steps_between if sync.pull else 0
-    return exchanges * 2 * (replicas - 1) / replicas * elements * width / steps
+    return _exchanges(sync, steps) * 2 * (replicas - 1) / replicas * elements * width / steps
+
+
+def easgd_arithmetic(
+    sync: SyncConfig, steps: int, elements: int, tensors: int
+) -> Iterator[Arithmetic]:
+    """Yields the mean arithmetic of a step on a rank that owns elements of so many tensors: copies
+    of weights and centre, the mean, and both pulls."""
+    exchanges = _exchanges(sync, steps) / steps
+    yield passes(3 * exchanges, elements)
+    yield passes(2 * exchanges, elements, tensors)
+
+
+def _exchanges(sync: SyncConfig, steps: int) -> int:
+    return steps // sync.steps_between if sync.pull else 0
 
 
 def easgd_state(sync: SyncConfig, width: int) -> float:

@@ -7,6 +7,7 @@ loss or gradient that is not finite stays in its own rows.
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 
 import torch
@@ -16,6 +17,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.model.build import DTYPES
+from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.optim.grad_norm import clip_factor
 from mtcli.core.optim.lr_schedule import learning_rate
@@ -27,8 +29,11 @@ from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.sweep.layers import ArrayLayers
 from mtcli.core.sweep.member import Member
 from mtcli.core.sweep.memory import ArrayMemory
-from mtcli.core.training.compile import compile_blocks, compiler_errors
+from mtcli.core.sweep.rules import SMALL_GEMM, largest_gemm
+from mtcli.core.sweep.update import CompiledAdamW, ModelUpdate
+from mtcli.core.training.compile import Losses, compile_stage, compiler_errors
 from mtcli.core.training.step import Step
+from mtcli.kernels.gemm import mkl_gemms
 
 
 class ModelArray:
@@ -67,19 +72,24 @@ class ModelArray:
     def train_step(self, loader: ArrayLoader) -> list[Step]:
         """One optimizer step of each model on its next global batch; where a model's loss or
         gradient is not finite its weights stay as they were, and its outcome says so."""
+        with compiler_errors(self.shape.train.compile):
+            return self._train_step(loader)
+
+    def _train_step(self, loader: ArrayLoader) -> list[Step]:
         start = perf_counter()
         self.groups.world.recorder.step = self.step + 1
         loss_sums, weights = self.forward_backward(loader)
-        norms = self.memory.gradient_norms()
+        norms = (self.compiled or self.memory).norms(self.gradients)
         losses = all_reduce(loss_sums, self.groups.world)
         made = [
-            self._update(member, loss / (weight or 1.0), norm)
+            self._step_of(member, loss / (weight or 1.0), norm)
             for member, loss, weight, norm in zip(
                 self.members, losses.tolist(), weights, norms, strict=True
             )
         ]
+        self._update([update for _, update in made])
         seconds = perf_counter() - start
-        return [step._replace(seconds=seconds) for step in made]
+        return [step._replace(seconds=seconds) for step, _ in made]
 
     def forward_backward(self, loader: ArrayLoader) -> tuple[Tensor, list[float]]:
         """(each model's sum of this rank's weighted losses [B], the weights of the global batches),
@@ -91,15 +101,14 @@ class ModelArray:
         factor_B = torch.tensor(factors, dtype=torch.float64, device=device)
         total_B = torch.zeros(len(self.members), dtype=torch.float64, device=device)
         self.fresh = set(self.trained)
-        with compiler_errors(self.shape.train.compile):
+        with self._gemms():
             for number in range(self.micro_batches):
                 inputs = batch.load(number)
-                x_TD = self.stage(None, inputs)
-                sums_B, scaled = self.stage.loss(x_TD, inputs, factor_B)
+                sums_B, scaled = self.losses(inputs, factor_B)
                 scaled.backward()
                 total_B += sums_B
         for name in self.fresh:
-            self.memory.gradients.tensors[name].zero_()
+            self.gradients[name] = self.memory.gradients.tensors[name].zero_()
         all_reduce(self.memory.gradients.flat, self.groups.axes["samples"])
         return total_B, batch.weights
 
@@ -112,14 +121,23 @@ class ModelArray:
             batch = loader.step(step, None)
             for number in range(self.micro_batches):
                 inputs = batch.load(number)
-                losses_T = self.stage.losses(self.stage(None, inputs), inputs)
+                with self._gemms():
+                    losses_T = self.stage.losses(self.stage(None, inputs), inputs)
                 total_B += losses_T.double().view(len(self.members), -1).sum(1)
             weights = [a + b for a, b in zip(weights, batch.weights, strict=True)]
         sums = all_reduce(total_B, self.groups.world).tolist()
         return [total / weight for total, weight in zip(sums, weights, strict=True)]
 
-    def _update(self, member: Member, loss: float, scaled_norm: float) -> Step:
-        """Updates one model; see `Trainer.train_step`, whose steps these are."""
+    def _gemms(self) -> AbstractContextManager[None]:
+        """Inside, GEMMs are those that are quickest for such models."""
+        on_cpu = self.groups.device.type == "cpu"
+        return mkl_gemms(on_cpu and largest_gemm(self.shape) < SMALL_GEMM)
+
+    def _step_of(
+        self, member: Member, loss: float, scaled_norm: float
+    ) -> tuple[Step, ModelUpdate | None]:
+        """(one model's step, its update where there is one); see `Trainer.train_step`, whose steps
+        these are."""
         config, scale, step = member.config, member.loss_scale.scale, member.step + 1
         norm, lr = scaled_norm / scale, learning_rate(config.optimizer, step, config.train.steps)
         outcome = "updated"
@@ -129,9 +147,22 @@ class ModelArray:
         member.step = step
         if outcome != "fault":
             member.loss_scale.update(outcome == "overflow")
+        update = None
         if outcome == "updated":
-            member.exchange.update(lr, clip_factor(norm, config.optimizer.clip) / scale)
-        return Step(step, loss, lr, norm, 0.0, scale, outcome)
+            factor = clip_factor(norm, config.optimizer.clip) / scale
+            update = ModelUpdate(config.optimizer, lr, factor, member.optimizer.updates + 1)
+        return Step(step, loss, lr, norm, 0.0, scale, outcome), update
+
+    def _update(self, models: Sequence[ModelUpdate | None]) -> None:
+        """Updates those models that have an update."""
+        pairs = [pair for pair in zip(self.members, models, strict=True) if pair[1]]
+        if self.compiled is None:
+            for member, one in pairs:
+                member.exchange.update(one.lr, one.factor)
+            return
+        self.compiled.update(self.gradients, models)
+        for member, _ in pairs:
+            member.optimizer.updates += 1
 
     def _bind(self) -> None:
         """Builds the stage over the memory, as it is now."""
@@ -150,24 +181,45 @@ class ModelArray:
         )
         layers = range(first.model.num_layers)
         self.stage = Stage(first.model, build, 0, layers, recompute=first.parallel.recompute)
+        self.losses, self.compiled = _losses(self.stage), None
         if first.train.compile:
-            compile_blocks([self.stage], first.data.document_mask)
-        gradients = self.memory.gradients.tensors
+            self.losses = compile_stage(self.stage, self.losses, first.data.document_mask)
+            if first.optimizer.name == "adamw" and groups.device.type == "cpu":
+                decays = {name: described.decays for name, described in self.table.items()}
+                self.compiled = CompiledAdamW(self.memory, decays)
+        self.gradients = dict(self.memory.gradients.tensors)
+        one_backward = self.micro_batches == 1 and groups.axes["samples"].size == 1
+        self.as_made = self.compiled is not None and one_backward
         for name, parameter in self.stage.named_parameters():
             if name in self.trained:
-                collector = self._collector(name, gradients[name])
+                collector = self._collector(name)
                 parameter.register_post_accumulate_grad_hook(collector)
 
-    def _collector(self, name: str, into: Tensor):  # type: ignore[no-untyped-def]
-        """Adds a micro-batch's gradient; the first of a step replaces what was there."""
+    def _collector(self, name: str):  # type: ignore[no-untyped-def]
+        """Adds a micro-batch's gradient; the first of a step replaces what was there, and an only
+        one is read where the backward has made it."""
+        into = self.gradients[name]
 
         def collect(parameter: Tensor) -> None:
             assert parameter.grad is not None, f"{name} has a gradient"
-            (into.copy_ if name in self.fresh else into.add_)(parameter.grad)
+            if self.as_made:
+                self.gradients[name] = parameter.grad
+            else:
+                (into.copy_ if name in self.fresh else into.add_)(parameter.grad)
             self.fresh.discard(name)
             parameter.grad = None
 
         return collect
+
+
+def _losses(stage: Stage) -> Losses:
+    """The function that trains: (micro-batch, each model's factor [B]) -> (each model's sum of
+    weighted losses [B], what to differentiate)."""
+
+    def losses(inputs: Inputs, factor_B: Tensor) -> tuple[Tensor, Tensor]:
+        return stage.loss(stage(None, inputs), inputs, factor_B)
+
+    return losses
 
 
 def array_groups(config: RunConfig, runtime: Runtime) -> Groups:

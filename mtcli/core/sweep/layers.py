@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
@@ -78,7 +79,7 @@ class ArrayLayers(LayerFactory):
 
     def lookup(self, ids_T: Tensor, weight: Tensor) -> Tensor:
         """The rows of each model's table."""
-        return _Lookup.apply(ids_T, weight)
+        return _rows(ids_T, weight)
 
     def dropout(self, site: str, drop: float, seed: int) -> DropoutStream:
         """The streams of all models, of their own seeds and probabilities."""
@@ -189,7 +190,7 @@ class ArrayEmbedding(nn.Module):
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         """ids [B * T] -> x [B * T, D]."""
-        return _Lookup.apply(tokens_T, self.weight)
+        return _rows(tokens_T, self.weight)
 
 
 class ArrayNorm(nn.Module):
@@ -208,11 +209,20 @@ class ArrayNorm(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x normalised and scaled; same shape."""
+        weight, bias = self._inner()
         if self.is_layer_norm:
-            return self._scaled(layer_norm(x_TD, self.ones, self.zeros, self.eps))
-        return self._scaled(rms_norm(x_TD, self.ones, self.eps))
+            return self._scaled(layer_norm(x_TD, weight, bias, self.eps))
+        return self._scaled(rms_norm(x_TD, weight, self.eps))
+
+    def _inner(self) -> tuple[Tensor, Tensor]:
+        """The scale and shift that the norm itself applies: those of an only model."""
+        if len(self.weight) > 1:
+            return self.ones, self.zeros
+        return self.weight.flatten(), self.zeros if self.bias is None else self.bias.flatten()
 
     def _scaled(self, x_TD: Tensor) -> Tensor:
+        if len(self.weight) == 1:
+            return x_TD
         x_BTD = by_model(x_TD, self.weight)
         if self.bias is None:
             return (x_BTD * self.weight[:, None]).flatten(0, 1)
@@ -226,10 +236,11 @@ class ArrayAddNorm(ArrayNorm):
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
+        weight, bias = self._inner()
         if self.is_layer_norm:
-            added, normal = add_layer_norm(x_TD, y_TD, self.ones, self.zeros, self.eps)
+            added, normal = add_layer_norm(x_TD, y_TD, weight, bias, self.eps)
         else:
-            added, normal = add_rms_norm(x_TD, y_TD, self.ones, self.eps)
+            added, normal = add_rms_norm(x_TD, y_TD, weight, self.eps)
         return added, self._scaled(normal)
 
 
@@ -249,7 +260,13 @@ class ArrayLoss:
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [B * T], float32 (float64 for float64 logits)."""
-        return VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
+        logits_TV = self.logits(x_TD)
+        if not torch.compiler.is_compiling():
+            return VocabCrossEntropy.apply(logits_TV, labels_T, self.shard)
+        # A graph fuses the passes over logits, which the other makes in their memory.
+        wide = torch.promote_types(logits_TV.dtype, torch.float32)
+        real_TV = logits_TV[:, : self.shard.valid].to(wide)
+        return F.cross_entropy(real_TV, labels_T, reduction="none")
 
     def loss(
         self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: Tensor
@@ -267,7 +284,8 @@ def array_linear(x_TD: Tensor, weight_BFD: Tensor, bias: Tensor | None = None) -
     """x W^T + b of each model: [B * T, D] and [B, F, D] -> [B * T, F]; a weight [1, F, D] is that
     of all rows."""
     if len(weight_BFD) == 1:
-        return linear(x_TD, weight_BFD[0], None if bias is None else bias.flatten())
+        # flattened, not selected, whose backward would copy the gradient into zeros
+        return linear(x_TD, weight_BFD.flatten(0, 1), None if bias is None else bias.flatten())
     bias = None if bias is None else bias.flatten(1)
     return _LinearFunction.apply(by_model(x_TD, weight_BFD), weight_BFD, bias).flatten(0, 1)
 
@@ -294,20 +312,9 @@ class _LinearFunction(torch.autograd.Function):
         )
 
 
-class _Lookup(torch.autograd.Function):
-    """Rows of each model's table: ids [B * T] or [T], weight [B, V, D] -> [B * T, D]."""
-
-    @staticmethod
-    def forward(ctx: Any, ids_T: Tensor, weight_BVD: Tensor) -> Tensor:
-        models, rows = weight_BVD.shape[:2]
-        ids_BT = ids_T.view(models, -1)
-        of_model = torch.arange(models, device=ids_T.device)[:, None]
-        ctx.save_for_backward((ids_BT + of_model * rows).flatten())
-        ctx.rows = models, rows
-        return weight_BVD[of_model, ids_BT].flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[None, Tensor]:
-        (ids_T,), (models, rows) = ctx.saved_tensors, ctx.rows
-        grad = torch.ops.aten.embedding_dense_backward(grad_TD, ids_T, models * rows, -1, False)
-        return None, grad.view(models, rows, -1)
+def _rows(ids_T: Tensor, weight_BVD: Tensor) -> Tensor:
+    """Rows of each model's table: ids [B * T], weight [B, V, D] -> [B * T, D]."""
+    models, rows = weight_BVD.shape[:2]
+    first_B = torch.arange(models, device=ids_T.device) * rows
+    of_all_T = (ids_T.view(models, -1) + first_B[:, None]).flatten()
+    return F.embedding(of_all_T, weight_BVD.flatten(0, 1))

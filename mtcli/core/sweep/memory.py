@@ -111,11 +111,10 @@ class ArrayMemory:
         self.gradients = self.gradients.kept(at)
         self.moments = {kind: array.kept(at) for kind, array in self.moments.items()}
 
-    def gradient_norms(self) -> list[float]:
+    def norms(self, gradients: Mapping[str, Tensor]) -> list[float]:
         """The norm of each model's gradients: a parameter's in its own dtype, summed in float64."""
         each = [
-            torch.linalg.vector_norm(gradient.flatten(1), dim=1)
-            for gradient in self.gradients.tensors.values()
+            torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients.values()
         ]
         return torch.stack(each).double().square().sum(0).sqrt().tolist()
 

@@ -39,3 +39,20 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
     if train.cuda_graphs:
         message = "CUDA graphs replay one model's micro-batches"
         yield Problem(message, "set train.cuda_graphs=false", "train.cuda_graphs")
+
+
+# FLOP of a GEMM beside which launches on a CPU cost nothing: 3 ms of an AVX-512 core.
+SMALL_GEMM = 2**28
+
+
+def largest_gemm(config: RunConfig) -> int:
+    """FLOP of the largest GEMM of one micro-batch's forward: of the MLP or the logits."""
+    model, batch = config.model, config.batch
+    tokens = batch.micro_batch_size * batch.seq_len
+    return 2 * tokens * model.hidden_size * max(model.ffn_hidden_size, model.vocab_size)
+
+
+def trains_in_turn(config: RunConfig, device: str) -> bool:
+    """Whether models are quicker one after another than as an array: on a CPU, whose GEMMs of
+    one fill it. Adapters' base is an array's in any case: one for all."""
+    return device == "cpu" and not config.lora.rank and largest_gemm(config) >= SMALL_GEMM

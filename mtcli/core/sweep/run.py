@@ -25,6 +25,7 @@ from mtcli.core.sweep import record as records_of
 from mtcli.core.sweep.board import Board
 from mtcli.core.sweep.live import LiveArray, Watcher
 from mtcli.core.sweep.record import ArrayRecord, TrialRecord
+from mtcli.core.sweep.rules import trains_in_turn
 from mtcli.core.sweep.run_plan import SweepPlan, partition_notes, planned
 from mtcli.core.sweep.sampling import Proposals, SamplingPlan
 from mtcli.core.sweep.stopping import Hyperband, Rung, below_median, best
@@ -57,7 +58,7 @@ class Sweep:
         """Trains all trials to their ends; returns False where it was told to stop, and saved."""
         self._clear_stop_file()
         with self.board:
-            for note in partition_notes(self.plan):
+            for note in [*partition_notes(self.plan), *self._size_notes()]:
                 self.board.say(note)
             if self.plan.sampling:
                 self._sample(self.plan.sampling)
@@ -68,6 +69,16 @@ class Sweep:
                 else:
                     self._train_all(group)
         return self._ended()
+
+    def _size_notes(self) -> list[str]:
+        """Says where models are no array for their size."""
+        device = self.runtime.device.type
+        large = any(trains_in_turn(trial.config, device) for trial in self.plan.trials)
+        if self.plan.max_fused or not large:
+            return []
+        return [
+            "models whose GEMMs fill a CPU core are trained one after another: --max-fused B fuses"
+        ]
 
     def _ended(self) -> bool:
         """Writes the last records; returns whether all trials ended."""
@@ -247,7 +258,7 @@ class Sweep:
         return packed
 
     def capacity(self, config: RunConfig) -> int:
-        """The models of an array that the plan says a rank has memory for; at least 1."""
+        """The models of an array of such a config."""
         return capacity(config, self.runtime)
 
     def _stops(self) -> bool:
@@ -260,10 +271,13 @@ class Sweep:
 
 
 def capacity(config: RunConfig, runtime: Runtime) -> int:
-    """The models of an array that the plan says a rank has memory for; at least 1.
+    """The models of an array: as many as the plan says that a rank has memory for, at least 1; 1
+    where `trains_in_turn`.
 
     The weights that adapters are trained for are there once for all of them.
     """
+    if trains_in_turn(config, runtime.device.type):
+        return 1
     device, work = _device(runtime), Workload.of(config, runtime.world)
     once = device.reserved_bytes + frozen_bytes(work)
     each = memory(work, device).total - once

@@ -8,6 +8,8 @@ Shapes: R rows, C columns, K values of a row that are sent. What has the same va
 has the same bytes, so copies of a tensor stay equal.
 """
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,13 +43,11 @@ def compress(x: Tensor, form: Payload) -> Tensor:
 def decompress(payload: Tensor, form: Payload, length: int) -> Tensor:
     """The flat float32 tensor that bytes stand for; zeros where no value was sent."""
     scales, values, bitmaps, low = payload.split(list(form.sizes(length)))
-    count, shape = form.num_values(length), (form.rows, form.sent)
     if form.bits:
-        codes = F.pad(unpack(values, form.bits, count), (0, form.rows * form.sent - count))
         per_row = _floats(scales).view(form.rows, form.scales)
-        x_RK = dequantise(codes.view(shape), per_row, form.bits)
+        x_RK = dequantise(values, per_row, form)
     else:
-        x_RK = _floats(values).view(shape)
+        x_RK = _floats(values).view(form.rows, form.sent)
     if form.sent < form.columns:
         at_RK = unpack_indices(bitmaps, low, form)
         x_RK = x_RK.new_zeros(form.rows, form.columns).scatter_(1, at_RK, x_RK)
@@ -55,10 +55,10 @@ def decompress(payload: Tensor, form: Payload, length: int) -> Tensor:
 
 
 def quantise(x_RK: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(int64 codes [R, K] of so many bits, float32 scales [R, 1], or [R, 2] for 2 bits)."""
+    """(uint8 codes [R, K] of so many bits, float32 scales [R, 1], or [R, 2] for 2 bits)."""
     size_RK = x_RK.abs()
     if bits == 2:
-        index_RK = (size_RK > size_RK.mean(1, keepdim=True)).long()
+        index_RK = (size_RK > size_RK.mean(1, keepdim=True)).view(torch.uint8)
         above = index_RK.sum(1)
         large = (size_RK * index_RK).sum(1)
         small = (size_RK.sum(1) - large).clamp(min=0.0)
@@ -67,34 +67,46 @@ def quantise(x_RK: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         scales = size_RK.amax(1, keepdim=True)
         smallest = torch.finfo(torch.float32).tiny
         index_RK = nearest_index(size_RK / scales.clamp(min=smallest), bits)
-    return index_RK | ((x_RK < 0).long() << (bits - 1)), scales
+    return index_RK | ((x_RK < 0).view(torch.uint8) << (bits - 1)), scales
 
 
 def nearest_index(share: Tensor, bits: int) -> Tensor:
-    """The index of the nearest of MAGNITUDES of float32 shares, int64; halfway the lower one.
+    """The index of the nearest of MAGNITUDES of float32 shares, uint8; halfway the lower one.
 
     As torch.bucketize finds it, in half of its time on a CPU. What is not a number has the last.
     """
     share = share.nan_to_num(nan=1.0)
     if bits == 4:  # powers of two: the exponent, one more where the mantissa is above a half
         exponent = (share.view(torch.int32) + 0x3FFFFF >> 23) - 120
-        return torch.maximum(exponent, (share > 2.0**-7).int()).long()
+        return torch.maximum(exponent, (share > 2.0**-7).int()).to(torch.uint8)
     levels = torch.tensor(MAGNITUDES[bits], device=share.device)
     ends = F.pad((levels[1:] + levels[:-1]) / 2, (1, 1), value=torch.inf)
     ends[0] = -torch.inf
     index = (share.flatten() * (len(levels) - 1)).round().int()  # but for rounding
     index += share.flatten() > ends[1:].index_select(0, index)
     index -= (share.flatten() <= ends.index_select(0, index)).int()
-    return index.view_as(share).long()
+    return index.view_as(share).to(torch.uint8)
 
 
-def dequantise(codes_RK: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """The float32 values [R, K] of codes."""
-    if bits == 2:
+def dequantise(packed: Tensor, scales: Tensor, form: Payload) -> Tensor:
+    """The float32 values [R, K] of packed codes; any where there are none."""
+    size = form.rows * form.sent
+    octets = F.pad(packed, (0, -(-size * form.bits // 8) - len(packed)))
+    if form.bits == 2:
+        codes_RK = unpack(octets, 2, size).view(form.rows, form.sent)
         return (1.0 - 2.0 * (codes_RK >> 1)) * scales.gather(1, codes_RK & 1)
-    levels = torch.tensor(MAGNITUDES[bits], device=scales.device)
-    signed = torch.cat([levels, -levels])
-    return signed.index_select(0, codes_RK.flatten()).view_as(codes_RK) * scales
+    table = _values_of_bytes(form.bits, packed.device)
+    values = table.index_select(0, octets.int()).view(-1)[:size]
+    return values.view(form.rows, form.sent) * scales
+
+
+@cache
+def _values_of_bytes(bits: int, device: torch.device) -> Tensor:
+    """The values of the codes in each byte, of a row whose scale is 1: [256, 8 / bits]."""
+    levels = torch.tensor(MAGNITUDES[bits], device=device)
+    bytes_ = torch.arange(256, dtype=torch.uint8, device=device)
+    codes = unpack(bytes_, bits, 256 * 8 // bits)
+    return torch.cat([levels, -levels]).index_select(0, codes).view(256, 8 // bits)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -42,7 +42,7 @@ class _Average(Mix):
     """The mean over all replicas: the same bits on each."""
 
     def __init__(self, graph: MixingGraph, axis: Axis, like: Tensor) -> None:
-        self.axis, self.x = axis, torch.zeros_like(like)
+        self.axis, self.x = axis, torch.empty_like(like)
         self.pending: Pending | None = None
 
     def start(self, step: int) -> None:
@@ -63,8 +63,8 @@ class _NeighbourMix(Mix):
     """A weighted sum of what neighbours send, each all of its tensor."""
 
     def __init__(self, graph: MixingGraph, axis: Axis, like: Tensor) -> None:
-        self.graph, self.axis, self.x = graph, axis, torch.zeros_like(like)
-        self.received = like.new_zeros(len(graph.senders(axis.rank)), *like.shape)
+        self.graph, self.axis, self.x = graph, axis, torch.empty_like(like)
+        self.received = like.new_empty(len(graph.senders(axis.rank)), *like.shape)
 
     def start(self, step: int) -> None:
         own = self.axis.rank

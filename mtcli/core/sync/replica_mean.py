@@ -12,7 +12,7 @@ of what they had, less the errors that are left.
 A replica can be absent: it sends zeros and does not count, and receives the average of the others.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.core.config.sync import SyncConfig
-from mtcli.core.config.sync_payload import COUNT_BYTES, Segment, segment, segments
+from mtcli.core.config.sync_payload import COUNT_BYTES, Range, Segment, segment, segments
 from mtcli.core.parallel.collectives import (
     Pending,
     start_all_gather,
@@ -148,17 +148,25 @@ class QuantisedMean(ReplicaMean):
 
 def _compressed(segment: Segment, x: Tensor, count: float) -> Tensor:
     """The payload of a flat tensor's segment, in which so many replicas are."""
-    pairs = zip(segment.forms, segment.ranges, strict=True)
     told = torch.tensor([count], dtype=torch.float32, device=x.device).view(torch.uint8)
-    return torch.cat([*(compress(x[at : at + n], form) for form, (at, n) in pairs), told])
+    pairs = zip(segment.forms, segment.groups, strict=True)
+    return torch.cat(
+        [*(compress(torch.cat(_views(x, group)), form) for form, group in pairs), told]
+    )
 
 
 def _add(segment: Segment, payload: Tensor, x: Tensor, factor: float = 1.0) -> float:
     """Adds what a payload stands for to its segment of a flat tensor; returns its count."""
     *parts, told = payload[: segment.bytes].split([*segment.sizes, COUNT_BYTES])
-    for part, form, (at, n) in zip(parts, segment.forms, segment.ranges, strict=True):
-        x[at : at + n].add_(decompress(part, form, n), alpha=factor)
+    forms, lengths = segment.forms, segment.lengths
+    for part, form, length, group in zip(parts, forms, lengths, segment.groups, strict=True):
+        values = decompress(part, form, length).split([n for _, n in group])
+        torch._foreach_add_(_views(x, group), list(values), alpha=factor)
     return float(told.clone().view(torch.float32))
+
+
+def _views(x: Tensor, ranges: Iterable[Range]) -> list[Tensor]:
+    return [x[at : at + length] for at, length in ranges]
 
 
 def _gather(own: Tensor, axis: Axis) -> tuple[Tensor, Pending | None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from mtcli.core.parallel.collectives import all_gather, all_gather_v, all_reduce, all_to_all_v
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ownership import GlobalSums, Ownership
-from mtcli.kernels.onebit import add_, pack_, unpack
+from mtcli.kernels.onebit import add_, pack_, square_sum, unpack
 
 
 class Chunks:
@@ -127,7 +127,7 @@ class CompressedMean:
         holes = {name: (self.server_errors[name], live[name][self.rows[name]]) for name in live}
         for error, mask in holes.values():
             error.mul_(mask)
-        squares = [error.view(-1).dot(error.view(-1)) for error in self.server_errors.values()]
+        squares = [square_sum(error.view(-1)) for error in self.server_errors.values()]
         total = all_reduce(self._total(squares).view(1), replicas)
         scale = (total / count).sqrt().to(self.error).view(())
         own = pack_(self.server_error, scale)

@@ -18,15 +18,23 @@ from mtcli.kernels.gemm import gemm_dtype
 from mtcli.kernels.limits import block_rows
 
 Heads = slice
+IN_GRAPH_ROWS = 128  # tokens of rows whose scores a compiled graph may save for backward
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """softmax(q k^T / sqrt(d)) v for [b, h, n, d] each; recomputes probabilities in the backward.
 
     Scores and probabilities are in the dtype of GEMMs. Inside torch.compile it is an operator, for
-    the graph; elsewhere an autograd Function, whose dispatch costs a tenth of an operator's.
+    the graph, or of short rows its operations, which the graph fuses; elsewhere an autograd
+    Function, whose dispatch costs a tenth of an operator's.
     """
-    return (_op if torch.compiler.is_compiling() else _CpuAttention.apply)(q, k, v, causal)
+    if not torch.compiler.is_compiling():
+        return _CpuAttention.apply(q, k, v, causal)
+    if q.shape[2] <= IN_GRAPH_ROWS and gemm_dtype(q) == q.dtype:
+        bias = _causal_bias(q[0], k[0], causal)
+        scores = torch.matmul(q, k.transpose(-1, -2)) * q.shape[-1] ** -0.5 + bias
+        return torch.matmul(torch.softmax(scores, -1), v)
+    return _op(q, k, v, causal)
 
 
 class _CpuAttention(torch.autograd.Function):

@@ -28,6 +28,7 @@ FREE = replace(
     update=(0.0, 0.0),
     overhead=0.0,
     links=dict.fromkeys(MADE_UP.links, (0.0, 0.0)),
+    arithmetic=dict.fromkeys(MADE_UP.arithmetic, (0.0, 0.0)),
 )
 D, L, V, S, HEADS = 256, 4, 1024, 128, 4
 GPT = ModelConfig(num_layers=L, hidden_size=D, num_heads=HEADS, vocab_size=V, max_seq_len=S)

@@ -1,6 +1,9 @@
 """An array's models against runs of their own: the same weights, gradients, optimizer state and
 losses after every step."""
 
+import shutil
+from functools import partial
+
 import pytest
 import torch
 from tiny import (
@@ -18,6 +21,7 @@ from tiny import (
 )
 
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.sweep import array as array_module
 from mtcli.core.sweep.array import ModelArray, array_groups
 from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.training.loader import MicroBatchLoader
@@ -95,9 +99,9 @@ def as_array(runtime, configs, steps):
     return array, done
 
 
-def difference(runtime, configs, steps):
+def difference(runtime, configs, steps, of_array=None):
     """The largest relative differences of losses and norms, and of each kind of tensor."""
-    array, done = as_array(runtime, configs, steps)
+    array, done = as_array(runtime, of_array or configs, steps)
     worst = dict.fromkeys(("step", "weights", "gradients", "state"), 0.0)
     for index, (member, config) in enumerate(zip(array.members, configs, strict=True)):
         trainer, expected = alone(runtime, config, steps, array.members[0])
@@ -180,6 +184,89 @@ def test_models_of_an_array_are_runs_of_their_own(case):
     model, options = CASES[case]
     worst = difference(ALONE, configs_of(model, **options), 4)
     assert max(worst.values()) < TOLERANCE[options.get("precision", "fp64")], worst
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_an_array_of_one_is_a_run_of_its_own(model):
+    assert max(difference(ALONE, configs_of(model)[1:2], 3).values()) < TOLERANCE["fp64"]
+
+
+SHALLOW = {"num_layers": 1}
+# Graphs: of the losses, the norms and the update; None: of blocks, where something breaks one.
+COMPILED = {
+    "gpt fp64": (GPT, {}, 3),
+    "llama fp64": (LLAMA, {}, 3),
+    "several micro-batches": (GPT, {"batch": {"micro_batch_size": 1}}, 3),
+    "gpt bf16": (GPT, {"precision": "bf16"}, 3),
+    "sgd": (GPT, {"optimizers": SGD}, 1),
+    "dropout": (GPT | DROPPING, {}, None),
+    "documents": (LLAMA, {"data": DOCUMENTS}, None),
+}
+
+
+def compiled_by(monkeypatch, backend):
+    """Has arrays that are compiled traced as always, and run by a backend; returns dynamo's
+    counters."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    for name in ("compile_stage", "CompiledAdamW"):
+        monkeypatch.setattr(
+            array_module, name, partial(getattr(array_module, name), backend=backend)
+        )
+    return counters
+
+
+def compiled(config):
+    """The config with train.compile."""
+    train = config.train.model_copy(update={"compile": True})
+    return config.model_copy(update={"train": train})
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_models_of_an_array_are_runs_of_their_own(case, monkeypatch):
+    model, options, graphs = COMPILED[case]
+    precision = options.get("precision", "fp64")
+    counters = compiled_by(monkeypatch, "aot_eager")
+    worst = compiled_difference(configs_of(model | SHALLOW, **options))
+    assert max(worst.values()) < TOLERANCE[precision], worst
+    assert graphs in (None, counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_generated_code_trains_the_models_of_an_array_as_runs_of_their_own(monkeypatch):
+    compiled_by(monkeypatch, "inductor")
+    worst = compiled_difference(configs_of(GPT | SHALLOW, "fp32"))
+    assert max(worst.values()) < TOLERANCE["fp32"], worst
+
+
+def compiled_difference(configs):
+    """As `difference`, of a compiled array and runs as written; its gradients are not clipped in
+    memory."""
+    made = difference(ALONE, configs, 4, [compiled(config) for config in configs])
+    return {kind: found for kind, found in made.items() if kind != "gradients"}
+
+
+def test_a_compiled_model_that_is_not_finite_stays_as_it_was(monkeypatch):
+    compiled_by(monkeypatch, "aot_eager")
+    configs = [compiled(config) for config in configs_of(GPT | SHALLOW)]
+    array = ModelArray(configs, array_groups(configs[0], ALONE))
+    for member in array.members:
+        initialise(member)
+    loader = ArrayLoader([MicroBatchLoader(Samples(c), c, array.groups) for c in configs])
+    array.train_step(loader)
+    poisoned = array.members[1]
+    poisoned.strategy.shards["blocks.0.mlp.up.weight"].tensor[3, 5] = float("nan")
+    kinds = (trained_weights(poisoned), poisoned.optimizer.state())
+    before = [{name: x.clone() for name, x in kind.items()} for kind in kinds]
+    outcomes = [step.outcome for step in array.train_step(loader)]
+    loader.close()
+    assert outcomes == ["updated", "fault", "updated"]
+    assert [member.optimizer.updates for member in array.members] == [2, 1, 2]
+    for kind, old in zip(kinds, before, strict=True):
+        for name, x in kind.items():
+            torch.testing.assert_close(x, old[name], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp16"])

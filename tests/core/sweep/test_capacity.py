@@ -34,3 +34,13 @@ def test_an_array_of_adapters_is_planned_with_its_base_once(monkeypatch):
     device = replace(HERE, memory_bytes=usable / share)
     monkeypatch.setattr(run, "_device", lambda runtime: device)
     assert run.capacity(CONFIG, ALONE) == 7
+
+
+def test_models_whose_gemms_fill_a_core_are_trained_one_after_another():
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 1024, "vocab_size": 8192, "max_seq_len": 256}
+    batch = {"seq_len": 256, "micro_batch_size": 8, "global_batch_size": 16}
+    large, small = run_config(GPT | sizes, batch=batch), run_config(GPT)
+    assert run.capacity(large, ALONE) == 1 < run.capacity(small, ALONE)
+    assert not run.trains_in_turn(large, "cuda")
+    adapters = large.model_copy(update={"lora": CONFIG.lora})
+    assert not run.trains_in_turn(adapters, "cpu")

@@ -119,5 +119,5 @@ def test_the_nearest_magnitude_is_that_of_a_search_of_all_and_halfway_the_lower(
     halfway = (levels[1:] + levels[:-1]) / 2
     beside = [torch.nextafter(halfway, torch.tensor(end)) for end in (0.0, 2.0)]
     share = torch.cat([torch.rand(9999), levels, halfway, *beside, torch.tensor([1e-45])])
-    assert torch.equal(nearest_index(share, bits), torch.bucketize(share, halfway))
+    assert torch.equal(nearest_index(share, bits).long(), torch.bucketize(share, halfway))
     assert nearest_index(torch.tensor([torch.nan]), bits).item() == len(levels) - 1

@@ -1,0 +1,56 @@
+"""Counts the arithmetic of replicas' exchanges, and prices it.
+
+Methods say how many elements go through which kind of arithmetic (`sync_*.py`). A CPU's seconds
+per call and per element are calibrated with the same functions; a GPU takes as long as the bytes
+that a kind reads and writes take in its memory.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from mtcli.core.plan.calibration import Calibration, Kind
+
+# Bytes that a kind reads and writes per float32 element: kernels of kernels/onebit.py, and of
+# sync/compression.py the sum over torch's operations.
+BYTES: dict[Kind, float] = {
+    "pass": 12.0,
+    "sign": 8.0,
+    "unsign": 4.0,
+    "select": 40.0,
+    "scatter": 8.0,
+    "compress_2": 60.0,
+    "decompress_2": 40.0,
+    "compress_4": 100.0,
+    "decompress_4": 18.0,
+    "compress_8": 120.0,
+    "decompress_8": 22.0,
+}
+
+
+class Arithmetic(NamedTuple):
+    """Calls of one kind, and the elements that all of them handle."""
+
+    kind: Kind
+    elements: float
+    calls: float = 1.0
+
+
+def times(factor: float, works: Iterable[Arithmetic]) -> Iterator[Arithmetic]:
+    """Yields the work of something that is done so many times, on average."""
+    return (Arithmetic(kind, factor * elements, factor * calls) for kind, elements, calls in works)
+
+
+def passes(count: float, elements: float, tensors: int = 1) -> Arithmetic:
+    """Elementwise operations on tensors that have so many elements together."""
+    return Arithmetic("pass", count * elements, count * tensors)
+
+
+def cpu_seconds(works: Iterable[Arithmetic], known: Calibration) -> float:
+    """Seconds of work at a calibration's prices."""
+    prices = known.arithmetic
+    return sum(prices[w.kind][0] * w.calls + prices[w.kind][1] * w.elements for w in works)
+
+
+def moved_bytes(works: Iterable[Arithmetic]) -> float:
+    """Bytes that work reads and writes."""
+    return sum(BYTES[work.kind] * work.elements for work in works)

@@ -1,0 +1,190 @@
+"""The arithmetic that plan counts for an exchange is what its functions are given in a run."""
+
+import json
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from ranks import run_ranks
+from tiny import GPT, Samples, run_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mtcli.core.parallel.transport import process_group
+from mtcli.core.plan.calibration import Calibration
+from mtcli.core.plan.exchange import exchange_arithmetic, owned_sizes
+from mtcli.core.plan.hardware import GPUS, HERE
+from mtcli.core.plan.predict import predict_workload
+from mtcli.core.plan.workload import Workload
+from mtcli.core.sync import replica_mean, two_phase
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise
+from mtcli.core.training.step import Trainer
+
+MADE_UP = Calibration.of(json.loads((Path(__file__).parents[2] / "calibration.json").read_text()))
+WIDE = GPT | {"num_layers": 2, "hidden_size": 64}
+STEPS, RANKS = 8, 3
+SGD = {"name": "sgd", "lr": 0.1, "min_lr": 0.01, "momentum": 0.9}
+ADAMW, LAMB, PLAIN = {"name": "adamw"}, {"name": "lamb"}, SGD | {"momentum": 0.0}
+OPTIMIZERS = {"sgd": SGD, "adamw": ADAMW, "lamb": LAMB, "plain sgd": PLAIN}
+DILOCO = {"method": "diloco", "period": 2}
+ROWS = {
+    "signs": ({"method": "onebit", "warmup_steps": 2}, ADAMW),
+    "signs, lamb": ({"method": "onebit", "warmup_steps": 2}, LAMB),
+    "2 bits": (DILOCO | {"quantise": 2}, ADAMW),
+    "4 bits": (DILOCO | {"quantise": 4}, ADAMW),
+    "8 bits, fragments": (DILOCO | {"quantise": 8, "fragments": 2}, ADAMW),
+    "largest": (DILOCO | {"top_k": 1 / 32, "quantise": 2}, ADAMW),
+    "in full": (DILOCO, ADAMW),
+    "average": ({"method": "local", "period": 2}, ADAMW),
+    "neighbours": ({"method": "dmsgd"}, SGD),
+    "neighbours' gradients": ({"method": "decentlam"}, SGD),
+    "mixed while computing": ({"method": "awc_dmsgd"}, SGD),
+    "momenta too, with all": ({"method": "da_dmsgd", "topology": "full"}, SGD),
+    "no momentum": ({"method": "dsgd"}, PLAIN),
+    "leaders": ({"method": "lsgd", "period": 2, "global_period": 4}, SGD),
+    "centre": ({"method": "easgd", "period": 2}, SGD),
+}
+# Of torch's operations those that go through all elements of a tensor, or of a list of them.
+ELEMENTWISE = {
+    "add", "sub", "mul", "div", "copy", "cat", "lerp", "sqrt", "addcdiv", "addcmul", "where",
+    "linalg_vector_norm", "sum", "amax", "zeros_like", "fused_adamw",
+    "foreach_add", "foreach_sub", "foreach_mul", "foreach_div", "foreach_copy",
+}  # fmt: skip
+
+
+class Passes(TorchDispatchMode):
+    """Counts elements of elementwise operations on floating-point tensors."""
+
+    elements, paused = 0, 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        name = function.overloadpacket.__name__.strip("_")
+        if name in ELEMENTWISE and not self.paused:
+            several = isinstance(arguments[0], list | tuple)
+            operands = arguments[0] if several else arguments[:1]
+            self.elements += sum(x.numel() for x in operands if x.is_floating_point())
+        return function(*arguments, **(keywords or {}))
+
+    @contextmanager
+    def pause(self):
+        self.paused += 1
+        yield
+        self.paused -= 1
+
+
+def handled(runtime, config):
+    """Elements that each kind of function handled in the exchanges of a run of STEPS."""
+    # Copies into shared memory are a collective's.
+    with patch.object(process_group, "connect", lambda *_: None):
+        trainer, found, mode = Trainer(config, runtime), Counter(), Passes()
+    initialise(trainer)
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+
+    def shim(where, name, kind=None, size=None):
+        real = getattr(where, name)
+
+        def counting(*arguments):
+            if kind:
+                found[kind] += size(*arguments)
+            with mode.pause():
+                return real(*arguments)
+
+        return patch.object(where, name, counting)
+
+    def watched(name):
+        real = getattr(trainer.exchange, name)
+
+        def watching(*arguments):
+            with mode:
+                return real(*arguments)
+
+        return patch.object(trainer.exchange, name, watching)
+
+    bits = config.sync.quantise
+    there, back = f"compress_{bits}", f"decompress_{bits}"
+    if config.sync.top_k:
+        there, back = "select", "scatter"
+    patches = [
+        shim(two_phase, "pack_", "sign", lambda x, _: len(x)),
+        shim(two_phase, "unpack", "unsign", lambda bits, scale, size: size),
+        shim(replica_mean, "compress", there, lambda x, _: len(x)),
+        shim(replica_mean, "decompress", back, lambda bits, form, size: size),
+        watched("before_step"),
+        watched("update"),
+        watched("after_backward"),
+    ]
+    if config.sync.method == "onebit":
+        patches.append(shim(trainer.exchange, "_freeze"))  # once in a run
+    with ExitStack() as stack:
+        for one in patches:
+            stack.enter_context(one)
+        for _ in range(STEPS):
+            trainer.train_step(loader)
+    loader.close()
+    return dict(found) | {"pass": mode.elements}
+
+
+@cache
+def in_a_run(row):
+    """Mean elements per step and rank of each kind, of a row or of an optimizer's run alone."""
+    config = configured(*ROWS[row]) if row in ROWS else configured({}, OPTIMIZERS[row])
+    total = Counter()
+    for found in run_ranks(RANKS, handled, config):
+        total.update(found)
+    return {kind: count / RANKS / STEPS for kind, count in total.items()}
+
+
+def configured(sync, optimizer):
+    fields = {"train": {"steps": STEPS}, "batch": {"global_batch_size": RANKS}}
+    return run_config(WIDE, sync=sync, optimizer=optimizer, **fields)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_an_exchange_handles_as_many_elements_of_each_kind_as_are_planned(row):
+    work, planned = Workload.of(configured(*ROWS[row]), RANKS), Counter()
+    for kind, elements, _ in exchange_arithmetic(work, 0):
+        planned[kind] += elements
+    optimizer = next(name for name, fields in OPTIMIZERS.items() if fields == ROWS[row][1])
+    found, alone = in_a_run(row), in_a_run(optimizer)
+    # The optimizer's own passes, and clipping, are not the exchange's.
+    passes = found["pass"] - alone["pass"]
+    # The largest segment of three is planned, and no scalar of a parameter.
+    assert found | {"pass": passes} == pytest.approx(dict(planned), rel=0.06)
+
+
+def step_seconds(sync, optimizer, known):
+    work = Workload.of(configured(sync, optimizer), RANKS)
+    return work, predict_workload(work, replace(HERE, calibration=known)).step_seconds
+
+
+@pytest.mark.parametrize("row", ["signs", "2 bits", "4 bits", "8 bits, fragments", "largest"])
+def test_a_step_takes_longer_by_its_arithmetic(row):
+    free = replace(MADE_UP, arithmetic=dict.fromkeys(MADE_UP.arithmetic, (0.0, 0.0)))
+    work, least = step_seconds(*ROWS[row], free)
+    for kind in {each.kind for each in exchange_arithmetic(work, 0)}:
+        same = [each for each in exchange_arithmetic(work, 0) if each.kind == kind]
+        for prices, count in (
+            ((0.0, 1e-3), sum(each.elements for each in same)),
+            ((1e-3, 0.0), sum(each.calls for each in same)),
+        ):
+            dear = replace(free, arithmetic=free.arithmetic | {kind: prices})
+            _, seconds = step_seconds(*ROWS[row], dear)
+            assert count > 0 and seconds - least == pytest.approx(1e-3 * count)
+
+
+def test_a_gpu_moves_the_bytes_of_an_exchange_s_arithmetic():
+    """EASGD copies weights and centre, divides the sum and pulls both: 5 passes of 12 bytes."""
+    work = Workload.of(configured({"method": "easgd", "period": 2}, SGD), RANKS)
+    elements = sum(owned_sizes(work, 0).values())
+    slow = replace(GPUS["h100"], memory_bandwidth=1e6)
+    idle = replace(work, sync=work.sync.model_copy(update={"pull": 0.0}))
+    latency, more = (
+        predict_workload(work, device).costs.gradients
+        - predict_workload(idle, device).costs.gradients
+        for device in (replace(slow, memory_bandwidth=1e30), slow)
+    )
+    assert more - latency == pytest.approx(5 / 2 * 12 * elements / (0.9 * 1e6))
