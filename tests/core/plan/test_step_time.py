@@ -79,7 +79,10 @@ def test_a_hop_sends_each_tensor_ranks_own_part():
     assert sent.p2p_seconds(step(ParallelLayout(8)), H100, PHYSICS) == 0.0
 
 
-@pytest.mark.parametrize(("pp", "vpp", "m"), [(1, 1, 4), (4, 1, 8), (4, 2, 8), (2, 4, 2), (2, 4, 6)])
+SHAPES = [(1, 1, 4), (4, 1, 8), (4, 2, 8), (2, 4, 2), (2, 4, 6)]
+
+
+@pytest.mark.parametrize(("pp", "vpp", "m"), SHAPES)
 def test_gradients_are_reduced_behind_the_backwards_that_follow_a_chunks_last(pp, vpp, m):
     """Of rank 0, as its schedule has them, and the chunk's own last one."""
     name = "interleaved" if vpp > 1 else "1f1b"
