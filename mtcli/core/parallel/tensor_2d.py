@@ -177,11 +177,15 @@ class GridLoss(VocabLoss):
 
     def __init__(self, table: VocabEmbedding, bias: Tensor | None, build: GridLayers) -> None:
         super().__init__(table, bias)
-        self.gemm = build.column_gemm
+        self.grid = build.grid
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """x_TD [T, D/c] -> logits [T, V/c], padding columns included."""
-        return self.gemm(x_TD, self.table.weight, self.bias)
+        """x_TD [T, D/c] -> logits [T, V/c], padding columns included.
+
+        Both gradients are made in one sweep: what waits for W would be the logits' own.
+        """
+        y_TV = gemm(x_TD, self.table.weight.mT, self.grid)
+        return y_TV if self.bias is None else y_TV + self.bias
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""

@@ -150,6 +150,7 @@ def each_stage(work: Workload, device: Device) -> Iterator[Memory]:
     for pp_rank in range(work.layout.pp):
         saved, peak = _alive(_runs(work, kernels, pp_rank), moments(work, pp_rank))
         working = max(peak, update_bytes(work, pp_rank)) - saved
+        saved += panel_buffers(work, pp_rank)
         state, host = state_bytes(work, pp_rank), copied_bytes(work, pp_rank) * work.async_save
         yield Memory(*state, saved, working, device.reserved_bytes + host * kernels.cpu, host)
 
@@ -185,7 +186,6 @@ def _run(work: Workload, kernels: Kernels, stage: int) -> StageBytes:
     ends = (stage == 0, stage == work.layout.num_stages - 1)
     layers = work.layers_of_stage[stage]
     run = stage_bytes(work, kernels, ends, layers, gathered_groups(work, ends))
-    run = run.beside(panel_buffers(work, ends[1]))
     # With pp = 1 the input is what the stage before keeps alive as its result.
     return run.beside(-Shapes.of(work).stream) if stage and work.layout.pp == 1 else run
 

@@ -52,6 +52,7 @@ EIGHT = {**GPT, "num_layers": 8}
 SIDED = {"causal": False}
 MASKED = {"data": {"document_mask": True}}
 LAMB = {"optimizer": {"name": "lamb"}}
+FOUR, FOUR_STAGES = {"num_layers": 4}, {"pp": 4, "recompute": "full"}
 GRID = {"tp": 4, "tp_mode": "2d"}
 ADAPTERS = {"lora": {"rank": 8}}
 FEW_ADAPTERS = {"lora": {"rank": 8, "targets": ["q_proj", "down_proj"]}}
@@ -157,6 +158,7 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "a grid of one column": (2, GPT, GRID | {"tp": 2, "tp_rows": 2}, "fp32", None),
     "a grid's split backward": (8, DEEP, GRID | SPLIT, "bf16", None),
     "a grid, zero=3": (8, LLAMA, GRID | {"zero": 3}, "bf16", None),
+    "a grid's first stage": (16, GPT | FOUR, GRID | {"pp": 4}, "bf16", 0),
     "an encoder": (1, ENCODER | BIG, {}, "bf16", None),
     "an encoder of the post order": (2, ENCODER | POST | DROPPING, {"tp": 2}, "bf16", None),
     "an encoder's head of a pipeline, zero=3": (4, ENCODER | BIG, HALVES | {"ep": 1}, "bf16", LAST),
@@ -192,6 +194,7 @@ CPU_ROWS = {
     "an encoder of the post order on CPU": (2, ENCODER | POST | BIG, {"tp": 2}, "fp32", None),
     "an encoder that drops on CPU": (2, ENCODER | DROPPING | BIG, {"pp": 2}, "fp32", LAST),
     "choices on CPU": (2, CHOOSER | POST, {"cp": 2, "cp_mode": "a2a"}, "fp32", None, RACE),
+    "a grid's second stage on CPU": (16, ENCODER | FOUR, GRID | FOUR_STAGES, "fp32", 5),
     "a head alone on CPU": (2, DEEP | WIDE, SPLIT | HEADLESS, "bf16", LAST),
 }
 # Where evaluation comes nearest to a step, of all rows: 0.94, 0.91, and with pp 0.46 of its peak.

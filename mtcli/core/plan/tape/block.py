@@ -240,15 +240,15 @@ def full_rows(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     if work.document_mask and kit.by_torch:
         return _by_document(kit, qkv, heads)
     if work.document_mask:
-        return fused(kit, qkv, heads, heads.k, SPAN * work.micro_batch_size * work.seq_len)
-    return _of_rows(kit, qkv, heads, copies=work.micro_batch_size > 1 or work.layout.cp > 1)
+        return fused(kit, qkv, heads, heads.k, SPAN * work.row_sequences * work.seq_len)
+    return _of_rows(kit, qkv, heads, copies=work.row_sequences > 1 or work.layout.cp > 1)
 
 
 def _by_document(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention of each document of rows, one after another."""
     each, sizes = kit.work.sequences, (heads.q, heads.k, heads.k)
-    rows = kit.work.micro_batch_size * each
-    work = replace(kit.work, seq_len=kit.work.seq_len // each, micro_batch_size=rows)
+    rows, batch = kit.work.row_sequences * each, kit.work.micro_batch_size * each
+    work = replace(kit.work, seq_len=kit.work.seq_len // each, micro_batch_size=batch)
     kit, cp = replace(kit, work=work), work.layout.cp
     one = HeadSizes(kit, heads.size, rows)
     if _is_short(kit, heads):
@@ -352,7 +352,7 @@ def plain(kit: Kit, qkv: QKV, heads: HeadSizes) -> Value:
     tape, (q, *kv) = kit.tape, qkv
     times = kit.work.layout.cp if kit.work.cp_mode == "all_gather" else 1
     scaled = moved(kit, q, heads.q, heads.q)
-    several = heads.grouped or kit.work.micro_batch_size > heads.rows
+    several = heads.grouped or kit.work.row_sequences > heads.rows
     k = moved(kit, kv[0], times * heads.q, times * heads.k)
     v = moved(kit, kv[1], times * heads.q, times * heads.k) if several else reused(kit, kv[1])
     scores = batched_gemm(kit, (scaled, k), heads.scores * heads.size)
@@ -392,7 +392,7 @@ def mask_numel(kit: Kit) -> float:
     work = kit.work
     if not (work.model.causal or work.document_mask):
         return 0.0
-    return kit.t.tokens * work.seq_len / (1 if work.document_mask else work.micro_batch_size)
+    return kit.t.tokens * work.seq_len / (1 if work.document_mask else work.row_sequences)
 
 
 def batched_gemm(kit: Kit, factors: tuple[Value, Value], size: float, used: float = 0.0) -> Value:
@@ -451,7 +451,7 @@ def _ring_backward_bytes(kit: Kit, heads: HeadSizes) -> float:
     q, both = times * heads.q, times * 2 * heads.k
     per_head = 2 * heads.grouped * q  # keys and values for each head
     if size >= 4 and rows * size <= CPU_ATTENTION_ROW_BYTES and not work.document_mask:
-        copies = (work.micro_batch_size > 1) * q + per_head
+        copies = (work.row_sequences > 1) * q + per_head
         return copies + 3 * q + head_blocks_bytes(kit, heads, rows)[1]
     copies = kit.slow * (3 * q + both) + per_head
     mask = work.document_mask * kit.t.tokens * rows * (1 + size)  # and what it adds to scores

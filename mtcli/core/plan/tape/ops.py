@@ -233,6 +233,11 @@ def reused(kit: Kit, x: Value) -> Value:
     return kit.tape.op([x], [x], same_gradient)[0]
 
 
+def shifted(kit: Kit, x: Value) -> Value:
+    """Adds a vector or other ranks' parts to x, whose gradient is passed on as it is."""
+    return kit.tape.op([x], [x.size], same_gradient)[0]
+
+
 def add(kit: Kit, x: Value, y: Value) -> Value:
     """Adds x and y, whose gradient both get."""
     return concatenated(kit, [x, y], x.size)
@@ -398,12 +403,12 @@ def enter(kit: Kit, x: Value) -> Value:
 
 def leave(kit: Kit, x: Value) -> Value:
     """Reduces the output of a tensor parallel region."""
-    tape, tp = kit.tape, kit.work.layout.tp
+    tp = kit.work.layout.tp
     if tp == 1:
         return reused(kit, x)
     if kit.work.sequence_parallel:
         return resized(kit, x, x.size / tp)
-    return tape.op([x], [x.size], same_gradient)[0]
+    return shifted(kit, x)
 
 
 def column_linear(kit: Kit, x: Value, shape: tuple[float, float], layer: str) -> Value:
@@ -529,18 +534,18 @@ def _row_gemm(kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply
     if active is not x:
         kit.tape.free(active)
     if kit.work.model.bias:
-        y = then(kit, y, resized(kit, y, y.size))
+        y = then(kit, y, shifted(kit, y))
     return y
 
 
-def panel_buffers(work: Workload, last: bool) -> float:
-    """Bytes of the buffers that a grid's panels arrive in; 0 without a grid.
+def panel_buffers(work: Workload, pp_rank: int) -> float:
+    """Bytes of the buffers that a grid's panels arrive in, in all layers; 0 without a grid.
 
     Two for each way, in turns, or one where a rank owns one of two panels.
     """
     if work.layout.tp_rows == 1:
         return 0.0
-    t, m = Shapes.of(work), work.model
+    t, m, last = Shapes.of(work), work.model, pp_rank == work.layout.pp - 1
     inner = m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size
     gated = 2 if m.activation == "swiglu" else 1
     widths = [t.queries + t.keys / work.kv_sharers, gated * inner / work.columns]

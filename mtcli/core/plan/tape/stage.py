@@ -38,6 +38,7 @@ from mtcli.core.plan.tape.ops import (
     resized,
     reused,
     saved_by,
+    shifted,
     then,
     trained,
     vocabulary,
@@ -268,7 +269,7 @@ def _encoder_loss(kit: Kit, x: Value, weight: Value) -> Value:
         normed = then(tokens, normed, norm(tokens, normed))
         losses.append(then(tokens, normed, _loss(tokens, normed, weight)))
     if m.head != "mlm" or m.sentence_order:
-        rows = work.micro_batch_size // work.layout.tp_rows * work.sequences
+        rows = work.row_sequences * work.sequences
         first = replace(kit, of_head=rows)
         pooled = _picked(first, x, rows * INDEX)
         pooled = then(first, pooled, _dense(first, pooled))
@@ -293,7 +294,7 @@ def _dense(kit: Kit, x: Value) -> Value:
     t = kit.t
     if kit.work.layout.tp_rows > 1:
         y = grid_gemm(kit, x, (t.hidden, t.inner))
-        return then(kit, y, resized(kit, y, y.size))
+        return then(kit, y, shifted(kit, y))
     return linear(kit, x, (t.hidden, t.hidden))
 
 

@@ -1,0 +1,135 @@
+"""Real tasks by `mtcli eval` and by lm-eval's own command words: figures and times side by side.
+
+    MTCLI_TEST_DATA=... python benchmarks/bench_eval_tasks.py [--limit 200] [--markdown FILE]
+
+A random-init GPT-2 (d256 L4, GPT-2's own tokenizer, 1,024 tokens) reads the first --limit items of
+LAMBADA and articles of RACE-high, in float32. Each is a process of its own, timed from its start to
+its end; lm-eval reads the same rows by its own YAML files, in batches of 16. Ends with 1 where
+figures differ.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from progress import each, say
+
+DATA = Path(os.environ.get("MTCLI_TEST_DATA", "."))
+# Of each task: its data, lm-eval's YAML file, and the figure's names in our JSON and in lm-eval's
+TASKS = {
+    "lambada": (
+        "lambada/lambada_test.jsonl",
+        "lambada/lambada_openai.yaml",
+        {"perplexity": "perplexity"},
+    ),
+    "race": ("race/test", "race/race.yaml", {"high": "acc"}),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--markdown", type=Path, help="a file for the table")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return print(json.dumps(theirs(*args.worker, args.limit)))
+    rows = ["| task | figure | mtcli | lm-eval | mtcli, s | lm-eval, s | times |"]
+    rows += ["|---|---|---|---|---|---|---|"]
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        for task in each(TASKS):
+            data, _, names = TASKS[task]
+            (figure,) = names
+            command = ["-m", "mtcli", "eval", folder, "--task", f"{task}={DATA / data}"]
+            command += ["--limit", str(args.limit), "--set", "train.precision=fp32"]
+            found, seconds = timed([*command, "--json", "-"], args.threads)
+            ours = found["tasks"][task][figure]
+            command = [__file__, "--worker", task, folder, "--limit", str(args.limit)]
+            reference, others = timed(command, args.threads)
+            if abs(ours - reference) > 1e-4 * abs(reference):
+                sys.exit(f"{task}: {figure} is {ours} and lm-eval's {reference}")
+            rows += [
+                f"| {task} | {figure} | {ours:,.4f} | {reference:,.4f} | {seconds:.1f} "
+                f"| {others:.1f} | {others / seconds:.1f} |"
+            ]
+            say(rows[-1])
+    if args.markdown:
+        args.markdown.write_text("\n".join(rows) + "\n")
+
+
+def make_model(folder: Path) -> None:
+    """A Hugging Face folder of a random GPT-2 with its real tokenizer."""
+    import torch
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    files = (str(DATA / "gpt2-bpe" / name) for name in ("vocab.json", "merges.txt"))
+    tokenizer = ByteLevelBPETokenizer(*files)
+    end = "<|endoftext|>"
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token=end)
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=256, n_layer=4, n_head=4, initializer_range=0.1)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+
+
+def timed(command: list[str], threads: int) -> tuple:
+    """(the JSON that a Python command prints last, its seconds)."""
+    environ = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{command} failed:\n{done.stderr}")
+    text = done.stdout if "mtcli" in command else done.stdout.splitlines()[-1]
+    return json.loads(text), time.perf_counter() - begin
+
+
+def theirs(task: str, model: str, limit: int) -> float:
+    """lm-eval's figure of its own task on the local rows."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    _, file, names = TASKS[task]
+    (metric,) = names.values()
+    backend = HFLM(pretrained=model, dtype="float32", batch_size=16, device="cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder, "test.jsonl")
+        rows.write_text("".join(json.dumps(row) + "\n" for row in rows_of(task, limit)))
+        config = dict(load_yaml(Path(lm_eval.__file__).parent / "tasks" / file))
+        config |= {"dataset_path": "json", "dataset_name": None, "tag": None, "test_split": "test"}
+        config |= {"validation_split": None, "training_split": None}
+        config |= {"dataset_kwargs": {"data_files": {"test": str(rows)}, "cache_dir": folder}}
+        found = lm_eval.simple_evaluate(
+            backend,
+            tasks=[config],
+            task_manager=TaskManager(include_defaults=False),
+            bootstrap_iters=0,
+        )
+    return found["results"][config["task"]][f"{metric},none"]
+
+
+def rows_of(task: str, limit: int) -> list[dict]:
+    """The rows as lm-eval's data set on the hub has them."""
+    path = DATA / TASKS[task][0]
+    if task == "lambada":
+        return [json.loads(line) for line in path.read_text().splitlines()[:limit]]
+    rows = []
+    for file in sorted((path / "high").iterdir(), key=lambda file: int(file.stem))[:limit]:
+        row = json.loads(file.read_text())
+        found = zip(row["questions"], row["options"], row["answers"], strict=True)
+        problems = [{"question": q, "options": o, "answer": a} for q, o, a in found]
+        rows.append({"article": row["article"], "problems": str(problems)})
+    return rows
+
+
+if __name__ == "__main__":
+    main()
