@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from mtcli.core.checkpoint.opening import require_alike, together
+from mtcli.core.checkpoint.opening import together
 from mtcli.core.checkpoint.progress import BaseRecord, planned_samples
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.schema import RunConfig
@@ -27,7 +27,7 @@ from mtcli.core.sweep.array import ModelArray, array_groups
 from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.sweep.member import Member
 from mtcli.core.sweep.record import ArrayRecord, Status, TrialRecord
-from mtcli.core.training.consumed_samples import ConsumedSamples
+from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunRecords, StepFacts
 from mtcli.core.training.run_lock import held
@@ -233,8 +233,8 @@ class LiveArray:
         loader: MicroBatchLoader,
         saving: Tree,
     ) -> Seat:
-        samples = ConsumedSamples(member.config, loader.batches)
-        require_alike(self.groups.world, samples.hashes, "reads data with the hashes", "data.train")
+        hashes = data_hashes(loader.batches, self.runtime.local_rank, self.groups.world)
+        samples = ConsumedSamples(member.config, loader.batches, hashes)
         last_good, base = restore(member, samples, start), base_record(member, start)
         records = RunRecords(member.config, self.runtime.rank == 0, self.watcher.say)
         records.begin(self.runtime, member.step)
