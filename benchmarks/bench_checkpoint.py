@@ -48,7 +48,9 @@ from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.sharding import Box
-from mtcli.core.parallel.transport.process_group import gather_json
+from mtcli.core.parallel.groups import world_axis
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.parallel.tree import ALONE, make_tree
 
 SHAPE = (1024, 4096)  # 16 MiB
 BLOCK = 16 << 20
@@ -155,7 +157,7 @@ def save_raw(folder, tensors):
 
 def save_ours(folder, tensors):
     shards = [Shard(name, t, (0, 0), SHAPE) for name, t in tensors.items()]
-    save(folder / "ours", 1, shards, rank=0, gather=lambda thing: [thing], **ABOUT)
+    save(folder / "ours", 1, shards, ranks=ALONE, **ABOUT)
 
 
 def save_safetensors(folder, tensors):
@@ -251,7 +253,7 @@ def stalls(tensors, root, repeats):
         taken = held.take(shards)
         times["mtcli"].append(perf_counter() - start)
         folder = root / "ours"
-        save(folder, 1, taken.shards, rank=0, gather=lambda thing: [thing], **ABOUT)
+        save(folder, 1, taken.shards, ranks=ALONE, **ABOUT)
         start = perf_counter()
         writer = FileSystemWriter(root / "dcp", thread_count=2, overwrite=True)
         done = dcp.async_save(tensors, storage_writer=writer, async_stager=stager, no_dist=True)
@@ -303,12 +305,10 @@ def write_halves(rank, world, root, gib):
     cut = {name: distribute_tensor(t, mesh, [DtensorShard(0)]) for name, t in tensors.items()}
     dcp.save(cut, checkpoint_id=str(root / "dcp"))
 
-    def gather(value):
-        return gather_json(value, dist.group.WORLD)
-
+    ranks = make_tree(world_axis(rank, world, FlightRecorder()))
     start = (rank * SHAPE[0] // world, 0)
     shards = [Shard(name, t.to_local(), start, SHAPE) for name, t in cut.items()]
-    save(root / "ours", 1, shards, rank=rank, gather=gather, **ABOUT)
+    save(root / "ours", 1, shards, ranks=ranks, **ABOUT)
 
 
 def read_columns(rank, world, root, gib, name):

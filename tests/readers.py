@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mtcli.core.checkpoint.huggingface.config_json import model_of
-from mtcli.core.checkpoint.manifest import read_manifest
+from mtcli.core.checkpoint.manifest import Manifest, read_manifest
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
 from mtcli.core.config.errors import MtcliError
@@ -204,15 +204,19 @@ def manifest(folder):
         "files": {"f": {"bytes": 48, "xxh3_128": ["0" * 32]}},
     }  # fmt: skip
 
+    tables = Manifest.model_validate(table).as_tables().to_bytes()
+
     def check(data):
         (folder / "manifest.json").write_bytes(data)
         found = read_manifest(folder)
         assert found.to_bytes() == type(found).model_validate(json.loads(data)).to_bytes()
-        cells = [(s.file, s.key) for tensor in found.tensors.values() for s in tensor.shards]
+        index = found.index
+        shards = [shard for one in index.tensors.values() for shard in index.records(one)]
+        cells = [(shard["file"], shard["key"]) for shard in shards]
         assert len(set(cells)) == len(cells)
         assert {(folder / name).resolve().parent for name in found.files} <= {folder.resolve()}
 
-    return check, [json.dumps(table).encode()]
+    return check, [json.dumps(table).encode(), tables]
 
 
 def toml(folder):

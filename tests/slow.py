@@ -42,6 +42,9 @@ SLOW = {
         "test_an_error_in_a_task_is_the_user_s_as_on_one_machine": (),
         "test_two_nodes_write_the_bytes_of_one_machine": (),
     },
+    "test_bench_growth.py": {
+        "test_a_rank_s_opens_messages_and_requests_are_few": ("128",),
+    },
     "test_bench_gpu.py": {
         "test_a_pair_is_measured_in_processes_of_their_own_and_kept": (),
         "test_the_whole_runs_on_a_cpu_and_what_it_chose_is_shipped_and_read": (),

@@ -105,7 +105,7 @@ def test_a_header_that_the_library_refuses_is_refused(tmp_path, header, message)
 
 
 def test_a_tensor_of_a_file_has_one_place_in_a_manifest(tmp_path):
-    check, (seed,) = READERS["manifest"](tmp_path)
+    check, (seed, _) = READERS["manifest"](tmp_path)
     twice = json.loads(seed)
     twice["tensors"]["v"] = twice["tensors"]["w"]
     with pytest.raises(MtcliError, match="manifest.json is damaged: a of f is in it twice"):

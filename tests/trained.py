@@ -1,13 +1,11 @@
 """A rank that trains some steps in memory, from the seed or a checkpoint, and saves."""
 
-from functools import partial
-
 from tiny import Samples
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import save
 from mtcli.core.config.loading import dump_toml
-from mtcli.core.parallel.collectives import gather_values
+from mtcli.core.parallel.tree import make_tree
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise, progress, resume, saved_replicas, shards
 from mtcli.core.training.step import Trainer
@@ -39,8 +37,7 @@ def save_to(folder, trainer):
         folder,
         trainer.step,
         shards(trainer),
-        rank=trainer.groups.rank,
-        gather=partial(gather_values, axis=trainer.groups.world),
+        ranks=make_tree(trainer.groups.world),
         extra=progress(trainer).model_dump(),
         config_toml=dump_toml(trainer.config),
         tokenizer=None,

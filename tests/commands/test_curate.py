@@ -14,7 +14,7 @@ import pytest
 from command_line import mtcli
 
 from mtcli.core.curate.config import load_config
-from mtcli.core.data.blend import blend_indices
+from mtcli.core.data.blend_order import blend_indices
 
 ROOT = Path(__file__).parent.parent.parent
 # Tells its own peak: what the system says of a child counts its parent's memory before the exec.

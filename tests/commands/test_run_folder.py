@@ -123,6 +123,7 @@ def elsewhere(rank, folder):
     """Rank 1 is on another machine, which has other files under the same names."""
     if rank == 1:
         os.chdir(folder)
+        os.environ["LOCAL_RANK"] = "0"
 
 
 def go_on(drill, fault, *words):

@@ -12,7 +12,7 @@ from typer.main import get_command
 
 from mtcli.commands.shard import shard
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import Shard, commit, write_shards
+from mtcli.core.checkpoint.store import Shard, commit, dump_written, write_shards
 from mtcli.core.config.errors import Exit, MtcliError
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
@@ -148,8 +148,8 @@ def test_verify_says_what_was_compared_of_the_optimizer(gpt2, tmp_path, capsys, 
         tensors = (weights | state).items()
         pieces = [Shard(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors]
         (tmp_path / name).mkdir()
-        written = [write_shards(tmp_path / name, 0, pieces)]
-        commit(tmp_path / name, written, {"step": 3, "extra": {}}, toml, {})
+        written = dump_written(write_shards(tmp_path / name, 0, pieces))
+        commit(tmp_path / name, written, {"step": 3, "world": 1, "extra": {}}, toml, {})
 
     def said(a, b):
         run("verify", tmp_path / a, tmp_path / b, "--json", "-", "--nproc", "2")
@@ -227,7 +227,8 @@ def test_the_step_is_the_run_s_and_a_hugging_face_folder_has_none(gpt2, tmp_path
     pieces = [Shard(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors]
     toml = dump_toml(RunConfig(model=source.model, batch={"seq_len": 17}))
     kept.mkdir()
-    commit(kept, [write_shards(kept, 0, pieces)], {"step": 3, "extra": {}}, toml, {})
+    about = {"step": 3, "world": 1, "extra": {}}
+    commit(kept, dump_written(write_shards(kept, 0, pieces)), about, toml, {})
     run(kept, tmp_path / "hf", "--json", "-")
     out, err = capsys.readouterr()
     assert json.loads(out)["step"] == 3 and "step 3; writing hf" in err

@@ -16,6 +16,7 @@ from mtcli.core.config.loading import dump_toml, load_config
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import count_active, count_parameters, parameters
+from mtcli.core.parallel.tree import ALONE
 
 app = typer.Typer(add_completion=False)
 app.command("shard")(shard)
@@ -38,7 +39,7 @@ def dense(tmp_path_factory):
             pieces.append(Shard(kind + name, 0.2 * torch.randn(shape), (0,) * len(shape), shape))
     about = {"extra": {}, "config_toml": dump_toml(RunConfig(model=MODEL)), "tokenizer": None}
     root = tmp_path_factory.mktemp("dense")
-    return save(root, 3, pieces, rank=0, gather=lambda value: [value], keep=0, **about)
+    return save(root, 3, pieces, ranks=ALONE, keep=0, **about)
 
 
 def test_it_writes_a_checkpoint_of_ours_with_a_proof_and_says_what_it_left_out(

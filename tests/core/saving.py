@@ -1,7 +1,9 @@
 """Ranks without processes: every rank of a layout saves from a thread, and what it saves."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +20,7 @@ CONFIG = RunConfig(model=MODEL)
 
 
 class Gather:
-    """What `gather` is among processes: every rank's object on every rank, and a barrier."""
+    """Every rank's object on every rank, and a barrier."""
 
     def __init__(self, world):
         self.slots, self.barrier = [None] * world, threading.Barrier(world, timeout=60)
@@ -30,13 +32,27 @@ class Gather:
         return list(self.slots)
 
 
+class OnThread(NamedTuple):
+    """What a tree is among processes, of which each value passes as JSON."""
+
+    rank: int
+    gather: Gather
+
+    def merge(self, value, merged):
+        values = [json.loads(text) for text in self.gather(self.rank, json.dumps(value))]
+        return None if self.rank else merged(values)
+
+    def tell(self, value):
+        return json.loads(self.gather(self.rank, json.dumps(value))[0])
+
+
 def on_ranks(world, work):
-    """work(rank, gather) on `world` threads; the results, or the exceptions raised, by rank."""
+    """work(rank, ranks) on `world` threads; the results, or the exceptions raised, by rank."""
     gather = Gather(world)
 
     def one(rank):
         try:
-            return work(rank, lambda thing: gather(rank, thing))
+            return work(rank, OnThread(rank, gather))
         except Exception as error:
             return error
 
@@ -70,9 +86,9 @@ def save_halves(root, step=1, *, tensors=None, keep=0, before=lambda rank: None,
     tensors = values() if tensors is None else tensors
     about = {"extra": {"consumed_samples": 8}, "config_toml": dump_toml(CONFIG), "tokenizer": None}
 
-    def work(rank, gather):
+    def work(rank, ranks):
         pieces = halves(tensors, rank)
         before(rank)
-        return save(root, step, pieces, rank=rank, gather=gather, keep=keep, **(about | others))
+        return save(root, step, pieces, ranks=ranks, keep=keep, **(about | others))
 
     return on_ranks(2, work)

@@ -40,15 +40,20 @@ Bytes = NDArray[np.uint8]
 
 
 def write_tensors(
-    path: Path, plan: list[Planned], tensors: Iterable[Tensor], metadata: dict[str, str]
+    path: Path,
+    plan: list[Planned],
+    tensors: Iterable[Tensor],
+    metadata: dict[str, str],
+    block_bytes: int = BLOCK_BYTES,
 ) -> FileRecord:
-    """Writes and fsyncs a safetensors file of planned tensors, in order.
+    """Writes and fsyncs a safetensors file of planned tensors, in order, with a hash for each block
+    of `block_bytes`, a multiple of BLOCK_BYTES.
 
     `tensors` may be a generator, of which one at a time is in memory, and consecutive runs of a
     planned tensor's elements may stand for it. Returns the file's size and hashes. Raises OSError
     as the system does (disk full).
     """
-    with BlockWriter(path) as writer:
+    with BlockWriter(path, block_bytes) as writer:
         writer.write(np.frombuffer(encode_header(plan, metadata), dtype=np.uint8))
         runs = (tensor for tensor in tensors if tensor.numel())
         for name, code, shape in plan:
@@ -65,14 +70,15 @@ def write_tensors(
 class BlockWriter:
     """Writes a file front to back: a buffer is filled and hashed while WRITERS are written."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
+        self.path, self.block_bytes = path, block_bytes
         self.size = 0
         self._file = _create(path)
         self._pool = ThreadPoolExecutor(WRITERS)
         self._filling = aligned_bytes(WRITE_BYTES)
         self._writes: deque[tuple[Future[None], Bytes]] = deque()  # submitted, with their buffers
         self._hashes: list[str] = []
+        self._hasher = xxhash.xxh3_128()
 
     def __enter__(self) -> "BlockWriter":
         return self
@@ -96,17 +102,25 @@ class BlockWriter:
             done += len(chunk)
             self.size += len(chunk)
             if self.size % BLOCK_BYTES == 0:
-                self._end_block(BLOCK_BYTES)
+                self._hash(BLOCK_BYTES)
             if self.size % WRITE_BYTES == 0:
                 self._put(WRITE_BYTES)
 
     def record(self) -> FileRecord:
         """The size and hashes of the file so far."""
-        return FileRecord(bytes=self.size, xxh3_128=self._hashes)
+        hashes, size = self._hashes, self.block_bytes
+        return FileRecord(bytes=self.size, xxh3_128=hashes, block_bytes=size)
 
-    def _end_block(self, count: int) -> None:
+    def _hash(self, count: int) -> None:
+        """Hashes the last bytes that were written, and ends a block that they fill."""
         end = (self.size - 1) % WRITE_BYTES + 1
-        self._hashes.append(hash_of(self._filling[end - count : end]))
+        self._hasher.update(self._filling[end - count : end])
+        if self.size % self.block_bytes == 0:
+            self._end_block()
+
+    def _end_block(self) -> None:
+        self._hashes.append(self._hasher.hexdigest())
+        self._hasher.reset()
 
     def _put(self, count: int) -> None:
         """Submits the filled buffer to the writers, and takes another one."""
@@ -122,7 +136,9 @@ class BlockWriter:
 
     def _finish(self) -> None:
         if rest := self.size % BLOCK_BYTES:
-            self._end_block(rest)
+            self._hash(rest)
+        if self.size % self.block_bytes:
+            self._end_block()
         if rest := self.size % WRITE_BYTES:
             self._put(rest)
         for write, _ in self._writes:
@@ -197,28 +213,26 @@ def aligned_bytes(size: int) -> Bytes:
 def verify_file(path: Path, record: FileRecord, only: Collection[int] | None = None) -> None:
     """Raises MtcliError that names the file where a block, of those in `only` or of all, does not
     have its hash."""
-    blocks = -(-record.bytes // BLOCK_BYTES)
+    blocks = -(-record.bytes // record.block_bytes)
     if blocks != len(record.xxh3_128):
         raise damaged(path, f"it has {blocks} blocks and {len(record.xxh3_128)} hashes")
     indices = sorted(range(blocks) if only is None else only)
     shares = [indices[thread::THREADS] for thread in range(THREADS)]
-    with ThreadPoolExecutor(THREADS) as pool:
-        list(pool.map(lambda share: _verify_blocks(path, record, share), shares))
-
-
-def _verify_blocks(path: Path, record: FileRecord, indices: list[int]) -> None:
-    """Checks some blocks, all through one buffer."""
-    block = memoryview(aligned_bytes(BLOCK_BYTES))
     try:
-        with open_untrusted(path, 0) as file:
-            for index in indices:
-                at = index * BLOCK_BYTES
-                done, size = 0, min(BLOCK_BYTES, record.bytes - at)
-                while done < size and (
-                    got := os.preadv(file.fileno(), [block[done:size]], at + done)
-                ):
-                    done += got
-                if hash_of(block[:done]) != record.xxh3_128[index]:
-                    raise damaged(path, f"the bytes from {at} do not have the manifest's hash")
+        with open_untrusted(path, 0) as file, ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(lambda share: _verify_blocks(file.fileno(), path, record, share), shares))
     except OSError as error:
         raise damaged(path, f"it cannot be read ({error.strerror})") from None
+
+
+def _verify_blocks(file: int, path: Path, record: FileRecord, indices: list[int]) -> None:
+    """Checks some blocks, all through one buffer."""
+    buffer = memoryview(aligned_bytes(BLOCK_BYTES))
+    for index in indices:
+        at, hasher = index * record.block_bytes, xxhash.xxh3_128()
+        done, size = 0, min(record.block_bytes, record.bytes - at)
+        while done < size and (got := os.preadv(file, [buffer[: size - done]], at + done)):
+            hasher.update(buffer[:got])
+            done += got
+        if hasher.hexdigest() != record.xxh3_128[index]:
+            raise damaged(path, f"the bytes from {at} do not have the manifest's hash")

@@ -7,27 +7,35 @@ the manifest how many there are.
 A manifest is read as untrusted: names may not leave the folder, and the shards of every tensor, of
 each replica, must tile it, each element exactly once. It ends with a hash of its own bytes, so that
 damage to it is never laid on the files whose hashes it holds.
+
+Where there are more than MAX_RECORDS shards, or blocks of hashes are larger than BLOCK_BYTES, the
+shards are tables (`shard_index`) in place of records: version 5. A model of 405B parameters on
+16,384 ranks has three million.
 """
 
 import re
-from math import prod
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mtcli.core.checkpoint.safetensors_file import damaged
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import read_untrusted
+from mtcli.core.config.untrusted import open_untrusted, read_untrusted
 from mtcli.core.mesh.sharding import Box
 
+if TYPE_CHECKING:  # numpy takes a tenth of a second, which `mtcli plan` has no need of
+    from mtcli.core.checkpoint.shard_index import ShardIndex
+
 NAME = "manifest.json"
-Version = Literal[2, 3, 4]  # 4 is written where replicas differ, and 3 elsewhere
+Version = Literal[2, 3, 4, 5]  # 5 is written of tables, 4 where replicas differ, and 3 elsewhere
 OPTIMIZER = "optimizer."  # tensors "optimizer.<kind>/<parameter>"
 BLOCK_BYTES = 2 << 20  # of hashes and writing
+MAX_BLOCKS = 1 << 17  # of a checkpoint: blocks are larger where it would have more
+MAX_RECORDS = 1 << 16
 MAX_MANIFEST_BYTES = 1 << 30
-MAX_CELLS = 1 << 24  # of the grid that proves that boxes tile a tensor
 
 Int64 = Annotated[int, Field(ge=0, lt=2**63)]
 Extents = Annotated[tuple[Int64, ...], Field(max_length=16)]
@@ -51,7 +59,9 @@ class FileRecord(ManifestSection):
     bytes: Int64
     """its size"""
     xxh3_128: list[Hash]
-    """of each BLOCK_BYTES of it in turn"""
+    """of each block of it in turn"""
+    block_bytes: Annotated[int, Field(ge=BLOCK_BYTES, lt=2**63)] = BLOCK_BYTES
+    """of each block but the last"""
 
 
 class ShardRecord(ManifestSection):
@@ -75,7 +85,11 @@ class TensorRecord(ManifestSection):
 
     dtype: Literal["float64", "float32", "bfloat16", "float16"]
     shape: Extents
-    shards: Annotated[list[ShardRecord], Field(alias="pieces")]
+    shards: Annotated[list[ShardRecord], Field(alias="pieces", default_factory=list)]
+    keys: tuple[str, ...] = ()
+    """of the shards of a table, in their files"""
+    table: Int64 | None = None
+    """the number of the table that has the shards"""
 
 
 class RankManifest(ManifestSection):
@@ -99,20 +113,94 @@ class Manifest(ManifestSection):
     extra: dict[str, Any]
     """what the writer wanted to keep: consumed samples, random state, ..."""
     tensors: Annotated[dict[str, TensorRecord], Field(min_length=1)]
+    tables: list[tuple[Annotated[int, Field(ge=3, le=35)], str]] = []
+    """of shards: columns and rows, as `shard_index.pack` writes them"""
     files: dict[FileName, FileRecord]
-    """every file but this one"""
+    """every file but this one; tables count them"""
     xxh3_128: Hash | None = Field(default=None, exclude=True)
     """of the JSON without it, where it comes last; version 2 has none"""
 
+    @cached_property
+    def index(self) -> "ShardIndex":
+        """The shards as tables. Raises ValueError where records are in no file that is listed, have
+        other dimensions than their tensor, or are of another version."""
+        if all(tensor.table is None for tensor in self.tensors.values()) and self.version < 5:
+            return index_of(self)
+        from mtcli.core.checkpoint.shard_index import IndexedTensor, ShardIndex
+
+        index = ShardIndex(self.files, self.tables)
+        for name, one in self.tensors.items():
+            if one.table is None or self.version < 5:
+                raise ValueError(f"{name} is not as version {self.version} has tensors")
+            index.tensors[name] = IndexedTensor(one.dtype, one.shape, one.keys, one.table)
+        return index
+
     def to_bytes(self) -> bytes:
-        """The manifest as the JSON of its file; nothing of replicas where they are equal."""
-        equal = {"replicas": True, "tensors": {"__all__": {"shards": {"__all__": {"replica"}}}}}
-        text = self.model_dump_json(exclude=equal if self.replicas == 1 else None).encode()
+        """The manifest as the JSON of its file; nothing of what its version does not have."""
+        of_shards = {"replica"} if self.replicas == 1 else set[str]()
+        of_tensors: dict[str, Any] = {"keys": True, "table": True}
+        of_tensors["shards"] = {"__all__": of_shards}
+        absent: dict[str, Any] = {"tables": True, "files": {"__all__": {"block_bytes"}}}
+        if self.version == 5:
+            absent, of_tensors = {}, {"shards": True}
+        if self.replicas == 1:
+            absent["replicas"] = True
+        text = self.model_dump_json(exclude=absent | {"tensors": {"__all__": of_tensors}}).encode()
         return text[:-1] + b',"xxh3_128":"%b"}' % xxhash.xxh3_128_hexdigest(text).encode()
+
+    @classmethod
+    def of(cls, index: "ShardIndex", files: dict[str, Any], **about: Any) -> "Manifest":
+        """A manifest in tables; `files` are records of the index's files and, after them, others.
+
+        pydantic makes the records of plain values, thousands of them in milliseconds.
+        """
+        tensors = {name: one._asdict() for name, one in index.tensors.items()}
+        about |= {"tensors": tensors, "tables": index.packed_tables(), "files": files}
+        return cls.model_validate(about | {"version": 5})
+
+    def as_tables(self) -> "Manifest":
+        """The same in version 5, which is the smaller and the quicker to read."""
+        if self.version == 5:
+            return self
+        about = self.model_dump(include={"step", "world", "replicas", "extra"})
+        return Manifest.of(self.index, self.files, **about)
+
+    def as_short(self) -> "Manifest":
+        """The same in records, where these are few and no block of hashes is large."""
+        large = any(record.block_bytes > BLOCK_BYTES for record in self.files.values())
+        if large or self.index.num_shards() > MAX_RECORDS:
+            return self
+        tensors = {
+            name: TensorRecord(dtype=one.dtype, shape=one.shape, pieces=self.index.records(one))
+            for name, one in self.index.tensors.items()
+        }
+        about = self.model_dump(include={"step", "world", "replicas", "extra"})
+        version = 3 if self.replicas == 1 else 4
+        return Manifest(version=version, tensors=tensors, files=self.files, **about)
+
+
+def index_of(written: RankManifest | Manifest) -> "ShardIndex":
+    """The shards of records as tables. Raises ValueError; see `Manifest.index`."""
+    from mtcli.core.checkpoint.shard_index import ShardIndex
+
+    index = ShardIndex(written.files)
+    number = {name: at for at, name in enumerate(written.files)}
+    for name, tensor in written.tensors.items():
+        rows = list[tuple[Any, ...]]()
+        for shard in tensor.shards:
+            if shard.file not in number:
+                raise ValueError(f"{name} is in {shard.file}, which it does not list")
+            if not len(shard.start) == len(shard.size) == len(tensor.shape):
+                dims = f"do not have the {len(tensor.shape)} dimensions of its shape"
+                raise ValueError(f"the pieces of {name} {dims}")
+            replica = -1 if shard.replica is None else shard.replica
+            rows.append((number[shard.file], shard.key, replica, *shard.start, *shard.size))
+        index.add(name, (tensor.dtype, tensor.shape), rows)
+    return index
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint folder; checks that every file is there and of its size.
+    """Reads and checks the manifest of a checkpoint folder.
 
     Raises MtcliError that names the file: missing, damaged, or of another version.
     """
@@ -136,7 +224,6 @@ def read_manifest(folder: Path) -> Manifest:
     if not is_sealed and (manifest.xxh3_128 or manifest.version > 2):
         raise damaged(path, "it does not end with its own hash")
     check_shards(path, manifest)
-    check_sizes(folder, manifest)
     return manifest
 
 
@@ -152,70 +239,31 @@ def _check_seal(path: Path, text: bytes) -> bool:
     return True
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raises MtcliError that names the first file that is missing or of another size."""
-    for name, record in manifest.files.items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
-        except OSError as error:
-            raise damaged(path, f"it cannot be opened ({error.strerror})") from None
-        if size != record.bytes:
-            raise damaged(path, f"it has {size} bytes and the manifest says {record.bytes}")
+def seal_of(folder: Path) -> str:
+    """The hash at the end of a manifest; of version 2, which has none, its last bytes."""
+    try:
+        with open_untrusted(folder / NAME) as file:
+            file.seek(max(0, file.seek(0, 2) - 64))
+            text = file.read(64)
+    except OSError as error:
+        raise wrong(
+            f"{folder / NAME} cannot be read: {error.strerror}", "is it a checkpoint?"
+        ) from None
+    seal = _SEAL.search(text)
+    return seal[1].decode() if seal else text.hex()
 
 
 def check_shards(path: Path, manifest: Manifest) -> None:
     """Raises MtcliError where the shards of a tensor, of any replica, do not tile it, or name no
     known file or replica, or one tensor of a file twice."""
-    seen: set[tuple[str, str]] = set()
-    for name, tensor in manifest.tensors.items():
-        for shard in tensor.shards:
-            if shard.file not in manifest.files:
-                raise damaged(path, f"{name} is in {shard.file}, which it does not list")
-            if (shard.file, shard.key) in seen:  # a small file would be a model of any size
-                raise damaged(path, f"{shard.key} of {shard.file} is in it twice")
-            seen.add((shard.file, shard.key))
-            if shard.replica is not None and shard.replica >= manifest.replicas:
-                has = f"replica {shard.replica} of {name}"
-                raise damaged(path, f"it has {has} and says that there are {manifest.replicas}")
-        differs = any(shard.replica is not None for shard in tensor.shards)
-        for replica in range(manifest.replicas) if differs else (None,):
-            boxes = [shard.box for shard in tensor.shards if shard.replica in (None, replica)]
-            if fault := tiling_fault(tensor.shape, boxes):
-                which = name if replica is None else f"replica {replica} of {name}"
-                raise damaged(path, f"the pieces of {which} {fault}")
+    from mtcli.core.checkpoint.shard_index import fault_of
 
-
-def tiling_fault(shape: tuple[int, ...], boxes: list[Box]) -> str:
-    """Words how boxes fail to cover every element of a tensor once; "" if they do."""
-    for box in boxes:
-        if not len(box.start) == len(box.size) == len(shape):
-            return f"do not have the {len(shape)} dimensions of its shape"
-        if any(a + n > size for a, n, size in zip(box.start, box.size, shape, strict=True)):
-            return f"leave its shape {list(shape)}: start {box.start}, size {box.size}"
-    if sum(prod(box.size) for box in boxes) != prod(shape):
-        return f"hold {sum(prod(box.size) for box in boxes)} of its {prod(shape)} elements"
-    return "" if len(boxes) < 2 else _overlap(boxes)
-
-
-def _overlap(boxes: list[Box]) -> str:
-    import numpy as np  # a tenth of a second, which `mtcli plan` has no need of
-
-    starts = np.array([box.start for box in boxes], dtype=np.int64)
-    ends = starts + np.array([box.size for box in boxes], dtype=np.int64)
-    edges = [np.unique(np.concatenate([a, b])) for a, b in zip(starts.T, ends.T, strict=True)]
-    if prod(len(edge) for edge in edges) > MAX_CELLS:
-        return f"are cut in more than {MAX_CELLS} ways"
-    cells = np.zeros([len(edge) for edge in edges], dtype=bool)
-    for start, end in zip(starts, ends, strict=True):
-        index = tuple(
-            slice(*np.searchsorted(edge, (a, b)))
-            for edge, a, b in zip(edges, start, end, strict=True)
-        )
-        if cells[index].any():
-            return f"overlap at {start.tolist()}"
-        cells[index] = True
-    return ""
+    try:
+        fault = fault_of(manifest.index, manifest.replicas)
+    except ValueError as error:
+        fault = str(error)
+    if fault:
+        raise damaged(path, fault)
 
 
 def is_optimizer(name: str) -> bool:

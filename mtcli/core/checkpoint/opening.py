@@ -1,10 +1,13 @@
 """Opens a checkpoint, of ours, of Hugging Face or Megatron, on one rank or the same on all.
 
-Every rank reads its files for itself, and a folder need not be the same one everywhere: a directory
-cache may be stale, or a disk one machine's own. Ranks would then train from mixed weights, so
-before the first step they agree on errors, on the checkpoint and on the data.
+Rank 0 reads and checks our manifest and tells it to all. The files are shared out for the checks of
+their sizes, headers and hashes, and a rank opens besides those that hold its boxes. A folder need
+not be the same one everywhere: a directory cache may be stale, or a disk one machine's own. Ranks
+would then train from mixed weights, so before the first step they agree on errors, on the
+checkpoint and on the data.
 """
 
+import json
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -24,15 +27,16 @@ from mtcli.core.checkpoint.folder import (
 )
 from mtcli.core.checkpoint.huggingface.peft import open_peft
 from mtcli.core.checkpoint.huggingface.reader import open_hf
-from mtcli.core.checkpoint.manifest import NAME, TensorRecord, read_manifest
+from mtcli.core.checkpoint.manifest import Manifest, read_manifest, seal_of
 from mtcli.core.checkpoint.megatron.reader import open_megatron
 from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
 from mtcli.core.checkpoint.resharding import DTYPES
-from mtcli.core.checkpoint.retention import lock_for_reading
-from mtcli.core.checkpoint.safetensors_file import CODES, StoredBox
+from mtcli.core.checkpoint.retention import ReadLock, lock_for_reading
+from mtcli.core.checkpoint.safetensors_file import CODES
+from mtcli.core.checkpoint.shard_index import StoredShards
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.parallel.collectives import gather_values
+from mtcli.core.parallel.collectives import first_bytes, first_value
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.runtime.atomic_writes import folder_of
 
@@ -61,8 +65,7 @@ def open_found(found: CheckpointFolder, model: ModelConfig | None = None) -> Che
             return open_peft(found.folder, open_checkpoint)
         with offering_earlier(found.folder) if found.of_run else nullcontext():
             own = _open_ours(found.folder)
-        has_adapters = own.config is not None and own.config.lora.rank > 0
-        return with_base(own, open_checkpoint) if has_adapters else own
+        return with_base(own, open_checkpoint) if _has_adapters(own) else own
     except OSError as error:  # of a folder that may not be read
         raise wrong(f"{found.folder} cannot be opened: {error.strerror}", KINDS) from None
 
@@ -93,29 +96,36 @@ def _opens(folder: Path) -> bool:
 
 def _open_ours(folder: Path) -> Checkpoint:
     lock = lock_for_reading(folder)
-    manifest = read_manifest(folder)
-    config = config_in(folder)
-    checkpoint = Checkpoint(
+    checkpoint = _described(folder, read_manifest(folder), lock)
+    checkpoint.check_sizes()
+    checkpoint.check_headers()
+    return checkpoint
+
+
+def _described(folder: Path, manifest: Manifest, lock: ReadLock) -> Checkpoint:
+    """A checkpoint of ours by its manifest, of whose files none is open yet."""
+    config, index = config_in(folder), manifest.index
+    tensors = {
+        name: StoredTensor(DTYPES[one.dtype], one.shape, StoredShards(index, one, CODES[one.dtype]))
+        for name, one in index.tensors.items()
+    }
+    return Checkpoint(
         folder=folder,
         model=config.model,
         config=config,
         step=manifest.step,
         extra=manifest.extra,
-        tensors={name: _stored(record) for name, record in manifest.tensors.items()},
+        tensors=tensors,
         files=manifest.files,
         tokenizer_folder=CheckpointFolder("mtcli", folder).tokenizer_folder,
         world=manifest.world,
         lock=lock,
         replicas=manifest.replicas,
     )
-    checkpoint.check_headers()
-    return checkpoint
 
 
-def _stored(record: TensorRecord) -> StoredTensor:
-    code = CODES[record.dtype]
-    boxes = (StoredBox.plain(s.file, s.key, code, s.box, s.replica) for s in record.shards)
-    return StoredTensor(DTYPES[record.dtype], record.shape, tuple(boxes))
+def _has_adapters(own: Checkpoint) -> bool:
+    return own.config is not None and own.config.lora.rank > 0
 
 
 def together(axis: Axis, work: Callable[[], Result]) -> Result:
@@ -128,7 +138,7 @@ def together(axis: Axis, work: Callable[[], Result]) -> Result:
         value.append(work())
     except MtcliError as error:
         fault = error.dump()
-    if first := next(filter(None, gather_values(fault, axis)), None):
+    if first := first_value(fault, axis):
         raise MtcliError.load(first)
     return value[0]
 
@@ -137,12 +147,13 @@ def require_alike(axis: Axis, fact: object, what: str, field: str = "") -> None:
     """Raises MtcliError on every rank where a fact is not the same on all; `what` names it in the
     error. Collective.
     """
-    facts = gather_values((fact, f"{what} {fact}"), axis)
-    hosts = gather_values(socket.gethostname(), axis)
-    for rank, (other, told) in enumerate(facts):
-        if other != facts[0][0]:
-            message = f"rank {rank} on {hosts[rank]} {told}, and rank 0 on {hosts[0]} {facts[0][1]}"
-            raise wrong(message, SHARED, field)
+    told = (json.loads(json.dumps(fact)), f"{what} {fact}", socket.gethostname())
+    expected, words, host = first_value(told if axis.rank == 0 else None, axis)
+    message = None
+    if told[0] != expected:
+        message = f"rank {axis.rank} on {told[2]} {told[1]}, and rank 0 on {host} {words}"
+    if first := first_value(message, axis):
+        raise wrong(first, SHARED, field)
 
 
 def newest_step(root: Path, axis: Axis) -> Path | None:
@@ -157,13 +168,14 @@ def newest_step(root: Path, axis: Axis) -> Path | None:
             return step_folders(root)
 
     folders = together(axis, list_steps)
-    seen = gather_values((str(folders[-1]) if folders else None, socket.gethostname()), axis)
-    newest, first_host = seen[0]
-    for rank, (folder, host) in enumerate(seen):
-        if folder and (newest is None or step_of(Path(folder)) > step_of(Path(newest))):
-            message = f"rank {rank} on {host} sees the checkpoint {folder}, and rank 0 on "
-            message += f"{first_host} sees {newest or 'none'}"
-            raise wrong(message, SHARED, "train.output")
+    seen, host = (str(folders[-1]) if folders else None), socket.gethostname()
+    newest, first_host = first_value((seen, host) if axis.rank == 0 else None, axis)
+    message = None
+    if seen and (newest is None or step_of(Path(seen)) > step_of(Path(newest))):
+        message = f"rank {axis.rank} on {host} sees the checkpoint {seen}, and rank 0 on "
+        message += f"{first_host} sees {newest or 'none'}"
+    if first := first_value(message, axis):
+        raise wrong(first, SHARED, "train.output")
     return Path(newest) if newest else None
 
 
@@ -173,30 +185,68 @@ def open_agreed(path: Path, axis: Axis) -> Checkpoint:
     Raises MtcliError on every rank where one cannot open it, or finds another one there.
     """
     own = together(axis, lambda: find_checkpoint(path) if axis.rank == 0 else None)
-    form, folder, of_run = gather_values(own and (own.format, str(own.folder), own.of_run), axis)[0]
-
-    def open_here() -> Checkpoint:
-        try:
-            return open_found(CheckpointFolder(form, Path(folder), of_run))
-        except MtcliError as error:
-            if axis.rank == 0:
-                raise
-            where = f"rank {axis.rank} on {socket.gethostname()}"
-            message = f"{where}: {error.problems[0].message}, and rank 0 has opened it"
-            raise wrong(message, SHARED) from None
-
-    checkpoint = together(axis, open_here)
+    form, folder, of_run = first_value(own and (own.format, str(own.folder), own.of_run), axis)
+    found = CheckpointFolder(form, Path(folder), of_run)
+    if form == "mtcli":
+        checkpoint = _open_ours_together(found, axis)
+        if _has_adapters(checkpoint):
+            return together(axis, lambda: with_base(checkpoint, open_checkpoint))
+        return checkpoint
+    checkpoint = together(axis, lambda: _as_rank_0(axis, lambda: open_found(found)))
     if axis.size > 1:
         fact = f"{checkpoint.folder} of step {checkpoint.step} with the hash {_hash(checkpoint)}"
         require_alike(axis, fact, "has opened")
     return checkpoint
 
 
+def _open_ours_together(found: CheckpointFolder, axis: Axis) -> Checkpoint:
+    """Opens one of ours by the manifest that rank 0 reads, each rank a share of its files."""
+    folder, about = found.folder, nullcontext if not found.of_run else offering_earlier
+
+    def read() -> tuple[ReadLock, Manifest] | None:
+        if axis.rank:
+            return None
+        with about(folder):
+            lock, manifest = lock_for_reading(folder), read_manifest(folder)
+            _described(folder, manifest, lock).check_sizes()
+        return lock, manifest
+
+    own = together(axis, read)
+    told = own[1].as_tables().to_bytes() if own and axis.size > 1 else None
+    told = first_bytes(told, axis)
+
+    def describe() -> tuple[Checkpoint, str]:
+        if own is not None:
+            return _described(folder, own[1], own[0]), seal_of(folder)
+        lock, seal = lock_for_reading(folder), seal_of(folder)
+        checkpoint = _described(folder, Manifest.model_validate_json(told or b""), lock)
+        checkpoint.check_sizes(axis.rank, axis.size)
+        return checkpoint, seal
+
+    checkpoint, seal = together(axis, lambda: _as_rank_0(axis, describe))
+    require_alike(axis, f"{folder} of step {checkpoint.step} with the hash {seal}", "has opened")
+
+    def check_headers() -> None:
+        with about(folder):
+            checkpoint.check_headers(axis.rank, axis.size)
+
+    together(axis, check_headers)
+    return checkpoint
+
+
+def _as_rank_0(axis: Axis, work: Callable[[], Result]) -> Result:
+    """Runs what rank 0 has done, or does too; says so where this rank cannot."""
+    try:
+        return work()
+    except MtcliError as error:
+        if axis.rank == 0:
+            raise
+        where = f"rank {axis.rank} on {socket.gethostname()}"
+        message = f"{where}: {error.problems[0].message}, and rank 0 has opened it"
+        raise wrong(message, SHARED) from None
+
+
 def _hash(checkpoint: Checkpoint) -> str:
-    """Hashes the manifest, which holds the hashes of all files, or where there is none blocks of
-    every file."""
-    folder = checkpoint.folder
-    if checkpoint.format == "mtcli":
-        return sampled_hash([folder / NAME])
-    files = (path for path in folder.iterdir() if path.is_file() and os.access(path, os.R_OK))
-    return sampled_hash(sorted(files))
+    """Hashes blocks of every file of a folder that has no manifest."""
+    files = (path for path in checkpoint.folder.iterdir() if path.is_file())
+    return sampled_hash(sorted(path for path in files if os.access(path, os.R_OK)))

@@ -5,20 +5,23 @@ a stored tensor seen in another shape and order of dimensions.
 """
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.blocks import verify_file
-from mtcli.core.checkpoint.manifest import BLOCK_BYTES, FileRecord, is_optimizer
+from mtcli.core.checkpoint.manifest import FileRecord, is_optimizer
 from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, OpenFiles, intersection, read_box
 from mtcli.core.checkpoint.retention import ReadLock
-from mtcli.core.checkpoint.safetensors_file import StoredBox, TensorEntry, damaged, read_header
+from mtcli.core.checkpoint.safetensors_file import StoredBox, TensorEntry, damaged, header_of
+from mtcli.core.checkpoint.shard_index import StoredShards
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig, RunConfig
@@ -37,13 +40,24 @@ class StoredTensor(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    boxes: tuple[StoredBox, ...]
+    boxes: Sequence[StoredBox]
     computed: Callable[[Box], Tensor] | None = None
 
     @property
     def differs(self) -> bool:
         """Whether data-parallel replicas have other elements."""
-        return any(stored.replica is not None for stored in self.boxes)
+        return isinstance(self.boxes, StoredShards) and self.boxes.differs
+
+    def meeting(self, box: Box, replica: int | None) -> Iterable[StoredBox]:
+        """The stored boxes of a replica that may share elements with a box."""
+        boxes = self.boxes
+        return boxes.meeting(box, replica) if isinstance(boxes, StoredShards) else boxes
+
+    def of_replica(self, index: int) -> "StoredTensor":
+        """The tensor as one replica has it."""
+        if not isinstance(self.boxes, StoredShards):
+            return self
+        return self._replace(boxes=self.boxes.of_replica(index))
 
 
 @dataclass(frozen=True)
@@ -102,16 +116,7 @@ class Checkpoint:
         """Views the checkpoint as one replica has it; an averaged view is its own."""
         if self.averages:
             return self
-        tensors = {
-            name: stored._replace(
-                boxes=tuple(
-                    box._replace(replica=None)
-                    for box in stored.boxes
-                    if box.replica in (None, index)
-                )
-            )
-            for name, stored in self.tensors.items()
-        }
+        tensors = {name: stored.of_replica(index) for name, stored in self.tensors.items()}
         return replace(self, tensors=tensors, replicas=1)
 
     def averaged(self) -> "Checkpoint":
@@ -151,8 +156,8 @@ class Checkpoint:
         if stored.computed is not None:
             return stored.computed(box)
         out = torch.empty(box.size, dtype=stored.dtype)
-        for source in stored.boxes:
-            if source.replica in (None, replica) and (shared := intersection(source.box, box)):
+        for source in stored.meeting(box, replica):
+            if shared := intersection(source.box, box):
                 at = shared.moved(tuple(-start for start in box.start))
                 self._read_stored(source, shared, out[at.slices])
         return out
@@ -163,7 +168,7 @@ class Checkpoint:
 
         Raises MtcliError that names the first damaged file.
         """
-        for name in sorted(self.files)[rank::world]:
+        for name in self._share(rank, world):
             verify_file(self.folder / name, self.files[name])
 
     def verify_weights(self, rank: int = 0, world: int = 1) -> None:
@@ -172,21 +177,47 @@ class Checkpoint:
             self.adapters.own.verify_weights(rank, world)
             return self.adapters.base.verify_weights(rank, world)
         blocks: dict[str, set[int]] = {}
-        for name, stored in self.tensors.items():
-            for box in stored.boxes:
-                of_file = blocks.setdefault(box.file, set())
-                entry = self._entry(box)
-                if entry.bytes and not is_optimizer(name):
-                    last = (entry.offset + entry.bytes - 1) // BLOCK_BYTES
-                    of_file.update(range(entry.offset // BLOCK_BYTES, last + 1))
-        for name in sorted(self.files)[rank::world]:
+        for tensor, box in self._boxes_in(rank, world):
+            of_file, size = blocks.setdefault(box.file, set()), self.files[box.file].block_bytes
+            entry = self._entry(box)
+            if entry.bytes and not is_optimizer(tensor):
+                last = (entry.offset + entry.bytes - 1) // size
+                of_file.update(range(entry.offset // size, last + 1))
+        for name in self._share(rank, world):
             verify_file(self.folder / name, self.files[name], blocks.get(name))
 
-    def check_headers(self) -> None:
-        """Raises MtcliError where a file's header does not agree with what is expected of it."""
-        for stored in self.tensors.values():
-            for box in stored.boxes:
-                self._entry(box)
+    def check_sizes(self, rank: int = 0, world: int = 1) -> None:
+        """Raises MtcliError that names the first file of a rank's share that is missing or of
+        another size."""
+        for name in self._share(rank, world):
+            path, record = self.folder / name, self.files[name]
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise damaged(path, f"it cannot be opened ({error.strerror})") from None
+            if size != record.bytes:
+                raise damaged(path, f"it has {size} bytes and the manifest says {record.bytes}")
+
+    def check_headers(self, rank: int = 0, world: int = 1) -> None:
+        """Raises MtcliError where a header, of a rank's share of the files, does not agree with
+        what is expected of it."""
+        for _, box in self._boxes_in(rank, world):
+            self._entry(box)
+
+    def _share(self, rank: int, world: int) -> list[str]:
+        """The files that a rank checks: on the layout that wrote them its own."""
+        return list(self.files)[rank::world]
+
+    def _boxes_in(self, rank: int, world: int) -> Iterable[tuple[str, StoredBox]]:
+        """Tensors and their boxes in a rank's share of the files."""
+        share = set(self._share(rank, world))
+        chosen = np.array([name in share for name in self.files])  # as tables count them
+        for name, stored in self.tensors.items():
+            if isinstance(stored.boxes, StoredShards):
+                yield from ((name, box) for box in stored.boxes.in_files(chosen))
+
+    def _open(self, name: str) -> FileIO:
+        return self.open_files.get(self.folder / name)
 
     def new_head(self, model: ModelConfig) -> set[str]:
         """The parameters of another head than this model's, which are not here in their shapes."""
@@ -253,7 +284,7 @@ class Checkpoint:
         inner = shared.moved(tuple(-start for start in source.start))
         view = Box(tuple(inner.start[d] for d in order), tuple(inner.size[d] for d in order))
         into, dtype = out.permute(order), DTYPE_OF_CODE[entry.code]
-        file = self.open_files.get(self.folder / source.file)
+        file = self._open(source.file)
         if dtype == out.dtype:
             read_box(file, entry.offset, source.view, view, into)
         else:
@@ -264,7 +295,10 @@ class Checkpoint:
     def _entry(self, source: StoredBox) -> TensorEntry:
         path = self.folder / source.file
         if source.file not in self.headers:
-            self.headers[source.file] = read_header(path)
+            try:
+                self.headers[source.file] = header_of(self._open(source.file))
+            except OSError as error:
+                raise damaged(path, f"it cannot be read ({error.strerror})") from None
         entry = self.headers[source.file].get(source.key)
         if entry is None:
             raise damaged(path, f"it has no tensor {source.key}")

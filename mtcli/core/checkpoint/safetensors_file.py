@@ -9,15 +9,17 @@ those of flags and by the codes of the header.
 """
 
 import json
+import os
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import is_text, open_untrusted, shown
 from mtcli.core.mesh.sharding import Box
 
 MAX_HEADER_BYTES = 100_000_000  # as in the reference reader
+READ_BYTES = 1 << 16  # at first: the header of a rank's file, and of few of other tools a part
 MAX_DIMS = 16
 MAX_NUMEL = 2**59  # 64-bit arithmetic on bytes holds it, whatever the dtype
 
@@ -103,16 +105,22 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     Raises MtcliError where the file is missing or its header does not describe it exactly.
     """
     try:
-        with open_untrusted(path) as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-                raise damaged(path, f"its header of {length} bytes is not in its {size} bytes")
-            text = file.read(length)
+        with open_untrusted(path, 0) as file:
+            return header_of(file)
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "is the folder complete?") from None
-    return _entries(path, _json_object(path, text), 8 + length, size)
+
+
+def header_of(file: IO[bytes]) -> dict[str, TensorEntry]:
+    """`read_header` of an open file, by one read where the header is not long."""
+    path, size = Path(file.name), os.fstat(file.fileno()).st_size
+    text = os.pread(file.fileno(), READ_BYTES, 0)
+    length = int.from_bytes(text[:8], "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise damaged(path, f"its header of {length} bytes is not in its {size} bytes")
+    while len(text) < 8 + length and (more := os.pread(file.fileno(), 8 + length, len(text))):
+        text += more
+    return _entries(path, _json_object(path, text[8 : 8 + length]), 8 + length, size)
 
 
 def encode_header(tensors: list[Planned], metadata: dict[str, str]) -> bytes:

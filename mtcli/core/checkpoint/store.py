@@ -2,6 +2,7 @@
 
 A folder under its final name is complete: it is written aside, every file is fsynced, and the
 manifest comes last. A save that fails on any rank fails on all, and leaves what was there before.
+What the ranks have written goes up a tree, whose nodes merge it, to rank 0 alone.
 """
 
 import errno
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial as partial_of
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -24,21 +25,27 @@ from mtcli.core.checkpoint.folder import (
     tokenizer_files,
 )
 from mtcli.core.checkpoint.manifest import (
+    BLOCK_BYTES,
+    MAX_BLOCKS,
     NAME,
     Manifest,
     RankManifest,
     ShardRecord,
     TensorRecord,
     check_shards,
+    index_of,
 )
 from mtcli.core.checkpoint.resharding import code_of, dtype_name
 from mtcli.core.checkpoint.retention import prune
+from mtcli.core.checkpoint.shard_index import IndexedTensor, ShardIndex, merge
 from mtcli.core.config.errors import MtcliError, failed
 from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.mesh.sharding import BOX_BYTES, Box, boxes_of_at_most
+from mtcli.core.parallel.tree import Ranks
 from mtcli.core.runtime.atomic_writes import PARTIAL, make_partial, replace_folder
 
-Gather = Callable[[object], list[Any]]
+NAMED = 4  # ranks whose faults an error tells; the others are counted
+Result = TypeVar("Result")
 
 
 class Shard(NamedTuple):
@@ -65,8 +72,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     step: int,
     shards: list[Shard],
     *,
-    rank: int,
-    gather: Gather,
+    ranks: Ranks,
     progress: Callable[[], None] = lambda: None,
     extra: dict[str, Any],
     config_toml: str,
@@ -79,11 +85,10 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
 ) -> Path:
     """Writes root/step-<step> from all ranks together and returns it; every rank calls it.
 
-    `gather` returns every rank's JSON on every rank, in rank order, and is a barrier. `progress` is
-    called as the save goes on. `extra` is JSON. Then the newest `keep` checkpoints stay (0: all),
-    and those of multiples of `keep_every`. `attached` are further files to copy, by their names in
-    the folder. Tensors whose shards name a replica are to be given for
-    each of `replicas`. `warn` is told of what cannot be removed.
+    `progress` is called as the save goes on. `extra` is JSON. Then the newest `keep` checkpoints
+    stay (0: all), and those of multiples of `keep_every`. `attached` are further files to copy, by
+    their names in the folder. Tensors whose shards name a replica are to be given for each of
+    `replicas`. `warn` is told of what cannot be removed.
 
     Raises MtcliError (exit 1) on every rank where any could not write; the checkpoints that were
     there remain.
@@ -98,7 +103,7 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     def write() -> dict[str, Any]:
         try:
             read = partial_of(elements, progress=progress)
-            return write_shards(partial, rank, shards, read).model_dump(mode="json")
+            return dump_written(write_shards(partial, ranks.rank, shards, read, block_bytes))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -108,23 +113,41 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     def finish() -> None:
         files = tokenizer_files(tokenizer, names=TOKENIZER_FILES)
         copied = {f"{TOKENIZER}/{name}": path for name, path in files.items()}
-        about = {"step": step, "extra": extra, "replicas": replicas}
         commit(partial, written, about, config_toml, copied | dict(attached or {}))
         replace_folder(partial, final)
 
-    needed = sum(gather(sum(shard.tensor.nbytes for shard in shards)))
+    needed, world = ranks.tell(ranks.merge([_nbytes(shards), 1], _sums))
+    block_bytes = block_bytes_of(needed)
+    about = {"step": step, "world": world, "extra": extra, "replicas": replicas}
     try:
-        together(gather, rank == 0, prepare)
-        written = [RankManifest.model_validate(part) for part in together(gather, True, write)]
-        together(gather, rank == 0, finish)
+        together(ranks, prepare if ranks.rank == 0 else lambda: None)
+        written = ranks.merge(together(ranks, write), merge_written)
+        together(ranks, finish if ranks.rank == 0 else lambda: None)
     except MtcliError:
-        if rank == 0:
+        if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    if rank == 0:
+    if ranks.rank == 0:
         prune(root, keep, keep_every, final, warn)
-    gather(None)
+    ranks.tell(None)
     return final
+
+
+def block_bytes_of(size: int) -> int:
+    """The block of hashes for a checkpoint of a size: a power of two times BLOCK_BYTES, so that it
+    has at most MAX_BLOCKS besides one for each file."""
+    block = BLOCK_BYTES
+    while size > MAX_BLOCKS * block:
+        block *= 2
+    return block
+
+
+def _nbytes(shards: list[Shard]) -> int:
+    return sum(shard.tensor.nbytes for shard in shards)
+
+
+def _sums(values: list[list[int]]) -> list[int]:
+    return [sum(column) for column in zip(*values, strict=True)]
 
 
 def elements(shard: Shard, progress: Callable[[], None] = lambda: None) -> Iterator[Tensor]:
@@ -141,6 +164,7 @@ def write_shards(
     rank: int,
     shards: list[Shard],
     read: Callable[[Shard], Iterable[Tensor]] = elements,
+    block_bytes: int = BLOCK_BYTES,
 ) -> RankManifest:
     """Writes a rank's file in `folder`, and none where the rank owns nothing.
 
@@ -161,57 +185,95 @@ def write_shards(
         shard = ShardRecord(file=file, key=key, start=start, size=size, replica=replica)
         tensors.setdefault(name, record).shards.append(shard)
     runs = (run for shard in full for run in read(shard))
-    return RankManifest(files={file: write_tensors(folder / file, plan, runs, {})}, tensors=tensors)
+    record = write_tensors(folder / file, plan, runs, {}, block_bytes)
+    return RankManifest(files={file: record}, tensors=tensors)
 
 
 def commit(
     partial: Path,
-    written: list[RankManifest],
+    written: dict[str, Any],
     about: dict[str, Any],
     config_toml: str,
     attached: dict[str, Path],
 ) -> None:
     """Adds the small files and, last, the manifest to a folder that holds the ranks' files.
 
-    `about` are the manifest's step, extra and, where they differ, number of replicas; `attached`
-    maps names in the folder to files that are copied.
+    `written` is of `merge_written`. `about` are the manifest's step, world, extra and, where they
+    differ, number of replicas; `attached` maps names in the folder to files that are copied.
     """
-    files = {name: record for part in written for name, record in part.files.items()}
+    if fault := written["fault"]:
+        raise failed(fault)
+    files = dict(written["files"])
     files[CONFIG] = write_bytes(partial / CONFIG, config_toml.encode())
     for name, source in sorted(attached.items()):
         (partial / name).parent.mkdir(exist_ok=True)
         files[name] = write_bytes(partial / name, read_untrusted(source))
-    tensors: dict[str, TensorRecord] = {}
-    for name, record in (item for part in written for item in part.tensors.items()):
-        known = tensors.setdefault(name, record.model_copy(update={"shards": []}))
-        kind, before = (record.dtype, record.shape), (known.dtype, known.shape)
-        if kind != before:
-            raise failed(f"{name} is {kind} on one rank and {before} before")
-        known.shards.extend(record.shards)
-    version = 3 if about.get("replicas", 1) == 1 else 4
-    manifest = Manifest(version=version, world=len(written), tensors=tensors, files=files, **about)
+    manifest = Manifest.of(_index(written), files, **about)
     check_shards(partial / NAME, manifest)
-    write_bytes(partial / NAME, manifest.to_bytes())
+    write_bytes(partial / NAME, manifest.as_short().to_bytes())
 
 
-def together(gather: Gather, is_worker: bool, work: Callable[[], Any]) -> list[Any]:
-    """Runs `work` on each rank that is a worker, and returns the results in rank order.
+def dump_written(written: RankManifest) -> dict[str, Any]:
+    """What a rank wrote as JSON, small and quick to merge."""
+    files = {name: record.model_dump() for name, record in written.files.items()}
+    return _dump(index_of(written), files)
+
+
+def merge_written(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What some ranks wrote, in their order; `fault` is the first reason why it does not fit."""
+    files = {name: record for part in parts for name, record in part["files"].items()}
+    fault = next((part["fault"] for part in parts if part["fault"]), "")
+    try:
+        index = merge([_index(part) for part in parts])
+    except ValueError as error:
+        return _dump(ShardIndex(files), files) | {"fault": fault or str(error)}
+    return _dump(index, files) | {"fault": fault}
+
+
+def _dump(index: ShardIndex, files: dict[str, Any]) -> dict[str, Any]:
+    tensors = {
+        name: (*one[:2], () if one.keys == (name,) else one.keys, one.table)
+        for name, one in index.tensors.items()
+    }
+    return {
+        "files": files,
+        "tensors": tensors,
+        "tables": index.packed_tables(),
+        "fault": "",
+    }
+
+
+def _index(part: dict[str, Any]) -> ShardIndex:
+    index = ShardIndex(part["files"], part["tables"])
+    for name, (dtype, shape, keys, table) in part["tensors"].items():
+        index.tensors[name] = IndexedTensor(dtype, tuple(shape), tuple(keys) or (name,), table)
+    return index
+
+
+def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
+    """Runs `work` on each rank and returns this one's result.
 
     Raises MtcliError (exit 1) on every rank where it failed on any, with that one's reason.
     """
-    result, fault = None, ""
-    if is_worker:
-        try:
-            result = work()
-        except MtcliError as error:
-            fault = error.problems[0].message
-        except OSError as error:
-            fault = f"{error.filename or 'writing'}: {error.strerror or error}"
-        except Exception as error:  # any: the other ranks wait in gather and must be told
-            fault = f"{type(error).__name__}: {error}"
-    answers = gather((result, fault))
-    faults = [f"rank {rank}: {fault}" for rank, (_, fault) in enumerate(answers) if fault]
+    result, fault = list[Result](), ""
+    try:
+        result.append(work())
+    except MtcliError as error:
+        fault = error.problems[0].message
+    except OSError as error:
+        fault = f"{error.filename or 'writing'}: {error.strerror or error}"
+    except Exception as error:  # any: the other ranks wait and must be told
+        fault = f"{type(error).__name__}: {error}"
+    own = [[f"rank {ranks.rank}: {fault}"] if fault else [], int(bool(fault))]
+    faults, count = ranks.tell(ranks.merge(own, _first_faults))
+    if count > len(faults):
+        faults.append(f"and {count - len(faults)} more ranks")
     if faults:
         hint = "the checkpoints saved before are whole; free some space and --resume"
         raise failed(f"the checkpoint was not saved ({'; '.join(faults)})", hint)
-    return [result for result, _ in answers]
+    return result[0]
+
+
+def _first_faults(values: list[Any]) -> list[Any]:
+    faults = [fault for told, _ in values for fault in told]
+    return [faults[:NAMED], sum(count for _, count in values)]

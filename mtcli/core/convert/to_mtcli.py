@@ -7,7 +7,7 @@ largest tensor.
 from collections.abc import Iterator
 from functools import partial as partial_of
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,17 @@ from mtcli.core.checkpoint.folder import (
     tokenizer_files,
 )
 from mtcli.core.checkpoint.huggingface import config_json
-from mtcli.core.checkpoint.manifest import RankManifest, is_optimizer, parameter_of
+from mtcli.core.checkpoint.manifest import is_optimizer, parameter_of
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.safetensors_file import StoredBox
-from mtcli.core.checkpoint.store import Shard, commit, write_shards
+from mtcli.core.checkpoint.store import (
+    Shard,
+    block_bytes_of,
+    commit,
+    dump_written,
+    merge_written,
+    write_shards,
+)
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.convert.layout import output_config
@@ -61,7 +68,7 @@ def to_mtcli(
     peak memory of the workers.
     """
     config = output_config(source, parallel, world)
-    ranks = rank_shards(source, config, world, options.dtype)
+    ranks = list(rank_shards(source, config, world, options.dtype))
     attached = {f"{TOKENIZER}/{name}": path for name, path in tokenizer_of(source).items()}
     if original := original_config(source):
         paths = (original, original.with_name(config_json.GENERATION))
@@ -70,22 +77,24 @@ def to_mtcli(
             for path in paths
             if path.is_file()
         }
-    about = {"step": source.step, "extra": source.extra, "replicas": source.replicas}
+    about = {"step": source.step, "world": world, "extra": source.extra}
+    about["replicas"] = source.replicas
     sizes = [sum(shard.tensor.nbytes for shard in shards) for shards in ranks]
     require_free(final, options.force)
     with atomic_folder(final, sum(sizes)) as partial:
         parts = [[(rank, ranks[rank]) for rank in part] for part in shares(sizes, options.nproc)]
-        work = partial_of(_write_ranks, source, partial)
+        work = partial_of(_write_ranks, source, partial, block_bytes_of(sum(sizes)))
         results, memory = run_parts(work, parts, options.progress)
         written = dict(pair for pairs in results for pair in pairs)
-        commit(partial, [written[r] for r in range(world)], about, dump_toml(config), attached)
+        merged = merge_written([written[rank] for rank in range(world)])
+        commit(partial, merged, about, dump_toml(config), attached)
     return memory
 
 
 def rank_shards(
     source: Checkpoint, config: RunConfig, world: int, dtype: torch.dtype | None
-) -> list[list[Shard]]:
-    """Lists the shards that each rank saves of a checkpoint, on the meta device.
+) -> Iterator[list[Shard]]:
+    """Yields for each rank the shards that it saves of a checkpoint, on the meta device.
 
     Optimizer state is sharded like its parameter, with zero = 1 over data ranks too, and with
     zero = 3 so are weights. A tensor that belongs to no parameter is rank 0's. Together the shards
@@ -104,17 +113,17 @@ def rank_shards(
             for replica in source.replicas_of(name):
                 yield Shard(name, tensor, box.start, source.shape(name), replica)
 
-    ranks: list[list[Shard]] = [[] for _ in range(world)]
-    for rank, found in enumerate(ranks):
+    others = [name for name in source.names() if parameter_of(name) not in table]
+    for rank in range(world):
+        found = list[Shard]()
         for parameter in _saved_parameters(config, layout, rank):
             boxes, owned = _boxes(parameter, config, layout, rank)
             for name in names.get(parameter.name, []):
                 is_owned = is_optimizer(name) or config.parallel.zero == 3
                 found += shards(name, owned if is_owned else boxes)
-    for name in source.names():
-        if parameter_of(name) not in table:
-            ranks[0] += shards(name, [Box.of(source.shape(name))])
-    return ranks
+        for name in others if rank == 0 else ():
+            found += shards(name, [Box.of(source.shape(name))])
+        yield found
 
 
 def _saved_parameters(config: RunConfig, layout: ParallelLayout, rank: int) -> list[Parameter]:
@@ -144,13 +153,20 @@ def _boxes(
 
 
 def _write_ranks(
-    source: Checkpoint, folder: Path, ranks: list[tuple[int, list[Shard]]], progress: Progress
-) -> list[tuple[int, RankManifest]]:
+    source: Checkpoint,
+    folder: Path,
+    block_bytes: int,
+    ranks: list[tuple[int, list[Shard]]],
+    progress: Progress,
+) -> list[tuple[int, dict[str, Any]]]:
     def read(shard: Shard) -> Iterator[Tensor]:
         stored = StoredBox.plain("", shard.name, "", shard.box, shard.replica)
         return read_stored(source, shard.name, stored, shard.tensor.dtype, progress)
 
-    return [(rank, write_shards(folder, rank, shards, read)) for rank, shards in ranks]
+    return [
+        (rank, dump_written(write_shards(folder, rank, shards, read, block_bytes)))
+        for rank, shards in ranks
+    ]
 
 
 def read_stored(

@@ -8,13 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mtcli.core.config.blend import SPLITS, Which, read_blend, read_split
-from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import DataConfig
 
 # Each weighted dataset is built this much longer than its share, as Megatron's
 # mid_level_dataset_surplus: rounding may ask a few samples more of it.
 SURPLUS = 0.005
-CHUNK = 1 << 16  # picks turned into arrays at a time
 
 
 class Blend(NamedTuple):
@@ -22,17 +20,6 @@ class Blend(NamedTuple):
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
-
-
-class BlendOrder(NamedTuple):
-    """Sample i of a blend is sample `sample[i]` (int64) of dataset `owner[i]` (int16)."""
-
-    owner: np.ndarray
-    sample: np.ndarray
-
-    def fits(self) -> bool:
-        """Whether the arrays have one length."""
-        return [array.shape for array in self] == [(self.owner.size,)] * 2
 
 
 def parse_blend(words: Sequence[str], field: str = "") -> Blend:
@@ -72,35 +59,3 @@ def chosen(data: DataConfig, which: Which) -> tuple[Sequence[str], str]:
 def shares_of(size: int, weights: Sequence[float], surplus: float = 0.0) -> list[int]:
     """Counts of `size` samples by dataset: ceil(ceil(size * w) * (1 + surplus))."""
     return [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]
-
-
-def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
-    """Chooses the dataset of each of `size` samples, and which of its own.
-
-    Sample i goes to the dataset that is furthest behind its share: argmax of w * max(i, 1) - drawn,
-    the first where equal. Each pick depends on all before it, so this is a loop: 1.3 million picks
-    per second from two datasets, 0.4 from 32.
-    """
-    if len(weights) > np.iinfo(np.int16).max:
-        message = f"{len(weights)} datasets in a blend, and at most 32767 have a number"
-        raise wrong(message, "preprocess several inputs into one dataset")
-    weights = normalised(weights)
-    drawn = [0] * len(weights)
-    owner, sample = np.empty(size, np.int16), np.empty(size, np.int64)
-    for start in range(0, size, CHUNK):
-        steps = range(start, min(start + CHUNK, size))
-        owner[start : start + CHUNK], sample[start : start + CHUNK] = _picks(steps, weights, drawn)
-    return BlendOrder(owner, sample)
-
-
-def _picks(steps: range, weights: list[float], drawn: list[int]) -> tuple[list[int], list[int]]:
-    """Yields the dataset of each step, and which of its samples; counts the draws in `drawn`."""
-    owners, samples = [], []
-    for step in steps:
-        step = step or 1
-        behind = [weight * step - count for weight, count in zip(weights, drawn, strict=True)]
-        owner = behind.index(max(behind))
-        owners.append(owner)
-        samples.append(drawn[owner])
-        drawn[owner] += 1
-    return owners, samples

@@ -14,7 +14,8 @@ import numpy as np
 
 from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import wrong
-from mtcli.core.data.blend import Blend, BlendOrder, blend_indices, split_range
+from mtcli.core.data.blend import Blend, split_range
+from mtcli.core.data.blend_order import BlendOrder, blend_indices
 from mtcli.core.data.encoder_rows import EncoderRows, Segments, lay_out
 from mtcli.core.data.indexed import Indexed
 from mtcli.core.data.loader import SampleId, open_blend, token_files

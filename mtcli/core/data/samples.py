@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from tokenize import TokenError
 from typing import NamedTuple, Protocol, TypeVar
@@ -20,9 +21,10 @@ import numpy as np
 from numpy.lib.format import read_array_header_1_0, read_magic
 
 from mtcli.core.config.untrusted import append_untrusted, open_untrusted
-from mtcli.core.data.blend import BlendOrder, blend_indices
+from mtcli.core.data.blend_order import BlendOrder, blend_indices
 from mtcli.core.data.indexed import Indexed, with_suffix
 from mtcli.core.runtime.atomic_writes import atomic_file
+from mtcli.core.runtime.private_folder import private_folder
 
 FINAL_EPOCH_THRESHOLD = 0.80  # a last epoch of which less is needed is shuffled on its own
 CHUNK = 1 << 20  # rows of the sample index found at a time
@@ -179,23 +181,34 @@ def kept(
     """Loads from the folder `cache` what `build` gave a process with the same facts, or builds it.
 
     One process at a time builds, under a lock, so that ranks which start together share its work.
-    Where the folder cannot be written, each process builds its own in memory. What came with the
-    data from elsewhere is never taken: its name would need the time when `source` was put here.
+    Where the folder cannot be written or locked, one process of each machine builds, in the user's
+    folder of temporary files; where that cannot be either, each process, in its memory. What came
+    with the data from elsewhere is never taken: its name would need the time when `source` was put
+    here.
     """
     facts = [*facts, source.stat().st_ctime_ns]
-    name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-    folder = cache / name
+    with suppress(OSError):
+        return _kept(cache / _name(facts), kind, build)
+    with suppress(OSError):
+        folder = private_folder() / "indices" / _name([str(source.absolute()), *facts])
+        return _kept(folder, kind, build)
+    return build()
+
+
+def _name(facts: list[object]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _kept(folder: Path, kind: type[Arrays], build: Callable[[], Arrays]) -> Arrays:
+    """Loads arrays from a folder, or builds them into it. Raises OSError where it takes none."""
     found = load_kept(folder, kind)
     if found is not None:
         return found
-    try:
-        folder.parent.mkdir(exist_ok=True)
-        with append_untrusted(folder.parent / "lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-            if load_kept(folder, kind) is None:
-                _store(folder, build())
-    except OSError:  # a read-only or full disk
-        return build()
+    folder.parent.mkdir(exist_ok=True)
+    with append_untrusted(folder.parent / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+        if load_kept(folder, kind) is None:
+            _store(folder, build())
     return load_kept(folder, kind) or build()
 
 

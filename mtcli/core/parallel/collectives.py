@@ -16,6 +16,7 @@ from torch import Tensor
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.health.flight_recorder import Call
 from mtcli.core.parallel.transport.process_group import PendingWork, gather_json
+from mtcli.core.parallel.transport.process_group import first_bytes as first_of
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
@@ -156,6 +157,24 @@ def gather_values(value: Any, axis: Axis) -> list[Any]:
         return [json.loads(json.dumps(value))]
     with axis.recorder.call("gather_values", axis):
         return gather_json(value, axis.group)
+
+
+def first_value(value: Any, axis: Axis) -> Any:
+    """The value of the first rank that has one, on every rank: what JSON can say, and None where
+    no rank has any. Also a barrier.
+
+    A rank exchanges a few messages, however many ranks there are.
+    """
+    text = first_bytes(None if value is None else json.dumps(value).encode(), axis)
+    return None if text is None else json.loads(text)
+
+
+def first_bytes(data: bytes | None, axis: Axis) -> bytes | None:
+    """The bytes of the first rank that has any, on every rank; None where none has."""
+    if axis.group is None:
+        return data
+    with axis.recorder.call("first_value", axis):
+        return first_of(data, axis.group)
 
 
 def _identity(x: Tensor, axis: Axis) -> Tensor:

@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import signal
-import stat
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.launch import ALLOCATOR, cores
+from mtcli.core.runtime.private_folder import private_folder
 
 VERSION = 6  # of the file, of what its numbers multiply, and of how steps are made
 BUDGET = 20.0  # seconds of processor time that a calibration takes at most, over all processes
@@ -211,13 +211,7 @@ def cache_folders() -> list[Path]:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     found = [Path(base) / "mtcli"] if os.path.isabs(base) else []
     with suppress(OSError):
-        private = Path(tempfile.gettempdir()) / f"mtcli-{os.getuid()}"
-        private.mkdir(mode=0o700, exist_ok=True)
-        # Anyone may have made a folder of its name in a place that all users share.
-        status = private.lstat()
-        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-        if ours and not status.st_mode & 0o022:
-            found.append(private)
+        found.append(private_folder())
     return found
 
 

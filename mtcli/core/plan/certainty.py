@@ -23,11 +23,11 @@ class Spread(NamedTuple):
 
 
 RANGES = {
-    "dense models on GPUs with 16 bits alone": Spread(0.853, 1.143, 156),
-    "dense models on GPUs with fp8": Spread(0.805, 1.559, 58),
-    "dense models on GPUs with nvfp4": Spread(0.877, 1.141, 42),
-    "mixtures on GPUs with fp8": Spread(0.822, 1.143, 51),
-    "mixtures on GPUs with nvfp4": Spread(0.583, 1.425, 61),
+    "dense models on GPUs with 16 bits alone": Spread(0.870, 1.124, 156),
+    "dense models on GPUs with fp8": Spread(0.808, 1.533, 58),
+    "dense models on GPUs with nvfp4": Spread(0.876, 1.138, 42),
+    "mixtures on GPUs with fp8": Spread(0.828, 1.139, 51),
+    "mixtures on GPUs with nvfp4": Spread(0.577, 1.411, 61),
 }
 
 

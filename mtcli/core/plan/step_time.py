@@ -107,10 +107,23 @@ def _gradients(
         for pp_rank in work.large_ranks
     ]
     most = max(ranks, key=lambda rank: rank.forward + rank.backward)
-    behind = block * (max(work.layers_of_stage) * work.layout.vpp * physics.data_overlap)
+    behind = block * (max(work.layers_of_stage) * _chunk_passes(work) * physics.data_overlap)
     exposed = max(0.0, most.backward - behind.backward)
     exposed += max(0.0, most.forward - hidden_gather(work, behind))
     return most.forward + most.backward + across, exposed + across
+
+
+def _chunk_passes(work: Workload) -> int:
+    """Backward passes of a chunk, of a micro-batch, that follow once the first of a rank's chunks
+    has all of its gradients, and that pass; by symmetry, forward passes before the last one needs
+    its weights.
+
+    Interleaved, micro-batches go in groups of pp through one chunk after another. The last group is
+    through with a chunk when the rank's other chunks are still to come (arXiv:2104.04473, figure
+    4).
+    """
+    group = min(work.layout.pp, work.num_micro_batches)
+    return (work.layout.vpp - 1) * group + 1
 
 
 @singledispatch

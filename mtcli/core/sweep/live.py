@@ -14,23 +14,24 @@ from typing import NamedTuple
 
 import torch
 
-from mtcli.core.checkpoint.opening import require_alike, together
+from mtcli.core.checkpoint.opening import together
 from mtcli.core.checkpoint.progress import BaseRecord, planned_samples
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.health.traffic import REDUCED, SyncTraffic
+from mtcli.core.parallel.tree import Tree
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep.array import ModelArray, array_groups
 from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.sweep.member import Member
 from mtcli.core.sweep.record import ArrayRecord, Status, TrialRecord
-from mtcli.core.training.consumed_samples import ConsumedSamples
+from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunRecords, StepFacts
 from mtcli.core.training.run_lock import held
-from mtcli.core.training.save import Saver, saving_axis
+from mtcli.core.training.save import Saver, saving_ranks
 from mtcli.core.training.state import (
     StartingPoint,
     base_record,
@@ -87,9 +88,9 @@ class LiveArray:
             watcher.say(note)
         self.array = ModelArray(configs, self.groups)
         self.loader, self.valid = together(world, lambda: self._loaders(configs, starts))
-        axis = saving_axis(self.groups)
+        saving = saving_ranks(self.groups)
         pairs = zip(trials, self.array.members, starts, self.loader.loaders, strict=True)
-        self.seats = [self._seat(*pair, axis) for pair in pairs]
+        self.seats = [self._seat(*pair, saving) for pair in pairs]
         self.first_step, self.seconds, self.tokens = self.array.step, 0.0, 0
         self.names = [record.name for record in trials]
 
@@ -230,14 +231,14 @@ class LiveArray:
         member: Member,
         start: StartingPoint,
         loader: MicroBatchLoader,
-        axis: Axis,
+        saving: Tree,
     ) -> Seat:
-        samples = ConsumedSamples(member.config, loader.batches)
-        require_alike(self.groups.world, samples.hashes, "reads data with the hashes", "data.train")
+        hashes = data_hashes(loader.batches, self.runtime.local_rank, self.groups.world)
+        samples = ConsumedSamples(member.config, loader.batches, hashes)
         last_good, base = restore(member, samples, start), base_record(member, start)
         records = RunRecords(member.config, self.runtime.rank == 0, self.watcher.say)
         records.begin(self.runtime, member.step)
-        saver = self.stack.enter_context(Saver(member, records, last_good, axis))
+        saver = self.stack.enter_context(Saver(member, records, last_good, saving))
         record.status = "running"
         return Seat(record, member, samples, records, saver, base)
 

@@ -6,9 +6,10 @@ depends on no layout: samples are numbered over the run.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from mtcli.core.checkpoint.blocks import sampled_hash
+from mtcli.core.checkpoint.opening import require_alike
 from mtcli.core.checkpoint.progress import DatasetRecord, SampleRecord, SkippedBatch
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
@@ -17,6 +18,15 @@ from mtcli.core.data.indexed import stated_hash
 from mtcli.core.data.loader import Batches
 from mtcli.core.data.packing import PackedConversations
 from mtcli.core.data.subset import AGAIN, FIELD, SourceRecord, Subset, digest
+from mtcli.core.parallel.collectives import gather_values
+from mtcli.core.parallel.groups import Axis
+
+
+class SourceHashes(NamedTuple):
+    """The hashes of a data source, as `DatasetRecord` has them."""
+
+    sha256: str
+    sampled: str
 
 
 def require_sources(
@@ -44,6 +54,26 @@ def require_sources(
         raise MtcliError(*problems)
 
 
+def data_hashes(batches: Any, local_rank: int, world: Axis) -> list[SourceHashes]:
+    """Hashes the data of a run, as rank 0 finds it. Collective.
+
+    One rank of each machine reads: 64 blocks of 64 KiB of each file. Raises MtcliError on every
+    rank where a machine has other data than rank 0's.
+    """
+    own = source_hashes(batches) if local_rank == 0 else None
+    told = gather_values(own if world.rank == 0 else None, world)[0]
+    agreed = [SourceHashes(*hashes) for hashes in told]
+    alike = agreed if own is None else own
+    require_alike(world, [list(one) for one in alike], "reads data with the hashes", "data.train")
+    return agreed
+
+
+def source_hashes(batches: Any) -> list[SourceHashes]:
+    """Hashes each data source, as this process finds it."""
+    sources = zip(batches.prefixes, batches.files, strict=True)
+    return [SourceHashes(stated_hash(prefix), sampled_hash(paths)) for prefix, paths in sources]
+
+
 class ConsumedSamples:
     """The consumed samples of a run under way. The same on every rank."""
 
@@ -51,13 +81,12 @@ class ConsumedSamples:
         self,
         config: RunConfig,
         batches: Batches | PackedConversations,
+        hashes: Sequence[SourceHashes],
         subset: Subset | None = None,
     ) -> None:
-        self.batches, self.batch = batches, config.batch
+        self.batches, self.batch, self.hashes = batches, config.batch, hashes
         self.split = parse_split(chosen(config.data, "train")[1])
         self.weights = batches.weights or (None,) * len(batches.prefixes)
-        files = zip(batches.prefixes, batches.files, strict=True)
-        self.hashes = [(stated_hash(prefix), sampled_hash(paths)) for prefix, paths in files]
         self.subset = subset and digest(subset)
         self.samples = [0] * len(batches.prefixes)
         self.consumed = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import typer
 
-from mtcli.core.checkpoint.opening import require_alike, together
+from mtcli.core.checkpoint.opening import together
 from mtcli.core.checkpoint.progress import planned_samples
 from mtcli.core.config.errors import collect_errors, failed
 from mtcli.core.config.schema import RunConfig
@@ -18,7 +18,7 @@ from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups, world_axis
 from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.runtime.launch import Runtime, StopSignal
-from mtcli.core.training.consumed_samples import ConsumedSamples
+from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunLog, StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
@@ -95,8 +95,8 @@ def _train(
     trainer = Trainer(config, runtime)
     world = trainer.groups.world
     loader, valid = together(world, lambda: _open_loaders(config, trainer.groups, start))
-    samples = ConsumedSamples(config, loader.batches, loader.subset)
-    require_alike(world, samples.hashes, "reads data with the hashes", "data.train")
+    hashes = data_hashes(loader.batches, runtime.local_rank, world)
+    samples = ConsumedSamples(config, loader.batches, hashes, loader.subset)
     last_good = restore(trainer, samples, start)
     base = base_record(trainer, start)
     adopt_current(loader, config, runtime, trainer.step)

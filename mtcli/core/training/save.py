@@ -1,7 +1,7 @@
 """Asynchronous saves: a snapshot in host memory, and a thread that writes and commits it.
 
 Training stands still for the snapshot, and for a save that is unfinished when the next one, or the
-end of the run, comes. The threads of all ranks exchange through a process group of their own, which
+end of the run, comes. The threads of all ranks exchange through process groups of their own, which
 no collective of a step uses. A save that fails leaves the run going.
 """
 
@@ -9,13 +9,10 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
 from typing import Any, NamedTuple
-
-import torch.distributed as dist
 
 from mtcli.core.checkpoint.async_save import HostCopy, Snapshot, in_place
 from mtcli.core.checkpoint.fine_tuning import starting_folder, starting_tokenizer
@@ -28,9 +25,9 @@ from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.indexed import tokenizer_folder
 from mtcli.core.data.tokenize import load_tokenizer
-from mtcli.core.parallel.collectives import gather_values
-from mtcli.core.parallel.groups import Axis, Groups
+from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.health.flight_recorder import SAVING
+from mtcli.core.parallel.tree import Tree, make_tree
 from mtcli.core.training.metrics import RunLog, RunRecords, SaveRecord
 from mtcli.core.training.state import RunState, saved_replicas, shards
 
@@ -79,12 +76,12 @@ class Saver:
         trainer: RunState,
         log: RunLog | RunRecords,
         last_good: Path | None,
-        axis: Axis | None = None,
+        ranks: Tree | None = None,
     ) -> None:
-        """Of several that save in turn, each takes one `axis` of `saving_axis`."""
+        """Of several that save in turn, each takes the same `ranks` of `saving_ranks`."""
         self.trainer, self.log, self.last_good = trainer, log, last_good
         self.config: RunConfig = trainer.config
-        self.axis = saving_axis(trainer.groups) if axis is None else axis
+        self.ranks = saving_ranks(trainer.groups) if ranks is None else ranks
         self.note_progress = trainer.groups.world.recorder.note_progress
         self.snapshot = Snapshot(trainer.groups.device)
         self.replicas = saved_replicas(trainer)
@@ -163,18 +160,13 @@ class Saver:
         self, taken: HostCopy, step: int, extra: dict[str, Any], stall: float
     ) -> SaveSeconds:
         """Writes a snapshot, in the thread: it shares nothing with training but its arguments."""
-
-        def gather(value: object) -> list[Any]:
-            return gather_values(value, self.axis)
-
-        start, config = perf_counter(), self.config
-        device_seconds = together(gather, True, taken.wait)[self.axis.rank]
+        start, config, ranks = perf_counter(), self.config, self.ranks
+        device_seconds = together(ranks, taken.wait)
         folder = save(
             Path(config.train.output) / CHECKPOINTS,
             step,
             taken.shards,
-            rank=self.axis.rank,
-            gather=gather,
+            ranks=ranks,
             progress=self.note_progress,
             extra=extra,
             config_toml=dump_toml(config),
@@ -186,9 +178,8 @@ class Saver:
             warn=self._warn_once,
         )
         mine = sum(shard.tensor.nbytes for shard in taken.shards)
-        all_ranks = gather((mine, max(stall, device_seconds), perf_counter() - start))
-        sizes, stalls, seconds = zip(*all_ranks, strict=True)
-        return SaveSeconds(folder, sum(sizes), max(stalls), max(seconds))
+        own = [mine, max(stall, device_seconds), perf_counter() - start]
+        return SaveSeconds(folder, *ranks.tell(ranks.merge(own, _slowest)))
 
     def _warn_once(self, text: str) -> None:
         if text not in self.warned:
@@ -196,17 +187,16 @@ class Saver:
             self.log.warn(text)
 
 
-def saving_axis(groups: Groups) -> Axis:
-    """All ranks, through a gloo group that nothing else uses.
+def saving_ranks(groups: Groups) -> Tree:
+    """All ranks, for what threads of saves exchange."""
+    recorder = groups.world.recorder.beside()
+    return make_tree(groups.world._replace(name=SAVING, transport=None, recorder=recorder))
 
-    gloo's own timeout would end a save that only takes long; the watchdog ends one that hangs.
-    """
-    world = groups.world._replace(
-        name=SAVING, transport=None, recorder=groups.world.recorder.beside()
-    )
-    if world.size == 1:
-        return world
-    return world._replace(group=dist.new_group(backend="gloo", timeout=timedelta(days=7)))
+
+def _slowest(of_ranks: list[list[Any]]) -> list[Any]:
+    """Bytes of all, and seconds of the slowest."""
+    sizes, stalls, seconds = zip(*of_ranks, strict=True)
+    return [sum(sizes), max(stalls), max(seconds)]
 
 
 def _unheld(reason: str) -> HostCopy:

@@ -52,9 +52,9 @@ def save_replicas(root, replicas, without=None):
     count = len(replicas)
     about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
 
-    def work(rank, gather):
+    def work(rank, ranks):
         shards = [s for s in shards_of(rank, replicas) if (rank, s.name) != without]
-        return save(root, 1, shards, rank=rank, gather=gather, replicas=count, **about)
+        return save(root, 1, shards, ranks=ranks, replicas=count, **about)
 
     return on_ranks(2 * count, work)
 

@@ -22,6 +22,7 @@ from mtcli.core.config.errors import Exit, MtcliError
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
+from mtcli.core.parallel.tree import ALONE
 from mtcli.core.runtime import atomic_writes
 
 
@@ -64,7 +65,7 @@ def test_several_pieces_of_one_tensor_and_mixed_dtypes_fit_in_one_file(tmp_path)
     pieces = [Shard("x", x[i : i + 1], (i, 0), (4, 3)) for i in range(4)]
     pieces += [Shard("y", y, (0,), (5,)), Shard("x", x[:0], (0, 0), (4, 3))]
     about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
-    folder = save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
+    folder = save(tmp_path, 1, pieces, ranks=ALONE, **about)
     checkpoint = open_checkpoint(folder)
     assert torch.equal(checkpoint.read("x"), x)
     assert torch.equal(checkpoint.read("y"), y)
@@ -74,17 +75,17 @@ def test_tensors_start_at_multiples_of_their_item_size(tmp_path):
     odd, wide = torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.float64)
     pieces = [Shard("odd", odd, (0,), (3,)), Shard("wide", wide, (0,), (2,))]
     about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
-    folder = save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
+    folder = save(tmp_path, 1, pieces, ranks=ALONE, **about)
     header = read_header(folder / "rank-00000.safetensors")
     assert header["wide"].offset % 8 == 0
     assert header["odd"].offset % 2 == 0
 
 
 def test_a_rank_that_owns_nothing_writes_no_file(tmp_path):
-    def work(rank, gather):
+    def work(rank, ranks):
         pieces = [Shard("x", torch.ones(2), (0,), (2,))] if rank else []
         about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
-        return save(tmp_path, 1, pieces, rank=rank, gather=gather, **about)
+        return save(tmp_path, 1, pieces, ranks=ranks, **about)
 
     folder = on_ranks(2, work)[0]
     assert "rank-00000.safetensors" not in names(folder)
@@ -197,17 +198,17 @@ def test_pieces_that_do_not_tile_their_tensor_are_refused(tmp_path):
     about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
     pieces = [Shard("x", torch.ones(2), (0,), (3,))]
     with pytest.raises(MtcliError, match="the pieces of x hold 2 of its 3 elements"):
-        save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
+        save(tmp_path, 1, pieces, ranks=ALONE, **about)
     pieces = [Shard("x", torch.ones(2), (i,), (4,)) for i in (0, 1)]
     with pytest.raises(MtcliError, match=r"the pieces of x overlap at \[1\]"):
-        save(tmp_path, 1, pieces, rank=0, gather=lambda o: [o], **about)
+        save(tmp_path, 1, pieces, ranks=ALONE, **about)
 
 
 def test_ranks_that_disagree_on_a_shape_are_refused(tmp_path):
-    def work(rank, gather):
+    def work(rank, ranks):
         about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
         pieces = [Shard("x", torch.ones(1), (rank,), (2 + rank,))]
-        return save(tmp_path, 1, pieces, rank=rank, gather=gather, **about)
+        return save(tmp_path, 1, pieces, ranks=ranks, **about)
 
     for error in on_ranks(2, work):
         assert "x is ('float32', (3,)) on one rank and ('float32', (2,)) before" in str(error)
@@ -217,7 +218,7 @@ def test_a_dtype_that_checkpoints_do_not_hold_is_refused(tmp_path):
     about = {"extra": {}, "config_toml": dump_toml(CONFIG), "tokenizer": None, "keep": 0}
     with pytest.raises(MtcliError, match="a checkpoint cannot hold int64 tensors"):
         piece = Shard("x", torch.ones(2, dtype=torch.int64), (0,), (2,))
-        save(tmp_path, 1, [piece], rank=0, gather=lambda o: [o], **about)
+        save(tmp_path, 1, [piece], ranks=ALONE, **about)
 
 
 def test_the_manifest_is_plain_json(tmp_path):

@@ -18,7 +18,14 @@ from saving import MODEL, save_halves, values
 
 from mtcli.core.checkpoint.folder import require_free
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.store import Shard, commit, save, write_shards
+from mtcli.core.checkpoint.store import (
+    Shard,
+    commit,
+    dump_written,
+    merge_written,
+    save,
+    write_shards,
+)
 from mtcli.core.config import rules
 from mtcli.core.config.errors import Exit, MtcliError
 from mtcli.core.config.loading import dump_toml
@@ -31,6 +38,7 @@ from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.verify import differences, shared_names
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
+from mtcli.core.parallel.tree import ALONE
 from mtcli.core.runtime import atomic_writes
 from mtcli.core.runtime.atomic_writes import atomic_folder
 
@@ -88,10 +96,11 @@ def write_layout(folder, tensors, model, text):
             if here and parameter.is_primary(layout, rank):
                 box = parameter.box(layout, rank)
                 pieces.append(Shard(name, tensor[box.slices], box.start, parameter.shape))
-        written.append(write_shards(folder, rank, pieces))
+        written.append(dump_written(write_shards(folder, rank, pieces)))
     config = RunConfig(model=model, parallel=parallel)
     about = {"step": 5, "extra": {"consumed_samples": 40}}
-    commit(folder, written, about, dump_toml(config), {})
+    about["world"] = len(written)
+    commit(folder, merge_written(written), about, dump_toml(config), {})
     return open_checkpoint(folder)
 
 
@@ -350,7 +359,7 @@ def save_zeros(runtime, model, root):
         for name, parameter in parameters(model).items()
     ]
     about = {"extra": {}, "config_toml": dump_toml(RunConfig(model=model)), "tokenizer": None}
-    save(root, 1, pieces, rank=0, gather=lambda value: [value], keep=0, **about)
+    save(root, 1, pieces, ranks=ALONE, keep=0, **about)
 
 
 def test_peak_memory_is_bounded_by_a_slab_and_not_by_the_model_or_its_largest_tensor(tmp_path):

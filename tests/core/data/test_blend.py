@@ -5,7 +5,8 @@ import pytest
 
 from mtcli.core.config.blend import SPLITS
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.blend import blend_indices, parse_blend, parse_split, split_range
+from mtcli.core.data.blend import parse_blend, parse_split, split_range
+from mtcli.core.data.blend_order import blend_indices
 from mtcli.core.data.loader import Batches
 
 
@@ -23,6 +24,47 @@ def test_blend_order_is_megatrons(weights):
     assert np.array_equal(ours[0], owner)
     assert np.array_equal(ours[1], sample)
     assert (ours[0].dtype, ours[1].dtype) == (np.int16, np.int64)
+
+
+def one_by_one(weights, size):
+    """The loop in Python: int and float of the interpreter, no numpy but for the normalisation."""
+    shares = [float(x) for x in np.array(weights, np.float64) / np.sum(np.array(weights, float))]
+    owners, samples, drawn = [], [], [0] * len(shares)
+    for i in range(size):
+        behind = [share * max(i, 1) - count for share, count in zip(shares, drawn, strict=True)]
+        owner = behind.index(max(behind))
+        owners.append(owner)
+        samples.append(drawn[owner])
+        drawn[owner] += 1
+    return owners, samples
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_compiled_order_is_that_of_a_loop_in_python(seed):
+    random = np.random.default_rng(seed)
+    sets = int(random.integers(1, 40))
+    kinds = [random.random(sets), random.integers(1, 5, sets), 10 ** random.uniform(-7, 0, sets)]
+    weights = kinds[seed % 3].astype(float) * (random.random(sets) > 0.1)
+    weights[0] = 1.0
+    order = blend_indices(weights.tolist(), 6000)
+    owners, samples = one_by_one(weights.tolist(), 6000)
+    assert order.owner.tolist() == owners and order.sample.tolist() == samples
+
+
+def test_a_blend_is_ordered_where_compiled_code_cannot_be_kept(monkeypatch):
+    import numba
+
+    expected, compiled, asked = blend_indices([0.3, 0.7], 100), numba.njit, []
+
+    def refusing(cache=False, **options):
+        asked.append(cache)
+        if cache:
+            raise RuntimeError("no locator available")
+        return compiled(**options)
+
+    monkeypatch.setattr(numba, "njit", refusing)
+    assert all(map(np.array_equal, blend_indices([0.3, 0.7], 100), expected))
+    assert asked == [True, False]
 
 
 @pytest.mark.parametrize("split", ["969,30,1", "90,5,5", "1", "0.5, 0.25", "1,1,1", "99,0,1"])

@@ -206,7 +206,34 @@ def test_a_damaged_or_forbidden_cache_is_done_without(make_dataset, monkeypatch)
     assert np.array_equal(make(prefix).batch(0, 300), expected)
     other, _ = make_dataset("other", seed=0)
     Path(f"{other}.cache").write_text("a file where the folder would be")
+    monkeypatch.setattr(cache, "private_folder", raises(PermissionError))
     assert np.array_equal(make(other).batch(0, 300), expected)
+
+
+def test_data_that_lies_where_nothing_is_written_is_indexed_once_on_a_machine(
+    make_dataset, monkeypatch, tmp_path
+):
+    prefix, _ = make_dataset()
+    other, _ = make_dataset("other", seed=7)
+    expected = [make(name).batch(0, 300) for name in (prefix, other)]
+    for name in (prefix, other):
+        Path(f"{name}.cache").write_text("a file where the folder would be")
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setattr(cache, "WORTH_KEEPING", 0)
+    found = [make(name).batch(0, 300) for name in (prefix, other)]
+    monkeypatch.setattr(cache, "build_samples", None)  # it would fail
+    found += [make(name).batch(0, 300) for name in (prefix, other)]
+    assert all(map(np.array_equal, found, expected * 2))
+    kept = list((tmp_path / "scratch").glob("mtcli-*/indices/*/rows.npy"))
+    assert len(kept) == 2
+
+
+def raises(error):
+    def fail():
+        raise error
+
+    return fail
 
 
 def test_data_that_changed_is_not_read_with_the_old_indices(make_dataset, monkeypatch):

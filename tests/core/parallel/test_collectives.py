@@ -95,6 +95,17 @@ def test_plain_collectives_take_any_operator_stride_and_object(n):
         assert in_place
 
 
+def first_of(runtime, those):
+    own = {"of": runtime.rank, "text": "x" * (1 + runtime.rank)} if runtime.rank in those else None
+    return collectives.first_value(own, axis_of(runtime))
+
+
+@pytest.mark.parametrize(("n", "those"), [(1, [0]), (3, [0]), (3, [1, 2]), (3, [2]), (3, [])])
+def test_every_rank_gets_the_value_of_the_first_that_has_one(n, those):
+    expected = {"of": those[0], "text": "x" * (1 + those[0])} if those else None
+    assert run_ranks(n, first_of, those) == [expected] * n
+
+
 def test_an_axis_of_one_rank_costs_no_copy():
     x = given(0, N)
     axis = make_groups(ParallelLayout(1), 0, x.device).tp

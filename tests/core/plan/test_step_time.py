@@ -79,6 +79,24 @@ def test_a_hop_sends_each_tensor_ranks_own_part():
     assert sent.p2p_seconds(step(ParallelLayout(8)), H100, PHYSICS) == 0.0
 
 
+SHAPES = [(1, 1, 4), (4, 1, 8), (4, 2, 8), (2, 4, 2), (2, 4, 6)]
+
+
+@pytest.mark.parametrize(("pp", "vpp", "m"), SHAPES)
+def test_gradients_are_reduced_behind_the_backwards_that_follow_a_chunks_last(pp, vpp, m):
+    """Of rank 0, as its schedule has them, and the chunk's own last one."""
+    name = "interleaved" if vpp > 1 else "1f1b"
+    layout = ParallelLayout(pp * 2, pp=pp, vpp=vpp)
+    work = step(layout, schedule_name=name, global_batch_size=2 * m)
+    costs = step_costs(work, network(1e7), PHYSICS)
+    backwards = [op.stage for op in work.schedule(m).ops[0] if op.kind == "B"]
+    last = {stage: i for i, stage in enumerate(backwards)}
+    behind = len(backwards) - min(last.values())
+    hidden = costs.gradients - costs.gradients_exposed
+    chunk = costs.block.backward * 8 / (pp * vpp)
+    assert hidden == pytest.approx(behind * chunk * PHYSICS.data_overlap)
+
+
 def test_the_halves_of_a_split_backward_are_the_whole():
     work = step(ParallelLayout(2, pp=2), schedule_name="zero_bubble")
     costs = step_costs(work, H100, PHYSICS)

@@ -17,7 +17,9 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.convert.inspect import progress_rows
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.data.loader import Batches
-from mtcli.core.training.consumed_samples import ConsumedSamples
+from mtcli.core.parallel.groups import world_axis
+from mtcli.core.training import consumed_samples
+from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes, source_hashes
 from mtcli.core.training.loop import train
 from mtcli.core.training.step import Trainer
 
@@ -44,7 +46,24 @@ def blend(folder, *weights):
 def ledger_of(words, split="80,20,0", **sections):
     config = run_config(data={"train": words, "split": split}, **sections)
     batches = Batches(words, split, "train", 80, config.batch.seq_len, config.seed)
-    return ConsumedSamples(config, batches)
+    return ConsumedSamples(config, batches, source_hashes(batches))
+
+
+def read_once(runtime, local_ranks, folder):
+    """The files that a rank opens to hash the data, and the hashes that it takes."""
+    opened, real = [], consumed_samples.sampled_hash
+    consumed_samples.sampled_hash = lambda paths: opened.append(len(list(paths))) or real(paths)
+    batches = ledger_of(blend(folder, 0.7, 0.3)).batches
+    opened.clear()
+    axis = world_axis(runtime.rank, runtime.world, runtime.recorder)
+    return opened, data_hashes(batches, local_ranks[runtime.rank], axis)
+
+
+def test_one_rank_of_a_machine_hashes_the_data_and_the_others_take_rank_0s(data):
+    ranks = run_ranks(4, read_once, (0, 1, 0, 1), data)
+    assert [opened for opened, _ in ranks] == [[2, 2], [], [2, 2], []]
+    expected = [("", sampled(data / name)) for name in "ab"]
+    assert [hashes for _, hashes in ranks] == [expected] * 4
 
 
 def stored(record):

@@ -15,6 +15,7 @@ from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.upcycle import upcycled
 from mtcli.core.convert.upcycle_recipe import recipe_of
+from mtcli.core.parallel.tree import ALONE as NO_PEERS
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise, load_weights
@@ -66,7 +67,7 @@ def dense(tmp_path_factory):
         pieces.append(Shard(name, whole, (0,) * len(shape), shape))
     about = {"extra": {}, "config_toml": dump_toml(config), "tokenizer": None, "keep": 0}
     root = tmp_path_factory.mktemp("dense")
-    folder = save(root, 1, pieces, rank=0, gather=lambda value: [value], **about)
+    folder = save(root, 1, pieces, ranks=NO_PEERS, **about)
     return folder, losses_of(ALONE, config, folder)
 
 

@@ -14,7 +14,6 @@ from typing import IO, Any, NamedTuple
 
 from mtcli.core.checkpoint.folder import METADATA
 from mtcli.core.checkpoint.huggingface.config_json import read_json
-from mtcli.core.checkpoint.manifest import tiling_fault
 from mtcli.core.checkpoint.megatron.gpt import (
     PADDED,
     alternatives,
@@ -40,6 +39,7 @@ from mtcli.core.checkpoint.safetensors_file import (
     TensorEntry,
     damaged,
 )
+from mtcli.core.checkpoint.shard_index import boxes_fault
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.untrusted import listed, open_untrusted, read_untrusted
@@ -187,7 +187,7 @@ class _Reader:
         """Raises MtcliError where elements are in no chunk or in two; once for all layers."""
         if name in self.used:
             return
-        if fault := tiling_fault(saved.shape, [chunk.box for chunk in saved.chunks]):
+        if fault := boxes_fault(saved.shape, [chunk.box for chunk in saved.chunks]):
             raise damaged(self.folder / NAME, f"the chunks of {name} {fault}")
 
     def _check_shape(

@@ -28,7 +28,7 @@ _COLLECTIVES = (
     str(PARALLEL / "health"),
     str(PARALLEL / "transport"),
 )
-SAVING = "saving"  # the axis on which ranks wait for each other's parts of a save
+SAVING = "saving"  # what the axes' names begin with on which ranks wait for each other's saves
 
 
 class QueueMark(Protocol):

@@ -160,7 +160,9 @@ class Watchdog:
         if self.published != self.recorder.progress:
             self.published = self.recorder.progress
             self.store.add(PROGRESS, 1)
-        waits = [call for call in list(self.recorder.waits.values()) if call.axis.name == SAVING]
+        waits = [
+            call for call in list(self.recorder.waits.values()) if call.axis.name.startswith(SAVING)
+        ]
         if waits and (progress := self.store.add(PROGRESS, 0)) != self.progress:
             self.progress = progress
             for call in waits:
@@ -170,27 +172,23 @@ class Watchdog:
         self._tell(self._answer())
         if alarm.rank != self.rank:
             self.answered = True
-            self._await(lambda: self.store.check([REPORTED]), self.grace)
+            with suppress(dist.DistStoreError):  # one question, which the store answers when it can
+                self.store.wait([REPORTED], timedelta(seconds=self.grace))
             if alarm.wait is None:
                 self._await(self._is_over, PATIENCE)
             time.sleep(LEAVING)
             if not self.stopped.is_set():
                 self.end(None, [], True)
             return
-        others = set(range(self.world)) - {self.rank}
-        answers: dict[int, RankStatus] = {}
-
-        def all_answered() -> bool:
-            for rank in others - set(answers):
-                if self.store.check([f"answer/{rank}"]):
-                    answers[rank] = RankStatus.load(self.store.get(f"answer/{rank}"))
-            return len(answers) == len(others)
-
+        others = [rank for rank in range(self.world) if rank != self.rank]
+        keys = [f"answer/{rank}" for rank in others]
         # A run that has broken down is not slow: its ranks look at their recorders every tick.
-        self._await(all_answered, self.poll + 0.5 if alarm.broke else self.grace)
+        self._await(lambda: self.store.check(keys), self.poll + 0.5 if alarm.broke else self.grace)
+        told = values_of(self.store, keys)
+        answers = {one.rank: one for one in map(RankStatus.load, told)}
         error = error_of(alarm, answers, self.world, self.timeout)
-        keys = [f"pid/{rank}" for rank in others - set(answers)]
-        silent = [int(self.store.get(key)) for key in keys if self.store.check([key])]
+        left = [f"pid/{rank}" for rank in others if rank not in answers]
+        silent = [int(pid) for pid in values_of(self.store, left)]
         self.store.set(REPORTED, "")
         time.sleep(0.1)  # the others look every 0.05 s; the store may end with this rank
         self.end(error, silent, bool(alarm.broke))
@@ -252,6 +250,25 @@ class Watchdog:
             message += "; no rank could be asked why: rank 0's store does not answer"
             hint = "the last good checkpoint is kept: look at rank 0's machine, then use --resume"
             self.end(failed(message, hint), [], False)
+
+
+def values_of(store: dist.Store, keys: list[str]) -> list[bytes]:
+    """The values of those keys that a store has.
+
+    Asks for all keys at once, and in halves to find those that are missing: for a few of n log n
+    questions, as ranks that are lost follow each other.
+    """
+    known, ranges = list[str](), [keys]
+    while ranges:
+        asked = ranges.pop()
+        if not asked:
+            continue
+        if store.check(asked):
+            known += asked
+        elif len(asked) > 1:
+            middle = len(asked) // 2
+            ranges += [asked[middle:], asked[:middle]]
+    return store.multi_get(known) if known else []
 
 
 def error_of(

@@ -101,13 +101,36 @@ def transport_between(
     return connect(rank, ranks, lambda value: gather_json(value, group), timeout) or network
 
 
+def first_bytes(data: bytes | None, group: dist.ProcessGroup) -> bytes | None:
+    """The bytes of the first rank that has any, on every rank; None where none has."""
+    device = _device(group)
+    rank, size = group.rank(), group.size()
+    first = torch.tensor([size if data is None else rank], device=device)
+    dist.all_reduce(first, dist.ReduceOp.MIN, group)
+    if (source := int(first)) == size:
+        return None
+    length = torch.tensor([len(data or b"")], device=device)
+    dist.broadcast(length, group=group, group_src=source)
+    if rank == source:
+        x = torch.frombuffer(bytearray(data or b""), dtype=torch.uint8).to(device)
+    else:
+        x = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(x, group=group, group_src=source)
+    return bytes(x.cpu().numpy())
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where the tensors are that a group exchanges."""
+    nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Every rank's value, in rank order, on every rank; what JSON can say, with tuples as lists.
 
     torch's own gathering of objects unpickles, and so runs, what arrives on a socket.
     """
-    nccl = dist.get_backend(group) == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    device = _device(group)
     text = json.dumps(value).encode()
     own = torch.tensor([len(text)], device=device)
     sizes = [torch.empty_like(own) for _ in range(group.size())]

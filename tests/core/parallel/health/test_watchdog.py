@@ -14,7 +14,7 @@ from ranks import run_ranks
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel import collectives
 from mtcli.core.parallel.groups import Axis, make_groups
-from mtcli.core.parallel.health.watchdog import Watchdog
+from mtcli.core.parallel.health.watchdog import Watchdog, values_of
 from mtcli.core.sync.all_reduce import Bucket
 
 TIMEOUT = 0.8
@@ -292,3 +292,11 @@ class Gone(Stopped):
 
     def compare_set(self, key, expected, value):
         raise RuntimeError("Broken pipe")
+
+
+@pytest.mark.parametrize("missing", [(), (3,), (0, 1, 2), (4, 8), tuple(range(9))])
+def test_the_answers_that_a_store_has_are_found_whichever_are_missing(missing):
+    store, there = dist.HashStore(), sorted({*range(9)} - {*missing})
+    for rank in there:
+        store.set(f"answer/{rank}", str(rank))
+    assert values_of(store, [f"answer/{rank}" for rank in range(9)]) == [b"%d" % n for n in there]

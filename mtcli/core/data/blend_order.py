@@ -1,0 +1,60 @@
+"""The order of a blend's samples: greedy error diffusion, bit by bit Megatron's."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.data.blend import normalised
+
+
+class BlendOrder(NamedTuple):
+    """Sample i of a blend is sample `sample[i]` (int64) of dataset `owner[i]` (int16)."""
+
+    owner: np.ndarray
+    sample: np.ndarray
+
+    def fits(self) -> bool:
+        """Whether the arrays have one length."""
+        return [array.shape for array in self] == [(self.owner.size,)] * 2
+
+
+def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
+    """Chooses the dataset of each of `size` samples, and which of its own.
+
+    Sample i goes to the dataset that is furthest behind its share: argmax of w * max(i, 1) - drawn,
+    the first where equal, in float64. Each pick depends on all before it, so this is a compiled
+    loop: `python benchmarks/bench_blend.py` prints its picks per second.
+    """
+    if len(weights) > np.iinfo(np.int16).max:
+        message = f"{len(weights)} datasets in a blend, and at most 32767 have a number"
+        raise wrong(message, "preprocess several inputs into one dataset")
+    order = BlendOrder(np.empty(size, np.int16), np.empty(size, np.int64))
+    _compiled(_pick)(np.array(normalised(weights)), *order)
+    return order
+
+
+def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
+    """Compiles a loop over arrays, or loads what an earlier process compiled.
+
+    Without fastmath no product is fused with a sum, so that it rounds as Python does.
+    """
+    import numba  # 0.5 s, which runs without a blend need not wait for
+
+    try:
+        return numba.njit(cache=True, nogil=True)(loop)
+    except RuntimeError:  # neither the package's folder nor the user's can be written
+        return numba.njit(nogil=True)(loop)
+
+
+def _pick(shares: np.ndarray, owner: np.ndarray, sample: np.ndarray) -> None:
+    drawn = np.zeros(len(shares), np.int64)
+    for i in range(len(owner)):
+        step, furthest, most = float(max(i, 1)), 0, -np.inf
+        for k in range(len(shares)):
+            behind = shares[k] * step - drawn[k]
+            if behind > most:
+                furthest, most = k, behind
+        owner[i], sample[i] = furthest, drawn[furthest]
+        drawn[furthest] += 1
