@@ -18,6 +18,7 @@ from mtcli.core.data.documents import Reading
 SAMPLED_BLOCKS = 8
 SAMPLED_DOCUMENTS = 5000  # of a block
 PROCESS_BYTES = 140 << 20  # a process with its libraries and a batch's arrays: 120 were measured
+COMPILED_BYTES = 140 << 20  # numba and its loops, compiled in a first run, for two of the stages
 FORKED_BYTES = 80 << 20  # a worker, which shares its libraries with the process that forked it
 FINAL_BYTES = 64  # per document in the process that decides: hashes, orders, routes
 BAND_BYTES = 40  # per document in each worker that sorts a band
@@ -40,7 +41,8 @@ def estimate(request: CurateRequest) -> dict[str, Any]:
     workers = request.workers
     shard = 2 * min(request.config.shard_mb * 1_000_000, text)
     phase = max(BAND_BYTES * documents if "fuzzy" in stages else 0, shard)
-    deciding = PROCESS_BYTES + FINAL_BYTES * documents
+    compiled = 0 if {"fuzzy", "rules"}.isdisjoint(stages) else COMPILED_BYTES
+    deciding = PROCESS_BYTES + compiled + FINAL_BYTES * documents
     working = workers * (FORKED_BYTES + phase) if workers > 1 else phase
     return {
         "files": len(corpora.new.sources),
