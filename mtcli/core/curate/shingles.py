@@ -6,12 +6,11 @@ takes half a second.
 
 from collections.abc import Sequence
 
-import numba
 import numpy as np
 
 from mtcli.core.curate.hashing import BASE, MULTIPLIER, SECOND, Array
+from mtcli.core.runtime.compiled import compiled
 
-compiled = numba.njit(cache=True)
 BASE_64 = np.uint64(BASE)
 HALF, THIRD = np.uint64(32), np.uint64(29)
 ONE = np.uint64(1)

@@ -1,9 +1,8 @@
 """A loop over the words of documents, compiled for the CPU by numba."""
 
-import numba
 import numpy as np
 
-compiled = numba.njit(cache=True)
+from mtcli.core.runtime.compiled import compiled
 
 
 @compiled

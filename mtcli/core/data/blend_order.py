@@ -1,12 +1,13 @@
 """The order of a blend's samples: greedy error diffusion, bit by bit Megatron's."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.blend import normalised
+from mtcli.core.runtime.compiled import compiled
 
 
 class BlendOrder(NamedTuple):
@@ -31,21 +32,8 @@ def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
         message = f"{len(weights)} datasets in a blend, and at most 32767 have a number"
         raise wrong(message, "preprocess several inputs into one dataset")
     order = BlendOrder(np.empty(size, np.int16), np.empty(size, np.int64))
-    _compiled(_pick)(np.array(normalised(weights)), *order)
+    compiled(_pick, nogil=True)(np.array(normalised(weights)), *order)
     return order
-
-
-def _compiled(loop: Callable[..., None]) -> Callable[..., None]:
-    """Compiles a loop over arrays, or loads what an earlier process compiled.
-
-    Without fastmath no product is fused with a sum, so that it rounds as Python does.
-    """
-    import numba  # 0.5 s, which runs without a blend need not wait for
-
-    try:
-        return numba.njit(cache=True, nogil=True)(loop)
-    except RuntimeError:  # neither the package's folder nor the user's can be written
-        return numba.njit(nogil=True)(loop)
 
 
 def _pick(shares: np.ndarray, owner: np.ndarray, sample: np.ndarray) -> None:

@@ -4,14 +4,17 @@ A matrix [n, n], of which row j has the similarities of all points to candidate 
 every point's largest similarity to the picks, and it counts as `counts` [n].
 """
 
-import numba
+from functools import partial
+
 import numpy as np
 
+from mtcli.core.runtime.compiled import compiled
+
 # Sums in any order, of numbers that are never NaN; infinity stays what it is.
-compiled = numba.njit(cache=True, fastmath={"reassoc", "contract", "nsz", "nnan"})
+summed = partial(compiled, fastmath={"reassoc", "contract", "nsz", "nnan"})
 
 
-@compiled
+@summed
 def gain(row: np.ndarray, best: np.ndarray, counts: np.ndarray) -> float:
     """What a candidate with this row adds: the sum of m_i max(s_i - best_i, 0)."""
     total = row[0] * 0
@@ -20,7 +23,7 @@ def gain(row: np.ndarray, best: np.ndarray, counts: np.ndarray) -> float:
     return total
 
 
-@compiled
+@summed
 def refresh(
     matrix: np.ndarray, best: np.ndarray, counts: np.ndarray, bounds: np.ndarray, ties: float
 ) -> tuple[int, int]:
@@ -48,7 +51,7 @@ def refresh(
     return winner, len(fresh)
 
 
-@compiled
+@summed
 def take(
     matrix: np.ndarray,
     changed: np.ndarray,
