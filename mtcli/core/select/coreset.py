@@ -7,7 +7,6 @@ part chooses twice its share, and the final picks are among those, each of which
 points were nearest to it. What is chosen depends on no layout.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,8 +24,7 @@ from mtcli.core.select.facility_location import GREEDY, Goal, Greedy
 MOST = 1 << 16  # points that greedy sees at once; more are dealt into parts
 PART = 1 << 14  # points of a part: n * PART distances are made
 OVERSAMPLED = 2  # times its share that a part chooses for the second round
-DENSE_BYTES = 1 << 30  # of similarities in float64 that are kept in memory
-DENSE = math.isqrt(DENSE_BYTES // 8)  # points that have so many
+DENSE = 1 << 14  # points whose similarities are kept in memory: 1 GiB of float32
 
 
 class Chosen(NamedTuple):
@@ -154,9 +152,9 @@ def planned_bytes(sizes: Sequence[int], width: int) -> int:
     """Bytes that choosing takes at its peak: the proxies and, of the largest group, their copies
     around the mean and the similarities in memory."""
     most = min(max(sizes), MOST)
-    matrix = 2 * 8 * most**2 if most <= DENSE else 0
+    matrix = 4 * most**2 if most <= DENSE else 0
     copies = 4 * 3 * (width + 2) * max(sizes)
-    return 4 * width * sum(sizes) + copies + matrix // 2 + (256 << 20)
+    return 4 * width * sum(sizes) + copies + matrix + (256 << 20)
 
 
 def _points(proxies: Tensor, ids: np.ndarray, work: Work) -> Points:

@@ -30,6 +30,7 @@ class Points:
         self.left = torch.cat([-2.0 * centred, squares, ones], 1)
         self.right = torch.cat([centred, ones, squares], 1)
         self.squares = squares[:, 0]
+        self._memory: dict[str, Tensor] = {}
         radii = self.squares.sqrt().topk(min(2, len(proxies))).values
         self.reach = float(radii.double().sum())
 
@@ -42,12 +43,26 @@ class Points:
         return max(1, BLOCK[self.left.device.type] // len(self))
 
     def distances(self, rows: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Those of some points [b] to others [c], or to all [n]."""
+        """Those of some points [b] to others [c], or to all [n], in memory that the next ones take.
+
+        Blocks that came and went beside small results would leave gaps between these in the heap.
+        """
         right = self.right if columns is None else self.right[columns]
-        found = self.left[rows] @ right.T
         others = self.squares if columns is None else self.squares[columns]
-        found.masked_fill_(found <= SAME * (self.squares[rows][:, None] + others), 0.0)
-        return found.sqrt_()
+        shape = len(rows), len(others)
+        found = torch.mm(self.left[rows], right.T, out=self._kept("found", shape))
+        least = self._kept("least", shape)
+        torch.add(self.squares[rows][:, None], others, out=least).mul_(SAME)
+        same = torch.le(found, least, out=self._kept("same", shape, torch.bool))
+        return found.masked_fill_(same, 0.0).sqrt_()
+
+    def _kept(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
+        """Memory of a shape that grows to the largest one."""
+        size = shape[0] * shape[1]
+        if name not in self._memory or len(self._memory[name]) < size:
+            dtype = dtype or self.left.dtype
+            self._memory[name] = torch.empty(size, dtype=dtype, device=self.left.device)
+        return self._memory[name][:size].view(shape)
 
 
 class BlockSimilarities:
@@ -63,14 +78,14 @@ class BlockSimilarities:
 
 
 def similarities(points: Points, reach: float, in_memory: bool) -> Similarities:
-    """The similarities of all points: `in_memory`, or in blocks."""
+    """The similarities of all points: `in_memory`, rounded to float32, or in blocks."""
     blocks = BlockSimilarities(points, reach)
     if not in_memory:
         return blocks
     size, device = len(points), points.left.device
-    matrix = torch.empty(size, size, dtype=points.left.dtype, device=device)
+    matrix = torch.empty(size, size, dtype=torch.float32, device=device)
     for some in torch.arange(size, device=device).split(blocks.block):
-        matrix[some] = blocks.rows(some)
+        matrix[some] = blocks.rows(some).float()
     return MatrixSimilarities(matrix, blocks.block)
 
 

@@ -33,14 +33,14 @@ class Similarities(Protocol):
 
 
 class MatrixSimilarities:
-    """Similarities that are all in memory, [n, n]."""
+    """Similarities that are all in memory [n, n], maybe in a narrower dtype than their sums."""
 
     def __init__(self, rows: Tensor, block: int = 64) -> None:
         self.matrix, self.size, self.block = rows, len(rows), block
 
     def rows(self, candidates: Tensor) -> Tensor:
-        """Copies of their rows [b, n]."""
-        return self.matrix[candidates]
+        """Copies of their rows [b, n], in float64."""
+        return self.matrix[candidates].double()
 
 
 class Goal(NamedTuple):
@@ -72,7 +72,7 @@ def lazy_greedy(
     """The greedy picks, by gains that are computed again only where they may be the largest.
 
     A gain never grows, so an old one is a bound (Minoux, 1978). The largest bounds are refreshed
-    in blocks of 8, 16, ... until no other one can win or tie. Where a pick came nearer to fewer
+    in blocks that double until no other one can win or tie. Where a pick came nearer to fewer
     points than the last one took refreshes, all bounds are lowered by exactly what it took away.
     `counts` are the m_i [n]; the seed decides nothing.
     """
@@ -195,16 +195,15 @@ class _State:
         changed = (self.best > before).nonzero().flatten()
         if len(changed) > self.refreshed:
             return
-        # of the sums' rounding
-        slack = TIES * torch.finfo(bounds.dtype).eps * bounds.clamp(min=0.0)
-        self.take_(bounds, changed, before)
-        bounds += slack
-
-    def take_(self, bounds: Tensor, changed: Tensor, before: Tensor) -> None:
-        """Subtracts what points that the last pick changed no longer add to any gain."""
+        slack = self._slack(bounds)
         for some in changed.split(self.similarities.block):
             low, high = before[some][:, None], self.best[some][:, None]
             bounds -= self.counts[some] @ self.similarities.rows(some).clamp_(low, high).sub_(low)
+        bounds += slack
+
+    def _slack(self, bounds: Tensor) -> Tensor:
+        """What the sums of lowered bounds may be rounded by."""
+        return TIES * torch.finfo(bounds.dtype).eps * bounds.clamp(min=0.0)
 
     def pick(self, candidate: int, gain: float) -> Tensor:
         """Adds a candidate that has this gain; returns the largest similarities before it [n]."""
@@ -223,24 +222,39 @@ class _State:
 
 
 class _MatrixState(_State):
-    """The same for a matrix in a CPU's memory, read once by compiled loops and never copied."""
+    """The same for a matrix in a CPU's memory: compiled loops read each row once and copy none, so
+    that lowering all bounds at every pick is the least work."""
 
-    def __init__(self, similarities: MatrixSimilarities, counts: Tensor) -> None:
-        super().__init__(similarities, counts)
-        self.matrix = similarities.matrix.numpy()
+    def gains(self, candidates: Tensor) -> Tensor:
+        """The sums of all rows, as long as nothing is picked."""
+        if self.picks.order or len(candidates) < len(self.counts):
+            return super().gains(candidates)
+        bounds = torch.zeros_like(self.counts)
+        everyone = np.arange(len(bounds))
+        high = torch.full_like(self.best, torch.inf)
+        self._take(bounds, everyone, self.best, high)
+        return bounds.neg_()
 
     def refresh_(self, bounds: Tensor) -> int:
-        """Computes one bound after the other, the largest first."""
-        ties = TIES * torch.finfo(bounds.dtype).eps
-        best, counts = self.best.numpy(), self.counts.numpy()
-        winner, refreshed = matrix_loops.refresh(self.matrix, best, counts, bounds.numpy(), ties)
-        self.refreshed = max(self.refreshed // 2, refreshed)
-        return int(winner)
+        """Computes the largest bound again, which are exact but for rounding, and those that tie
+        with it."""
+        first = bounds.argmax()
+        bounds[first] = self.gains(first[None])[0]
+        tied = (bounds >= self.tying(float(bounds[first]))).nonzero().flatten()
+        if len(tied) > 1:
+            bounds[tied] = self.gains(tied)
+        return self.first_of_best(tied, bounds)
 
-    def take_(self, bounds: Tensor, changed: Tensor, before: Tensor) -> None:
-        """Subtracts it in one pass over each row."""
-        points = before.numpy(), self.best.numpy(), self.counts.numpy()
-        matrix_loops.take(self.matrix, changed.numpy(), *points, bounds.numpy())
+    def lower_(self, bounds: Tensor, before: Tensor) -> None:
+        """Lowers all bounds."""
+        changed = (self.best > before).nonzero().flatten()
+        slack = self._slack(bounds)
+        self._take(bounds, changed.numpy(), before, self.best)
+        bounds += slack
+
+    def _take(self, bounds: Tensor, changed: np.ndarray, before: Tensor, best: Tensor) -> None:
+        points = before.numpy(), best.numpy(), self.counts.numpy()
+        matrix_loops.take(self.similarities.matrix.numpy(), changed, *points, bounds.numpy())
 
 
 def _state(similarities: Similarities, counts: Tensor) -> _State:

@@ -1,7 +1,8 @@
-"""Loops of lazy greedy over similarities in memory, compiled for the CPU by numba.
+"""A loop of greedy picks over similarities in memory, compiled for the CPU by numba.
 
-A matrix [n, n], of which row j has the similarities of all points to candidate j; `best` [n] is
-every point's largest similarity to the picks, and it counts as `counts` [n].
+A matrix [n, n], of which row i has the similarities of all candidates to point i; `before` and
+`best` [n] are every point's largest similarity to the picks, without the last one and with it, and
+it counts as `counts` [n].
 """
 
 from functools import partial
@@ -15,40 +16,9 @@ summed = partial(compiled, fastmath={"reassoc", "contract", "nsz", "nnan"})
 
 
 @summed
-def gain(row: np.ndarray, best: np.ndarray, counts: np.ndarray) -> float:
-    """What a candidate with this row adds: the sum of m_i max(s_i - best_i, 0)."""
-    total = row[0] * 0
-    for i in range(len(row)):
-        total += counts[i] * max(row[i] - best[i], 0)
-    return total
-
-
-@summed
-def refresh(
-    matrix: np.ndarray, best: np.ndarray, counts: np.ndarray, bounds: np.ndarray, ties: float
-) -> tuple[int, int]:
-    """Computes bounds of gains again, the largest first, until no other can win or tie.
-
-    Returns the lowest candidate of the best, and how many were computed. Gains within a part
-    `ties` of the best one are as good.
-    """
-    first = bounds.argmax()
-    bounds[first] = top = gain(matrix[first], best, counts)
-    fresh, least = [first], top - ties * abs(top)
-    candidates = np.flatnonzero(bounds >= least)
-    for candidate in candidates[np.argsort(-bounds[candidates])]:
-        if bounds[candidate] < least:
-            break
-        if candidate != first:
-            bounds[candidate] = gain(matrix[candidate], best, counts)
-            fresh.append(candidate)
-            top = max(top, bounds[candidate])
-            least = top - ties * abs(top)
-    winner = first
-    for candidate in fresh:
-        if bounds[candidate] >= least and (candidate < winner or bounds[winner] < least):
-            winner = candidate
-    return winner, len(fresh)
+def taken(row: float, low: float, high: float) -> float:
+    """How far a similarity lies between two others, from the lower one on."""
+    return min(max(row, low), high) - low
 
 
 @summed
@@ -60,8 +30,25 @@ def take(
     counts: np.ndarray,
     bounds: np.ndarray,
 ) -> None:
-    """Subtracts from all bounds what points that came nearer to the picks no longer add."""
-    for i in changed:
+    """Subtracts from all bounds what points that came nearer to the picks no longer add.
+
+    Four rows at a time: reading and writing the bounds takes as long as reading a row.
+    """
+    by_four = len(changed) // 4 * 4
+    for place in range(0, by_four, 4):
+        a, b, c, d = changed[place : place + 4]
+        row_a, low_a, high_a, count_a = matrix[a], before[a], best[a], counts[a]
+        row_b, low_b, high_b, count_b = matrix[b], before[b], best[b], counts[b]
+        row_c, low_c, high_c, count_c = matrix[c], before[c], best[c], counts[c]
+        row_d, low_d, high_d, count_d = matrix[d], before[d], best[d], counts[d]
+        for j in range(len(bounds)):
+            bounds[j] -= (
+                count_a * taken(row_a[j], low_a, high_a)
+                + count_b * taken(row_b[j], low_b, high_b)
+                + count_c * taken(row_c[j], low_c, high_c)
+                + count_d * taken(row_d[j], low_d, high_d)
+            )
+    for i in changed[by_four:]:
         row, low, high, count = matrix[i], before[i], best[i], counts[i]
         for j in range(len(bounds)):
-            bounds[j] -= count * (min(max(row[j], low), high) - low)
+            bounds[j] -= count * taken(row[j], low, high)
