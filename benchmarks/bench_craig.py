@@ -85,6 +85,7 @@ def logistic() -> dict[str, list[dict]]:
 
     data, labels = load_digits(return_X_y=True)
     split = train_test_split(data / 16.0, labels, test_size=0.25, random_state=0, stratify=labels)
+    _members(split[0], split[2], PARTS[0], "core-set", seed=0)  # imports, and compiles loops
     choices = {"all data": (1.0, "all")}
     for part in PARTS:
         choices |= {f"{kind} {part:.0%}": (part, kind) for kind in ("core-set", "random")}
