@@ -1,10 +1,9 @@
 """Opens a checkpoint, of ours, of Hugging Face or Megatron, on one rank or the same on all.
 
-Rank 0 reads and checks our manifest and tells it to all. The files are shared out for the checks of
-their sizes, headers and hashes, and a rank opens besides those that hold its boxes. A folder need
-not be the same one everywhere: a directory cache may be stale, or a disk one machine's own. Ranks
-would then train from mixed weights, so before the first step they agree on errors, on the
-checkpoint and on the data.
+Rank 0 reads and checks our manifest and tells it to all. Each rank checks sizes, headers and hashes
+of its share of the files, and opens those that hold its boxes. The folder may differ by machine: a
+directory cache may be stale, or a disk one machine's own. Ranks would then train from mixed
+weights, so before the first step they agree on errors, on the checkpoint and on the data.
 """
 
 import json

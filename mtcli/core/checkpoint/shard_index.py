@@ -37,7 +37,7 @@ class IndexedTensor(NamedTuple):
 
 
 class ShardIndex:
-    """The shards of tensors, by name. `files` are those that a table's numbers count."""
+    """The shards of tensors, by name. A table numbers `files` from 0."""
 
     def __init__(self, files: Iterable[str], packed: Sequence[Packed] = ()) -> None:
         self.files, self.packed = list(files), list(packed)
@@ -264,7 +264,7 @@ def _overlap(starts: Table, ends: Table) -> str:
 class StoredShards(Sequence[StoredBox]):
     """The stored boxes of a tensor of an index, each made when it is asked for.
 
-    `replica` leaves those that one replica has, as boxes of all.
+    With `replica` only the boxes of that replica are there.
     """
 
     def __init__(
@@ -297,7 +297,7 @@ class StoredShards(Sequence[StoredBox]):
         return bool((self.rows[:, REPLICA] >= 0).any())
 
     def of_replica(self, index: int) -> "StoredShards":
-        """What one replica has."""
+        """The boxes of one replica."""
         return StoredShards(self.index, self.tensor, self.code, index)
 
     def meeting(self, box: Box, replica: int | None) -> Iterator[StoredBox]:
@@ -314,7 +314,7 @@ class StoredShards(Sequence[StoredBox]):
         return map(self._box, rows[meets].tolist())
 
     def in_files(self, chosen: NDArray[np.bool_]) -> Iterator[StoredBox]:
-        """Those that are in the files which are `chosen` [files] by number."""
+        """Yields the boxes in the files that `chosen` [files] marks."""
         return map(self._box, self.rows[chosen[self.rows[:, FILE]]].tolist())
 
     def _box(self, row: list[int]) -> StoredBox:

@@ -214,13 +214,13 @@ def commit(
 
 
 def dump_written(written: RankManifest) -> dict[str, Any]:
-    """What a rank wrote as JSON, small and quick to merge."""
+    """Turns what a rank wrote into JSON that is small and quick to merge."""
     files = {name: record.model_dump() for name, record in written.files.items()}
     return _dump(index_of(written), files)
 
 
 def merge_written(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What some ranks wrote, in their order; `fault` is the first reason why it does not fit."""
+    """Joins what ranks wrote, in their order; `fault` is the first reason why it does not fit."""
     files = {name: record for part in parts for name, record in part["files"].items()}
     fault = next((part["fault"] for part in parts if part["fault"]), "")
     try:
