@@ -29,7 +29,8 @@ class Similarities(Protocol):
     block: int  # candidates whose rows are in memory at once
 
     def rows(self, candidates: Tensor) -> Tensor:
-        """Those of all points to some candidates [b, n], in memory that the caller may write."""
+        """Those of all points to some candidates [b, n], which the caller may write over, and the
+        next call does."""
 
 
 class MatrixSimilarities:
@@ -202,7 +203,7 @@ class _State:
         bounds += slack
 
     def _slack(self, bounds: Tensor) -> Tensor:
-        """What the sums of lowered bounds may be rounded by."""
+        """Bounds the rounding of sums in lowered bounds [n]."""
         return TIES * torch.finfo(bounds.dtype).eps * bounds.clamp(min=0.0)
 
     def pick(self, candidate: int, gain: float) -> Tensor:
@@ -236,8 +237,8 @@ class _MatrixState(_State):
         return bounds.neg_()
 
     def refresh_(self, bounds: Tensor) -> int:
-        """Computes the largest bound again, which are exact but for rounding, and those that tie
-        with it."""
+        """Computes the largest bound again, and those that tie with it: all are exact but for
+        rounding."""
         first = bounds.argmax()
         bounds[first] = self.gains(first[None])[0]
         tied = (bounds >= self.tying(float(bounds[first]))).nonzero().flatten()

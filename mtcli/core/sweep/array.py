@@ -129,7 +129,7 @@ class ModelArray:
         return [total / weight for total, weight in zip(sums, weights, strict=True)]
 
     def _gemms(self) -> AbstractContextManager[None]:
-        """Inside, GEMMs are those that are quickest for such models."""
+        """Multiplies small matrices by MKL inside, where that is quicker."""
         on_cpu = self.groups.device.type == "cpu"
         return mkl_gemms(on_cpu and largest_gemm(self.shape) < SMALL_GEMM)
 

@@ -18,6 +18,7 @@ from mtcli.core.select.coreset import (
     planned_bytes,
     random_orders,
 )
+from mtcli.core.select.distances import Points
 
 WORK = Work(world_axis(0, 1, FlightRecorder()), torch.device("cpu"), seed=5)
 
@@ -159,3 +160,14 @@ def test_bytes_are_bounded_however_many_points_there_are():
 )
 def test_budgets_follow_shares_but_for_groups_that_are_too_small(sizes, shares, total, expected):
     assert budgets_of(sizes, shares, total) == expected
+
+
+def test_blocks_of_distances_take_the_same_memory_each_time():
+    """Memory that came and went beside small results made the heap grow to all distances."""
+    points = Points(clusters(300))
+    first, second = torch.arange(20), torch.arange(40, 50)
+    expected = torch.cdist(points.left[second, :-2] / -2.0, points.right[:, :-2])
+    begin = points.distances(first).data_ptr()
+    found = points.distances(second)
+    assert found.data_ptr() == begin
+    assert found.double() == pytest.approx(expected.double(), rel=1e-4, abs=1e-3)
