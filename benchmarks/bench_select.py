@@ -6,13 +6,14 @@
 
 `peers` counts processor seconds, all contenders in turn in one process, the least of the repeats:
 each is given the n x n similarities in memory, in the dtype it keeps them in (apricot float64, ours
-and submodlib float32). Objectives are of float64. `million` also chooses 1 % of a sub-sample at
-once and in parts, and compares their objectives. Peers are those of `pip install 'mtcli[test]'`.
+and submodlib float32). Objectives are of float64. `million` also chooses 1 % of a sub-sample in
+parts, and at once by lazy greedy, and compares their objectives. Peers are those of the test extra.
 """
 
 import argparse
 import resource
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ def main() -> None:
         large(n, k)
     else:
         large(n, k)
-        parts_beside_all(min(n, 32_768))
+        parts_beside_all(min(n, 131_072))
 
 
 def clusters(n: int, seed: int = 0) -> torch.Tensor:
@@ -112,20 +113,26 @@ def large(n: int, k: int) -> None:
 
 def parts_beside_all(n: int) -> None:
     """Prints the objective of 1 % of n points, chosen in parts, as a share of that of all."""
-    points, most = clusters(n, seed=1), coreset.MOST
-    at_once = _chosen(points, n // 100)
-    coreset.MOST = coreset.PART = n // 8
-    in_parts = _chosen(points, n // 100)
+    points, k, most = clusters(n, seed=1), n // 100, coreset.MOST
+    in_parts = _chosen(points, k)
+    coreset.MOST = n
+    at_once = _chosen(points, k)
     coreset.MOST = most
-    share = in_parts.objective / at_once.objective
-    say(f"{n:,} points in 8 parts: {share:.4f} of lazy greedy's objective over all of them")
+    drawn = coreset.random_orders([np.arange(n)], [k], seed=0)
+    random = coreset.judge(points, [np.arange(n)], drawn, _work())
+    for name, one in {"in parts": in_parts, "at random": random}.items():
+        share = one.objective / at_once.objective
+        say(f"{n:,} points, 1 % {name}: {share:.4f} of lazy greedy's objective over all of them")
     say(f"L(S) {in_parts.bound:,.1f} in parts, {at_once.bound:,.1f} over all")
+
+
+def _work(advance: Callable[[int], object] = lambda done: None) -> Work:
+    return Work(world_axis(0, 1, FlightRecorder()), torch.device("cpu"), 0, advance=advance)
 
 
 def _chosen(points: torch.Tensor, k: int) -> coreset.Chosen:
     with tqdm(total=None, unit="step", leave=False) as bar:
-        work = Work(world_axis(0, 1, FlightRecorder()), torch.device("cpu"), 0, advance=bar.update)
-        return choose(points, [np.arange(len(points))], Quota([k]), work)
+        return choose(points, [np.arange(len(points))], Quota([k]), _work(bar.update))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Points that are equal are one point that counts as many times. Up to MOST points of a group are
 chosen from at once, by lazy greedy: with all similarities in memory where these fit, else in
 blocks. More of them are dealt into random parts, which ranks share (GreeDi, arXiv:1411.0541): each
-part chooses twice its share, and the final picks are among those, each of which counts as often as
-points were nearest to it. What is chosen depends on no layout.
+part chooses several times its share, and the final picks are the best of those for what stands for
+all points. What is chosen depends on no layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,8 @@ from mtcli.core.select.facility_location import GREEDY, Goal, Greedy
 
 MOST = 1 << 16  # points that greedy sees at once; more are dealt into parts
 PART = 1 << 14  # points of a part: n * PART distances are made
-OVERSAMPLED = 2  # times its share that a part chooses for the second round
+OVERSAMPLED = 4  # times its share that a part chooses at most, for the second round
+DRAWN = 0.75  # of the weight that the second round sees, on points that were drawn
 DENSE = 1 << 14  # points whose similarities are kept in memory: 1 GiB of float32
 
 
@@ -62,7 +63,8 @@ class _Part(NamedTuple):
     points: np.ndarray  # int64 [m], ascending ids
     counts: np.ndarray  # float64 [m], how many points each stands for
     size: int
-    residual: float  # L at which picks may end; below 0 they go on to the size
+    residual: float = -1.0  # L at which picks may end; below 0 they go on to the size
+    among: np.ndarray | None = None  # bool [m], those that may be picked; None is all
 
 
 class _Picked(NamedTuple):
@@ -80,20 +82,15 @@ def choose(proxies: Tensor, groups: Sequence[np.ndarray], target: Quota, work: W
     budgets = [len(points) for points, _ in distinct]
     if target.cover is None:
         budgets = [min(pair) for pair in zip(target.budgets, budgets, strict=True)]
-    parts = [
-        part
-        for group, (points, counts) in enumerate(distinct)
-        for part in _deal(proxies, _Part(group, points, counts, budgets[group], -1.0), target, work)
-    ]
+    wholes = [_Part(group, *distinct[group], size) for group, size in enumerate(budgets)]
+    parts = [part for whole in wholes for part in _deal(proxies, whole, target, work)]
     orders, again = [], []
     picked = _shared(proxies, parts, work)
-    for group, budget in enumerate(budgets):
+    for group, whole in enumerate(wholes):
         of_group = [one for part, one in zip(parts, picked, strict=True) if part.group == group]
         orders.append(round_robin([one.points for one in of_group]))
-        if len(orders[group]) > budget:
-            pairs = sorted(p for one in of_group for p in zip(one.points, one.counts, strict=True))
-            points, counts = (np.array(column) for column in zip(*pairs, strict=True))
-            again.append(_Part(group, points, counts, budget, -1.0))
+        if len(orders[group]) > whole.size:
+            again.append(_second_round(whole, of_group, work.seed))
     for part, one in zip(again, _shared(proxies, again, work), strict=True):
         orders[part.group] = one.points
     if target.cover is None:
@@ -149,12 +146,13 @@ def judge(
 
 
 def planned_bytes(sizes: Sequence[int], width: int) -> int:
-    """Bytes that choosing takes at its peak: the proxies and, of the largest group, their copies
-    around the mean and the similarities in memory."""
-    most = min(max(sizes), MOST)
-    matrix = 4 * most**2 if most <= DENSE else 0
-    copies = 4 * 3 * (width + 2) * max(sizes)
-    return 4 * width * sum(sizes) + copies + matrix + (256 << 20)
+    """Bytes of the process at its peak: the proxies, their numbers, and, of the largest group, their
+    copies around the mean, or the similarities of those that greedy sees at once."""
+    largest = max(sizes)
+    seen = largest if largest <= MOST else PART
+    copy = 4 * 3 * (width + 2)
+    greedy = 4 * seen**2 + 2 * copy * seen if seen <= DENSE else copy * seen
+    return (4 * width + 64) * sum(sizes) + max(copy * largest, greedy) + (400 << 20)
 
 
 def _points(proxies: Tensor, ids: np.ndarray, work: Work) -> Points:
@@ -165,24 +163,23 @@ def _points(proxies: Tensor, ids: np.ndarray, work: Work) -> Points:
 
 def _distinct(proxies: Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(the first of each set of equal points, ascending; how many there are of it)."""
-    counts: dict[bytes, int] = {}
-    firsts = []
-    for index in ids.tolist():
-        key = xxhash.xxh3_128_digest(proxies[index].numpy())
-        if key not in counts:
-            firsts.append(index)
-        counts[key] = counts.get(key, 0) + 1
-    return np.array(firsts, np.int64), np.array(list(counts.values()), np.float64)
+    digests = bytearray(16 * len(ids))
+    for place, index in enumerate(ids.tolist()):
+        digests[16 * place : 16 * place + 16] = xxhash.xxh3_128_digest(proxies[index].numpy())
+    each = np.frombuffer(digests, "V16")
+    _, firsts, counts = np.unique(each, return_index=True, return_counts=True)
+    order = np.argsort(firsts)
+    return ids[firsts[order]], counts[order].astype(np.float64)
 
 
 def _deal(proxies: Tensor, group: _Part, target: Quota, work: Work) -> list[_Part]:
     """Deals a group's points into parts of equal size by the seed; one where greedy sees all.
 
-    Where the second round could not see what twice their shares are, parts choose their shares.
+    Parts choose as many times their shares as leave half of what the second round sees to others.
     """
     number = 1 if len(group.points) <= MOST else -(-len(group.points) // PART)
-    over = OVERSAMPLED if number > 1 and OVERSAMPLED * group.size <= MOST else 1
-    over = 1 if target.cover is not None else over
+    over = max(1, min(OVERSAMPLED, MOST // 2 // group.size))
+    over = 1 if target.cover is not None or number == 1 else over
     dealt = np.random.default_rng([work.seed, 0]).permutation(len(group.points))
     parts = []
     for index, some in enumerate(np.array_split(dealt, number)):
@@ -198,6 +195,24 @@ def _deal(proxies: Tensor, group: _Part, target: Quota, work: Work) -> list[_Par
     return parts
 
 
+def _second_round(whole: _Part, firsts: Sequence[_Picked], seed: int) -> _Part:
+    """The picks of all parts, to choose from, and with them random points up to MOST.
+
+    The weight of all points is on both: picks stand for those that were nearest to them, for all
+    but coarsely; drawn points stand for others by chance, but lie where points lie.
+    """
+    picks = np.searchsorted(whole.points, [point for one in firsts for point in one.points])
+    size = len(whole.points)
+    drawn = np.random.default_rng([seed, 2]).choice(size, min(MOST - len(picks), size), False)
+    counts = np.zeros(size)
+    counts[picks] = [(1.0 - DRAWN) * count for one in firsts for count in one.counts]
+    part = whole.counts[drawn].sum() / whole.counts.sum()
+    counts[drawn] += DRAWN / part * whole.counts[drawn]
+    seen = np.flatnonzero(counts)
+    among = np.isin(seen, picks)
+    return whole._replace(points=whole.points[seen], counts=counts[seen], among=among)
+
+
 def _shared(proxies: Tensor, parts: Sequence[_Part], work: Work) -> list[_Picked]:
     """The picks of all parts, which ranks share. Collective."""
     rank, ranks = work.world.rank, work.world.size
@@ -211,7 +226,9 @@ def _pick(proxies: Tensor, part: _Part, work: Work, ranks: int) -> _Picked:
     counts = torch.from_numpy(part.counts).to(points.left)
     similar = similarities(points, points.reach, len(points) <= DENSE)
     goal = Goal(part.size)
-    if part.residual >= 0.0:
+    if part.among is not None:
+        goal = Goal(part.size, among=torch.from_numpy(part.among).to(work.device))
+    elif part.residual >= 0.0:
         goal = Goal(part.size, float(counts.double().sum()) * points.reach - part.residual)
     order = GREEDY[work.greedy](
         similar, counts, goal, lambda done: work.advance(done * ranks), work.seed

@@ -16,6 +16,7 @@ from mtcli.core.select.facility_location import MatrixSimilarities, Similarities
 
 # Distances made at a time: in a CPU's cache, and enough for a GPU.
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
+ROWS = 1 << 16  # that are copied at a time
 SAME = 1e-12  # squared distances below this part of the squared norms are rounding
 
 
@@ -23,13 +24,16 @@ class Points:
     """Proxies around their mean [n, d], of which distances are asked in blocks of rows."""
 
     def __init__(self, proxies: Tensor) -> None:
-        centred = proxies - proxies.mean(0, dtype=torch.float64).to(proxies.dtype)
-        squares = centred.square().sum(1, keepdim=True)
-        ones = torch.ones_like(squares)
+        n, d = proxies.shape
+        mean = proxies.mean(0, dtype=torch.float64).to(proxies.dtype)
         # One GEMM makes squared distances: [-2 x, |x|^2, 1] [y, 1, |y|^2]^T.
-        self.left = torch.cat([-2.0 * centred, squares, ones], 1)
-        self.right = torch.cat([centred, ones, squares], 1)
-        self.squares = squares[:, 0]
+        self.left, self.right = proxies.new_ones(n, d + 2), proxies.new_ones(n, d + 2)
+        pieces = (x.split(ROWS) for x in (self.left, self.right, proxies))
+        for left, right, some in zip(*pieces, strict=True):
+            centred = some - mean
+            right[:, :d], left[:, :d] = centred, -2.0 * centred
+            left[:, d] = right[:, d + 1] = centred.square().sum(1)
+        self.squares = self.left[:, d].clone()
         self._memory: dict[str, Tensor] = {}
         radii = self.squares.sqrt().topk(min(2, len(proxies))).values
         self.reach = float(radii.double().sum())

@@ -45,10 +45,12 @@ class MatrixSimilarities:
 
 
 class Goal(NamedTuple):
-    """When picks end: at so many of them, or, if that is sooner, at a value of F."""
+    """When picks end: at so many of them, or, if that is sooner, at a value of F; and what may be
+    picked."""
 
     size: int
     value: float = math.inf
+    among: Tensor | None = None  # bool [n]; None is all
 
 
 class Picks(NamedTuple):
@@ -77,8 +79,10 @@ def lazy_greedy(
     points than the last one took refreshes, all bounds are lowered by exactly what it took away.
     `counts` are the m_i [n]; the seed decides nothing.
     """
-    state = _state(similarities, counts)
-    bounds = state.gains(torch.arange(similarities.size, device=counts.device))
+    state = _state(similarities, counts, goal)
+    candidates = state.open.nonzero().flatten()
+    bounds = torch.full_like(counts, -math.inf)
+    bounds[candidates] = state.gains(candidates)
     while not state.reached(goal):
         winner = state.refresh_(bounds)
         before = state.pick(winner, float(bounds[winner]))
@@ -96,13 +100,12 @@ def naive_greedy(
     seed: int = 0,
 ) -> Picks:
     """The greedy picks, by the gains of all candidates at each: n^2 similarities a pick."""
-    everyone = torch.arange(similarities.size, device=counts.device)
 
     def others() -> Iterator[Tensor]:
         while True:
-            yield everyone[~state.chosen]
+            yield state.open.nonzero().flatten()
 
-    state = _State(similarities, counts)
+    state = _State(similarities, counts, goal)
     return _scan(state, others(), goal, advance)
 
 
@@ -115,16 +118,15 @@ def stochastic_greedy(
 ) -> Picks:
     """Picks the best of (n / size) ln(1 / LOSS) random candidates each time: n ln(1 / LOSS) gains
     in all (Mirzasoleiman et al., 2015, "Lazier than lazy greedy")."""
-    random, n = np.random.default_rng(seed), similarities.size
-    sample = math.ceil(n / goal.size * math.log(1.0 / LOSS))
+    state, random = _State(similarities, counts, goal), np.random.default_rng(seed)
+    sample = math.ceil(int(state.open.sum()) / goal.size * math.log(1.0 / LOSS))
 
     def some() -> Iterator[Tensor]:
         while True:
-            left = (~state.chosen).nonzero().flatten()
+            left = state.open.nonzero().flatten()
             drawn = random.choice(len(left), min(sample, len(left)), replace=False)
             yield left[torch.from_numpy(np.sort(drawn)).to(left.device)]
 
-    state = _State(similarities, counts)
     return _scan(state, some(), goal, advance)
 
 
@@ -135,7 +137,7 @@ def _scan(state: "_State", candidates: Iterator[Tensor], goal: Goal, advance: Ad
     """Picks the best of the candidates that are looked at each time."""
     while not state.reached(goal):
         looked_at = next(candidates)
-        gains = state.best.new_full((len(state.chosen),), -math.inf)
+        gains = torch.full_like(state.best, -math.inf)
         gains[looked_at] = state.gains(looked_at)
         winner = state.first_of_best(looked_at, gains)
         state.pick(winner, float(gains[winner]))
@@ -146,10 +148,11 @@ def _scan(state: "_State", candidates: Iterator[Tensor], goal: Goal, advance: Ad
 class _State:
     """The picks so far, and each point's largest similarity to them."""
 
-    def __init__(self, similarities: Similarities, counts: Tensor) -> None:
+    def __init__(self, similarities: Similarities, counts: Tensor, goal: Goal) -> None:
         self.similarities, self.counts = similarities, counts
         self.best = torch.zeros_like(counts)  # of no pick: F of nothing is 0
-        self.chosen = torch.zeros(len(counts), dtype=torch.bool, device=counts.device)
+        everyone = torch.ones(len(counts), dtype=torch.bool, device=counts.device)
+        self.open = everyone if goal.among is None else goal.among.clone()  # to further picks
         self.picks = Picks([], [])
         self.value = 0.0
         self.refreshed = 0  # gains by the last pick, or half of those of the one before
@@ -210,7 +213,7 @@ class _State:
         """Adds a candidate that has this gain; returns the largest similarities before it [n]."""
         row = self.similarities.rows(torch.tensor([candidate], device=self.best.device))[0]
         before, self.best = self.best, torch.maximum(self.best, row)
-        self.chosen[candidate] = True
+        self.open[candidate] = False
         self.picks.order.append(candidate)
         self.picks.gains.append(gain)
         self.value += gain
@@ -218,8 +221,8 @@ class _State:
 
     def reached(self, goal: Goal) -> bool:
         """Whether picks end here."""
-        done = len(self.picks.order)
-        return done >= min(goal.size, len(self.chosen)) or self.value >= goal.value
+        done = len(self.picks.order) >= goal.size or not self.open.any()
+        return done or self.value >= goal.value
 
 
 class _MatrixState(_State):
@@ -258,7 +261,7 @@ class _MatrixState(_State):
         matrix_loops.take(self.similarities.matrix.numpy(), changed, *points, bounds.numpy())
 
 
-def _state(similarities: Similarities, counts: Tensor) -> _State:
+def _state(similarities: Similarities, counts: Tensor, goal: Goal) -> _State:
     if isinstance(similarities, MatrixSimilarities) and counts.device.type == "cpu":
-        return _MatrixState(similarities, counts)
-    return _State(similarities, counts)
+        return _MatrixState(similarities, counts, goal)
+    return _State(similarities, counts, goal)

@@ -132,6 +132,29 @@ def test_parts_that_ranks_share_choose_the_same_on_any_number_of_ranks_and_almos
     assert 0.98 * at_once.objective < alone[2] <= at_once.objective * 1.001
 
 
+def test_parts_see_together_what_each_sees_little_of(monkeypatch):
+    """There are more clusters than a part chooses points; 0.92 of all's value was no better than
+    random."""
+    points = clusters(4000, width=32, centres=100)
+    at_once = choose(points, together(4000), Quota([60]), WORK)
+    monkeypatch.setattr(coreset, "MOST", 1000)
+    monkeypatch.setattr(coreset, "PART", 500)
+    in_parts = choose(points, together(4000), Quota([60]), WORK)
+    random = judge(points, together(4000), random_orders(together(4000), [60], 0), WORK)
+    assert random.objective < 0.94 * at_once.objective
+    assert in_parts.objective > 0.98 * at_once.objective
+
+
+def test_many_times_over_is_as_often_as_many(monkeypatch):
+    """Equal points count as many times in parts too."""
+    points = clusters(600).repeat(3, 1)
+    monkeypatch.setattr(coreset, "MOST", 300)
+    monkeypatch.setattr(coreset, "PART", 150)
+    chosen = choose(points, together(1800), Quota([40]), WORK)
+    assert len(np.unique(chosen.indices % 600)) == 40
+    assert chosen.weights.sum() == 1800 and (chosen.weights >= 3).all()
+
+
 def test_blocks_choose_what_a_matrix_in_memory_does(monkeypatch):
     points = clusters(300).double()
     dense = choose(points, together(300), Quota([30]), WORK)
@@ -145,6 +168,8 @@ def test_bytes_are_bounded_however_many_points_there_are():
     for n in (10_000, 50_000, 1_000_000):
         assert planned_bytes([n], 64) < 4 * 64 * n * 5 + (2 << 30)
     assert planned_bytes([50_000], 64) < 2 << 30
+    matrix_of_a_part, proxies = 4 * coreset.PART**2, 4 * 64 * 1_000_000
+    assert planned_bytes([1_000_000], 64) > matrix_of_a_part + proxies
 
 
 @pytest.mark.parametrize(
