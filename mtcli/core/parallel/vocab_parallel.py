@@ -138,7 +138,7 @@ class VocabLoss:
 
     @torch.no_grad()
     def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probability [N], whether the target is the argmax [N]: of equal logits the first)."""
+        """(log-probability [N], whether the target is the argmax [N], the first of equal ones)."""
         first, valid, tp = self.shard
         local_N = self.shard.column_or_none(targets_N)
         lse_N, target_N, top_N = self.shard.lse_and_target(logits_NV, local_N)

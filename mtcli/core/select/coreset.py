@@ -146,8 +146,8 @@ def judge(
 
 
 def planned_bytes(sizes: Sequence[int], width: int) -> int:
-    """Bytes of the process at its peak: the proxies, their numbers, and, of the largest group, their
-    copies around the mean, or the similarities of those that greedy sees at once."""
+    """Bytes of the process at its peak: the proxies and their numbers, and, of the largest group,
+    their copies around the mean, or the similarities of those that greedy sees at once."""
     largest = max(sizes)
     seen = largest if largest <= MOST else PART
     copy = 4 * 3 * (width + 2)
