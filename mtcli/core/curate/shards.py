@@ -140,12 +140,9 @@ def write_lines(path: Path, lines: Sequence[tuple[bytes, bytes]]) -> dict[str, A
 
     if not path.exists():
         with atomic_file(path) as aside, open(aside, "wb") as file:
-            size = sum(len(line) for _, line in lines)
             compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
-            with compressor.stream_writer(file, size=size, closefd=False) as stream:
-                for _, line in lines:
-                    stream.write(line)
-    size = sum(len(line) for _, line in lines)
+            file.write(compressor.compress(b"".join([line for _, line in lines])))
+    size = sum([len(line) for _, line in lines])
     return {"name": path.name, "documents": len(lines), "bytes": size}
 
 
