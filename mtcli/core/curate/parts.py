@@ -9,7 +9,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from mmap import ACCESS_READ, mmap
@@ -170,6 +170,11 @@ class Lines:
     def __getitem__(self, row: int) -> bytes:
         return bytes(self._data[self._ends[row] : self._ends[row + 1]])
 
+    def some(self, rows: Iterable[int]) -> list[bytes]:
+        """Some of the lines, in the order of `rows`."""
+        data, ends = self._data, self._ends
+        return [bytes(data[ends[row] : ends[row + 1]]) for row in rows]
+
     def text(self, row: int) -> str:
         """The text of a document."""
         return str(load_line(self[row])["text"])
@@ -178,7 +183,9 @@ class Lines:
 def line_of(document: Document) -> bytes:
     """The JSON line of a document: id, text and source first, and all else it had."""
     head = {"id": id_of(document.key), "text": document.text, "source": document.source}
-    return json_line(head | document.fields if document.fields else head)
+    if document.fields:
+        head |= document.fields
+    return json_line(head)
 
 
 def document_of(line: bytes, key: bytes, size: int) -> Document:
