@@ -164,9 +164,12 @@ def theirs(arguments):
 
 
 def measure(model, folder):
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator, simple_evaluate
     from lm_eval.tasks import TaskManager
 
+    evaluator.add_env_info = lambda results: (
+        results
+    )  # asks pip and git: a second, whoever evaluates
     manager = TaskManager(include_path=str(folder), include_defaults=False)
 
     def evaluate(limit):

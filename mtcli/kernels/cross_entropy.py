@@ -81,12 +81,15 @@ def row_parts_reference(
 
     A target of -1 is another rank's: its logit is 0. Of no columns the maximum is -inf, the sum 0.
     """
-    real = logits_TV[:, :valid].to(_wide(logits_TV))
-    top_T = row_max(real)
-    sums_T = (real - top_T[:, None]).exp().sum(-1)
-    # A column of zeros, to which -1 points.
-    padded = torch.cat([real, real.new_zeros(len(real), 1)], 1)
-    return top_T, sums_T, padded.gather(1, (target_T % padded.shape[1])[:, None])[:, 0]
+    top_T, sums_T, targets_T = logits_TV.new_zeros(3, len(logits_TV), dtype=_wide(logits_TV))
+    if valid == 0:
+        return top_T.fill_(float("-inf")), sums_T, targets_T
+    for rows in _row_blocks(logits_TV):
+        real = logits_TV[rows, :valid].to(_wide(logits_TV))
+        top_T[rows] = row_max(real)
+        targets_T[rows] = real.gather(1, target_T[rows, None].clamp(min=0))[:, 0]
+        sums_T[rows] = (real - top_T[rows, None]).exp_().sum(-1)
+    return top_T, sums_T, targets_T.masked_fill_(target_T < 0, 0.0)
 
 
 def logits_gradient_reference(

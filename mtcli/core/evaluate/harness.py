@@ -6,6 +6,7 @@ own (`TemplateLM` calls our `Encoder`), and only the scoring of token ids is our
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ GENERATED_TOKENS = 256  # where a task names no limit, as lm-eval's Hugging Face
 # What tasks call that limit: lm-eval takes the first of these.
 TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
+RECENT_TEXTS = 16  # lm-eval asks for an item's context again with each of its endings
+
 
 class HarnessModel(TemplateLM):
     """A model and its tokenizer as lm-eval's tasks see a model.
@@ -50,6 +53,7 @@ class HarnessModel(TemplateLM):
         self.scorer, self.encoder = scorer, encoder
         self.batch_tokens, self.progress = batch_tokens, progress
         self.ends = ends
+        self._text = lru_cache(RECENT_TEXTS)(encoder.text)
 
     @property
     def eot_token_id(self) -> int:
@@ -62,7 +66,7 @@ class HarnessModel(TemplateLM):
         """The ids of `string`; with the tokenizer's own prefix unless that is turned off."""
         if add_special_tokens is False:
             return list(self.encoder.encode(string))
-        return self.encoder.text(string)
+        return list(self._text(string))
 
     def _loglikelihood_tokens(
         self,

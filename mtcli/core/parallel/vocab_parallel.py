@@ -37,6 +37,8 @@ from mtcli.kernels.gemm import add_matmul_, linear, matmul
 from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.limits import LOSS_CHUNK_BYTES, chunk_rows
 
+TIED_ROWS = 64  # rows of logits that are copied at a time
+
 
 class VocabShard(NamedTuple):
     """This rank's shard of a vocabulary: `valid` columns from id `first` on, then padding."""
@@ -55,8 +57,9 @@ class VocabShard(NamedTuple):
         local_T, owned_T = self.owned(labels_T)
         return local_T.masked_fill(~owned_T, -1)
 
-    def lse_and_target(self, logits_TV: Tensor, local_T: Tensor) -> tuple[Tensor, Tensor]:
-        """The log-sum-exp and the label's logit [T] over all ranks; -1 is a label elsewhere.
+    def lse_and_target(self, logits_TV: Tensor, local_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-sum-exp, the label's logit and the largest one [T] over all ranks; -1 is a label
+        elsewhere.
 
         Exchanges 3 numbers per token: the maximum, the sum of exponentials, the label's logit.
         """
@@ -64,7 +67,7 @@ class VocabShard(NamedTuple):
         top_T = all_reduce(mine_T.clone(), self.tp, dist.ReduceOp.MAX)
         sums_T = sums_T * (mine_T - top_T).exp()
         sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), self.tp)
-        return top_T + sums_T.log(), target_T
+        return top_T + sums_T.log(), target_T, top_T
 
     def exp_parts_(
         self, logits_TV: Tensor, top_T: Tensor, labels_T: Tensor
@@ -135,20 +138,17 @@ class VocabLoss:
 
     @torch.no_grad()
     def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probability [N], whether the target is the argmax [N]); overwrites the logits."""
+        """(log-probability [N], whether the target is the argmax [N]: of equal logits the first)."""
         first, valid, tp = self.shard
-        real = logits_NV[:, :valid]
-        if valid:
-            best, best_id = real.max(-1)
-        else:  # the vocabulary shard is all padding
-            best = logits_NV.new_full(logits_NV.shape[:1], float("-inf"))
-            best_id = torch.zeros_like(targets_N)
-        pairs = all_gather(torch.stack([best.double(), best_id + first], 0)[None], tp)
-        top, winner = pairs[:, 0].max(0)  # the first of equal maxima, which has the lowest id
-        argmax = pairs[winner, 1, torch.arange(len(winner), device=winner.device)].long()
-        top = top.to(torch.promote_types(real.dtype, torch.float32))
-        sums, target, *_ = self.shard.exp_parts_(logits_NV, top, targets_N)
-        return target - sums.log(), argmax == targets_N
+        local_N = self.shard.column_or_none(targets_N)
+        lse_N, target_N, top_N = self.shard.lse_and_target(logits_NV, local_N)
+        best_N = target_N == top_N
+        before_N = torch.zeros_like(target_N)  # whether a lower id has the same logit
+        for rows in best_N.nonzero().flatten().split(TIED_ROWS) if valid else ():
+            logits, ids = logits_NV[rows, :valid].max(-1)
+            earlier = (logits == top_N[rows]) & (ids + first < targets_N[rows])
+            before_N[rows] = earlier.to(before_N.dtype)
+        return target_N - lse_N, best_N & (all_reduce(before_N, tp) == 0)
 
     @torch.no_grad()
     def all_logits(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
@@ -205,7 +205,7 @@ class ChunkedLoss(torch.autograd.Function):
         of_x, of_weight = torch.empty_like(x_TD), None
         for rows in chunks(x_TD, weight_VD):
             logits_CV = linear(x_TD[rows], weight_VD, bias_V)
-            lse_C, target_C = shard.lse_and_target(logits_CV, local_T[rows])
+            lse_C, target_C, _ = shard.lse_and_target(logits_CV, local_T[rows])
             losses_C, grads = lse_C - target_C, torch.full_like(lse_C, scale)
             if weights_T is not None:
                 losses_C, grads = losses_C * weights_T[rows], grads * weights_T[rows]
@@ -247,7 +247,7 @@ def losses_in_chunks(
     """The losses [T] alone, a chunk's logits at a time; `table` is its weight and maybe a bias."""
     local_T, parts = shard.column_or_none(labels_T), []
     for rows in chunks(x_TD, table[0]):
-        lse_C, target_C = shard.lse_and_target(linear(x_TD[rows], *table), local_T[rows])
+        lse_C, target_C, _ = shard.lse_and_target(linear(x_TD[rows], *table), local_T[rows])
         parts.append(lse_C - target_C)
     return torch.cat(parts)
 

@@ -99,6 +99,46 @@ def apart(ours, theirs):
     return float((ours.double() - theirs).norm() / theirs.norm())
 
 
+def scored(runtime, dtype):
+    """(log-probabilities, whether greedy) of each vocabulary."""
+    groups = make_groups(ParallelLayout(runtime.world, tp=runtime.world), runtime.rank, "cpu")
+    found = []
+    for vocab in VOCABS:
+        parameter = Parameter("t.weight", (vocab, D), ("tp", None), "normal", "first", padded=0)
+        build = TensorParallelLayers({parameter.name: parameter}, groups, dtype, False)
+        table, box = VocabEmbedding("t", build), parameter.box(groups.layout, groups.rank)
+        logits = torch.full((T, len(table.weight)), 9.0, dtype=dtype)  # padding is above all others
+        logits[:, : box.size[0]] = tied_logits(vocab)[:, box.slices[0]]
+        found.append(VocabLoss(table).score(logits, targets_of(vocab)))
+    return found
+
+
+def tied_logits(vocab):
+    """[T, vocab] whose largest of a row is there several times."""
+    return seeded(T, vocab, seed=3).clamp(-2.0, 1.0)
+
+
+def targets_of(vocab):
+    """The first of a row's largest logits, the last of them, and others."""
+    best = (tied_logits(vocab) == 1.0).int()
+    last = vocab - 1 - best.flip(-1).argmax(-1)
+    return torch.where(torch.arange(T) % 3 == 0, best.argmax(-1), last).where(
+        torch.arange(T) % 3 < 2, labels_of(vocab)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_a_score_is_of_all_shards_and_of_equal_logits_the_first_is_greedy(tp, dtype):
+    for parts in run_ranks(tp, scored, dtype):
+        for vocab, (logprobs, greedy) in zip(VOCABS, parts, strict=True):
+            logits, targets = tied_logits(vocab).to(dtype), targets_of(vocab)
+            expected = logits.double().log_softmax(-1)[torch.arange(T), targets]
+            torch.testing.assert_close(logprobs.double(), expected, rtol=1e-6, atol=1e-6)
+            first = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+            assert torch.equal(greedy, first == targets) and greedy.any() and not greedy.all()
+
+
 def test_chunks_fit_their_bytes_and_cover_every_row(monkeypatch):
     for tokens, columns, chunk_bytes, lengths in (
         (1000, 50, 2 * 50 * 300, [256, 256, 256, 232]),
