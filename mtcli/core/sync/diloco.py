@@ -207,8 +207,8 @@ class Fragment:
             return
         parts = pseudo_gradient.split(list(self.sizes.values()))
         copies = dict(zip(self.sizes, parts, strict=True))
-        if self.ownership.tied in copies:  # whose sums may round differently in the other copy
-            ends = self.ownership.groups.axes["ends"]
+        ends = self.ownership.groups.axes["ends"]
+        if self.ownership.tied in copies and ends.size > 1:  # sums may round differently there
             all_reduce(copies[self.ownership.tied], ends).div_(ends.size)
         outer = [self.tensors["outer"]]
         momenta = [self.tensors[kind] for kind in ("outer_momentum",) if kind in self.tensors]

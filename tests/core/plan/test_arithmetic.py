@@ -119,6 +119,8 @@ def handled(runtime, config):
     ]
     if config.sync.method == "onebit":
         patches.append(shim(trainer.exchange, "_freeze"))  # once in a run
+        # Which elements have no variance is known of no data before: no mask is planned.
+        patches.append(patch.object(trainer.exchange, "_find_live", lambda: None))
     with ExitStack() as stack:
         for one in patches:
             stack.enter_context(one)
@@ -130,12 +132,11 @@ def handled(runtime, config):
 
 @cache
 def in_a_run(row):
-    """Mean elements per step and rank of each kind, of a row or of an optimizer's run alone."""
+    """Mean elements of each kind per step, of the rank with most, of a row or of an optimizer's run
+    alone."""
     config = configured(*ROWS[row]) if row in ROWS else configured({}, OPTIMIZERS[row])
-    total = Counter()
-    for found in run_ranks(RANKS, handled, config):
-        total.update(found)
-    return {kind: count / RANKS / STEPS for kind, count in total.items()}
+    each = run_ranks(RANKS, handled, config)
+    return {kind: max(found[kind] for found in each) / STEPS for kind in each[0]}
 
 
 def configured(sync, optimizer):
@@ -152,8 +153,9 @@ def test_an_exchange_handles_as_many_elements_of_each_kind_as_are_planned(row):
     found, alone = in_a_run(row), in_a_run(optimizer)
     # The optimizer's own passes, and clipping, are not the exchange's.
     passes = found["pass"] - alone["pass"]
-    # The largest segment of three is planned, and no scalar of a parameter.
-    assert found | {"pass": passes} == pytest.approx(dict(planned), rel=0.06)
+    # No scalar of a parameter is planned, nor the bytes that signs are padded to.
+    within = 0.008 if "signs" in row else 0.002
+    assert found | {"pass": passes} == pytest.approx(dict(planned), rel=within)
 
 
 def step_seconds(sync, optimizer, known):
