@@ -398,10 +398,10 @@ def labelled_scores(folder, source, threshold=0.7):
     return {name: f1(work(), truth) for name, work in contenders.items()}
 
 
-def scaling(texts, repeats, folder):
+def scaling(source, repeats, folder, megabytes=240):
     """Seconds by the clock on one worker over those on two, the least of each: at an idle machine
-    only."""
-    path, _ = write_corpus(texts, folder / "corpus")
+    only. There are blocks and shards enough that both workers end together."""
+    path, _ = write_corpus(texts_of(megabytes, source), folder / "scaling")
     config = load_config(None, [f"stages={ALL}"])
     least = {1: float("inf"), 2: float("inf")}
     for _ in range(repeats):
@@ -432,7 +432,7 @@ def main():
             "extract_mb_per_s": lambda: extraction_rates(options.repeats),
             "whole_mb_per_s": lambda: whole_rates(texts, options.repeats, folder),
             "datatrove_mb_per_s": lambda: datatrove_rates(texts, folder),
-            "scaling": lambda: scaling(texts, options.repeats, folder),
+            "scaling": lambda: scaling(source, options.repeats, folder),
             "ray_share": lambda: ray_share(texts, options.repeats, folder),
             "head_s_per_million": lambda: head(texts, folder),
             "memory_mb_by_mb": lambda: memory(source, folder),

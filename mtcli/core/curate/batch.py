@@ -56,7 +56,10 @@ class Batch:
 
     def alive(self) -> list[int]:
         """The indices of those that are left."""
-        return [index for index in range(len(self.documents)) if index not in self.drops]
+        everyone = range(len(self.documents))
+        return (
+            [index for index in everyone if index not in self.drops] if self.drops else [*everyone]
+        )
 
     def changed(self) -> None:
         """Forgets what was computed of texts that have changed."""

@@ -121,9 +121,10 @@ class Corpus:
     def located(self, numbers: Array) -> Iterator[tuple[int, Part, int]]:
         """Yields (place in `numbers`, part, row) part by part."""
         owners = self.owners(numbers)
-        for place in np.argsort(owners, kind="stable"):
-            index = owners[place]
-            yield int(place), self.parts[index], int(numbers[place] - self.bounds[index])
+        places, rows = np.argsort(owners, kind="stable"), numbers - self.bounds[owners]
+        columns = places.tolist(), owners[places].tolist(), rows[places].tolist()
+        for place, index, row in zip(*columns, strict=True):
+            yield place, self.parts[index], row
 
     def keys(self, numbers: Array) -> list[bytes]:
         """The keys of some documents."""

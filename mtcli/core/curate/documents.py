@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import open_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS
-from mtcli.core.data.documents import WINDOW
+from mtcli.core.data.documents import WINDOW, num_lines
 from mtcli.core.data.sources import (
     KINDS,
     FileKind,
@@ -96,7 +96,7 @@ def count_lines(piece: FileRange, progress: Progress = lambda _: None) -> int:
     with open_untrusted(piece.source.path) as file:
         file.seek(piece.start)
         while left and (data := file.read(min(WINDOW, left))):
-            lines, left = lines + data.count(b"\n"), left - len(data)
+            lines, left = lines + num_lines(data), left - len(data)
             progress(len(data))
     return lines
 

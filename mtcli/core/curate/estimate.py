@@ -39,7 +39,8 @@ def estimate(request: CurateRequest) -> dict[str, Any]:
     if "fuzzy" in stages:
         per_document += request.config.fuzzy.hashes + 8 * bands_of(request.config.fuzzy)[0]
     workers = request.workers
-    shard = 2 * min(request.config.shard_mb * 1_000_000, text)
+    # Its lines one by one, together, and compressed.
+    shard = int((2 + RATIO) * min(request.config.shard_mb * 1_000_000, text))
     phase = max(BAND_BYTES * documents if "fuzzy" in stages else 0, shard)
     compiled = 0 if {"fuzzy", "rules"}.isdisjoint(stages) else COMPILED_BYTES
     deciding = PROCESS_BYTES + compiled + FINAL_BYTES * documents

@@ -9,8 +9,9 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,11 +99,20 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._headers: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}
 
     def array(self, name: str) -> Array:
-        """Maps an array."""
-        path = self.path / f"{name}.npy"
-        return np.load(path, mmap_mode="r" if path.stat().st_size > 256 else None)
+        """Maps an array. Its header is read once: a band's hashes are asked for by themselves."""
+        path = f"{self.path}/{name}.npy"
+        if name not in self._headers:
+            with open(path, "rb") as file:
+                np.lib.format.read_magic(file)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+                self._headers[name] = dtype, shape, file.tell()
+        dtype, shape, offset = self._headers[name]
+        if not prod(shape):
+            return np.zeros(shape, dtype)
+        return np.memmap(path, dtype, "r", offset, shape)
 
     def data(self, name: str) -> Any:
         """Maps a file."""
@@ -160,6 +170,11 @@ class Lines:
     def __getitem__(self, row: int) -> bytes:
         return bytes(self._data[self._ends[row] : self._ends[row + 1]])
 
+    def some(self, rows: Iterable[int]) -> list[bytes]:
+        """Some of the lines, in the order of `rows`."""
+        data, ends = self._data, self._ends
+        return [bytes(data[ends[row] : ends[row + 1]]) for row in rows]
+
     def text(self, row: int) -> str:
         """The text of a document."""
         return str(load_line(self[row])["text"])
@@ -168,7 +183,9 @@ class Lines:
 def line_of(document: Document) -> bytes:
     """The JSON line of a document: id, text and source first, and all else it had."""
     head = {"id": id_of(document.key), "text": document.text, "source": document.source}
-    return json_line(head | document.fields if document.fields else head)
+    if document.fields:
+        head |= document.fields
+    return json_line(head)
 
 
 def document_of(line: bytes, key: bytes, size: int) -> Document:

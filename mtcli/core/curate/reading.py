@@ -32,9 +32,11 @@ class Reader(NamedTuple):
                 yield self._document(item, name, before + item.line, unnamed)
 
     def _document(self, item: Text, name: str, line: int, unnamed: str) -> Document | BadRecord:
-        fields = item.fields or {}  # read for this document alone
-        fields.pop(self.reading.text_key, None)
-        identity, source = fields.pop("id", None), fields.pop("source", None)
+        text, size, _, _, fields = item
+        fields = fields or {}  # read for this document alone
+        pop = fields.pop
+        pop(self.reading.text_key, None)
+        identity, source = pop("id", None), pop("source", None)
         key = made_key(name, line) if identity is None else key_of(identity)
         if key is None:
             return BadRecord(name, line, '"id" is neither text nor a whole number')
@@ -42,4 +44,4 @@ class Reader(NamedTuple):
             source = unnamed
         elif not isinstance(source, str):
             return BadRecord(name, line, '"source" is no text')
-        return Document(key, source, item.text, item.size, fields)
+        return Document(key, source, text, size, fields)

@@ -98,13 +98,13 @@ def sort_keys(part: Part, by_source: bool) -> list[bytes]:
 
 def route_slice(plan: ShardPlan, one: Slice, progress: Progress = lambda _: None) -> Array:
     """The shard of each document of a part, -1 for those that were left out [documents]."""
-    keys, alive = sort_keys(one.part, plan.by_source), one.alive
-    shards = [
-        bisect_right(plan.splitters, key) if left else -1
-        for key, left in zip(keys, alive, strict=True)
-    ]
+    shards = np.zeros(one.part.count, np.int32)
+    if plan.splitters:
+        keys = sort_keys(one.part, plan.by_source)
+        shards[:] = [bisect_right(plan.splitters, key) for key in keys]
+    shards[~one.alive] = -1
     progress(1)
-    return np.array(shards, np.int32)
+    return shards
 
 
 def gather_routes(routes: Sequence[Array], plan: ShardPlan) -> Routes:
@@ -140,12 +140,9 @@ def write_lines(path: Path, lines: Sequence[tuple[bytes, bytes]]) -> dict[str, A
 
     if not path.exists():
         with atomic_file(path) as aside, open(aside, "wb") as file:
-            size = sum(len(line) for _, line in lines)
             compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
-            with compressor.stream_writer(file, size=size, closefd=False) as stream:
-                for _, line in lines:
-                    stream.write(line)
-    size = sum(len(line) for _, line in lines)
+            file.write(compressor.compress(b"".join([line for _, line in lines])))
+    size = sum([len(line) for _, line in lines])
     return {"name": path.name, "documents": len(lines), "bytes": size}
 
 
@@ -166,8 +163,11 @@ def keyed_lines(
     part: Part, rows: Iterable[int], by_source: bool, changed: ChangedLines | None
 ) -> list[tuple[bytes, bytes]]:
     """(sort key, line) of some documents of a part."""
-    keys, lines, cut = sort_keys(part, by_source), part.lines, changed_lines(changed)
-    return [(keys[row], cut[row] if row in cut else lines[row]) for row in rows]
+    rows = list(rows)
+    keys, lines, cut = sort_keys(part, by_source), part.lines.some(rows), changed_lines(changed)
+    if cut:
+        lines = [cut.get(row, line) for row, line in zip(rows, lines, strict=True)]
+    return list(zip([keys[row] for row in rows], lines, strict=True))
 
 
 def changed_lines(changed: ChangedLines | None) -> dict[int, bytes]:

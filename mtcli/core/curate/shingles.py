@@ -26,8 +26,15 @@ def shingle_hashes(texts: Sequence[str], size: int) -> tuple[Array, Array]:
     """
     offsets = np.zeros(len(texts) + 1, np.int64)
     np.cumsum([len(text) for text in texts], out=offsets[1:])
-    codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), "<u4")
-    return hash_shingles(codes, offsets, size), offsets
+    return hash_shingles(_codes("".join(texts)), offsets, size), offsets
+
+
+def _codes(text: str) -> Array:
+    """The characters' code points [characters]: 16 bits each, made in half the time, or 32."""
+    codes = np.frombuffer(text.encode("utf-16-le", "surrogatepass"), "<u2")
+    if len(codes) == len(text):
+        return codes
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 def shingle_set(text: str, size: int) -> Array:
@@ -50,7 +57,7 @@ def mixed(value: np.uint64) -> np.uint64:
 
 @compiled
 def hash_shingles(codes: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarray:
-    """Hashes the window of `size` characters at each of `codes`, uint32: uint64 [characters].
+    """Hashes the window of `size` characters at each of `codes`: uint64 [characters].
 
     It is a polynomial of the characters, one more and one less at each step (Karp and Rabin 1987).
     """

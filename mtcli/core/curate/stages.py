@@ -220,5 +220,6 @@ def _run_stage(stage: str, function: StageFunction, batch: Batch, count: StageCo
 
 
 def _histogram(documents: list[Document]) -> Array:
-    bins = [min(document.size.bit_length(), BINS - 1) for document in documents]
-    return np.bincount(bins, minlength=BINS) if bins else np.zeros(BINS, np.int64)
+    sizes = np.array([document.size for document in documents], float)
+    bits = np.frexp(sizes)[1]  # as int.bit_length
+    return np.bincount(np.minimum(bits, BINS - 1), minlength=BINS)
