@@ -5,10 +5,8 @@ made on the way lies in `OUTPUT/.curate`, in parts that appear whole or not at a
 that was killed goes on from there, on any number of workers.
 """
 
-import gc
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,25 +61,11 @@ def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
         with open(work / "lock", "ab") as lock:
             lock_output(lock, request.output)
             begin(work, request, corpora)
-            with _uncollected():
-                report = _Pipeline(request, corpora, work, engine, say).run()
+            report = _Pipeline(request, corpora, work, engine, say).run()
         shutil.rmtree(work)
     except OSError as error:
         raise failed(f"{request.output}: {error}", "free space, then --resume") from None
     return report
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Stops the collector of cycles, here and in workers that are forked: documents are in none,
-    and a tenth of the time went into looking for them."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class _Pipeline:
