@@ -28,8 +28,8 @@ class Points:
         mean = proxies.mean(0, dtype=torch.float64).to(proxies.dtype)
         # One GEMM makes squared distances: [-2 x, |x|^2, 1] [y, 1, |y|^2]^T.
         self.left, self.right = proxies.new_ones(n, d + 2), proxies.new_ones(n, d + 2)
-        pieces = (x.split(ROWS) for x in (self.left, self.right, proxies))
-        for left, right, some in zip(*pieces, strict=True):
+        blocks = (x.split(ROWS) for x in (self.left, self.right, proxies))
+        for left, right, some in zip(*blocks, strict=True):
             centred = some - mean
             right[:, :d], left[:, :d] = centred, -2.0 * centred
             left[:, d] = right[:, d + 1] = centred.square().sum(1)
