@@ -64,7 +64,7 @@ class _Part(NamedTuple):
     counts: np.ndarray  # float64 [m], how many points each stands for
     size: int
     residual: float = -1.0  # L at which picks may end; below 0 they go on to the size
-    among: np.ndarray | None = None  # bool [m], those that may be picked; None is all
+    among: np.ndarray | None = None  # bool [m]: the candidates; None is all
 
 
 class _Picked(NamedTuple):
@@ -146,8 +146,10 @@ def judge(
 
 
 def planned_bytes(sizes: Sequence[int], width: int) -> int:
-    """Bytes of the process at its peak: the proxies and their numbers, and, of the largest group,
-    their copies around the mean, or the similarities of those that greedy sees at once."""
+    """Bytes of the process at its peak.
+
+    Beside the proxies of all groups there are copies of the largest group's, or similarities.
+    """
     largest = max(sizes)
     seen = largest if largest <= MOST else PART
     copy = 4 * 3 * (width + 2)
@@ -198,8 +200,8 @@ def _deal(proxies: Tensor, group: _Part, target: Quota, work: Work) -> list[_Par
 def _second_round(whole: _Part, firsts: Sequence[_Picked], seed: int) -> _Part:
     """The picks of all parts, to choose from, and with them random points up to MOST.
 
-    The weight of all points is on both: picks stand for those that were nearest to them, for all
-    but coarsely; drawn points stand for others by chance, but lie where points lie.
+    A pick counts the points that were nearest to it, which covers all points but moves them. Drawn
+    points stay where they are, and count for the same number of others each.
     """
     picks = np.searchsorted(whole.points, [point for one in firsts for point in one.points])
     size = len(whole.points)

@@ -240,8 +240,10 @@ class _MatrixState(_State):
         return bounds.neg_()
 
     def refresh_(self, bounds: Tensor) -> int:
-        """Computes the largest bound again, and those that tie with it: all are exact but for
-        rounding."""
+        """Computes the gains of the largest bound and of its ties; returns the lowest candidate.
+
+        Bounds are exact here but for rounding.
+        """
         first = bounds.argmax()
         bounds[first] = self.gains(first[None])[0]
         tied = (bounds >= self.tying(float(bounds[first]))).nonzero().flatten()
