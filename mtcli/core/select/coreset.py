@@ -218,12 +218,13 @@ def _second_round(whole: _Part, firsts: Sequence[_Picked], seed: int) -> _Part:
 def _shared(proxies: Tensor, parts: Sequence[_Part], work: Work) -> list[_Picked]:
     """The picks of all parts, which ranks share. Collective."""
     rank, ranks = work.world.rank, work.world.size
-    own = [_pick(proxies, part, work, ranks) for part in parts[rank::ranks]]
+    busy = min(ranks, len(parts))
+    own = [_pick(proxies, part, work, busy) for part in parts[rank::ranks]]
     found = gather_values(own, work.world)
     return [_Picked(*found[number % ranks][number // ranks]) for number in range(len(parts))]
 
 
-def _pick(proxies: Tensor, part: _Part, work: Work, ranks: int) -> _Picked:
+def _pick(proxies: Tensor, part: _Part, work: Work, busy: int) -> _Picked:
     points = _points(proxies, part.points, work)
     counts = torch.from_numpy(part.counts).to(points.left)
     similar = similarities(points, points.reach, len(points) <= DENSE)
@@ -233,7 +234,7 @@ def _pick(proxies: Tensor, part: _Part, work: Work, ranks: int) -> _Picked:
     elif part.residual >= 0.0:
         goal = Goal(part.size, float(counts.double().sum()) * points.reach - part.residual)
     order = GREEDY[work.greedy](
-        similar, counts, goal, lambda done: work.advance(done * ranks), work.seed
+        similar, counts, goal, lambda done: work.advance(done * busy), work.seed
     ).order
     chosen = torch.tensor(sorted(order), device=work.device)
     place, _ = nearest(points, chosen, lambda done: None)
