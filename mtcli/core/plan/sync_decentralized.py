@@ -7,7 +7,7 @@ from mtcli.core.mesh.topology import MixingGraph
 from mtcli.core.plan.arithmetic import Arithmetic, passes
 
 # Elementwise operations of a step beyond those of SGD with momentum, by sync/decentralized.py.
-MORE_PASSES = {"dsgd": 2, "dmsgd": 6, "awc_dmsgd": 3, "da_dmsgd": 4, "decentlam": 4}
+MORE_PASSES = {"dsgd": 1, "dmsgd": 3, "awc_dmsgd": 2, "da_dmsgd": 2, "decentlam": 2}
 
 
 def decentralized_bytes(sync: SyncConfig, replicas: int, elements: int, width: int) -> float:

@@ -122,8 +122,9 @@ class _Bucket:
             return
         mix = self.kept or self._mix()
         sent, momenta = self._views(mix)
-        torch._foreach_copy_(sent, list(self.parts.masters))
-        if self.method != "awc_dmsgd":
+        if self.method == "awc_dmsgd":
+            torch._foreach_copy_(sent, list(self.parts.masters))
+        else:
             steps = self._gradients(gradients)
             if self.method in ("dmsgd", "da_dmsgd"):
                 steps = _next_momenta(self.parts.exp_avgs, steps, self.momentum)
@@ -132,7 +133,8 @@ class _Bucket:
             if self.method == "decentlam" and not lr:
                 torch._foreach_copy_(sent, steps)
             else:
-                torch._foreach_add_(sent, steps, alpha=-lr)
+                for view, x, step in zip(sent, self.parts.masters, steps, strict=True):
+                    torch.add(x, step, alpha=-lr, out=view)
         mix.start(self.optimizer.updates)
         self.under_way = mix
 
@@ -145,11 +147,9 @@ class _Bucket:
         x, m, b = list(self.parts.masters), list(self.parts.exp_avgs), self.momentum
         if self.method == "decentlam":
             if lr:
-                # (x - W z) / lr, the mixed gradients, replace W z.
-                torch._foreach_sub_(mixed, x)
-                torch._foreach_div_(mixed, -lr)
+                torch._foreach_sub_(mixed, x)  # -lr times the mixed gradients
             torch._foreach_mul_(m, b)
-            torch._foreach_add_(m, mixed)
+            torch._foreach_add_(m, mixed, alpha=-1 / lr if lr else 1.0)
             torch._foreach_add_(x, m, alpha=-lr)
             return round_(self.parts)
         if self.method in ("dmsgd", "awc_dmsgd"):
@@ -195,4 +195,4 @@ def _next_momenta(
     """b m + g, in new tensors; g alone without momentum."""
     if not factor:
         return gradients
-    return list(torch._foreach_add(torch._foreach_mul(list(momenta), factor), gradients))
+    return list(torch._foreach_add(gradients, list(momenta), alpha=factor))

@@ -153,8 +153,9 @@ def test_an_exchange_handles_as_many_elements_of_each_kind_as_are_planned(row):
     found, alone = in_a_run(row), in_a_run(optimizer)
     # The optimizer's own passes, and clipping, are not the exchange's.
     passes = found["pass"] - alone["pass"]
-    # No scalar of a parameter is planned, nor the bytes that signs are padded to.
-    within = 0.008 if "signs" in row else 0.002
+    # No scalar of a parameter is planned, nor the bytes that signs are padded to, nor that biases
+    # and norms do not decay.
+    within = 0.008 if "signs" in row else 0.003
     assert found | {"pass": passes} == pytest.approx(dict(planned), rel=within)
 
 
