@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from progress import each, say
 
-from mtcli.core.runtime.launch import ALLOCATOR
+from mtcli.core.runtime.launch import ALLOCATOR, set_matmul
 from mtcli.kernels.attention.attention import attention, attention_backward, sdpa
 
 SHAPES = [(16, 4, 256, 64), (4, 12, 512, 64), (2, 12, 1024, 64)]  # batch, heads, tokens, width
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    torch.set_float32_matmul_precision("medium")
+    set_matmul("fast")
     print(f"{args.threads} threads; {', '.join(ALLOCATOR)} as the environment has them")
     print(f"{'':30}{'torch':>14}{'mtcli':>14}{'ratio':>14}   forward, backward ms")
     rows = []

@@ -1,7 +1,9 @@
-"""CPU products of 16 bits by torch and in float32: what `kernels/gemm.py` chooses between.
+"""CPU products of 16 bits by torch and in float32, and of float32 by torch's default and by oneDNN:
+what `kernels/gemm.py` and `set_matmul` choose between.
 
-GFLOP/s of a linear layer's forward product, the best of several, values compared first. Other CPUs
-can be played where oneDNN knows more instructions than they have:
+GFLOP/s of a linear layer's forward product, of float32 its two gradients' as well, the best of
+several, values compared first. Other CPUs can be played where oneDNN knows more instructions than
+they have:
 
     ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/bench_gemm.py
 """
@@ -9,6 +11,8 @@ can be played where oneDNN knows more instructions than they have:
 import argparse
 import json
 import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from time import perf_counter
@@ -16,6 +20,7 @@ from time import perf_counter
 import torch
 import torch.nn.functional as F
 from progress import each, say
+from torch import Tensor
 
 from mtcli.kernels.gemm import choose_gemm_dtype, runs_in_float32
 
@@ -39,6 +44,12 @@ def main() -> None:
         rows.append(row := measure(dtype, shape, args.repeats))
         rates = f"{row['torch']:8.0f}{row['float32']:9.0f}{row['float32'] / row['torch']:7.2f}"
         say(f"{row['shape']!s:24}{row['dtype']:10}{rates}   {row['chosen']}")
+    print(f"{'tokens, input, output':24}{'product':10}{'torch':>8}{'oneDNN':>9}{'ratio':>7}")
+    for shape in each(SHAPES):
+        for row in measure_float32(shape, args.repeats):
+            rates = f"{row['torch']:8.0f}{row['oneDNN']:9.0f}{row['oneDNN'] / row['torch']:7.2f}"
+            say(f"{row['shape']!s:24}{row['product']:10}{rates}")
+            rows.append(row)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
 
@@ -52,15 +63,38 @@ def measure(dtype: torch.dtype, shape: tuple[int, int, int], repeats: int) -> di
         "float32": lambda: F.linear(x.float(), weight.float()).to(dtype),
     }
     torch.testing.assert_close(ways["torch"](), ways["float32"](), rtol=2e-2, atol=2e-2)
+    rates = quickest(ways, 2e-9 * tokens * inner * width, repeats)
+    chosen = "float32" if runs_in_float32(x) else "torch"
+    return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "chosen": chosen} | rates
+
+
+def measure_float32(shape: tuple[int, int, int], repeats: int) -> Iterator[dict]:
+    """Yields a row for each product of a linear layer."""
+    tokens, inner, width = shape
+    x, weight, grad = (torch.randn(*s) for s in ((tokens, inner), (width, inner), (tokens, width)))
+    products = {"forward": (x, weight.t()), "input's": (grad, weight), "weight's": (grad.t(), x)}
+
+    def by(precision: str, a: Tensor, b: Tensor) -> Tensor:
+        torch.set_float32_matmul_precision(precision)
+        return a @ b
+
+    for name, (a, b) in products.items():
+        ways = {"torch": partial(by, "highest", a, b), "oneDNN": partial(by, "medium", a, b)}
+        if (ways["torch"]() - ways["oneDNN"]()).norm() > 1e-5 * ways["torch"]().norm():
+            say(f"oneDNN rounds the {name} product of {shape}")
+        rates = quickest(ways, 2e-9 * tokens * inner * width, repeats)
+        yield {"shape": shape, "dtype": "float32", "product": name} | rates
+
+
+def quickest(ways: dict[str, Callable[[], Tensor]], gflop: float, repeats: int) -> dict[str, float]:
+    """GFLOP/s of the quickest of a way's turns."""
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(repeats):
         for way, multiply in ways.items():
             start = perf_counter()
             multiply()
             best[way] = min(best[way], perf_counter() - start)
-    rates = {way: 2e-9 * tokens * inner * width / seconds for way, seconds in best.items()}
-    chosen = "float32" if runs_in_float32(x) else "torch"
-    return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "chosen": chosen} | rates
+    return {way: gflop / seconds for way, seconds in best.items()}
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ from mtcli.core.sweep.rules import trains_in_turn
 from mtcli.core.training.loader import synthetic_loader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
-from mtcli.kernels.gemm import mkl_gemms
 
 # Overrides of the preset `tiny`, whose own sizes are hidden 256 and 2 x 2,048 tokens a step.
 MODELS = {
@@ -199,10 +198,9 @@ class Vmap:
         parts = self.rows.split(self.batch.micro_batch_size)
         for rows in parts:
             # the other kernels of attention have no rule for vmap
-            with sdpa_kernel(SDPBackend.MATH), mkl_gemms(True):
+            with sdpa_kernel(SDPBackend.MATH):
                 losses = self.call(self.parameters, rows) / len(parts)
-            with mkl_gemms(True):  # torch's own default
-                losses.sum().backward()
+            losses.sum().backward()
         self.optimizer.step()
         return losses[-1].item()
 

@@ -310,6 +310,7 @@ OPENERS: dict[str, str] = {
     "core/parallel/transport/same_machine.py": "the kernel's files",
     "core/profile/clock.py": "the kernel's files",
     "kernels/autotune.py": "the user's own cache",
+    "kernels/limits.py": "the kernel's files",
 }
 
 

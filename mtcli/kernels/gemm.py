@@ -5,14 +5,14 @@ those that are quick at bfloat16 (benchmarks/bench_gemm.py measures both). Sums 
 either way, and tensors stay in 16 bits between GEMMs.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mtcli.kernels.limits import IS_INTEL
 
 # Dtypes whose GEMMs a CPU computes in float32. Process-wide like torch's own float32 matmul
 # precision: backwards and compiled graphs, which nothing can be passed to, read it too.
@@ -35,7 +35,7 @@ def choose_gemm_dtype() -> None:
     """
     can = torch.cpu.get_capabilities()
     quick = ("amx_bf16", "bf16", "sve_bf16")  # the latter two are ARM's
-    of_amd = can.get("avx512_bf16") and "Intel" not in can.get("cpu_name", "")
+    of_amd = can.get("avx512_bf16") and not IS_INTEL
     set_bfloat16_in_float32(not (of_amd or any(can.get(name) for name in quick)))
 
 
@@ -44,26 +44,6 @@ def set_bfloat16_in_float32(yes: bool) -> bool:
     before = torch.bfloat16 in _IN_FLOAT32
     (_IN_FLOAT32.add if yes else _IN_FLOAT32.discard)(torch.bfloat16)
     return before
-
-
-@contextmanager
-def mkl_gemms(wanted: bool) -> Iterator[None]:
-    """Inside, where `wanted`, float32 GEMMs on an Intel CPU are MKL's, to which it takes 10 us to
-    start one and oneDNN 45 us: as long as [256, 64] by [64, 192] takes."""
-    before = torch.get_float32_matmul_precision()
-    wanted = wanted and before == "medium" and _is_intel()
-    if wanted:
-        torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        if wanted:
-            torch.set_float32_matmul_precision(before)
-
-
-@cache
-def _is_intel() -> bool:
-    return "Intel" in torch.cpu.get_capabilities().get("cpu_name", "")
 
 
 def gemm_dtype(x: Tensor) -> torch.dtype:

@@ -1,9 +1,20 @@
-"""Sizes at which operations split their work. Imports nothing, so that plan can read them."""
+"""Sizes at which operations split their work. Imports no torch, so that plan can read them."""
 
-# CPU attention by GEMMs, in attention/cpu.py. A longer row of scores falls out of the cache.
-CPU_ATTENTION_ROW_BYTES = 2048
+from contextlib import suppress
+
+
+def _is_intel() -> bool:
+    with suppress(OSError), open("/proc/cpuinfo") as file:
+        return "GenuineIntel" in file.read(4096)  # of the first core
+    return False
+
+
+IS_INTEL = _is_intel()  # torch multiplies by MKL on a CPU, which is quickest on Intel's
+# CPU attention by GEMMs, in attention/cpu.py. A longer row of scores falls out of the cache. On
+# Intel torch's kernel is quicker for every row: it multiplies by MKL.
+CPU_ATTENTION_ROW_BYTES = 0 if IS_INTEL else 2048
 # The same of a forward pass that also returns the log-sum-exp, which takes two more passes.
-CPU_ATTENTION_LSE_ROW_BYTES = 512
+CPU_ATTENTION_LSE_ROW_BYTES = CPU_ATTENTION_ROW_BYTES // 4
 # Scores of the heads, or logits of the rows, that a CPU takes through all passes: an L2 cache.
 CPU_BLOCK_BYTES = 2**20
 # Tokens whose logits the loss makes at a time on a GPU. Each chunk reads and writes the gradient of

@@ -236,18 +236,22 @@ def _threads(local_world: int) -> int:
 
 def set_matmul(matmul: str) -> None:
     """Chooses the quickest GEMMs on CPU that are as accurate as torch's own: for bfloat16 by
-    `kernels.gemm`, for float32 oneDNN's.
+    `kernels.gemm`, for float32 oneDNN's but on Intel's CPUs.
 
-    torch's `medium` lets oneDNN choose. Without AMX it computes true float32 at up to 2.1 times
-    MKL's speed on AMD; with AMX it may round to bfloat16. So the error decides, not the name.
+    torch's `medium` lets oneDNN choose. On AMD it computes true float32 at up to 2.1 times MKL's
+    speed. On Intel without AMX MKL is quicker by 2 to 17 % (benchmarks/bench_gemm.py), and with AMX
+    oneDNN rounds to bfloat16. Elsewhere it may round, too, so the error decides and not the name.
     """
     import torch
 
     from mtcli.kernels.gemm import choose_gemm_dtype
+    from mtcli.kernels.limits import IS_INTEL
 
     if matmul == "strict":
         return
     choose_gemm_dtype()
+    if IS_INTEL:
+        return
     torch.set_float32_matmul_precision("medium")
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(192, 192, generator=generator) for _ in range(2))

@@ -7,7 +7,6 @@ loss or gradient that is not finite stays in its own rows.
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from time import perf_counter
 
 import torch
@@ -29,11 +28,9 @@ from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.sweep.layers import ArrayLayers
 from mtcli.core.sweep.member import Member
 from mtcli.core.sweep.memory import ArrayMemory
-from mtcli.core.sweep.rules import SMALL_GEMM, largest_gemm
 from mtcli.core.sweep.update import CompiledAdamW, ModelUpdate
 from mtcli.core.training.compile import Losses, compile_stage, compiler_errors
 from mtcli.core.training.step import Step
-from mtcli.kernels.gemm import mkl_gemms
 
 
 class ModelArray:
@@ -101,12 +98,11 @@ class ModelArray:
         factor_B = torch.tensor(factors, dtype=torch.float64, device=device)
         total_B = torch.zeros(len(self.members), dtype=torch.float64, device=device)
         self.fresh = set(self.trained)
-        with self._gemms():
-            for number in range(self.micro_batches):
-                inputs = batch.load(number)
-                sums_B, scaled = self.losses(inputs, factor_B)
-                scaled.backward()
-                total_B += sums_B
+        for number in range(self.micro_batches):
+            inputs = batch.load(number)
+            sums_B, scaled = self.losses(inputs, factor_B)
+            scaled.backward()
+            total_B += sums_B
         for name in self.fresh:
             self.gradients[name] = self.memory.gradients.tensors[name].zero_()
         all_reduce(self.memory.gradients.flat, self.groups.axes["samples"])
@@ -121,17 +117,11 @@ class ModelArray:
             batch = loader.step(step, None)
             for number in range(self.micro_batches):
                 inputs = batch.load(number)
-                with self._gemms():
-                    losses_T = self.stage.losses(self.stage(None, inputs), inputs)
+                losses_T = self.stage.losses(self.stage(None, inputs), inputs)
                 total_B += losses_T.double().view(len(self.members), -1).sum(1)
             weights = [a + b for a, b in zip(weights, batch.weights, strict=True)]
         sums = all_reduce(total_B, self.groups.world).tolist()
         return [total / weight for total, weight in zip(sums, weights, strict=True)]
-
-    def _gemms(self) -> AbstractContextManager[None]:
-        """Multiplies small matrices by MKL inside, where that is quicker."""
-        on_cpu = self.groups.device.type == "cpu"
-        return mkl_gemms(on_cpu and largest_gemm(self.shape) < SMALL_GEMM)
 
     def _step_of(
         self, member: Member, loss: float, scaled_norm: float

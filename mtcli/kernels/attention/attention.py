@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.kernels.attention.cpu import (
+    IN_GRAPH_ROWS,
     cpu_attention,
     cpu_attention_backward,
     cpu_attention_lse,
@@ -73,7 +74,7 @@ def attention(
     """`attention_reference` by the quickest backend.
 
     On a GPU our flash kernel or, without a mask, that of `library_for`; on a CPU torch's flash
-    kernel or, of short rows without a mask, GEMMs over blocks of heads.
+    kernel or, of short rows without a mask, GEMMs over blocks of heads, but on Intel's.
     """
     if runs_triton(q) and not isinstance(mask, Tensor):
         if mask is None and (library := library_for("attention", q, k)):
@@ -161,6 +162,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """
     wide = gemm_dtype(q)
     short = q.shape[2] * wide.itemsize <= CPU_ATTENTION_ROW_BYTES
+    short = short or (torch.compiler.is_compiling() and q.shape[2] <= IN_GRAPH_ROWS)
     if q.device.type == "cpu" and short and torch.is_grad_enabled():
         return cpu_attention(q, _per_head(k, q), _per_head(v, q), causal)
     # Torch's kernel for float32 takes no groups of heads, and GEMMs would keep all scores.

@@ -1,9 +1,11 @@
 """Attention on CPU by plain GEMMs, over blocks of heads whose scores stay in the cache.
 
-Torch's CPU flash kernel leaves the matrix units idle on short rows. On one core of an AVX-512 EPYC,
-head_dim 64 (benchmarks/bench_attention.py), this took 0.90 of its forward time and 0.75 of its
-backward time on whole rows of 256 and 512 tokens of float32, 0.45 of bfloat16, and of a ring's
-blocks of 64 and 128 keys 0.20 to 0.49 and 0.12 to 0.27.
+Torch's CPU flash kernel multiplies by MKL, which leaves AMD's matrix units idle on short rows. On
+one core of an AVX-512 EPYC, head_dim 64 (benchmarks/bench_attention.py), this took 0.90 of its
+forward time and 0.75 of its backward time on whole rows of 256 and 512 tokens of float32, 0.45 of
+bfloat16, and of a ring's blocks of 64 and 128 keys 0.20 to 0.49 and 0.12 to 0.27. On an Intel Xeon
+it took 1.4 to 1.6 and 1.1 to 1.3 times its time of float32, so that kernels/limits.py calls no row
+short there.
 b sequences, h heads, n queries, m keys, d head width.
 """
 

@@ -16,6 +16,7 @@ from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory, memory_by_stage, state_bytes
 from mtcli.core.plan.published.software import PublishedWork
+from mtcli.core.plan.tape import block
 from mtcli.core.plan.tape.ops import Kernels
 from mtcli.core.plan.tape.stage import stage_bytes
 from mtcli.core.plan.workload import Workload, spread
@@ -271,7 +272,8 @@ def test_layers_spread_evenly_with_lighter_ends(layers, stages):
         assert sizes[0] == sizes[-1] == min(sizes)
 
 
-def test_attention_of_both_sides_has_no_mask_on_a_cpu():
+def test_attention_of_both_sides_has_no_mask_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(block, "CPU_ATTENTION_ROW_BYTES", 2048)  # as on CPUs but Intel's
     one = step(gpt(num_layers=1), precision="bf16", seq_len=256)
     both = replace(one, model=gpt(num_layers=1, causal=False))
     causal, free = (

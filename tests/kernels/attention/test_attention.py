@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mtcli.kernels.attention import attention as dispatch
 from mtcli.kernels.attention import cpu
 from mtcli.kernels.attention.attention import (
     attention,
@@ -17,6 +18,13 @@ from mtcli.kernels.attention.merge import merge_
 
 SHAPES = {"one head": (1, 1, 1, 5, 8), "groups": (2, 6, 2, 7, 4), "many": (2, 4, 4, 33, 16)}
 SHAPES |= {"long": (1, 2, 1, 70, 4), "longer": (1, 1, 1, 260, 4)}  # where other kernels take over
+
+
+@pytest.fixture(params=[0, 2048], ids=["intel", "other"], autouse=True)
+def _short_rows(monkeypatch, request):
+    """Rows that GEMMs take on a CPU, by its maker."""
+    monkeypatch.setattr(dispatch, "CPU_ATTENTION_ROW_BYTES", request.param)
+    monkeypatch.setattr(dispatch, "CPU_ATTENTION_LSE_ROW_BYTES", request.param // 4)
 
 
 def made(shape, dtype=torch.float64):
