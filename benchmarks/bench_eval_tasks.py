@@ -3,9 +3,10 @@
     MTCLI_TEST_DATA=... python benchmarks/bench_eval_tasks.py [--limit 200] [--markdown FILE]
 
 A random-init GPT-2 (d256 L4, GPT-2's own tokenizer, 1,024 tokens) reads the first --limit items of
-LAMBADA and articles of RACE-high, in float32. Each is a process of its own, timed from its start to
-its end; lm-eval reads the same rows by its own YAML files, in batches of 16. Ends with 1 where
-figures differ.
+LAMBADA, articles of RACE-high and PAGE words of WikiText-103 times as many, in float32. Each is a
+process of its own, timed from its start to its end; lm-eval reads the same rows by its own YAML
+files, in batches of 16. Of WikiText mtcli computes the paper's perplexity as well, here in windows
+that overlap by nothing. Ends with 1 where figures differ.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from pathlib import Path
 
 from progress import each, say
 
+from mtcli.core.evaluate.tasks.wikitext import split_pages
+
 DATA = Path(os.environ.get("MTCLI_TEST_DATA", "."))
 # Of each task: its data, lm-eval's YAML file, and the figure's names in our JSON and in lm-eval's
 TASKS = {
@@ -28,7 +31,13 @@ TASKS = {
         {"perplexity": "perplexity"},
     ),
     "race": ("race/test", "race/race.yaml", {"high": "acc"}),
+    "wikitext103": (
+        "wikitext-103/wiki.test.tokens",
+        "wikitext/wikitext.yaml",
+        {"word_perplexity": "word_perplexity"},
+    ),
 }
+PAGE = 250  # words of WikiText that are one item of the others
 
 
 def main() -> None:
@@ -48,7 +57,9 @@ def main() -> None:
             data, _, names = TASKS[task]
             (figure,) = names
             command = ["-m", "mtcli", "eval", folder, "--task", f"{task}={DATA / data}"]
-            command += ["--limit", str(args.limit), "--set", "train.precision=fp32"]
+            items = args.limit * (PAGE if task == "wikitext103" else 1)
+            command += ["--limit", str(items), "--overlap", "1024"]
+            command += ["--set", "train.precision=fp32"]
             found, seconds = timed([*command, "--json", "-"], args.threads)
             ours = found["tasks"][task][figure]
             command = [__file__, "--worker", task, folder, "--limit", str(args.limit)]
@@ -122,6 +133,9 @@ def rows_of(task: str, limit: int) -> list[dict]:
     path = DATA / TASKS[task][0]
     if task == "lambada":
         return [json.loads(line) for line in path.read_text().splitlines()[:limit]]
+    if task == "wikitext103":
+        words = path.read_text().strip().split(" ")[: limit * PAGE]
+        return [{"page": page} for page in split_pages(" ".join(words))]
     rows = []
     for file in sorted((path / "high").iterdir(), key=lambda file: int(file.stem))[:limit]:
         row = json.loads(file.read_text())
