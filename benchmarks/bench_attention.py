@@ -1,6 +1,7 @@
-"""CPU attention of whole rows and of a ring's blocks: kernels/attention beside torch's.
+"""CPU attention of whole rows and of a ring's blocks: our GEMMs of short rows beside torch's kernel.
 
 Processor milliseconds of one forward and one backward, the best of several, values compared first.
+GEMMs run here on Intel's CPUs too, for which kernels/limits.py chooses torch's kernel.
 
     python benchmarks/bench_attention.py --threads 1
 """
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from progress import each, say
 
 from mtcli.core.runtime.launch import ALLOCATOR, set_matmul
+from mtcli.kernels.attention import attention as dispatch
 from mtcli.kernels.attention.attention import attention, attention_backward, sdpa
 
 SHAPES = [(16, 4, 256, 64), (4, 12, 512, 64), (2, 12, 1024, 64)]  # batch, heads, tokens, width
@@ -33,6 +35,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     set_matmul("fast")
+    dispatch.CPU_ATTENTION_ROW_BYTES, dispatch.CPU_ATTENTION_LSE_ROW_BYTES = 2048, 512
     print(f"{args.threads} threads; {', '.join(ALLOCATOR)} as the environment has them")
     print(f"{'':30}{'torch':>14}{'mtcli':>14}{'ratio':>14}   forward, backward ms")
     rows = []

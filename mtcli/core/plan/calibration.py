@@ -31,7 +31,7 @@ from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.launch import ALLOCATOR, cores
 from mtcli.core.runtime.private_folder import private_folder
 
-VERSION = 6  # of the file, of what its numbers multiply, and of how steps are made
+VERSION = 7  # of the file, of what its numbers multiply, and of how steps are made
 BUDGET = 20.0  # seconds of processor time that a calibration takes at most, over all processes
 FIXED = "MTCLI_CALIBRATION"  # names a file to take instead of measuring
 RETRY = 3600.0  # seconds after which what failed is tried again
