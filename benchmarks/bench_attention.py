@@ -1,4 +1,4 @@
-"""CPU attention of whole rows and of a ring's blocks: our GEMMs of short rows beside torch's kernel.
+"""CPU attention of whole rows and of a ring's blocks: our GEMMs of short rows beside torch's own.
 
 Processor milliseconds of one forward and one backward, the best of several, values compared first.
 GEMMs run here on Intel's CPUs too, for which kernels/limits.py chooses torch's kernel.
