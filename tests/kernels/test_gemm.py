@@ -28,6 +28,7 @@ def on(monkeypatch):
 
     def choose(can):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: can)
+        monkeypatch.setattr(gemm, "IS_INTEL", "Intel" in can.get("cpu_name", ""))
         choose_gemm_dtype()
 
     return choose

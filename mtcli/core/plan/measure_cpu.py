@@ -117,16 +117,19 @@ def main() -> None:
     They meet in a file of the folder given.
 
     So torch is imported once, which takes more than a second. Nothing has computed before they
-    are forked: a fork of a process that has used OpenMP may hang.
+    are forked: a fork of a process that has used OpenMP may hang. The file's store is made before,
+    too: making one waits for its file, and keeps the interpreter from `end_with`'s thread.
     """
     facts, folder = json.loads(sys.argv[1]), sys.argv[2]
     ranks = min(facts["ranks"], MOST_RANKS)
     share = max(0.01, BUDGET - process_time()) / ranks
     lifeline = os.dup(sys.stdin.fileno())  # multiprocessing closes stdin in a fork
+    store = dist.FileStore(f"{folder}/store")
+    store.set_timeout(PATIENCE)
 
     def work(rank: int) -> Calibration:
         end_with(lifeline, lambda: shutil.rmtree(folder, ignore_errors=True))
-        return _rank(facts, f"{folder}/store", rank, ranks, share)
+        return _rank(facts, store, rank, ranks, share)
 
     others = [
         get_context("fork").Process(target=work, args=(rank,), daemon=True)
@@ -140,13 +143,12 @@ def main() -> None:
     sys.stdout.write(json.dumps(found.as_json()))
 
 
-def _rank(facts: Facts, store: str, rank: int, ranks: int, share: float) -> Calibration:
+def _rank(facts: Facts, store: dist.Store, rank: int, ranks: int, share: float) -> Calibration:
     signal.setitimer(signal.ITIMER_PROF, share)  # of processor time; its signal ends the process
     torch.set_num_threads(max(1, facts["cores"] // facts["ranks"]))
     set_matmul(facts["matmul"])
     if ranks > 1:
-        where = {"init_method": f"file://{store}", "rank": rank, "world_size": ranks}
-        dist.init_process_group("gloo", timeout=PATIENCE, **where)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
     found = calibrate(facts, rank, ranks, share)
     if ranks > 1:
         dist.barrier()
