@@ -11,6 +11,7 @@ from mtcli.core.runtime import launch as bringing_up
 from mtcli.core.runtime import launch as launch_module
 from mtcli.core.runtime.launch import StopSignal, bring_up, cores, environment_world
 from mtcli.core.runtime.worker_errors import LostPeer, first_failure, telling_of_lost_peers
+from mtcli.kernels import limits
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 JOB = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_NODEID": "0"}
@@ -89,10 +90,24 @@ def test_a_product_that_rounds_to_16_bits_is_refused(monkeypatch):
             x, y = x.bfloat16().float(), y.bfloat16().float()
         return plain(x, y)
 
+    monkeypatch.setattr(limits, "IS_INTEL", False)
     monkeypatch.setattr(torch.Tensor, "__matmul__", rounding)
     torch.set_float32_matmul_precision("highest")
     with bring_up("cpu", 10.0, "fast"):
         assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize(("is_intel", "precision"), [(True, "highest"), (False, "medium")])
+def test_mkl_s_product_is_taken_on_intel_and_an_exact_one_of_onednn_elsewhere(
+    monkeypatch, is_intel, precision
+):
+    plain = torch.Tensor.__matmul__
+    exact = lambda x, y: plain(x.double(), y.double()).to(x.dtype)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "__matmul__", exact)
+    monkeypatch.setattr(limits, "IS_INTEL", is_intel)
+    torch.set_float32_matmul_precision("highest")
+    with bring_up("cpu", 10.0, "fast"):
+        assert torch.get_float32_matmul_precision() == precision
 
 
 def test_strict_takes_torchs_own_product():
