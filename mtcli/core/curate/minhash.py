@@ -7,7 +7,7 @@ kept, as b-bit minwise hashing (Li and König 2010) does: enough to tell a likel
 one before any text is read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,6 @@ from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import SECOND, Array, mix
 
 RECALL = 0.995  # of pairs at the threshold, at least
-GROUP = 1 << 16
 
 
 def bands_of(config: FuzzyConfig) -> tuple[int, int]:
@@ -41,30 +40,13 @@ def make_signatures(config: FuzzyConfig) -> Callable[[list[Document], Batch], di
 def _signatures(
     config: FuzzyConfig, bands: int, rows: int, documents: list[Document], _: Batch
 ) -> dict[str, Array]:
-    from mtcli.core.curate.shingles import shingle_hashes, sketch
+    from mtcli.core.curate.shingles import signatures
 
-    parts = [np.zeros((0, config.hashes), np.uint64)]
-    for texts in _groups([document.text for document in documents]):
-        parts.append(sketch(*shingle_hashes(texts, config.shingle), config.hashes))
-    whole = np.concatenate(parts)
+    whole = signatures([document.text for document in documents], config.shingle, config.hashes)
     return {
         "signatures": whole.astype(np.uint8),
         "bands": _band_hashes(whole[:, : bands * rows].reshape(-1, bands, rows)),
     }
-
-
-def _groups(texts: list[str]) -> Iterator[list[str]]:
-    """Groups of texts of about GROUP characters: their hashes stay in a core's cache."""
-    held: list[str] = []
-    size = 0
-    for text in texts:
-        held.append(text)
-        size += len(text)
-        if size >= GROUP:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
 
 
 def _band_hashes(values: Array) -> Array:

@@ -18,31 +18,28 @@ ROUND_BITS, VALUE_BITS = np.uint64(12), np.uint64(52)  # of a value: its round, 
 EMPTY = np.uint64(2**64 - 1)
 
 
-def shingle_hashes(texts: Sequence[str], size: int) -> tuple[Array, Array]:
-    """Hashes every window of `size` characters: (uint64 hashes, int64 offsets [documents + 1]).
-
-    A document has as many hashes as characters: those of windows that would go on behind its end
-    are its first one's, which changes no set. A text shorter than a window is a shingle by itself.
-    """
+def signatures(texts: Sequence[str], size: int, count: int) -> Array:
+    """Sketches the set of each text's shingles: uint64 [texts, count]."""
     offsets = np.zeros(len(texts) + 1, np.int64)
     np.cumsum([len(text) for text in texts], out=offsets[1:])
-    return hash_shingles(_codes("".join(texts)), offsets, size), offsets
+    return sketch(shingle_codes("".join(texts)), offsets, size, count)
 
 
-def _codes(text: str) -> Array:
+def shingle_set(text: str, size: int) -> Array:
+    """The sorted hashes of a text's shingles, each once."""
+    # numpy's own unique takes 20 times as long.
+    hashes = np.sort(hash_shingles(shingle_codes(text), size))
+    once = np.ones(hashes.size, bool)
+    once[1:] = hashes[1:] != hashes[:-1]
+    return hashes[once]
+
+
+def shingle_codes(text: str) -> Array:
     """The characters' code points [characters]: 16 bits each, made in half the time, or 32."""
     codes = np.frombuffer(text.encode("utf-16-le", "surrogatepass"), "<u2")
     if len(codes) == len(text):
         return codes
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-
-
-def shingle_set(text: str, size: int) -> Array:
-    """The sorted hashes of a text's shingles, each once."""
-    hashes = np.sort(shingle_hashes([text], size)[0])  # numpy's own unique takes 20 times as long
-    once = np.ones(hashes.size, bool)
-    once[1:] = hashes[1:] != hashes[:-1]
-    return hashes[once]
 
 
 @compiled
@@ -56,36 +53,71 @@ def mixed(value: np.uint64) -> np.uint64:
 
 
 @compiled
-def hash_shingles(codes: np.ndarray, offsets: np.ndarray, size: int) -> np.ndarray:
-    """Hashes the window of `size` characters at each of `codes`: uint64 [characters].
-
-    It is a polynomial of the characters, one more and one less at each step (Karp and Rabin 1987).
-    """
-    hashes = np.empty(len(codes), np.uint64)
-    lead = ONE
+def first_window(text: np.ndarray, size: int) -> tuple[np.uint64, np.uint64]:
+    """The polynomial of the first window of `size` characters, or of a shorter text; and the factor
+    by which a window's first character counts in the next."""
+    value, lead = np.uint64(0), ONE
+    for i in range(min(size, len(text))):
+        value = value * BASE_64 + np.uint64(text[i]) + ONE
     for _ in range(size):
         lead *= BASE_64
-    for document in range(len(offsets) - 1):
-        text = codes[offsets[document] : offsets[document + 1]]
-        found = hashes[offsets[document] : offsets[document + 1]]
-        value = np.uint64(0)
-        for i in range(min(size, len(text))):
-            value = value * BASE_64 + np.uint64(text[i]) + ONE
-        following = text[size:]
-        for i in range(len(following)):
-            found[i] = mixed(value)
-            # In this order one product waits for the last value, not two.
-            change = np.uint64(following[i]) + ONE - lead * (np.uint64(text[i]) + ONE)
-            value = value * BASE_64 + change
-        found[len(following) :] = found[0] if len(following) else mixed(value)
-        if len(following):
-            found[len(following)] = mixed(value)
+    return value, lead
+
+
+@compiled
+def next_window(value: np.uint64, lead: np.uint64, first: int, following: int) -> np.uint64:
+    """The polynomial of a window without its first character and with the one behind it (Karp and
+    Rabin 1987). In this order one product waits for the last value, not two."""
+    change = np.uint64(following) + ONE - lead * (np.uint64(first) + ONE)
+    return value * BASE_64 + change
+
+
+@compiled
+def hash_shingles(text: np.ndarray, size: int) -> np.ndarray:
+    """Hashes every window of `size` characters: uint64 [windows].
+
+    A text shorter than a window is a shingle by itself; an empty one has none.
+    """
+    following = text[size:]
+    hashes = np.empty(len(following) + min(len(text), 1), np.uint64)
+    value, lead = first_window(text, size)
+    for i in range(len(following)):
+        hashes[i] = mixed(value)
+        value = next_window(value, lead, text[i], following[i])
+    hashes[len(following) :] = mixed(value)
     return hashes
 
 
 @compiled
-def sketch(hashes: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
-    """Sketches the set of each document's hashes: uint64 [documents, count].
+def place(row: np.ndarray, hashed: np.uint64, columns: np.uint64) -> None:
+    """Keeps a hash in its column of a sketch where it is the least there."""
+    column = (hashed >> HALF) * columns >> HALF
+    row[column] = min(row[column], hashed >> ROUND_BITS)
+
+
+@compiled
+def fill(row: np.ndarray, text: np.ndarray, size: int) -> None:
+    """Goes on with a text's sketch after the first round."""
+    empty, turn = 0, 1
+    for value in row:
+        empty += value == EMPTY
+    hashes = hash_shingles(text, size) if empty else row
+    while empty:
+        seed, high = mixed(np.uint64(turn)), np.uint64(turn) << VALUE_BITS
+        for i in range(len(hashes)):
+            hashed = mixed(hashes[i] ^ seed)
+            column = (hashed >> HALF) * np.uint64(len(row)) >> HALF
+            if turn >= len(row):
+                column = np.uint64(turn - len(row))
+            empty -= row[column] == EMPTY
+            # Values of earlier rounds are less, and stay.
+            row[column] = min(row[column], high | hashed >> ROUND_BITS)
+        turn += 1
+
+
+@compiled
+def sketch(codes: np.ndarray, offsets: np.ndarray, size: int, count: int) -> np.ndarray:
+    """Sketches the set of each document's shingles: uint64 [documents, count].
 
     Two documents have the same value in a column with a probability of their Jaccard similarity.
     In a round every hash falls into one column, which keeps the least; rounds go on while columns
@@ -96,21 +128,13 @@ def sketch(hashes: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
     found = np.full((len(offsets) - 1, count), EMPTY)
     columns = np.uint64(count)
     for document in range(len(offsets) - 1):
-        one, row = hashes[offsets[document] : offsets[document + 1]], found[document]
-        for i in range(len(one)):
-            column = (one[i] >> HALF) * columns >> HALF
-            row[column] = min(row[column], one[i] >> ROUND_BITS)
-        empty = np.count_nonzero(row == EMPTY) if len(one) else 0
-        turn = 1
-        while empty:
-            seed, high = mixed(np.uint64(turn)), np.uint64(turn) << VALUE_BITS
-            for i in range(len(one)):
-                value = mixed(one[i] ^ seed)
-                column = (value >> HALF) * columns >> HALF
-                if turn >= count:
-                    column = np.uint64(turn - count)
-                empty -= row[column] == EMPTY
-                # Values of earlier rounds are less, and stay.
-                row[column] = min(row[column], high | value >> ROUND_BITS)
-            turn += 1
+        text, row = codes[offsets[document] : offsets[document + 1]], found[document]
+        value, lead = first_window(text, size)
+        following = text[size:]
+        for i in range(len(following)):  # places one hash while it waits for the next's product
+            place(row, mixed(value), columns)
+            value = next_window(value, lead, text[i], following[i])
+        if len(text):
+            place(row, mixed(value), columns)
+            fill(row, text, size)
     return found

@@ -18,7 +18,7 @@ from mtcli.core.curate.language import make_identify
 from mtcli.core.curate.normalise import make_fix
 from mtcli.core.curate.quality import load_classifier, pareto_draw, train_quality
 from mtcli.core.curate.rules import FAR, KINDS, PACKED_STOP_WORDS, STOP_WORDS
-from mtcli.core.curate.shingles import shingle_hashes, shingle_set
+from mtcli.core.curate.shingles import shingle_set
 from mtcli.core.curate.word_loops import count_words
 
 ODD = "abcZ .,&;<é“”‘’—ÃÂ©€œ\x85\u2028ﬁＡ\x1b\r\n\t\xa0Ø°µ»²×√à日本é̀ß"
@@ -125,10 +125,7 @@ def test_jaccard_of_hashed_shingles_is_that_of_strings(size):
         return {text[i : i + size] for i in range(max(1, len(text) - size + 1))} if text else set()
 
     texts = ["", "x", "abcde", "abcdef " * 4, *SPOKEN.values(), SPOKEN["fr"][5:], SPOKEN["en"] * 2]
-    hashes, bounds = shingle_hashes(texts, size)
-    for number, text in enumerate(texts):
-        of_it = np.unique(hashes[int(bounds[number]) : int(bounds[number + 1])])
-        assert of_it.tolist() == shingle_set(text, size).tolist()
+    for text in texts:
         for other in texts:
             one, two = strings(text), strings(other)
             want = len(one & two) / len(one | two) if one | two else 1.0
