@@ -64,7 +64,9 @@ MODELS = {
     "bert post": BERT | DROPPING | {"norm_order": "post"},
     "bert masked": BERT | {"sentence_order": False},
     "bert classes": BERT | DROPPING | CLASSIFYING,
-    "bert choices": BERT | CHOOSING | {"norm_order": "post"},
+    # Weights of 0.02 leave the pooler linear, and softmax's gradients sum to 0 over the choices: the
+    # last bias' gradient would be what is left of terms 100 times as large.
+    "bert choices": BERT | CHOOSING | {"norm_order": "post", "init_std": 0.2},
     "gpt lora": GPT | DROPPING | TWO_LAYERS,
     "llama lora": LLAMA | TWO_LAYERS,
     "llama deep lora": LLAMA,
