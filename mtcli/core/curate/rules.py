@@ -10,11 +10,11 @@ import numpy as np
 
 from mtcli.core.curate.batch import BLANKS, LETTERS, Batch
 from mtcli.core.curate.config import RulesConfig
-from mtcli.core.curate.hashing import Array
+from mtcli.core.curate.hashing import PACKED, Array, unaligned
 
 STOP_WORDS = ("the", "be", "to", "of", "and", "that", "have", "with")
 PACKED_STOP_WORDS = np.array(
-    [int.from_bytes(word.encode(), "big") for word in STOP_WORDS], np.uint64
+    [int.from_bytes(word.encode(), "little") for word in STOP_WORDS], np.uint64
 )
 BULLETS = frozenset("-*\u2022\u2023\u25e6\u00b7")
 ELLIPSES = ("...", "\u2026")
@@ -42,7 +42,9 @@ def _broken(config: RulesConfig, batch: Batch) -> dict[str, Array]:
 
     data, offsets = batch.lowered
     codes = np.frombuffer(data, np.uint8)
-    words, size, lettered, heard = count_words(codes, offsets, KINDS, FAR, PACKED_STOP_WORDS).T
+    eights = unaligned(data, len(data) - PACKED)
+    counts = count_words(codes, eights, offsets, KINDS, FAR, PACKED_STOP_WORDS)
+    words, size, lettered, heard = counts.T
     some = np.maximum(words, 1)
     characters = np.array([len(document.text) for document in batch.documents], np.int64)
     continued = np.diff(offsets) - 1 - characters  # bytes of UTF-8 that begin no character

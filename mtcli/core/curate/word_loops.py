@@ -2,49 +2,50 @@
 
 import numpy as np
 
+from mtcli.core.curate.hashing import PACKED
 from mtcli.core.runtime.compiled import compiled
 
-
-@compiled
-def matches(data: np.ndarray, start: int, stop: int, wanted: np.ndarray) -> int:
-    """Bit i of the result says whether the bytes from `start` to `stop` are wanted[i]."""
-    packed, found = np.uint64(0), 0
-    for place in range(start, stop):
-        packed = packed << np.uint64(8) | np.uint64(data[place])
-    for place in range(len(wanted)):
-        found |= (packed == wanted[place]) << place
-    return found
+ALL_BITS, BYTE_BITS = np.uint64(2**64 - 1), 8
 
 
 @compiled
 def count_words(
-    data: np.ndarray, offsets: np.ndarray, kinds: np.ndarray, far: int, wanted: np.ndarray
+    data: np.ndarray,
+    eights: np.ndarray,
+    offsets: np.ndarray,
+    kinds: np.ndarray,
+    far: int,
+    wanted: np.ndarray,
 ) -> np.ndarray:
     """Counts words, their bytes, and those with a letter among their first `far` bytes; tells by
     bits which of `wanted` there are: int64 [documents, 4].
 
-    Document d is data[offsets[d] : offsets[d + 1]]; its last byte is a blank. `kinds` [256] is 0
-    for blanks, 2 for letters, 1 for what else words have. `wanted` are words of at most eight
-    bytes, as whole numbers, the first byte the highest.
+    Document d is data[offsets[d] : offsets[d + 1]]; its last byte is a blank. `eights` are eight
+    bytes from each offset on, as `hashing.unaligned` views them. `kinds` [256] is 0 for blanks, 2
+    for letters, 1 for what else words have. `wanted` are words of at most eight bytes, as `eights`
+    has them.
     """
-    longest = 0
-    while longest < 8 and wanted.max() >> np.uint64(8 * longest):
-        longest += 1
     found = np.zeros((len(offsets) - 1, 4), np.int64)
+    blanks = np.empty(np.max(np.diff(offsets)) if len(found) else 0, np.int64)
     for document in range(len(found)):
+        start, count = offsets[document], 0
+        for i in range(start, offsets[document + 1]):  # no branch, which would be mispredicted
+            blanks[count] = i
+            count += kinds[data[i]] == 0
         words, size, lettered, seen = 0, 0, 0, 0
-        start, letter = -1, 0  # of the word that goes on
-        for i in range(offsets[document], offsets[document + 1]):
-            kind = kinds[data[i]]
-            if kind:
-                if start < 0:
-                    start, letter = i, kind
-                elif i < start + far:
-                    letter |= kind
-            elif start >= 0:
-                words, size, lettered = words + 1, size + i - start, lettered + (letter >> 1)
-                if i - start <= longest:
-                    seen |= matches(data, start, i, wanted)
-                start = -1
+        for blank in blanks[:count]:
+            length = blank - start
+            if length:
+                words, size, kind = words + 1, size + length, kinds[data[start]]
+                for i in range(start + 1, min(blank, start + far)):
+                    if kind == 2:
+                        break
+                    kind = kinds[data[i]]
+                lettered += kind == 2
+                if length <= PACKED:
+                    packed = eights[start] & ALL_BITS >> np.uint64(BYTE_BITS * (PACKED - length))
+                    for place in range(len(wanted)):
+                        seen |= (packed == wanted[place]) << place
+            start = blank + 1
         found[document] = words, size, lettered, seen
     return found

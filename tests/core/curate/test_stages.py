@@ -13,7 +13,7 @@ from corpora import refusal, removed, shards, warc_bytes, write_jsonl
 from mtcli.core.curate.batch import Batch, lower
 from mtcli.core.curate.config import LanguageConfig, QualityConfig
 from mtcli.core.curate.documents import Document
-from mtcli.core.curate.hashing import jaccard
+from mtcli.core.curate.hashing import jaccard, unaligned
 from mtcli.core.curate.language import make_identify
 from mtcli.core.curate.normalise import make_fix
 from mtcli.core.curate.quality import load_classifier, pareto_draw, train_quality
@@ -111,7 +111,8 @@ def test_rules_count_the_words_that_blanks_divide():
     texts = ["", " \t", "The then\x1fthe\nHAVE", "3.5 -- 1234567890123456x " + "9" * 16 + "x"]
     texts += ["to be or not to be " * 3, "bathe of\x00and and", *SPOKEN.values()]
     data, offsets = batch(*texts).lowered
-    found = count_words(np.frombuffer(data, np.uint8), offsets, KINDS, FAR, PACKED_STOP_WORDS)
+    codes, eights = np.frombuffer(data, np.uint8), unaligned(data, len(data) - 8)
+    found = count_words(codes, eights, offsets, KINDS, FAR, PACKED_STOP_WORDS)
     for text, counts in zip(texts, found.tolist(), strict=True):
         words = [word for word in re.split(b"[ \t\n\x1f\x00]+", lower(text)) if word]
         lettered = [word for word in words if re.search(b"[a-z\x80-\xff]", word[:FAR])]
