@@ -64,8 +64,8 @@ MODELS = {
     "bert post": BERT | DROPPING | {"norm_order": "post"},
     "bert masked": BERT | {"sentence_order": False},
     "bert classes": BERT | DROPPING | CLASSIFYING,
-    # Weights of 0.02 leave the pooler linear, and softmax's gradients sum to 0 over the choices: the
-    # last bias' gradient would be what is left of terms 100 times as large.
+    # With weights of 0.02 the pooler is linear, and the gradients of softmax sum to 0 over the
+    # choices: what is left for the last norm's bias would be 1 % of the terms that cancel.
     "bert choices": BERT | CHOOSING | {"norm_order": "post", "init_std": 0.2},
     "gpt lora": GPT | DROPPING | TWO_LAYERS,
     "llama lora": LLAMA | TWO_LAYERS,
