@@ -122,15 +122,18 @@ class Limits(NamedTuple):
 # What rows have instead, and why.
 OWN = {
     "* flash 72 *": (
-        Limits(2048, 16, 16),
+        Limits(1200, 16, 16),
         "the compiler knows multiples of 16 alone, and 72 is none",
     ),
-    "* fp32 flash *": (Limits(spills=1600), "three tf32 parts of an operand of twice the bytes"),
-    "*flash_backward._dkv": (
-        Limits(640, 64),
-        "dk, dv, k and v fill the registers; a query has two numbers of 4 bytes",
+    "* fp32 flash *": (Limits(spills=800), "three tf32 parts of an operand of twice the bytes"),
+    "sm_80 bf16 flash*": (Limits(480, 64), "operands of mma take registers"),
+    "sm_80 bf16 attention_backward*": (Limits(96, 64), "the same"),
+    "* flash 1[69]? flash_backward._dkv": (Limits(96, 64), "as at a width of 256"),
+    "* flash 256 flash_backward._dkv": (
+        Limits(96, 64),
+        "outside the loop; one stage instead of two spills nothing, and waits for every tile",
     ),
-    "sm_80 bf16 flash*": (Limits(640, 64), "operands of mma take registers"),
+    "*flash_backward._dkv": (Limits(load_bits=64), "a query has two numbers of 4 bytes"),
     "* rotate 16x16x72 *": (Limits(load_bits=32, store_bits=32), "halves of 36 elements"),
     "*cross_entropy._row_parts": (Limits(store_bits=0), "three numbers of a row"),
     "* lamb._totals": (Limits(load_bits=32, store_bits=0), "two numbers of a chunk"),

@@ -26,6 +26,7 @@ from mtcli.kernels.attention.tiles import (
     program_of,
     range_arguments,
     sizes_and_flags,
+    store_tile,
     strides,
 )
 from mtcli.kernels.custom_op import custom_op
@@ -117,34 +118,7 @@ def _dq(
         dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, outer, stop, m, d, first, end, scale,
         True, EVEN, PRECISION, WIDTH, COLUMNS,
     )  # fmt: skip
-    column = tl.arange(0, WIDTH)[None, :]
-    at = dq_ptr + ((b * n + row)[:, None] * h + head) * d + column
-    tl.store(at, dq * shrink, mask=(row < n)[:, None] & (column < d))
-
-
-@kernel()
-def _add_dkv(
-    dk, dv, k, v, q_ptr, grad_ptr, lse_ptr, delta_ptr, q_stride, grad_stride, start, stop, n,
-    d, first, end, scale, MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """dk and dv with what queries start .. stop - 1 of a head add to them."""
-    for begin in range(start, stop, COLUMNS):
-        row = begin + tl.arange(0, COLUMNS)
-        q = load_tile(q_ptr, q_stride, row, n, d, MASKED, EVEN, WIDTH)
-        grad = load_tile(grad_ptr, grad_stride, row, n, d, MASKED, EVEN, WIDTH)
-        lse = tl.load(lse_ptr + row, mask=row < n, other=0.0)
-        delta = tl.load(delta_ptr + row, mask=row < n, other=0.0)
-        lse = tl.maximum(lse, -1e30) * 1.4426950408889634
-        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])
-        if MASKED:
-            visible = (row[None, :] >= first[:, None]) & (row[None, :] < end[:, None])
-            p = tl.where(visible, p, 0.0)
-        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-        ds = (p * (dp - delta[None, :])).to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-    return dk, dv
+    store_tile(dq_ptr + (b * n * h + head) * d, h * d, row, n, d, dq * shrink, EVEN, WIDTH)
 
 
 @kernel(CONFIGS, key=["d", "itemsize", "MASK"], default=dkv_config)
@@ -165,23 +139,27 @@ def _dkv(
     dk, dv = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
     for head in range(group * (h // g), (group + 1) * (h // g)):
         q_at, grad_at = q_ptr + b * qb + head * qh, grad_ptr + b * gb + head * gh
-        lse_at, delta_at = lse_ptr + (b * h + head) * n, delta_ptr + (b * h + head) * n
-        dk, dv = _add_dkv(
-            dk, dv, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, start, inner, n, d,
-            first, end, scale, True, EVEN, PRECISION, WIDTH, COLUMNS,
-        )  # fmt: skip
-        dk, dv = _add_dkv(
-            dk, dv, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, inner, outer, n, d,
-            first, end, scale, False, EVEN, PRECISION, WIDTH, COLUMNS,
-        )  # fmt: skip
-        dk, dv = _add_dkv(
-            dk, dv, k, v, q_at, grad_at, lse_at, delta_at, qn, gn, outer, stop, n, d,
-            first, end, scale, True, EVEN, PRECISION, WIDTH, COLUMNS,
-        )  # fmt: skip
-    column = tl.arange(0, WIDTH)[None, :]
-    at, inside = ((b * m + row)[:, None] * g + group) * d + column, (row < m)[:, None]
-    tl.store(dk_ptr + at, dk * shrink, mask=inside & (column < d))
-    tl.store(dv_ptr + at, dv, mask=inside & (column < d))
+        row_at = (b * h + head) * n
+        # One loop with a branch for the mask: of three loops the addresses would be spilled.
+        for begin in range(start, stop, COLUMNS):
+            query = begin + tl.arange(0, COLUMNS)
+            q = load_tile(q_at, qn, query, n, d, True, EVEN, WIDTH)
+            grad = load_tile(grad_at, gn, query, n, d, True, EVEN, WIDTH)
+            lse = tl.load(lse_ptr + row_at + query, mask=query < n, other=0.0)
+            delta = tl.load(delta_ptr + row_at + query, mask=query < n, other=0.0)
+            lse = tl.maximum(lse, -1e30) * 1.4426950408889634
+            p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])
+            if (begin < inner) | (begin >= outer):
+                visible = (query[None, :] >= first[:, None]) & (query[None, :] < end[:, None])
+                p = tl.where(visible, p, 0.0)
+            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
+            dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+            ds = (p * (dp - delta[None, :])).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    # Rows counted from the tile's first: their numbers need no register during the loop.
+    at, own, left = ((b * m + tile * ROWS) * g + group) * d, tl.arange(0, ROWS), m - tile * ROWS
+    store_tile(dk_ptr + at, g * d, own, left, d, dk * shrink, EVEN, WIDTH)
+    store_tile(dv_ptr + at, g * d, own, left, d, dv, EVEN, WIDTH)
 
 
 @custom_op(

@@ -24,6 +24,7 @@ from mtcli.kernels.attention.tiles import (
     program_of,
     range_arguments,
     sizes_and_flags,
+    store_tile,
     strides,
 )
 from mtcli.kernels.custom_op import custom_op
@@ -108,10 +109,8 @@ def _forward(
     some = sums > 0.0
     lse = tl.where(some, (top + tl.log2(tl.where(some, sums, 1.0))) * 0.6931471805599453, top)
     tl.store(lse_ptr + (b * h + head) * n + row, lse, mask=row < n)
-    column = tl.arange(0, WIDTH)[None, :]
-    at = out_ptr + ((b * n + row)[:, None] * h + head) * d + column
     mixed /= tl.where(some, sums, 1.0)[:, None]
-    tl.store(at, mixed, mask=(row < n)[:, None] & (column < d))
+    store_tile(out_ptr + (b * n * h + head) * d, h * d, row, n, d, mixed, EVEN, WIDTH)
 
 
 @custom_op(

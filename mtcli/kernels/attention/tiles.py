@@ -102,6 +102,14 @@ def load_tile(
     return tl.load(at, mask=d < width, other=0.0)
 
 
+@kernel()
+def store_tile(ptr, stride, row, rows, width, tile, EVEN: tl.constexpr, WIDTH: tl.constexpr):
+    """Stores rows `row` of a tile as those of a head [rows, width]; see `load_tile`."""
+    d = tl.arange(0, WIDTH)[None, :]
+    at, inside = ptr + row.to(tl.int64)[:, None] * stride + d, (row < rows)[:, None]
+    tl.store(at, tile, mask=inside if EVEN else inside & (d < width))
+
+
 def strides(x: Tensor) -> tuple[int, int, int]:
     """The strides of sequences, heads and tokens of x [b, h, n, d], whose d is contiguous."""
     assert x.stride(3) == 1, f"strides {x.stride()}"
