@@ -31,6 +31,40 @@ class Head(Protocol):
         """(the sum of `losses`, scale times the loss, from which the backward starts)."""
 
 
+def all_tokens(x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(x_TD, labels [T], weights [T]) of a micro-batch; without weights None, which are 1 each."""
+    assert inputs.labels is not None, "losses need labels"
+    weights_T = None if inputs.weights is None else inputs.weights.flatten()
+    return x_TD, inputs.labels.flatten(), weights_T
+
+
+class WeightedTokens:
+    """Selects the tokens whose loss has a weight, so that no others get logits."""
+
+    def __init__(self, build: LayerFactory) -> None:
+        rank, shards = build.token_shard
+        # The sets of tokens of which equally many are selected: of each tp rank, or of each model.
+        self.sets = shards * build.num_models
+        self.own = slice(rank, rank + build.num_models)
+
+    def __call__(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`all_tokens` of those [N], x_ND [N/tp, D]. A set with fewer than others is filled up with
+        tokens of weight 0."""
+        if inputs.weights is None:
+            return all_tokens(x_TD, inputs)
+        weights_RT = inputs.weights.reshape(self.sets, -1)
+        has_weight = weights_RT != 0
+        most = max(1, int(has_weight.sum(1).max()))
+        if most == weights_RT.shape[1]:
+            return all_tokens(x_TD, inputs)
+        assert inputs.labels is not None, "losses need labels"
+        first = has_weight.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+        labels_N = inputs.labels.view(self.sets, -1).gather(1, first).flatten()
+        begins = torch.arange(0, len(x_TD), weights_RT.shape[1], device=x_TD.device)
+        rows_N = (first[self.own] + begins[:, None]).flatten()
+        return x_TD[rows_N], labels_N, weights_RT.gather(1, first).flatten()
+
+
 class MaskedTokens(nn.Module):
     """BERT's pre-training head (arXiv:1810.04805): masked tokens, and maybe the order of sentences.
 
@@ -45,10 +79,7 @@ class MaskedTokens(nn.Module):
         self.bias = build.parameter("head.bias")
         name = "gelu" if model.activation == "swiglu" else model.activation
         self.activation = ACTIVATIONS[name].forward
-        rank, shards = build.token_shard
-        # The sets of tokens that have as many predicted ones: of each tp rank, or of each model.
-        self.sets, self.models = shards * build.num_models, build.num_models
-        self.own = slice(rank, rank + build.num_models)
+        self.predicted, self.models = WeightedTokens(build), build.num_models
         self.order: FirstTokens | None = None
         if model.sentence_order:
             self.pooler = build.dense("head.pooler")
@@ -71,7 +102,7 @@ class MaskedTokens(nn.Module):
 
     def token_losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
         """Of the predicted tokens alone."""
-        x_ND, labels_N, weights_N = self._predicted(x_TD, inputs)
+        x_ND, labels_N, weights_N = self.predicted(x_TD, inputs)
         losses = output.losses(self.transformed(x_ND), labels_N)
         return losses if weights_N is None else losses * weights_N
 
@@ -79,28 +110,12 @@ class MaskedTokens(nn.Module):
         self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss
     ) -> tuple[Tensor, Tensor]:
         """(the sum of the losses, scale times it)."""
-        x_ND, labels_N, weights_N = self._predicted(x_TD, inputs)
+        x_ND, labels_N, weights_N = self.predicted(x_TD, inputs)
         total, scaled = output.loss(self.transformed(x_ND), labels_N, weights_N, scale)
         if self.order is None:
             return total, scaled
         of_order, scaled_order = self.order.loss(x_TD, inputs, scale)
         return total + of_order, scaled + scaled_order
-
-    def _predicted(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(x_ND [N/tp, D], labels [N], weights [N]) of the tokens whose loss has a weight; all of
-        them without weights. Each set has equally many, so some may have none."""
-        assert inputs.labels is not None, "losses need labels"
-        labels_T, weights = inputs.labels.flatten(), inputs.weights
-        if weights is None:
-            return x_TD, labels_T, None
-        weights_RT = weights.reshape(self.sets, -1)
-        has_weight = weights_RT != 0
-        most = max(1, int(has_weight.sum(1).max()))
-        first = has_weight.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
-        labels_N = labels_T.view(self.sets, -1).gather(1, first).flatten()
-        begins = torch.arange(0, len(x_TD), weights_RT.shape[1], device=x_TD.device)
-        rows_N = (first[self.own] + begins[:, None]).flatten()
-        return x_TD[rows_N], labels_N, weights_RT.gather(1, first).flatten()
 
 
 class SentenceClasses(nn.Module):

@@ -14,7 +14,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.parameters import TOKEN_TYPES
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.dropout import Dropout
-from mtcli.core.model.heads import HEADS
+from mtcli.core.model.heads import HEADS, WeightedTokens, all_tokens
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
@@ -106,6 +106,7 @@ class Stage(nn.Module):
             self.final_norm = build.norm("final_norm", model)
         if self.is_last and (model.head != "lm" or not tied):
             self.head = HEADS[model.head](model, build, seed)
+        self.weighted_tokens = WeightedTokens(build)
 
     @property
     def output(self) -> TokenLoss:
@@ -144,9 +145,10 @@ class Stage(nn.Module):
         """
         if self.model.head != "lm":
             return self.head.loss(x_TD, inputs, scale, self._table_output)
-        assert inputs.labels is not None, "losses need labels"
-        weights_T = None if inputs.weights is None else inputs.weights.flatten()
-        return self.output.loss(x_TD, inputs.labels.flatten(), weights_T, scale)
+        # On a GPU the host would wait for how many they are, and a graph is of as many always.
+        selects = x_TD.device.type == "cpu" and not torch.compiler.is_compiling()
+        tokens = (self.weighted_tokens if selects else all_tokens)(x_TD, inputs)
+        return self.output.loss(*tokens, scale)
 
     @property
     def _table_output(self) -> TokenLoss | None:

@@ -1,5 +1,6 @@
 """Loss weights: one rank gives the plain weighted mean, and every layout the one-rank run."""
 
+from contextlib import closing
 from functools import cache
 
 import numpy as np
@@ -13,6 +14,7 @@ from tiny import Samples, Weighted, run_config
 
 from mtcli.core.config import rules
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise, load_weights
@@ -92,6 +94,23 @@ def test_one_rank_gives_the_weighted_mean_of_transformers_model(gpt2):
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert step.loss == pytest.approx(loss.item(), rel=1e-5)
     assert step.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_logits_are_made_of_tokens_whose_loss_has_a_weight_alone(monkeypatch):
+    config = Row("llama", 1, {}, {"micro_batch_size": 2}).config()
+    trainer, samples, rows = Trainer(config, ALONE), Weighted(config), []
+    initialise(trainer)
+    forward = VocabCrossEntropy.forward
+
+    def counted(ctx, logits, *rest):
+        rows.append(len(logits))
+        return forward(ctx, logits, *rest)
+
+    monkeypatch.setattr(VocabCrossEntropy, "forward", staticmethod(counted))
+    with closing(MicroBatchLoader(samples, config, trainer.groups)) as loader:
+        trainer.train_step(loader)
+    weights = samples.loss_weights(0, 4).reshape(2, -1)
+    assert rows == [max(1, count) for count in (weights != 0).sum(1)] and min(rows) < 16
 
 
 BITS = [
