@@ -176,6 +176,12 @@ def test_documents_of_rows_have_the_values_and_gradients_that_each_has_alone(dty
         assert (mine.double() - exact).norm() < tight * exact.norm()
 
 
+def test_short_documents_of_a_row_share_gemms_until_their_masked_scores_cost_more():
+    assert cpu.document_groups([5, 27, 1, 12, 19], 4, 32) == [[5, 27], [1, 12, 19]]
+    long = int((cpu.MASKED_SCORES / 8) ** 0.5) + 1
+    assert cpu.document_groups([long, long, 3], 4, 2 * long + 3) == [[long], [long, 3]]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_long_rows_and_rows_without_gradients_give_the_same_values(causal):
     q, k, v, _ = made("many", torch.float32)
