@@ -56,20 +56,22 @@ class Bucket:
             part += size
         self.flat = like.new_zeros(owners.size, part)
         self.owned = self.flat[owners.rank]  # reduced in place
+        self.columns = {
+            n: self.flat[:, s.offset : s.offset + s.size] for n, s in self.slots.items()
+        }
         self.work: Pending | None = None
         self.started = False
 
     def put(self, name: str, grad: Tensor, first: bool) -> None:
         """Adds a micro-batch's gradient; the first of a step replaces what was there."""
-        slot, target = self.slots[name], self._columns(self.flat, name)
-        rows = grad.reshape(slot.shape[0], -1)
-        missing = slot.rows * self.owners.size - len(rows)
-        rows = F.pad(rows, (0, 0, 0, missing)) if missing else rows
-        (target.copy_ if first else target.add_)(rows.view(target.shape))
+        slot, target = self.slots[name], self.columns[name]
+        if missing := slot.rows * self.owners.size - slot.shape[0]:
+            grad = F.pad(grad.reshape(slot.shape[0], -1), (0, 0, 0, missing))
+        (target.copy_ if first else target.add_)(grad.reshape(target.shape))
 
     def clear(self, name: str) -> None:
         """Zeroes a gradient."""
-        self._columns(self.flat, name).zero_()
+        self.columns[name].zero_()
 
     def start(self) -> None:
         """Starts the reduction, which overlaps what this rank computes next."""
@@ -121,13 +123,9 @@ class Bucket:
         """Waits and writes all owners' rows; `own`, which is sent, stays alive until then."""
         work.wait()
         for name, slot in self.slots.items():
-            columns = self._columns(gathered, name)
+            columns = gathered[:, slot.offset : slot.offset + slot.size]
             rows = columns.reshape(self.owners.size * slot.rows, *slot.shape[1:])
             parameters[name].copy_(rows[: slot.shape[0]])
-
-    def _columns(self, flat: Tensor, name: str) -> Tensor:
-        slot = self.slots[name]
-        return flat[:, slot.offset : slot.offset + slot.size]
 
 
 NamedParameters = list[tuple[str, nn.Parameter]]
