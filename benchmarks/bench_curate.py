@@ -398,7 +398,7 @@ def labelled_scores(folder, source, threshold=0.7):
     return {name: f1(work(), truth) for name, work in contenders.items()}
 
 
-def scaling(source, repeats, folder, megabytes=240):
+def scaling(source, repeats, folder, megabytes=480):
     """Seconds by the clock on one worker over those on two, the least of each: at an idle machine
     only. There are blocks and shards enough that both workers end together."""
     path, _ = write_corpus(texts_of(megabytes, source), folder / "scaling")

@@ -18,6 +18,7 @@ from mtcli.core.curate.shards import ShardJob, gather_routes, route_slice, write
 from mtcli.core.curate.workers import Runner, Work
 from mtcli.core.runtime.process_pool import Progress
 
+LIGHT_ITEMS = 64  # of a millisecond or two each: a process takes 25 ms to start and to end
 Make = Callable[[Any, Path, Progress], None]  # writes the files of an item into a folder
 
 
@@ -27,7 +28,7 @@ class Engine(Protocol):
     def map(
         self, work: Work, items: Sequence[Any], total: float, what: str, unit: str = "it"
     ) -> Iterator[Any]:
-        """Yields `work(item, progress)` of each item, in order."""
+        """Yields `work(item, progress)` of each item, in order: light work, a part or less each."""
 
     def make(
         self, work: Make, items: Mapping[int, Any], folder: Path, what: str, unit: str = "it"
@@ -57,8 +58,10 @@ class LocalEngine(NamedTuple):
     def map(
         self, work: Work, items: Iterable[Any], total: float, what: str, unit: str = "it"
     ) -> Iterator[Any]:
-        """Maps over forked processes."""
-        return Runner(self.workers)(work, items, total, what, unit)
+        """Maps over forked processes, where there are enough items for several."""
+        items = list(items)
+        workers = min(self.workers, len(items) // LIGHT_ITEMS)
+        return Runner(workers)(work, items, total, what, unit)
 
     def make(
         self, work: Make, items: Mapping[int, Any], folder: Path, what: str, unit: str = "it"
@@ -68,7 +71,7 @@ class LocalEngine(NamedTuple):
         paths = {number: part_folder(folder, number) for number in items}
         missing = [(path, items[number]) for number, path in paths.items() if not path.exists()]
         total = sum(item.size if unit == "B" else 1 for _, item in missing)
-        for _ in self.map(partial(_make, work, unit), missing, total, what, unit):
+        for _ in Runner(self.workers)(partial(_make, work, unit), missing, total, what, unit):
             pass
         return {number: Folder(path) for number, path in paths.items()}
 
@@ -81,10 +84,7 @@ class LocalEngine(NamedTuple):
     ) -> Removals:
         """Sorts each band's hashes in a process, and joins the pairs in this one."""
 
-        def run(work: Work, items: Iterable[Any], count: int, what: str) -> Iterator[Any]:
-            return self.map(work, items, count, what)
-
-        return find_near(corpus, config, priority, folder, run)
+        return find_near(corpus, config, priority, folder, Runner(self.workers))
 
     def write(self, job: ShardJob) -> list[dict[str, Any]]:
         """Routes documents to shards in this process, and writes a shard at a time in each."""
@@ -92,7 +92,7 @@ class LocalEngine(NamedTuple):
         routes = self.map(partial(route_slice, job.plan), slices, len(slices), "sort ids")
         count = len(job.plan.names)
         work = partial(write_shard, job, gather_routes(list(routes), job.plan))
-        return list(self.map(work, range(count), count, "write shards"))
+        return list(Runner(self.workers)(work, range(count), count, "write shards"))
 
 
 def _make(work: Make, unit: str, item: tuple[Path, Any], progress: Progress) -> None:
