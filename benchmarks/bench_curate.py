@@ -1,6 +1,7 @@
 """Measures `mtcli curate`: each stage per core, recall and F1 of duplicates, beside its peers.
 
-    python benchmarks/bench_curate.py [--mb 20] [--repeats 3] [--only NAME...] [--json FILE]
+    python benchmarks/bench_curate.py [--mb 20] [--repeats 3] [--only NAME...] [--json FILE] \
+        [--plot docs/images/curate-memory.png]
 
 Rates are megabytes of text per second of processor time, of one process with one thread: the best
 of --repeats, the contenders taking turns in this process, so that ratios hold on a busy machine
@@ -214,7 +215,7 @@ def head(texts, folder):
     return sum(spent) / (stage["documents_in"] - stage["documents_out"]) * 1e6
 
 
-def memory(source, folder, sizes=(20, 40, 80, 160)):
+def memory(source, folder, sizes=(20, 40, 80, 160, 320, 640, 1280)):
     """The most resident megabytes of a run on one worker, by megabytes of text."""
     found = {}
     for megabytes in sizes:
@@ -226,6 +227,18 @@ def memory(source, folder, sizes=(20, 40, 80, 160)):
         )
         found[megabytes] = round(int(done.stdout.split()[-2]) * 1024 / 1e6)
     return found
+
+
+def draw_memory(found, path):
+    """The most memory of a run over the text it has read."""
+    from matplotlib.figure import Figure
+
+    axes = (figure := Figure(figsize=(6, 3.4), layout="constrained")).subplots()
+    axes.plot([int(size) for size in found], list(found.values()), "o-", color="#2f6fb0")
+    axes.axhline(2048, color="#888", linestyle="--", label="2 GiB, the limit for 10 GB")
+    axes.set(xscale="log", ylim=(0, 2300), xlabel="MB of text", ylabel="MB at the peak, one worker")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 # Peers
@@ -419,6 +432,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="of the figures' names")
     parser.add_argument("--json")
+    parser.add_argument("--plot", help="draw the growth of memory into this PNG")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     source = random.Random(0)
@@ -445,6 +459,8 @@ def main():
     sys.stdout.write(text + "\n")
     if options.json:
         Path(options.json).write_text(text + "\n")
+    if options.plot:
+        draw_memory(found["memory_mb_by_mb"], options.plot)
 
 
 if __name__ == "__main__":
