@@ -11,9 +11,9 @@ from functools import singledispatch
 from math import ceil, log2
 
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.plan.arithmetic import moved_bytes
 from mtcli.core.plan.elements import RankElements
-from mtcli.core.plan.exchange import busiest_bytes, exchange_arithmetic
+from mtcli.core.plan.exchange.arithmetic import moved_bytes
+from mtcli.core.plan.exchange.methods import exchange_of
 from mtcli.core.plan.gpu_time import Physics, dense_gemms
 from mtcli.core.plan.grid import grid_traffic
 from mtcli.core.plan.hardware import Device
@@ -173,8 +173,8 @@ def exchange_seconds(work: Workload, pp_rank: int, device: Device, physics: Phys
     if replicas == 1:
         return 0.0
     stride = work.layout.tp * work.layout.cp * work.layout.dp
-    sent = busiest_bytes(work, pp_rank, tree=False)
-    moved = moved_bytes(exchange_arithmetic(work, pp_rank))
+    exchange = exchange_of(work, pp_rank)
+    sent, moved = exchange.busiest_bytes(tree=False), moved_bytes(exchange.arithmetic())
     crossing = ring_seconds(sent * replicas / (replicas - 1), replicas, stride, device, physics)
     return crossing + moved / (device.memory_bandwidth * physics.memory)
 

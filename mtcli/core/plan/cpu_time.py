@@ -11,11 +11,11 @@ from dataclasses import replace
 from math import log
 from operator import mul
 
-from mtcli.core.plan.arithmetic import cpu_seconds
 from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration, Exchange
 from mtcli.core.plan.communication import data_groups
 from mtcli.core.plan.elements import block_elements, rank_elements
-from mtcli.core.plan.exchange import busiest_bytes, exchange_arithmetic
+from mtcli.core.plan.exchange.arithmetic import cpu_seconds
+from mtcli.core.plan.exchange.methods import exchange_of
 from mtcli.core.plan.gpu_time import dense_gemms
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.workload import Costs, Pass, Workload
@@ -272,11 +272,13 @@ def _gradients(pp_rank: int, work: Workload, device: Device) -> float:
 def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
     """Mean seconds per step of what a rank sends to other replicas, as a gather of as much, and of
     the arithmetic for it."""
-    replicas, sent = work.layout.replicas, busiest_bytes(work, pp_rank, tree=True)
+    replicas = work.layout.replicas
     if replicas == 1:
         return 0.0
+    exchange = exchange_of(work, pp_rank)
+    sent = exchange.busiest_bytes(tree=True)
     stride = work.layout.tp * work.layout.cp * work.layout.dp
-    computed = cpu_seconds(exchange_arithmetic(work, pp_rank), calibration_of(device))
+    computed = cpu_seconds(exchange.arithmetic(), calibration_of(device))
     return computed + _link(device, "gather", sent * replicas / (replicas - 1), replicas, stride)
 
 

@@ -21,7 +21,7 @@ from mtcli.core.plan.elements import (
     rank_elements,
     update_bytes,
 )
-from mtcli.core.plan.exchange import exchange_state_bytes
+from mtcli.core.plan.exchange.methods import exchange_of
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.tape.ops import Kernels, Shapes, panel_buffers
 from mtcli.core.plan.tape.stage import StageBytes, stage_bytes
@@ -200,7 +200,7 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
     counted with the optimizer's.
     """
     elements, sizes = rank_elements(work, pp_rank, owner), work.sizes
-    exchange = exchange_state_bytes(work, pp_rank)
+    exchange = round(exchange_of(work, pp_rank).state_bytes())
     untrained = elements.untrained * sizes.gradient + elements.frozen * sizes.weight
     if is_sharded(work):
         rows, width = elements.shard, sizes.master or sizes.weight

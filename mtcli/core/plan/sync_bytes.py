@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mtcli.core.mesh.sharding import Parameter, owner_axes
 from mtcli.core.plan.elements import is_sharded, trained_of_rank
-from mtcli.core.plan.exchange import exchanged_bytes
+from mtcli.core.plan.exchange.methods import exchange_of
 from mtcli.core.plan.workload import Workload
 
 
@@ -40,7 +40,7 @@ def rank_sync_bytes(work: Workload, pp_rank: int) -> SentBytes:
         # stay until the backward, where no head reads them.
         stays = parameter.owner == "first" and stage != last
         inside += _inside(parameter, work, gathers=1 if stays else 2)
-    return SentBytes(inside, exchanged_bytes(work, pp_rank))
+    return SentBytes(inside, exchange_of(work, pp_rank).sent_bytes())
 
 
 def _inside(parameter: Parameter, work: Workload, gathers: int) -> float:

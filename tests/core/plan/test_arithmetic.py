@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcli.core.parallel.transport import process_group
 from mtcli.core.plan.calibration import Calibration
-from mtcli.core.plan.exchange import exchange_arithmetic, owned_sizes
+from mtcli.core.plan.exchange.methods import exchange_of, owned_sizes
 from mtcli.core.plan.hardware import GPUS, HERE
 from mtcli.core.plan.predict import predict_workload
 from mtcli.core.plan.workload import Workload
@@ -147,7 +147,7 @@ def configured(sync, optimizer):
 @pytest.mark.parametrize("row", ROWS)
 def test_an_exchange_handles_as_many_elements_of_each_kind_as_are_planned(row):
     work, planned = Workload.of(configured(*ROWS[row]), RANKS), Counter()
-    for kind, elements, _ in exchange_arithmetic(work, 0):
+    for kind, elements, _ in exchange_of(work, 0).arithmetic():
         planned[kind] += elements
     optimizer = next(name for name, fields in OPTIMIZERS.items() if fields == ROWS[row][1])
     found, alone = in_a_run(row), in_a_run(optimizer)
@@ -168,8 +168,8 @@ def step_seconds(sync, optimizer, known):
 def test_a_step_takes_longer_by_its_arithmetic(row):
     free = replace(MADE_UP, arithmetic=dict.fromkeys(MADE_UP.arithmetic, (0.0, 0.0)))
     work, least = step_seconds(*ROWS[row], free)
-    for kind in {each.kind for each in exchange_arithmetic(work, 0)}:
-        same = [each for each in exchange_arithmetic(work, 0) if each.kind == kind]
+    for kind in {each.kind for each in exchange_of(work, 0).arithmetic()}:
+        same = [each for each in exchange_of(work, 0).arithmetic() if each.kind == kind]
         for prices, count in (
             ((0.0, 1e-3), sum(each.elements for each in same)),
             ((1e-3, 0.0), sum(each.calls for each in same)),

@@ -4,8 +4,8 @@ import pytest
 from ranks import run_ranks
 from tiny import GPT, Samples, run_config
 
-from mtcli.core.plan.exchange import exchange_state_bytes, exchanged_bytes
-from mtcli.core.plan.sync_decentralized import graph_facts
+from mtcli.core.plan.exchange.decentralized import graph_facts
+from mtcli.core.plan.exchange.methods import exchange_of
 from mtcli.core.plan.workload import Workload
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
@@ -52,10 +52,10 @@ def test_planned_bytes_and_memory_are_those_of_a_run(world):
     ranks = run_ranks(world, counted, configs)
     for i, config in enumerate(configs):
         sent = sum(rank[i][0] for rank in ranks) / (2 * world)
-        work = Workload.of(config, world)
-        assert sent == pytest.approx(exchanged_bytes(work, 0), rel=0.01)
+        planned = exchange_of(Workload.of(config, world), 0)
+        assert sent == pytest.approx(planned.sent_bytes(), rel=0.01)
         kept = max(rank[i][1] for rank in ranks)
-        assert kept == pytest.approx(exchange_state_bytes(work, 0), rel=0.01)
+        assert kept == pytest.approx(planned.state_bytes(), rel=0.01)
     assert [bool(kept) for _, kept in ranks[0]] == [
         config.overlaps_neighbours for config in configs
     ]

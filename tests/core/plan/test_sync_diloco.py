@@ -5,8 +5,9 @@ from ranks import run_ranks
 from tiny import BIASED, GPT, MOE, Samples, run_config
 
 from mtcli.core.config.sync import SyncConfig
-from mtcli.core.plan.exchange import exchange_state_bytes, exchanged_bytes, owned_sizes
-from mtcli.core.plan.sync_diloco import diloco_bytes
+from mtcli.core.plan.exchange.diloco import DiLoCoCosts
+from mtcli.core.plan.exchange.methods import exchange_of, owned_sizes
+from mtcli.core.plan.exchange.share import ReplicaShare
 from mtcli.core.plan.workload import Workload
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
@@ -24,7 +25,7 @@ SYNCS = {
 }
 
 
-def sent(runtime, config):
+def measured(runtime, config):
     """(bytes that this rank sent in some steps, owned elements, bytes of the exchange's state)."""
     trainer = Trainer(config, runtime)
     initialise(trainer)
@@ -45,11 +46,13 @@ def test_planned_bytes_are_those_that_a_run_sends_and_keeps(sync, train):
         train=train | {"steps": STEPS},
         batch={"global_batch_size": 3},
     )
-    ranks, work = run_ranks(3, sent, config), Workload.of(config, 3)
+    ranks, work = run_ranks(3, measured, config), Workload.of(config, 3)
     assert ranks[0][1] == owned_sizes(work, 0)
-    planned = exchanged_bytes(work, 0)
-    assert sum(count for count, *_ in ranks) / 3 / STEPS == pytest.approx(planned, rel=1e-6)
-    assert [kept for *_, kept in ranks] == [exchange_state_bytes(work, 0)] * 3
+    planned = exchange_of(work, 0)
+    assert sum(count for count, *_ in ranks) / 3 / STEPS == pytest.approx(
+        planned.sent_bytes(), rel=1e-6
+    )
+    assert [kept for *_, kept in ranks] == [planned.state_bytes()] * 3
 
 
 def elements(runtime, config):
@@ -81,7 +84,6 @@ def test_owned_elements_are_the_mean_of_those_that_ranks_optimizers_have(model, 
 def test_a_run_that_ends_before_its_first_exchange_sends_nothing():
     sync = SyncConfig(method="diloco", period=8, fragments=2)
     sizes = {"blocks.0.w": 999, "blocks.1.w": 999}  # and one value more says who takes part
-    exchanges = [
-        diloco_bytes(sync, steps, 2, sizes, 4) * steps / 8000 for steps in (3, 4, 7, 8, 11, 12)
-    ]
+    shares = [ReplicaShare(sync, steps, 2, sizes, 4, 4) for steps in (3, 4, 7, 8, 11, 12)]
+    exchanges = [DiLoCoCosts(share).sent_bytes() * share.steps / 8000 for share in shares]
     assert exchanges == [0.0, 0.5, 0.5, 1.0, 1.0, 1.5]

@@ -10,7 +10,8 @@ from trained import checkpoint_of, save_to
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.optim.lr_schedule import learning_rate
-from mtcli.core.plan.sync_onebit import onebit_bytes, onebit_state
+from mtcli.core.plan.exchange.onebit import OneBitCosts
+from mtcli.core.plan.exchange.share import ReplicaShare
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise, resume
@@ -412,9 +413,13 @@ def test_plan_tells_the_bytes_that_are_sent_and_kept(world, parallel, precision)
     config = config_of(model, parallel, 3 * (replicas == 3), precision=precision, steps=6, **train)
     width = 4 if precision == "fp32" else 2
     ranks = run_ranks(world, measured, config, 6)
-    planned = [onebit_bytes(config.sync, 6, replicas, owned, width) for _, owned, _ in ranks]
-    assert sum(sum(sent) for sent, *_ in ranks) / 6 == pytest.approx(sum(planned), rel=0.01)
-    kept = sum(onebit_state("lamb", replicas, width) * owned for _, owned, _ in ranks)
+    planned = [
+        OneBitCosts(ReplicaShare(config.sync, 6, replicas, {"w": owned}, width, width, "lamb", 2))
+        for _, owned, _ in ranks
+    ]
+    sent = sum(one.sent_bytes() for one in planned)
+    assert sum(sum(steps) for steps, *_ in ranks) / 6 == pytest.approx(sent, rel=0.01)
+    kept = sum(one.state_bytes() for one in planned)
     assert sum(state for *_, state in ranks) == pytest.approx(kept, rel=1e-6)
 
 

@@ -1,6 +1,6 @@
 """Counts the arithmetic of replicas' exchanges, and prices it.
 
-Methods say how many elements go through which kind of arithmetic (`sync_*.py`). A CPU's seconds
+Methods say how many elements go through which kind of arithmetic. A CPU's seconds
 per call and per element are calibrated with the same functions; a GPU takes as long as the bytes
 that a kind reads and writes take in its memory.
 """

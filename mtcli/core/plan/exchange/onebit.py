@@ -1,0 +1,51 @@
+"""1-bit LAMB and 1-bit Adam (sync/onebit.py): gradients in the warm-up, then signs of momenta."""
+
+from collections.abc import Iterator
+
+from mtcli.core.plan.exchange.arithmetic import Arithmetic, passes, times
+from mtcli.core.plan.exchange.share import ReplicaShare
+
+# Elementwise operations of a frozen update beyond those of the optimizer's own, which is fused.
+MORE_PASSES = 4
+SCALARS = 8, 8  # bytes of a replica's scale, which is gathered, and of the sum that servers reduce
+
+
+class OneBitCosts:
+    """Costs of 1-bit LAMB and Adam: both ways are a reduce-scatter and an all-gather."""
+
+    def __init__(self, share: ReplicaShare) -> None:
+        self.share = share
+        warm = min(share.sync.warmup(share.steps), share.steps)
+        self.warm, self.frozen = warm / share.steps, (share.steps - warm) / share.steps
+
+    def sent_bytes(self) -> float:
+        """Of elements as wide as weights in the warm-up, and of a bit each then."""
+        n, both_ways, elements = self.share.replicas, self.share.both_ways, self.share.elements
+        compressed = both_ways * (elements / 8 + SCALARS[1]) + (n - 1) * SCALARS[0]
+        return self.warm * both_ways * elements * self.share.weight + self.frozen * compressed
+
+    def busiest_bytes(self, tree: bool) -> float:
+        """See ExchangeCosts."""
+        return self.sent_bytes()
+
+    def state_bytes(self) -> float:
+        """The errors of what a replica and its server send, and LAMB's fresh variance."""
+        each = 1 + 1 / self.share.replicas + (self.share.optimizer == "lamb")
+        return max(4, self.share.weight) * each * self.share.elements
+
+    def arithmetic(self) -> Iterator[Arithmetic]:
+        """Yields a momentum as it is updated and scaled, added to the error and squared; signs are
+        packed for all servers, and unpacked from all replicas, and from all servers."""
+        elements, tensors, n = self.share.elements, len(self.share.sizes), self.share.replicas
+        # vector, chunks to servers, the mean of n of them and back
+        yield from times(self.warm, [passes(4 + 1 / n, elements), passes(1, elements, tensors)])
+        compressed = [
+            passes(5, elements, tensors),  # momentum, scaled; error and its square
+            Arithmetic("sign", elements * (1 + 1 / n), n + 1),
+            Arithmetic("unsign", 2 * elements, 2 * n),
+            passes(1, elements, n),  # to the server's error
+            passes(1 / n, elements, tensors),  # squared
+            passes(1, elements),  # of all servers, one after another
+            passes(1 + MORE_PASSES, elements, tensors),  # divided by its scale, and taken
+        ]
+        yield from times(self.frozen, compressed)

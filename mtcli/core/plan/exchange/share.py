@@ -1,0 +1,72 @@
+"""What every method is asked, and what it is told of a rank."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from mtcli.core.config.schema import OptimizerName
+from mtcli.core.config.sync import SyncConfig
+from mtcli.core.plan.exchange.arithmetic import Arithmetic
+
+
+class ReplicaShare(NamedTuple):
+    """A rank's share of an exchange among `replicas`, over a run of `steps`."""
+
+    sync: SyncConfig
+    steps: int
+    replicas: int
+    sizes: Mapping[str, int]  # elements of each parameter that its optimizer updates
+    weight: int  # bytes of an element
+    master: int  # the same of master weights, or of weights without
+    optimizer: OptimizerName = "sgd"
+    num_moments: int = 1
+    overlaps: bool = False  # neighbours exchange while the step is computed
+
+    @property
+    def elements(self) -> int:
+        """Those of all parameters."""
+        return sum(self.sizes.values())
+
+    @property
+    def both_ways(self) -> float:
+        """Bytes that a rank sends for each byte of a ring's all-reduce: 2 (n-1)/n."""
+        return 2 * (self.replicas - 1) / self.replicas
+
+
+class ExchangeCosts(Protocol):
+    """A method's costs for a rank: means per step of the run, and memory."""
+
+    def sent_bytes(self) -> float:
+        """Bytes that it sends to other replicas, as the mean over them."""
+
+    def busiest_bytes(self, tree: bool) -> float:
+        """Bytes that leave the replica that sends most: a step takes as long as those.
+
+        The source of a broadcast sends all of it: to the next rank of a ring (NCCL), or, as the
+        root of a `tree`, to log2 of them (gloo).
+        """
+
+    def arithmetic(self) -> Iterator[Arithmetic]:
+        """What it computes beyond the optimizer's update."""
+
+    def state_bytes(self) -> float:
+        """Bytes that it keeps besides the optimizer's state."""
+
+
+class NoCosts:
+    """That of a single replica."""
+
+    def sent_bytes(self) -> float:
+        """None."""
+        return 0.0
+
+    def busiest_bytes(self, tree: bool) -> float:
+        """None."""
+        return 0.0
+
+    def arithmetic(self) -> Iterator[Arithmetic]:
+        """None."""
+        return iter(())
+
+    def state_bytes(self) -> float:
+        """None."""
+        return 0.0
