@@ -80,7 +80,7 @@ SLOW = {
     },
     "test_arithmetic.py": {
         "test_an_exchange_handles_as_many_elements_of_each_kind_as_are_planned": (
-            "signs", "4 bits", "largest", "neighbours",
+            "signs", "4 bits",
         ),
     },
     "test_sync_diloco.py": {

@@ -43,7 +43,7 @@ INSTEAD = "a roofline takes its place"
 Facts = dict[str, Any]
 Measure = Callable[[Facts], str]
 Exchange = Literal["gather", "scatter", "reduce", "exchange", "hop"]
-# What replicas' exchanges compute (`plan/arithmetic.py`).
+# What replicas' exchanges compute (`plan/exchange/arithmetic.py`).
 Kind = Literal[
     "pass", "sign", "unsign", "select", "scatter", "compress_2", "decompress_2", "compress_4",
     "decompress_4", "compress_8", "decompress_8",
