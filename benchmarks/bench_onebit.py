@@ -28,8 +28,8 @@ SETTINGS += ["batch.seq_len=64", "batch.micro_batch_size=8", "batch.global_batch
 SETTINGS += ["optimizer.warmup_steps=20", "train.log_every=1000", "train.eval_batches=16"]
 LAMB, ADAM = ["optimizer.name=lamb", "optimizer.lr=0.03"], ["optimizer.lr=0.003"]
 ONE_BIT = ["sync.method=onebit"]
-VARIANTS = {  # name: (settings, attributes of OneBit)
-    "LAMB": (LAMB, {}),
+VARIANTS = {  # name: (settings, attributes of OneBit); of LAMB and 1-bit LAMB each at its best rate
+    "LAMB": ([*LAMB, "optimizer.lr=0.045"], {}),
     "1-bit LAMB": ([*LAMB, *ONE_BIT], {}),
     "without scaling": ([*LAMB, *ONE_BIT], {"_scales": False}),
     "without feedback": ([*LAMB, *ONE_BIT], {"_keeps_errors": False}),

@@ -4,6 +4,9 @@ A record of a WARC file is a document whose id is the record's own, or made of t
 record's number; `url` and `date` are kept beside it.
 """
 
+import gzip
+import io
+import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +17,8 @@ from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import ExtractConfig
 from mtcli.core.curate.documents import BadRecord, Document, key_of, made_key, stem
 from mtcli.core.curate.extras import require
-from mtcli.core.data.documents import HELD_BYTES, WINDOW
+from mtcli.core.data.compressed import PIECE_BYTES, pieces
+from mtcli.core.data.documents import HELD_BYTES
 from mtcli.core.data.sources import SourceFile
 from mtcli.core.runtime.process_pool import Progress
 
@@ -31,39 +35,64 @@ def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Doc
     A record of more than HELD_BYTES is bad; so is what a damaged file ends in.
     """
     warc = require("fastwarc.warc", "extract")
-    number, last = 0, 0
+    number = last = 0
     with open_untrusted(source.path) as file:
-        records = warc.ArchiveIterator(file, parse_http=True, auto_decode="all")
+        stream = _Stream(_parts(file, source))
+        records = warc.ArchiveIterator(stream, parse_http=True, auto_decode="all")
         while True:
             number += 1
             try:
                 record = next(records, None)
                 if record is None:
                     break
-                progress(record.stream_pos - last)
-                last = record.stream_pos
                 document = _document(record, name, number)
             except Exception as error:  # a library's own, of many kinds, for a damaged record
-                yield BadRecord(name, number, f"a damaged WARC record: {error}")
+                ended = stream.error or error
+                yield BadRecord(name, number, f"a damaged WARC record: {ended}")
                 return
+            progress(file.tell() - last)
+            last = file.tell()
             if document:
                 yield document
         progress(source.size - last)
-        if number == 1 or not _ends(file, last, source):
+        if number == 1 or stream.error or stream.end != END:
             # The library takes what is left of a record for the end of the file.
             yield BadRecord(name, number, "the file ends inside a WARC record")
 
 
-def _ends(file: IO[bytes], last: int, source: SourceFile) -> bool:
-    """Whether the last record of a file is whole."""
-    if not source.compression:
-        file.seek(max(0, source.size - len(END)))
-        return file.read() == END
-    file.seek(last)
-    decoder = zlib.decompressobj(31)
-    while not decoder.eof and (data := file.read(WINDOW)):
-        decoder.decompress(data)
-    return decoder.eof
+def _parts(file: IO[bytes], source: SourceFile) -> Iterator[bytes]:
+    """The contents of a file, decompressed, up to where it is damaged."""
+    if source.compression != ".gz":
+        return pieces(file, source.compression, source.path)
+    # read1, since read drops what it has when a file ends early.
+    return iter(partial(gzip.GzipFile(fileobj=file).read1, PIECE_BYTES), b"")
+
+
+class _Stream(io.RawIOBase):
+    """A file of pieces; `end` are the last bytes that were read, `error` what ended it early."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self.parts, self.held, self.place = parts, b"", 0
+        self.end, self.error = b"", None
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """The place reached so far, which is all that the library asks for."""
+        assert (offset, whence) == (0, io.SEEK_CUR), "a stream goes on"
+        return self.place
+
+    def read(self, size: int = -1) -> bytes:
+        """At most `size` bytes; none at the end."""
+        while not self.held:
+            try:
+                self.held = next(self.parts, b"")
+            except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+                self.error = error
+            if not self.held:
+                return b""
+        size = len(self.held) if size < 0 else size
+        found, self.held = self.held[:size], self.held[size:]
+        self.end, self.place = (self.end + found[-len(END) :])[-len(END) :], self.place + len(found)
+        return found
 
 
 def _document(record: Any, name: str, number: int) -> Document | BadRecord | None:
@@ -87,7 +116,7 @@ def _document(record: Any, name: str, number: int) -> Document | BadRecord | Non
     key = key_of(identity) if identity else made_key(name, number)
     assert key is not None, "text is an id"
     fields = {"url": headers.get("WARC-Target-URI"), "date": headers.get("WARC-Date")}
-    source = stem(name.removesuffix(".gz"))
+    source = stem(name)
     kept = {field: value for field, value in fields.items() if value is not None}
     return Document(key, source, "", len(html), kept, html)
 

@@ -1,6 +1,9 @@
 """The stages of one document at a time, each beside the library or the paper that it follows."""
 
+import bz2
+import gzip
 import importlib
+import lzma
 import pydoc
 import random
 import re
@@ -8,6 +11,7 @@ import re
 import ftfy
 import numpy as np
 import pytest
+import zstandard
 from corpora import refusal, removed, shards, warc_bytes, write_jsonl
 
 from mtcli.core.curate.batch import Batch, lower
@@ -199,6 +203,19 @@ def test_pages_of_a_warc_file_become_text(engine, pages, run, tmp_path):
     assert "reading\nand writing" in text or "reading and writing" in re.sub(r"\s+", " ", text)
     assert "<" not in text.split("\n")[0] and found["http://x/csv"]["id"] == "urn:test:http://x/csv"
     assert "http://x/empty" in {line["id"].removeprefix("urn:test:") for line in removed(out)}
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".bz2", ".zst"])
+def test_a_warc_file_may_be_compressed_as_a_whole(ending, pages, run, tmp_path):
+    plain = gzip.decompress(warc_bytes(pages))
+    pack = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}
+    pack[".zst"] = zstandard.ZstdCompressor().compress
+    path = tmp_path / f"a.warc{ending}"
+    path.write_bytes(pack[ending](plain))
+    out = run(path, stages=["extract"])
+    assert {record["url"] for record in shards(out)} == {url for url, *_ in pages}
+    path.write_bytes(pack[ending](plain)[:-40])
+    assert "WARC record" in refusal(lambda: run(path, stages=["extract"], force=True))
 
 
 def test_a_warc_file_that_ends_early_is_a_bad_record_and_none_without_extract(pages, run, tmp_path):

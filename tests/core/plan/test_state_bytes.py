@@ -28,6 +28,9 @@ ROWS = {
     "folded": (4, MOE, {"tp": 2, "ep": 2, "etp": 2}, "fp32"),
     "lamb, zero=1, masters": (4, GPT, {"pp": 2, "zero": 1}, "bf16"),
     "lamb, zero=3 of experts": (4, MOE, {"ep": 2, "zero": 3}, "bf16"),
+    "lamb, onebit, one replica": (2, GPT, {"tp": 2}, "bf16"),
+    "lamb, onebit": (2, GPT, {}, "fp32"),
+    "onebit, one replica": (1, GPT, {}, "fp32"),
 }
 
 
@@ -40,7 +43,9 @@ def _allocated(runtime, config):
 def test_the_planned_state_bytes_are_those_that_the_fullest_rank_allocates(row):
     world, model, parallel, precision = ROWS[row]
     rule = {"name": "lamb" if row.startswith("lamb") else "adamw"}
-    config = run_config(model, parallel=parallel, optimizer=rule, train={"precision": precision})
+    sync = {"method": "onebit", "warmup_steps": 2} if "onebit" in row else {}
+    train = {"precision": precision}
+    config = run_config(model, parallel=parallel, optimizer=rule, sync=sync, train=train)
     work = Workload.of(config, world)
     found = run_ranks(world, _allocated, config)
     for pp_rank in range(work.layout.pp):

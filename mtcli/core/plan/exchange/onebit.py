@@ -29,14 +29,18 @@ class OneBitCosts:
         return self.sent_bytes()
 
     def state_bytes(self) -> float:
-        """The errors of what a replica and its server send, and LAMB's fresh variance."""
-        each = 1 + 1 / self.share.replicas + (self.share.optimizer == "lamb")
+        """The errors of what a replica and its server send, and LAMB's fresh variance, which a
+        single replica keeps too."""
+        errors = 1 + 1 / self.share.replicas if self.share.replicas > 1 else 0
+        each = errors + (self.share.optimizer == "lamb")
         return max(4, self.share.weight) * each * self.share.elements
 
     def arithmetic(self) -> Iterator[Arithmetic]:
         """Yields a momentum as it is updated and scaled, added to the error and squared; signs are
         packed for all servers, and unpacked from all replicas, and from all servers."""
         elements, tensors, n = self.share.elements, len(self.share.sizes), self.share.replicas
+        if n == 1:
+            return
         # vector, chunks to servers, the mean of n of them and back
         yield from times(self.warm, [passes(4 + 1 / n, elements), passes(1, elements, tensors)])
         compressed = [
