@@ -5,18 +5,21 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import append_untrusted, read_untrusted
 from mtcli.core.curate.config import as_dict
 from mtcli.core.curate.documents import BLOCK_BYTES
 from mtcli.core.curate.report import described
 from mtcli.core.curate.request import Corpora, CurateRequest
-from mtcli.core.data.sources import REPORT
+from mtcli.core.data.sources import REMOVED, REPORT
+from mtcli.core.runtime.atomic_writes import write_text
 
 WORK = ".curate"
+PUBLISHED = "published.json"
 REPORT_HTML = "report.html"
 
 
@@ -50,6 +53,8 @@ def begin(work: Path, request: CurateRequest, corpora: Corpora) -> None:
         raise wrong(message, "give the same ones, or leave --resume out to start over")
     if request.resume and before:
         return
+    for path_left in _named(request.output, work / PUBLISHED):  # by a run killed as it published
+        path_left.unlink()
     for entry in work.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -60,20 +65,46 @@ def begin(work: Path, request: CurateRequest, corpora: Corpora) -> None:
 
 
 def outputs(folder: Path) -> list[Path]:
-    """The shards and reports in a folder."""
-    names = [REPORT, REPORT_HTML]
-    return [*folder.glob("*.jsonl.zst"), *(folder / n for n in names if (folder / n).exists())]
+    """What an earlier run wrote to a folder, as its report says, which is the last. Other files are
+    the user's."""
+    report = folder / REPORT
+    return [*_named(folder, report), *[report] * report.exists()]
 
 
-def require_free(request: CurateRequest) -> None:
-    """Raises MtcliError where an earlier run's files are in the way."""
+def note_published(work: Path, names: Iterable[str]) -> None:
+    """Notes which files are about to be moved to the output folder."""
+    write_text(work / PUBLISHED, json.dumps({"files": sorted(names)}))
+
+
+def _named(folder: Path, listing: Path) -> list[Path]:
+    """The files of a folder that a list names: a report, or what `note_published` wrote."""
+    try:
+        said = json.loads(read_untrusted(listing))
+        names = [*said.get("files", ()), *(shard["name"] for shard in said.get("shards", ()))]
+        names += [REMOVED, REPORT_HTML] if "shards" in said else []
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, MtcliError):
+        return []
+    own = {name for name in map(str, names) if Path(name).name == name}
+    return [folder / name for name in sorted(own) if (folder / name).is_file()]
+
+
+def require_free(request: CurateRequest, corpora: Corpora) -> None:
+    """Raises MtcliError where an earlier run's files are in the way, or inputs."""
     output = request.output
     if output.exists() and not output.is_dir():
         raise wrong(f"{output} is a file", "name a folder", "--output")
+    inside = [source.path for source in corpora.sources if _is_in(source.path, output)]
+    if inside:
+        message = f"the input {inside[0]} is in --output {output}, whose files a run replaces"
+        raise wrong(message, "name another folder", "--output")
     made = [] if request.force or not output.exists() else outputs(output)
     if made and not (request.resume and (output / WORK).exists()):
         message = f"{output} has {len(made)} files of an earlier run, such as {made[0].name}"
         raise wrong(message, "--force to replace them, or another folder", "--output")
+
+
+def _is_in(path: str, folder: Path) -> bool:
+    return path != "-" and Path(path).resolve().parent == folder.resolve()
 
 
 def done_before(request: CurateRequest, corpora: Corpora) -> dict[str, Any] | None:

@@ -26,6 +26,7 @@ from mtcli.core.curate.output import (
     begin,
     done_before,
     lock_output,
+    note_published,
     outputs,
     require_free,
 )
@@ -53,7 +54,7 @@ def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
     if request.resume and (report := done_before(request, corpora)):
         say(f"{request.output} is complete: nothing to do")
         return report
-    require_free(request)
+    require_free(request, corpora)
     work = request.output / WORK
     with folder_of("--output", request.output):
         work.mkdir(parents=True, exist_ok=True)
@@ -216,6 +217,7 @@ class _Pipeline:
         write_text(made / REPORT_HTML, report_html(report))
         write_text(made / REPORT, json_page(report))
         names = {path.name for path in made.iterdir()} - {REPORT}
+        note_published(self.work, names)
         for old in outputs(output):
             if old.name not in names:
                 old.unlink()

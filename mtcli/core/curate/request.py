@@ -6,7 +6,7 @@ from typing import NamedTuple
 from mtcli.core.config.errors import wrong
 from mtcli.core.curate.config import CurateConfig
 from mtcli.core.curate.documents import CorpusFiles, find_files
-from mtcli.core.data.sources import FileKind
+from mtcli.core.data.sources import FileKind, SourceFile
 
 
 class CurateRequest(NamedTuple):
@@ -30,6 +30,11 @@ class Corpora(NamedTuple):
 
     new: CorpusFiles
     old: CorpusFiles | None
+
+    @property
+    def sources(self) -> list[SourceFile]:
+        """The files of both."""
+        return [source for files in (self.new, self.old) if files for source in files.sources]
 
 
 def find_corpora(request: CurateRequest) -> Corpora:

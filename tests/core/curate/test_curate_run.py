@@ -320,3 +320,25 @@ def test_odd_values_of_other_keys_survive(half, run, tmp_path):
         {"id": -5, "text": "y", "source": "in"},
         {"id": "a", "text": "é x", "source": "in"} | odd,
     ]
+
+
+def test_force_replaces_what_an_earlier_run_wrote_and_nothing_else(run, tmp_path):
+    path, other = (write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}]) for name in "ab")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.jsonl.zst").write_text("the user's")
+    run(path)
+    names = {file.name for file in out.iterdir()}
+    assert "shard-00000.jsonl.zst" in names
+    assert "5 files of an earlier run" not in refusal(lambda: run(other))
+    run(other, force=True)
+    assert {file.name for file in out.iterdir()} == names
+    assert read_zst(out / "shard-00000.jsonl.zst")[0]["text"] == "b"
+    assert (out / "mine.jsonl.zst").read_text() == "the user's"
+
+
+def test_inputs_in_the_output_folder_are_refused(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    inside = write_jsonl(tmp_path / "out" / "in.jsonl", [{"text": "x"}])
+    assert "in.jsonl is in --output" in refusal(lambda: run(inside, force=True))
+    assert inside.exists()
