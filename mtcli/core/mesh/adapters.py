@@ -35,7 +35,7 @@ def targets_of(weight: str, model: ModelConfig) -> tuple[LoraTarget, ...]:
     *_, layer, kind = ("", "", *weight.split("."))[-3:]
     if kind != "weight" or ".experts." in weight or not weight.startswith("blocks."):
         return ()
-    is_gpt, gated = model.position == "learned", model.activation == "swiglu"
+    is_gpt, gated = model.position == "learned", model.is_gated
     queries = model.num_heads // model.num_kv_heads
     slots = ("q_proj", 0, queries), ("k_proj", queries, 1), ("v_proj", queries + 1, 1)
     prefix = "shared_expert." if ".shared_expert." in weight else ""

@@ -77,7 +77,7 @@ class MaskedTokens(nn.Module):
         self.transform = build.dense("head.transform")
         self.norm = build.norm("head.norm", model)
         self.bias = build.parameter("head.bias")
-        name = "gelu" if model.activation == "swiglu" else model.activation
+        name = "gelu" if model.is_gated else model.activation
         self.activation = ACTIVATIONS[name].forward
         self.predicted, self.models = WeightedTokens(build), build.num_models
         self.order: FirstTokens | None = None

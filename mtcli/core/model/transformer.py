@@ -30,7 +30,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         name = f"blocks.{layer}"
-        mlp = GatedMlp if model.activation == "swiglu" else Mlp
+        mlp = GatedMlp if model.is_gated else Mlp
         if model.num_experts:
             mlp = MixtureOfExperts
         is_post = model.norm_order == "post"

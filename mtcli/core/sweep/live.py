@@ -128,8 +128,7 @@ class LiveArray:
                 self.save()
             if gone:
                 self._leave(gone)
-            batch = self.shape.batch
-            tokens = len(steps) * batch.global_batch_size * batch.seq_len
+            tokens = len(steps) * self.shape.batch.tokens_per_step
             self.seconds, self.tokens = self.seconds + perf_counter() - start, self.tokens + tokens
             self.watcher.stepped([seat.record for seat in self.seats], tokens / steps[0].seconds)
             for seat in self.seats:

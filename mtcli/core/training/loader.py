@@ -181,7 +181,7 @@ class MicroBatchLoader:
         """Sums the loss weights of the global batch, and of this rank's replica: its labels, where
         they weigh 1 each."""
         if samples[0].weights is None:
-            labels = float(self.config.batch.global_batch_size * self.config.batch.seq_len)
+            labels = float(self.config.batch.tokens_per_step)
             replicas = self.groups.layout.replicas
             return labels / (replicas if self.alone else 1), labels / replicas
         weight, own = self._sums(read.weight_sum for read in samples)
@@ -235,8 +235,7 @@ class MicroBatchLoader:
         return ids[:, None] * self.config.batch.seq_len + self.positions
 
     def _aux_scale(self, loss_scale: float) -> float:
-        batch, replicas = self.config.batch, self.groups.layout.replicas
-        return loss_scale * replicas / (batch.global_batch_size * batch.seq_len)
+        return loss_scale * self.groups.layout.replicas / self.config.batch.tokens_per_step
 
     def _documents(self, read: ReadAhead) -> tuple[Tensor, Tensor | None]:
         """(positions [mbs, s of this rank], the documents of full rows if they are masked)."""
