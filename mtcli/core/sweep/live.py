@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from mtcli.core.checkpoint.opening import together
 from mtcli.core.checkpoint.progress import BaseRecord, planned_samples
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.health.traffic import REDUCED, SyncTraffic
+from mtcli.core.parallel.together import together
 from mtcli.core.parallel.tree import Tree
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep.array import ModelArray, array_groups

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from mtcli.core.checkpoint.opening import together
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import world_axis
+from mtcli.core.parallel.together import together
 from mtcli.core.plan.hardware import GPUS, HERE, Device, shared
 from mtcli.core.plan.memory import frozen_bytes, memory
 from mtcli.core.plan.workload import Workload

@@ -16,7 +16,7 @@ from mtcli.core.checkpoint.adapters import base_of, require_adapters, weights_ha
 from mtcli.core.checkpoint.fine_tuning import no_base
 from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.checkpoint.manifest import OPTIMIZER
-from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed, together
+from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed
 from mtcli.core.checkpoint.progress import BaseRecord, RandomState, RunProgress, progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.store import Shard
@@ -29,6 +29,7 @@ from mtcli.core.model import init
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard
+from mtcli.core.parallel.together import together
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.training.consumed_samples import ConsumedSamples
 
