@@ -1,7 +1,7 @@
 """Renders an answer as JSON, the contract of `mtcli plan --json`, and as rows of tables.
 
-Ranks of worlds larger than WHOLE are told by ranges: pipeline stages are alike, so that the first
-one says it all, and so do the first and the last group of an axis.
+Ranks of worlds larger than ALL_RANKS are told by ranges: pipeline stages are alike, so that the
+first one says it all, and so do the first and the last group of an axis.
 """
 
 from collections.abc import Sequence

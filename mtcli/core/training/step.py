@@ -37,13 +37,11 @@ from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader, StepBatch
 
+Outcome = Literal["updated", "overflow", "fault"]
+
 
 class Step(NamedTuple):
-    """What one step did.
-
-    At an `overflow` the loss scale was too large for float16 and the batch was passed over. A
-    `fault` is any other loss or gradient that is not finite: nothing changed, nor did the step.
-    """
+    """What one step did."""
 
     step: int
     loss: float  # weighted mean over the global batch's labels, nats
@@ -51,10 +49,21 @@ class Step(NamedTuple):
     grad_norm: float  # before clipping; the mean of replicas' own
     seconds: float
     loss_scale: float  # of this step
-    outcome: Literal["updated", "overflow", "fault"]
+    outcome: Outcome
     expert_load: float | None = None  # largest over mean, worst layer; None without router biases
     weight: float = 1.0  # sum of the loss weights of its labels
     replica_steps: tuple[int, ...] = ()  # of a round of asynchronous replicas: those of each
+
+
+def outcome_of(loss: float, norm: float, loss_scale: LossScale) -> Outcome:
+    """What comes of a step, the same on every rank, as its loss and its gradients' norm are.
+
+    At an `overflow` the loss scale was too large for float16 and the batch is passed over. A
+    `fault` is any other loss or gradient that is not finite: nothing changes, nor does the step.
+    """
+    if math.isfinite(loss + norm):
+        return "updated"
+    return "overflow" if math.isfinite(loss) and loss_scale.can_fall else "fault"
 
 
 class Phases(NamedTuple):
@@ -145,7 +154,7 @@ class Trainer:
         lr = learning_rate(config.optimizer, step, config.train.steps)
         norms = [norm / scale for norm in scaled_norms]
         loss, norm = sum(loss_sums) / (batch.weight or 1.0), sum(norms) / len(norms)
-        outcome = self._outcome(loss, norm)
+        outcome = outcome_of(loss, norm, self.loss_scale)
         if outcome != "fault":
             self.step = step
             self.loss_scale.update(outcome == "overflow")
@@ -212,12 +221,6 @@ class Trainer:
         """Resets the gradients and the loads of experts that micro-batches add to."""
         self.strategy.before_step(from_zero=True)
         self.balance.begin()
-
-    def _outcome(self, loss: float, norm: float) -> Literal["updated", "overflow", "fault"]:
-        """The same on every rank, as the loss and the norm are."""
-        if math.isfinite(loss + norm):
-            return "updated"
-        return "overflow" if math.isfinite(loss) and self.loss_scale.can_fall else "fault"
 
     @torch.no_grad()
     def evaluate(self, loader: MicroBatchLoader) -> float:
