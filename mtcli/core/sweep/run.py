@@ -235,7 +235,7 @@ class Sweep:
         return live
 
     def _close(self, live: LiveArray) -> None:
-        """Notes what an array has trained, and that its models are whole where they are."""
+        """Records what an array has trained, and which of its models are finished."""
         for seat in live.seats:
             record = seat.record
             whole = len(record.losses) >= record.trial.config.train.steps

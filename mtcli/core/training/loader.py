@@ -45,7 +45,7 @@ class StepBatch(NamedTuple):
     """This rank's part of a global batch."""
 
     load: Callable[[int], Inputs]  # gives micro-batch m
-    weight: float  # sum of the loss weights of the global batch, the same on every rank; or alone
+    weight: float  # sum of loss weights: of the global batch, or of an asynchronous replica's
     replica_weight: float  # sum of those of this rank's replica
 
 
@@ -71,7 +71,8 @@ class MicroBatchLoader:
         if config.model.head != "lm":
             self.inputs = EncoderInputs(config, groups, positions)
         self.share = groups.replicas.rank  # of each global batch, which this replica reads
-        self.alone = config.sync.asynchronous  # asks no other replica, and reads nothing ahead
+        # Asks no other replica, and reads nothing ahead.
+        self.is_asynchronous = config.sync.asynchronous
         self.next_step = -1
         self.reader: Prefetcher[Any] | None = None
 
@@ -81,7 +82,7 @@ class MicroBatchLoader:
         A `loss_scale` of 0 says that there is no backward, and leaves dropout and auxiliary losses
         out. Every rank calls it. Raises MtcliError where no label of the step has a weight.
         """
-        if self.alone:
+        if self.is_asynchronous:
             samples = [self._read(first, self._mbs) for first in self._starts(step)]
         else:
             samples = self._read_ahead(step)
@@ -114,7 +115,7 @@ class MicroBatchLoader:
         """Ranks exchange sums of weights, 8 bytes each, where the labels do not weigh 1 each."""
         columns = zip(*(read.weight_sums for read in samples), strict=True)
         sums, replicas = [self._sums(column) for column in columns], self.groups.layout.replicas
-        parts = replicas if self.alone else 1
+        parts = replicas if self.is_asynchronous else 1
         weight, _ = self.inputs.weigh([total for total, _ in sums], parts)
         own_weight, factor = self.inputs.weigh([own for _, own in sums], replicas)
         self._require_weight(step, weight)
@@ -159,14 +160,14 @@ class MicroBatchLoader:
         groups = self.groups
         own = torch.tensor([sum(parts)], dtype=torch.float64).to(groups.device)
         inside = sum(all_gather(own, groups.axes["samples"]).tolist())
-        if self.alone:
+        if self.is_asynchronous:
             return inside, inside
         return sum(all_gather(torch.full_like(own, inside), groups.replicas).tolist()), inside
 
     def _require_weight(self, step: int, weight: float) -> None:
         """Raises MtcliError where no label of a step's batch is known to have a weight."""
         size = self.config.batch.global_batch_size
-        if not self.alone and not 0.0 < weight < math.inf:
+        if not self.is_asynchronous and not 0.0 < weight < math.inf:
             message = f"the loss weights of samples {step * size} to {(step + 1) * size - 1}"
             hint = "leave out samples without weight, or set a larger batch.global_batch_size"
             raise failed(f"{message}, step {step + 1}, have the sum {weight:g}", hint)
@@ -202,7 +203,7 @@ def open_loader(
     subset = None if validation else require_subset(config)
     batches = _open_batches(config, which, subset, planned)
     loader = MicroBatchLoader(batches, config, groups, subset)
-    loader.alone = config.sync.asynchronous and not validation
+    loader.is_asynchronous = config.sync.asynchronous and not validation
     return loader
 
 

@@ -108,7 +108,7 @@ def _train(
     about = loader.batches.describe()
     log.begin(runtime, trainer.state_bytes(), str(start), about)
     stopped, timer = False, StepTimer(runtime.recorder, world.rank, world.size)
-    next_step = Rounds(trainer).train if trainer.alone else trainer.train_step
+    next_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
     with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
         while trainer.step < config.train.steps and not stopped:
             timer.begin()

@@ -163,11 +163,10 @@ def progress(
 
 
 def shards(trainer: RunState) -> list[Shard]:
-    """The shards that this rank writes of weights and state, on its device, unpadded; of a run that
-    trains adapters those alone.
+    """The shards of weights and state that this rank writes, on its device, unpadded.
 
-    Of what is equal in all replicas the first one's, or of each the rows that it keeps for all; of
-    the rest each its own.
+    State that is equal on all replicas comes from the first, state sharded over replicas from its
+    owner, differing state from each. A LoRA run writes adapters only.
     """
     found = []
     strategy, exchange, table = trainer.strategy, trainer.exchange, trainer.table

@@ -114,7 +114,7 @@ class Trainer:
         schedule = _proven_schedule(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
         self.cuda_graphs = self._cuda_graphs()
-        self.alone = config.sync.asynchronous
+        self.is_asynchronous = config.sync.asynchronous
         self.micro_batch_tokens = b.micro_batch_size * b.seq_len // (p.cp * p.grid_rows)
         self.step = 0
         self.phases: Phases | None = None  # of the last step, for profile
@@ -148,7 +148,7 @@ class Trainer:
         loss_sum, batch, marks = self.forward_backward(loader)
         squares = square_sum(self.strategy.counted_gradients())
         marks.append(self.pipeline.clock())
-        loss_sums, scaled_norms = self._global(loss_sum, squares, self.alone)
+        loss_sums, scaled_norms = self._global(loss_sum, squares, self.is_asynchronous)
         marks.append(self.pipeline.clock())
         step, scale = self.step + 1, self.loss_scale.scale
         lr = learning_rate(config.optimizer, step, config.train.steps)
@@ -160,7 +160,7 @@ class Trainer:
             self.loss_scale.update(outcome == "overflow")
         expert_load = None
         if outcome == "updated":
-            own = 0 if self.alone else self.groups.replicas.rank
+            own = 0 if self.is_asynchronous else self.groups.replicas.rank
             # A replica whose labels have no weight has no loss, and no gradient.
             if loss_sums[own]:
                 self.exchange.note_loss(loss_sums[own] / batch.replica_weight)
@@ -251,15 +251,15 @@ class Trainer:
         return sum(loss_sums) / weight
 
     def _global(
-        self, loss_sum: float, square_sum: float, alone: bool = False
+        self, loss_sum: float, square_sum: float, only_replica: bool = False
     ) -> tuple[list[float], list[float]]:
-        """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or
-        `alone` of this replica, which asks no other.
+        """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or of
+        this replica only, which asks no other.
 
         Each tp rank of the last stage has the same losses, so one of them speaks.
         """
         axis, replicas, own = self.groups.world, self.layout.replicas, self.groups.replicas.rank
-        if alone:
+        if only_replica:
             axis, replicas, own = self.groups.replica, 1, 0
         sums = torch.zeros(2, replicas, dtype=torch.float64)
         sums[0, own] = loss_sum if self.groups.tp.rank == 0 else 0.0

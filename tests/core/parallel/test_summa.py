@@ -1,4 +1,4 @@
-"""SUMMA's three products against dense ones, their gradients in closed form, and its messages."""
+"""SUMMA's two GEMMs against dense ones, their gradients in closed form, and its messages."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def multiply(runtime, rows, dtype=torch.float64):
 
 
 @pytest.mark.parametrize(("rows", "columns"), GRIDS)
-def test_the_three_products_and_all_gradients_are_the_dense_ones(rows, columns):
+def test_both_gemms_and_all_gradients_are_the_dense_ones(rows, columns):
     check(run_ranks(rows * columns, multiply, rows), rows, columns)
 
 

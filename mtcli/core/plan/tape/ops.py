@@ -434,11 +434,11 @@ def row_linear(
 
 
 class Panels(NamedTuple):
-    """A block of a grid's matrix, this rank's `own` panels of all in a row or column: its bytes."""
+    """A rank's block of a matrix on a grid."""
 
-    block: float
-    own: int
-    all: int
+    block: float  # bytes
+    own: int  # panels in the block
+    all: int  # panels in its row or column of blocks
 
     @property
     def panel(self) -> float:
