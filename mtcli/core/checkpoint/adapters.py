@@ -28,7 +28,7 @@ Open = Callable[[Path], Checkpoint]
 
 
 def base_of(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint whose weights a run keeps that starts here: of adapters those they are for."""
+    """The checkpoint of the weights that adapters are for; one without adapters is its own."""
     return checkpoint if checkpoint.adapters is None else checkpoint.adapters.base
 
 

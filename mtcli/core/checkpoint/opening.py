@@ -6,7 +6,6 @@ directory cache may be stale, or a disk one machine's own. Ranks would then trai
 weights, so before the first step they agree on errors, on the checkpoint and on the data.
 """
 
-import json
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -37,10 +36,10 @@ from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.parallel.collectives import first_bytes, first_value
 from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.together import SHARED, require_alike, together
 from mtcli.core.runtime.atomic_writes import folder_of
 
 Result = TypeVar("Result")
-SHARED = "put it where all machines see the same files, or wait until their caches are up to date"
 
 
 def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
@@ -125,34 +124,6 @@ def _described(folder: Path, manifest: Manifest, lock: ReadLock) -> Checkpoint:
 
 def _has_adapters(own: Checkpoint) -> bool:
     return own.config is not None and own.config.lora.rank > 0
-
-
-def together(axis: Axis, work: Callable[[], Result]) -> Result:
-    """Runs `work` on every rank and returns this rank's result. Collective.
-
-    Raises the MtcliError of the first rank that raises one on every rank.
-    """
-    fault, value = None, []
-    try:
-        value.append(work())
-    except MtcliError as error:
-        fault = error.dump()
-    if first := first_value(fault, axis):
-        raise MtcliError.load(first)
-    return value[0]
-
-
-def require_alike(axis: Axis, fact: object, what: str, field: str = "") -> None:
-    """Raises MtcliError on every rank where a fact is not the same on all; `what` names it in the
-    error. Collective.
-    """
-    told = (json.loads(json.dumps(fact)), f"{what} {fact}", socket.gethostname())
-    expected, words, host = first_value(told if axis.rank == 0 else None, axis)
-    message = None
-    if told[0] != expected:
-        message = f"rank {axis.rank} on {told[2]} {told[1]}, and rank 0 on {host} {words}"
-    if first := first_value(message, axis):
-        raise wrong(first, SHARED, field)
 
 
 def newest_step(root: Path, axis: Axis) -> Path | None:

@@ -120,9 +120,9 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     block_bytes = block_bytes_of(needed)
     about = {"step": step, "world": world, "extra": extra, "replicas": replicas}
     try:
-        together(ranks, prepare if ranks.rank == 0 else lambda: None)
-        written = ranks.merge(together(ranks, write), merge_written)
-        together(ranks, finish if ranks.rank == 0 else lambda: None)
+        save_together(ranks, prepare if ranks.rank == 0 else lambda: None)
+        written = ranks.merge(save_together(ranks, write), merge_written)
+        save_together(ranks, finish if ranks.rank == 0 else lambda: None)
     except MtcliError:
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -250,7 +250,7 @@ def _index(part: dict[str, Any]) -> ShardIndex:
     return index
 
 
-def together(ranks: Ranks, work: Callable[[], Result]) -> Result:
+def save_together(ranks: Ranks, work: Callable[[], Result]) -> Result:
     """Runs `work` on each rank and returns this one's result.
 
     Raises MtcliError (exit 1) on every rank where it failed on any, with that one's reason.

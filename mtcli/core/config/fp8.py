@@ -25,12 +25,10 @@ def weight_sizes(model: ModelConfig, tp: int) -> LayerSizes:
     """
     hidden, heads = model.hidden_size, model.num_heads * model.head_dim
     qkv = heads + 2 * model.num_kv_heads * model.head_dim
-    up, rows = ("gate_up", 2) if model.activation == "swiglu" else ("up", 1)
+    up, rows = ("gate_up", 2) if model.is_gated else ("up", 1)
     sizes = {"attention.qkv": (-(-qkv // tp), hidden), "attention.out": (hidden, -(-heads // tp))}
-    name, ffn = "mlp", model.ffn_hidden_size
-    if model.num_experts:
-        name, ffn = "mlp.shared_expert", model.shared_expert_ffn_hidden_size
-    if ffn:
+    name = "mlp.shared_expert" if model.num_experts else "mlp"
+    if ffn := model.dense_ffn_hidden_size:
         columns = -(-ffn // tp)
         sizes |= {f"{name}.{up}": (rows * columns, hidden), f"{name}.down": (hidden, columns)}
     return sizes

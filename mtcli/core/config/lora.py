@@ -3,15 +3,24 @@
 from mtcli.core.config.model import ModelConfig
 
 
+def layer_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The names of the targets in each linear layer of a block, attention's first."""
+    is_gpt, is_gated = model.position == "learned", model.is_gated
+    up = ("c_fc",) if is_gpt else ("up_proj",)
+    return {
+        "qkv": ("c_attn",) if is_gpt else ("q_proj", "k_proj", "v_proj"),
+        "out": ("c_proj",) if is_gpt else ("o_proj",),
+        **({"gate_up": ("gate_proj", "up_proj")} if is_gated else {"up": up}),
+        "down": ("c_proj",) if is_gpt and not is_gated else ("down_proj",),
+    }
+
+
 def lora_targets(model: ModelConfig) -> tuple[str, ...]:
     """The targets of a model: the modules of its Hugging Face model that are linear layers of its
     blocks. Experts are none, as they are arrays; a shared one is."""
-    is_gpt = model.position == "learned"
-    attention = ("c_attn", "c_proj") if is_gpt else ("q_proj", "k_proj", "v_proj", "o_proj")
-    if model.num_experts and not model.shared_expert_ffn_hidden_size:
-        return attention
-    gate = ("gate_proj",) if model.activation == "swiglu" else ()
-    feed_forward = ("c_fc", "c_proj") if is_gpt and not gate else (*gate, "up_proj", "down_proj")
-    if model.num_experts:
-        feed_forward = tuple(f"shared_expert.{name}" for name in feed_forward)
-    return tuple(dict.fromkeys((*attention, *feed_forward)))
+    layers = layer_targets(model)
+    names = [*layers.pop("qkv"), *layers.pop("out")]
+    if model.dense_ffn_hidden_size:
+        prefix = "shared_expert." if model.num_experts else ""
+        names += [prefix + name for layer in layers.values() for name in layer]
+    return tuple(dict.fromkeys(names))

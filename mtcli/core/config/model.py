@@ -163,6 +163,16 @@ class ModelConfig(Section):
     z_loss_coeff: Coefficient = 0.0
     """mean square of the router's log-sum-exp"""
 
+    @property
+    def is_gated(self) -> bool:
+        """Whether an MLP's first GEMM has a gate beside each column of the inner width."""
+        return self.activation == "swiglu"
+
+    @property
+    def dense_ffn_hidden_size(self) -> int:
+        """Inner width of the MLP that every token visits, with experts the shared one; 0: none."""
+        return self.shared_expert_ffn_hidden_size if self.num_experts else self.ffn_hidden_size
+
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: Any) -> Any:

@@ -93,6 +93,11 @@ class BatchConfig(Section):
     global_batch_size: Positive = 8
     """sequences of one optimizer step, over all ranks"""
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all ranks."""
+        return self.global_batch_size * self.seq_len
+
 
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate curve, a pure function of the step."""

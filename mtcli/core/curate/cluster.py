@@ -120,7 +120,7 @@ class ClusterEngine(NamedTuple):
         groups = self._groups(corpus)
         run, count = self.cluster.run, len(groups)
         rows = run(partial(_split_texts, count), _leaner(groups), "exact: shuffle", count)
-        stars = _only(run(_same_stars, _turned(rows), "exact: group"))
+        stars = _only(run(_same_stars, _transposed(rows), "exact: group"))
         return table_of(_gathered(self._decided(corpus, groups, stars, priority)))
 
     def near(
@@ -133,12 +133,13 @@ class ClusterEngine(NamedTuple):
         run, count = self.cluster.run, len(groups)
         of = _leaner(groups, "bands.npy")
         rows = run(partial(_split_bands, count), of, "fuzzy: shuffle bands", count)
-        buckets = run(_buckets, _turned(rows), "fuzzy: buckets", 2)
+        buckets = run(_buckets, _transposed(rows), "fuzzy: buckets", 2)
         of = _leaner(groups, "signatures.npy")
         signatures = self._look_up(of, [row[1] for row in buckets], _signatures)
         work = partial(_likely_pairs, count, corpus.num_new, min_matches(config))
         items = [(*row, found) for row, found in zip(buckets, signatures, strict=True)]
-        pairs = run(_unique, _turned(run(work, items, "fuzzy: pairs", count)), "fuzzy: pairs", 2)
+        likely = run(work, items, "fuzzy: pairs", count)
+        pairs = run(_unique, _transposed(likely), "fuzzy: pairs", 2)
         edges = self._compared(groups, pairs, partial(_edges, config.shingle, config.threshold))
         tables = self._decided(corpus, groups, self._stars(edges), priority)
         compared = run(_kept_pairs, tables, "fuzzy: kept", 2)
@@ -165,7 +166,7 @@ class ClusterEngine(NamedTuple):
             "shuffle lines",
             count,
         )
-        items = list(enumerate(_turned(rows)))
+        items = list(enumerate(_transposed(rows)))
         written = run(partial(_write_shards, names, count, job.folder), items, "write shards")
         found = [shard for (ref,) in written for shard in ref()]
         if missing := [name for name in names if not (job.folder / name).exists()]:
@@ -186,13 +187,13 @@ class ClusterEngine(NamedTuple):
     def _look_up(
         self, groups: list[Group], wanted: Sequence[Ref], read: Callable[[Group, Array], Any]
     ) -> list[tuple[Ref, ...]]:
-        """What `read(group, numbers)` says of the numbers, which are sorted, that each partition
-        wants: by partition, its rows from each group."""
+        """Reads the sorted numbers that each partition wants, by `read(group, numbers)` in the
+        groups that have them; returns by partition its rows from each group."""
         count = len(groups)
         starts = np.array([group[0].first for group in groups[1:]], np.int64)
         asked = self.cluster.run(partial(_by_group, starts), wanted, "look up", count)
-        items = list(zip(groups, _turned(asked), strict=True))
-        return _turned(self.cluster.run(partial(_rows, read), items, "look up", count))
+        items = list(zip(groups, _transposed(asked), strict=True))
+        return _transposed(self.cluster.run(partial(_rows, read), items, "look up", count))
 
     def _compared(
         self, groups: list[Group], pairs: Sequence[tuple[Ref, ...]], work: Callable
@@ -209,11 +210,11 @@ class ClusterEngine(NamedTuple):
         while now != before:
             for split, step in ((both_ways, large_star), (downwards, small_star)):
                 rows = run(partial(_split_edges, split, 0, count), edges, "components", count)
-                made = run(partial(_star, step), _turned(rows), "components", 2)
+                made = run(partial(_star, step), _transposed(rows), "components", 2)
                 edges = [row[0] for row in made]
             before, now = now, [sum(row[1]() for row in made) % (1 << 64)]
         rows = run(partial(_split_edges, once, 1, count), edges, "components", count)
-        return _only(run(partial(_star, once), _turned(rows), "components", 2))
+        return _only(run(partial(_star, once), _transposed(rows), "components", 2))
 
     def _decided(
         self, corpus: Corpus, groups: list[Group], stars: list[Ref], priority: tuple[str, ...]
@@ -468,8 +469,8 @@ def _write_shards(
     return ([write_lines(folder / names[shard], sorted(lines.get(shard, []))) for shard in mine],)
 
 
-def _turned(rows: Sequence[Sequence[Ref]]) -> list[tuple[Ref, ...]]:
-    """What each task was returned for, from what each task returned."""
+def _transposed(rows: Sequence[Sequence[Ref]]) -> list[tuple[Ref, ...]]:
+    """[tasks][returns] -> [returns][tasks]."""
     return list(zip(*rows, strict=True))
 
 

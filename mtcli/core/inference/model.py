@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtcli.core.checkpoint.folder import HUGGINGFACE
 from mtcli.core.checkpoint.huggingface.config_json import GENERATION, NAME, read_json
-from mtcli.core.checkpoint.opening import open_agreed, together
+from mtcli.core.checkpoint.opening import open_agreed
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.rules import forward_config, require_causal
@@ -29,6 +29,7 @@ from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Groups, make_groups, world_axis
 from mtcli.core.parallel.ownership import unsharded
 from mtcli.core.parallel.pipeline import Pipeline
+from mtcli.core.parallel.together import together
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only
 

@@ -10,6 +10,7 @@ Targets have the names that peft gives them: those of the modules in Hugging Fac
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from mtcli.core.config.lora import layer_targets
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.sharding import Parameter
@@ -35,20 +36,13 @@ def targets_of(weight: str, model: ModelConfig) -> tuple[LoraTarget, ...]:
     *_, layer, kind = ("", "", *weight.split("."))[-3:]
     if kind != "weight" or ".experts." in weight or not weight.startswith("blocks."):
         return ()
-    is_gpt, gated = model.position == "learned", model.activation == "swiglu"
-    queries = model.num_heads // model.num_kv_heads
-    slots = ("q_proj", 0, queries), ("k_proj", queries, 1), ("v_proj", queries + 1, 1)
     prefix = "shared_expert." if ".shared_expert." in weight else ""
-    named = {
-        "qkv": (LoraTarget("c_attn"),)
-        if is_gpt
-        else tuple(LoraTarget(n, 1, at, c) for n, at, c in slots),
-        "out": (LoraTarget("c_proj" if is_gpt else "o_proj"),),
-        "gate_up": (LoraTarget("gate_proj", 0, 0), LoraTarget("up_proj", 0, 1)),
-        "up": (LoraTarget("c_fc" if is_gpt else "up_proj"),),
-        "down": (LoraTarget("c_proj" if is_gpt and not gated else "down_proj"),),
-    }
-    return tuple(one._replace(name=prefix + one.name) for one in named.get(layer, ()))
+    names = [prefix + name for name in layer_targets(model).get(layer, ())]
+    if len(names) < 2:
+        return tuple(map(LoraTarget, names))
+    queries = model.num_heads // model.num_kv_heads
+    slots = {"qkv": ((1, 0, queries), (1, queries), (1, queries + 1)), "gate_up": ((0, 0), (0, 1))}
+    return tuple(LoraTarget(n, *at) for n, at in zip(names, slots[layer], strict=True))
 
 
 def adapter_name(weight: str, side: str, target: LoraTarget) -> str:

@@ -180,7 +180,7 @@ def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]
 
 def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterator[Parameter]:
     hidden = model.hidden_size
-    gated = model.activation == "swiglu"
+    gated = model.is_gated
     up = "gate_up" if gated else "up"
     shape, axes = ((2, ffn), (None, "tp")) if gated else ((ffn,), ("tp",))
     yield Parameter(f"{name}.{up}.weight", (*shape, hidden), (*axes, "tp_row"), "normal", layer)
@@ -197,7 +197,7 @@ def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     if model.router_bias_update_rate:
         bias = f"{name}.router.bias"
         yield Parameter(bias, (experts,), (None,), "zeros", layer, trained=False)
-    gated = model.activation == "swiglu"
+    gated = model.is_gated
     shape, axes = ((2, ffn), (None, "etp")) if gated else ((ffn,), ("etp",))
     up = f"{name}.experts.{'gate_up' if gated else 'up'}.weight"
     yield Parameter(up, (experts, *shape, hidden), ("ep", *axes, None), "normal", layer)

@@ -1,7 +1,8 @@
-"""Heads that predict masked tokens, or the class of each sequence of a micro-batch.
+"""Heads that predict next tokens, masked tokens, or the class of each sequence of a micro-batch.
 
-A language model's head is the token table itself (`TokenLoss`); those here have layers of their own
-on top of the last stage's activations. T tokens of a micro-batch, D hidden, N sequences, C classes.
+A language model's has no layer but the token table (`TokenLoss`); the others have layers of their
+own on top of the last stage's activations. T tokens of a micro-batch, D hidden, N sequences, C
+classes.
 """
 
 from collections.abc import Callable
@@ -22,11 +23,11 @@ from mtcli.kernels.activation import ACTIVATIONS
 class Head(Protocol):
     """A head: weighted losses, and the gradient of their sum; `output` is the token table's."""
 
-    def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
+    def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss | None) -> Tensor:
         """The weighted losses, of those that cp ranks share on the first of them alone."""
 
     def loss(
-        self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss
+        self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss | None
     ) -> tuple[Tensor, Tensor]:
         """(the sum of `losses`, scale times the loss, from which the backward starts)."""
 
@@ -65,6 +66,28 @@ class WeightedTokens:
         return x_TD[rows_N], labels_N, weights_RT.gather(1, first).flatten()
 
 
+class NextTokens:
+    """The head of a language model: the cross entropy of every label, by the token table alone."""
+
+    def __init__(self, build: LayerFactory) -> None:
+        self.weighted_tokens = WeightedTokens(build)
+
+    def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
+        """Of each label [T]."""
+        x_TD, labels_T, weights_T = all_tokens(x_TD, inputs)
+        losses_T = output.losses(x_TD, labels_T)
+        return losses_T if weights_T is None else losses_T * weights_T
+
+    def loss(
+        self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss
+    ) -> tuple[Tensor, Tensor]:
+        """(the sum of the losses, scale times it)."""
+        # On a GPU the host would wait for how many they are, and a graph is of as many always.
+        selects = x_TD.device.type == "cpu" and not torch.compiler.is_compiling()
+        tokens = (self.weighted_tokens if selects else all_tokens)(x_TD, inputs)
+        return output.loss(*tokens, scale)
+
+
 class MaskedTokens(nn.Module):
     """BERT's pre-training head (arXiv:1810.04805): masked tokens, and maybe the order of sentences.
 
@@ -77,7 +100,7 @@ class MaskedTokens(nn.Module):
         self.transform = build.dense("head.transform")
         self.norm = build.norm("head.norm", model)
         self.bias = build.parameter("head.bias")
-        name = "gelu" if model.activation == "swiglu" else model.activation
+        name = "gelu" if model.is_gated else model.activation
         self.activation = ACTIVATIONS[name].forward
         self.predicted, self.models = WeightedTokens(build), build.num_models
         self.order: FirstTokens | None = None

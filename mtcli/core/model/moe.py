@@ -27,7 +27,7 @@ class ExpertArray(nn.Module):
         super().__init__()
         # No schedule splits its backward, and float8 would multiply experts one after another.
         build = replace(build, weight_passes=None, gemms=None)
-        up = "gate_up" if model.activation == "swiglu" else "up"
+        up = "gate_up" if model.is_gated else "up"
         self.up_name, self.count = up, model.num_experts // build.groups.axes["ep"].size
         for kind in (up, "down"):
             holder = nn.Module()
@@ -71,7 +71,7 @@ class MixtureOfExperts(nn.Module):
         self.has_shared = model.shared_expert_ffn_hidden_size > 0
         self.has_gate = model.shared_expert_gate
         if self.has_shared:
-            shared = GatedMlp if model.activation == "swiglu" else Mlp
+            shared = GatedMlp if model.is_gated else Mlp
             self.shared_expert = shared(f"{name}.shared_expert", model, build)
         if self.has_gate:
             self.shared_expert_gate = nn.Module()

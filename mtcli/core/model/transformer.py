@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.model import CLASSIFIERS, ModelConfig
 from mtcli.core.mesh.parameters import TOKEN_TYPES
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.dropout import Dropout
-from mtcli.core.model.heads import HEADS, WeightedTokens, all_tokens
+from mtcli.core.model.heads import HEADS, Head, NextTokens
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
@@ -30,7 +30,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         name = f"blocks.{layer}"
-        mlp = GatedMlp if model.activation == "swiglu" else Mlp
+        mlp = GatedMlp if model.is_gated else Mlp
         if model.num_experts:
             mlp = MixtureOfExperts
         is_post = model.norm_order == "post"
@@ -106,12 +106,14 @@ class Stage(nn.Module):
             self.final_norm = build.norm("final_norm", model)
         if self.is_last and (model.head != "lm" or not tied):
             self.head = HEADS[model.head](model, build, seed)
-        self.weighted_tokens = WeightedTokens(build)
+        self.next_tokens = NextTokens(build)
 
     @property
-    def output(self) -> TokenLoss:
+    def output(self) -> TokenLoss | None:
         """The loss over the vocabulary, and the logits: of a language model's activations, and of
-        what a head for masked tokens makes of them."""
+        what a head for masked tokens makes of them; None of a head that reads no vocabulary."""
+        if self.model.head in CLASSIFIERS:
+            return None
         if self.model.head == "mlm":
             return self.build.loss(self.embedding, self.head.bias)
         return self.build.loss(self.embedding if self.model.tie_embeddings else self.head)
@@ -132,27 +134,19 @@ class Stage(nn.Module):
     def losses(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """The weighted cross entropies whose sum is the loss, such as of each label [T] (last
         stage); of those that cp ranks share, on the first."""
-        if self.model.head != "lm":
-            return self.head.losses(x_TD, inputs, self._table_output)
-        assert inputs.labels is not None, "losses need labels"
-        losses_T = self.output.losses(x_TD, inputs.labels.flatten())
-        return losses_T if inputs.weights is None else losses_T * inputs.weights.flatten()
+        return self._predictor.losses(x_TD, inputs, self.output)
 
     def loss(self, x_TD: Tensor, inputs: Inputs, scale: Scale) -> tuple[Tensor, Tensor]:
         """(the sum of `losses`, scale times it, from which the backward starts) (last stage).
 
         In an array of models the sum and the scale are tensors, a row for each.
         """
-        if self.model.head != "lm":
-            return self.head.loss(x_TD, inputs, scale, self._table_output)
-        # On a GPU the host would wait for how many they are, and a graph is of as many always.
-        selects = x_TD.device.type == "cpu" and not torch.compiler.is_compiling()
-        tokens = (self.weighted_tokens if selects else all_tokens)(x_TD, inputs)
-        return self.output.loss(*tokens, scale)
+        return self._predictor.loss(x_TD, inputs, scale, self.output)
 
     @property
-    def _table_output(self) -> TokenLoss | None:
-        return self.output if self.model.head == "mlm" else None
+    def _predictor(self) -> Head:
+        """Makes the losses. The head of a language model is a table at most."""
+        return self.next_tokens if self.model.head == "lm" else cast(Head, self.head)
 
     def _embed(self, inputs: Inputs) -> Tensor:
         x_TD = self.embedding(inputs.tokens.flatten())

@@ -31,26 +31,36 @@ class Optimizer:
         dtype: torch.dtype,
     ) -> None:
         """`named` are the owned rows of parameters; the model computes in `dtype`."""
-        self.dtype, self.config = dtype, config
-        self.named = {name: part for name, part in named.items() if part.numel()}
-        self.masters = {name: _master(part) for name, part in self.named.items()}
-        self.moments = {
-            kind: {name: torch.zeros_like(m) for name, m in self.masters.items()}
+        self.ownership, self.config, self.dtype = ownership, config, dtype
+        self.updates = 0  # made so far, which AdamW's bias correction depends on
+        named = {name: part for name, part in named.items() if part.numel()}
+        masters = {name: _master(part) for name, part in named.items()}
+        moments = {
+            kind: {name: torch.zeros_like(m) for name, m in masters.items()}
             for kind in moment_kinds(config)
         }
-        self.updates = 0  # made so far, which AdamW's bias correction depends on
-        decays = [ownership.table[name].decays for name in self.named]
-        first, second = [*(list(kind.values()) for kind in self.moments.values()), [], []][:2]
-        masters, weights = list(self.masters.values()), list(self.named.values())
-        self.parts = OptimizerTensors(masters, first, second, weights, decays)
+        self.set_tensors(named, masters, moments)
+
+    def set_tensors(
+        self,
+        named: dict[str, Tensor],
+        masters: dict[str, Tensor],
+        moments: dict[str, dict[str, Tensor]],
+    ) -> None:
+        """Sets the tensors that are updated from now on; moments by kind."""
+        config = self.config
+        self.named, self.masters, self.moments = named, masters, moments
+        decays = [self.ownership.table[name].decays for name in named]
+        first, second = [*(list(kind.values()) for kind in moments.values()), [], []][:2]
+        wide, weights = list(masters.values()), list(named.values())
+        self.parts = OptimizerTensors(wide, first, second, weights, decays)
         self.rule: UpdateRule = adamw
         if config.name == "lamb":
-            self.rule = Lamb(self.named, ownership, config.trust_bounds)
+            self.rule = Lamb(named, self.ownership, config.trust_bounds)
         elif config.name == "sgd":
             self.rule = Sgd(config.momentum, config.nesterov)
-        tensors = (*self.masters.values(), *self.named.values())
-        alike = len({part.dtype for part in self.named.values()}) == 1
-        has_kernels = config.name != "sgd"
+        alike = len({part.dtype for part in weights}) == 1
+        has_kernels, tensors = config.name != "sgd", (*wide, *weights)
         self.by_kernels = (
             has_kernels and alike and all(runs_triton(x) and x.is_contiguous() for x in tensors)
         )

@@ -151,11 +151,6 @@ def gemm_transposed(
     return _Gemm.apply("u", "sv", s, v, grid, passes)
 
 
-def transposed_gemm(u: Tensor, s: Tensor, grid: TensorGrid) -> Tensor:
-    """A^T B: blocks of A [X, P] and B [X, Y] -> A^T B [P, Y]. B does not move."""
-    return _Gemm.apply("v", "us", u, s, grid, None)
-
-
 class _Gemm(torch.autograd.Function):
     """Makes one of S, U and V of the other two, in whose gradients its own takes its place."""
 

@@ -39,7 +39,7 @@ def block_amounts(work: Workload) -> Ways:
     """Amounts of both passes of a block on a rank."""
     m, tp, tokens = work.model, work.layout.tp, work.tokens
     flops = sum(2.0 * a * b * c for a, b, c in dense_gemms(work)) / tp
-    inner = (m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size) / tp
+    inner = m.dense_ffn_hidden_size / tp
     amounts = Amounts(
         launches=1.0,
         flops=flops,
@@ -59,7 +59,7 @@ def _there_and_back(work: Workload, forward: Amounts) -> Ways:
 def _routed(work: Workload) -> Amounts:
     m, layout = work.model, work.layout
     rows, width = work.expert_rows, m.moe_ffn_hidden_size / layout.etp
-    gemms = 3 if m.activation == "swiglu" else 2
+    gemms = 3 if m.is_gated else 2
     return Amounts(
         flops=2.0 * rows * gemms * width * m.hidden_size,
         inner=rows * width,

@@ -31,14 +31,13 @@ class RankElements(NamedTuple):
 
     `shard` is one data rank's rows, of which the first one has as many as any, and `padded` what
     all of them take when each has as many as that. `untrained` come on top: they have no gradient
-    and are never cut. `frozen` are so too, the weights that adapters are trained for.
+    and are never sharded. `frozen` are so too, the weights that adapters are trained for.
     """
 
     attention: int = 0
     experts: int = 0
     shard: int = 0
     padded: int = 0
-    padded_experts: int = 0
     untrained: int = 0
     frozen: int = 0
 
@@ -140,7 +139,7 @@ def _elements(
     ends: tuple[bool, bool],
     owner: Owner,
 ) -> RankElements:
-    attention = experts = shard = padded = of_experts = untrained = frozen = 0
+    attention = experts = shard = padded = untrained = frozen = 0
     for parameter, times in _parts(run, layers, ends):
         local = parameter.local_shape(layout)
         if parameter.frozen:
@@ -157,10 +156,9 @@ def _elements(
         padded += times * ranks * each * prod(columns)
         if parameter.is_expert:
             experts += times * prod(local)
-            of_experts += times * ranks * each * prod(columns)
         else:
             attention += times * prod(local)
-    return RankElements(attention, experts, shard, padded, of_experts, untrained, frozen)
+    return RankElements(attention, experts, shard, padded, untrained, frozen)
 
 
 def _parts(run: Run, layers: int, ends: tuple[bool, bool]) -> Iterable[tuple[Parameter, int]]:

@@ -116,9 +116,9 @@ def dense_gemms(work: Workload) -> list[GemmShape]:
     queries = m.num_heads * m.head_dim
     fused = queries + 2 * m.num_kv_heads * m.head_dim
     shapes = [(work.tokens, fused, m.hidden_size), (work.tokens, m.hidden_size, queries)]
-    inner = m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size
+    inner = m.dense_ffn_hidden_size
     if inner:
-        up = 2 if m.activation == "swiglu" else 1
+        up = 2 if m.is_gated else 1
         shapes += [(work.tokens, up * inner, m.hidden_size), (work.tokens, m.hidden_size, inner)]
     return shapes
 
@@ -143,7 +143,7 @@ def _routed(work: Workload, device: Device, physics: Physics) -> Pass:
     experts = m.num_experts // layout.ep
     rows = max(1, round(work.expert_rows / experts))
     inner = m.moe_ffn_hidden_size // layout.etp
-    up = 2 if m.activation == "swiglu" else 1
+    up = 2 if m.is_gated else 1
     shapes = [(rows, up * inner, m.hidden_size), (rows, m.hidden_size, inner)]
     return _gemms(work, device, physics, shapes, experts)
 
@@ -194,7 +194,7 @@ def elementwise_bytes(work: Workload, physics: Physics) -> float:
     """Bytes that norms, residuals, dropout, activation and rotation read and write."""
     m, tp = work.model, work.layout.tp
     shared = 10.0 * m.hidden_size / (tp if work.sequence_parallel else 1)
-    per_width = 3 if m.activation == "swiglu" else 2
+    per_width = 3 if m.is_gated else 2
     rotated = 2.0 * (m.num_heads + work.kv_heads) * m.head_dim / tp * (m.position == "rope")
     if m.num_experts:
         widths = m.top_k * m.moe_ffn_hidden_size + m.shared_expert_ffn_hidden_size

@@ -39,7 +39,8 @@ class InFlight(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The fullest moments of a rank's step: no other of their kind has more of everything."""
+    """Moments of a rank's step at which memory may peak: no other of their kind has more of every
+    count."""
 
     between: list[InFlight]  # ops
     forward: list[list[InFlight]]  # within an F of each chunk, its own micro-batch included

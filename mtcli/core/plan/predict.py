@@ -73,8 +73,7 @@ class Prediction:
     @property
     def tokens_per_second_per_gpu(self) -> float:
         """Tokens of the global batch per second and device."""
-        tokens = self.work.global_batch_size * self.work.seq_len
-        return tokens / self.step_seconds / self.work.layout.world
+        return self.work.tokens_per_step / self.step_seconds / self.work.layout.world
 
     @property
     def model_flops_per_gpu(self) -> float:

@@ -221,7 +221,7 @@ def _grids(
 ) -> Iterator[tuple[int, int, int, int]]:
     """Yields tp, cp, pp and vpp that divide the model and the world."""
     m = config.model
-    width = m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size
+    width = m.dense_ffn_hidden_size
     tps = divisors(gcd(m.num_heads, width))  # gcd(heads, 0) is heads
     if config.parallel.tp_mode == "2d":
         sides = divisors(gcd(m.hidden_size, m.num_kv_heads, tps[-1]))

@@ -1,7 +1,7 @@
 """Compares the best layout with those that differ from it in one axis."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mtcli.core.plan.gpu_time import PHYSICS
 from mtcli.core.plan.hardware import gib
@@ -12,7 +12,6 @@ from mtcli.core.plan.step_time import stage_seconds, step_costs
 from mtcli.core.plan.workload import Workload
 
 FieldValue = int | str
-Sort = Callable[[FieldValue], Any]
 
 FIELDS: dict[str, Callable[[Workload], FieldValue]] = {
     "tp": lambda work: work.layout.tp,

@@ -114,9 +114,9 @@ def _gradients(
 
 
 def _chunk_passes(work: Workload) -> int:
-    """Backward passes of a chunk, of a micro-batch, that follow once the first of a rank's chunks
-    has all of its gradients, and that pass; by symmetry, forward passes before the last one needs
-    its weights.
+    """Chunk passes that communication hides behind: the backward pass that completes the gradients
+    of a first chunk and those after it; by symmetry, as many forward passes before a last chunk
+    needs its weights.
 
     Interleaved, micro-batches go in groups of pp through one chunk after another. The last group is
     through with a chunk when the rank's other chunks are still to come (arXiv:2104.04473, figure

@@ -1,7 +1,7 @@
 """Renders an answer as JSON, the contract of `mtcli plan --json`, and as rows of tables.
 
-Ranks of worlds larger than WHOLE are told by ranges: pipeline stages are alike, so that the first
-one says it all, and so do the first and the last group of an axis.
+Ranks of worlds larger than ALL_RANKS are told by ranges: pipeline stages are alike, so that the
+first one says it all, and so do the first and the last group of an axis.
 """
 
 from collections.abc import Sequence
@@ -182,7 +182,7 @@ def summary_rows(answer: PlanAnswer) -> Rows:
 def summary(p: Prediction) -> list[tuple[str, str]]:
     """Rows on one prediction; those with no text are left out."""
     work, m, device = p.work, p.work.model, p.device
-    tokens = work.global_batch_size * work.seq_len
+    tokens = work.tokens_per_step
     margin = f"{gib(device.memory_bytes - device.usable_bytes)} left to fragmentation"
     memory = [f"{name} {gib(n)}" for name, n in p.memory.as_dict().items() if name != "total"]
     sent = [f"{axis} {s:.3g} s" for axis, s in p.communication_seconds.items() if s > 0]

@@ -115,6 +115,11 @@ class Workload:
         return max(1, self.global_batch_size // (self.micro_batch_size * self.layout.batch_shards))
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, over all ranks."""
+        return self.global_batch_size * self.seq_len
+
+    @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one context parallel rank."""
         return self.micro_batch_size * self.seq_len // self.layout.cp
@@ -138,8 +143,7 @@ class Workload:
     @property
     def sharded_halves(self) -> int:
         """Halves of a block whose GEMMs tensor parallelism shards: attention, and a dense MLP."""
-        m = self.model
-        return 1 + (not m.num_experts or m.shared_expert_ffn_hidden_size > 0)
+        return 1 + (self.model.dense_ffn_hidden_size > 0)
 
     @property
     def tp_mode(self) -> str:

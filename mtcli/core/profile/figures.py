@@ -94,15 +94,10 @@ class Profile:
         return predict_workload(self.work, replace(device, flops=flops))
 
     @property
-    def tokens_per_step(self) -> int:
-        """Tokens of a global batch."""
-        return self.config.batch.global_batch_size * self.config.batch.seq_len
-
-    @property
     def model_flops(self) -> float:
         """FLOPs of a step that the model needs: 3 times the forward pass, full attention."""
         forward = forward_flops(self.config.model, self.config.batch.seq_len)
-        return 3.0 * forward * self.tokens_per_step
+        return 3.0 * forward * self.config.batch.tokens_per_step
 
     @property
     def hardware_flops(self) -> float:
@@ -146,7 +141,7 @@ class Profile:
         return {
             "step_seconds": {"min": min(seconds), "median": median(seconds), "max": max(seconds)},
             "steps": seconds,
-            "tokens_per_second": self.tokens_per_step / median(seconds),
+            "tokens_per_second": self.config.batch.tokens_per_step / median(seconds),
             "mfu": self.utilisation(self.model_flops),
             "hfu": self.utilisation(self.hardware_flops),
             "flop_convention": FLOP_CONVENTION,

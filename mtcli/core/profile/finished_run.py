@@ -168,7 +168,7 @@ def summary_of(run: FinishedRun) -> dict[str, Any]:
         "tokens_per_second": median(row["tokens_per_second"] for row in run.rows),
         "mfu": median(row["mfu"] for row in run.rows),
         "step_quantiles": quantiles(seconds),
-        "tokens": len(run.rows) * run.config.batch.global_batch_size * run.config.batch.seq_len,
+        "tokens": len(run.rows) * run.config.batch.tokens_per_step,
         "parameters": count_parameters(run.config.model),
         "world": run.world,
         "resumed_at": run.resumed,

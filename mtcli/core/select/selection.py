@@ -11,7 +11,6 @@ from torch import Tensor
 from mtcli.core.checkpoint.adapters import weights_hash
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.folder import CheckpointFolder
-from mtcli.core.checkpoint.opening import together
 from mtcli.core.config.model import CLASSIFIERS
 from mtcli.core.config.schema import RACE_CHOICES, RunConfig
 from mtcli.core.data.encoder_batches import open_examples
@@ -20,6 +19,7 @@ from mtcli.core.data.indexed import stated_hash
 from mtcli.core.data.subset import ModelRecord, SourceRecord, Subset, TokenSequences
 from mtcli.core.inference.model import InferenceModel, open_model
 from mtcli.core.parallel.groups import world_axis
+from mtcli.core.parallel.together import together
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.select.budgets import budgets_of, total_of
 from mtcli.core.select.coreset import (

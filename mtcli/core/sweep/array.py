@@ -5,7 +5,6 @@ Every model's step is the one that it would make alone: what the models share is
 loss or gradient that is not finite stays in its own rows.
 """
 
-import math
 from collections.abc import Sequence
 from time import perf_counter
 
@@ -30,7 +29,7 @@ from mtcli.core.sweep.member import Member
 from mtcli.core.sweep.memory import ArrayMemory
 from mtcli.core.sweep.update import CompiledAdamW, ModelUpdate
 from mtcli.core.training.compile import Losses, compile_stage, compiler_errors
-from mtcli.core.training.step import Step
+from mtcli.core.training.step import Step, outcome_of
 
 
 class ModelArray:
@@ -130,10 +129,7 @@ class ModelArray:
         these are."""
         config, scale, step = member.config, member.loss_scale.scale, member.step + 1
         norm, lr = scaled_norm / scale, learning_rate(config.optimizer, step, config.train.steps)
-        outcome = "updated"
-        if not math.isfinite(loss + norm):
-            is_overflow = math.isfinite(loss) and member.loss_scale.can_fall
-            outcome = "overflow" if is_overflow else "fault"
+        outcome = outcome_of(loss, norm, member.loss_scale)
         member.step = step
         if outcome != "fault":
             member.loss_scale.update(outcome == "overflow")

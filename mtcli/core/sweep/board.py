@@ -64,10 +64,9 @@ class Board:
         if not self.speaks:
             return
         count, shape = len(live.seats), live.shape
-        tokens = shape.batch.global_batch_size * shape.batch.seq_len
         ranks = f" on {world} ranks" if world > 1 else ""
         text = f"array of {count} model{'s' * (count > 1)}{ranks}, from step {live.array.step} of "
-        text += f"{shape.train.steps}: {count} x {tokens:,} tokens a step, "
+        text += f"{shape.train.steps}: {count} x {shape.batch.tokens_per_step:,} tokens a step, "
         text += f"{gib(live.state_bytes)} of weights, gradients and optimizer a rank"
         self.say(text)
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 import torch
 
-from mtcli.core.checkpoint.opening import together
 from mtcli.core.checkpoint.progress import BaseRecord, planned_samples
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.health.traffic import REDUCED, SyncTraffic
+from mtcli.core.parallel.together import together
 from mtcli.core.parallel.tree import Tree
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep.array import ModelArray, array_groups
@@ -128,8 +128,7 @@ class LiveArray:
                 self.save()
             if gone:
                 self._leave(gone)
-            batch = self.shape.batch
-            tokens = len(steps) * batch.global_batch_size * batch.seq_len
+            tokens = len(steps) * self.shape.batch.tokens_per_step
             self.seconds, self.tokens = self.seconds + perf_counter() - start, self.tokens + tokens
             self.watcher.stepped([seat.record for seat in self.seats], tokens / steps[0].seconds)
             for seat in self.seats:

@@ -3,26 +3,19 @@
 It is the run that checkpoints capture and restore, with its own step, loss scale and updates.
 """
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import OptimizerConfig, RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
-from mtcli.core.optim.adamw import adamw
-from mtcli.core.optim.lamb import Lamb
 from mtcli.core.optim.loss_scale import LossScale
-from mtcli.core.optim.optimizer import UpdateRule
-from mtcli.core.optim.sgd import Sgd
+from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard, Ownership
 from mtcli.core.sweep.memory import ModelTensors, Tensors
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.strategy import Strategy
-from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable, tensor_table
 
 
 class MemberStrategy(Strategy):
@@ -53,52 +46,21 @@ class MemberStrategy(Strategy):
         return self.ownership.answers_for(name)
 
 
-class MemberOptimizer:
-    """The optimizer of one model: the rule that a run alone has, over its tensors."""
+class MemberOptimizer(Optimizer):
+    """The optimizer of one model, over its tensors of the array; it has none until `bind`."""
 
     def __init__(self, ownership: Ownership, config: OptimizerConfig, dtype: torch.dtype) -> None:
-        self.ownership, self.config, self.dtype = ownership, config, dtype
-        self.updates = 0  # made so far, which AdamW's bias correction depends on
+        super().__init__({}, ownership, config, dtype)
 
     def bind(self, tensors: ModelTensors) -> None:
         """Takes the tensors of the model."""
-        self.tensors = tensors
-        names = list(tensors.weights)
-        moments = [list(kind.values()) for kind in tensors.moments.values()]
-        first, second = [*moments, [], []][:2]
-        masters, weights = list(tensors.masters.values()), list(tensors.weights.values())
-        decays = [self.ownership.table[name].decays for name in names]
-        self.parts = OptimizerTensors(masters, first, second, weights, decays)
-        self.by_kernels = self.config.name != "sgd" and all(map(runs_triton, masters))
-        self.packed: TensorTable | None = None
-        self.rule: UpdateRule = adamw
-        if self.config.name == "lamb":
-            self.rule = Lamb(names, self.ownership, self.config.trust_bounds)
-        elif self.config.name == "sgd":
-            self.rule = Sgd(self.config.momentum, self.config.nesterov)
-
-    @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
-        """Updates with the reduced gradients, times a factor where kernels apply it."""
-        assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
-        if self.by_kernels and self.packed is None:
-            self.packed = tensor_table(self.parts)
-        self.updates += 1
-        c = self.config
-        update = OptimizerStep(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
-        self.rule(self.parts, list(gradients.values()), update, self.packed)
-
-    @torch.no_grad()
-    def reset_masters(self) -> None:
-        """Copies the master weights from the parameters, after these were filled."""
-        for name, master in self.tensors.masters.items():
-            master.copy_(self.tensors.weights[name])
+        self.set_tensors(tensors.weights, tensors.masters, tensors.moments)
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer state for a checkpoint: `<kind>/<name>`."""
-        kinds = dict(self.tensors.moments)
-        if any(x.dtype != self.dtype for x in self.tensors.masters.values()):
-            kinds["master"] = self.tensors.masters
+        kinds = dict(self.moments)
+        if any(x.dtype != self.dtype for x in self.masters.values()):
+            kinds["master"] = self.masters
         own = {kind: unpadded(named, self.ownership) for kind, named in kinds.items()}
         return {f"{kind}/{name}": x for kind, named in own.items() for name, x in named.items()}
 

@@ -49,7 +49,7 @@ class TrialRecord:
 
     @property
     def order(self) -> tuple[bool, float, str]:
-        """Sorts trials: those that are whole or were stopped by their loss, and then diverged."""
+        """The sort key of trials: by score, and those that diverged last."""
         return self.status == "diverged", self.score, self.name
 
     @property

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from mtcli.core.checkpoint.opening import together
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import world_axis
+from mtcli.core.parallel.together import together
 from mtcli.core.plan.hardware import GPUS, HERE, Device, shared
 from mtcli.core.plan.memory import frozen_bytes, memory
 from mtcli.core.plan.workload import Workload
@@ -235,7 +235,7 @@ class Sweep:
         return live
 
     def _close(self, live: LiveArray) -> None:
-        """Notes what an array has trained, and that its models are whole where they are."""
+        """Records what an array has trained, and which of its models are finished."""
         for seat in live.seats:
             record = seat.record
             whole = len(record.losses) >= record.trial.config.train.steps

@@ -120,14 +120,6 @@ class SweepSpace:
             raise wrong(f"{', '.join(twice)} is varied twice", hint, "--vary")
         return varied
 
-    def trials(
-        self, varied: Sequence[Varied], budget: Budget, shared: bool, world: int
-    ) -> list[Trial]:
-        """The trials, in the order of the grid or as drawn. With `shared` all have the data of the
-        base config's seed. Raises MtcliError with what is wrong with any."""
-        points = self.points(varied, budget)
-        return self.checked(points, shared, world)
-
     def points(self, varied: Sequence[Varied], budget: Budget) -> list[dict[str, Any]]:
         """The values of the varied fields of each trial."""
         source = random.Random(self.base.seed)

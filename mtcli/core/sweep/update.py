@@ -44,7 +44,7 @@ class CompiledAdamW:
 
     @torch.no_grad()
     def norms(self, gradients: Mapping[str, Tensor]) -> list[float]:
-        """As `ArrayMemory.gradient_norms`."""
+        """As `ArrayMemory.norms`."""
         found: list[float] = self._norms([gradients[n] for n in self.names], self.dtype).tolist()
         return found
 

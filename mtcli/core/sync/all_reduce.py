@@ -93,8 +93,8 @@ class Bucket:
             all_reduce(self.owned, self.rest)
 
     @property
-    def sums(self) -> bool:
-        """Whether ranks sum it."""
+    def is_reduced_over_ranks(self) -> bool:
+        """Whether several ranks have gradients to sum in it."""
         return max(self.owners.size, self.rest.size) > 1
 
     def rows(self, name: str) -> slice:
@@ -154,8 +154,9 @@ class BucketedDataParallel(Strategy):
         self.fresh: set[str] = set(self.bucket_of)  # without a gradient in this step so far
         self.last: set[int] = set()  # stages in their last backward of the step
         self.missing: dict[Bucket, set[str]] = {}  # what the last backward has yet to fill
-        self.summing: list[Bucket] = []  # under way, and `when_reduced` to be told of
-        self.tell: Callable[[Mapping[str, Tensor]], None] | None = None
+        # Buckets whose reduction has started and whose callback is still due.
+        self.summing: list[Bucket] = []
+        self.on_reduced: Callable[[Mapping[str, Tensor]], None] | None = None
 
     @cached_property
     def gradients(self) -> dict[str, Tensor]:
@@ -194,9 +195,9 @@ class BucketedDataParallel(Strategy):
             bucket.finish()
         sum_tied_gradients_(self.gradients, self.ownership)
 
-    def when_reduced(self, tell: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """See Strategy. One that ranks sum is told of when the next bucket is full."""
-        self.tell = tell
+    def when_reduced(self, on_reduced: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """See Strategy. The call for a bucket that ranks reduce comes when the next is full."""
+        self.on_reduced = on_reduced
 
     def gradient_buckets(self) -> list[list[str]]:
         """Names of parameters whose gradients are reduced together."""
@@ -243,23 +244,23 @@ class BucketedDataParallel(Strategy):
                 self.missing[bucket].discard(name)
                 if not self.missing[bucket]:
                     bucket.start()
-                    self._tell_after(bucket)
+                    self._call_back_after(bucket)
 
         return collect
 
-    def _tell_after(self, bucket: Bucket) -> None:
-        """Tells of the buckets that are reduced, once another one is full."""
-        if self.tell is None:
+    def _call_back_after(self, bucket: Bucket) -> None:
+        """Calls `on_reduced` for the buckets that are reduced, once another one is full."""
+        if self.on_reduced is None:
             return
         self.summing.append(bucket)
-        done = self.summing[:-1] if bucket.sums else self.summing
+        done = self.summing[:-1] if bucket.is_reduced_over_ranks else self.summing
         self.summing = self.summing[len(done) :]
         for one in done:
             one.finish()
             if not (
                 self.ownership.tied in one.slots and self.ownership.groups.axes["ends"].size > 1
             ):
-                self.tell({name: one.gradient(name) for name in one.slots})
+                self.on_reduced({name: one.gradient(name) for name in one.slots})
 
 
 def _bucketed(

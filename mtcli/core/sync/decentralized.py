@@ -101,7 +101,7 @@ class _Bucket:
     ) -> None:
         self.names, self.optimizer, self.exchange = names, optimizer, exchange
         self.momentum = optimizer.config.momentum
-        # Without momentum all that mix what they have updated are one.
+        # Without momentum dmsgd, da_dmsgd and decentlam are dsgd.
         self.method = method if self.momentum or method == "awc_dmsgd" else "dsgd"
         of = [list(optimizer.named).index(name) for name in names]
         parts = optimizer.parts

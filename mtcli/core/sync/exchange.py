@@ -37,8 +37,9 @@ class ReplicaExchange:
         return self.replicas.size > 1
 
     @property
-    def _apart(self) -> Axis:
-        """The same ranks, for what is measured and is no part of the method."""
+    def _measured_axis(self) -> Axis:
+        """The replicas axis under another name, so that measuring does not count as the method's
+        traffic."""
         return self.replicas._replace(name="replicas_measured")
 
     def before_step(self, lr: float) -> None:
@@ -93,8 +94,8 @@ class ReplicaExchange:
         of another number of replicas."""
 
     def rejoin(self, counters: Mapping[str, Any]) -> str:
-        """Starts from a checkpoint of another number of replicas, of which weights and state are
-        the average, and the counters as they were; returns what that is, in words."""
+        """Starts from a checkpoint with another number of replicas, whose weights and state have
+        been averaged, and whose counters are given; returns a note for the user."""
         self.begin()
         self.load_counters({})
         return "their average"
@@ -130,14 +131,14 @@ class ReplicaExchange:
         weights = self.inside.weights()
         counted = [x for name, x in weights.items() if x.numel() and ownership.answers_for(name)]
         own = sketch(counted, ownership.groups.device)
-        mean = all_reduce(own.clone(), self._apart) / self.replicas.size
+        mean = all_reduce(own.clone(), self._measured_axis) / self.replicas.size
         squares = (own - mean).square().sum().view(1)
         total = all_reduce(squares, ownership.groups.world)
         return float(total / self.replicas.size) ** 0.5
 
     @torch.no_grad()
     def _average(self) -> None:
-        axis = self._apart
+        axis = self._measured_axis
         for shard in self.inside.shards.values():
             wide = shard.tensor.to(torch.promote_types(shard.tensor.dtype, torch.float32))
             mean = all_reduce(wide.clone(), axis) / axis.size

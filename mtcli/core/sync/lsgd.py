@@ -58,8 +58,8 @@ class LeaderPulls(PeriodicPulls):
             self._pull_to(self.replicas, elected(losses), self.sync.global_pull)
 
     def counters(self) -> dict[str, Any]:
-        """The losses of which each worker's average is."""
-        return {"losses": gather_values(list(self.losses), self._apart)}
+        """The last losses of each worker, by whose average leaders are elected."""
+        return {"losses": gather_values(list(self.losses), self._measured_axis)}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Restores this worker's losses, where its run had as many workers.

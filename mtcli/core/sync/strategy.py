@@ -46,9 +46,10 @@ class Strategy(Protocol):
     def after_backward(self) -> None:
         """Waits until every gradient is reduced; those that no backward touched are zero."""
 
-    def when_reduced(self, tell: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Has `tell` called with reduced gradients in the backward that made them, a bucket at a
-        time, in the same order on every rank; by default never. The others are reduced after it."""
+    def when_reduced(self, on_reduced: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Has `on_reduced` called with reduced gradients in the backward that made them, a bucket
+        at a time, in the same order on every rank; by default never. The others are reduced after
+        it."""
 
     def gradient_buckets(self) -> list[list[str]]:
         """Names of parameters whose gradients are reduced together; all of them by default."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mtcli.core.checkpoint.blocks import sampled_hash
-from mtcli.core.checkpoint.opening import require_alike
 from mtcli.core.checkpoint.progress import DatasetRecord, SampleRecord, SkippedBatch
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
@@ -20,6 +19,7 @@ from mtcli.core.data.packing import PackedConversations
 from mtcli.core.data.subset import AGAIN, FIELD, SourceRecord, Subset, digest
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.together import require_alike
 
 
 class SourceHashes(NamedTuple):

@@ -4,7 +4,7 @@ The loss of a step is that of predicted tokens over their weights' sum W, plus t
 over theirs, C, both over the global batch. Class weights times W / C make them one sum over W.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.encoder_rows import EncoderRows
+from mtcli.core.data.encoder_rows import EncoderBatches, EncoderRows
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, Sentences, make_inputs, token_positions
 from mtcli.core.parallel.groups import Groups
@@ -22,8 +22,7 @@ class EncoderRead(NamedTuple):
     """A micro-batch's rows, and sums of this rank's weights: of predicted tokens, of classes."""
 
     rows: EncoderRows
-    predicted: float
-    classified: float
+    weight_sums: tuple[float, float]
 
 
 class EncoderInputs:
@@ -39,26 +38,35 @@ class EncoderInputs:
         index[positions] = torch.arange(len(positions))
         self.index = index.to(groups.device)  # of each position of a row among this rank's, or -1
 
-    def read(self, rows: EncoderRows, hosted: Callable[[np.ndarray], np.ndarray]) -> EncoderRead:
+    def read(
+        self,
+        batches: EncoderBatches,
+        start: int,
+        count: int,
+        hosted: Callable[[np.ndarray], np.ndarray],
+    ) -> EncoderRead:
         """Rows where the device can fetch them, with their sums."""
+        rows = batches.rows(start, count)
         own = rows.weights[:, self.host_positions]
         # Every cp rank has all labels of sequences, and one of them counts them.
         classified = rows.class_weights.sum(dtype=np.float64) * (self.groups.cp.rank == 0)
         arrays = EncoderRows(*(hosted(array) for array in rows))
-        return EncoderRead(arrays, float(own.sum(dtype=np.float64)), float(classified))
+        return EncoderRead(arrays, (float(own.sum(dtype=np.float64)), float(classified)))
 
-    def weigh(self, predicted: float, classified: float) -> tuple[float, float]:
-        """(what the summed loss is divided by, the factor of class weights) by the global sums."""
+    def weigh(self, sums: Sequence[float], parts: int) -> tuple[float, float]:
+        """(what the summed loss is divided by, the factor of class weights) by the sums over a
+        global batch, or over the part of it that a replica has."""
+        predicted, classified = sums
         if self.model.head != "mlm":
             return classified, 1.0
         return predicted, predicted / max(1.0, classified)
 
     def inputs(
-        self, rows: EncoderRows, numbers: Tensor | None, class_factor: float, others: dict[str, Any]
+        self, read: EncoderRead, numbers: Tensor | None, class_factor: float, others: dict[str, Any]
     ) -> Inputs:
         """The inputs of rows, whose tokens have these global numbers."""
         device = self.groups.device
-        rows = EncoderRows(*(torch.as_tensor(x).to(device, non_blocking=True) for x in rows))
+        rows = EncoderRows(*(torch.as_tensor(x).to(device, non_blocking=True) for x in read.rows))
         here, documents = self.positions, rows.documents.contiguous()
         index = self.index[rows.firsts % self.size]
         at = torch.where(index < 0, -1, rows.firsts // self.size * len(here) + index)

@@ -10,7 +10,7 @@ row of a grid of tp ranks has consecutive samples.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,51 +21,43 @@ from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.encoder_batches import encoder_batches
-from mtcli.core.data.encoder_rows import CountedRows
+from mtcli.core.data.encoder_rows import CountedRows, EncoderBatches
 from mtcli.core.data.loader import (
-    Batches,
     CountedTokens,
     Prefetcher,
     SampleId,
-    require_ids,
     require_named,
     require_stated_ids,
 )
 from mtcli.core.data.packing import open_conversations
 from mtcli.core.data.subset import Subset, TokenSequences, require_subset, token_batches
 from mtcli.core.mesh.parameters import stage_layers
-from mtcli.core.model.build import DTYPES
-from mtcli.core.model.inputs import Inputs, make_inputs
-from mtcli.core.parallel.attention_mask import restarted
+from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.collectives import all_gather
 from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.training.consumed_samples import require_sources
 from mtcli.core.training.encoder_inputs import EncoderInputs, EncoderRead
-
-
-class ReadAhead(NamedTuple):
-    """A micro-batch as the reader returns it; for a GPU in pinned memory."""
-
-    tokens: np.ndarray | Tensor  # int64 [mbs, seq_len + 1]
-    documents: np.ndarray | Tensor | None  # int32 of the same shape, where the config asks for them
-    weights: np.ndarray | Tensor | None  # float32 [mbs, seq_len], of the labels' losses
-    weight_sum: float  # of this rank's labels; 0 without weights
+from mtcli.core.training.token_inputs import TokenBatches, TokenInputs, TokenRead
 
 
 class StepBatch(NamedTuple):
     """This rank's part of a global batch."""
 
     load: Callable[[int], Inputs]  # gives micro-batch m
-    weight: float  # sum of the loss weights of the global batch, the same on every rank; or alone
+    weight: float  # sum of loss weights: of the global batch, or of an asynchronous replica's
     replica_weight: float  # sum of those of this rank's replica
 
 
 class MicroBatchLoader:
-    """The micro-batches of this rank, step by step, of `Batches` or an encoder's."""
+    """The micro-batches of this rank, step by step."""
 
     def __init__(
-        self, batches: Any, config: RunConfig, groups: Groups, subset: Subset | None = None
+        self,
+        batches: TokenBatches | EncoderBatches,
+        config: RunConfig,
+        groups: Groups,
+        subset: Subset | None = None,
     ) -> None:
         """Where the batches are of a `subset`'s members alone, that is told."""
         self.batches, self.config, self.groups = batches, config, groups
@@ -73,13 +65,14 @@ class MicroBatchLoader:
         cp = groups.cp
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
         self.positions = positions.to(groups.device)  # of this rank's part of each sequence
-        self.host_positions = positions
         layers = stage_layers(config.model, groups.layout, config.parallel.stage_layers)
         self.has_blocks = any(layers[stage] for stage in groups.layout.stages(groups.pp_rank))
-        encodes = config.model.head != "lm"
-        self.encoder = EncoderInputs(config, groups, positions) if encodes else None
+        self.inputs: TokenInputs | EncoderInputs = TokenInputs(config, positions, self.positions)
+        if config.model.head != "lm":
+            self.inputs = EncoderInputs(config, groups, positions)
         self.share = groups.replicas.rank  # of each global batch, which this replica reads
-        self.alone = config.sync.asynchronous  # asks no other replica, and reads nothing ahead
+        # Asks no other replica, and reads nothing ahead.
+        self.is_asynchronous = config.sync.asynchronous
         self.next_step = -1
         self.reader: Prefetcher[Any] | None = None
 
@@ -89,7 +82,7 @@ class MicroBatchLoader:
         A `loss_scale` of 0 says that there is no backward, and leaves dropout and auxiliary losses
         out. Every rank calls it. Raises MtcliError where no label of the step has a weight.
         """
-        if self.alone:
+        if self.is_asynchronous:
             samples = [self._read(first, self._mbs) for first in self._starts(step)]
         else:
             samples = self._read_ahead(step)
@@ -119,27 +112,21 @@ class MicroBatchLoader:
             self.reader.close()
 
     def _batch(self, step: int, samples: list[Any], loss_scale: float) -> StepBatch:
-        if self.encoder is not None:
-            return self._encoder_batch(self.encoder, step, samples, loss_scale)
-        firsts = self._starts(step)
-        weights = self._weights(step, samples)
-        return StepBatch(lambda m: self._inputs(samples[m], firsts[m], loss_scale), *weights)
-
-    def _encoder_batch(
-        self, encoder: EncoderInputs, step: int, samples: list[EncoderRead], loss_scale: float
-    ) -> StepBatch:
-        predicted = self._sums(read.predicted for read in samples)
-        classified = self._sums(read.classified for read in samples)
-        weight, _ = encoder.weigh(predicted[0], classified[0])
-        own_weight, factor = encoder.weigh(predicted[1], classified[1])
+        """Ranks exchange sums of weights, 8 bytes each, where the labels do not weigh 1 each."""
+        columns = zip(*(read.weight_sums for read in samples), strict=True)
+        sums, replicas = [self._sums(column) for column in columns], self.groups.layout.replicas
+        parts = replicas if self.is_asynchronous else 1
+        weight, _ = self.inputs.weigh([total for total, _ in sums], parts)
+        own_weight, factor = self.inputs.weigh([own for _, own in sums], replicas)
         self._require_weight(step, weight)
         others = {"attended": self.has_blocks, "aux_scale": self._aux_scale(loss_scale)}
         firsts = self._starts(step)
 
         def load(m: int) -> Inputs:
             numbers = self._numbers(firsts[m], loss_scale)
-            return encoder.inputs(samples[m].rows, numbers, factor, others)
+            return self.inputs.inputs(samples[m], numbers, factor, others)
 
+        # A replica without weights has gradients of 0, whatever they are divided by.
         return StepBatch(load, weight, own_weight or 1.0)
 
     def _wanted(self, step: int) -> Iterator[tuple[int, int]]:
@@ -155,38 +142,14 @@ class MicroBatchLoader:
         first = step * size + data_rank * block + self.groups.tp_row.rank * self._mbs
         return range(first, (step + 1) * size, block * layout.batch_shards)
 
-    def _read(self, start: int, count: int) -> ReadAhead | EncoderRead:
-        if self.encoder is not None:
-            return self.encoder.read(self.batches.rows(start, count), self._hosted)
-        data = self.config.data
-        asked = data.document_mask or data.document_positions
-        documents = self.batches.documents(start, count) if asked else None
-        rows = self.batches.batch(start, count)
-        require_ids(self.batches, start, rows, self.config.model.vocab_size)
-        weights, weight_sum = self.batches.loss_weights(start, count), 0.0
-        if weights is not None:
-            own = torch.from_numpy(weights)[:, self.host_positions]
-            weights, weight_sum = own.numpy(), float(own.sum(dtype=torch.float64))
-        return ReadAhead(
-            self._hosted(rows), self._hosted(documents), self._hosted(weights), weight_sum
-        )
+    def _read(self, start: int, count: int) -> TokenRead | EncoderRead:
+        return self.inputs.read(self.batches, start, count, self._hosted)
 
-    def _hosted(self, rows: np.ndarray | None) -> np.ndarray | Tensor | None:
+    def _hosted(self, rows: np.ndarray) -> np.ndarray | Tensor:
         """Rows where the device can fetch them by itself, while this process goes on."""
-        if rows is None or self.groups.device.type != "cuda":
+        if self.groups.device.type != "cuda":
             return rows
         return torch.from_numpy(rows).pin_memory()
-
-    def _weights(self, step: int, samples: list[ReadAhead]) -> tuple[float, float]:
-        """Sums the loss weights of the global batch, and of this rank's replica: its labels, where
-        they weigh 1 each."""
-        if samples[0].weights is None:
-            labels = float(self.config.batch.global_batch_size * self.config.batch.seq_len)
-            replicas = self.groups.layout.replicas
-            return labels / (replicas if self.alone else 1), labels / replicas
-        weight, own = self._sums(read.weight_sum for read in samples)
-        self._require_weight(step, weight)
-        return weight, own or 1.0  # by which gradients of nothing are divided
 
     def _sums(self, parts: Iterable[float]) -> tuple[float, float]:
         """Sums what the micro-batches of the global batch have, and those of this rank's replica:
@@ -197,33 +160,17 @@ class MicroBatchLoader:
         groups = self.groups
         own = torch.tensor([sum(parts)], dtype=torch.float64).to(groups.device)
         inside = sum(all_gather(own, groups.axes["samples"]).tolist())
-        if self.alone:
+        if self.is_asynchronous:
             return inside, inside
         return sum(all_gather(torch.full_like(own, inside), groups.replicas).tolist()), inside
 
     def _require_weight(self, step: int, weight: float) -> None:
         """Raises MtcliError where no label of a step's batch is known to have a weight."""
         size = self.config.batch.global_batch_size
-        if not self.alone and not 0.0 < weight < math.inf:
+        if not self.is_asynchronous and not 0.0 < weight < math.inf:
             message = f"the loss weights of samples {step * size} to {(step + 1) * size - 1}"
             hint = "leave out samples without weight, or set a larger batch.global_batch_size"
             raise failed(f"{message}, step {step + 1}, have the sum {weight:g}", hint)
-
-    def _inputs(self, read: ReadAhead, first: int, loss_scale: float) -> Inputs:
-        rows = self._on_device(read.tokens)
-        positions, documents = self._documents(read)
-        return make_inputs(
-            self.config.model,
-            DTYPES[self.config.train.precision],
-            rows[:, self.positions],
-            labels=rows[:, self.positions + 1],
-            weights=None if read.weights is None else self._on_device(read.weights),
-            positions=positions,
-            numbers=self._numbers(first, loss_scale),
-            documents=documents,
-            attended=self.has_blocks,
-            aux_scale=self._aux_scale(loss_scale),
-        )
 
     def _numbers(self, first: int, loss_scale: float) -> Tensor | None:
         """Global token numbers [mbs, s] of samples from `first` on; None where none is dropped."""
@@ -235,21 +182,7 @@ class MicroBatchLoader:
         return ids[:, None] * self.config.batch.seq_len + self.positions
 
     def _aux_scale(self, loss_scale: float) -> float:
-        batch, replicas = self.config.batch, self.groups.layout.replicas
-        return loss_scale * replicas / (batch.global_batch_size * batch.seq_len)
-
-    def _documents(self, read: ReadAhead) -> tuple[Tensor, Tensor | None]:
-        """(positions [mbs, s of this rank], the documents of full rows if they are masked)."""
-        positions, data = self.positions.expand(self._mbs, -1), self.config.data
-        if read.documents is None:
-            return positions, None
-        documents = self._on_device(read.documents)[:, :-1].contiguous()
-        if data.document_positions:
-            positions = restarted(documents)[:, self.positions]
-        return positions, documents if data.document_mask else None
-
-    def _on_device(self, rows: np.ndarray | Tensor) -> Tensor:
-        return torch.as_tensor(rows).to(self.groups.device, non_blocking=True)
+        return loss_scale * self.groups.layout.replicas / self.config.batch.tokens_per_step
 
     @property
     def _mbs(self) -> int:
@@ -270,7 +203,7 @@ def open_loader(
     subset = None if validation else require_subset(config)
     batches = _open_batches(config, which, subset, planned)
     loader = MicroBatchLoader(batches, config, groups, subset)
-    loader.alone = config.sync.asynchronous and not validation
+    loader.is_asynchronous = config.sync.asynchronous and not validation
     return loader
 
 
@@ -306,4 +239,4 @@ def synthetic_loader(config: RunConfig, groups: Groups) -> MicroBatchLoader:
     if config.model.head != "lm":
         return MicroBatchLoader(CountedRows(config, samples), config, groups)
     tokens = CountedTokens(config.batch.seq_len, config.model.vocab_size, samples)
-    return MicroBatchLoader(cast(Batches, tokens), config, groups)
+    return MicroBatchLoader(tokens, config, groups)

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 import typer
 
-from mtcli.core.checkpoint.opening import together
 from mtcli.core.checkpoint.progress import planned_samples
 from mtcli.core.config.errors import collect_errors, failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups, world_axis
+from mtcli.core.parallel.together import together
 from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.runtime.launch import Runtime, StopSignal
 from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
@@ -108,7 +108,7 @@ def _train(
     about = loader.batches.describe()
     log.begin(runtime, trainer.state_bytes(), str(start), about)
     stopped, timer = False, StepTimer(runtime.recorder, world.rank, world.size)
-    next_step = Rounds(trainer).train if trainer.alone else trainer.train_step
+    next_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
     with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
         while trainer.step < config.train.steps and not stopped:
             timer.begin()

@@ -197,9 +197,8 @@ class RunLog:
         self.flops_per_second = self.peak * world
         if not self.speaks:
             return
-        config, batch = self.config, self.config.batch
+        config, tokens = self.config, self.config.batch.tokens_per_step
         self.records.begin(runtime, self.first_step)
-        tokens = batch.global_batch_size * batch.seq_len
         rows = {
             "model": _model(config),
             "layout": f"{world} ranks: {_axes(config, world)}",
@@ -274,7 +273,7 @@ class RunLog:
 def _row(config: RunConfig, step: Any, told: StepFacts, peak: float) -> dict[str, Any]:
     """The record of a step; `peak` are the FLOP/s of all ranks' devices."""
     batch = config.batch
-    tokens = batch.global_batch_size * batch.seq_len
+    tokens = batch.tokens_per_step
     if step.replica_steps:  # a round
         tokens *= sum(step.replica_steps) // len(step.replica_steps)
     flops = 3.0 * forward_flops(config.model, batch.seq_len) * tokens

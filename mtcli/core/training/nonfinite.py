@@ -54,7 +54,7 @@ def first_nonfinite(trainer: Trainer, loader: MicroBatchLoader) -> str:
 
     with uncompiled(trainer.config.train.compile), _watched(trainer.stages, report):
         trainer.forward_backward(loader, as_written=True)
-    axis = trainer.groups.replica if trainer.alone else trainer.groups.world
+    axis = trainer.groups.replica if trainer.is_asynchronous else trainer.groups.world
     everyone = gather_values(found[0] if found else None, axis)
     findings = sorted(Finding(*fields) for fields in everyone if fields)
     return str(findings[0]) if findings else "the sum of gradients that are finite one by one"

@@ -13,10 +13,10 @@ from pathlib import Path
 import typer
 
 from mtcli.core.checkpoint.folder import CHECKPOINTS, step_name
-from mtcli.core.checkpoint.opening import together
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.subset import Subset, read_subset, write_subset
 from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.together import together
 from mtcli.core.runtime.atomic_writes import make_folder
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.select.request import SelectRequest

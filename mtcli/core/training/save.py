@@ -19,7 +19,7 @@ from mtcli.core.checkpoint.fine_tuning import starting_folder, starting_tokenize
 from mtcli.core.checkpoint.folder import CHECKPOINTS, HUGGINGFACE, TOKENIZER, require_inside
 from mtcli.core.checkpoint.huggingface import config_json
 from mtcli.core.checkpoint.progress import RunProgress
-from mtcli.core.checkpoint.store import save, together
+from mtcli.core.checkpoint.store import save, save_together
 from mtcli.core.config.errors import Exit, MtcliError, failed
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
@@ -161,7 +161,7 @@ class Saver:
     ) -> SaveSeconds:
         """Writes a snapshot, in the thread: it shares nothing with training but its arguments."""
         start, config, ranks = perf_counter(), self.config, self.ranks
-        device_seconds = together(ranks, taken.wait)
+        device_seconds = save_together(ranks, taken.wait)
         folder = save(
             Path(config.train.output) / CHECKPOINTS,
             step,

@@ -16,7 +16,7 @@ from mtcli.core.checkpoint.adapters import base_of, require_adapters, weights_ha
 from mtcli.core.checkpoint.fine_tuning import no_base
 from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.checkpoint.manifest import OPTIMIZER
-from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed, together
+from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed
 from mtcli.core.checkpoint.progress import BaseRecord, RandomState, RunProgress, progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.store import Shard
@@ -29,6 +29,7 @@ from mtcli.core.model import init
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard
+from mtcli.core.parallel.together import together
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.training.consumed_samples import ConsumedSamples
 
@@ -162,11 +163,10 @@ def progress(
 
 
 def shards(trainer: RunState) -> list[Shard]:
-    """The shards that this rank writes of weights and state, on its device, unpadded; of a run that
-    trains adapters those alone.
+    """The shards of weights and state that this rank writes, on its device, unpadded.
 
-    Of what is equal in all replicas the first one's, or of each the rows that it keeps for all; of
-    the rest each its own.
+    State that is equal on all replicas comes from the first, state sharded over replicas from its
+    owner, differing state from each. A LoRA run writes adapters only.
     """
     found = []
     strategy, exchange, table = trainer.strategy, trainer.exchange, trainer.table

@@ -37,13 +37,11 @@ from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader, StepBatch
 
+Outcome = Literal["updated", "overflow", "fault"]
+
 
 class Step(NamedTuple):
-    """What one step did.
-
-    At an `overflow` the loss scale was too large for float16 and the batch was passed over. A
-    `fault` is any other loss or gradient that is not finite: nothing changed, nor did the step.
-    """
+    """What one step did."""
 
     step: int
     loss: float  # weighted mean over the global batch's labels, nats
@@ -51,10 +49,21 @@ class Step(NamedTuple):
     grad_norm: float  # before clipping; the mean of replicas' own
     seconds: float
     loss_scale: float  # of this step
-    outcome: Literal["updated", "overflow", "fault"]
+    outcome: Outcome
     expert_load: float | None = None  # largest over mean, worst layer; None without router biases
     weight: float = 1.0  # sum of the loss weights of its labels
     replica_steps: tuple[int, ...] = ()  # of a round of asynchronous replicas: those of each
+
+
+def outcome_of(loss: float, norm: float, loss_scale: LossScale) -> Outcome:
+    """What comes of a step, the same on every rank, as its loss and its gradients' norm are.
+
+    At an `overflow` the loss scale was too large for float16 and the batch is passed over. A
+    `fault` is any other loss or gradient that is not finite: nothing changes, nor does the step.
+    """
+    if math.isfinite(loss + norm):
+        return "updated"
+    return "overflow" if math.isfinite(loss) and loss_scale.can_fall else "fault"
 
 
 class Phases(NamedTuple):
@@ -105,7 +114,7 @@ class Trainer:
         schedule = _proven_schedule(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
         self.cuda_graphs = self._cuda_graphs()
-        self.alone = config.sync.asynchronous
+        self.is_asynchronous = config.sync.asynchronous
         self.micro_batch_tokens = b.micro_batch_size * b.seq_len // (p.cp * p.grid_rows)
         self.step = 0
         self.phases: Phases | None = None  # of the last step, for profile
@@ -139,19 +148,19 @@ class Trainer:
         loss_sum, batch, marks = self.forward_backward(loader)
         squares = square_sum(self.strategy.counted_gradients())
         marks.append(self.pipeline.clock())
-        loss_sums, scaled_norms = self._global(loss_sum, squares, self.alone)
+        loss_sums, scaled_norms = self._global(loss_sum, squares, self.is_asynchronous)
         marks.append(self.pipeline.clock())
         step, scale = self.step + 1, self.loss_scale.scale
         lr = learning_rate(config.optimizer, step, config.train.steps)
         norms = [norm / scale for norm in scaled_norms]
         loss, norm = sum(loss_sums) / (batch.weight or 1.0), sum(norms) / len(norms)
-        outcome = self._outcome(loss, norm)
+        outcome = outcome_of(loss, norm, self.loss_scale)
         if outcome != "fault":
             self.step = step
             self.loss_scale.update(outcome == "overflow")
         expert_load = None
         if outcome == "updated":
-            own = 0 if self.alone else self.groups.replicas.rank
+            own = 0 if self.is_asynchronous else self.groups.replicas.rank
             # A replica whose labels have no weight has no loss, and no gradient.
             if loss_sums[own]:
                 self.exchange.note_loss(loss_sums[own] / batch.replica_weight)
@@ -213,12 +222,6 @@ class Trainer:
         self.strategy.before_step(from_zero=True)
         self.balance.begin()
 
-    def _outcome(self, loss: float, norm: float) -> Literal["updated", "overflow", "fault"]:
-        """The same on every rank, as the loss and the norm are."""
-        if math.isfinite(loss + norm):
-            return "updated"
-        return "overflow" if math.isfinite(loss) and self.loss_scale.can_fall else "fault"
-
     @torch.no_grad()
     def evaluate(self, loader: MicroBatchLoader) -> float:
         """The weighted mean loss over train.eval_batches global batches of the validation data, of
@@ -248,15 +251,15 @@ class Trainer:
         return sum(loss_sums) / weight
 
     def _global(
-        self, loss_sum: float, square_sum: float, alone: bool = False
+        self, loss_sum: float, square_sum: float, only_replica: bool = False
     ) -> tuple[list[float], list[float]]:
-        """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or
-        `alone` of this replica, which asks no other.
+        """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or of
+        this replica only, which asks no other.
 
         Each tp rank of the last stage has the same losses, so one of them speaks.
         """
         axis, replicas, own = self.groups.world, self.layout.replicas, self.groups.replicas.rank
-        if alone:
+        if only_replica:
             axis, replicas, own = self.groups.replica, 1, 0
         sums = torch.zeros(2, replicas, dtype=torch.float64)
         sums[0, own] = loss_sum if self.groups.tp.rank == 0 else 0.0

@@ -28,7 +28,7 @@ ALIGNMENT = 64
 
 Peers = Mapping[int, socket.socket]
 DONE = object()
-Rounds = Iterator[None]  # runs to a yield with its part written, and on when all have written
+Rounds = Iterator[None]  # yields when this rank has written, and goes on when all ranks have
 
 
 class SharedMemory:

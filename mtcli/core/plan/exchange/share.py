@@ -1,4 +1,4 @@
-"""What every method is asked, and what it is told of a rank."""
+"""Defines the costs that every sync method plans, and what it knows of a rank for that."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
@@ -53,7 +53,7 @@ class ExchangeCosts(Protocol):
 
 
 class NoCosts:
-    """That of a single replica."""
+    """The costs of a single replica."""
 
     def sent_bytes(self) -> float:
         """None."""

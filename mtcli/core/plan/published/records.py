@@ -294,7 +294,7 @@ def measured_seconds(row: Table, work: PublishedWork, device: Device) -> float |
 
     Raises ValueError for what is no positive number.
     """
-    tokens, samples = work.global_batch_size * work.seq_len, work.global_batch_size
+    tokens, samples = work.tokens_per_step, work.global_batch_size
     world, result = work.layout.world, {k: v for k, v in row["result"].items() if v is not None}
     forms: dict[str, Callable[[float], float]] = {
         "iter_time_s": lambda seconds: seconds,

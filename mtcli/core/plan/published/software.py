@@ -50,7 +50,7 @@ class PublishedWork(Workload):
         if self.recompute == "none":  # the softmax, and where it is dropped a mask and the result
             per_score = size + (1 + size) * bool(m.attention_dropout)
             heads += per_score * m.num_heads * self.seq_len
-        widths = 3 if m.activation == "swiglu" else 2
+        widths = 3 if m.is_gated else 2
         mlp = widths * m.ffn_hidden_size * size / tp
         if m.num_experts:
             routed = 2 * m.hidden_size * self.layout.etp + widths * m.moe_ffn_hidden_size

@@ -154,7 +154,7 @@ def _of_source(scored: Sequence[Scored], source: str) -> Json:
     timed = [(one, one.record.seconds) for one in mine if one.record.seconds]
     errors = [one.error for one, _ in timed if one.error is not None]
     works = [one.record.work for one, _ in timed]
-    sizes = [(work.global_batch_size * work.seq_len, work.layout.world) for work in works]
+    sizes = [(work.tokens_per_step, work.layout.world) for work in works]
     # Rates per GPU, so that a larger batch or world does not make the ranking easy.
     said = [t / one.seconds / w for (one, _), (t, w) in zip(timed, sizes, strict=True)]
     was = [t / seconds / w for (_, seconds), (t, w) in zip(timed, sizes, strict=True)]

@@ -388,7 +388,7 @@ def recomputes_activation(kit: Kit) -> bool:
 
 def gates(kit: Kit) -> int:
     """Columns of the first GEMM for one of the second: SwiGLU has a gate beside each."""
-    return 2 if kit.work.model.activation == "swiglu" else 1
+    return 2 if kit.work.model.is_gated else 1
 
 
 def enter(kit: Kit, x: Value) -> Value:
@@ -434,11 +434,11 @@ def row_linear(
 
 
 class Panels(NamedTuple):
-    """A block of a grid's matrix, this rank's `own` panels of all in a row or column: its bytes."""
+    """A rank's block of a matrix on a grid."""
 
-    block: float
-    own: int
-    all: int
+    block: float  # bytes
+    own: int  # panels in the block
+    all: int  # panels in its row or column of blocks
 
     @property
     def panel(self) -> float:
@@ -546,8 +546,8 @@ def panel_buffers(work: Workload, pp_rank: int) -> float:
     if work.layout.tp_rows == 1:
         return 0.0
     t, m, last = Shapes.of(work), work.model, pp_rank == work.layout.pp - 1
-    inner = m.shared_expert_ffn_hidden_size if m.num_experts else m.ffn_hidden_size
-    gated = 2 if m.activation == "swiglu" else 1
+    inner = m.dense_ffn_hidden_size
+    gated = 2 if m.is_gated else 1
     widths = [t.queries + t.keys / work.kv_sharers, gated * inner / work.columns]
     widths += [vocabulary(work)] * (last and m.head not in CLASSIFIERS)
     received = t.tokens * (work.columns > 1) + max(widths)

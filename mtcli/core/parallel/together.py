@@ -1,0 +1,41 @@
+"""Makes ranks agree: an error of one is raised on all, and a fact is the same on all."""
+
+import json
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+
+from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.parallel.collectives import first_value
+from mtcli.core.parallel.groups import Axis
+
+Result = TypeVar("Result")
+SHARED = "put it where all machines see the same files, or wait until their caches are up to date"
+
+
+def together(axis: Axis, work: Callable[[], Result]) -> Result:
+    """Runs `work` on every rank and returns this rank's result. Collective.
+
+    Raises the MtcliError of the first rank that raises one on every rank.
+    """
+    fault, value = None, []
+    try:
+        value.append(work())
+    except MtcliError as error:
+        fault = error.dump()
+    if first := first_value(fault, axis):
+        raise MtcliError.load(first)
+    return value[0]
+
+
+def require_alike(axis: Axis, fact: object, what: str, field: str = "") -> None:
+    """Raises MtcliError on every rank where a fact is not the same on all; `what` names it in the
+    error. Collective.
+    """
+    told = (json.loads(json.dumps(fact)), f"{what} {fact}", socket.gethostname())
+    expected, words, host = first_value(told if axis.rank == 0 else None, axis)
+    message = None
+    if told[0] != expected:
+        message = f"rank {axis.rank} on {told[2]} {told[1]}, and rank 0 on {host} {words}"
+    if first := first_value(message, axis):
+        raise wrong(first, SHARED, field)

@@ -1,0 +1,109 @@
+"""A language model's inputs: rows of tokens, with documents and loss weights where there are any.
+
+Every label has a weight of 1 where the data says nothing else.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.loader import SampleId, require_ids
+from mtcli.core.model.build import DTYPES
+from mtcli.core.model.inputs import Inputs, make_inputs
+from mtcli.core.parallel.attention_mask import restarted
+
+Hosted = Callable[[np.ndarray], np.ndarray | Tensor]
+
+
+class TokenBatches(Protocol):
+    """The samples of a language model's data in order, by global sample."""
+
+    def __len__(self) -> int:
+        """The samples of the run."""
+
+    def batch(self, start: int, count: int) -> np.ndarray:
+        """Samples start .. start + count - 1: int64 [count, seq_len + 1]."""
+
+    def documents(self, start: int, count: int) -> np.ndarray:
+        """The document of each of their tokens: int32 [count, seq_len + 1]."""
+
+    def loss_weights(self, start: int, count: int) -> np.ndarray | None:
+        """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
+
+    def sample_ids(self, start: int, count: int) -> list[SampleId]:
+        """Where their tokens come from."""
+
+
+class TokenRead(NamedTuple):
+    """A micro-batch as the reader returns it; for a GPU in pinned memory."""
+
+    tokens: np.ndarray | Tensor  # int64 [mbs, seq_len + 1]
+    documents: np.ndarray | Tensor | None  # int32 of the same shape, where the config asks for them
+    weights: np.ndarray | Tensor | None  # float32 [mbs, seq_len], of the labels' losses
+    weight_sums: tuple[float, ...]  # one, of this rank's labels; none without weights
+
+
+class TokenInputs:
+    """Makes this rank's inputs of rows of tokens."""
+
+    def __init__(self, config: RunConfig, host_positions: Tensor, positions: Tensor) -> None:
+        """The positions of full rows are this rank's, on the host and on the device."""
+        self.config, self.device = config, positions.device
+        self.host_positions, self.positions = host_positions, positions
+
+    def read(self, batches: TokenBatches, start: int, count: int, hosted: Hosted) -> TokenRead:
+        """Rows where the device can fetch them, with the sum of their labels' weights.
+
+        Raises MtcliError for ids that are not in the vocabulary.
+        """
+        data = self.config.data
+        asked = data.document_mask or data.document_positions
+        documents = batches.documents(start, count) if asked else None
+        rows = batches.batch(start, count)
+        require_ids(batches, start, rows, self.config.model.vocab_size)
+        weights, sums = batches.loss_weights(start, count), list[float]()
+        if weights is not None:
+            own = torch.from_numpy(weights)[:, self.host_positions]
+            weights, sums = own.numpy(), [float(own.sum(dtype=torch.float64))]
+        given = (None if x is None else hosted(x) for x in (rows, documents, weights))
+        return TokenRead(*given, tuple(sums))
+
+    def weigh(self, sums: Sequence[float], parts: int) -> tuple[float, float]:
+        """(what the summed loss is divided by, 1: no label is of a class) by the sums over a global
+        batch, or over the 1 / `parts` of it that a replica has."""
+        return (sums[0] if sums else self.config.batch.tokens_per_step / parts), 1.0
+
+    def inputs(
+        self, read: TokenRead, numbers: Tensor | None, class_factor: float, others: dict[str, Any]
+    ) -> Inputs:
+        """The inputs of rows, whose tokens have these global numbers."""
+        rows = self._on_device(read.tokens)
+        positions, documents = self._documents(read)
+        return make_inputs(
+            self.config.model,
+            DTYPES[self.config.train.precision],
+            rows[:, self.positions],
+            labels=rows[:, self.positions + 1],
+            weights=None if read.weights is None else self._on_device(read.weights),
+            positions=positions,
+            numbers=numbers,
+            documents=documents,
+            **others,
+        )
+
+    def _documents(self, read: TokenRead) -> tuple[Tensor, Tensor | None]:
+        """(positions [mbs, s of this rank], the documents of full rows if they are masked)."""
+        positions, data = self.positions.expand(len(read.tokens), -1), self.config.data
+        if read.documents is None:
+            return positions, None
+        documents = self._on_device(read.documents)[:, :-1].contiguous()
+        if data.document_positions:
+            positions = restarted(documents)[:, self.positions]
+        return positions, documents if data.document_mask else None
+
+    def _on_device(self, rows: np.ndarray | Tensor) -> Tensor:
+        return torch.as_tensor(rows).to(self.device, non_blocking=True)
