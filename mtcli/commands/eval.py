@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, Overrides
+from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, OptionalCheckpoint, Overrides
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
@@ -71,14 +71,6 @@ Compare = Annotated[
         help="compare two results on the items that they share, and evaluate nothing",
     ),
 ]
-Evaluated = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        show_default=False,
-        help="a checkpoint, a run folder or a Hugging Face folder",
-    ),
-]
 Limit = Annotated[
     int | None,
     typer.Option(
@@ -119,7 +111,7 @@ def eval(
     tasks: Tasks,
     overrides: Overrides,
     ensemble: Ensemble,
-    checkpoint: Evaluated = None,
+    checkpoint: OptionalCheckpoint = None,
     harness: Harness = "",
     shots: Shots = 0,
     seed: Seed = 1234,

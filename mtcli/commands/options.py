@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 
 import typer
 
-ConfigFile = Annotated[
-    str,
-    typer.Argument(metavar="CONFIG", help="a TOML file, a run folder, or the name of a preset"),
-]
+_CONFIG = typer.Argument(
+    metavar="CONFIG", help="a TOML file, a run folder, or the name of a preset"
+)
+ConfigFile = Annotated[str, _CONFIG]
+OptionalConfig = Annotated[str | None, _CONFIG]
 TrainingConfig = Annotated[
     str | None,
     typer.Argument(
@@ -24,12 +25,11 @@ InitFrom = Annotated[
     str | None,
     typer.Option("--init", metavar="CHECKPOINT", help="start from these weights (fine-tuning)"),
 ]
-CheckpointPath = Annotated[
-    str,
-    typer.Argument(
-        metavar="CHECKPOINT", help="a checkpoint, a run folder or a Hugging Face folder"
-    ),
-]
+_CHECKPOINT = typer.Argument(
+    metavar="CHECKPOINT", help="a checkpoint, a run folder or a Hugging Face folder"
+)
+CheckpointPath = Annotated[str, _CHECKPOINT]
+OptionalCheckpoint = Annotated[str | None, _CHECKPOINT]
 Overrides = Annotated[
     list[str],
     typer.Option(
@@ -73,3 +73,16 @@ NoCalibrate = Annotated[
         help="do not measure this CPU: plan by a roofline of three quickly measured rates",
     ),
 ]
+# Of `mtcli preprocess` and `mtcli curate`, which read text.
+TextKey = Annotated[
+    str, typer.Option(help="The key of JSON lines, or the column of a table, with the text.")
+]
+SplitOn = Annotated[
+    Literal["blank"] | None,
+    typer.Option(help="blank: plain text holds a document per block between blank lines."),
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import JsonOut, NoCalibrate, Overrides
+from mtcli.commands.options import JsonOut, NoCalibrate, OptionalConfig, Overrides
 from mtcli.commands.output import refusing, say_wrote, write_json
 
 if TYPE_CHECKING:
@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 
 DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
-Config = Annotated[
-    str | None,
-    typer.Argument(metavar="CONFIG", help="a TOML file, a run folder, or a preset's name"),
-]
 Fixed = Annotated[
     list[str],
     typer.Option(
@@ -75,7 +71,7 @@ Validate = Annotated[
 def plan(
     overrides: Overrides,
     fixed: Fixed,
-    config: Config = None,
+    config: OptionalConfig = None,
     gpus: Gpus = None,
     device: DeviceKind = None,
     top: Top = None,
