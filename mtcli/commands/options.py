@@ -5,6 +5,7 @@ device: ComputeDevice = "auto", json_out: JsonOut = None`; `overrides` brings it
 empty list.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import typer
@@ -86,3 +87,13 @@ SkipBad = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
+
+
+def typed(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """The flags, or the metavar of an argument, of the parameters among `names` that the command
+    line gives: what a command refuses where they have no use."""
+    words = {
+        p.name: p.opts[0] if p.opts[0] != p.name else p.metavar for p in context.command.params
+    }
+    sources = ((words[name], context.get_parameter_source(name)) for name in names)
+    return [word for word, source in sources if source and source.name == "COMMANDLINE"]
