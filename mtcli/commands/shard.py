@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mtcli.core.convert.shard import ConversionPlan
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# Parameters that have no use where no checkpoint is written, and where none are compared.
 OF_TARGETS = ("to", "layout", "upcycle", "force", "max_shard_size", "merge_lora")
 REFUSED = {"convert": (), "verify": OF_TARGETS, "inspect": (*OF_TARGETS, "dtype", "verify")}
 COUNTS = {"inspect": 2, "verify": 3}  # words of what reads checkpoints and writes none

@@ -204,7 +204,12 @@ class OpenModel:
                 "max_seq_len": model.max_seq_len,
                 "precision": self.scorer.config.train.precision,
             },
-            "layout": {name: getattr(layout, name) for name in ("world", "tp", "pp", "dp")},
+            "layout": {
+                "world": layout.world,
+                "tp": layout.tp,
+                "pp": layout.pp,
+                "dp": layout.dp,
+            },
         }
 
     def end_ids(self) -> frozenset[int]:
