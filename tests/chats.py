@@ -3,6 +3,8 @@
 import json
 import random
 
+from command_line import mtcli
+
 MARKED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' %}"
@@ -112,3 +114,10 @@ def save_model(folder, kind="llama", template=MARKED, **sizes):
     model.save_pretrained(folder)
     made.save_pretrained(folder)
     return model
+
+
+def fine_tune(home, *words, **settings):
+    """`mtcli train` in a folder, by settings over those of short conversations."""
+    settings = {"batch.seq_len": 128, "batch.global_batch_size": 4} | settings
+    sets = [word for item in settings.items() for word in ("--set", "{}={}".format(*item))]
+    return mtcli("train", *words, *sets, folder=home)

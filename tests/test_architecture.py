@@ -58,7 +58,7 @@ LIGHT = (
     "data.loader",
     "data.preprocess",
     "data.subset",
-    "evaluate.tasks.registry",
+    "evaluate.request",
     "plan.answer",
     "plan.published.validate",
     "runtime.atomic_writes",

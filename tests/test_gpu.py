@@ -1,10 +1,10 @@
 """The same run on one GPU: `make gpu` selects what is marked so, here and elsewhere."""
 
-import json
 import subprocess
 import sys
 
 import pytest
+from tiny import metrics
 
 pytestmark = pytest.mark.gpu
 SMALL = [
@@ -28,8 +28,7 @@ def losses(tmp_path):
         fields = [*SMALL, *more, f"train.device={device}", f"train.output={output}"]
         flags = [word for field in fields for word in ("--set", field)]
         mtcli("train", "tiny", *flags, "--set", f"train.precision={precision}", folder=tmp_path)
-        lines = (tmp_path / output / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
+        return [row["loss"] for row in metrics(tmp_path / output)]
 
     return train
 

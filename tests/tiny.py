@@ -1,5 +1,7 @@
 """Models small enough to train in a blink, configs of their runs, and data, in memory or not."""
 
+import json
+
 import numpy as np
 
 from mtcli.core.config.loading import config_of, dump_toml
@@ -156,3 +158,8 @@ class Weighted(Samples):
         weights[6::8, :-1] = 0.0
         weights[np.isin(np.arange(len(weights)) % 8, [1, 3, 4, 5])] = 0.0
         return weights[ids]
+
+
+def metrics(folder):
+    """The records of a run's steps, in the order in which they were written."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, Overrides
+from mtcli.commands.options import Force, JsonOut, Overrides, Resume, SkipBad, SplitOn, TextKey
 from mtcli.commands.output import answer, answering, print_facts
 
 if TYPE_CHECKING:
@@ -47,19 +47,9 @@ Against = Annotated[
         help="An older corpus: what it has is removed from the new one, and it stays as it is.",
     ),
 ]
-TextKey = Annotated[
-    str, typer.Option(help="The key of JSON lines, or the column of a table, with the text.")
-]
-SplitOn = Annotated[
-    Literal["blank"] | None,
-    typer.Option(help="blank: plain text holds a document per block between blank lines."),
-]
 Format = Annotated[
     Literal["text", "jsonl", "csv", "tsv", "parquet", "warc"] | None,
     typer.Option("--format", help="What all inputs are.", show_default="by their endings"),
-]
-SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print documents, bytes, memory and disk; do nothing.")
@@ -94,8 +84,6 @@ Address = Annotated[
         show_default="one of --workers cores is started here",
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
 
 
 @answering

@@ -5,20 +5,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, Overrides
+from mtcli.commands.options import ConfigFile, JsonOut, Overrides
 from mtcli.commands.output import answer, answering
 
 Action = Annotated[Literal["explain"], typer.Argument(metavar="explain", help="what to do")]
-Run = Annotated[
-    str,
-    typer.Argument(metavar="CONFIG", help="a run folder, a TOML file, or the name of a preset"),
-]
 Step = Annotated[int, typer.Option(min=1, max=10**9, help="the step, counted from 1")]
 
 
 @answering
 def data(
-    action: Action, run: Run, overrides: Overrides, step: Step, json_out: JsonOut = None
+    action: Action, config: ConfigFile, overrides: Overrides, step: Step, json_out: JsonOut = None
 ) -> None:
     """Say which documents a training step consumed."""
     from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders
@@ -27,12 +23,12 @@ def data(
     from mtcli.core.runtime.console import print_table
 
     planned = None
-    if step_folders(Path(run) / CHECKPOINTS):
+    if step_folders(Path(config) / CHECKPOINTS):
         from mtcli.core.checkpoint.opening import open_checkpoint  # imports torch
         from mtcli.core.checkpoint.progress import planned_samples
 
-        planned = planned_samples(open_checkpoint(Path(run)))
-    found = explain_step(load_config(run, overrides), step, planned)
+        planned = planned_samples(open_checkpoint(Path(config)))
+    found = explain_step(load_config(config, overrides), step, planned)
     if answer({"step": step, "documents": found}, json_out):
         columns = ("sample", "source", "document", "id", "offset", "tokens")
         print_table("", columns, [[_cell(row[name]) for name in columns] for row in found])

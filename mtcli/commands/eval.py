@@ -1,26 +1,17 @@
 """`mtcli eval`: how good is this checkpoint? Our tasks and lm-eval's, on any layout."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, Overrides
+from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, OptionalCheckpoint, Overrides
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mtcli.core.config.model import ModelConfig
-    from mtcli.core.data.tokenize import Tokenizer
-    from mtcli.core.evaluate.tasks.registry import TaskRun
     from mtcli.core.evaluate.tasks.task import Report
-    from mtcli.core.inference.model import OpenModel
     from mtcli.core.runtime.launch import Runtime
 
 Tasks = Annotated[
@@ -71,14 +62,6 @@ Compare = Annotated[
         help="compare two results on the items that they share, and evaluate nothing",
     ),
 ]
-Evaluated = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        show_default=False,
-        help="a checkpoint, a run folder or a Hugging Face folder",
-    ),
-]
 Limit = Annotated[
     int | None,
     typer.Option(
@@ -119,7 +102,7 @@ def eval(
     tasks: Tasks,
     overrides: Overrides,
     ensemble: Ensemble,
-    checkpoint: Evaluated = None,
+    checkpoint: OptionalCheckpoint = None,
     harness: Harness = "",
     shots: Shots = 0,
     seed: Seed = 1234,
@@ -144,6 +127,7 @@ def eval(
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
     from mtcli.core.evaluate.contamination import read_ngrams
+    from mtcli.core.evaluate.request import EvalRequest, items_file, require_members
     from mtcli.core.evaluate.tasks.registry import parse_tasks
 
     every = [checkpoint, *ensemble]
@@ -157,41 +141,27 @@ def eval(
         ),
     )
     if ensemble:
-        _require_members(dict(zip(every, models, strict=True)))
-
-    kept = _items_file(items, json_out, checkpoint)
+        require_members(dict(zip(every, models, strict=True)))
+    request = EvalRequest(
+        checkpoint=checkpoint,
+        ensemble=tuple(ensemble),
+        tasks=tuple(specs),
+        overrides=tuple(overrides),
+        shots=shots,
+        seed=seed,
+        limit=limit,
+        overlap=overlap,
+        batch_tokens=batch_tokens,
+        tokenizer=tokenizer,
+        contaminated=ngrams,
+        items=items_file(items, json_out, checkpoint),
+        json_out=json_out,
+    )
 
     def work(runtime: "Runtime") -> dict[str, Any] | None:
-        from mtcli.core.evaluate.encode import encoder_for
-        from mtcli.core.evaluate.encoders import encoder_runs
-        from mtcli.core.evaluate.journal import Journal
-        from mtcli.core.evaluate.packing import BATCH_TOKENS
-        from mtcli.core.evaluate.tasks.registry import Evaluation, task_runs
-        from mtcli.core.evaluate.tasks.task import TaskOptions
-        from mtcli.core.inference.model import open_model
+        from mtcli.core.evaluate.run import evaluate
 
-        opened = open_model(checkpoint, overrides, runtime, encoders=True)
-        options = TaskOptions(opened.scorer.max_seq_len, limit, overlap, shots, seed, ngrams)
-        tokens = batch_tokens or BATCH_TOKENS[runtime.device.type]
-        read = replace(opened, tokenizer=_tokenizer(opened, tokenizer))
-        journal = Journal(kept if runtime.rank == 0 else None, read.identity())
-        if opened.scorer.config.model.head == "lm":
-            encoder, share = encoder_for(read.require_tokenizer()), _sharing(opened)
-            kinds = encoder, options, tokens, journal, share, read.end_ids()
-            about = Evaluation(opened.scorer, *kinds)
-            runs = task_runs(specs, about)
-        else:
-            others = [open_model(path, overrides, runtime, encoders=True) for path in ensemble]
-            models = [one.scorer for one in (opened, *others)]
-            runs = encoder_runs(specs, models, read.require_tokenizer(), limit, tokens)
-        summary = _summary(checkpoint, opened, runtime)
-        if runtime.rank == 0:
-            _announce(summary, runs)
-        reports = _run(runs, quiet=runtime.rank > 0)
-        journal.finish(list(reports["tasks"]))
-        if runtime.rank > 0:
-            return None
-        return summary | reports | ({"items": _beside(kept, json_out)} if journal.lines else {})
+        return evaluate(request, runtime, lambda line: typer.echo(line, err=True))
 
     result = run_ranks(nproc, train, work)
     if result is None:  # of a launcher, and of every rank but the first
@@ -199,7 +169,8 @@ def eval(
     if answer(result, json_out):
         _print_table(result["tasks"])
         typer.echo(f"{result['seconds']:.1f} s", err=True)
-    say_wrote(str(kept) if "items" in result else None, None if json_out == "-" else json_out)
+    kept = str(request.items) if "items" in result else None
+    say_wrote(kept, None if json_out == "-" else json_out)
 
 
 def _compare(a: str, b: str, json_out: str | None) -> None:
@@ -231,139 +202,6 @@ def _compared_row(task: str, report: "Report") -> list[str]:
         *map(_show, figures),
         report["verdict"].upper() if report["verdict"] != "tied" else "tied",
     ]
-
-
-def _items_file(items: str | None, json_out: str | None, checkpoint: str) -> "Path":
-    """Where each item's result goes: the file that --items names, one beside that of --json, or one
-    in the user's cache."""
-    import os
-    from pathlib import Path
-
-    from mtcli.core.runtime.atomic_writes import require_writable
-
-    if items is not None:
-        require_writable(items, "--items")
-        return Path(items)
-    if (
-        json_out
-        and json_out != "-"
-        and Path(json_out).suffix
-        and not Path(json_out).is_char_device()
-    ):
-        return Path(json_out).with_suffix(".items.jsonl")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(base) / "mtcli" / "eval"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"items cannot be kept in {folder}: {error.strerror}"
-        raise wrong(message, "name a file", "--items") from None
-    name = Path(checkpoint).resolve()
-    return folder / f"{name.name}-{sha256(str(name).encode()).hexdigest()[:8]}.items.jsonl"
-
-
-def _beside(kept: "Path", json_out: str | None) -> str:
-    """How a result names its file of items: without the folder where both are in one."""
-    from pathlib import Path
-
-    of_json = Path(json_out).resolve().parent if json_out and json_out != "-" else None
-    return kept.name if kept.resolve().parent == of_json else str(kept.resolve())
-
-
-def _sharing(opened: "OpenModel") -> Callable[[Any], Any]:
-    from mtcli.core.parallel.collectives import gather_values
-
-    world = opened.scorer.groups.world
-    return lambda value: gather_values(value, world)[0]
-
-
-def _require_members(models: "dict[str, ModelConfig | None]") -> None:
-    """Raises MtcliError where the models of an ensemble do not classify the same tokens alike."""
-    from mtcli.core.config.model import CLASSIFIERS
-
-    fields = ("head", "num_labels", "vocab_size", "max_seq_len")
-    found = {
-        path: {name: getattr(model, name) for name in fields}
-        for path, model in models.items()
-        if model is not None
-    }
-    heads = {facts["head"] for facts in found.values()}
-    differ = [name for name in fields if len({facts[name] for facts in found.values()}) > 1]
-    if heads <= set(CLASSIFIERS) and not differ:
-        return
-    said = "; ".join(
-        f"{path} has " + ", ".join(f"{name}={facts[name]!r}" for name in differ or fields[:1])
-        for path, facts in found.items()
-    )
-    hint = "classifiers of one kind and tokenizer, classification or multiple_choice"
-    raise wrong(f"--ensemble of models that do not vote on the same: {said}", hint, "--ensemble")
-
-
-def _tokenizer(opened: "OpenModel", tokenizer: str | None) -> "Tokenizer":
-    from mtcli.core.data.tokenize import load_tokenizer
-
-    found = opened.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
-    if found is None:
-        message = f"the checkpoint {opened.checkpoint.folder} holds no tokenizer"
-        raise wrong(message, "name the one that it was trained with", "--tokenizer")
-    return found
-
-
-def _summary(checkpoint: str, opened: "OpenModel", runtime: "Runtime") -> dict[str, Any]:
-    from mtcli.core.mesh.parameters import count_parameters
-
-    config = opened.scorer.config
-    layout = opened.scorer.groups.layout
-    return {
-        "checkpoint": checkpoint,
-        "model": {
-            "architecture": config.model.architecture,
-            "num_parameters": count_parameters(config.model),
-            "num_layers": config.model.num_layers,
-            "hidden_size": config.model.hidden_size,
-            "vocab_size": config.model.vocab_size,
-            "max_seq_len": config.model.max_seq_len,
-            "precision": config.train.precision,
-        },
-        "layout": {"world": runtime.world, "tp": layout.tp, "pp": layout.pp, "dp": layout.dp},
-        "device": runtime.device.type,
-        "versions": {name: _version(name) for name in ("mtcli", "torch", "lm_eval")},
-    }
-
-
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _announce(summary: dict[str, Any], runs: "list[TaskRun]") -> None:
-    model, layout = summary["model"], summary["layout"]
-    sizes = ", ".join(f"{name}={size}" for name, size in layout.items())
-    typer.echo(
-        f"{summary['checkpoint']}: {model['architecture']}, "
-        f"{model['num_parameters']:,} parameters, {model['max_seq_len']:,} positions, "
-        f"{model['precision']} on {summary['device']}; {sizes}",
-        err=True,
-    )
-    for run in runs:
-        typer.echo(f"{run.name}: {run.summary}", err=True)
-
-
-def _run(runs: "list[TaskRun]", quiet: bool) -> dict[str, Any]:
-    """Runs the tasks; returns each one's report by name, and the seconds they took together."""
-    from time import perf_counter
-
-    from tqdm import tqdm
-
-    start, reports = perf_counter(), {}
-    for run in runs:
-        with tqdm(total=run.num_requests, desc=run.name, unit=" requests", disable=quiet) as bar:
-            reports[run.name] = run.run(bar.update)
-    return {"tasks": reports, "seconds": perf_counter() - start}
 
 
 def _print_table(tasks: "dict[str, Report]") -> None:

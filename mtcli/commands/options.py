@@ -5,14 +5,16 @@ device: ComputeDevice = "auto", json_out: JsonOut = None`; `overrides` brings it
 empty list.
 """
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import typer
 
-ConfigFile = Annotated[
-    str,
-    typer.Argument(metavar="CONFIG", help="a TOML file, a run folder, or the name of a preset"),
-]
+_CONFIG = typer.Argument(
+    metavar="CONFIG", help="a TOML file, a run folder, or the name of a preset"
+)
+ConfigFile = Annotated[str, _CONFIG]
+OptionalConfig = Annotated[str | None, _CONFIG]
 TrainingConfig = Annotated[
     str | None,
     typer.Argument(
@@ -24,12 +26,11 @@ InitFrom = Annotated[
     str | None,
     typer.Option("--init", metavar="CHECKPOINT", help="start from these weights (fine-tuning)"),
 ]
-CheckpointPath = Annotated[
-    str,
-    typer.Argument(
-        metavar="CHECKPOINT", help="a checkpoint, a run folder or a Hugging Face folder"
-    ),
-]
+_CHECKPOINT = typer.Argument(
+    metavar="CHECKPOINT", help="a checkpoint, a run folder or a Hugging Face folder"
+)
+CheckpointPath = Annotated[str, _CHECKPOINT]
+OptionalCheckpoint = Annotated[str | None, _CHECKPOINT]
 Overrides = Annotated[
     list[str],
     typer.Option(
@@ -73,3 +74,26 @@ NoCalibrate = Annotated[
         help="do not measure this CPU: plan by a roofline of three quickly measured rates",
     ),
 ]
+# Of `mtcli preprocess` and `mtcli curate`, which read text.
+TextKey = Annotated[
+    str, typer.Option(help="The key of JSON lines, or the column of a table, with the text.")
+]
+SplitOn = Annotated[
+    Literal["blank"] | None,
+    typer.Option(help="blank: plain text holds a document per block between blank lines."),
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
+
+
+def typed(context: typer.Context, names: Iterable[str]) -> list[str]:
+    """The flags, or the metavar of an argument, of the parameters among `names` that the command
+    line gives: what a command refuses where they have no use."""
+    words = {
+        p.name: p.opts[0] if p.opts[0] != p.name else p.metavar for p in context.command.params
+    }
+    sources = ((words[name], context.get_parameter_source(name)) for name in names)
+    return [word for word, source in sources if source and source.name == "COMMANDLINE"]

@@ -3,8 +3,6 @@
 With `--json -` stdout holds the JSON and nothing else.
 """
 
-import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +22,9 @@ def write_json(data: object, target: str) -> None:
     JSON has no NaN and no infinity, so a number that is not finite becomes null. Raises MtcliError
     (exit 1) where the write fails.
     """
-    text = json.dumps(_finite(data), indent=2, allow_nan=False) + "\n"
+    from mtcli.core.runtime.json_text import json_text
+
+    text = json_text(data)
     if target == "-":
         sys.stdout.write(text)
         return
@@ -32,14 +32,6 @@ def write_json(data: object, target: str) -> None:
 
     with aside(target) as path:
         path.write_text(text, encoding="utf-8")
-
-
-def _finite(data: object) -> object:
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def answer(data: dict[str, Any], json_out: str | None) -> bool:

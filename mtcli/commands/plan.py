@@ -5,21 +5,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import JsonOut, NoCalibrate, Overrides
+from mtcli.commands.options import JsonOut, NoCalibrate, OptionalConfig, Overrides, typed
 from mtcli.commands.output import refusing, say_wrote, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mtcli.core.plan.answer import PlanAnswer
     from mtcli.core.plan.dry_run import DryRun
 
+OF_PLANS = ("config", "overrides", "fixed", "gpus", "device", "top", "global_batch", "seq")
+OF_PLANS += ("ranks", "draw", "output", "dry_run", "rank", "no_calibrate")
 DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
-Config = Annotated[
-    str | None,
-    typer.Argument(metavar="CONFIG", help="a TOML file, a run folder, or a preset's name"),
-]
 Fixed = Annotated[
     list[str],
     typer.Option(
@@ -73,9 +69,10 @@ Validate = Annotated[
 
 
 def plan(
+    context: typer.Context,
     overrides: Overrides,
     fixed: Fixed,
-    config: Config = None,
+    config: OptionalConfig = None,
     gpus: Gpus = None,
     device: DeviceKind = None,
     top: Top = None,
@@ -99,17 +96,13 @@ def plan(
     """
     from mtcli.core.plan.tables import NOTHING
 
-    planned = {"CONFIG": config, "--set": overrides, "--fix": fixed, "--gpus": gpus}
-    planned |= {"--device": device, "--top": top, "--global-batch": global_batch, "--seq": seq}
-    planned |= {"--ranks": ranks, "--draw": draw, "--output": output, "--dry-run": dry_run}
-    planned |= {"--rank": rank, "--no-calibrate": no_calibrate}
     with refusing(json_out, **NOTHING):
         _require_outputs(plot, output)
         if presets:
-            _require_none("--presets", planned | {"--plot": plot, "--validate": validate})
+            _require_none("--presets", typed(context, (*OF_PLANS, "plot", "validate")))
             return _list_presets(json_out)
         if validate:
-            _require_none("--validate", planned)
+            _require_none("--validate", typed(context, OF_PLANS))
             return _validate(validate, json_out, plot)
         from mtcli.core.checkpoint.fine_tuning import source_of
         from mtcli.core.plan.answer import answer, read_request
@@ -166,11 +159,10 @@ def _require_outputs(plot: str | None, output: str | None) -> None:
         require_writable(output, "--output")
 
 
-def _require_none(flag: str, others: "Mapping[str, object]") -> None:
+def _require_none(flag: str, given: list[str]) -> None:
     """Raises MtcliError where a flag that plans nothing stands beside those of a plan."""
     from mtcli.core.config.errors import wrong
 
-    given = [name for name, value in others.items() if value or type(value) is int]
     if given:
         said = f"{flag} plans nothing, and has no use for {', '.join(given)}"
         raise wrong(said, f"{flag} without {'it' if len(given) == 1 else 'them'}", flag)

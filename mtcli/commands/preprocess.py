@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut
+from mtcli.commands.options import Force, JsonOut, Resume, SkipBad, SplitOn, TextKey
 from mtcli.commands.output import answer, answering, print_facts
 
 InputPaths = Annotated[
@@ -26,13 +26,6 @@ TokenizerName = Annotated[
         help="A tokenizer.json, a folder with one or with vocab.json and merges.txt, "
         "a Hugging Face name, bytes, or train:N for a new byte-level BPE of N ids."
     ),
-]
-TextKey = Annotated[
-    str, typer.Option(help="The key of JSON lines, or the column of a table, with the text.")
-]
-SplitOn = Annotated[
-    Literal["blank"] | None,
-    typer.Option(help="blank: plain text holds a document per block between blank lines."),
 ]
 Format = Annotated[
     Literal["text", "jsonl", "csv", "tsv", "parquet"] | None,
@@ -59,9 +52,6 @@ AppendEod = Annotated[
         show_default="where it has one",
     ),
 ]
-SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
-]
 Sentences = Annotated[
     bool,
     typer.Option(
@@ -69,8 +59,6 @@ Sentences = Annotated[
         help="Write a document as its sentences, as BERT reads them; train:N makes WordPieces.",
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
 
 
 @answering

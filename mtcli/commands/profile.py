@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import ConfigFile, JsonOut, NoCalibrate, Nproc, Overrides
+from mtcli.commands.options import ConfigFile, JsonOut, NoCalibrate, Nproc, Overrides, typed
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mtcli.core.profile.figures import Profile
     from mtcli.core.runtime.launch import Runtime
 
-OF_STEPS = {"overrides", "steps", "warmup", "nproc", "trace", "no_calibrate"}
+OF_STEPS = ("overrides", "steps", "warmup", "nproc", "trace", "no_calibrate")
 
 Steps = Annotated[int, typer.Option("--steps", min=1, max=10**6, help="timed steps")]
 Warmup = Annotated[int, typer.Option("--warmup", min=0, max=10**6, help="steps before those")]
@@ -86,10 +86,7 @@ def _require_no_steps(context: typer.Context, run: str) -> None:
     """Raises MtcliError where a flag says how to take steps, beside a run that is only read."""
     from mtcli.core.config.errors import MtcliError, Problem
 
-    names = {p.name: p.opts[0] for p in context.command.params if p.name in OF_STEPS}
-    sources = ((flag, context.get_parameter_source(name)) for name, flag in names.items())
-    flags = [flag for flag, source in sources if source and source.name == "COMMANDLINE"]
-    if flags:
+    if flags := typed(context, OF_STEPS):
         why = f"needs steps to run, and {run} is a run that is finished"
         hint = f"mtcli profile {run}/config.toml {' ... '.join(flags)} ..."
         raise MtcliError(*(Problem(f"{flag} {why}", hint, flag) for flag in flags))

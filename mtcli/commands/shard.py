@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, Nproc, Overrides
+from mtcli.commands.options import JsonOut, Nproc, Overrides, typed
 from mtcli.commands.output import answer, answering, print_facts, say_wrote
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from mtcli.core.convert.shard import ConversionPlan
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# Parameters that have no use where no checkpoint is written, and where none are compared.
+OF_TARGETS = ("to", "layout", "upcycle", "force", "max_shard_size", "merge_lora")
+REFUSED = {"convert": (), "verify": OF_TARGETS, "inspect": (*OF_TARGETS, "dtype", "verify")}
 COUNTS = {"inspect": 2, "verify": 3}  # words of what reads checkpoints and writes none
 
 Words = Annotated[
@@ -76,6 +79,7 @@ Force = Annotated[bool, typer.Option("--force", help="replace a checkpoint that 
 
 @answering
 def shard(
+    context: typer.Context,
     words: Words,
     overrides: Overrides,
     to: To = None,
@@ -95,16 +99,13 @@ def shard(
     from mtcli.core.checkpoint.safetensors_file import parse_dtype
     from mtcli.core.convert.layout import parse_layout
 
-    given = {"--to": to, "--layout": layout, "--upcycle": upcycle, "--force": force or None}
-    given |= {"--max-shard-size": max_shard_size, "--merge-lora": merge_lora or None}
-    compared = {"--dtype": dtype, "--verify": verify or None}
     # Before torch is imported.
     name, model, size, where, verb, sources = collect_errors(
         lambda: None if dtype is None else parse_dtype(dtype),
         lambda: _model(config, overrides),
         lambda: _size(max_shard_size or "5GB"),
         lambda: parse_layout(layout or ""),
-        lambda: _verb(words, given, compared),
+        lambda: _verb(words, context),
         lambda: collect_errors(*(partial(find_checkpoint, Path(word)) for word in _read(words))),
     )
     wanted = to or ("mtcli" if upcycle else None)
@@ -168,12 +169,10 @@ def _read(words: list[str]) -> list[str]:
     return words[1:] if words[0] in COUNTS else words[:1]
 
 
-def _verb(words: list[str], given: dict[str, object], compared: dict[str, object]) -> str:
-    """Chooses what to do: convert, or `inspect` or `verify`, for which no flag says how; `compared`
-    are flags that `verify` takes too."""
+def _verb(words: list[str], context: typer.Context) -> str:
+    """Chooses what to do: convert, or `inspect` or `verify`, for which no flag says how."""
     verb = words[0] if words[0] in COUNTS else "convert"
-    others = {"convert": {}, "verify": given, "inspect": given | compared}[verb]
-    if flags := [flag for flag, value in others.items() if value is not None]:
+    if flags := typed(context, REFUSED[verb]):
         raise MtcliError(*(Problem(f"{f} with {verb}", "it goes with SRC DST") for f in flags))
     if len(words) != COUNTS.get(verb, 2):
         said = " ".join(words)

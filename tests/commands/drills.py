@@ -4,10 +4,8 @@ Ranks are forked from a warm process and see the variables that torchrun sets, s
 a second; a fault is a function of a rank, called before its command.
 """
 
-import json
-
 from command_line import mtcli
-from tiny import write_run
+from tiny import metrics, write_run
 
 STEPS = 9
 EVERY = 3  # steps from one checkpoint to the next
@@ -31,9 +29,7 @@ class Drill:
 
     def losses(self):
         """The loss of each step, the last word on it."""
-        lines = (self.output / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
-        return {row["step"]: row["loss"] for row in rows if "loss" in row}
+        return {row["step"]: row["loss"] for row in metrics(self.output) if "loss" in row}
 
     def steps(self):
         """The steps of the complete checkpoints."""

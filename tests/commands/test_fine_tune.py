@@ -1,10 +1,9 @@
 """`mtcli train` on a Hugging Face folder and a JSONL, as a newcomer types it."""
 
-import json
-
 import pytest
-from chats import save_model, sums, talks, write_lines
+from chats import fine_tune, save_model, sums, talks, write_lines
 from command_line import mtcli
+from tiny import metrics
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import load_config
@@ -19,20 +18,10 @@ def home(tmp_path_factory):
     return folder
 
 
-def train(home, *words, **settings):
-    settings = {"batch.seq_len": 128, "batch.global_batch_size": 4} | settings
-    sets = [word for item in settings.items() for word in ("--set", "{}={}".format(*item))]
-    return mtcli("train", *words, *sets, folder=home)
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def run(home):
     data = {"data.train": "my.jsonl", "train.output": "run", "train.epochs": 3}
-    done = train(home, "llama", **data, **{"optimizer.lr": 3e-3, "train.save_every": 3})
+    done = fine_tune(home, "llama", **data, **{"optimizer.lr": 3e-3, "train.save_every": 3})
     assert done.returncode == 0, done.stderr
     return home / "run", done
 
@@ -51,7 +40,7 @@ def test_a_hugging_face_folder_is_a_config(run):
 def test_init_without_config_is_the_same_run(home, run):
     words = ("--init", "llama", "--nproc", "2")
     data = {"data.train": '["my.jsonl"]', "train.output": "again", "train.epochs": 3}
-    done = train(home, *words, **data, **{"optimizer.lr": 3e-3, "parallel.tp": 2})
+    done = fine_tune(home, *words, **data, **{"optimizer.lr": 3e-3, "parallel.tp": 2})
     assert done.returncode == 0, done.stderr
     ours, theirs = metrics(home / "again"), metrics(run[0])
     for one, other in zip(ours, theirs, strict=True):
@@ -77,11 +66,11 @@ def test_the_exported_folder_keeps_template_and_configs_and_transformers_has_lea
 
 
 def test_a_run_goes_on_with_more_epochs(home, run):
-    done = train(home, "run", "--resume", **{"train.epochs": 4, "train.output": "run"})
+    done = fine_tune(home, "run", "--resume", **{"train.epochs": 4, "train.output": "run"})
     assert done.returncode == 0, done.stderr
     before = load_config(str(home / "run")).train
     assert (before.epochs, before.steps % 4) == (4.0, 0)
-    done = train(home, "run", "--resume", **{"train.steps": before.steps + 1})
+    done = fine_tune(home, "run", "--resume", **{"train.steps": before.steps + 1})
     assert done.returncode == 0, done.stderr
     after = load_config(str(home / "run")).train
     assert (after.epochs, after.steps) == (0.0, before.steps + 1)
@@ -89,14 +78,14 @@ def test_a_run_goes_on_with_more_epochs(home, run):
 
 def test_weights_of_ours_are_trained_on_without_a_config(home, run):
     data = {"data.train": "talks.jsonl", "train.output": "more"}
-    done = train(home, "--init", "run", **data)
+    done = fine_tune(home, "--init", "run", **data)
     assert done.returncode == 0, done.stderr
     assert "run/checkpoints/step-" in done.stdout.split("from", 1)[1].splitlines()[0]
     assert (open_checkpoint(home / "more").tokenizer_folder / "chat_template.jinja").is_file()
 
 
 def test_a_preset_with_other_weights_is_told_the_command(home):
-    done = train(home, "tiny", "--init", "llama", **{"data.train": "my.jsonl"})
+    done = fine_tune(home, "tiny", "--init", "llama", **{"data.train": "my.jsonl"})
     assert done.returncode == 2
     assert "error: model.hidden_size: hidden_size=256 and llama has 32" in done.stderr
     assert "mtcli train llama --set data.train=..." in done.stderr
@@ -120,7 +109,7 @@ def test_bad_lines_are_told_at_once_or_left_out_and_counted(home):
     bad.append({"prompt": "long " * 99, "completion": "x"})
     write_lines(home / "bad.jsonl", bad)
     data = {"data.train": "bad.jsonl", "train.output": "bad"}
-    done = train(home, "llama", **data)
+    done = fine_tune(home, "llama", **data)
     assert done.returncode == 2 and not (home / "bad").exists()
     for said in (
         "bad.jsonl:1: it has no completion",
@@ -129,20 +118,19 @@ def test_bad_lines_are_told_at_once_or_left_out_and_counted(home):
         "batch.seq_len=128 is the context",
     ):
         assert said in done.stderr
-    done = train(home, "llama", "--skip-bad", **data)
+    done = fine_tune(home, "llama", "--skip-bad", **data)
     assert done.returncode == 0, done.stderr
     assert "1 longer than the context, bad.jsonl:4" in done.stdout
     assert "1 no completion, bad.jsonl:1; 1 unknown role, bad.jsonl:3" in done.stdout
 
 
 def test_weights_of_a_blend_and_epochs_of_tokens_are_refused(home):
-    done = train(home, "llama", **{"data.train": '["0.5", "my.jsonl"]', "data.format": "tokens"})
+    blend = {"data.train": '["0.5", "my.jsonl"]'}
+    done = fine_tune(home, "llama", **blend, **{"data.format": "tokens"})
     assert done.returncode == 2
-    done = train(
-        home, "llama", **{"data.train": '["0.5", "my.jsonl"]', "data.format": "conversations"}
-    )
+    done = fine_tune(home, "llama", **blend, **{"data.format": "conversations"})
     assert "error: data.train: conversations have no weights" in done.stderr
-    done = train(home, "llama", **{"data.train": "data", "train.epochs": 2})
+    done = fine_tune(home, "llama", **{"data.train": "data", "train.epochs": 2})
     assert "epochs=2.0 with format='tokens'" in done.stderr
 
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from chats import save_model, sums, write_lines
+from chats import fine_tune, save_model, sums, write_lines
 from command_line import mtcli
+from tiny import metrics
 
 
 @pytest.fixture(scope="module")
@@ -17,11 +18,7 @@ def home(tmp_path_factory):
 
 
 def train(home, *words, **settings):
-    settings = {"batch.seq_len": 128, "batch.global_batch_size": 4, "data.train": "my.jsonl"} | (
-        {"optimizer.lr": 1e-2} | settings
-    )
-    sets = [word for item in settings.items() for word in ("--set", "{}={}".format(*item))]
-    return mtcli("train", *words, *sets, folder=home)
+    return fine_tune(home, *words, **{"data.train": "my.jsonl", "optimizer.lr": 1e-2} | settings)
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +60,7 @@ def test_peft_s_folder_is_trained_on(home, run):
         home, "peft", **{"lora.rank": 4, "lora.alpha": 8, "train.output": "more", "train.steps": 1}
     )
     assert done.returncode == 0, done.stderr
-    first = json.loads((home / "more" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
-    began = json.loads((home / "run" / "metrics.jsonl").read_text().splitlines()[0])["loss"]
-    assert first < began
+    assert metrics(home / "more")[0]["loss"] < metrics(home / "run")[0]["loss"]
 
 
 def test_what_is_to_be_done_with_adapters_is_asked(home, run):

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from command_line import launched, mtcli, start
 from drills import STEPS, Drill
-from tiny import documents
+from tiny import documents, metrics
 
 from mtcli.core.data.indexed import token_dtype, write_dataset
 
@@ -192,8 +192,7 @@ def test_a_stale_list_of_checkpoints_does_not_mix_them(machines):
 
 
 def rows_of(folder):
-    found = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(row["step"], row["loss"]) for row in found]
+    return [(row["step"], row["loss"]) for row in metrics(folder)]
 
 
 @pytest.mark.parametrize("kind", ["ours", "hf"])

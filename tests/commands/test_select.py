@@ -4,7 +4,7 @@ import json
 
 import pytest
 from command_line import mtcli
-from tiny import documents, write_run
+from tiny import documents, metrics, write_run
 
 from mtcli.core.data.indexed import token_dtype, write_dataset
 
@@ -41,8 +41,7 @@ def train(home, output, *words, subset="s.json", **settings):
 
 
 def losses(home, output):
-    lines = (home / output / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return [row["loss"] for row in metrics(home / output)]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import time
 
 from command_line import mtcli
 from drills import Drill
+from tiny import metrics
 
 SLOW, SECONDS = 2, 0.5
 
@@ -30,8 +31,7 @@ def test_a_rank_that_sleeps_is_named_as_the_straggler(tmp_path):
     settings = ["parallel.tp=2", "train.steps=5", "train.log_every=2"]
     done = drill.train(nproc=4, settings=settings, fault=sleep_in_every_step)
     assert done.returncode == 0, done.errors
-    rows = [json.loads(line) for line in (drill.output / "metrics.jsonl").read_text().splitlines()]
-    told = [row for row in rows if "computing_rank_max" in row]
+    told = [row for row in metrics(drill.output) if "computing_rank_max" in row]
     assert [row["step"] for row in told] == [2, 4]
     row = told[-1]  # the first step has other work too
     assert row["computing_rank_max"] == SLOW != row["waiting_rank_max"], row

@@ -5,7 +5,7 @@ import json
 import pytest
 from chats import save_model, sums, write_lines
 from command_line import mtcli
-from tiny import write_run
+from tiny import metrics, write_run
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 
@@ -14,10 +14,6 @@ RUN = {"train": {"steps": 6, "precision": "fp64", "save_every": 3}}
 
 def sweep(config, *words, out="out", **options):
     return mtcli("sweep", config, *words, "--output", config.parent / out, **options)
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def curves(folder):

@@ -1,6 +1,5 @@
 """`mtcli train` from the command line, on a few thousand tokens."""
 
-import json
 import os
 import shutil
 import signal
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import free_port, launched, mtcli
-from tiny import write_run
+from tiny import metrics, write_run
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import load_config
@@ -51,10 +50,6 @@ def words(home, *settings, flags=()):
 
 def train(home, *settings, flags=(), by=mtcli):
     return by(*words(home, *settings, flags=flags), WANDB_MODE="disabled")
-
-
-def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(folder):

@@ -1,6 +1,5 @@
 """The output folder: what may be in it, who writes to it, and whether a run is complete."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -33,15 +32,6 @@ def _fingerprint(request: CurateRequest, corpora: Corpora) -> str:
     told = [files, as_dict(request.config), request.text_key, request.split_on_blank]
     told += [request.format, BLOCK_BYTES]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
-
-
-def lock_output(lock: Any, output: Path) -> None:
-    """Locks an output folder by an open file. Raises MtcliError where another run has it."""
-    try:
-        # lockf, not flock: workers forked later must not hold it when we are killed.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise wrong(f"another run is writing {output}", "wait for it, or end it") from None
 
 
 def begin(work: Path, request: CurateRequest, corpora: Corpora) -> None:

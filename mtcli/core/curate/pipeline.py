@@ -25,7 +25,6 @@ from mtcli.core.curate.output import (
     WORK,
     begin,
     done_before,
-    lock_output,
     note_published,
     outputs,
     require_free,
@@ -38,7 +37,7 @@ from mtcli.core.curate.shards import ShardJob, changed_lines, plan_shards, sampl
 from mtcli.core.curate.stages import BlockWork, StageGroup, passes_of
 from mtcli.core.data.documents import Reading
 from mtcli.core.data.sources import REMOVED, REPORT, TextBlock, told
-from mtcli.core.runtime.atomic_writes import folder_of, write_text
+from mtcli.core.runtime.atomic_writes import folder_of, lock_output, write_text
 from mtcli.core.runtime.process_pool import Progress
 
 Say = Callable[[str], None]
@@ -59,8 +58,7 @@ def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
     with folder_of("--output", request.output):
         work.mkdir(parents=True, exist_ok=True)
     try:
-        with open(work / "lock", "ab") as lock:
-            lock_output(lock, request.output)
+        with lock_output(work / "lock", request.output):
             begin(work, request, corpora)
             report = _Pipeline(request, corpora, work, engine, say).run()
         shutil.rmtree(work)

@@ -1,10 +1,15 @@
 """Says what is wrong with lines of data, all at once, or counts them where they are left out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any, TypeVar
 
-from mtcli.core.config.errors import MtcliError, Problem
+from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.untrusted import open_untrusted, parse_json
 
+Read = TypeVar("Read")
+
+MAX_LINE_BYTES = 16 << 20
 NAMED = 10  # bad lines in an error or a report; the others are counted
 SKIP = "; --skip-bad leaves such lines out and counts them"
 
@@ -15,6 +20,54 @@ class BadLine(Exception):
     def __init__(self, kind: str, reason: str, hint: str = "mend it") -> None:
         super().__init__(reason)
         self.kind, self.reason, self.hint = kind, reason, hint
+
+
+def read_lines(
+    path: Path, read: Callable[[bytes], Read], field: str
+) -> tuple[list[tuple[int, Read]], list[tuple[int, BadLine]]]:
+    """Reads a JSONL file: (number, what `read` returns) of each line, and (number, fault) of those
+    for which it raises BadLine; numbers are from 1, and blank lines are left out.
+
+    Raises MtcliError where the file, which `field` names, cannot be read.
+    """
+    found: list[tuple[int, Read]] = []
+    faults: list[tuple[int, BadLine]] = []
+    try:
+        with open_untrusted(path) as file:
+            for number, line in enumerate(_lines(file), start=1):
+                if line.isspace():
+                    continue
+                try:
+                    found.append((number, read(line)))
+                except BadLine as fault:
+                    faults.append((number, fault))
+    except OSError as error:
+        raise wrong(
+            f"{path} cannot be read: {error.strerror}", "name a JSONL file", field
+        ) from None
+    return found, faults
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file; of one that is too long the first MAX_LINE_BYTES + 1."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        rest = line
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES + 1)
+        yield line
+
+
+def json_object(line: bytes, hint: str = "mend it") -> dict[str, Any]:
+    """The object that a line of `read_lines` holds. Raises BadLine where it holds none."""
+    if len(line) > MAX_LINE_BYTES:
+        raise BadLine("too long a line", f"it is longer than {MAX_LINE_BYTES} bytes", hint)
+    try:
+        record = parse_json(line.decode("utf-8-sig"))
+    except ValueError as error:
+        raise BadLine("no JSON", f"it is not JSON: {error}", hint) from None
+    if not isinstance(record, dict):
+        raise BadLine("no object", "it is no JSON object", hint)
+    return record
 
 
 def refusal(faults: Sequence[tuple[str, BadLine]], source: Path, field: str = "") -> MtcliError:

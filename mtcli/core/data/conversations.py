@@ -10,22 +10,21 @@ What was read of a large file is kept beside it: one process reads it, all other
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, collect_errors, wrong
-from mtcli.core.config.untrusted import is_text, open_untrusted, parse_json, shown
-from mtcli.core.data.bad_lines import NAMED, BadLine, refusal
+from mtcli.core.config.untrusted import is_text, shown
+from mtcli.core.data.bad_lines import NAMED, BadLine, json_object, read_lines, refusal
 from mtcli.core.data.chat_template import ChatTemplate, TemplateFault
 from mtcli.core.data.samples import kept
 from mtcli.core.data.tokenize import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_LINE_BYTES = 16 << 20
 WORTH_KEEPING = 1 << 20  # bytes of a file that takes over a second to read
 VERSION = 1  # of how lines become tokens
 
@@ -72,7 +71,7 @@ class ExampleEncoder(NamedTuple):
 
     def __call__(self, line: bytes) -> tuple[list[int], list[bool]]:
         """(tokens, whether each one's loss counts) of a line. Raises BadLine."""
-        record = _record(line)
+        record = json_object(line)
         if "messages" in record:
             ids, counts = self._messages(record)
         else:
@@ -151,29 +150,14 @@ def read_examples(path: Path, encoder: ExampleEncoder, field: str) -> ChatExampl
 
 
 def _read(path: Path, encoder: ExampleEncoder, field: str) -> ChatExamples:
-    ids, counts, ends, numbers = [], [], [], []
-    faults: list[tuple[int, BadLine]] = []
-    try:
-        with open_untrusted(path) as file:
-            for number, line in enumerate(_lines(file), start=1):
-                if line.isspace():
-                    continue
-                try:
-                    tokens, count = encoder(line)
-                except BadLine as fault:
-                    faults.append((number, fault))
-                    continue
-                ids.append(np.array(tokens, np.int32))
-                counts.append(np.array(count, np.uint8))
-                numbers.append(number)
-                ends.append(len(tokens))
-    except OSError as error:
-        raise wrong(
-            f"{path} cannot be read: {error.strerror}", "name a JSONL file", field
-        ) from None
+    def arrays(line: bytes) -> tuple[np.ndarray, np.ndarray]:
+        tokens, counts = encoder(line)
+        return np.array(tokens, np.int32), np.array(counts, np.uint8)
+
+    found, faults = read_lines(path, arrays, field)
     if faults and not encoder.skip_bad:
         raise refusal([(f"{path}:{line}", fault) for line, fault in faults], path)
-    if not ids:
+    if not found:
         left_out = f": all {len(faults)} lines are bad" if faults else ""
         raise wrong(f"{path} has no example{left_out}", "a line is an example", field)
     by_kind = Counter(fault.kind for _, fault in faults)
@@ -182,29 +166,14 @@ def _read(path: Path, encoder: ExampleEncoder, field: str) -> ChatExamples:
         for kind, count in sorted(by_kind.items())
     }
     report = np.frombuffer(json.dumps(named).encode(), np.uint8)
-    flat = np.concatenate(ids), np.concatenate(counts)
-    return ChatExamples(*flat, np.cumsum(ends, dtype=np.int64), np.array(numbers, np.int64), report)
-
-
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file; of one that is too long the first MAX_LINE_BYTES + 1."""
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        rest = line
-        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES + 1)
-        yield line
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    if len(line) > MAX_LINE_BYTES:
-        raise BadLine("too long a line", f"it is longer than {MAX_LINE_BYTES} bytes")
-    try:
-        record = parse_json(line.decode("utf-8-sig"))
-    except ValueError as error:
-        raise BadLine("no JSON", f"it is not JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise BadLine("no object", "it is no JSON object")
-    return record
+    ids, counts = zip(*(read for _, read in found), strict=True)
+    return ChatExamples(
+        tokens=np.concatenate(ids),
+        counts=np.concatenate(counts),
+        ends=np.cumsum([len(tokens) for tokens in ids], dtype=np.int64),
+        lines=np.array([number for number, _ in found], np.int64),
+        skipped=report,
+    )
 
 
 def _prompt_and_completion(record: Mapping[str, Any]) -> tuple[str, str]:

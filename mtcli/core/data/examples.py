@@ -13,8 +13,8 @@ import numpy as np
 
 from mtcli.core.config.errors import Problem, wrong
 from mtcli.core.config.schema import RACE_TOKENS
-from mtcli.core.config.untrusted import is_text, open_untrusted, parse_json, shown
-from mtcli.core.data.bad_lines import BadLine, refusal
+from mtcli.core.config.untrusted import is_text, shown
+from mtcli.core.data.bad_lines import BadLine, json_object, read_lines, refusal
 from mtcli.core.data.encoder_rows import Segments
 from mtcli.core.data.race import Article, read_race_files
 from mtcli.core.data.tokenize import Tokenizer
@@ -126,7 +126,7 @@ def read_classes(
     no such object, a label out of range, an example with no `room`.
     """
 
-    def example(line: bytes) -> Example:
+    def read(line: bytes) -> Example:
         record = _record(line)
         label = record["label"]
         if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < num_labels:
@@ -141,21 +141,9 @@ def read_classes(
             raise BadLine("longer than the context", reason, hint)
         return Example((segments,), label, "")
 
-    found: list[Example] = []
-    faults: list[tuple[str, BadLine]] = []
-    try:
-        with open_untrusted(path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.isspace():
-                    continue
-                try:
-                    found.append(example(line))
-                except BadLine as fault:
-                    faults.append((f"{path}:{number}", fault))
-    except OSError as error:
-        raise wrong(
-            f"{path} cannot be read: {error.strerror}", "name a JSONL file", field
-        ) from None
+    lines, numbered = read_lines(path, read, field)
+    found = [example for _, example in lines]
+    faults = [(f"{path}:{number}", fault) for number, fault in numbered]
     if faults and not room.skip_bad:
         raise refusal(faults, path, field)
     if not found:
@@ -171,12 +159,7 @@ def _by_kind(faults: list[tuple[str, BadLine]]) -> dict[str, list[str]]:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    try:
-        record = parse_json(line.decode("utf-8-sig"))
-    except ValueError as error:
-        raise BadLine("no JSON", f"it is not JSON: {error}", LINE) from None
-    if not isinstance(record, dict):
-        raise BadLine("no object", "it is no JSON object", LINE)
+    record = json_object(line, LINE)
     for name in ("text", "label"):
         if name not in record:
             raise BadLine(f"no {name}", f"it has no {name}", LINE)

@@ -5,7 +5,6 @@ document's sentences, where they are split), and a journal whose every line says
 whole. The final names appear only when all is written and synced.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from mtcli.core.config.fields import Count
 from mtcli.core.config.untrusted import append_untrusted, open_untrusted, parse_json, read_untrusted
 from mtcli.core.data.encoders import TextCounts
 from mtcli.core.data.indexed import with_suffix, write_index
-from mtcli.core.runtime.atomic_writes import sync_folder, write_text
+from mtcli.core.runtime.atomic_writes import lock_output, sync_folder, write_text
 
 READY = ("tokenizer", "tokens.bin", "facts.json", "index.idx")  # in the order of FINAL
 SPILLED = ("tokens.bin", "lengths.i32", "documents.i32")
@@ -53,7 +52,7 @@ class Workspace:
         self.blocks, self.counts = 0, TextCounts()
         self._hash, self._committed = hashlib.sha256(), time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = self._locked()
+        self._lock = lock_output(self.folder / "lock", prefix)
         self._journal = self.folder / "journal.jsonl"
         kept = self._last_line(fingerprint) if resume else None
         if kept is None:
@@ -207,13 +206,3 @@ class Workspace:
             file.write(json.dumps(line).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-
-    def _locked(self) -> object:
-        lock = append_untrusted(self.folder / "lock")
-        try:
-            # lockf, not flock: workers forked later must not hold it when we are killed.
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.close()
-            raise wrong(f"another run is writing {self.prefix}", "wait for it, or end it") from None
-        return lock

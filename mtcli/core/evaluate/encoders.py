@@ -5,9 +5,8 @@ mean of several ones' probabilities (arXiv:1909.08053, section 5.3).
 """
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,20 +22,11 @@ from mtcli.core.data.preprocess import PreprocessRequest, preprocess
 from mtcli.core.data.race import LEVELS
 from mtcli.core.data.special_tokens import special_tokens
 from mtcli.core.data.tokenize import Tokenizer
-from mtcli.core.evaluate.tasks.task import Advance, Report, exp
+from mtcli.core.evaluate.tasks.task import Advance, Report, TaskRun, exp
 from mtcli.core.inference.model import InferenceModel
 
 SEED = 1234  # of what is masked
 HEAD_OF_TASK = {"mlm": "mlm", "race": "multiple_choice", "classification": "classification"}
-
-
-class EncoderRun(NamedTuple):
-    """A task on one or several encoders, ready to run."""
-
-    name: str
-    summary: str
-    num_requests: int
-    run: Callable[[Advance], Report]
 
 
 def encoder_runs(
@@ -45,10 +35,10 @@ def encoder_runs(
     tokenizer: Tokenizer,
     limit: int | None,
     batch_tokens: int,
-) -> list[EncoderRun]:
+) -> list[TaskRun]:
     """Binds tasks to encoders of one head. Raises MtcliError for all that is wrong with them."""
 
-    def prepared(name: str, path: Path | None) -> EncoderRun:
+    def prepared(name: str, path: Path | None) -> TaskRun:
         model = models[0].config.model
         if path is None or HEAD_OF_TASK.get(name) != model.head:
             tasks = [task for task, head in HEAD_OF_TASK.items() if head == model.head]
@@ -63,7 +53,7 @@ def encoder_runs(
         def run(progress: Advance) -> Report:
             return report(rows, [(s, min(size, len(rows) - s)) for s in starts], models, progress)
 
-        return EncoderRun(name, summary, len(rows) * len(models), run)
+        return TaskRun(name, summary, len(rows) * len(models), run)
 
     return collect_errors(*((lambda spec=spec: prepared(*spec)) for spec in specs))
 

@@ -21,11 +21,12 @@ from mtcli.core.config.untrusted import shown
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import count_parameters
 from mtcli.core.model.build import DTYPES, activation_format, build_stages
 from mtcli.core.model.init import load_weights
 from mtcli.core.model.inputs import Cache, Inputs, make_inputs
 from mtcli.core.model.transformer import Stage
-from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.collectives import all_reduce, gather_values
 from mtcli.core.parallel.groups import Groups, make_groups, world_axis
 from mtcli.core.parallel.ownership import unsharded
 from mtcli.core.parallel.pipeline import Pipeline
@@ -60,6 +61,10 @@ class InferenceModel:
     def vocab_size(self) -> int:
         """The size of the vocabulary, without padding."""
         return self.config.model.vocab_size
+
+    def of_rank_0(self, value: Any) -> Any:
+        """Rank 0's value, on every rank: what JSON can say. Collective."""
+        return gather_values(value, self.groups.world)[0]
 
     def forward(self, inputs: list[Inputs]) -> list[Tensor]:
         """Last activations [b * s, D] of micro-batches of one shape; on the last stage's ranks."""
@@ -186,6 +191,27 @@ class OpenModel:
         tokenizer = None if self.tokenizer is None else self.tokenizer.sha256
         facts = str(folder.resolve()), kept, train.precision, train.matmul, tokenizer
         return sha256(repr(facts).encode()).hexdigest()[:32]
+
+    def facts(self) -> dict[str, Any]:
+        """The model's sizes and its layout, as reports have them."""
+        model, layout = self.scorer.config.model, self.scorer.groups.layout
+        return {
+            "model": {
+                "architecture": model.architecture,
+                "num_parameters": count_parameters(model),
+                "num_layers": model.num_layers,
+                "hidden_size": model.hidden_size,
+                "vocab_size": model.vocab_size,
+                "max_seq_len": model.max_seq_len,
+                "precision": self.scorer.config.train.precision,
+            },
+            "layout": {
+                "world": layout.world,
+                "tp": layout.tp,
+                "pp": layout.pp,
+                "dp": layout.dp,
+            },
+        }
 
     def end_ids(self) -> frozenset[int]:
         """The tokens that end a text: those of the Hugging Face folder that the weights came in, or

@@ -29,7 +29,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.launch import ALLOCATOR, cores
-from mtcli.core.runtime.private_folder import private_folder
+from mtcli.core.runtime.private_folder import private_folder, user_cache
 
 VERSION = 7  # of the file, of what its numbers multiply, and of how steps are made
 BUDGET = 20.0  # seconds of processor time that a calibration takes at most, over all processes
@@ -208,8 +208,7 @@ class Failure(NamedTuple):
 def cache_folders() -> list[Path]:
     """Folders to keep calibrations in: the user's cache, and a private one that lasts until the
     next boot, for where the first cannot be written."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    found = [Path(base) / "mtcli"] if os.path.isabs(base) else []
+    found = [folder] if (folder := user_cache()).is_absolute() else []
     with suppress(OSError):
         found.append(private_folder())
     return found

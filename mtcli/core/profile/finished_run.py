@@ -20,7 +20,7 @@ from mtcli.core.mesh.parameters import count_parameters
 from mtcli.core.plan.tables import rank_coordinates
 from mtcli.core.plan.workload import Workload
 from mtcli.core.schedule.timeline import Timeline, simulate
-from mtcli.core.training.metrics import EVENTS, FACTS, METRICS
+from mtcli.core.training.run_folder import EVENTS, FACTS, METRICS
 
 Row = Mapping[str, Any]
 

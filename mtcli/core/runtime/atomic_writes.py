@@ -1,8 +1,9 @@
 """Atomic writes: a file or folder is written aside, fsynced and renamed, so that nothing
-half-written has the final name. Outputs that a user names are checked before the work.
+half-written has the final name. Outputs that a user names are checked, and locked, before the work.
 """
 
 import ctypes
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,8 +11,10 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import IO
 
 from mtcli.core.config.errors import failed, wrong
+from mtcli.core.config.untrusted import append_untrusted
 
 PARTIAL = ".partial"  # a folder being written, or left by a process that was killed
 
@@ -41,6 +44,21 @@ def require_extra(module: str, flag: str) -> None:
     if find_spec(module) is None:
         message = f"{flag} needs {module}, which is not installed"
         raise wrong(message, "pip install 'mtcli[report]'", flag)
+
+
+def lock_output(path: Path, output: Path) -> IO[bytes]:
+    """The open file that locks an output until it is closed or its process ends.
+
+    Raises MtcliError where another run has it.
+    """
+    lock = append_untrusted(path)
+    try:
+        # lockf, not flock: workers forked later must not hold it when we are killed.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise wrong(f"another run is writing {output}", "wait for it, or end it") from None
+    return lock
 
 
 @contextmanager

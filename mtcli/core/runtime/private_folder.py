@@ -1,9 +1,14 @@
-"""A folder of this user alone, on this machine, for what other folders cannot take."""
+"""Folders of this user: the cache, and one on this machine alone for what no other can take."""
 
 import os
 import stat
 import tempfile
 from pathlib import Path
+
+
+def user_cache() -> Path:
+    """The user's cache of ours, which may not be there; XDG_CACHE_HOME names another."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mtcli"
 
 
 def private_folder() -> Path:

@@ -1,6 +1,5 @@
 """What a sweep knows of its trials, and `sweep.json`, which keeps it. Imports no torch."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +9,9 @@ from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders, step_of
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import parse_json, read_untrusted
 from mtcli.core.runtime.atomic_writes import write_text
+from mtcli.core.runtime.json_text import json_text
 from mtcli.core.sweep.trials import Trial
-from mtcli.core.training.metrics import METRICS
+from mtcli.core.training.run_folder import METRICS, holds_run, step_records
 
 NAME = "sweep.json"
 AVERAGED = 10  # last steps over which the loss that sorts trials is a mean
@@ -64,14 +64,8 @@ class TrialRecord:
     def read_losses(self, step: int) -> None:
         """Takes the losses of a run folder's steps up to one."""
         path = Path(self.trial.config.train.output) / METRICS
-        rows: dict[int, Any] = {}
-        if path.is_file():
-            for line in read_untrusted(path).decode(errors="replace").splitlines():
-                try:
-                    row = parse_json(line)
-                    rows[row["step"]] = row
-                except (ValueError, KeyError, TypeError):
-                    continue  # the last line of a killed run
+        records = step_records(path) if path.is_file() else ()
+        rows = {row["step"]: row for _, row in records}
         self.losses = []
         for number in range(1, step + 1):
             loss = rows.get(number, {}).get("loss")
@@ -137,7 +131,7 @@ def restored(trials: Sequence[Trial], output: Path, keeps_stopped: bool) -> list
 
 def require_new(trials: Sequence[Trial], output: Path) -> None:
     """Raises MtcliError where a sweep has been, or trials have run folders, without --resume."""
-    there = [trial.name for trial in trials if _holds_run(Path(trial.config.train.output))]
+    there = [trial.name for trial in trials if holds_run(Path(trial.config.train.output))]
     if there:
         shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
         message = f"{len(there)} of {len(trials)} trials have run folders in {output}: {shown}"
@@ -147,21 +141,9 @@ def require_new(trials: Sequence[Trial], output: Path) -> None:
         raise wrong(message, "--resume takes its folder; or name another", "--output")
 
 
-def _holds_run(folder: Path) -> bool:
-    return (folder / METRICS).exists() or bool(step_folders(folder / CHECKPOINTS))
-
-
 def write(output: Path, about: dict[str, Any], records: Sequence[TrialRecord]) -> dict[str, Any]:
     """Writes sweep.json, the best trial first, and returns what it holds."""
     rows = [record.as_json() for record in sorted(records, key=lambda r: r.order)]
     found = about | {"trials": rows}
-    write_text(output / NAME, json.dumps(_finite(found), indent=2, allow_nan=False) + "\n")
+    write_text(output / NAME, json_text(found))
     return found
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data

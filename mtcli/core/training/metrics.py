@@ -4,7 +4,6 @@ Experiment trackers through accelerate's; one that is missing or offline never s
 """
 
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,11 +18,13 @@ from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED
-from mtcli.core.config.untrusted import append_untrusted, parse_json, read_untrusted
+from mtcli.core.config.untrusted import append_untrusted
 from mtcli.core.mesh.parameters import count_adapters, count_parameters, forward_flops
 from mtcli.core.runtime.atomic_writes import folder_of, write_text
+from mtcli.core.runtime.json_text import finite
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.rank_times import RankTimes
+from mtcli.core.training.run_folder import EVENTS, FACTS, METRICS, step_records
 
 
 def open_trackers(config: RunConfig) -> list[Any]:
@@ -73,11 +74,6 @@ def _open(name: str, config: RunConfig) -> Any:
 
 def _warn(name: str, error: Exception) -> None:
     print(f"warning: {name} is off: {error}", file=sys.stderr)  # noqa: T201 - not data
-
-
-METRICS = "metrics.jsonl"
-EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
-FACTS = "run.json"  # what a config does not say: the world, and which launch it is
 
 
 class SaveRecord(NamedTuple):
@@ -132,8 +128,7 @@ class RunRecords:
         row = _row(self.config, step, told, peak)
         if not self.writes:
             return row
-        finite = {k: None if _is_no_number(v) else v for k, v in row.items()}  # JSON has no NaN
-        self._append(self.metrics, finite)
+        self._append(self.metrics, finite(row))
         if step.step % self.config.train.log_every == 0:
             values = {k: v for k, v in row.items() if k not in ("step", "replica_steps")}
             for tracker in self.trackers:
@@ -303,10 +298,6 @@ def _row(config: RunConfig, step: Any, told: StepFacts, peak: float) -> dict[str
     return row
 
 
-def _is_no_number(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
 def _model(config: RunConfig) -> str:
     """Words the model's size, and that of what is trained where it is not all."""
     words = f"{config.model.architecture}, {count_parameters(config.model):,} parameters"
@@ -353,14 +344,6 @@ def _truncated(path: Path, step: int) -> Any:
     """A file of records opened for appending, without the steps that will be run again."""
     kept = []
     if path.exists() and step:
-        lines = read_untrusted(path).decode(errors="replace").splitlines()
-        kept = [line for line in lines if _is_before(line, step)]
+        kept = [line for line, record in step_records(path) if record["step"] <= step]
     write_text(path, "".join(line + "\n" for line in kept))
     return TextIOWrapper(append_untrusted(path), encoding="utf-8")
-
-
-def _is_before(line: str, step: int) -> bool:
-    try:
-        return parse_json(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False  # the last line of a killed run

@@ -17,12 +17,11 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
-from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import QUIETLY, open_untrusted, parse_json
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder
 from mtcli.core.runtime.attempts import Attempt
-from mtcli.core.training.metrics import FACTS, METRICS
+from mtcli.core.training.run_folder import FACTS, holds_run
 
 LOCK = "run.lock"
 FIELD = "train.output"
@@ -88,9 +87,7 @@ def held(
 
 
 def _require_no_run(folder: Path, resume: bool) -> None:
-    traces = (folder / METRICS, folder / FACTS)
-    there = any(path.exists() for path in traces) or step_folders(folder / CHECKPOINTS)
-    if there and not resume:
+    if holds_run(folder) and not resume:
         hint = "--resume goes on from it; or set train.output to another folder"
         raise wrong(f"{folder} already holds a run", hint, FIELD)
 

@@ -8,7 +8,7 @@ import pytest
 from chats import MARKED, sums, talks, tokenizer, write_lines
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data import conversations
+from mtcli.core.data import bad_lines, conversations
 from mtcli.core.data.chat_template import load_chat_template
 from mtcli.core.data.conversations import ExampleEncoder, read_examples
 from mtcli.core.data.tokenize import load_tokenizer
@@ -125,7 +125,7 @@ def test_what_a_template_refuses_is_a_bad_line(tmp_path):
 
 
 def test_a_line_that_never_ends_is_refused_without_being_read_whole(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(conversations, "MAX_LINE_BYTES", 200)
+    monkeypatch.setattr(bad_lines, "MAX_LINE_BYTES", 200)
     path = tmp_path / "a.jsonl"
     good = json.dumps(next(sums(1))).encode()
     path.write_bytes(b"y" * 1000 + b"\n" + good + b"\n")

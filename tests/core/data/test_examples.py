@@ -5,6 +5,7 @@ import json
 import pytest
 
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.data import bad_lines
 from mtcli.core.data.example_rows import ExampleRows
 from mtcli.core.data.examples import Room, race_limit, read_classes, read_race_examples
 from mtcli.core.data.special_tokens import special_tokens
@@ -124,6 +125,16 @@ def test_a_bad_line_is_named_with_all_others_or_skipped_and_counted(tmp_path, to
     found = read_classes(path, tokenizer, Room(16, 16, True), 3, "data.train")
     assert len(found.found) == 1 and list(found.skipped.values()) == [[f"{path}:2", f"{path}:4"]]
     assert [len(part) for part in found.found[0].sequences[0]] == [2, 2]
+
+
+def test_a_line_longer_than_a_line_may_be_is_refused(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(bad_lines, "MAX_LINE_BYTES", 60)
+    path, good = tmp_path / "x.jsonl", '{"text": "a cat", "label": 2}'
+    path.write_text(f'{{"text": "a cat", "label": 2, "more": "{"y" * 500}"}}\n{good}\n')
+    with pytest.raises(MtcliError, match="x.jsonl:1: it is longer than 60 bytes"):
+        read_classes(path, tokenizer, Room(16, 16), 3, "data.train")
+    found = read_classes(path, tokenizer, Room(16, 16, True), 3, "data.train")
+    assert len(found.found) == 1 and found.skipped == {"too long a line": [f"{path}:1"]}
 
 
 def test_every_epoch_has_each_example_once_and_none_is_split(tmp_path, tokenizer):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from command_line import mtcli
 from ranks import run_ranks
-from tiny import GPT, LLAMA, run_config, write_run
+from tiny import GPT, LLAMA, metrics, run_config, write_run
 from trained import checkpoint_of, train_and_save
 
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -104,7 +104,7 @@ def test_a_run_says_that_its_average_is_evaluated_and_every_command_reads_it(tmp
     assert done.returncode == 0, done.stderr
     line = r"sync +awc_dmsgd \(ring\), 2 replicas; what is evaluated and exported is their average"
     assert re.search(line, done.stdout)
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = metrics(tmp_path / "run")
     assert rows[-1]["replica_distance"] > 1e-3 and rows[-1]["sync_bytes"] > 0
 
     exported = mtcli("shard", tmp_path / "run", tmp_path / "hf", "--to", "hf", "--verify")

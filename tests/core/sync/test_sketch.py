@@ -1,11 +1,9 @@
 """A sketch's length against the tensors' own, by hand, and its distance between replicas."""
 
-import json
-
 import pytest
 import torch
 from command_line import mtcli
-from tiny import write_run
+from tiny import metrics, write_run
 
 from mtcli.core.checkpoint.manifest import is_optimizer
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -69,7 +67,7 @@ def test_metrics_tell_the_distance_of_replicas_as_a_checkpoint_has_them(layout, 
     run = write_run(tmp_path, optimizer=optimizer, train=train, sync=sync)
     done = mtcli("train", run, *layout)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = metrics(tmp_path / "run")
     assert len(rows) == 3
     for row in rows:
         checkpoint = open_checkpoint(tmp_path / f"run/checkpoints/step-{row['step']:08d}")

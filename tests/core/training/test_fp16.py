@@ -1,13 +1,12 @@
 """Half precision on one rank: against a plain float16 loop, and what happens at an overflow."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import GPT, MOE, Samples, documents, run_config
+from tiny import GPT, MOE, Samples, documents, metrics, run_config
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import token_dtype, write_dataset
@@ -172,8 +171,7 @@ def trained(runtime, config):
         answer = train(config, runtime, resume=False, measure_peak=lambda: 1e12)
     except MtcliError as error:
         answer = error.problems[0].message
-    lines = (Path(config.train.output) / "metrics.jsonl").read_text().splitlines()
-    return answer, [json.loads(line) for line in lines]
+    return answer, metrics(Path(config.train.output))
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import GPT, LLAMA, documents, run_config
+from tiny import GPT, LLAMA, documents, metrics, run_config
 
 from mtcli.core.checkpoint import async_save, store
 from mtcli.core.checkpoint.async_save import Snapshot
@@ -213,8 +213,8 @@ def test_records_that_find_no_room_leave_the_run_and_are_said_once(config_for):
     answer, _, said = run_ranks(1, told, config, no_room_at_3)[0]
     assert answer is True and said.count("warning: ") == 1
     assert "metrics.jsonl: No space left on device; the run goes on" in said
-    lines = (Path(config.train.output) / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6], "late, and all there"
+    rows = metrics(Path(config.train.output))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6], "late, and all there"
 
 
 def full_from_4(runtime, output):

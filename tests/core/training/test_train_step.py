@@ -1,13 +1,12 @@
 """A training step against a plain loop of transformers and torch, and on layouts against itself."""
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import GPT, LLAMA, Samples, documents, run_config
+from tiny import GPT, LLAMA, Samples, documents, metrics, run_config
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import token_dtype, write_dataset
@@ -171,8 +170,7 @@ def diverging(runtime, config):
         answer = train(config, runtime, resume=False, measure_peak=lambda: 1e12)
     except MtcliError as error:
         answer = error.problems, int(error.code)
-    lines = (Path(config.train.output) / "metrics.jsonl").read_text().splitlines()
-    return answer, [json.loads(line) for line in lines]
+    return answer, metrics(Path(config.train.output))
 
 
 @pytest.mark.parametrize("choice", ["stop", "skip"])

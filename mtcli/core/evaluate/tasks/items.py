@@ -18,7 +18,7 @@ from mtcli.core.data.text_files import bad_line
 from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.requests import Request
 from mtcli.core.evaluate.tasks.rows import Row, Split, read_test, read_train, require_texts
-from mtcli.core.evaluate.tasks.task_file import TaskFile
+from mtcli.core.evaluate.tasks.task_file import TaskFile, several
 from mtcli.core.evaluate.tasks.templates import Templates
 
 SPARE = 8  # shots drawn besides, for the items that were drawn themselves
@@ -51,7 +51,7 @@ class Renderer:
         self.task, templates = task, Templates()
         try:
             self.values = {name: templates.value(code) for name, code in task.values.items()}
-            self.prompts = [templates.text(one) for one in _several(task.prompt)]
+            self.prompts = [templates.text(one) for one in several(task.prompt)]
             self.choices = (
                 templates.value(task.choices)
                 if isinstance(task.choices, str)
@@ -109,10 +109,6 @@ class Renderer:
 
 
 _PARTS = ("group", "cluster")
-
-
-def _several(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else value
 
 
 def _answer(value: Any, item: Item) -> int:

@@ -16,7 +16,7 @@ from mtcli.core.evaluate.encode import Encoder
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
-from mtcli.core.evaluate.tasks.task import Advance, PreparedTask, Report, TaskOptions
+from mtcli.core.evaluate.tasks.task import Advance, PreparedTask, Report, TaskOptions, TaskRun
 from mtcli.core.evaluate.tasks.task_file import SUFFIX, load_task, task_names
 from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
 
@@ -78,15 +78,6 @@ def _problem(spec: str) -> Problem | None:
         hint = "give the file, or the folder it is in"
         return Problem(f"{name}: {path} does not exist", hint, "--task")
     return None
-
-
-class TaskRun(NamedTuple):
-    """One task ready to run."""
-
-    name: str
-    summary: str  # what it will do, in numbers
-    num_requests: int | None  # None: lm-eval decides while it runs
-    run: Callable[[Advance], Report]
 
 
 class Evaluation(NamedTuple):

@@ -8,6 +8,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import is_text, parse_json
 from mtcli.core.data.race import Article, read_race
 from mtcli.core.data.text_files import bad_line, read_text
+from mtcli.core.evaluate.tasks.task import find_file
 from mtcli.core.evaluate.tasks.task_file import DataLayout
 
 
@@ -55,15 +56,8 @@ def read_train(path: Path, layout: DataLayout) -> Split | None:
 
 def _first(folder: Path, patterns: tuple[str, ...]) -> Path | None:
     """The one file of the first pattern that the folder has. Raises MtcliError for several."""
-    for pattern in patterns:
-        found = sorted(folder.glob(pattern))
-        if len(found) > 1:
-            names = ", ".join(file.name for file in found)
-            message = f"{folder} holds {len(found)} files like {pattern}, 1 is needed"
-            raise wrong(message, f"name the file; found: {names}", "--task")
-        if found:
-            return found[0]
-    return None
+    pattern = next((one for one in patterns if any(folder.glob(one))), None)
+    return None if pattern is None else find_file(folder, pattern)
 
 
 def _read(file: Path, layout: DataLayout, label_files: tuple[str, ...]) -> Split:

@@ -1,4 +1,4 @@
-"""Defines a prepared task."""
+"""Defines a task that is prepared, and one that is bound to a model."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,6 +37,15 @@ class PreparedTask(NamedTuple):
     ends: list[int]
     hashes: list[str]
     record: Callable[[int, Sequence[Score]], Record]
+
+
+class TaskRun(NamedTuple):
+    """One task ready to run."""
+
+    name: str
+    summary: str  # what it will do, in numbers
+    num_requests: int | None  # None: lm-eval decides while it runs
+    run: Callable[[Advance], Report]
 
 
 def find_file(path: Path, pattern: str) -> Path:

@@ -146,7 +146,7 @@ def _problem(name: str, detail: Any) -> Problem:
 def _check(name: str, task: TaskFile) -> None:
     """Raises MtcliError where fields do not go together."""
     problems = []
-    prompts, choices = len(_several(task.prompt)), len(_several(task.choices))
+    prompts, choices = len(several(task.prompt)), len(several(task.choices))
     if task.answer and max(prompts, choices) == 1 and not isinstance(task.choices, str):
         problems.append(f"{prompts} prompts and {choices} choices have nothing to choose from")
     if prompts > 1 and (choices > 1 or isinstance(task.choices, str)):
@@ -164,5 +164,6 @@ def _check(name: str, task: TaskFile) -> None:
         raise MtcliError(*(Problem(f"{name}: {what}", PAGE, "--task") for what in problems))
 
 
-def _several(value: str | tuple[str, ...]) -> tuple[str, ...]:
+def several(value: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The texts of a field that is one or several."""
     return (value,) if isinstance(value, str) else value

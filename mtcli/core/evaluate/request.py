@@ -1,0 +1,77 @@
+"""What `mtcli eval` was asked for, checked before torch is loaded."""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.model import CLASSIFIERS, ModelConfig
+from mtcli.core.evaluate.tasks.registry import TaskSpec
+from mtcli.core.runtime.atomic_writes import require_writable
+from mtcli.core.runtime.private_folder import user_cache
+
+
+class EvalRequest(NamedTuple):
+    """The flags of `mtcli eval`."""
+
+    checkpoint: str
+    ensemble: tuple[str, ...]
+    tasks: tuple[TaskSpec, ...]
+    overrides: tuple[str, ...]
+    shots: int
+    seed: int
+    limit: int | None
+    overlap: int | None
+    batch_tokens: int | None
+    tokenizer: str | None
+    contaminated: frozenset[tuple[str, ...]] | None  # n-grams that a corpus contained
+    items: Path
+    json_out: str | None
+
+    def items_beside_json(self) -> str:
+        """How a result names its file of items: without the folder where both are in one."""
+        out = self.json_out
+        of_json = Path(out).resolve().parent if out and out != "-" else None
+        items = self.items.resolve()
+        return items.name if items.parent == of_json else str(items)
+
+
+def items_file(items: str | None, json_out: str | None, checkpoint: str) -> Path:
+    """Where each item's result goes: the file that --items names, one beside that of --json, or one
+    in the user's cache."""
+    if items is not None:
+        require_writable(items, "--items")
+        return Path(items)
+    if json_out and json_out != "-":
+        beside = Path(json_out)
+        if beside.suffix and not beside.is_char_device():
+            return beside.with_suffix(".items.jsonl")
+    folder = user_cache() / "eval"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"items cannot be kept in {folder}: {error.strerror}"
+        raise wrong(message, "name a file", "--items") from None
+    name = Path(checkpoint).resolve()
+    return folder / f"{name.name}-{sha256(str(name).encode()).hexdigest()[:8]}.items.jsonl"
+
+
+def require_members(models: Mapping[str, ModelConfig | None]) -> None:
+    """Raises MtcliError where the models of an ensemble do not classify the same tokens alike."""
+    fields = ("head", "num_labels", "vocab_size", "max_seq_len")
+    found = {
+        path: {name: getattr(model, name) for name in fields}
+        for path, model in models.items()
+        if model is not None
+    }
+    heads = {facts["head"] for facts in found.values()}
+    differ = [name for name in fields if len({facts[name] for facts in found.values()}) > 1]
+    if heads <= set(CLASSIFIERS) and not differ:
+        return
+    said = "; ".join(
+        f"{path} has " + ", ".join(f"{name}={facts[name]!r}" for name in differ or fields[:1])
+        for path, facts in found.items()
+    )
+    hint = "classifiers of one kind and tokenizer, classification or multiple_choice"
+    raise wrong(f"--ensemble of models that do not vote on the same: {said}", hint, "--ensemble")

@@ -1,0 +1,102 @@
+"""Evaluates checkpoints: opens them, binds their tasks, and runs one after the other."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from time import perf_counter
+from typing import Any
+
+from tqdm import tqdm
+
+from mtcli.core.config.errors import wrong
+from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
+from mtcli.core.evaluate.encode import encoder_for
+from mtcli.core.evaluate.encoders import encoder_runs
+from mtcli.core.evaluate.journal import Journal
+from mtcli.core.evaluate.packing import BATCH_TOKENS
+from mtcli.core.evaluate.request import EvalRequest
+from mtcli.core.evaluate.tasks.registry import Evaluation, task_runs
+from mtcli.core.evaluate.tasks.task import TaskOptions, TaskRun
+from mtcli.core.inference.model import OpenModel, open_model
+from mtcli.core.runtime.launch import Runtime
+
+
+def evaluate(
+    request: EvalRequest, runtime: Runtime, say: Callable[[str], object]
+) -> dict[str, Any] | None:
+    """Each task's report, and what it was made with; None on every rank but the first. Collective.
+
+    `say` is told on the first rank what is about to be done, in numbers.
+    """
+    opened = open_model(request.checkpoint, request.overrides, runtime, encoders=True)
+    read = replace(opened, tokenizer=_tokenizer(opened, request.tokenizer))
+    journal = Journal(request.items if runtime.rank == 0 else None, read.identity())
+    runs = _task_runs(request, read, journal, runtime)
+    summary = {"checkpoint": request.checkpoint} | opened.facts()
+    summary |= {"device": runtime.device.type}
+    summary |= {"versions": {name: _version(name) for name in ("mtcli", "torch", "lm_eval")}}
+    if runtime.rank == 0:
+        say(_announcement(summary, runs))
+    reports = _run(runs, quiet=runtime.rank > 0)
+    journal.finish(list(reports["tasks"]))
+    if runtime.rank > 0:
+        return None
+    return summary | reports | ({"items": request.items_beside_json()} if journal.lines else {})
+
+
+def _task_runs(
+    request: EvalRequest, opened: OpenModel, journal: Journal, runtime: Runtime
+) -> list[TaskRun]:
+    tokens = request.batch_tokens or BATCH_TOKENS[runtime.device.type]
+    scorer, tokenizer = opened.scorer, opened.require_tokenizer()
+    if scorer.config.model.head == "lm":
+        options = TaskOptions(
+            scorer.max_seq_len,
+            request.limit,
+            request.overlap,
+            request.shots,
+            request.seed,
+            request.contaminated,
+        )
+        kinds = encoder_for(tokenizer), options, tokens, journal, scorer.of_rank_0, opened.end_ids()
+        return task_runs(request.tasks, Evaluation(scorer, *kinds))
+    others = [
+        open_model(path, request.overrides, runtime, encoders=True) for path in request.ensemble
+    ]
+    models = [scorer, *(one.scorer for one in others)]
+    return encoder_runs(request.tasks, models, tokenizer, request.limit, tokens)
+
+
+def _tokenizer(opened: OpenModel, tokenizer: str | None) -> Tokenizer:
+    found = opened.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
+    if found is None:
+        message = f"the checkpoint {opened.checkpoint.folder} holds no tokenizer"
+        raise wrong(message, "name the one that it was trained with", "--tokenizer")
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _announcement(summary: dict[str, Any], runs: Sequence[TaskRun]) -> str:
+    model = summary["model"]
+    sizes = ", ".join(f"{name}={size}" for name, size in summary["layout"].items())
+    first = (
+        f"{summary['checkpoint']}: {model['architecture']}, "
+        f"{model['num_parameters']:,} parameters, {model['max_seq_len']:,} positions, "
+        f"{model['precision']} on {summary['device']}; {sizes}"
+    )
+    return "\n".join([first, *(f"{run.name}: {run.summary}" for run in runs)])
+
+
+def _run(runs: Sequence[TaskRun], quiet: bool) -> dict[str, Any]:
+    """Runs the tasks; returns each one's report by name, and the seconds they took together."""
+    start, reports = perf_counter(), {}
+    for run in runs:
+        with tqdm(total=run.num_requests, desc=run.name, unit=" requests", disable=quiet) as bar:
+            reports[run.name] = run.run(bar.update)
+    return {"tasks": reports, "seconds": perf_counter() - start}

@@ -1,0 +1,29 @@
+"""A run folder's records by name, whether it holds a run, and its steps. Imports no torch."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders
+from mtcli.core.config.untrusted import parse_json, read_untrusted
+
+METRICS = "metrics.jsonl"
+EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
+FACTS = "run.json"  # what a config does not say: the world, and which launch it is
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a run has begun in a folder."""
+    traces = (folder / METRICS, folder / FACTS)
+    return any(path.exists() for path in traces) or bool(step_folders(folder / CHECKPOINTS))
+
+
+def step_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(line, record) of what METRICS or EVENTS tells of a step, without the last line of a killed
+    run."""
+    for line in read_untrusted(path).decode(errors="replace").splitlines():
+        with suppress(ValueError):
+            record = parse_json(line)
+            if isinstance(record, dict) and type(record.get("step")) is int:
+                yield line, record
