@@ -126,6 +126,11 @@ class Checkpoint:
         return replace(self, replicas=1, averages=self.replicas)
 
     @property
+    def weights_differ(self) -> bool:
+        """Whether replicas have other weights, and not other state of the optimizer alone."""
+        return any(one.differs for name, one in self.tensors.items() if not is_optimizer(name))
+
+    @property
     def averaging(self) -> str:
         """Words for a user what an averaged view reads."""
         count = self.averages or self.replicas

@@ -63,5 +63,5 @@ def decayed_gradients(
 def round_(parts: OptimizerTensors) -> None:
     """Rounds the weights from their masters, where these are others."""
     for master, weight in zip(parts.masters, parts.weights, strict=True):
-        if master.data_ptr() != weight.data_ptr():
+        if master.dtype != weight.dtype:
             weight.copy_(master)

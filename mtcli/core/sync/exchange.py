@@ -19,6 +19,8 @@ from mtcli.core.parallel.groups import Axis
 from mtcli.core.sync.sketch import sketch
 from mtcli.core.sync.strategy import Strategy
 
+AVERAGE = "their average"
+
 
 class ReplicaExchange:
     """The update of a run with one replica; the base of those with several."""
@@ -98,7 +100,7 @@ class ReplicaExchange:
         been averaged, and whose counters are given; returns a note for the user."""
         self.begin()
         self.load_counters({})
-        return "their average"
+        return AVERAGE
 
     def buffers(self) -> list[Tensor]:
         """Lists the memory that the exchange takes besides the optimizer's."""

@@ -102,7 +102,7 @@ def _train(
     adopt_current(loader, config, runtime, trainer.step)
     if (note := starting_note(config, start)) and runtime.rank == 0:
         sys.stderr.write(f"{note}\n")
-    if (averaged := averages(trainer, start)) and runtime.rank == 0:
+    if (averaged := averages(start)) and runtime.rank == 0:
         sys.stderr.write(f"note: {averaged.averaging}\n")
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     about = loader.batches.describe()

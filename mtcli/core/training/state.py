@@ -30,7 +30,7 @@ from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.parallel.together import together
-from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.exchange import AVERAGE, ReplicaExchange
 from mtcli.core.training.consumed_samples import ConsumedSamples
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
@@ -307,6 +307,7 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     if groups.rank == 0:
         now = groups.replicas.size
         each = f"all {now} replicas start" if now > 1 else "the run goes on"
+        start = start if checkpoint.weights_differ or start != AVERAGE else "the weights"
         sys.stderr.write(f"note: the checkpoint has {count} replicas: {each} from {start}\n")
 
 
@@ -318,12 +319,13 @@ def base_record(trainer: RunState, start: StartingPoint) -> BaseRecord | None:
     return BaseRecord(path=str(base.folder.absolute()), hash=weights_hash(base))
 
 
-def averages(trainer: RunState, start: StartingPoint) -> Checkpoint | None:
-    """The checkpoint that a run starts from, where that is the average of its replicas."""
-    checkpoint, replicas = start.checkpoint, trainer.groups.replicas.size
-    if checkpoint is None or checkpoint.replicas == 1:
+def averages(start: StartingPoint) -> Checkpoint | None:
+    """The other run's checkpoint that a run starts from the average of, where replicas differ;
+    `resume` says what a run's own becomes."""
+    checkpoint = start.checkpoint
+    if checkpoint is None or start.is_own or not checkpoint.weights_differ:
         return None
-    return None if start.is_own and checkpoint.replicas == replicas else checkpoint
+    return checkpoint
 
 
 def restore(trainer: RunState, samples: ConsumedSamples, start: StartingPoint) -> Path | None:
