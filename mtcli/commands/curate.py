@@ -7,13 +7,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import Force, JsonOut, Overrides, Resume, SkipBad, SplitOn, TextKey
+from mtcli.commands.options import (
+    Force,
+    JsonOut,
+    Overrides,
+    Resume,
+    SkipBad,
+    SplitOn,
+    TextKey,
+    typed,
+)
 from mtcli.commands.output import answer, answering, print_facts
 
 if TYPE_CHECKING:
     from mtcli.core.curate.engine import Engine
 
 TRAIN = "train-quality"  # in the place of an input
+OF_CORPORA = (
+    *("overrides", "against", "config", "workers", "split_on", "format", "skip_bad"),
+    *("engine", "address", "dry_run", "resume"),
+)
 
 Inputs = Annotated[
     list[str],
@@ -88,6 +101,7 @@ Address = Annotated[
 
 @answering
 def curate(
+    context: typer.Context,
     inputs: Inputs,
     output: Output,
     overrides: Overrides,
@@ -113,6 +127,7 @@ def curate(
     for module in ("orjson", "zstandard"):
         require(module, "curate")
     if inputs[0] == TRAIN or good or bad:
+        _refuse(context, OF_CORPORA)
         _train_quality(inputs, good, bad, output, text_key, json_out)
         return
     from time import perf_counter
@@ -179,6 +194,15 @@ def _open_engine(engine: str, address: str | None, workers: int) -> "Iterator[En
 
     with ray_cluster(address, workers) as cluster:
         yield ClusterEngine(cluster)
+
+
+def _refuse(context: typer.Context, names: tuple[str, ...]) -> None:
+    """Raises MtcliError for each of the flags that is given beside train-quality."""
+    from mtcli.core.config.errors import MtcliError, Problem
+
+    if flags := typed(context, names):
+        what = "is for corpora, and train-quality has none"
+        raise MtcliError(*(Problem(f"{flag} {what}", "leave it out", flag) for flag in flags))
 
 
 def _train_quality(

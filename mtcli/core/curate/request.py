@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.curate.config import CurateConfig
 from mtcli.core.curate.documents import CorpusFiles, find_files
 from mtcli.core.data.sources import FileKind, SourceFile
@@ -38,11 +38,26 @@ class Corpora(NamedTuple):
 
 
 def find_corpora(request: CurateRequest) -> Corpora:
-    """Finds all input files. Raises MtcliError for what is not there."""
-    new = find_files(request.inputs, request.format)
-    old = find_files(request.against) if request.against else None
+    """Finds all input files. Raises MtcliError for all that is not there."""
+    new, old, _ = collect_errors(
+        lambda: find_files(request.inputs, request.format),
+        lambda: find_files(request.against) if request.against else None,
+        lambda: _require_files(request.config),
+    )
     has_warc = any(source.kind == "warc" for source in new.sources)
     if has_warc and "extract" not in request.config.ordered:
         said = "a WARC file is given, and the stages have no extract"
         raise wrong(said, "stages = ['extract', ...]", "stages")
     return Corpora(new, old)
+
+
+def _require_files(config: CurateConfig) -> None:
+    """Raises MtcliError for each file that the stages need and that is not there."""
+    named = []
+    if "decontaminate" in config.ordered:
+        named += [("decontaminate.tasks", task) for task in config.decontaminate.tasks]
+    if "quality" in config.ordered and config.quality.model:
+        named += [("quality.model", config.quality.model)]
+    missing = [(field, path) for field, path in named if not Path(path).exists()]
+    if missing:
+        raise MtcliError(*(Problem(f"no file {path}", "", field) for field, path in missing))

@@ -9,9 +9,11 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from functools import partial
 from typing import IO, Any
 
+from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import open_untrusted
 from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import ExtractConfig
@@ -159,6 +161,10 @@ def _resiliparse(_: ExtractConfig) -> Extract:
 def _justext(config: ExtractConfig) -> Extract:
     justext = require("justext", "extract with jusText")
     encoding = require("resiliparse.parse.encoding", "extract")
+    if config.stop_words not in (known := sorted(justext.get_stoplists())):
+        near = get_close_matches(config.stop_words, known, 3) or known[:3]
+        message = f"jusText has no stop words of {config.stop_words!r}"
+        raise wrong(message, " or ".join(map(repr, near)), "extract.stop_words")
     words = justext.get_stoplist(config.stop_words)
 
     def extract(html: bytes) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from mtcli.core.config.errors import wrong
 from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.runtime.attempts import Attempt, alone, keeps_store
-from mtcli.core.runtime.slurm import slurm_task
+from mtcli.core.runtime.slurm import slurm_task, whole
 from mtcli.core.runtime.worker_errors import (
     LAUNCHED,
     end_rank,
@@ -132,7 +132,10 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         defaults = ("0", "1", environ["RANK"], environ["WORLD_SIZE"])
         values = [environ.get(n, d) for n, d in zip(names, defaults, strict=True)]
-        rank, world, local_rank, local_world = map(int, values)
+        rank, world, local_rank, local_world = map(whole, names, values)
+        if rank >= world:
+            hint = "ranks are 0 to WORLD_SIZE - 1; a launcher such as torchrun sets both"
+            raise wrong(f"RANK={rank} of WORLD_SIZE={world}", hint)
         return rank, world, local_rank, local_world
     task = slurm_task(environ)
     return task and task[:4]

@@ -152,6 +152,7 @@ def _address_towards(host: str, port: int, hosted: bool) -> str | None:
     no other machine can reach it.
     """
     hint = "set MASTER_ADDR to the address of rank 0's machine on the network that ranks share"
+    hint += "; torchrun takes it from --local-addr"
     try:
         family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # UDP: nothing is sent

@@ -23,20 +23,31 @@ class SlurmTask(NamedTuple):
     nodes: int
 
 
+def whole(name: str, value: str) -> int:
+    """A launcher's variable as a number. Raises MtcliError where it is none."""
+    if not value.isdecimal():
+        raise wrong(f"{name}={value} is no number", "a launcher sets it; unset it otherwise")
+    return int(value)
+
+
 def slurm_task(environ: Mapping[str, str]) -> SlurmTask | None:
     """The task that this process is, or None outside of steps of several tasks."""
-    world = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+
+    def number(name: str, default: str = "") -> int:
+        return whole(name, environ.get(name, default))
+
+    world = number("SLURM_STEP_NUM_TASKS", "1")
     if world == 1 or "SLURM_PROCID" not in environ:
         return None
-    node = int(environ.get("SLURM_NODEID", "0"))
+    node = number("SLURM_NODEID", "0")
     per_node = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(world)))
     return SlurmTask(
-        rank=int(environ["SLURM_PROCID"]),
+        rank=number("SLURM_PROCID"),
         world=world,
-        local_rank=int(environ.get("SLURM_LOCALID", "0")),
+        local_rank=number("SLURM_LOCALID", "0"),
         local_world=per_node[min(node, len(per_node) - 1)],
         first_host=first_host(environ.get("SLURM_STEP_NODELIST", "")),
-        nodes=int(environ.get("SLURM_STEP_NUM_NODES", "1")),
+        nodes=number("SLURM_STEP_NUM_NODES", "1"),
     )
 
 
@@ -46,7 +57,9 @@ def require_srun(nproc: int, environ: Mapping[str, str] = os.environ) -> None:
     job = environ.get("SLURM_NTASKS") or environ.get("SLURM_NPROCS") or "1"
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
     started = "RANK" in environ or "SLURM_STEP_NUM_TASKS" in environ
-    if "SLURM_JOB_ID" not in environ or started or nproc > 1 or max(int(job), int(nodes)) == 1:
+    if "SLURM_JOB_ID" not in environ or started or nproc > 1:
+        return
+    if max(whole("SLURM_NTASKS", job), whole("SLURM_JOB_NUM_NODES", nodes)) == 1:
         return
     tasks = f"{job} tasks on {nodes} node{'s' if nodes != '1' else ''}"
     message = f"this Slurm job has {tasks}, and srun has started none: one process would train"

@@ -342,3 +342,36 @@ def test_inputs_in_the_output_folder_are_refused(run, tmp_path):
     inside = write_jsonl(tmp_path / "out" / "in.jsonl", [{"text": "x"}])
     assert "in.jsonl is in --output" in refusal(lambda: run(inside, force=True))
     assert inside.exists()
+
+
+def test_half_of_a_surrogate_pair_as_a_source_is_a_bad_record(run, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps({"text": "x", "source": "\ud800"}) + "\n" + '{"text": "y"}\n')
+    assert 'in.jsonl:1: "source" is no text' in refusal(lambda: run(path))
+    assert [record["text"] for record in shards(run(path, skip_bad=True))] == ["y"]
+
+
+def test_a_long_source_has_a_short_file(run, tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": "x", "source": "\u00e9" * 200}])
+    out = run(path, settings=["blend.other=1.0"])
+    assert [record["text"] for record in shards(out)] == ["x"]
+
+
+def test_all_that_is_not_there_is_told_at_once(run, tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": "x"}])
+    settings = ["decontaminate.tasks=['nope.jsonl']", "quality.model='nope.bin'"]
+    stages = ["quality", "decontaminate"]
+    said = refusal(
+        lambda: run(path, "gone.jsonl", against=("old",), stages=stages, settings=settings)
+    )
+    assert all(name in said for name in ("gone.jsonl", "old", "nope.jsonl", "nope.bin"))
+
+
+def test_names_of_languages_and_of_stop_words_are_refused_with_what_is_right(run, tmp_path):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"text": "x"}])
+    keep = ["language.keep=['english']"]
+    said = refusal(lambda: run(path, stages=["language"], settings=keep))
+    assert "'english' is no code of a language" in said and "'en'" in said
+    words = ["extract.engine='justext'", "extract.stop_words='Englisch'"]
+    said = refusal(lambda: run(path, stages=["extract"], settings=words))
+    assert "no stop words of 'Englisch'" in said and "'English'" in said

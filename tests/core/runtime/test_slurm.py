@@ -3,6 +3,7 @@
 import pytest
 
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.runtime.launch import environment_world
 from mtcli.core.runtime.slurm import first_host, require_srun, tasks_per_node
 
 
@@ -59,3 +60,16 @@ def test_a_batch_script_of_several_tasks_is_refused_without_srun(environ, said):
 )
 def test_what_srun_or_another_launcher_has_started_is_not_refused(environ):
     require_srun(1, environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x is no number"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5 of WORLD_SIZE=2"),
+        ({"SLURM_STEP_NUM_TASKS": "two"}, "SLURM_STEP_NUM_TASKS=two is no number"),
+    ],
+)
+def test_a_launcher_s_variable_that_is_no_rank_is_named(environ, said):
+    with pytest.raises(MtcliError, match=said):
+        environment_world(environ)
