@@ -56,6 +56,8 @@ class Started:
         self.names[0].write_bytes(stdin)
         self.ranks = []
         for rank in range(world):
+            for name in self.names[1:]:  # of a rank that is killed before it opens them, too
+                _of(name, rank).touch()
             place = where | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             arguments = (words, str(folder), os.environ | place | environ, self.names, fault)
             self.ranks.append(warm().Process(target=_run, args=arguments))

@@ -163,10 +163,13 @@ def uneven_heads(model: ModelConfig, tp: int, name: str = "tp") -> str:
 def _tensor_parallel_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks the ranks that share heads: all tp ranks, or those of a row of their grid."""
     p, m = config.parallel, config.model
+    if p.makes_no_grid:
+        return
     name, tp = COLUMNS if p.grid_rows > 1 else "tp", p.tp // p.grid_rows
     if problem := uneven_heads(m, tp, name):
         legal = [tp for tp in divisors(m.num_heads) if not uneven_heads(m, tp)]
-        yield Problem(problem, listing(legal), "parallel.tp")
+        said = listing(legal) if name == "tp" else f"{name} {listing(legal)}"
+        yield Problem(problem, said, "parallel.tp")
     if m.num_experts == 0:
         yield from divides("parallel.tp", tp, "model.ffn_hidden_size", m.ffn_hidden_size, name)
     elif m.shared_expert_ffn_hidden_size:
@@ -176,7 +179,7 @@ def _tensor_parallel_divides(config: RunConfig, world: int) -> Iterator[Problem]
 
 def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     p, b = config.parallel, config.batch
-    if p.sequence_parallel and p.grid_rows == 1:
+    if p.sequence_parallel and p.grid_rows == 1 and not p.makes_no_grid:
         tokens = b.micro_batch_size * b.seq_len // p.cp
         of = "the tokens of a micro-batch"
         whole = "" if config.model.num_experts else ", or parallel.sequence_parallel = false"

@@ -78,6 +78,11 @@ class ParallelConfig(Section):
         return rows if rows * columns == self.tp else 1
 
     @property
+    def makes_no_grid(self) -> bool:
+        """Whether tp_mode = "2d" asks for a grid that the tp ranks do not make."""
+        return self.tp_mode == "2d" and self.grid_rows == 1 < self.tp and self.tp_rows != 1
+
+    @property
     def smallest_world(self) -> int:
         """The fewest ranks that hold both grids: pp times what tp*cp and ep*etp both divide."""
         return self.pp * lcm(self.tp * self.cp, self.ep * self.etp)

@@ -348,6 +348,10 @@ ALSO = {  # further branches of the same rules
         ["parallel.tp_mode=2d", "parallel.tp=8"], 8, "parallel.tp",
         "tp=8 with tp_mode='2d' is no square",
         "tp 4 or 9, or parallel.tp_rows among 1, 2, 4 or 8"),
+    "ranks that are no square, of nothing else": (
+        ["parallel.tp_mode=2d", "parallel.tp=6", "model.num_heads=4"], 6, "parallel.tp",
+        "tp=6 with tp_mode='2d' is no square",
+        "tp 4 or 9, or parallel.tp_rows among 1, 2, 3 or 6"),
     "rows that tp does not have": (
         ["parallel.tp_mode=2d", "parallel.tp=8", "parallel.tp_rows=3"], 8, "parallel.tp_rows",
         "tp_rows=3 does not divide tp=8", "1, 2, 4 or 8"),
@@ -361,7 +365,7 @@ ALSO = {  # further branches of the same rules
         "columns 1, 2, 4, 8, 16, 32, 64 or 128: panels of hidden columns are not padded"),
     "columns of a grid that heads do not fill": (
         ["parallel.tp_mode=2d", "parallel.tp=32", "parallel.tp_rows=2"], 32, "parallel.tp",
-        "tp/tp_rows=16 does not divide num_heads=8", "1, 2, 4 or 8"),
+        "tp/tp_rows=16 does not divide num_heads=8", "tp/tp_rows 1, 2, 4 or 8"),
     "columns of a grid that an MLP does not fill": (
         ["parallel.tp_mode=2d", "parallel.tp=16", "model.ffn_hidden_size=90"], 16, "parallel.tp",
         "tp/tp_rows=4 does not divide ffn_hidden_size=90", "1, 2, 3, 5, 6, 9, 10 or 15"),
