@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from mtcli.core.curate.engine import Engine
 
 TRAIN = "train-quality"  # in the place of an input
+LEFT_OUT = {  # of a blend
+    "missing": "a weight in [blend], and no documents",
+    "unweighted": "documents, and no weight in [blend]: in no data.train",
+}
 OF_CORPORA = (
     *("overrides", "against", "config", "workers", "split_on", "format", "skip_bad"),
     *("engine", "address", "dry_run", "resume"),
@@ -273,4 +277,7 @@ def _show(report: dict[str, Any], output: Path) -> None:
         for source, facts in report["blend"]["sources"].items():
             typer.echo(f"{source}: weight {facts['weight']:.5f}, {facts['epochs']:.2f} epochs")
         typer.echo(f"data.train = {report['data.train']}")
+        for kind, what in LEFT_OUT.items():
+            if names := report["blend"][kind]:
+                typer.echo(f"note: {', '.join(names)}: {what}", err=True)
     typer.echo(str(output))

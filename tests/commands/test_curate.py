@@ -134,3 +134,25 @@ def test_the_configuration_of_mt_nlg_has_its_weights_and_draws_within_one_of_the
         drawn[dataset] += 1
         assert abs(drawn[dataset] - number * weights[dataset]) < 1
     assert all(abs(n - count * w) < 1 for n, w in zip(drawn, weights, strict=True))
+
+
+def test_what_a_blend_misses_and_leaves_out_is_said(tmp_path):
+    path = tmp_path / "in.jsonl"
+    records = [{"text": name, "source": name} for name in ("wiki", "crawl")]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    weights = ["--set", "blend.wiki=1.0", "--set", "blend.books=2.0"]
+    done = mtcli(
+        "curate", path, "--output", tmp_path / "out", "--set", 'stages=["exact"]', *weights
+    )
+    assert "note: books: a weight in [blend], and no documents" in done.stderr
+    assert "note: crawl: documents, and no weight in [blend]" in done.stderr
+
+
+@pytest.mark.parametrize("flag", [("--dry-run",), ("--set", "nope.x=1"), ("--engine", "ray")])
+def test_flags_of_corpora_are_refused_beside_train_quality(flag, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"text": "x"}\n')
+    words = ("train-quality", "--good", path, "--bad", path, "--output", tmp_path / "q.bin")
+    done = mtcli("curate", *words, *flag)
+    assert done.returncode == 2 and f"{flag[0]} is for corpora" in done.stderr
+    assert not (tmp_path / "q.bin").exists()

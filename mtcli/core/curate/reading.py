@@ -39,7 +39,7 @@ class Reader(NamedTuple):
         identity, source = pop("id", None), pop("source", None)
         key = made_key(name, line) if identity is None else key_of(identity)
         if key is None:
-            return BadRecord(name, line, '"id" is neither text nor a whole number')
+            return BadRecord(name, line, '"id" is neither text nor a whole number below 10^30')
         if source is None:
             source = unnamed
         elif not isinstance(source, str) or not _is_unicode(source):

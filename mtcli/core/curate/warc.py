@@ -38,6 +38,8 @@ def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Doc
     """
     warc = require("fastwarc.warc", "extract")
     number = last = 0
+    if not source.size:
+        return
     with open_untrusted(source.path) as file:
         stream = _Stream(_parts(file, source))
         records = warc.ArchiveIterator(stream, parse_http=True, auto_decode="all")
