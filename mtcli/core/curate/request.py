@@ -8,6 +8,8 @@ from mtcli.core.curate.config import CurateConfig
 from mtcli.core.curate.documents import CorpusFiles, find_files
 from mtcli.core.data.sources import FileKind, SourceFile
 
+HINT = "a file that is there, by its path from here or from the config's folder"
+
 
 class CurateRequest(NamedTuple):
     """A request to curate; the flags of the command, by their names."""
@@ -60,4 +62,9 @@ def _require_files(config: CurateConfig) -> None:
         named += [("quality.model", config.quality.model)]
     missing = [(field, path) for field, path in named if not Path(path).exists()]
     if missing:
-        raise MtcliError(*(Problem(f"no file {path}", "", field) for field, path in missing))
+        raise MtcliError(
+            *(
+                Problem(f"{path} cannot be read: it is not there", HINT, field)
+                for field, path in missing
+            )
+        )
