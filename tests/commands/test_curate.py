@@ -77,9 +77,13 @@ def test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes(corpus):
 def test_the_memory_that_is_said_beforehand_is_enough_and_not_twice_as_much(corpus):
     arguments = ["curate", "a.jsonl", "b.jsonl", "--output", "o", "--workers", "1"]
     said = json.loads(mtcli(*arguments, "--dry-run", "--json", "-", folder=corpus).stdout)
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, *arguments], cwd=corpus, check=True, capture_output=True
-    )
+    for _ in range(2):  # numba compiles its loops in the first run of a machine, and keeps them
+        done = subprocess.run(
+            [sys.executable, "-c", PEAK, *arguments, "--force"],
+            cwd=corpus,
+            check=True,
+            capture_output=True,
+        )
     peak = 1024 * int(done.stdout.split()[-2])
     assert peak < said["memory_bytes"] < 2 * peak
     written = sum(path.stat().st_size for path in (corpus / "o").glob("shard-*"))
