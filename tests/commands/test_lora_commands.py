@@ -63,6 +63,22 @@ def test_peft_s_folder_is_trained_on(home, run):
     assert metrics(home / "more")[0]["loss"] < metrics(home / "run")[0]["loss"]
 
 
+def test_another_scale_than_that_of_the_adapters_is_refused(home, run):
+    done = train(home, "peft", **{"lora.rank": 4, "train.output": "scaled", "train.steps": 1})
+    assert done.returncode == 2 and "are scaled by 8/4" in done.stderr
+    assert "hint: --set lora.alpha=8" in done.stderr
+
+
+def test_a_folder_as_peft_writes_it_is_merged_with_its_base_s_tokenizer(home, run):
+    bare = home / "bare"
+    bare.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (bare / name).write_bytes((home / "peft" / name).read_bytes())
+    done = mtcli("shard", "bare", "from-bare", "--to", "hf", "--merge-lora", folder=home)
+    assert done.returncode == 0, done.stderr
+    assert (home / "from-bare" / "tokenizer.json").is_file()
+
+
 def test_what_is_to_be_done_with_adapters_is_asked(home, run):
     done = mtcli("shard", "run", "x", "--to", "hf", folder=home)
     assert done.returncode == 2 and "--merge-lora adds them to its weights" in done.stderr

@@ -101,6 +101,16 @@ def require_adapters(own: Checkpoint, model: ModelConfig, lora: LoraConfig) -> N
         raise MtcliError(*problems[:8], hint=hint)
 
 
+def require_scale(adapters: Adapters, lora: LoraConfig) -> None:
+    """Raises MtcliError where a run would scale the adapters that it starts from otherwise than the
+    run that trained them."""
+    theirs = adapters.lora
+    if theirs.alpha / theirs.rank != lora.alpha / lora.rank:
+        message = f"lora.alpha={lora.alpha:g}, and the adapters of {adapters.own.folder} are scaled"
+        message += f" by {theirs.alpha:g}/{theirs.rank}"
+        raise wrong(message, f"--set lora.alpha={theirs.alpha:g}", "lora.alpha")
+
+
 @torch.no_grad()
 def _merged(adapters: Adapters, name: str, targets: tuple[LoraTarget, ...], box: Box) -> Tensor:
     """Reads a box of W + scale * B A, summed in float32 at least and rounded once."""

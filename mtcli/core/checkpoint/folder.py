@@ -199,12 +199,15 @@ def tokenizer_files(
 ) -> dict[str, Path]:
     """The files of a tokenizer's folder by name, of `names` alone where that is given.
 
-    Raises MtcliError where a link leads out of `root`, by default that folder.
+    Raises MtcliError where a link leads out of that folder, or out of `root` where it is a part of
+    it: an adapter's folder may leave the tokenizer to its base's.
     """
     if tokenizer is None:
         return {}
+    if root is None or not tokenizer.absolute().is_relative_to(root.absolute()):
+        root = tokenizer
     return {
-        path.name: require_inside(root or tokenizer, path)
+        path.name: require_inside(root, path)
         for path in sorted(tokenizer.iterdir())
         if path.is_file() and path.name[0] != "." and (names is None or path.name in names)
     }

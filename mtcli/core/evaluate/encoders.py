@@ -65,9 +65,9 @@ def _rows(
     if name == "mlm":
         return _masked(path, model, tokenizer, limit)
     if name == "race":
-        limit = race_limit(size)
-        size = RACE_CHOICES * limit
-        found = read_race_examples(path, "test", tokenizer, Room(limit, size), "--task")
+        room = Room(race_limit(size), RACE_CHOICES * race_limit(size))
+        size = room.row
+        found = read_race_examples(path, "test", tokenizer, room, "--task")
     else:
         found = read_classes(path, tokenizer, Room(size, size), model.num_labels, "--task")
     if limit is not None:

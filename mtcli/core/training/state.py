@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from mtcli.core.checkpoint.adapters import base_of, require_adapters, weights_hash
+from mtcli.core.checkpoint.adapters import base_of, require_adapters, require_scale, weights_hash
 from mtcli.core.checkpoint.fine_tuning import no_base
 from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.checkpoint.manifest import OPTIMIZER
@@ -237,6 +237,7 @@ def load_weights(trainer: RunState, checkpoint: Checkpoint) -> None:
         _load_frozen(trainer, checkpoint)
         if checkpoint.adapters:
             _load_adapters(trainer, checkpoint.adapters.own.averaged())
+            require_scale(checkpoint.adapters, config.lora)
         else:
             where = adapters, config.model, trainer.groups, config.seed, trainer.dtype
             init.initialise(*where, config.lora)
