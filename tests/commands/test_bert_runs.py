@@ -75,6 +75,9 @@ def test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout(ho
     words = ("eval", "race-run", "--task", "race=race", "--json", "-")
     alone = json.loads(run(home, *words).stdout)["tasks"]
     assert alone["race"]["total"] == 2 * ARTICLES
+    limited = json.loads(run(home, *words, "--limit", 1).stdout)["tasks"]["race"]
+    levels = sum(name.endswith("_total") for name in limited)
+    assert limited["total"] == levels > 0
     # by chance 2.5; 7 or more come up once in 300 times
     assert alone["race"]["correct"] >= 7
     grid = {"parallel.tp": 4, "parallel.tp_mode": "2d", "batch.micro_batch_size": 2}
