@@ -10,8 +10,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
-from math import prod
+from functools import cached_property, partial
+from math import isinf, prod
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Protocol
@@ -196,19 +196,33 @@ def document_of(line: bytes, key: bytes, size: int) -> Document:
 
 
 def load_line(line: bytes | str) -> Any:
-    """The value of a line of JSON, as json.loads has it. Raises ValueError where it is none."""
+    """The value of a line of JSON, as json.loads has it. Raises ValueError where it is none, or has
+    a number that JSON cannot write again: NaN, Infinity, or one beyond float64."""
     import orjson
 
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:  # half of a surrogate pair, NaN, deep lists, or no JSON
-        return json.loads(line)
+        return _strict_loads(line)
     if isinstance(record, dict):
         for value in record.values():
             if type(value) is not str and _is_rounded(value):
-                return json.loads(line)
+                return _strict_loads(line)
         return record
-    return json.loads(line) if _is_rounded(record) else record
+    return _strict_loads(line) if _is_rounded(record) else record
+
+
+def _finite(number: str) -> float:
+    if isinf(value := float(number)):
+        raise ValueError(f"{number} is beyond float64")
+    return value
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+_strict_loads = partial(json.loads, parse_float=_finite, parse_constant=_refuse)
 
 
 def _is_rounded(value: object) -> bool:

@@ -351,6 +351,15 @@ def test_half_of_a_surrogate_pair_as_a_source_is_a_bad_record(run, tmp_path):
     assert [record["text"] for record in shards(run(path, skip_bad=True))] == ["y"]
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_a_number_that_json_cannot_keep_makes_a_bad_line(number, run, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text(f'{{"text": "x", "y": [{number}]}}\n{{"text": "z", "y": [1e300]}}\n')
+    assert "in.jsonl:1: not JSON" in refusal(lambda: run(path))
+    found = shards(run(path, skip_bad=True))
+    assert [(record["text"], record["y"]) for record in found] == [("z", [1e300])]
+
+
 def test_a_long_source_has_a_short_file(run, tmp_path):
     path = write_jsonl(tmp_path / "in.jsonl", [{"text": "x", "source": "\u00e9" * 200}])
     out = run(path, settings=["blend.other=1.0"])
