@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from mtcli.core.config.untrusted import is_text
 from mtcli.core.curate.documents import BadRecord, Document, key_of, made_key, stem
 from mtcli.core.curate.warc import read_warc
 from mtcli.core.data.documents import Bad, Reading, Text, read_documents
@@ -42,11 +43,6 @@ class Reader(NamedTuple):
             return BadRecord(name, line, '"id" is neither text nor a whole number below 10^30')
         if source is None:
             source = unnamed
-        elif not isinstance(source, str) or not _is_unicode(source):
+        elif not is_text(source):
             return BadRecord(name, line, '"source" is no text')
         return Document(key, source, text, size, fields)
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether there is no half of a surrogate pair, which UTF-8 has no bytes for."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
