@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from mtcli.core.curate.documents import BLOCK_BYTES
 from mtcli.core.curate.report import described
 from mtcli.core.curate.request import Corpora, CurateRequest
 from mtcli.core.data.sources import REMOVED, REPORT
-from mtcli.core.runtime.atomic_writes import write_text
 
 WORK = ".curate"
-PUBLISHED = "published.json"
+MADE = "out"  # in the work folder: what is moved to the output once all of it is there
 REPORT_HTML = "report.html"
 
 
@@ -43,8 +41,8 @@ def begin(work: Path, request: CurateRequest, corpora: Corpora) -> None:
         raise wrong(message, "give the same ones, or leave --resume out to start over")
     if request.resume and before:
         return
-    for path_left in _named(request.output, work / PUBLISHED):  # by a run killed as it published
-        path_left.unlink()
+    for published in _named(work / MADE / REPORT, request.output):  # by a run killed meanwhile
+        published.unlink()
     for entry in work.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
@@ -55,27 +53,19 @@ def begin(work: Path, request: CurateRequest, corpora: Corpora) -> None:
 
 
 def outputs(folder: Path) -> list[Path]:
-    """What an earlier run wrote to a folder, as its report says, which is the last. Other files are
-    the user's."""
+    """Lists what an earlier run wrote to a folder, by its report; other files are the user's."""
     report = folder / REPORT
-    return [*_named(folder, report), *[report] * report.exists()]
+    return [*_named(report, folder), *[report] * report.exists()]
 
 
-def note_published(work: Path, names: Iterable[str]) -> None:
-    """Notes which files are about to be moved to the output folder."""
-    write_text(work / PUBLISHED, json.dumps({"files": sorted(names)}))
-
-
-def _named(folder: Path, listing: Path) -> list[Path]:
-    """The files of a folder that a list names: a report, or what `note_published` wrote."""
+def _named(report: Path, folder: Path) -> list[Path]:
+    """The files in a folder that a report names; none where it cannot be read."""
     try:
-        said = json.loads(read_untrusted(listing))
-        names = [*said.get("files", ()), *(shard["name"] for shard in said.get("shards", ()))]
-        names += [REMOVED, REPORT_HTML] if "shards" in said else []
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, MtcliError):
+        shards = [str(shard["name"]) for shard in json.loads(read_untrusted(report))["shards"]]
+    except (OSError, ValueError, TypeError, KeyError, MtcliError):
         return []
-    own = {name for name in map(str, names) if Path(name).name == name}
-    return [folder / name for name in sorted(own) if (folder / name).is_file()]
+    paths = [folder / name for name in (*shards, REMOVED, REPORT_HTML) if Path(name).name == name]
+    return [path for path in paths if path.is_file()]
 
 
 def require_free(request: CurateRequest, corpora: Corpora) -> None:

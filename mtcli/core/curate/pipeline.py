@@ -21,11 +21,11 @@ from mtcli.core.curate.documents import CorpusFiles, Document, blocks_of, count_
 from mtcli.core.curate.engine import Engine
 from mtcli.core.curate.html import report_html
 from mtcli.core.curate.output import (
+    MADE,
     REPORT_HTML,
     WORK,
     begin,
     done_before,
-    note_published,
     outputs,
     require_free,
 )
@@ -94,7 +94,7 @@ class _Pipeline:
                 else self._next_pass(number, group, results[-1])
             )
             results.append(self._decide(number, group, Corpus(parts)))
-        made = self.work / "out"
+        made = self.work / MADE
         made.mkdir(exist_ok=True)
         shards = self._write_shards(results[-1], made)
         self._write_removed(results, made)
@@ -215,7 +215,6 @@ class _Pipeline:
         write_text(made / REPORT_HTML, report_html(report))
         write_text(made / REPORT, json_page(report))
         names = {path.name for path in made.iterdir()} - {REPORT}
-        note_published(self.work, names)
         for old in outputs(output):
             if old.name not in names:
                 old.unlink()

@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 from corpora import read_zst, refusal, removed, shards, tree, write_jsonl
@@ -330,7 +331,7 @@ def test_force_replaces_what_an_earlier_run_wrote_and_nothing_else(run, tmp_path
     run(path)
     names = {file.name for file in out.iterdir()}
     assert "shard-00000.jsonl.zst" in names
-    assert "5 files of an earlier run" not in refusal(lambda: run(other))
+    assert "4 files of an earlier run" in refusal(lambda: run(other))
     run(other, force=True)
     assert {file.name for file in out.iterdir()} == names
     assert read_zst(out / "shard-00000.jsonl.zst")[0]["text"] == "b"
@@ -366,14 +367,39 @@ def test_a_long_source_has_a_short_file(run, tmp_path):
     assert [record["text"] for record in shards(out)] == ["x"]
 
 
+NEEDED = (("decontaminate.tasks", "nope.jsonl"), ("quality.model", "nope.bin"))
+
+
+def test_a_run_killed_as_it_published_leaves_nothing_behind(run, tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": i, "text": "x" * 600_000} for i in range(3)])
+    replace, moved = Path.replace, []
+
+    def killed(self, target):
+        moved.extend([target] if target.parent == tmp_path / "out" else [])
+        if len(moved) > 3:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", killed)
+        run(path, settings=["shard_mb=1"])
+    assert (tmp_path / "out" / "shard-00000.jsonl.zst").exists()
+    out = run(write_jsonl(path, [{"id": 1, "text": "y"}]))
+    assert [record["text"] for record in shards(out)] == ["y"]
+
+
 def test_all_that_is_not_there_is_told_at_once(run, tmp_path):
     path = write_jsonl(tmp_path / "in.jsonl", [{"text": "x"}])
-    settings = ["decontaminate.tasks=['nope.jsonl']", "quality.model='nope.bin'"]
+    settings = [
+        f"{field}={[name] if field.endswith('tasks') else name!r}" for field, name in NEEDED
+    ]
     stages = ["quality", "decontaminate"]
     said = refusal(
-        lambda: run(path, "gone.jsonl", against=("old",), stages=stages, settings=settings)
+        lambda: run(path, "gone.jsonl", against=("gone",), stages=stages, settings=settings)
     )
-    assert all(name in said for name in ("gone.jsonl", "old", "nope.jsonl", "nope.bin"))
+    inputs = ("no input gone.jsonl\n", "no input gone\n")
+    files = (f"{field}: {name} cannot be read" for field, name in NEEDED)
+    assert all(words in said for words in (*inputs, *files))
 
 
 def test_names_of_languages_and_of_stop_words_are_refused_with_what_is_right(run, tmp_path):
