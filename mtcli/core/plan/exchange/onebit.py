@@ -39,8 +39,6 @@ class OneBitCosts:
         """Yields a momentum as it is updated and scaled, added to the error and squared; signs are
         packed for all servers, and unpacked from all replicas, and from all servers."""
         elements, tensors, n = self.share.elements, len(self.share.sizes), self.share.replicas
-        if n == 1:
-            return
         # vector, chunks to servers, the mean of n of them and back
         yield from times(self.warm, [passes(4 + 1 / n, elements), passes(1, elements, tensors)])
         compressed = [
