@@ -127,7 +127,9 @@ class Checkpoint:
 
     @property
     def weights_differ(self) -> bool:
-        """Whether replicas have other weights, and not other state of the optimizer alone."""
+        """Whether replicas have other weights, or adapters, and not other optimizer state alone."""
+        if self.adapters is not None:
+            return self.adapters.own.weights_differ
         return any(one.differs for name, one in self.tensors.items() if not is_optimizer(name))
 
     @property

@@ -37,7 +37,7 @@ from mtcli.core.training.state import (
     base_record,
     progress,
     restore,
-    starting_note,
+    starting_notes,
     starting_point,
     with_tokenizer,
 )
@@ -84,7 +84,7 @@ class LiveArray:
         together(world, lambda: self._lock(configs, world))
         starts = _starting_points(configs, world)
         configs = [with_tokenizer(*pair) for pair in zip(configs, starts, strict=True)]
-        if note := starting_note(configs[0], starts[0]):
+        for note in starting_notes(configs[0], starts[0]):
             watcher.say(note)
         self.array = ModelArray(configs, self.groups)
         self.loader, self.valid = together(world, lambda: self._loaders(configs, starts))

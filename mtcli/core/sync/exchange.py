@@ -19,8 +19,6 @@ from mtcli.core.parallel.groups import Axis
 from mtcli.core.sync.sketch import sketch
 from mtcli.core.sync.strategy import Strategy
 
-AVERAGE = "their average"
-
 
 class ReplicaExchange:
     """The update of a run with one replica; the base of those with several."""
@@ -97,10 +95,11 @@ class ReplicaExchange:
 
     def rejoin(self, counters: Mapping[str, Any]) -> str:
         """Starts from a checkpoint with another number of replicas, whose weights and state have
-        been averaged, and whose counters are given; returns a note for the user."""
+        been averaged, and whose counters are given; returns what the run starts from, in words for
+        the user, where that is not this average."""
         self.begin()
         self.load_counters({})
-        return AVERAGE
+        return ""
 
     def buffers(self) -> list[Tensor]:
         """Lists the memory that the exchange takes besides the optimizer's."""

@@ -29,11 +29,10 @@ from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver
 from mtcli.core.training.state import (
     StartingPoint,
-    averages,
     base_record,
     progress,
     restore,
-    starting_note,
+    starting_notes,
     starting_point,
     with_tokenizer,
 )
@@ -100,10 +99,8 @@ def _train(
     last_good = restore(trainer, samples, start)
     base = base_record(trainer, start)
     adopt_current(loader, config, runtime, trainer.step)
-    if (note := starting_note(config, start)) and runtime.rank == 0:
+    for note in starting_notes(config, start) if runtime.rank == 0 else ():
         sys.stderr.write(f"{note}\n")
-    if (averaged := averages(start)) and runtime.rank == 0:
-        sys.stderr.write(f"note: {averaged.averaging}\n")
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     about = loader.batches.describe()
     log.begin(runtime, trainer.state_bytes(), str(start), about)

@@ -30,7 +30,7 @@ from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.parallel.together import together
-from mtcli.core.sync.exchange import AVERAGE, ReplicaExchange
+from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.training.consumed_samples import ConsumedSamples
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
@@ -104,12 +104,16 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
     return StartingPoint(None, is_own=False)
 
 
-def starting_note(config: RunConfig, start: StartingPoint) -> str:
-    """Names the parameters that other weights lack, which begin from the seed; empty: none."""
+def starting_notes(config: RunConfig, start: StartingPoint) -> list[str]:
+    """Says what a run makes of another's weights: parameters that they lack begin from the seed, and
+    of replicas that differ their average is taken. `resume` speaks of a run's own."""
     if start.checkpoint is None or start.is_own:
-        return ""
-    fresh = start.checkpoint.new_head(config.model)
-    return f"note: {', '.join(sorted(fresh))} begin from the seed" if fresh else ""
+        return []
+    fresh = ", ".join(sorted(start.checkpoint.new_head(config.model)))
+    notes = [f"note: {fresh} begin from the seed"] if fresh else []
+    if start.checkpoint.weights_differ:
+        notes.append(f"note: {start.checkpoint.averaging}")
+    return notes
 
 
 def with_tokenizer(config: RunConfig, start: StartingPoint) -> RunConfig:
@@ -304,11 +308,11 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     if same:
         trainer.exchange.load_counters(done.sync)
         return
-    start = trainer.exchange.rejoin(done.sync)
+    average = "their average" if checkpoint.weights_differ else "the weights"
+    start = trainer.exchange.rejoin(done.sync) or average
     if groups.rank == 0:
         now = groups.replicas.size
         each = f"all {now} replicas start" if now > 1 else "the run goes on"
-        start = start if checkpoint.weights_differ or start != AVERAGE else "the weights"
         sys.stderr.write(f"note: the checkpoint has {count} replicas: {each} from {start}\n")
 
 
@@ -318,15 +322,6 @@ def base_record(trainer: RunState, start: StartingPoint) -> BaseRecord | None:
         return None
     base = base_of(start.checkpoint)
     return BaseRecord(path=str(base.folder.absolute()), hash=weights_hash(base))
-
-
-def averages(start: StartingPoint) -> Checkpoint | None:
-    """The other run's checkpoint that a run starts from the average of, where replicas differ;
-    `resume` says what a run's own becomes."""
-    checkpoint = start.checkpoint
-    if checkpoint is None or start.is_own or not checkpoint.weights_differ:
-        return None
-    return checkpoint
 
 
 def restore(trainer: RunState, samples: ConsumedSamples, start: StartingPoint) -> Path | None:
