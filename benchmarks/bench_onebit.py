@@ -26,13 +26,15 @@ MODEL = ["num_layers=2", "hidden_size=64", "num_heads=4", "vocab_size=257", "max
 SETTINGS = [f"model.{field}" for field in MODEL]
 SETTINGS += ["batch.seq_len=64", "batch.micro_batch_size=8", "batch.global_batch_size=32"]
 SETTINGS += ["optimizer.warmup_steps=20", "train.log_every=1000", "train.eval_batches=16"]
-LAMB, ADAM = ["optimizer.name=lamb", "optimizer.lr=0.03"], ["optimizer.lr=0.003"]
-ONE_BIT = ["sync.method=onebit"]
-VARIANTS = {  # name: (settings, attributes of OneBit); of LAMB and 1-bit LAMB each at its best rate
-    "LAMB": ([*LAMB, "optimizer.lr=0.045"], {}),
-    "1-bit LAMB": ([*LAMB, *ONE_BIT], {}),
-    "without scaling": ([*LAMB, *ONE_BIT], {"_scales": False}),
-    "without feedback": ([*LAMB, *ONE_BIT], {"_keeps_errors": False}),
+ONE_BIT, ADAM = ["sync.method=onebit"], ["optimizer.lr=0.003"]
+# LAMB and 1-bit LAMB each have the best rate of 0.02, 0.03, 0.045 and 0.06 that was tried for them.
+LAMB = ["optimizer.name=lamb", "optimizer.lr=0.045"]
+ONE_BIT_LAMB = ["optimizer.name=lamb", "optimizer.lr=0.03", *ONE_BIT]
+VARIANTS = {  # name: (settings, attributes of OneBit)
+    "LAMB": (LAMB, {}),
+    "1-bit LAMB": (ONE_BIT_LAMB, {}),
+    "without scaling": (ONE_BIT_LAMB, {"_scales": False}),
+    "without feedback": (ONE_BIT_LAMB, {"_keeps_errors": False}),
     "AdamW": (ADAM, {}),
     "1-bit Adam": ([*ADAM, *ONE_BIT], {}),
 }

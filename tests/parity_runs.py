@@ -65,7 +65,7 @@ MODELS = {
     "bert masked": BERT | {"sentence_order": False},
     "bert classes": BERT | DROPPING | CLASSIFYING,
     # With weights of 0.02 the pooler is linear, and the gradients of softmax sum to 0 over the
-    # choices: what is left for the last norm's bias would be 1 % of the terms that cancel.
+    # choices: the gradient of the last norm's bias would be what is left of terms that cancel.
     "bert choices": BERT | CHOOSING | {"norm_order": "post", "init_std": 0.2},
     "gpt lora": GPT | DROPPING | TWO_LAYERS,
     "llama lora": LLAMA | TWO_LAYERS,

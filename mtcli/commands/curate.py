@@ -15,7 +15,7 @@ from mtcli.commands.options import (
     SkipBad,
     SplitOn,
     TextKey,
-    typed,
+    given_flags,
 )
 from mtcli.commands.output import answer, answering, print_facts
 
@@ -204,7 +204,7 @@ def _refuse(context: typer.Context, names: tuple[str, ...]) -> None:
     """Raises MtcliError for each of the flags that is given beside train-quality."""
     from mtcli.core.config.errors import MtcliError, Problem
 
-    if flags := typed(context, names):
+    if flags := given_flags(context, names):
         what = "is for corpora, and train-quality has none"
         raise MtcliError(*(Problem(f"{flag} {what}", "leave it out", flag) for flag in flags))
 

@@ -89,7 +89,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupt
 Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
 
 
-def typed(context: typer.Context, names: Iterable[str]) -> list[str]:
+def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:
     """The flags, or the metavar of an argument, of the parameters among `names` that the command
     line gives: what a command refuses where they have no use."""
     words = {

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import JsonOut, NoCalibrate, OptionalConfig, Overrides, typed
+from mtcli.commands.options import JsonOut, NoCalibrate, OptionalConfig, Overrides, given_flags
 from mtcli.commands.output import refusing, say_wrote, write_json
 
 if TYPE_CHECKING:
@@ -99,10 +99,10 @@ def plan(
     with refusing(json_out, **NOTHING):
         _require_outputs(plot, output)
         if presets:
-            _require_none("--presets", typed(context, (*OF_PLANS, "plot", "validate")))
+            _require_none("--presets", given_flags(context, (*OF_PLANS, "plot", "validate")))
             return _list_presets(json_out)
         if validate:
-            _require_none("--validate", typed(context, OF_PLANS))
+            _require_none("--validate", given_flags(context, OF_PLANS))
             return _validate(validate, json_out, plot)
         from mtcli.core.checkpoint.fine_tuning import source_of
         from mtcli.core.plan.answer import answer, read_request

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import ConfigFile, JsonOut, NoCalibrate, Nproc, Overrides, typed
+from mtcli.commands.options import ConfigFile, JsonOut, NoCalibrate, Nproc, Overrides, given_flags
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 
@@ -86,7 +86,7 @@ def _require_no_steps(context: typer.Context, run: str) -> None:
     """Raises MtcliError where a flag says how to take steps, beside a run that is only read."""
     from mtcli.core.config.errors import MtcliError, Problem
 
-    if flags := typed(context, OF_STEPS):
+    if flags := given_flags(context, OF_STEPS):
         why = f"needs steps to run, and {run} is a run that is finished"
         hint = f"mtcli profile {run}/config.toml {' ... '.join(flags)} ..."
         raise MtcliError(*(Problem(f"{flag} {why}", hint, flag) for flag in flags))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, Nproc, Overrides, typed
+from mtcli.commands.options import JsonOut, Nproc, Overrides, given_flags
 from mtcli.commands.output import answer, answering, print_facts, say_wrote
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 
@@ -172,7 +172,7 @@ def _read(words: list[str]) -> list[str]:
 def _verb(words: list[str], context: typer.Context) -> str:
     """Chooses what to do: convert, or `inspect` or `verify`, for which no flag says how."""
     verb = words[0] if words[0] in COUNTS else "convert"
-    if flags := typed(context, REFUSED[verb]):
+    if flags := given_flags(context, REFUSED[verb]):
         raise MtcliError(*(Problem(f"{f} with {verb}", "it goes with SRC DST") for f in flags))
     if len(words) != COUNTS.get(verb, 2):
         said = " ".join(words)

@@ -22,6 +22,7 @@ from mtcli.core.runtime.process_pool import Progress
 LEVEL = 3  # of compression
 SAMPLED = 64  # keys of a part that say where shards begin
 NAME = "shard"
+CUT_CHARACTERS = 50  # of a longer name, at most 4 bytes each
 MOST_NAME_BYTES = 200  # of a source, in file names of at most 255 with number and ending
 
 
@@ -83,12 +84,12 @@ def _splitters(sampled: Iterable[tuple[bytes, int]], shard_bytes: int) -> list[b
 
 
 def file_stem(source: str) -> str:
-    """A source's name as part of a file's; its hash tells apart those that look alike then, or that
-    a file system would find too long."""
+    """Makes a file name's stem of a source. Characters that are unsafe are replaced, a long name is
+    cut, and both then end with a hash."""
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in source).lstrip(".") or "_"
     if safe == source and len(safe.encode()) <= MOST_NAME_BYTES:
         return safe
-    return f"{safe[: MOST_NAME_BYTES // 4]}-{xxhash.xxh32_hexdigest(source.encode())}"
+    return f"{safe[:CUT_CHARACTERS]}-{xxhash.xxh32_hexdigest(source.encode())}"
 
 
 def sort_keys(part: Part, by_source: bool) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What `mtcli eval` was asked for, checked before torch is loaded."""
+"""The request of `mtcli eval`: its flags, checked before torch is loaded."""
 
 from collections.abc import Mapping
 from hashlib import sha256

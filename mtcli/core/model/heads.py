@@ -73,7 +73,7 @@ class NextTokens:
         self.weighted_tokens = WeightedTokens(build)
 
     def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
-        """Of each label [T]."""
+        """The weighted cross entropy of each label [T]."""
         x_TD, labels_T, weights_T = all_tokens(x_TD, inputs)
         losses_T = output.losses(x_TD, labels_T)
         return losses_T if weights_T is None else losses_T * weights_T

@@ -49,7 +49,7 @@ class TrialRecord:
 
     @property
     def order(self) -> tuple[bool, float, str]:
-        """The sort key of trials: by score, and those that diverged last."""
+        """Sort key: trials by score, diverged ones last."""
         return self.status == "diverged", self.score, self.name
 
     @property

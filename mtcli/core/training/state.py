@@ -105,8 +105,8 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
 
 
 def starting_notes(config: RunConfig, start: StartingPoint) -> list[str]:
-    """Says what a run makes of another's weights: parameters that they lack begin from the seed, and
-    of replicas that differ their average is taken. `resume` speaks of a run's own."""
+    """Says which parameters another run's weights lack, and begin from the seed, and whether they
+    are the average of replicas that differ. `resume` speaks of a run's own."""
     if start.checkpoint is None or start.is_own:
         return []
     fresh = ", ".join(sorted(start.checkpoint.new_head(config.model)))

@@ -41,7 +41,7 @@ Outcome = Literal["updated", "overflow", "fault"]
 
 
 class Step(NamedTuple):
-    """What one step did."""
+    """The result of one optimizer step."""
 
     step: int
     loss: float  # weighted mean over the global batch's labels, nats

@@ -1,1 +1,1 @@
-"""What replicas send each other, keep and compute for it in a step: a file per method of [sync]."""
+"""Predicts what replicas send, keep and compute in a step: a file per method of [sync]."""

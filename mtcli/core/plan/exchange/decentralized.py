@@ -29,12 +29,12 @@ class DecentralizedCosts:
         return self.graph.most_sent * self.mixed * self.share.master
 
     def arithmetic(self) -> Iterator[Arithmetic]:
-        """Yields what is sent as it is computed, weighted and summed."""
+        """Yields the update that is sent, and the weighted sum of what is received."""
         yield passes(MORE_PASSES[self.rule], self.share.elements, len(self.share.sizes))
         yield passes(self.graph.mixing_passes, self.mixed)
 
     def state_bytes(self) -> float:
-        """What the fullest rank sends and receives while the step is computed."""
+        """Send and receive buffers of the fullest rank, alive while the step is computed."""
         if not self.share.overlaps:
             return 0.0
         return self.graph.buffered_per_replica * self.mixed * self.share.master

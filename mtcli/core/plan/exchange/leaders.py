@@ -30,7 +30,7 @@ class LsgdCosts:
         )
 
     def busiest_bytes(self, tree: bool) -> float:
-        """Of the busiest leader: a copy to the next of a ring, or to ceil(log2 n) in a tree."""
+        """Bytes of the busiest leader: one copy to the next in a ring, ceil(log2 n) in a tree."""
         return self.bytes * sum(
             times * (ceil(log2(ranks)) if tree else 1) for times, ranks in self._pulls()
         )

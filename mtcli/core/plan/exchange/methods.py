@@ -23,7 +23,7 @@ METHODS: dict[str, Callable[[ReplicaShare], ExchangeCosts]] = {
 
 
 def exchange_of(work: Workload, pp_rank: int) -> ExchangeCosts:
-    """What the ranks of a pipeline rank exchange with other replicas."""
+    """Chooses the costs of the exchange for the ranks of a pipeline rank."""
     if work.layout.replicas == 1 and work.sync.method != "onebit":
         return NoCosts()
     share = ReplicaShare(

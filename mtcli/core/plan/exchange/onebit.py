@@ -19,7 +19,7 @@ class OneBitCosts:
         self.warm, self.frozen = warm / share.steps, (share.steps - warm) / share.steps
 
     def sent_bytes(self) -> float:
-        """Of elements as wide as weights in the warm-up, and of a bit each then."""
+        """Elements are as wide as weights in the warm-up, and one bit each after it."""
         n, both_ways, elements = self.share.replicas, self.share.both_ways, self.share.elements
         compressed = both_ways * (elements / 8 + SCALARS[1]) + (n - 1) * SCALARS[0]
         return self.warm * both_ways * elements * self.share.weight + self.frozen * compressed

@@ -46,7 +46,7 @@ class ExchangeCosts(Protocol):
         """
 
     def arithmetic(self) -> Iterator[Arithmetic]:
-        """What it computes beyond the optimizer's update."""
+        """Yields the arithmetic beyond the optimizer's update."""
 
     def state_bytes(self) -> float:
         """Bytes that it keeps besides the optimizer's state."""
