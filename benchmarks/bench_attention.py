@@ -1,7 +1,8 @@
-"""CPU attention of whole rows and of a ring's blocks: our GEMMs of short rows beside torch's own.
+"""CPU attention of whole rows, of a ring's blocks and of packed documents, beside torch's own.
 
 Processor milliseconds of one forward and one backward, the best of several, values compared first.
-GEMMs run here on Intel's CPUs too, for which kernels/limits.py chooses torch's kernel.
+GEMMs run here on Intel's CPUs too, for which kernels/limits.py chooses torch's kernel. Documents
+are computed in groups of short ones, beside each alone by the same GEMMs ("one by one").
 
     python benchmarks/bench_attention.py --threads 1
 """
@@ -19,10 +20,12 @@ from progress import each, say
 
 from mtcli.core.runtime.launch import ALLOCATOR, set_matmul
 from mtcli.kernels.attention import attention as dispatch
+from mtcli.kernels.attention import cpu
 from mtcli.kernels.attention.attention import attention, attention_backward, sdpa
 
 SHAPES = [(16, 4, 256, 64), (4, 12, 512, 64), (2, 12, 1024, 64)]  # batch, heads, tokens, width
 BLOCKS = [(128, 128), (64, 128), (128, 64), (512, 512)]  # queries and keys that meet in a ring
+DOCUMENTS = [20] * 12 + [16]  # tokens of the documents of a row
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -45,6 +48,9 @@ def main() -> None:
         cells = "".join(f"{f'{a:.1f}, {b:.1f}':>14}" for a, b in pairs)
         ratio = "{:.2f}, {:.2f}".format(*rows[-1]["ratio"])
         say(f"{rows[-1]['what']:30}{cells}{ratio:>14}")
+    rows.append(measure_documents(DOCUMENTS, args.repeats))
+    line = "{what:30}{one by one:14.1f}{grouped:14.1f}{ratio:14.2f}   one by one, grouped, ms"
+    say(line.format(**rows[-1]))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
 
@@ -97,6 +103,28 @@ def measure_block(queries: int, keys: int, repeats: int) -> dict:
     }
     ratio = [a / b for a, b in zip(best["mtcli"], best["torch"], strict=True)]
     return {"what": f"ring block {queries} x {keys}", "ratio": ratio, **best}
+
+
+def measure_documents(lengths: list[int], repeats: int) -> dict:
+    """One row of documents, 4 heads of 64, forward and backward at once."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(3, 1, 4, sum(lengths), 64, generator=generator)
+    inputs = [x.requires_grad_() for x in qkv]
+    groups = {
+        "one by one": [[length] for length in lengths],
+        "grouped": cpu.document_groups(lengths, 4, sum(lengths)),
+    }
+    outputs = {}
+    best = dict.fromkeys(groups, float("inf"))
+    for name in [*groups] * (4 * repeats):
+        start = process_time()
+        out = cpu._DocumentAttention.apply(*inputs, True, groups[name])
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        best[name] = min(best[name], 1e3 * (process_time() - start))
+        outputs[name] = out.detach()
+    torch.testing.assert_close(outputs["grouped"], outputs["one by one"], rtol=1e-4, atol=1e-4)
+    what = f"{len(lengths)} documents of {max(lengths)} tokens"
+    return {"what": what, "ratio": best["grouped"] / best["one by one"], **best}
 
 
 def seconds(function: Callable[[], object]) -> float:

@@ -20,8 +20,9 @@ from mtcli.kernels.gemm import gemm_dtype
 from mtcli.kernels.limits import block_rows
 
 Heads = slice
-# Scores between documents that take as long as what one document costs beside its GEMMs. On two
-# cores of an EPYC 13 documents of 20 tokens, 4 heads of 64, took 2.3 ms both ways, 5.2 one by one.
+# Scores between documents that take as long as what one document costs beside its GEMMs. On a core
+# of an EPYC 13 documents of 20 tokens, 4 heads of 64, took 3.3 ms both ways, 5.5 one by one
+# (benchmarks/bench_attention.py).
 MASKED_SCORES = 24_000
 IN_GRAPH_ROWS = 128  # tokens of rows whose scores a compiled graph may save for backward
 
