@@ -20,12 +20,13 @@ from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.runtime.launch import Runtime, StopSignal
 from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
-from mtcli.core.training.metrics import RunLog, StepFacts
+from mtcli.core.training.metrics import StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.rank_times import RankTimes, StepTimer, rank_times
 from mtcli.core.training.reselect import adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_lock import held
+from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.save import Saver
 from mtcli.core.training.state import (
     StartingPoint,

@@ -22,7 +22,7 @@ from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.training.loop import train
-from mtcli.core.training.metrics import RunLog
+from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.step import Trainer
 
 EVERY_2 = {"steps": 6, "save_every": 2, "keep": 0}
