@@ -34,9 +34,9 @@ from mtcli.core.plan.step_time import block_costs
 LARGEST = 0.5  # a ratio of 1.65 either way counts no more than this in the loss that is printed
 SMALL = 0.1  # up to here the square counts, beyond it the distance
 FITTED = ("gemm", "narrow_gemm", "attention", "unfused_attention", "misaligned", "traffic")
-FITTED += ("network", "data_overlap", "step_overhead")
+FITTED += ("network", "shard_overlap", "step_overhead")
 SHARES = {"gemm", "narrow_gemm", "attention", "unfused_attention", "misaligned", "memory", "link"}
-SHARES |= {"network", "data_overlap"}
+SHARES |= {"network", "shard_overlap"}
 
 
 def main() -> None:

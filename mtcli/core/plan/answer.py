@@ -26,7 +26,19 @@ from mtcli.core.schedule.timeline import Timeline
 
 DEFAULT_TOP = 5
 TOKENS_PER_STEP = 4 * 2**20  # the global batch of a preset that states none
-SEARCHED = ("tp", "tp_mode", "cp", "pp", "vpp", "ep", "etp", "zero", "recompute", "schedule")
+SEARCHED = (
+    "tp",
+    "tp_mode",
+    "tp_rows",
+    "cp",
+    "pp",
+    "vpp",
+    "ep",
+    "etp",
+    "zero",
+    "recompute",
+    "schedule",
+)
 WORTH_SAYING = 0.02  # more tokens a second, for which another global batch is named
 DRAWN_MICRO_BATCHES = 2  # times pp: what a drawing shows of a longer step
 

@@ -23,11 +23,11 @@ class Spread(NamedTuple):
 
 
 RANGES = {
-    "dense models on GPUs with 16 bits alone": Spread(0.870, 1.124, 156),
-    "dense models on GPUs with fp8": Spread(0.808, 1.533, 58),
-    "dense models on GPUs with nvfp4": Spread(0.876, 1.138, 42),
-    "mixtures on GPUs with fp8": Spread(0.828, 1.139, 51),
-    "mixtures on GPUs with nvfp4": Spread(0.577, 1.411, 61),
+    "dense models on GPUs with 16 bits alone": Spread(0.888, 1.207, 156),
+    "dense models on GPUs with fp8": Spread(0.807, 1.534, 58),
+    "dense models on GPUs with nvfp4": Spread(0.880, 1.150, 42),
+    "mixtures on GPUs with fp8": Spread(0.797, 1.138, 51),
+    "mixtures on GPUs with nvfp4": Spread(0.593, 1.437, 61),
 }
 
 

@@ -153,9 +153,9 @@ def gradient_seconds(
     An all-reduce in the gradients' width; with zero=1 a reduce-scatter, and the gather in the
     weights'. ZeRO-3's traffic is per block: `sharded_block`.
     """
-    sizes, total = work.sizes, Pass()
+    total = Pass()
     for count, ranks, stride in data_groups(elements, work.layout):
-        there, back = float(count * sizes.gradient), float(count * sizes.weight)
+        there, back = float(count * work.gradient_width), float(count * work.sizes.weight)
         if work.zero:
             total += Pass(
                 ring_seconds(back, ranks, stride, device, physics),

@@ -62,7 +62,7 @@ def search(
 
     Fields named in `pinned` ("parallel.tp", "batch.micro_batch_size") stay as the config has them.
     """
-    works = [*legal_works(config, world, pinned), *grids(config, world, pinned)]
+    works = works_of(config, world, device, pinned)
     queue = [(_loose_bound(work, device), number, False) for number, work in enumerate(works)]
     heapify(queue)
     best: list[Candidate] = []
@@ -98,7 +98,7 @@ def fewest(
         batch = config.batch.global_batch_size
         for size in [batch] if keeps_batch else [batch, round_batch(batch, world)]:
             resized = with_batch(config, size)
-            if works := legal_works(resized, world, pinned):
+            if works := works_of(resized, world, device, pinned):
                 return resized if any(fits(work, device) for work in works) else None
         return None
 
@@ -140,18 +140,40 @@ def with_batch(config: RunConfig, sequences: int) -> RunConfig:
     return config.model_copy(update={"batch": batch})
 
 
-def grids(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
-    """Workloads in two dimensions, where the config is of one and does not pin that."""
+def works_of(
+    config: RunConfig, world: int, device: Device, pinned: frozenset[str]
+) -> list[Workload]:
+    """Every workload that is tried: in one dimension unless the config is of two, and grids."""
+    one = [] if config.parallel.tp_mode == "2d" else legal_works(config, world, pinned)
+    return [*one, *grids(config, world, device, pinned)]
+
+
+def grids(config: RunConfig, world: int, device: Device, pinned: frozenset[str]) -> list[Workload]:
+    """Workloads in two dimensions: squares, where the config is of one dimension and does not pin
+    that. A config of two gets the grids of its `tp_rows` where that is pinned, and otherwise those
+    within a node or with a node in each row as well: elsewhere a square sends less.
+    """
     p, m = config.parallel, config.model
-    if p.tp_mode == "2d" or "parallel.tp_mode" in pinned or m.num_experts:
+    asked, given = p.tp_mode == "2d", "parallel.tp_rows" in pinned
+    if not asked and ("parallel.tp_mode" in pinned or m.num_experts):
         return []
-    square = config.model_copy(update={"parallel": p.model_copy(update={"tp_mode": "2d"})})
+    fixed = "batch.micro_batch_size" in pinned
+    sizes = [config.batch.micro_batch_size] if fixed else MICRO_BATCHES
+    rows = {row for size in sizes for row in divisors(size) if m.hidden_size % row == 0} - {1}
+    works = []
+    for count in sorted(rows) if asked and not given else [p.tp_rows if asked else 0]:
+        shape = p.model_copy(update={"tp_mode": "2d", "tp_rows": count})
+        works += legal_works(config.model_copy(update={"parallel": shape}), world, pinned)
     return [
         work
-        for work in legal_works(square, world, pinned)
-        if work.layout.tp_rows > 1
-        and work.layout.cp == 1
+        for work in works
+        if work.layout.cp == 1
         and work.micro_batch_size % work.layout.tp_rows == 0
+        and (
+            given
+            or work.columns in (work.layout.tp_rows, device.node_size)
+            or work.layout.tp <= device.node_size
+        )
     ]
 
 
@@ -159,13 +181,14 @@ def apply(config: RunConfig, work: Workload) -> RunConfig:
     """The config with a workload's layout and micro-batch; other fields as they are."""
     layout = work.layout
     axes = {axis: layout.size(axis) for axis in ("cp", "pp", "ep", "etp")}
-    square = layout.tp_rows**2 == layout.tp
+    mode = work.tp_mode if layout.tp_rows > 1 else config.parallel.tp_mode
+    told = config.parallel.model_copy(update={"tp": layout.tp, "tp_mode": mode})
     even = config.model.num_layers % layout.num_stages == 0
     parallel = {
         **axes,
         "tp": layout.tp,
-        "tp_mode": work.tp_mode if layout.tp_rows > 1 else config.parallel.tp_mode,
-        "tp_rows": config.parallel.tp_rows if square or layout.tp_rows == 1 else layout.tp_rows,
+        "tp_mode": mode,
+        "tp_rows": told.tp_rows if told.grid_rows == layout.tp_rows else layout.tp_rows,
         "vpp": layout.vpp,
         "schedule": work.schedule_name,
         "zero": work.zero,

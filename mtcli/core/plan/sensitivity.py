@@ -16,6 +16,7 @@ FieldValue = int | str
 FIELDS: dict[str, Callable[[Workload], FieldValue]] = {
     "tp": lambda work: work.layout.tp,
     "tp_mode": lambda work: work.tp_mode,
+    "tp_rows": lambda work: work.layout.tp_rows,
     "cp": lambda work: work.layout.cp,
     "pp": lambda work: work.layout.pp,
     "vpp": lambda work: work.layout.vpp,
@@ -28,8 +29,8 @@ FIELDS: dict[str, Callable[[Workload], FieldValue]] = {
 }
 # What has to follow where a field changes: chunks of a pipeline, and the schedule that runs them.
 FOLLOWS = {"pp": ("vpp", "schedule", "zero"), "vpp": ("schedule",), "schedule": ("vpp",)}
-FOLLOWS |= {"tp": ("zero",), "ep": ("etp",), "cp": ("zero",)}
-FOLLOWS |= {"tp_mode": ("tp", "micro-batch", "zero")}
+FOLLOWS |= {"tp": ("tp_rows", "zero"), "ep": ("etp",), "cp": ("zero",)}
+FOLLOWS |= {"tp_mode": ("tp", "tp_rows", "micro-batch", "zero"), "tp_rows": ("micro-batch", "zero")}
 
 
 class Neighbour(NamedTuple):

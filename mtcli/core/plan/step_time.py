@@ -35,12 +35,15 @@ def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
     parts = block_costs(work, device, physics)
     if device.calibration:
         return host_step(work, parts, device)
-    sharded = sharded_block(block_elements(work), work, device, physics)
+    elements = block_elements(work)
+    sharded = sharded_block(elements, work, device, physics)
+    added = elements.total * accumulated_bytes(work) / (device.memory_bandwidth * physics.memory)
     block = Pass(
         _covered(parts.block.forward, sharded.forward, physics),
-        _covered(parts.block.backward, sharded.backward, physics),
+        _covered(parts.block.backward + added, sharded.backward, physics),
     )
-    gradients, exposed = _gradients(work, block, device, physics)
+    beside = _undisturbed(work, block, parts, device)
+    gradients, exposed = _gradients(work, beside, device, physics)
     return replace(
         parts,
         block=block,
@@ -90,14 +93,26 @@ def _block_parts(work: Workload, device: Device, physics: Physics) -> Costs:
     )
 
 
+def _undisturbed(work: Workload, block: Pass, parts: Costs, device: Device) -> Pass:
+    """Seconds of a block's passes in which its own collectives leave the network between nodes to
+    the data ranks' exchange."""
+    layout, busy = work.layout, Pass()
+    ranks = (layout.tp, layout.tp * layout.cp, layout.ep * layout.etp)
+    for size, seconds in zip(ranks, (parts.tensor, parts.context, parts.expert), strict=True):
+        busy += seconds * (size > device.node_size)
+    again = busy.forward * (work.recompute == "full")
+    forward, backward = block.forward - busy.forward, block.backward - busy.backward - again
+    return Pass(max(0.0, forward), max(0.0, backward))
+
+
 def _covered(compute: float, fetched: float, physics: Physics) -> float:
     """Seconds of a block whose weights are all-gathered while the one before computes."""
-    hidden = min(fetched, compute) * physics.data_overlap
+    hidden = min(fetched, compute) * physics.shard_overlap
     return compute + fetched - hidden
 
 
 def _gradients(
-    work: Workload, block: Pass, device: Device, physics: Physics
+    work: Workload, beside: Pass, device: Device, physics: Physics
 ) -> tuple[float, float]:
     across = max(exchange_seconds(work, rank, device, physics) for rank in work.large_ranks)
     if work.zero == 3:
@@ -107,8 +122,8 @@ def _gradients(
         for pp_rank in work.large_ranks
     ]
     most = max(ranks, key=lambda rank: rank.forward + rank.backward)
-    behind = block * (max(work.layers_of_stage) * _chunk_passes(work) * physics.data_overlap)
-    exposed = max(0.0, most.backward - behind.backward)
+    behind = beside * (max(work.layers_of_stage) * _chunk_passes(work) * physics.data_overlap)
+    exposed = max(0.0, most.backward - hidden_reduction(work, behind))
     exposed += max(0.0, most.forward - hidden_gather(work, behind))
     return most.forward + most.backward + across, exposed + across
 
@@ -124,6 +139,22 @@ def _chunk_passes(work: Workload) -> int:
     """
     group = min(work.layout.pp, work.num_micro_batches)
     return (work.layout.vpp - 1) * group + 1
+
+
+@singledispatch  # `published/software.py` has that of former years
+def accumulated_bytes(work: Workload) -> float:
+    """Bytes per weight that a backward pass moves to keep its gradient, in the mean: it is read and
+    copied to a wide bucket (core/sync/all_reduce.py); that of a later micro-batch is added to what
+    is there, which is read too."""
+    width = work.gradient_width
+    again = 0.0 if work.zero == 3 else width * (1 - 1 / work.num_micro_batches)
+    return work.sizes.weight + width + again
+
+
+@singledispatch  # `published/software.py` has that of former years
+def hidden_reduction(work: Workload, behind: Pass) -> float:
+    """Seconds of the last backward passes, behind which gradients are reduced bucket by bucket."""
+    return behind.backward
 
 
 @singledispatch

@@ -95,6 +95,11 @@ class Workload:
         return sizes._replace(moments=sizes.moments // 2 * self.num_moments)
 
     @property
+    def gradient_width(self) -> int:
+        """Bytes per element of gradients that are added up and reduced."""
+        return self.sizes.gradient
+
+    @property
     def gemms_back(self) -> int:
         """GEMMs of a layer's backward pass: of its input, and of a weight that is trained."""
         return 1 if self.lora.rank else 2

@@ -13,7 +13,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters, stage_parameters
 from mtcli.core.mesh.parameters import stage_layers as even_stages
 from mtcli.core.plan.elements import rank_elements
-from mtcli.core.plan.hardware import GPUS
+from mtcli.core.plan.hardware import GPUS, HERE
 from mtcli.core.plan.memory import memory, memory_by_stage, state_bytes
 from mtcli.core.plan.published.software import PublishedWork
 from mtcli.core.plan.tape import block
@@ -270,6 +270,16 @@ def test_layers_spread_evenly_with_lighter_ends(layers, stages):
     assert max(sizes) - min(sizes) <= 1
     if layers >= stages and stages > 2 and layers % stages <= stages - 2:
         assert sizes[0] == sizes[-1] == min(sizes)
+
+
+def test_a_cpus_wide_copy_of_narrow_logits_has_no_column_of_padding():
+    """2,048 tokens' logits are 1.5 MiB of 384 columns: 4 bytes of each that is no padding."""
+    fields = ["train.precision=bf16", "model.hidden_size=48"]
+    padded, full = (
+        memory(Workload.of(load_config("tiny", [*fields, f"model.vocab_size={size}"]), 1), HERE)
+        for size in (257, 384)
+    )
+    assert full.besides_state - padded.besides_state == 4 * 2048 * (384 - 257)
 
 
 def test_attention_of_both_sides_has_no_mask_on_a_cpu(monkeypatch):

@@ -5,6 +5,7 @@ import pytest
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.rules import problems
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan.answer import read_request
 from mtcli.core.plan.gpu_time import PHYSICS
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory
@@ -31,7 +32,7 @@ def every_work(config, world, device):
 
     start = Workload.of(config, world)
     plain = [_with(start, choice, config.parallel) for choice in choices(config, world)]
-    return [*plain, *grids(config, world, frozenset())]
+    return [*plain, *grids(config, world, device, frozenset())]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,8 @@ def test_the_best_layout_falls_to_others_by_one_field_for_a_reason():
 
 def test_squares_of_ranks_are_searched_where_they_are_asked_for():
     config = load_config("gpt3-175b", ["parallel.tp_mode=2d", "train.precision=bf16"])
-    found = search(config, 64, GPUS["h200"], 3, frozenset({"parallel.tp_mode"}))
+    pinned = frozenset({"parallel.tp_mode", "parallel.tp_rows"})  # which are 0
+    found = search(config, 64, GPUS["h200"], 3, pinned)
     for candidate in found.best:
         assert candidate.config.parallel.tp in (4, 16, 64)
         assert candidate.prediction.work.layout.tp_rows**2 == candidate.config.parallel.tp
@@ -215,6 +217,30 @@ def test_a_grid_of_given_rows_is_searched_by_its_columns():
         layout = candidate.prediction.work.layout
         assert (layout.tp_rows, layout.tp) == (2, candidate.config.parallel.tp)
     assert len({c.config.parallel.tp for c in found.best} - {4}) > 0
+
+
+def test_other_grids_are_searched_and_compared_where_two_dimensions_are_asked_for():
+    """8 ranks make no square: the best of 2 x 4, 4 x 2 and 8 x 1 is the answer, with its rows in
+    its config, and the next is a neighbour."""
+    fields = ["parallel.tp_mode=2d", "parallel.tp=8", "parallel.pp=8", "train.precision=bf16"]
+    config, gpu = load_config("gpt3-175b", fields), GPUS["h100"]
+    pinned = frozenset({"parallel.tp_mode", "parallel.tp", "parallel.pp"})
+    found = search(config, 64, gpu, 3, pinned)
+    best = [candidate.prediction for candidate in found.best]
+    assert {work.layout.tp_rows for work in found.works} == {2, 4, 8}
+    chosen = found.best[0].config
+    assert chosen.parallel.grid_rows == best[0].work.layout.tp_rows == 2
+    assert problems(chosen, 64) == []
+    (other,) = [one for one in neighbours(best, found.works) if one.field == "tp_rows"]
+    assert other.value == other.prediction.work.layout.tp_rows == 4
+    assert not search(config, 64, gpu, 1, pinned | {"parallel.tp_rows"}).best, "no square of 8"
+
+
+def test_the_rows_of_a_grid_can_be_fixed():
+    fixed = ["parallel.tp_rows=2"]
+    request = read_request("gpt3-175b", ["parallel.tp_mode=2d"], fixed, 64, "h100")
+    assert request.problems == ()
+    assert request.pinned == {"parallel.tp_rows"} and request.config.parallel.tp_rows == 2
 
 
 def test_squares_of_ranks_are_searched_beside_one_dimension():

@@ -51,7 +51,7 @@ def test_tensor_traffic_shows_in_full():
 @pytest.mark.parametrize("rate", [450e9, 1e9])
 def test_sharded_weights_are_fetched_behind_as_much_work_as_overlaps(rate):
     costs = step_costs(step(ParallelLayout(4), zero=3), network(rate), PHYSICS)
-    hidden = PHYSICS.data_overlap * min(costs.sharded.forward, costs.compute.forward)
+    hidden = PHYSICS.shard_overlap * min(costs.sharded.forward, costs.compute.forward)
     assert costs.sharded.forward > 0
     assert costs.block.forward == pytest.approx(
         costs.compute.forward + costs.sharded.forward - hidden
@@ -95,6 +95,31 @@ def test_gradients_are_reduced_behind_the_backwards_that_follow_a_chunks_last(pp
     hidden = costs.gradients - costs.gradients_exposed
     chunk = costs.block.backward * 8 / (pp * vpp)
     assert hidden == pytest.approx(behind * chunk * PHYSICS.data_overlap)
+
+
+def test_the_exchange_of_gradients_waits_for_the_networks_other_users():
+    """Two nodes share a block's 16 experts: while tokens cross, gradients do not."""
+    experts = {"num_experts": 16, "top_k": 2, "moe_ffn_hidden_size": 4096}
+    work = replace(
+        step(ParallelLayout(32, ep=16)),
+        model=MODEL.model_copy(update=experts),
+        global_batch_size=32,
+    )
+    costs = step_costs(work, replace(H100, network=Link(1e9, 0.0)), PHYSICS)
+    free = costs.block.backward - costs.expert.backward
+    assert costs.expert.backward > 0.1 * costs.block.backward
+    hidden = MODEL.num_layers * free * PHYSICS.data_overlap
+    assert costs.gradients_exposed == pytest.approx(costs.gradients - hidden)
+
+
+@pytest.mark.parametrize(("m", "zero", "moved"), [(1, 0, 6), (4, 0, 9), (4, 1, 9), (4, 3, 6)])
+def test_gradients_are_copied_to_wide_buckets_and_later_ones_added(m, zero, moved):
+    """2 bytes are read and 4 written; where others are there already, 4 more are read."""
+    work = step(ParallelLayout(2), zero=zero, global_batch_size=2 * m)
+    costs = step_costs(work, network(1e15), PHYSICS)
+    weights = block().total
+    seconds = moved * weights / (H100.memory_bandwidth * PHYSICS.memory)
+    assert costs.block.backward - costs.compute.backward == pytest.approx(seconds, rel=1e-3)
 
 
 def test_the_halves_of_a_split_backward_are_the_whole():

@@ -19,7 +19,9 @@ from mtcli.core.plan.hardware import GPUS, Device, link
 from mtcli.core.plan.predict import Convention, Prediction, predict_workload, recomputed_share
 from mtcli.core.plan.published.software import (
     FLASH_ATTENTION,
+    FUSED_ACCUMULATION,
     FUSED_SOFTMAX,
+    HIDDEN_REDUCTION,
     ONCE_PER_NODE,
     PUBLISHED,
     PublishedPhysics,
@@ -142,7 +144,9 @@ def _workload(row: Table, source: str, device: Device) -> PublishedWork:
     precision = _precision(printed, device)
     layout = _layout(p, m, row.get("n_gpus"))
     mode = m.get("tp_mode") or p.get("tp_mode") or "1d"
-    flash = since(source, FLASH_ATTENTION) and "fp16" not in printed and precision != "fp32"
+    fp16 = "fp16" in printed or precision == "fp16"
+    former = fp16 or precision == "fp32"
+    flash = since(source, FLASH_ATTENTION) and not former
     if mode == "2d" and isqrt(layout.tp) ** 2 != layout.tp:
         raise ValueError(f"tp={layout.tp} is no square, and tp_mode is 2d")
     return PublishedWork(
@@ -157,6 +161,9 @@ def _workload(row: Table, source: str, device: Device) -> PublishedWork:
         zero=_zero(p),
         recompute=_recompute(str(p.get("recompute") or "none")),
         flash=flash,
+        adds_in_gemm=since(source, FUSED_ACCUMULATION, former),
+        hides_reduction=since(source, HIDDEN_REDUCTION, former),
+        narrow_gradients=fp16,
         gathers_ahead=flash,
         once_per_node=since(source, ONCE_PER_NODE),
         fused=since(source, FUSED_SOFTMAX) and precision != "fp32",

@@ -17,13 +17,17 @@ from mtcli.core.plan.gpu_time import (
     elementwise_bytes,
 )
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.step_time import hidden_gather
+from mtcli.core.plan.step_time import accumulated_bytes, hidden_gather, hidden_reduction
 from mtcli.core.plan.workload import Pass, Workload
 
 # Years and months from which a source's own code may have them.
 FUSED_SOFTMAX = 2104  # scale, mask and softmax in one kernel of 16 bits: arXiv:2104.04473, 4.2
+FUSED_ACCUMULATION = 2202  # in the GEMM that makes a gradient: Megatron-LM, commit 83b1e42f30
 FLASH_ATTENTION = 2206  # arXiv:2205.14135 appeared at the end of the month before
+HIDDEN_REDUCTION = 2308  # --overlap-grad-reduce: Megatron-LM, commit 2d5220a424
 ONCE_PER_NODE = 2505  # DeepEP and what followed it; arXiv:2504.14960 sends a copy to each expert
+
+FP16_CODE = 2201  # the month that is taken for code of fp16 or fp32 without a preprint
 
 UNFUSED = 1.5  # more traffic where bias, GELU, dropout and addition are kernels of their own
 
@@ -34,8 +38,16 @@ class PublishedWork(Workload):
 
     flash: bool = True  # attention never writes its scores
     fused: bool = True  # scale, mask and softmax are one kernel
+    adds_in_gemm: bool = True  # a GEMM adds the gradient that it makes to those before
+    hides_reduction: bool = True  # gradients are reduced behind the last backward pass
+    narrow_gradients: bool = False  # gradients are added and reduced in the weights' 16 bits
     gathers_ahead: bool = False  # zero=1 gathers new weights behind the next forward pass
     once_per_node: bool = False  # a token crosses to another node once for all of its experts there
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes per element; of narrow gradients the update makes wide copies."""
+        return self.sizes.weight if self.narrow_gradients else self.sizes.gradient
 
     @property
     def block_bytes(self) -> float:
@@ -63,19 +75,22 @@ class PublishedWork(Workload):
 class PublishedPhysics(Physics):
     """`Physics`, and the constants of attention before flash attention."""
 
-    unfused_attention: float = 0.265
+    unfused_attention: float = 0.322
     """of the sustained rate, reached by the batched products around a written-out softmax"""
-    misaligned: float = 0.123
+    misaligned: float = 0.103
     """of that, where a head's rows are no multiple of 16 bytes and tensor cores idle"""
 
 
 PUBLISHED = PublishedPhysics()
 
 
-def since(source: str, month: int) -> bool:
-    """Whether a source may use what appeared in a month, by the number of its preprint."""
+def since(source: str, month: int, former: bool = False) -> bool:
+    """Whether a source may use what appeared in a month, by the number of its preprint. One without
+    may use everything, but `former` code, of fp16 or fp32, what there was in FP16_CODE."""
     preprint = re.search(r"arXiv[: ]*(\d{4})\.", source)
-    return preprint is None or int(preprint[1]) >= month
+    if preprint:
+        return int(preprint[1]) >= month
+    return month <= FP16_CODE or not former
 
 
 @attention_seconds.register
@@ -106,6 +121,20 @@ def _(work: PublishedWork, nodes: float) -> float:
     """Share of token copies that cross: all, or one for each node with some of its experts."""
     copies = work.model.top_k
     return nodes * (1 - (1 - 1 / nodes) ** copies) / copies if work.once_per_node else 1.0
+
+
+@accumulated_bytes.register
+def _(work: PublishedWork) -> float:
+    """None where a GEMM adds. In former code the first micro-batch's stay where they are, and
+    later ones are read, with those to which they are added, and written."""
+    later = 1 - 1 / work.num_micro_batches
+    return 0.0 if work.adds_in_gemm else (work.sizes.weight + 2.0 * work.gradient_width) * later
+
+
+@hidden_reduction.register
+def _(work: PublishedWork, behind: Pass) -> float:
+    """Nothing in former code, which reduced gradients when the last backward pass was done."""
+    return behind.backward * work.hides_reduction
 
 
 @hidden_gather.register

@@ -339,11 +339,14 @@ def _loss_in_chunks(kit: Kit, x: Value, weight: Value) -> Value:
 
 
 def _loss_by_torch(kit: Kit, x: Value, weight: Value) -> Value:
-    """Runs torch's loss: exponentials, and then their gradient, in the logits' memory."""
+    """Runs torch's loss: exponentials, and then their gradient, in the logits' memory. Narrow ones
+    are made from a wide copy of two blocks' columns, without the vocabulary's padding."""
     tape, t, columns = kit.tape, kit.t, vocabulary(kit.work)
     multiply = grid_gemm if kit.work.layout.tp_rows > 1 else linear
     logits = multiply(kit, x, (columns, t.inner), weight=weight)
-    copy = 0.0 if t.size >= 4 else min(logits.size, 2 * CPU_BLOCK_BYTES) / t.size * t.wide
+    valid = min(1.0, kit.work.model.vocab_size / columns)
+    copied = valid * min(logits.size, 2 * CPU_BLOCK_BYTES) / t.size
+    copy = 0.0 if t.size >= 4 else copied * t.wide
     more = t.tokens * (INDEX + 1 + 2 * t.wide)
     tape.moment(more + copy)
 

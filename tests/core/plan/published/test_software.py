@@ -7,9 +7,18 @@ import pytest
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
+from mtcli.core.plan.elements import block_elements
 from mtcli.core.plan.gpu_time import PHYSICS, attention_seconds, elementwise_bytes
 from mtcli.core.plan.hardware import GPUS, Link
-from mtcli.core.plan.published.software import PUBLISHED, PublishedWork
+from mtcli.core.plan.memory import memory
+from mtcli.core.plan.published.software import (
+    FUSED_ACCUMULATION,
+    FUSED_SOFTMAX,
+    HIDDEN_REDUCTION,
+    PUBLISHED,
+    PublishedWork,
+    since,
+)
 from mtcli.core.plan.step_time import step_costs
 from mtcli.core.plan.workload import Workload
 
@@ -43,6 +52,43 @@ def test_new_weights_gathered_ahead_hide_behind_the_next_forward_pass():
     hidden = PHYSICS.data_overlap * 48 * waits.block.forward
     assert waits.gradients == ahead.gradients
     assert waits.gradients_exposed - ahead.gradients_exposed == pytest.approx(hidden)
+
+
+def test_former_code_reduces_gradients_when_the_last_backward_pass_is_done():
+    hidden, bare = (
+        step_costs(step(ParallelLayout(64, tp=8), hides_reduction=kind), H100, PUBLISHED)
+        for kind in (True, False)
+    )
+    assert bare.gradients_exposed == bare.gradients == hidden.gradients > 0
+    behind = PHYSICS.data_overlap * 48 * hidden.block.backward
+    assert bare.gradients_exposed - hidden.gradients_exposed == pytest.approx(behind)
+
+
+def test_narrow_gradients_take_half_of_the_exchange_and_wide_copies_in_memory():
+    wide, narrow = (step(ParallelLayout(64, tp=8), narrow_gradients=kind) for kind in (False, True))
+    no_latency = replace(H100, link=Link(1e9, 0.0), network=Link(1e9, 0.0))
+    seconds = [step_costs(work, no_latency, PUBLISHED).gradients for work in (wide, narrow)]
+    assert seconds[0] == pytest.approx(2 * seconds[1])
+    assert memory(wide, H100).gradients == memory(narrow, H100).gradients
+
+
+@pytest.mark.parametrize(("m", "narrow", "moved"), [(1, False, 0), (4, False, 7.5), (4, True, 4.5)])
+def test_former_code_adds_later_micro_batches_gradients_in_a_pass_of_their_own(m, narrow, moved):
+    """3 of 4 move 2 + 4 + 4 bytes, or 2 + 2 + 2 of narrow ones."""
+    fields = {"global_batch_size": m, "narrow_gradients": narrow}
+    apart, fused = (
+        step_costs(step(**fields, adds_in_gemm=kind), H100, PUBLISHED).block
+        for kind in (False, True)
+    )
+    seconds = moved * block_elements(step()).total / (H100.memory_bandwidth * PHYSICS.memory)
+    assert apart.backward - fused.backward == pytest.approx(seconds)
+
+
+def test_code_of_fp16_without_a_preprint_is_former_code():
+    assert since("a model card", HIDDEN_REDUCTION) and not since("", HIDDEN_REDUCTION, former=True)
+    assert not since("", FUSED_ACCUMULATION, former=True) and since("", FUSED_SOFTMAX, former=True)
+    assert since("arXiv:2205.05198", FUSED_ACCUMULATION, former=True)
+    assert not since("arXiv:2205.05198", HIDDEN_REDUCTION)
 
 
 def test_a_token_crosses_to_a_node_once_for_all_of_its_experts_there():
