@@ -7,6 +7,7 @@ Ratios are of seconds, and of processor seconds, which other work on the machine
 
     python benchmarks/bench_fine_tune.py                # LoRA of all linear layers, rank 8
     python benchmarks/bench_fine_tune.py --rank 0       # all weights
+    python benchmarks/bench_fine_tune.py --seq 1024     # 2 rows of 1,024 tokens for 8 of 256
 """
 
 import argparse
@@ -21,7 +22,7 @@ from time import perf_counter, process_time
 
 from progress import in_turn, say
 
-LAYERS, HIDDEN, HEADS, FFN, VOCAB, SEQ, ROWS = 4, 256, 4, 1024, 8192, 256, 8
+LAYERS, HIDDEN, HEADS, FFN, VOCAB, STEP_TOKENS = 4, 256, 4, 1024, 8192, 2048
 LR, BETAS, CLIP, ALPHA = 2e-4, (0.9, 0.95), 1.0, 16.0
 WIDTHS = (10, 8, 10, 9, 12, 9)
 CONTENDERS = ("ours", "peft", "peft-tuned", "peft-padded")
@@ -34,7 +35,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         args.folder = folder
-        prepare(Path(folder))
+        prepare(Path(folder), args.seq)
         found = {name: [] for name in CONTENDERS}
         for name in in_turn(list(CONTENDERS), args.repeats):
             found[name].append(spawn(args, name))
@@ -45,6 +46,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", type=int, default=8, help="of the adapters; 0 trains all weights")
+    parser.add_argument("--seq", type=int, default=256, help="tokens of a row; a step has 2048")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -52,7 +54,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepare(folder: Path) -> None:
+def prepare(folder: Path, seq: int) -> None:
     """A Llama-shaped folder with a tokenizer of bytes, and prompts of log-normal lengths."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,13 +63,13 @@ def prepare(folder: Path) -> None:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": LAYERS}
-    sizes |= {"num_attention_heads": HEADS, "vocab_size": VOCAB, "max_position_embeddings": SEQ}
+    sizes |= {"num_attention_heads": HEADS, "vocab_size": VOCAB, "max_position_embeddings": seq}
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder / "hf")
     byte_tokenizer().save(folder / "hf")
     draw = random.Random(0)
     with open(folder / "my.jsonl", "w") as file:
         for _ in range(600):
-            length = min(SEQ - 2, int(draw.lognormvariate(4.6, 0.8)) + 8)
+            length = min(seq - 2, int(draw.lognormvariate(4.6, 0.8)) + 8)
             text = "".join(draw.choices("abcdefgh ijklm\nopqrstu", k=length))
             file.write(
                 json.dumps({"prompt": text[: length // 2], "completion": text[length // 2 :]})
@@ -80,7 +82,7 @@ def spawn(args: argparse.Namespace, name: str) -> dict:
 
     env = os.environ | (ALLOCATOR if name in ("ours", "peft-tuned") else {})
     command = [sys.executable, __file__, "--child", name, "--folder", args.folder]
-    command += ["--rank", str(args.rank), "--steps", str(args.steps)]
+    command += ["--rank", str(args.rank), "--seq", str(args.seq), "--steps", str(args.steps)]
     done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -88,7 +90,7 @@ def spawn(args: argparse.Namespace, name: str) -> dict:
 def show(args: argparse.Namespace, found: dict[str, list[dict]]) -> None:
     what = f"LoRA of rank {args.rank}" if args.rank else "all weights"
     print(
-        f"\n{what}: {LAYERS} layers of {HIDDEN}, V {VOCAB}, {ROWS} rows of {SEQ}, fp32, "
+        f"\n{what}: {LAYERS} layers of {HIDDEN}, V {VOCAB}, {rows(args)} rows of {args.seq}, fp32, "
         f"{os.cpu_count()} cores, {args.repeats} runs of {args.steps} steps"
     )
     heads = ("step best", "median", "tokens/s", "ours/it", "processor", "loss")
@@ -138,13 +140,17 @@ def config(args: argparse.Namespace):
     from mtcli.core.checkpoint.fine_tuning import source_of
     from mtcli.core.config.loading import load_config
 
-    settings = [f"data.train={args.folder}/my.jsonl", f"batch.seq_len={SEQ}", "train.steps=1000"]
-    settings += [
-        f"batch.global_batch_size={ROWS}",
+    settings = [
+        f"data.train={args.folder}/my.jsonl",
+        f"batch.seq_len={args.seq}",
+        f"batch.global_batch_size={rows(args)}",
         "batch.micro_batch_size=1",
         f"optimizer.lr={LR}",
+        "optimizer.schedule=constant",
+        f"lora.rank={args.rank}",
+        "train.device=cpu",
+        "train.steps=1000",
     ]
-    settings += ["optimizer.schedule=constant", f"lora.rank={args.rank}", "train.device=cpu"]
     return load_config(source_of(f"{args.folder}/hf"), settings)
 
 
@@ -163,10 +169,20 @@ def opened(args: argparse.Namespace):
     return trainer, open_loader(run, trainer.groups)
 
 
+def rows(args: argparse.Namespace) -> int:
+    """Rows of a step."""
+    return STEP_TOKENS // args.seq
+
+
+def batch_rows(data, number: int) -> range:
+    """The rows of a global batch."""
+    count = STEP_TOKENS // data.seq_len
+    return range(number * count, (number + 1) * count)
+
+
 def real_tokens(data, number: int) -> int:
     """Tokens of examples in a global batch: those that fill rows up are none."""
-    first = number * ROWS
-    return sum(int(data.lengths[data._row(row)].sum()) for row in range(first, first + ROWS))
+    return sum(int(data.lengths[data._row(row)].sum()) for row in batch_rows(data, number))
 
 
 def ours(args: argparse.Namespace):
@@ -196,7 +212,8 @@ def theirs(args: argparse.Namespace):
     batches = padded if args.child == "peft-padded" else packed
 
     def step(number: int) -> tuple[float, int]:
-        total, weight = 0.0, float(data.loss_weights(number * ROWS, ROWS).sum())
+        of_step = batch_rows(data, number)
+        total, weight = 0.0, float(data.loss_weights(of_step.start, len(of_step)).sum())
         for inputs, labels, weights in batches(data, number):
             logits = model(**inputs, use_cache=False).logits
             losses = torch.nn.functional.cross_entropy(
@@ -217,13 +234,14 @@ def packed(data, number: int):
     """A row at a time, as ours: positions and a mask of its documents."""
     import torch
 
-    for row in range(number * ROWS, (number + 1) * ROWS):
+    for row in batch_rows(data, number):
         tokens, documents = (torch.from_numpy(f(row, 1)) for f in (data.batch, data.documents))
         of = documents[:, :-1]
-        causal = torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
+        seq = of.shape[1]
+        causal = torch.ones(seq, seq, dtype=torch.bool).tril()
         mask = ((of[:, :, None] == of[:, None, :]) & causal)[:, None]
         begins = torch.cat([torch.ones_like(of[:, :1]), (of[:, 1:] != of[:, :-1]).int()], 1).bool()
-        at = torch.arange(SEQ)[None]
+        at = torch.arange(seq)[None]
         positions = at - torch.where(begins, at, 0).cummax(1).values
         inputs = {"input_ids": tokens[:, :-1], "attention_mask": mask, "position_ids": positions}
         yield inputs, tokens[:, 1:], torch.from_numpy(data.loss_weights(row, 1))
@@ -233,9 +251,10 @@ def padded(data, number: int):
     """The same examples, as many in a batch as fill a row on average, padded to its longest."""
     import torch
 
-    examples = [e for row in range(number * ROWS, (number + 1) * ROWS) for e in data._row(row)]
+    of_step = batch_rows(data, number)
+    examples = [e for row in of_step for e in data._row(row)]
     random.Random(number).shuffle(examples)
-    size = max(1, len(examples) // ROWS)
+    size = max(1, len(examples) // len(of_step))
     for first in range(0, len(examples), size):
         part = examples[first : first + size]
         longest = max(int(data.lengths[e]) for e in part)

@@ -52,9 +52,16 @@ MODELS = {
     "mini": "num_layers=2 hidden_size=32 num_heads=2 vocab_size=256 max_seq_len=32",
     "small": "num_layers=2 hidden_size=64 num_heads=2 vocab_size=512 max_seq_len=64",
     "medium": "num_layers=4 hidden_size=128 num_heads=4 vocab_size=1024 max_seq_len=128",
+    "long": "num_layers=2 hidden_size=64 num_heads=2 vocab_size=512 max_seq_len=512",
     "tiny": "",
 }
-BATCHES = {"mini": (32, 4, 4), "small": (64, 4, 4), "medium": (128, 4, 4), "tiny": (256, 8, 16)}
+BATCHES = {
+    "mini": (32, 4, 4),
+    "small": (64, 4, 4),
+    "medium": (128, 4, 4),
+    "long": (512, 1, 1),
+    "tiny": (256, 8, 16),
+}
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 TOLERANCE = 1e-5  # float32, relative, of losses over the measured steps
 

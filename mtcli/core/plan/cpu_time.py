@@ -6,23 +6,34 @@ come from measurements of their own. Processes beyond the machine's cores share 
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import log
 from operator import mul
 
+from mtcli.core.plan import traffic
 from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration, Exchange
-from mtcli.core.plan.communication import data_groups
 from mtcli.core.plan.elements import block_elements, rank_elements
 from mtcli.core.plan.exchange.arithmetic import cpu_seconds
 from mtcli.core.plan.exchange.methods import exchange_of
 from mtcli.core.plan.gpu_time import dense_gemms
 from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.traffic import HOPS, Kind, PassTransfers, Transfer
 from mtcli.core.plan.workload import Costs, Pass, Workload
 
 Ways = tuple[Amounts, Amounts]  # of a forward pass, and of its backward pass
 
 END = 0.5  # launches of an end of the model, in blocks
+NORM = Transfer("all_reduce", 16.0, 2)  # of gradients
+LINKS: dict[Kind, Exchange] = {
+    "all_gather": "gather",
+    "reduce_scatter": "scatter",
+    "all_reduce": "reduce",
+    "all_to_all": "exchange",
+    "ring": "gather",  # everyone gives the next rank its own
+    "fsdp": "hop",  # by gloo, as hops are
+    "p2p": "hop",
+}
 
 
 def stage_amounts(work: Workload) -> Ways:
@@ -126,10 +137,15 @@ def host_block(work: Workload, device: Device) -> Costs:
     known = calibration_of(device)
     attention = attention_seconds(work, known)
     compute = seconds_of(block_amounts(work), known) + attention
-    tensor, context, expert = _tensor(work, device), _context(work, device), _expert(work, device)
+    tensor = _passes(traffic.tensor_parallel(work), device)
+    context = _passes(traffic.context_parallel(work), device)
+    expert = _passes(traffic.expert_parallel(work), device)
+    expert += _sorted_rows(work, device)
     busy = compute + tensor + context + expert
     again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}[work.recompute]
-    entry = _pair(work, device) * 0.5  # activations enter the head, or leave the embedding
+    # Activations enter the head, or leave the embedding, by one of the two collectives of a half.
+    half = 0.5 * _seconds(traffic.half_block(work), device)
+    entry = Pass(half, half)
     return Costs(
         block=Pass(busy.forward, busy.backward + again),
         compute=compute,
@@ -147,8 +163,8 @@ def host_step(work: Workload, parts: Costs, device: Device) -> Costs:
     hidden, as ranks' collectives take the cores that compute."""
     layout, known = work.layout, calibration_of(device)
     gradients = max(_gradients(rank, work, device) for rank in work.large_ranks)
-    gradients += _tied(work, device)
-    sharded = _sharded(work, device)
+    gradients += _seconds(traffic.tied_embedding(work), device)
+    sharded = _passes(traffic.sharded_block(block_elements(work), work), device)
     shards = layout.dp * layout.cp if work.zero else 1
     per_block, per_element = known.update
     update = max(
@@ -156,16 +172,13 @@ def host_step(work: Workload, parts: Costs, device: Device) -> Costs:
         + per_element * rank_elements(work, rank).total / shards
         for rank in work.large_ranks
     )
-    moved = work.stream_bytes / layout.tp
     sums = 2 if work.optimizer == "lamb" else 1  # the gradient norm, and then LAMB's norms
-    agreement = 0.0 if layout.world == 1 else sums * _link(device, "reduce", 16.0, 2)
+    agreement = 0.0 if layout.world == 1 else sums * _seconds([NORM], device)
     costs = replace(
         parts,
         block=parts.block + sharded,
         sharded=sharded,
-        hop=0.0
-        if layout.pp == 1
-        else _link(device, "hop", 2 * moved, 2, layout.world // layout.pp),
+        hop=_seconds([traffic.pipeline_hop(work)], device),
         gradients=gradients,
         gradients_exposed=gradients,
         optimizer=update,
@@ -180,17 +193,24 @@ def calibration_of(device: Device) -> Calibration:
     return device.calibration
 
 
-def _link(device: Device, kind: Exchange, moved: float, size: int, stride: int = 1) -> float:
-    """Seconds of a collective of `size` ranks, `stride` apart, whose global tensor has `moved`
-    bytes; where they are on several machines it takes as long as a ring over their network."""
-    if size == 1:
-        return 0.0
-    sent = moved * (size - 1) / size
-    if device.host_network is not None and size * stride > device.node_size:
-        ways = 2 if kind == "reduce" else 1
-        return _over_network(device, ways * sent, ways * (size - 1))
-    latency, per_byte = calibration_of(device).links[kind]
-    return latency + per_byte * sent
+def _seconds(sent: Iterable[Transfer], device: Device) -> float:
+    """Seconds of collectives; one whose ranks are on several machines takes as long as a ring over
+    their network."""
+    return sum(c.times * _once(c, device) for c in sent if c.size > 1)
+
+
+def _once(sent: Transfer, device: Device) -> float:
+    ways = 2 if sent.kind == "all_reduce" else 1
+    is_hop = sent.kind in HOPS
+    own = sent.moved if is_hop else sent.moved * (sent.size - 1) / sent.size
+    if device.host_network is not None and sent.size * sent.stride > device.node_size:
+        return _over_network(device, ways * own, 1 if is_hop else ways * (sent.size - 1))
+    latency, per_byte = calibration_of(device).links[LINKS[sent.kind]]
+    return latency + per_byte * own
+
+
+def _passes(traffic: PassTransfers, device: Device) -> Pass:
+    return Pass(*(_seconds(way, device) for way in traffic))
 
 
 def _over_network(device: Device, sent: float, messages: int) -> float:
@@ -205,99 +225,29 @@ def _over_network(device: Device, sent: float, messages: int) -> float:
     return max(latency * messages + per_byte * sent, crossing / device.crowd)
 
 
-def _tensor(work: Workload, device: Device) -> Pass:
-    """Seconds of a gather and a scatter, or an all-reduce, for each half of a block with sharded
-    GEMMs; and of exchanging the heads that ranks share."""
-    once = _link(device, "exchange", work.head_bytes, work.kv_sharers)
-    return _pair(work, device) * work.sharded_halves + Pass(once, once)
-
-
-def _pair(work: Workload, device: Device) -> Pass:
-    kinds: tuple[Exchange, ...] = ("gather", "scatter") if work.sequence_parallel else ("reduce",)
-    once = sum(_link(device, kind, work.stream_bytes, work.layout.tp) for kind in kinds)
-    return Pass(once, once)
-
-
-def _context(work: Workload, device: Device) -> Pass:
-    """Seconds of sending keys and values round the ring, and in the backward pass their gradients,
-    in float32, too. With cp_mode a2a heads are exchanged both ways."""
-    m, layout = work.model, work.layout
-    if work.cp_mode == "a2a":
-        local = 2.0 * work.tokens * (m.num_heads + work.kv_heads) * m.head_dim / layout.tp
-        both = _link(device, "exchange", local * work.sizes.weight, layout.cp, layout.tp)
-        return Pass(both, both)
-    if layout.cp == 1:
+def _sorted_rows(work: Workload, device: Device) -> Pass:
+    """Seconds of sorting a block's rows that came from several ranks by expert, and back."""
+    layout = work.layout
+    if layout.ep * layout.etp == 1 or work.dispatcher != "all_to_all":
         return Pass()
-    elements = 2.0 * work.tokens * work.kv_heads * m.head_dim / layout.tp
-    latency, per_byte = calibration_of(device).links[
-        "gather"
-    ]  # of a hop: everyone gives the next rank its own
-    once = (layout.cp - 1) * (latency + per_byte * (elements * work.sizes.weight))
-    home = latency + per_byte * (elements * max(4, work.sizes.weight))
-    return Pass(once, once + layout.cp * home)
-
-
-def _expert(work: Workload, device: Device) -> Pass:
-    """Seconds of dispatch and combine over ep, gather and scatter over etp, and of the counts that
-    lead them; rows that came from several ranks are sorted by expert, and back."""
-    m, layout = work.model, work.layout
-    if not m.num_experts:
-        return Pass()
-    routed = work.routed_bytes
-    both = _link(device, "gather", routed, layout.etp) + _link(
-        device, "scatter", routed, layout.etp
-    )
-    both += 2 * _link(device, "exchange", routed / layout.etp, layout.ep, layout.etp)
-    counts = _link(device, "gather", 8.0 * m.num_experts, layout.ep * layout.etp)
-    if layout.ep * layout.etp > 1 and work.dispatcher == "all_to_all":
-        both += 2 * 2 * routed / calibration_of(device).memory_bandwidth
-    return Pass(both + counts, both)
+    each = 2 * 2 * work.routed_bytes / calibration_of(device).memory_bandwidth
+    return Pass(each, each)
 
 
 def _gradients(pp_rank: int, work: Workload, device: Device) -> float:
     """Seconds of reducing gradients over the data ranks of a replica, with zero=1 of a scatter and
     a gather; and of what replicas exchange."""
-    total, sizes = exchange_seconds(work, pp_rank, device), work.sizes
+    total = exchange_seconds(work, pp_rank, device)
     if work.zero == 3:
         return total
-    for count, ranks, stride in data_groups(rank_elements(work, pp_rank), work.layout):
-        if work.zero:
-            total += _link(device, "scatter", float(count * sizes.gradient), ranks, stride)
-            total += _link(device, "gather", float(count * sizes.weight), ranks, stride)
-        else:
-            total += _link(device, "reduce", float(count * sizes.gradient), ranks, stride)
-    return total
+    both = _passes(traffic.gradient_reduction(rank_elements(work, pp_rank), work), device)
+    return total + both.forward + both.backward
 
 
 def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
-    """Mean seconds per step of what a rank sends to other replicas, as a gather of as much, and of
-    the arithmetic for it."""
-    replicas = work.layout.replicas
-    if replicas == 1:
+    """Mean seconds per step of what a rank sends to other replicas, and of the arithmetic."""
+    exchange = traffic.replica_exchange(work, pp_rank, tree=True)
+    if not exchange:
         return 0.0
-    exchange = exchange_of(work, pp_rank)
-    sent = exchange.busiest_bytes(tree=True)
-    stride = work.layout.tp * work.layout.cp * work.layout.dp
-    computed = cpu_seconds(exchange.arithmetic(), calibration_of(device))
-    return computed + _link(device, "gather", sent * replicas / (replicas - 1), replicas, stride)
-
-
-def _tied(work: Workload, device: Device) -> float:
-    """Seconds of summing a tied embedding's two gradients, at the ends of a pipeline."""
-    m, layout = work.model, work.layout
-    if layout.pp == 1 or not m.tie_embeddings:
-        return 0.0
-    elements = m.vocab_size * m.hidden_size / layout.tp
-    apart = (layout.pp - 1) * layout.world // layout.pp
-    return _link(device, "reduce", elements * work.sizes.gradient, 2, apart)
-
-
-def _sharded(work: Workload, device: Device) -> Pass:
-    """Seconds of a block's ZeRO-3: weights gathered for both passes, gradients reduce-scattered."""
-    if work.zero != 3:
-        return Pass()
-    seconds = sum(  # torch's FSDP2 takes gloo's way, as hops do
-        _link(device, "hop", float(count * work.sizes.weight), ranks, stride)
-        for count, ranks, stride in data_groups(block_elements(work), work.layout)
-    )
-    return Pass(seconds, 2 * seconds)
+    arithmetic = exchange_of(work, pp_rank).arithmetic()
+    return cpu_seconds(arithmetic, calibration_of(device)) + _seconds(exchange, device)

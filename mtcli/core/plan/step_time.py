@@ -6,12 +6,11 @@ from math import prod
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.communication import (
+    collective_seconds,
     context_parallel,
     exchange_seconds,
     expert_parallel,
-    gradient_seconds,
-    p2p_seconds,
-    sharded_block,
+    passes,
     tensor_parallel,
 )
 from mtcli.core.plan.cpu_time import host_block, host_step
@@ -24,6 +23,7 @@ from mtcli.core.plan.gpu_time import (
     head_seconds,
 )
 from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.traffic import gradient_reduction, pipeline_hop, sharded_block
 from mtcli.core.plan.workload import Costs, Pass, Workload, schedule_of
 from mtcli.core.schedule.timeline import Timeline, simulate
 
@@ -36,7 +36,7 @@ def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
     if device.calibration:
         return host_step(work, parts, device)
     elements = block_elements(work)
-    sharded = sharded_block(elements, work, device, physics)
+    sharded = passes(sharded_block(elements, work), device, physics)
     added = elements.total * accumulated_bytes(work) / (device.memory_bandwidth * physics.memory)
     block = Pass(
         _covered(parts.block.forward, sharded.forward, physics),
@@ -48,7 +48,7 @@ def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
         parts,
         block=block,
         sharded=sharded,
-        hop=p2p_seconds(work, device, physics),
+        hop=collective_seconds(pipeline_hop(work), device, physics),
         gradients=gradients,
         gradients_exposed=exposed,
         optimizer=_optimizer(work, device, physics),
@@ -76,10 +76,11 @@ def _block_parts(work: Workload, device: Device, physics: Physics) -> Costs:
     context = context_parallel(work, device, physics)
     expert = expert_parallel(work, device, physics)
     attention = attention_seconds(work, device, physics)
+    hides = work.cp_mode == "ring"  # a hop travels while a block of scores is computed
     forward = compute.forward + tensor.forward + expert.forward
-    forward += max(0.0, context.forward - attention.forward)
+    forward += max(0.0, context.forward - hides * attention.forward)
     backward = compute.backward + tensor.backward + expert.backward
-    backward += max(0.0, context.backward - attention.backward)
+    backward += max(0.0, context.backward - hides * attention.backward)
     again = {"full": forward, "selective": attention.forward, "none": 0.0}[work.recompute]
     return Costs(
         block=Pass(forward, backward + again),
@@ -118,7 +119,7 @@ def _gradients(
     if work.zero == 3:
         return across, across
     ranks = [
-        gradient_seconds(rank_elements(work, pp_rank), work, device, physics)
+        passes(gradient_reduction(rank_elements(work, pp_rank), work), device, physics)
         for pp_rank in work.large_ranks
     ]
     most = max(ranks, key=lambda rank: rank.forward + rank.backward)

@@ -40,7 +40,9 @@ MOE = ModelConfig(
 
 def step(known, model=GPT, world=1, micro_batches=4, **fields):
     """Predicted step of micro-batches of 2 sequences on some ranks, laid out by the axes given."""
-    axes = {name: fields.pop(name) for name in ("tp", "pp", "cp", "ep") if name in fields}
+    axes = {
+        name: fields.pop(name) for name in ("tp", "pp", "cp", "ep", "tp_rows") if name in fields
+    }
     layout = ParallelLayout(world, **axes)
     sizes = {"seq_len": S, "micro_batch_size": 2, "precision": "fp32"}
     sizes["global_batch_size"] = 2 * micro_batches * layout.dp
@@ -159,6 +161,21 @@ def test_tensor_parallel_blocks_gather_and_scatter_twice_each_way():
     assert both == pytest.approx(4 * 2 * entries * (1.0 + sent) + agreed)
     reduced = step(known, world=2, tp=2, sequence_parallel=False).step_seconds
     assert reduced == pytest.approx(4 * 2 * entries * 0.5 + agreed)
+
+
+def test_a_grid_sends_panels_of_activations_along_rows_and_of_weights_down_columns():
+    known = replace(FREE, links=FREE.links | {"gather": (0.25, 1e-6)})
+    model = GPT.model_copy(update={"norm": "rmsnorm", "num_kv_heads": GPT.num_heads})
+    costs = step(known, model, world=4, tp=4, tp_rows=2).costs
+    ffn = model.ffn_hidden_size
+    weights = (3 * D * D + D * D + 2 * D * ffn) / 2 * 4
+    inputs = (
+        2 * S / 2 * (D + D + D + D) * 4
+    )  # of column-parallel GEMMs, and outputs of row-parallel
+    norms = 2 * 2 * 2 * S / 2 * 4  # two of them, two numbers of a token
+    panels = 2 * 4 * 2  # of four GEMMs, along rows and down columns
+    sent = (weights + inputs + norms) / 2
+    assert costs.tensor.forward == pytest.approx(panels * 0.25 + 1e-6 * sent)
 
 
 def test_ranks_that_share_a_key_value_head_exchange_whole_heads():

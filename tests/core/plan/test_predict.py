@@ -22,6 +22,7 @@ from mtcli.core.plan.predict import predict, predict_workload, recomputed_share
 from mtcli.core.plan.published.software import PublishedWork
 from mtcli.core.plan.step_time import pipeline_seconds, simulated, step_costs
 from mtcli.core.plan.tables import summary
+from mtcli.core.plan.traffic import gradient_reduction
 from mtcli.core.plan.workload import Workload
 
 H100, A100 = GPUS["h100"], GPUS["a100-80gb"]
@@ -133,10 +134,14 @@ def test_ranks_that_share_a_key_value_head_exchange_whole_heads_and_pass_them_ro
     assert ring.forward * 1e9 == pytest.approx(2 * 2048 * 2 * 128 * 3 / 4)  # a head of each rank
 
 
+def reduced(work):
+    return sent.passes(gradient_reduction(RankElements(1000, 0, 0), work), FLAT, PERFECT)
+
+
 def test_gradients_are_reduced_in_float32_and_zero_1_gathers_weights_in_theirs():
     layout = ParallelLayout(8)
-    plain = sent.gradient_seconds(RankElements(1000, 0, 0), step(layout), FLAT, PERFECT)
-    cut = sent.gradient_seconds(RankElements(1000, 0, 0), step(layout, zero=1), FLAT, PERFECT)
+    plain = reduced(step(layout))
+    cut = reduced(step(layout, zero=1))
     assert plain.backward * 1e9 == pytest.approx(2 * 4 * 1000 * 7 / 8)
     assert cut.backward * 1e9 == pytest.approx(4 * 1000 * 7 / 8)
     assert (plain.forward, cut.forward * 1e9) == (0, pytest.approx(2 * 1000 * 7 / 8))
@@ -145,6 +150,8 @@ def test_gradients_are_reduced_in_float32_and_zero_1_gathers_weights_in_theirs()
 def test_context_and_expert_traffic_have_their_volumes():
     ring = sent.context_parallel(step(ParallelLayout(4, cp=4)), FLAT, PERFECT)
     assert ring.forward * 1e9 == pytest.approx(2 * 2 * 2048 * 8192 * 3 / 4)
+    heads = sent.context_parallel(step(ParallelLayout(4, cp=4), cp_mode="a2a"), FLAT, PERFECT)
+    assert heads.forward * 1e9 == pytest.approx(4 * 2 * 512 * 8192 * 3 / 4)  # q, k, v and outputs
     moe = ModelConfig.model_validate(
         {
             **LARGE.model_dump(exclude={"architecture"}),

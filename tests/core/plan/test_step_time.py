@@ -7,6 +7,7 @@ import pytest
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
+from mtcli.core.plan import traffic
 from mtcli.core.plan.gpu_time import PHYSICS, attention_seconds, head_seconds
 from mtcli.core.plan.hardware import GPUS, Link
 from mtcli.core.plan.step_time import simulated, stage_seconds, step_costs, weight_seconds
@@ -58,7 +59,9 @@ def test_sharded_weights_are_fetched_behind_as_much_work_as_overlaps(rate):
     )
     weights = 12 * 4096**2 * 2  # bytes of a block, gathered from 4 ranks
     physics = replace(PHYSICS, link=1.0, network=1.0)
-    gather = sent.sharded_block(block(), step(ParallelLayout(4), zero=3), network(rate), physics)
+    gather = sent.passes(
+        traffic.sharded_block(block(), step(ParallelLayout(4), zero=3)), network(rate), physics
+    )
     assert gather.forward == pytest.approx(weights * 3 / 4 / rate, rel=0.01)
     assert gather.backward == pytest.approx(2 * gather.forward)
 
@@ -69,14 +72,18 @@ def block():
     return block_elements(step(ParallelLayout(4)))
 
 
+def hop(work, physics):
+    return sent.collective_seconds(traffic.pipeline_hop(work), H100, physics)
+
+
 def test_a_hop_sends_each_tensor_ranks_own_part():
     work = step(ParallelLayout(64, tp=4, pp=2))
     whole = replace(PHYSICS, link=1.0, network=1.0)
     moved = 8192 * 4096 * 2 / 4
-    assert sent.p2p_seconds(work, H100, whole) == pytest.approx(moved / 50e9 + 2.7e-6)
+    assert hop(work, whole) == pytest.approx(moved / 50e9 + 2.7e-6)
     near = step(ParallelLayout(8, tp=4, pp=2))
-    assert sent.p2p_seconds(near, H100, whole) == pytest.approx(moved / 450e9 + 0.6e-6)
-    assert sent.p2p_seconds(step(ParallelLayout(8)), H100, PHYSICS) == 0.0
+    assert hop(near, whole) == pytest.approx(moved / 450e9 + 0.6e-6)
+    assert hop(step(ParallelLayout(8)), PHYSICS) == 0.0
 
 
 SHAPES = [(1, 1, 4), (4, 1, 8), (4, 2, 8), (2, 4, 2), (2, 4, 6)]

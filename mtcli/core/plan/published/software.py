@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from math import ceil, log2
 
-from mtcli.core.plan.communication import crossing_share, grid_seconds, group_bandwidth
+from mtcli.core.plan.communication import crossing_share, group_bandwidth, tensor_parallel
 from mtcli.core.plan.gpu_time import (
     Physics,
     attention_flops,
@@ -142,7 +142,7 @@ def _(work: PublishedWork, behind: Pass) -> float:
     return behind.forward * work.gathers_ahead
 
 
-@grid_seconds.register
+@tensor_parallel.register
 def _(work: PublishedWork, device: Device, physics: Physics) -> Pass:
     """Seconds of a block of Optimus, whose products are all A B: blocks of activations go along
     rows of the mesh, blocks of weights along columns, and twice as much in the backward pass, which
@@ -150,6 +150,8 @@ def _(work: PublishedWork, device: Device, physics: Physics) -> Pass:
     Broadcasts are pipelined, so that each link carries a block once; a node holds a part of the
     mesh that is about as wide as it is high, the paper's bunched placement."""
     q, size = work.layout.tp_rows, work.sizes.weight
+    if q == 1:
+        return tensor_parallel.dispatch(Workload)(work, device, physics)
     shapes = dense_gemms(work)
     rows = float(sum(m * k for m, _, k in shapes) * size / q)
     columns = float(sum(k * n for _, n, k in shapes) * size / q)
