@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CONFIGS = (
     config(128, 128, 8, 3), config(128, 128, 8, 2), config(128, 64, 8, 3), config(128, 64, 4, 3),
     config(128, 32, 8, 2), config(64, 64, 4, 3), config(64, 64, 4, 2), config(64, 32, 4, 2),
-    config(32, 32, 4, 2), config(16, 32, 8, 2),
+    config(32, 32, 4, 2), config(16, 32, 8, 2), config(16, 32, 4, 2),
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def forward_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
     if itemsize == 4:
         if d <= 64:
             return config(64, 32, 4, 2)
-        return config(32, 32, 4, 2) if d <= 128 else config(16, 32, 8, 2)
+        return config(16, 32, 4 if d <= 128 else 8, 2)
     if d <= 128 and mask == RANGES:  # a short range fills few tiles
         return config(64, 64, 4, 2)
     if d <= 64:
