@@ -211,6 +211,9 @@ def _dkv(
             q = load_tile(q_at, qn, query, n, d, True, UNIT, WIDTH)
             grad = load_tile(grad_at, gn, query, n, d, True, UNIT, WIDTH)
             lse = tl.load(lse_ptr + row_at + query, mask=query < n, other=0.0)
+            # Spills of sm_80 are fewest where wider heads load it as late as they can.
+            if WIDTH <= 64:
+                delta = tl.load(delta_ptr + row_at + query, mask=query < n, other=0.0)
             lse = tl.maximum(lse, -1e30) * 1.4426950408889634
             if not SPLIT:
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
@@ -221,8 +224,8 @@ def _dkv(
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
             if not SPLIT:
                 dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
-            # Loaded here, a register of each query for a shorter time.
-            delta = tl.load(delta_ptr + row_at + query, mask=query < n, other=0.0)
+            if WIDTH > 64:
+                delta = tl.load(delta_ptr + row_at + query, mask=query < n, other=0.0)
             ds = (p * (dp - delta[None, :])).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     # Rows counted from the tile's first: their numbers need no register during the loop.
