@@ -126,8 +126,10 @@ def _gemm(
             total = tl.dot(x, weight, total, input_precision=PRECISION)
             x_at += INNER
             weight_at += INNER * of_inner
-        at = out_ptr + row.to(tl.int64)[:, None] * width + column[None, :]
-        tl.store(at, total, mask=(row < end)[:, None] & inside)
+        # Rows counted from the tile's first: their numbers need no register during the loop.
+        own = tl.arange(0, ROWS)
+        at = out_ptr + first.to(tl.int64) * width + own[:, None] * width + column[None, :]
+        tl.store(at, total, mask=(own < end - first)[:, None] & inside)
 
 
 @kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_wgrad_config)

@@ -88,7 +88,8 @@ BF16 = [
     ("normal", (), ("random._normal",)),
 ]
 FP32 = [
-    ("flash", (64, 128), FLASH),
+    ("flash", HEADS, FLASH),
+    ("flash_documents", (64, 128), FLASH),
     ("rms_norm", (4096,), NORM),
     ("layer_norm", (4096,), NORM),
     ("gelu", (4096,), GELU),
@@ -121,18 +122,6 @@ class Limits(NamedTuple):
 
 # What rows have instead, and why.
 OWN = {
-    "* flash 72 *": (
-        Limits(1200, 16, 16),
-        "the compiler knows multiples of 16 alone, and 72 is none",
-    ),
-    "* fp32 flash *": (Limits(spills=800), "three tf32 parts of an operand of twice the bytes"),
-    "sm_80 bf16 flash*": (Limits(480, 64), "operands of mma take registers"),
-    "sm_80 bf16 attention_backward*": (Limits(96, 64), "the same"),
-    "* flash 1[69]? flash_backward._dkv": (Limits(96, 64), "as at a width of 256"),
-    "* flash 256 flash_backward._dkv": (
-        Limits(96, 64),
-        "outside the loop; one stage instead of two spills nothing, and waits for every tile",
-    ),
     "*flash_backward._dkv": (Limits(load_bits=64), "a query has two numbers of 4 bytes"),
     "* rotate 16x16x72 *": (Limits(load_bits=32, store_bits=32), "halves of 36 elements"),
     "*cross_entropy._row_parts": (Limits(store_bits=0), "three numbers of a row"),
@@ -143,10 +132,9 @@ OWN = {
     "* permute._count": (Limits(load_bits=32, store_bits=0), "8 bytes of an expert, 1 of a flag"),
     "* permute._place": (Limits(load_bits=32, store_bits=64), "8 bytes of an expert, 1 of a flag"),
     "* onebit._unpack": (Limits(load_bits=16), "a byte has the signs of 8 elements"),
-    "* random._normal": (Limits(256, 0, 32), "runs once; the slow path of a double's logarithm"),
+    "* random._normal": (Limits(store_bits=32), "a slice of a stream may start anywhere"),
     "* grouped_linear 6x1024x2052x1402 *": (Limits(load_bits=48, store_bits=32), "even widths"),
     "* grouped_linear 6x1024x2057x1401 *": (Limits(load_bits=16, store_bits=16), "odd widths"),
-    "sm_80 * grouped_linear 1*": (Limits(spills=64), "operands of mma take registers"),
     "* top_k.*": (Limits(load_bits=32, store_bits=32), "rows of few experts, k numbers of each"),
 }
 

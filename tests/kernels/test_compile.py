@@ -74,6 +74,19 @@ def test_registers_and_spilled_bytes_are_those_that_ptxas_states(tmp_path):
     assert others == ["128.0", "128.0", "4", str(16384 * 4)]
 
 
+def test_accesses_of_local_arrays_are_none_of_spills(scripts):
+    from machine_code import array_bytes
+
+    ptx = """
+    .local .align 4 .b8 __local_depot0[28];
+    st.local.b32 [%r977], %r431;
+    @%p1 st.local.v4.b32 [%r8+16], {%r1, %r2, %r3, %r4};
+    ld.local.b64 %rd5, [%r52+24];
+    ld.param.b32 %r1, [_normal_param_0];
+    """
+    assert (array_bytes(ptx, "st"), array_bytes(ptx, "ld")) == (4 + 16, 8)
+
+
 @pytest.mark.parametrize(
     ("arch", "registers", "warps", "shared_kib", "expected"),
     [  # as NVIDIA's occupancy calculator has them

@@ -19,10 +19,12 @@ from mtcli.kernels.attention.tiles import (
     config,
     contiguous_rows,
     empty_by_token,
+    head_at,
     head_grid,
     key_range_of,
     load_tile,
     loop_bounds,
+    offset_of,
     program_of,
     range_arguments,
     sizes_and_flags,
@@ -39,14 +41,17 @@ if TYPE_CHECKING:
 CONFIGS = (
     config(128, 64, 8, 3), config(128, 64, 8, 2), config(128, 32, 8, 2), config(64, 64, 8, 2),
     config(64, 64, 4, 3), config(64, 64, 4, 2), config(64, 64, 4, 1), config(64, 32, 8, 2),
-    config(64, 32, 4, 2), config(32, 32, 4, 2),
+    config(64, 32, 4, 2), config(32, 32, 8, 2), config(32, 32, 4, 2), config(16, 32, 8, 2),
+    config(16, 32, 4, 2),
 )  # fmt: skip
 
 
 def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
     """The config where nothing was measured: it fits in the 163 KiB of compute capability 8.0."""
     if itemsize == 4:
-        return config(64, 32, 4, 2) if d <= 64 else config(32, 32, 4, 2)
+        if d <= 64:
+            return config(32, 32, 4, 2)
+        return config(16, 32, 4, 2) if d <= 128 else config(32, 32, 8, 2)
     if d > 128:
         return config(64, 32, 8, 2)
     if mask == RANGES:  # a short range fills few tiles
@@ -57,21 +62,23 @@ def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
 def dkv_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
     """`dq_config` for the gradients of keys and values, of which a program holds two."""
     if itemsize == 4:
-        return config(32, 32, 4, 2)
+        if d <= 64:
+            return config(32, 32, 4, 2)
+        return config(32, 32, 8, 2) if d <= 128 else config(16, 32, 8, 2)
     return config(64, 64, 4, 1) if d <= 128 else config(64, 32, 8, 2)
 
 
 @kernel()
 def _add_dq(
     dq, q, grad, lse, delta, k_ptr, v_ptr, k_stride, v_stride, start, stop, m, d, first, end,
-    scale, MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+    scale, MASKED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dq with what keys start .. stop - 1 add to it."""
     for begin in range(start, stop, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
-        k = load_tile(k_ptr, k_stride, column, m, d, MASKED, EVEN, WIDTH)
-        v = load_tile(v_ptr, v_stride, column, m, d, MASKED, EVEN, WIDTH)
+        k = load_tile(k_ptr, k_stride, column, m, d, MASKED, UNIT, WIDTH)
+        v = load_tile(v_ptr, v_stride, column, m, d, MASKED, UNIT, WIDTH)
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
         if MASKED:
             visible = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
@@ -82,43 +89,92 @@ def _add_dq(
     return dq
 
 
+@kernel()
+def _products(
+    a_ptr, b_ptr, a_stride, b_stride, a_row, b_row, a_rows, b_rows, d, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """a b^T of rows of two heads, 32 columns at a time: whole rows would take all registers."""
+    total = tl.zeros((a_row.shape[0], b_row.shape[0]), tl.float32)
+    for done in range(0, WIDTH, 32):
+        a = load_tile(a_ptr + done, a_stride, a_row, a_rows, d - done, True, UNIT, 32)
+        b = load_tile(b_ptr + done, b_stride, b_row, b_rows, d - done, True, UNIT, 32)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    return total
+
+
+@kernel()
+def _add_dq_by_columns(
+    dq, q_ptr, grad_ptr, q_stride, grad_stride, row, n, lse, delta, k_ptr, v_ptr, k_stride,
+    v_stride, start, stop, m, d, first, end, scale, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`_add_dq` of wide float32 heads, always masked."""
+    for begin in tl.range(start, stop, COLUMNS, disable_licm=True):
+        column = begin + tl.arange(0, COLUMNS)
+        s = _products(
+            q_ptr, k_ptr, q_stride, k_stride, row, column, n, m, d, UNIT, PRECISION, WIDTH
+        )  # fmt: skip
+        dp = _products(
+            grad_ptr, v_ptr, grad_stride, v_stride, row, column, n, m, d, UNIT, PRECISION, WIDTH
+        )  # fmt: skip
+        visible = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
+        p = tl.where(visible, tl.exp2(s * scale - lse[:, None]), 0.0)
+        k = load_tile(k_ptr, k_stride, column, m, d, True, UNIT, WIDTH)
+        dq = tl.dot(p * (dp - delta[:, None]), k, dq, input_precision=PRECISION)
+    return dq
+
+
 @kernel(CONFIGS, key=["d", "itemsize", "MASK"], default=dq_config)
 def _dq(
     q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, first_ptr, end_ptr, delta_ptr, dq_ptr,
     h, g, n, m, d, itemsize, range_b, scale, shrink, qb: tl.int64, qh: tl.int64, qn,
     kb: tl.int64, kh: tl.int64, kn, vb: tl.int64, vh: tl.int64, vn, ob: tl.int64, oh: tl.int64, on,
-    gb: tl.int64, gh: tl.int64, gn, MASK: tl.constexpr, EVEN: tl.constexpr,
+    gb: tl.int64, gh: tl.int64, gn, MASK: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dq [b, n, h, d]; delta [b, h, n] is the sum of grad * out, for _dkv."""
+    """dq [b, n, h, d]; delta [b, h, n] is the sum of grad * out, for _dkv.
+
+    SPLIT where the GEMMs over the width go by columns: float32 heads wider than 128.
+    """
     tile, b, head = program_of(n, h, ROWS)
     # The last queries first: under a causal mask they take longest.
     row = (tl.cdiv(n, ROWS) - 1 - tile) * ROWS + tl.arange(0, ROWS)
-    q = load_tile(q_ptr + b * qb + head * qh, qn, row, n, d, True, EVEN, WIDTH)
-    grad = load_tile(grad_ptr + b * gb + head * gh, gn, row, n, d, True, EVEN, WIDTH)
-    out = load_tile(out_ptr + b * ob + head * oh, on, row, n, d, True, EVEN, WIDTH)
+    q_ptr = head_at(q_ptr, b, head, qb, qh, UNIT)
+    grad_ptr = head_at(grad_ptr, b, head, gb, gh, UNIT)
+    grad = load_tile(grad_ptr, gn, row, n, d, True, UNIT, WIDTH)
+    out = load_tile(head_at(out_ptr, b, head, ob, oh, UNIT), on, row, n, d, True, UNIT, WIDTH)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(delta_ptr + (b * h + head) * n + row, delta, mask=row < n)
     lse = tl.load(lse_ptr + (b * h + head) * n + row, mask=row < n, other=0.0)
     # -inf of a query that attends to no key would give NaN.
     lse = tl.maximum(lse, -1e30) * 1.4426950408889634
-    k_ptr, v_ptr = k_ptr + b * kb + head // (h // g) * kh, v_ptr + b * vb + head // (h // g) * vh
+    group = head // (h // g)
+    k_ptr, v_ptr = head_at(k_ptr, b, group, kb, kh, UNIT), head_at(v_ptr, b, group, vb, vh, UNIT)
     first, end = key_range_of(first_ptr + b * range_b, end_ptr + b * range_b, row, n, m, MASK)
     start, inner, outer, stop = loop_bounds(first, end, COLUMNS)
     dq = tl.zeros((ROWS, WIDTH), tl.float32)
-    dq = _add_dq(
-        dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, start, inner, m, d, first, end, scale,
-        True, EVEN, PRECISION, WIDTH, COLUMNS,
-    )  # fmt: skip
-    dq = _add_dq(
-        dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, inner, outer, m, d, first, end, scale,
-        False, EVEN, PRECISION, WIDTH, COLUMNS,
-    )  # fmt: skip
-    dq = _add_dq(
-        dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, outer, stop, m, d, first, end, scale,
-        True, EVEN, PRECISION, WIDTH, COLUMNS,
-    )  # fmt: skip
-    store_tile(dq_ptr + (b * n * h + head) * d, h * d, row, n, d, dq * shrink, EVEN, WIDTH)
+    if SPLIT:
+        dq = _add_dq_by_columns(
+            dq, q_ptr, grad_ptr, qn, gn, row, n, lse, delta, k_ptr, v_ptr, kn, vn, start, stop, m,
+            d, first, end, scale, UNIT, PRECISION, WIDTH, COLUMNS,
+        )  # fmt: skip
+    else:
+        q = load_tile(q_ptr, qn, row, n, d, True, UNIT, WIDTH)
+        dq = _add_dq(
+            dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, start, inner, m, d, first, end, scale,
+            True, UNIT, PRECISION, WIDTH, COLUMNS,
+        )  # fmt: skip
+        dq = _add_dq(
+            dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, inner, outer, m, d, first, end, scale,
+            False, UNIT, PRECISION, WIDTH, COLUMNS,
+        )  # fmt: skip
+        dq = _add_dq(
+            dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, outer, stop, m, d, first, end, scale,
+            True, UNIT, PRECISION, WIDTH, COLUMNS,
+        )  # fmt: skip
+    dq_ptr += offset_of(b * n * h + head, d, UNIT)
+    store_tile(dq_ptr, h * d, row, n, d, dq * shrink, UNIT, WIDTH)
 
 
 @kernel(CONFIGS, key=["d", "itemsize", "MASK"], default=dkv_config)
@@ -126,40 +182,57 @@ def _dkv(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr, dk_ptr, dv_ptr,
     h, g, n, m, d, itemsize, range_b, scale, shrink, qb: tl.int64, qh: tl.int64, qn,
     kb: tl.int64, kh: tl.int64, kn, vb: tl.int64, vh: tl.int64, vn, gb: tl.int64, gh: tl.int64, gn,
-    MASK: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MASK: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [b, m, g, d], summed over a group's query heads; ROWS are keys, COLUMNS queries."""
     tile, b, group = program_of(m, g, ROWS)
     row = tile * ROWS + tl.arange(0, ROWS)
-    k = load_tile(k_ptr + b * kb + group * kh, kn, row, m, d, True, EVEN, WIDTH)
-    v = load_tile(v_ptr + b * vb + group * vh, vn, row, m, d, True, EVEN, WIDTH)
+    k_ptr, v_ptr = head_at(k_ptr, b, group, kb, kh, UNIT), head_at(v_ptr, b, group, vb, vh, UNIT)
+    if not SPLIT:
+        k = load_tile(k_ptr, kn, row, m, d, True, UNIT, WIDTH)
+        v = load_tile(v_ptr, vn, row, m, d, True, UNIT, WIDTH)
     first, end = key_range_of(first_ptr + b * range_b, end_ptr + b * range_b, row, m, n, MASK)
     start, inner, outer, stop = loop_bounds(first, end, COLUMNS)
+    # first <= query < end is one comparison of unsigned numbers.
+    seen = tl.maximum(end - first, 0).to(tl.uint32)
     dk, dv = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
-    for head in range(group * (h // g), (group + 1) * (h // g)):
-        q_at, grad_at = q_ptr + b * qb + head * qh, grad_ptr + b * gb + head * gh
+    # Without hoisting: the addresses of a head's first tile would be spilled, 88 bytes a thread.
+    for head in tl.range(group * (h // g), (group + 1) * (h // g), disable_licm=True):
+        q_at = head_at(q_ptr, b, head, qb, qh, UNIT)
+        grad_at = head_at(grad_ptr, b, head, gb, gh, UNIT)
         row_at = (b * h + head) * n
         # One loop with a branch for the mask: of three loops the addresses would be spilled.
-        for begin in range(start, stop, COLUMNS):
+        for begin in tl.range(start, stop, COLUMNS, disable_licm=SPLIT):
             query = begin + tl.arange(0, COLUMNS)
-            q = load_tile(q_at, qn, query, n, d, True, EVEN, WIDTH)
-            grad = load_tile(grad_at, gn, query, n, d, True, EVEN, WIDTH)
+            if SPLIT:
+                s = _products(k_ptr, q_at, kn, qn, row, query, m, n, d, UNIT, PRECISION, WIDTH)
+                dp = _products(v_ptr, grad_at, vn, gn, row, query, m, n, d, UNIT, PRECISION, WIDTH)
+            q = load_tile(q_at, qn, query, n, d, True, UNIT, WIDTH)
+            grad = load_tile(grad_at, gn, query, n, d, True, UNIT, WIDTH)
             lse = tl.load(lse_ptr + row_at + query, mask=query < n, other=0.0)
-            delta = tl.load(delta_ptr + row_at + query, mask=query < n, other=0.0)
+            # Late, as one register of each query less: but at 64 sm_80 spills 4 B early, 48 late.
+            if WIDTH == 64:
+                delta = tl.load(delta_ptr + row_at + query, mask=query < n, other=0.0)
             lse = tl.maximum(lse, -1e30) * 1.4426950408889634
-            p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale - lse[None, :])
+            if not SPLIT:
+                s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            p = tl.exp2(s * scale - lse[None, :])
             if (begin < inner) | (begin >= outer):
-                visible = (query[None, :] >= first[:, None]) & (query[None, :] < end[:, None])
+                visible = (query[None, :] - first[:, None]).to(tl.uint32) < seen[:, None]
                 p = tl.where(visible, p, 0.0)
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
-            dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+            if not SPLIT:
+                dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
+            if WIDTH != 64:
+                delta = tl.load(delta_ptr + row_at + query, mask=query < n, other=0.0)
             ds = (p * (dp - delta[None, :])).to(q.dtype)
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     # Rows counted from the tile's first: their numbers need no register during the loop.
-    at, own, left = ((b * m + tile * ROWS) * g + group) * d, tl.arange(0, ROWS), m - tile * ROWS
-    store_tile(dk_ptr + at, g * d, own, left, d, dk * shrink, EVEN, WIDTH)
-    store_tile(dv_ptr + at, g * d, own, left, d, dv, EVEN, WIDTH)
+    at = offset_of((b * m + tile * ROWS) * g + group, d, UNIT)
+    own, left = tl.arange(0, ROWS), m - tile * ROWS
+    store_tile(dk_ptr + at, g * d, own, left, d, dk * shrink, UNIT, WIDTH)
+    store_tile(dv_ptr + at, g * d, own, left, d, dv, UNIT, WIDTH)
 
 
 @custom_op(
@@ -172,7 +245,8 @@ def flash_backward(grad, q, k, v, out, lse, causal, first, end):
     grad, q, k, v, out = (contiguous_rows(x) for x in (grad, q, k, v, out))
     (b, h, n, d), (_, g, m, _), lse = q.shape, k.shape, lse.contiguous()
     dq, dk, dv = (empty_by_token(x) for x in (q, k, v))
-    delta, (sizes, flags) = torch.empty_like(lse), sizes_and_flags(q, k)
+    delta, (sizes, flags) = torch.empty_like(lse), sizes_and_flags(q, k, v, out, grad)
+    flags["SPLIT"] = q.element_size() == 4 and d > 128
     mask, ranges, range_b = range_arguments(causal, first, end, q)
     scales, layout = (d**-0.5 * LOG2_E, d**-0.5), (*strides(q), *strides(k), *strides(v))
     _dq[head_grid(n, b * h)](

@@ -17,10 +17,12 @@ from mtcli.kernels.attention.tiles import (
     config,
     contiguous_rows,
     empty_by_token,
+    head_at,
     head_grid,
     key_range_of,
     load_tile,
     loop_bounds,
+    offset_of,
     program_of,
     range_arguments,
     sizes_and_flags,
@@ -37,14 +39,16 @@ if TYPE_CHECKING:
 CONFIGS = (
     config(128, 128, 8, 3), config(128, 128, 8, 2), config(128, 64, 8, 3), config(128, 64, 4, 3),
     config(128, 32, 8, 2), config(64, 64, 4, 3), config(64, 64, 4, 2), config(64, 32, 4, 2),
-    config(32, 32, 4, 2),
+    config(32, 32, 4, 2), config(16, 32, 8, 2), config(16, 32, 4, 2),
 )  # fmt: skip
 
 
 def forward_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
     """The config where nothing was measured: it fits in the 163 KiB of compute capability 8.0."""
     if itemsize == 4:
-        return config(64, 32, 4, 2) if d <= 64 else config(32, 32, 4, 2)
+        if d <= 64:
+            return config(64, 32, 4, 2)
+        return config(16, 32, 4 if d <= 128 else 8, 2)
     if d <= 128 and mask == RANGES:  # a short range fills few tiles
         return config(64, 64, 4, 2)
     if d <= 64:
@@ -54,23 +58,29 @@ def forward_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
 
 @kernel()
 def _add_keys(
-    top, sums, mixed, q, k_ptr, v_ptr, k_stride, v_stride, start, stop, m, d, first, end, scale,
-    MASKED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    top, sums, mixed, q, k_ptr, v_ptr, k_stride, v_stride, start, stop, inner, outer, m, d, first,
+    end, scale, MASKED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys start .. stop - 1; MASKED where ranges end among them."""
+    """Online softmax over keys start .. stop - 1; MASKED where ranges end among them.
+
+    Of wide heads only tiles outside inner .. outer - 1 are masked then, by a branch.
+    """
     for begin in range(start, stop, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
-        k = load_tile(k_ptr, k_stride, column, m, d, MASKED, EVEN, WIDTH)
+        k = load_tile(k_ptr, k_stride, column, m, d, MASKED, UNIT, WIDTH)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if MASKED:
+        hidden = MASKED
+        if MASKED and WIDTH > 128:
+            hidden = (begin < inner) | (begin >= outer)
+        if hidden:
             visible = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1) * scale)
         base = tl.where(higher == float("-inf"), 0.0, higher)
         # One multiply-add per score.
         p, shrink = tl.exp2(scores * scale - base[:, None]), tl.exp2(top - base)
-        v = load_tile(v_ptr, v_stride, column, m, d, MASKED, EVEN, WIDTH)
+        v = load_tile(v_ptr, v_stride, column, m, d, MASKED, UNIT, WIDTH)
         mixed = tl.dot(p.to(v.dtype), v, mixed * shrink[:, None], input_precision=PRECISION)
         sums = sums * shrink + tl.sum(p, 1)
         top = higher
@@ -81,36 +91,45 @@ def _add_keys(
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, first_ptr, end_ptr, h, g, n, m, d, itemsize, range_b,
     scale, qb: tl.int64, qh: tl.int64, qn, kb: tl.int64, kh: tl.int64, kn,
-    vb: tl.int64, vh: tl.int64, vn, MASK: tl.constexpr, EVEN: tl.constexpr,
+    vb: tl.int64, vh: tl.int64, vn, MASK: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out [b, n, h, d], lse [b, h, n]; `range_b` is 0 where all sequences share their ranges."""
     tile, b, head = program_of(n, h, ROWS)
     # The last queries first: under a causal mask they take longest.
     row = (tl.cdiv(n, ROWS) - 1 - tile) * ROWS + tl.arange(0, ROWS)
-    q = load_tile(q_ptr + b * qb + head * qh, qn, row, n, d, True, EVEN, WIDTH)
-    k_ptr, v_ptr = k_ptr + b * kb + head // (h // g) * kh, v_ptr + b * vb + head // (h // g) * vh
+    q = load_tile(head_at(q_ptr, b, head, qb, qh, UNIT), qn, row, n, d, True, UNIT, WIDTH)
+    group = head // (h // g)
+    k_ptr, v_ptr = head_at(k_ptr, b, group, kb, kh, UNIT), head_at(v_ptr, b, group, vb, vh, UNIT)
     first, end = key_range_of(first_ptr + b * range_b, end_ptr + b * range_b, row, n, m, MASK)
     start, inner, outer, stop = loop_bounds(first, end, COLUMNS)
     top, sums = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, WIDTH), tl.float32)
-    top, sums, mixed = _add_keys(
-        top, sums, mixed, q, k_ptr, v_ptr, kn, vn, start, inner, m, d, first, end, scale,
-        True, EVEN, PRECISION, WIDTH, COLUMNS,
-    )  # fmt: skip
-    top, sums, mixed = _add_keys(
-        top, sums, mixed, q, k_ptr, v_ptr, kn, vn, inner, outer, m, d, first, end, scale,
-        False, EVEN, PRECISION, WIDTH, COLUMNS,
-    )  # fmt: skip
-    top, sums, mixed = _add_keys(
-        top, sums, mixed, q, k_ptr, v_ptr, kn, vn, outer, stop, m, d, first, end, scale,
-        True, EVEN, PRECISION, WIDTH, COLUMNS,
-    )  # fmt: skip
+    # Three loops take more registers than wide heads leave.
+    if WIDTH > 128:
+        top, sums, mixed = _add_keys(
+            top, sums, mixed, q, k_ptr, v_ptr, kn, vn, start, stop, inner, outer, m, d, first, end,
+            scale, True, UNIT, PRECISION, WIDTH, COLUMNS,
+        )  # fmt: skip
+    else:
+        top, sums, mixed = _add_keys(
+            top, sums, mixed, q, k_ptr, v_ptr, kn, vn, start, inner, inner, outer, m, d, first, end,
+            scale, True, UNIT, PRECISION, WIDTH, COLUMNS,
+        )  # fmt: skip
+        top, sums, mixed = _add_keys(
+            top, sums, mixed, q, k_ptr, v_ptr, kn, vn, inner, outer, inner, outer, m, d, first, end,
+            scale, False, UNIT, PRECISION, WIDTH, COLUMNS,
+        )  # fmt: skip
+        top, sums, mixed = _add_keys(
+            top, sums, mixed, q, k_ptr, v_ptr, kn, vn, outer, stop, inner, outer, m, d, first, end,
+            scale, True, UNIT, PRECISION, WIDTH, COLUMNS,
+        )  # fmt: skip
     some = sums > 0.0
     lse = tl.where(some, (top + tl.log2(tl.where(some, sums, 1.0))) * 0.6931471805599453, top)
     tl.store(lse_ptr + (b * h + head) * n + row, lse, mask=row < n)
     mixed /= tl.where(some, sums, 1.0)[:, None]
-    store_tile(out_ptr + (b * n * h + head) * d, h * d, row, n, d, mixed, EVEN, WIDTH)
+    out_ptr += offset_of(b * n * h + head, d, UNIT)
+    store_tile(out_ptr, h * d, row, n, d, mixed, UNIT, WIDTH)
 
 
 @custom_op(
@@ -128,7 +147,7 @@ def flash(q, k, v, causal, first, end):
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     b, h, n, d = q.shape
     out, lse = empty_by_token(q), q.new_empty(b, h, n, dtype=torch.float32)
-    sizes, flags = sizes_and_flags(q, k)
+    sizes, flags = sizes_and_flags(q, k, v)
     mask, ranges, range_b = range_arguments(causal, first, end, q)
     pointers = (q, k, v, out, lse, *ranges)
     layout = (*strides(q), *strides(k), *strides(v))

@@ -8,6 +8,7 @@ keys that a query attends to are one range: all of them, those up to its own pos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -84,30 +85,53 @@ def loop_bounds(first, end, COLUMNS: tl.constexpr):
 
 
 @kernel()
-def load_tile(
-    ptr, stride, row, rows, width, MASKED: tl.constexpr, EVEN: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Loads rows `row` of a head [rows, width] as a tile that is WIDTH wide, zeros past the end.
-
-    MASKED where a row may be past the end, EVEN where width is WIDTH.
-    """
-    d = tl.arange(0, WIDTH)[None, :]
-    at = ptr + row.to(tl.int64)[:, None] * stride + d
-    if MASKED and EVEN:
-        return tl.load(at, mask=(row < rows)[:, None], other=0.0)
-    if MASKED:
-        return tl.load(at, mask=(row < rows)[:, None] & (d < width), other=0.0)
-    if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=d < width, other=0.0)
+def offset_of(index, stride, UNIT: tl.constexpr):
+    """index * stride, of which the compiler is told that UNIT divides it; see `load_tile`."""
+    offset = index * stride
+    return tl.multiple_of(offset, UNIT) if UNIT else offset
 
 
 @kernel()
-def store_tile(ptr, stride, row, rows, width, tile, EVEN: tl.constexpr, WIDTH: tl.constexpr):
+def head_at(ptr, b, head, of_b, of_head, UNIT: tl.constexpr):
+    """The address of a head's first row."""
+    return ptr + offset_of(b, of_b, UNIT) + offset_of(head, of_head, UNIT)
+
+
+@kernel()
+def rows_of(ptr, stride, row, rows, width, UNIT: tl.constexpr, WIDTH: tl.constexpr):
+    """(addresses, row mask, column mask) of rows `row` of a head; see `load_tile`."""
+    d, first = tl.arange(0, WIDTH)[None, :], row.to(tl.int64)[:, None] * stride
+    inside = d < width
+    if UNIT:
+        first = tl.multiple_of(first, (UNIT, UNIT))
+        inside = tl.max_constancy(inside, (1, UNIT))
+    return ptr + first + d, (row < rows)[:, None], inside
+
+
+@kernel()
+def load_tile(
+    ptr, stride, row, rows, width, MASKED: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Loads rows `row` of a head [rows, width] as a tile that is WIDTH wide, zeros past the end.
+
+    MASKED where a row may be past the end. UNIT is 0 where width is WIDTH; else it divides the
+    width and all strides, of which Triton itself sees multiples of 16 alone.
+    """
+    at, above, inside = rows_of(ptr, stride, row, rows, width, UNIT, WIDTH)
+    if MASKED and UNIT == 0:
+        return tl.load(at, mask=above, other=0.0)
+    if MASKED:
+        return tl.load(at, mask=above & inside, other=0.0)
+    if UNIT == 0:
+        return tl.load(at)
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@kernel()
+def store_tile(ptr, stride, row, rows, width, tile, UNIT: tl.constexpr, WIDTH: tl.constexpr):
     """Stores rows `row` of a tile as those of a head [rows, width]; see `load_tile`."""
-    d = tl.arange(0, WIDTH)[None, :]
-    at, inside = ptr + row.to(tl.int64)[:, None] * stride + d, (row < rows)[:, None]
-    tl.store(at, tile, mask=inside if EVEN else inside & (d < width))
+    at, above, inside = rows_of(ptr, stride, row, rows, width, UNIT, WIDTH)
+    tl.store(at, tile, mask=above if UNIT == 0 else above & inside)
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
@@ -127,10 +151,17 @@ def empty_by_token(x: Tensor) -> Tensor:
     return x.new_empty(b, n, h, d).transpose(1, 2)
 
 
-def sizes_and_flags(q: Tensor, k: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
+def sizes_and_flags(
+    q: Tensor, k: Tensor, *others: Tensor
+) -> tuple[tuple[int, ...], dict[str, Any]]:
     """(sizes h, g, n, m, d, itemsize; constants) that every flash kernel takes."""
     d, width = q.shape[3], max(16, power_of_two(q.shape[3]))
-    flags = {"EVEN": d == width, "WIDTH": width, "PRECISION": float32_precision()}
+    common = gcd(d, *(n for x in (q, k, *others) for n in strides(x)))
+    flags = {
+        "UNIT": 0 if d == width else min(16, common & -common),
+        "WIDTH": width,
+        "PRECISION": float32_precision(),
+    }
     return (q.shape[1], k.shape[1], q.shape[2], k.shape[2], d, q.element_size()), flags
 
 

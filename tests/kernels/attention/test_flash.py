@@ -15,7 +15,7 @@ SHAPES = {  # b, h, g, n, m, d
     "groups, odd": (2, 4, 2, 37, 37, 20),
     "tiles of 64 and a part": (1, 1, 1, 133, 133, 16),
     "more keys than queries": (1, 2, 2, 5, 100, 64),
-    "wide": (1, 1, 1, 40, 40, 160),
+    "wide groups": (1, 2, 1, 70, 70, 160),
 }
 DOCUMENTS = [[40, 1, 1, 70, 21], [3, 130]]  # of 133 tokens
 
