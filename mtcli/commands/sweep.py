@@ -89,9 +89,8 @@ def sweep(
     json_out: JsonOut = None,
 ) -> None:
     """Train many models of one shape as one array, each with the run folder of a run alone."""
-    from mtcli.core.checkpoint.fine_tuning import source_of
     from mtcli.core.runtime.launch import environment_world
-    from mtcli.core.sweep.record import require_new
+    from mtcli.core.sweep.record import require_startable
     from mtcli.core.sweep.run_plan import sweep_plan
 
     asked = {
@@ -99,9 +98,9 @@ def sweep(
         "hyperband": hyperband, "median": median, "max_fused": max_fused, "resume": resume,
         "sampler": sampler, "init": init,
     }  # fmt: skip
-    plan = sweep_plan(source_of(config, init), overrides, Path(output), num_ranks(nproc), asked)
-    if environment_world() is None and not resume:
-        require_new(plan.trials, plan.output)
+    plan = sweep_plan(config, overrides, Path(output), num_ranks(nproc), asked)
+    if environment_world() is None and not (resume and plan.sampling):
+        require_startable(plan.trials, plan.output, resume)
 
     def work(runtime: "Runtime") -> bool:
         from mtcli.core.profile.measure import peak_flops
