@@ -178,6 +178,16 @@ def test_the_median_rule_stops_trials_and_a_run_goes_on_from_there(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_sweep_that_stops_at_a_step_of_the_median_rule_decides_as_it_would_have(tmp_path):
+    config = write_run(tmp_path, train={"steps": 4, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-6,1e-2,2e-2,1e-1", "--median", "2")
+    assert sweep(config, *words, out="whole").returncode == 0
+    assert sweep(config, *words, out="cut", fault=stop_after_two_steps).returncode == 130
+    assert sweep(config, *words, "--resume", out="cut").returncode == 0
+    whole, cut = (outcomes(tmp_path / out) for out in ("whole", "cut"))
+    assert whole == cut and ("stopped", 2) in [told[:2] for told in whole.values()]
+
+
 def test_arrays_over_data_ranks_are_runs_over_data_ranks(tmp_path):
     config = write_run(tmp_path, **RUN)
     done = sweep(config, "--vary", "optimizer.lr=1e-3,3e-3", "--nproc", "2")

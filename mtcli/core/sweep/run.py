@@ -170,17 +170,20 @@ class Sweep:
                 self._to_the_end(live)
 
     def _to_the_end(self, live: LiveArray) -> None:
-        """Trains to the end of the run, with the median rule at its steps."""
+        """Trains to the end of the run, with the median rule at its steps: before the next one, as
+        a sweep may have been told to stop at one of them."""
         steps, every = live.shape.train.steps, self.plan.median
-        while live.seats and not self.interrupted:
-            until = min(steps, (live.array.step // every + 1) * every) if every else steps
+        while live.seats and not self.interrupted and live.array.step < steps:
+            step, until = live.array.step, steps
+            if every:
+                self._apply_median(live, step)
+                until = min(steps, (step // every + 1) * every)
             self.interrupted = not live.train(until)
-            if self.interrupted or until == steps:
-                break
-            self._apply_median(live, until)
         self._close(live)
 
     def _apply_median(self, live: LiveArray, step: int) -> None:
+        if step == 0 or step % self.plan.median:
+            return
         losses = {record.name: record.losses for record in self.records}
         here = {seat.record.name for seat in live.seats}
         stopped = [n for n in below_median(losses, step, self.plan.median) if n in here]
@@ -286,11 +289,12 @@ class Sweep:
         return capacity(config, self.runtime)
 
     def _stops(self) -> bool:
-        return self.signal.received > 0 or (self.plan.output / STOP_FILE).exists()
+        return self.signal.received > 0 or (self.plan.output / STOP_FILE).is_file()
 
     def _clear_stop_file(self) -> None:
-        if self.runtime.rank == 0:
-            (self.plan.output / STOP_FILE).unlink(missing_ok=True)
+        stop = self.plan.output / STOP_FILE
+        if self.runtime.rank == 0 and stop.is_file():
+            stop.unlink(missing_ok=True)
         gather_values(None, self.world)
 
 

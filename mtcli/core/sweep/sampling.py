@@ -58,14 +58,18 @@ class Proposals:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.sampling = sampling
         self.sampler = getattr(optuna.samplers, SAMPLERS[sampling.sampler])
-        storage = JournalStorage(JournalFileBackend(str(output / NAME)))
-        about = {"study_name": STUDY, "direction": "minimize", "load_if_exists": True}
-        self.study = optuna.create_study(storage=storage, **about)
+        log, about = output / NAME, {"study_name": STUDY, "direction": "minimize"}
+        try:
+            storage = JournalStorage(JournalFileBackend(str(log)))
+            self.study = optuna.create_study(storage=storage, load_if_exists=True, **about)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            hint = "remove it, and a new study begins; or name another folder"
+            raise wrong(f"{log} is no study of Optuna's: {error}", hint, "--output") from None
         varied = sorted(sampling.varied, key=lambda one: one.field)
         space = {one.field: list(one.range or one.values) for one in varied}
         own = json_text(space)
         if self.study.user_attrs.get(SPACE, own) != own:
-            message = f"{output / NAME} is the study of other fields or values"
+            message = f"{log} is the study of other fields or values"
             raise wrong(message, "vary what it was begun with; or name another folder", "--vary")
         self.study.set_user_attr(SPACE, own)
 

@@ -44,3 +44,10 @@ def test_what_was_asked_and_not_told_is_proposed_again(tmp_path):
     assert after.done() == [told[1]]
     with pytest.raises(MtcliError, match="the study of other fields or values"):
         proposals(tmp_path, 5, seed="seed=3,5")
+
+
+@pytest.mark.parametrize("text", ["garbage\n{}\n", "{}\n{}\n", "[1]\n[1]\n"])
+def test_a_damaged_study_is_refused(tmp_path, text):
+    (tmp_path / "optuna.log").write_text(text)
+    with pytest.raises(MtcliError, match="is no study of Optuna's"):
+        proposals(tmp_path, 5)
