@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import InitFrom, JsonOut, Nproc, Overrides, TrainingConfig
+from mtcli.commands.options import InitFrom, JsonOut, Nproc, Overrides, SkipBad, TrainingConfig
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 
@@ -85,6 +85,7 @@ def sweep(
     max_fused: MaxFused = None,
     sampler: Sampler = None,
     resume: Resume = False,
+    skip_bad: SkipBad = False,
     nproc: Nproc = 1,
     json_out: JsonOut = None,
 ) -> None:
@@ -98,6 +99,7 @@ def sweep(
         "hyperband": hyperband, "median": median, "max_fused": max_fused, "resume": resume,
         "sampler": sampler, "init": init,
     }  # fmt: skip
+    overrides = [*overrides, "data.skip_bad=true"] if skip_bad else overrides
     plan = sweep_plan(config, overrides, Path(output), num_ranks(nproc), asked)
     if environment_world() is None and not (resume and plan.sampling):
         require_startable(plan.trials, plan.output, resume)

@@ -225,16 +225,18 @@ def test_json_on_stdout_has_all_trials_and_nothing_else(tmp_path):
 
 def test_adapters_of_a_hugging_face_folder_s_model_are_runs_alone_and_go_on(tmp_path):
     save_model(tmp_path / "llama")
-    write_lines(tmp_path / "my.jsonl", sums(20))
+    write_lines(tmp_path / "my.jsonl", [*sums(20), {"prompt": "no answer"}])
     settings = ["data.train=my.jsonl", "batch.seq_len=128", "batch.global_batch_size=2"]
     settings += ["optimizer.lr=1e-2", "train.precision=fp64", "train.epochs=2"]
     settings += ["lora.dropout=0.1"]
     words = [word for item in settings for word in ("--set", item)]
     varied = ("--vary", "lora.rank=2,5", "--vary", "lora.alpha=4,16")
+    words += ["--skip-bad"]
     started = ("sweep", "llama", *words, *varied, "--output", "out")
     assert mtcli(*started, folder=tmp_path, fault=stop_after_two_steps).returncode == 130
     done = mtcli(*started, "--resume", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "bad    1 no completion, my.jsonl:21" in done.stderr
     own = ("--set", "lora.rank=2", "--set", "lora.alpha=16", "--set", "train.output=alone")
     done = mtcli("train", "llama", *words, *own, folder=tmp_path)
     assert done.returncode == 0, done.stderr
