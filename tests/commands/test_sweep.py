@@ -114,6 +114,7 @@ def test_a_sampler_s_sweep_that_resumes_has_all_trials_in_its_table(tmp_path):
     pytest.importorskip("optuna")
     config = write_run(tmp_path, train={"steps": 2, "precision": "fp32"})
     words = ("--vary", "optimizer.lr=1e-4..1e-2", "--sampler", "optuna")
+    words += ("--vary", "optimizer.betas=[0.9,0.95]")
     assert sweep(config, *words, "--random", "2").returncode == 0
     before = outcomes(tmp_path / "out")
     assert sweep(config, *words, "--random", "3", "--resume").returncode == 0

@@ -129,10 +129,12 @@ def _require_base(space: SweepSpace, asked: Mapping[str, Any], world: int) -> No
 def plan_notes(plan: SweepPlan) -> list[str]:
     """Says which varied fields partition the trials, and into how many sets; and where there are
     fewer trials than were to be drawn."""
+    if plan.sampling:  # whose trials are proposed as it goes on
+        return []
     fields, sets = partitioning_fields(plan.trials, plan.fields), len(partitions(plan.trials))
     notes, count = [], len(plan.trials)
     asked = (plan.asked["random"] or 0) * (plan.asked["seeds"] or 1)
-    if asked > count and not plan.sampling:
+    if asked > count:
         notes += [f"{asked} trials are asked for, and {count} of them differ"]
     if fields:
         what = f"{', '.join(fields)} {'changes' if len(fields) == 1 else 'change'}"

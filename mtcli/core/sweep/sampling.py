@@ -3,6 +3,7 @@
 The study is a journal file in the sweep's folder, which Optuna's dashboard opens.
 """
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,6 +57,7 @@ class Proposals:
         from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.sampling = sampling
         self.sampler = getattr(optuna.samplers, SAMPLERS[sampling.sampler])
         log, about = output / NAME, {"study_name": STUDY, "direction": "minimize"}

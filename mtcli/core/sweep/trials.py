@@ -172,7 +172,8 @@ class SweepSpace:
         for field, value in values.items():
             table = _with_value(table, field.split("."), value)
         config, found = validate(table)
-        return Trial(name, dict(point), require_array(config, found, world))
+        legal = require_array(config, found, world)
+        return Trial(name, {field: attrgetter(field)(legal) for field in point}, legal)
 
     def _varied(self, item: str, draws: bool) -> Varied:
         field, equals, text = item.partition("=")
@@ -284,7 +285,7 @@ def name_of(point: Mapping[str, Any]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(map(_shown, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def partitions(trials: Sequence[Trial]) -> list[list[Trial]]:
