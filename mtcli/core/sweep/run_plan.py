@@ -196,8 +196,7 @@ def _require_rules(trials: Sequence[Trial], rule: Hyperband | None, median: int 
     if rule and rule.units > shortest:
         message = f"R={rule.units} units, and train.steps={shortest}"
         problems += [Problem(message, "a unit is at least one step: lower R", "--hyperband")]
-    most = max(map(len, partitions(trials)))
-    if rule and most > rule.trials():
+    if rule and (most := max(map(len, partitions(trials)))) > rule.trials():
         message = f"its brackets take {rule.trials()} trials, and there are {most}"
         hint = f"--random {rule.trials()}, fewer values, or a larger R"
         problems += [Problem(message, hint, "--hyperband")]
