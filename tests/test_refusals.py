@@ -42,6 +42,7 @@ REFUSED = {  # words: what is said
     ("train", "tiny"): DATALESS,
     ("train", "tiny", "--set", "parallel.tp=3"): DATALESS,
     ("train", "tiny", "--set", 'data.train=["gone"]'): "gone",
+    ("train", "x" * 300): "cannot be read: File name too long",
     (
         *TRAIN,
         "--set",

@@ -74,6 +74,9 @@ NoCalibrate = Annotated[
         help="do not measure this CPU: plan by a roofline of three quickly measured rates",
     ),
 ]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
+]
 # Of `mtcli preprocess` and `mtcli curate`, which read text.
 TextKey = Annotated[
     str, typer.Option(help="The key of JSON lines, or the column of a table, with the text.")
@@ -81,9 +84,6 @@ TextKey = Annotated[
 SplitOn = Annotated[
     Literal["blank"] | None,
     typer.Option(help="blank: plain text holds a document per block between blank lines."),
-]
-SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import InitFrom, JsonOut, Nproc, Overrides, TrainingConfig
+from mtcli.commands.options import InitFrom, JsonOut, Nproc, Overrides, SkipBad, TrainingConfig
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 
@@ -85,13 +85,13 @@ def sweep(
     max_fused: MaxFused = None,
     sampler: Sampler = None,
     resume: Resume = False,
+    skip_bad: SkipBad = False,
     nproc: Nproc = 1,
     json_out: JsonOut = None,
 ) -> None:
     """Train many models of one shape as one array, each with the run folder of a run alone."""
-    from mtcli.core.checkpoint.fine_tuning import source_of
     from mtcli.core.runtime.launch import environment_world
-    from mtcli.core.sweep.record import require_new
+    from mtcli.core.sweep.record import require_startable
     from mtcli.core.sweep.run_plan import sweep_plan
 
     asked = {
@@ -99,9 +99,10 @@ def sweep(
         "hyperband": hyperband, "median": median, "max_fused": max_fused, "resume": resume,
         "sampler": sampler, "init": init,
     }  # fmt: skip
-    plan = sweep_plan(source_of(config, init), overrides, Path(output), num_ranks(nproc), asked)
-    if environment_world() is None and not resume:
-        require_new(plan.trials, plan.output)
+    overrides = [*overrides, "data.skip_bad=true"] if skip_bad else overrides
+    plan = sweep_plan(config, overrides, Path(output), num_ranks(nproc), asked)
+    if environment_world() is None and not (resume and plan.sampling):
+        require_startable(plan.trials, plan.output, resume)
 
     def work(runtime: "Runtime") -> bool:
         from mtcli.core.profile.measure import peak_flops

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import InitFrom, Nproc, Overrides, TrainingConfig
+from mtcli.commands.options import InitFrom, Nproc, Overrides, SkipBad, TrainingConfig
 from mtcli.commands.ranks import num_ranks, run_ranks
 
 if TYPE_CHECKING:
@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 
 Resume = Annotated[
     bool, typer.Option("--resume", help="go on from the newest checkpoint of train.output")
-]
-SkipBad = Annotated[
-    bool,
-    typer.Option("--skip-bad", help="leave bad examples out, and count them"),
 ]
 MaxRestarts = Annotated[
     int,

@@ -84,6 +84,42 @@ def test_a_sweep_that_was_told_to_stop_saves_all_and_goes_on_bit_for_bit(tmp_pat
     assert done.returncode == 0, done.stderr
     for name in ("lr=0.001", "lr=0.003"):
         assert_same_run(tmp_path / "cut" / name, tmp_path / "whole" / name, tolerance=0.0)
+    again = sweep(config, *words, "--resume", out="cut")
+    assert "note: 3 of 3 trials have ended before" in again.stderr
+
+
+def test_a_sweep_resumes_with_all_of_its_trials_their_models_and_a_whole_table(tmp_path):
+    config = write_run(tmp_path, train={"steps": 3, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-3,3e-3,1e6")
+    assert sweep(config, *words).returncode == 0
+    table, found = tmp_path / "out" / "sweep.json", outcomes(tmp_path / "out")
+    less = sweep(config, "--vary", "optimizer.lr=1e-3", "--resume")
+    assert less.returncode == 2 and outcomes(tmp_path / "out") == found
+    assert "2 of the 3 trials" in less.stderr and "the 1 that are asked for" in less.stderr
+    other = sweep(config, *words, "--resume", "--set", "model.init_std=0.5")
+    assert other.returncode == 2 and "the run was trained with 0.02" in other.stderr
+    for text in ("{", "[]", '{"trials": 7}', '{"trials": [{"name": "a"}, 3]}'):
+        table.write_text(text)
+        damaged = sweep(config, *words, "--resume")
+        assert damaged.returncode == 2 and "remove it: --resume goes on" in damaged.stderr
+    row = {"name": "lr=1e+06", "status": "diverged", "steps": [9], "reason": 3}
+    table.write_text(json.dumps({"trials": [row]}))
+    assert sweep(config, *words, "--resume").returncode == 0
+    assert {name: told[0] for name, told in outcomes(tmp_path / "out").items()} == {
+        name: told[0] for name, told in found.items()
+    }
+
+
+def test_a_sampler_s_sweep_that_resumes_has_all_trials_in_its_table(tmp_path):
+    pytest.importorskip("optuna")
+    config = write_run(tmp_path, train={"steps": 2, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-4..1e-2", "--sampler", "optuna")
+    words += ("--vary", "optimizer.betas=[0.9,0.95]")
+    assert sweep(config, *words, "--random", "2").returncode == 0
+    before = outcomes(tmp_path / "out")
+    assert sweep(config, *words, "--random", "3", "--resume").returncode == 0
+    after = outcomes(tmp_path / "out")
+    assert len(before) == 2 and len(after) == 3 and before.items() <= after.items()
 
 
 def stop_after_two_steps(rank):
@@ -143,6 +179,16 @@ def test_the_median_rule_stops_trials_and_a_run_goes_on_from_there(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_sweep_that_stops_at_a_step_of_the_median_rule_decides_as_it_would_have(tmp_path):
+    config = write_run(tmp_path, train={"steps": 4, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-6,1e-2,2e-2,1e-1", "--median", "2")
+    assert sweep(config, *words, out="whole").returncode == 0
+    assert sweep(config, *words, out="cut", fault=stop_after_two_steps).returncode == 130
+    assert sweep(config, *words, "--resume", out="cut").returncode == 0
+    whole, cut = (outcomes(tmp_path / out) for out in ("whole", "cut"))
+    assert whole == cut and ("stopped", 2) in [told[:2] for told in whole.values()]
+
+
 def test_arrays_over_data_ranks_are_runs_over_data_ranks(tmp_path):
     config = write_run(tmp_path, **RUN)
     done = sweep(config, "--vary", "optimizer.lr=1e-3,3e-3", "--nproc", "2")
@@ -180,16 +226,18 @@ def test_json_on_stdout_has_all_trials_and_nothing_else(tmp_path):
 
 def test_adapters_of_a_hugging_face_folder_s_model_are_runs_alone_and_go_on(tmp_path):
     save_model(tmp_path / "llama")
-    write_lines(tmp_path / "my.jsonl", sums(20))
+    write_lines(tmp_path / "my.jsonl", [*sums(20), {"prompt": "no answer"}])
     settings = ["data.train=my.jsonl", "batch.seq_len=128", "batch.global_batch_size=2"]
     settings += ["optimizer.lr=1e-2", "train.precision=fp64", "train.epochs=2"]
     settings += ["lora.dropout=0.1"]
     words = [word for item in settings for word in ("--set", item)]
     varied = ("--vary", "lora.rank=2,5", "--vary", "lora.alpha=4,16")
+    words += ["--skip-bad"]
     started = ("sweep", "llama", *words, *varied, "--output", "out")
     assert mtcli(*started, folder=tmp_path, fault=stop_after_two_steps).returncode == 130
     done = mtcli(*started, "--resume", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "bad    1 no completion, my.jsonl:21" in done.stderr
     own = ("--set", "lora.rank=2", "--set", "lora.alpha=16", "--set", "train.output=alone")
     done = mtcli("train", "llama", *words, *own, folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -156,8 +156,11 @@ def test_an_id_that_the_vocabulary_lacks_ends_all_ranks_with_its_place(home, tmp
 
 def test_an_output_that_cannot_be_a_folder_is_refused(home, tmp_path):
     (tmp_path / "taken").write_text("mine")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "checkpoints").touch()
     for output, why in (
         ("taken", "File exists"),
+        ("half", "File exists"),
         ("taken/x", "Not a dir"),
         ("x" * 300, "File name"),
     ):

@@ -1,5 +1,6 @@
 """The run config of a fine-tuning, whose model is that of the weights it starts from; no torch."""
 
+from os.path import isfile  # false for names that no file can have, where Path's raises
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from mtcli.core.checkpoint.folder import (
 )
 from mtcli.core.checkpoint.huggingface import config_json
 from mtcli.core.config.errors import MtcliError, Problem, wrong
-from mtcli.core.config.loading import Table, read_table
+from mtcli.core.config.loading import Table, read_table, without_steps
 from mtcli.core.config.schema import LoraConfig, RunConfig
 
 # Of full fine-tuning, where nothing else is said: a hundredth of what pre-training takes, so that
@@ -24,26 +25,29 @@ def is_weights(source: str) -> bool:
     """Whether a CONFIG is a Hugging Face folder, from whose weights its model is trained on."""
     path = Path(source)
     names = (config_json.NAME, ADAPTER_CONFIG)
-    return any((path / name).is_file() for name in names) and not (path / CONFIG).exists()
+    return any(map(isfile, (path / name for name in names))) and not (path / CONFIG).exists()
 
 
 def source_of(config: str | None, init: str | None = None) -> str | Table:
     """The table of a run's config, or the name of one that is read as it is.
 
     A Hugging Face folder as CONFIG, or weights to start from and no CONFIG, give the model, and
-    train.init. `init` beside a CONFIG gives train.init alone. Raises MtcliError where neither is
-    given, or the weights' model cannot be told.
+    train.init. `init` beside a CONFIG gives train.init alone. The steps of a run folder's epochs
+    are those of the data it had, and are left out. Raises MtcliError where neither is given, or
+    the weights' model cannot be told.
     """
     if config is None and init is None:
         hint = "give a CONFIG (a TOML file, run folder, preset or Hugging Face folder), or --init"
         raise wrong("there is no config to train", hint, "CONFIG")
     if config is None or is_weights(config):
         return _table_of_weights(init or config or "", config or init or "")
-    if init is None:
+    is_run = isfile(Path(config) / CONFIG)
+    if init is None and not is_run:
         return config
     table = read_table(config)
+    table = without_steps(table) if is_run else table
     train = table.get("train", {})
-    return table | {"train": train | {"init": init}} if isinstance(train, dict) else table
+    return table | {"train": train | {"init": init}} if init and isinstance(train, dict) else table
 
 
 def _table_of_weights(init: str, source: str) -> Table:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
+from os.path import isdir  # false for names that no folder can have, where Path's raises
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
     """The table of a TOML file, run folder or preset with overrides on top.
 
     The warm-up ends with the run where an override makes that shorter and says nothing of it.
-    Steps that an override names count, whatever epochs the table has. Where one names another head
-    or format of the data, what the table says of the ones before it is left out.
+    Steps that an override names count, whatever epochs the table has, and epochs whatever steps.
+    Where one names another head or format of the data, what the table says of the ones before it is
+    left out.
     """
     before = source if isinstance(source, dict) else read_table(source)
     table = with_overrides(before, overrides)
@@ -65,10 +67,20 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
     table = _of_other_data(before, table, fields)
     if "train.steps" in fields and "train.epochs" not in fields:
         table = _without(table, ["train", "epochs"])
+    if "train.epochs" in fields and "train.steps" not in fields:
+        table = _without(table, ["train", "steps"])
     if "train.steps" in fields and "optimizer.warmup_steps" not in fields:
         match table:
             case {"train": {"steps": int(n)}, "optimizer": {"warmup_steps": int(m)}} if 0 < n < m:
                 return _with(table, ["optimizer", "warmup_steps"], n)
+    return table
+
+
+def without_steps(table: Table) -> Table:
+    """The table without steps where it has epochs, whose number of steps its data tells."""
+    match table:
+        case {"train": {"epochs": epochs}} if epochs:
+            return _without(table, ["train", "steps"])
     return table
 
 
@@ -160,7 +172,7 @@ def read_table(source: str) -> Table:
         text = files("mtcli").joinpath("presets", f"{source}.toml").read_text()
         return parse_toml(text)
     path = Path(source)
-    if path.is_dir():
+    if isdir(path):
         path = path / "config.toml"  # a run folder
         if not path.exists():
             hint = "a run folder holds one; give it, a TOML file, or a preset"

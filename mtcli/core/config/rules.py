@@ -209,6 +209,13 @@ def _curve_fits(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, f"0 to {config.train.steps}", "optimizer.warmup_steps")
 
 
+def _run_has_a_length(config: RunConfig, world: int) -> Iterator[Problem]:
+    train = config.train
+    if not train.epochs and train.model_fields_set & {"epochs", "steps"} == {"epochs"}:
+        hint = "more epochs, such as 1, or train.steps"
+        yield Problem("epochs=0: the run has no length", hint, "train.epochs")
+
+
 def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
     o = config.optimizer
     least, largest = o.trust_bounds
@@ -509,6 +516,7 @@ RULES: tuple[Rule, ...] = (
     next_tokens_are_hidden,
     _rope_scaling_is_a_range,
     _curve_fits,
+    _run_has_a_length,
     _trust_bounds_are_a_range,
     fields_are_used,
     _weights_are_compiled,

@@ -15,7 +15,7 @@ def with_steps(config: RunConfig, tokenizer: str | Path | None) -> RunConfig:
     """The config with the steps of its epochs, where it has any, once its data is read;
     `tokenizer` is that of the weights it starts from.
 
-    Raises MtcliError where the data is wrong, or the warm-up is longer.
+    Raises MtcliError where the data is wrong, the warm-up is longer, or other steps are set too.
     """
     which: list[Which] = ["train", "valid"] if config.train.eval_every else ["train"]
     read = open_conversations if config.data.format == "conversations" else open_examples
@@ -24,6 +24,10 @@ def with_steps(config: RunConfig, tokenizer: str | Path | None) -> RunConfig:
     if not config.train.epochs:
         return config
     steps = max(1, math.ceil(config.train.epochs * per_epoch))
+    if "steps" in config.train.model_fields_set and config.train.steps != steps:
+        message = f"epochs={config.train.epochs:g} are {steps} steps of this data, "
+        message += f"and train.steps={config.train.steps}"
+        raise wrong(message, "set one of them", "train.epochs")
     if config.optimizer.warmup_steps > steps:
         message = f"warmup_steps={config.optimizer.warmup_steps} is above the {steps} steps of "
         message += f"{config.train.epochs:g} epochs"

@@ -88,6 +88,9 @@ class LiveArray:
             watcher.say(note)
         self.array = ModelArray(configs, self.groups)
         self.loader, self.valid = together(world, lambda: self._loaders(configs, starts))
+        about = [loader.batches.describe() for loader in dict.fromkeys(self.loader.loaders)]
+        for name, text in dict.fromkeys(pair for told in about for pair in told.items()):
+            watcher.say(f"{name:<7}{text}")
         saving = saving_ranks(self.groups)
         pairs = zip(trials, self.array.members, starts, self.loader.loaders, strict=True)
         self.seats = [self._seat(*pair, saving) for pair in pairs]

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders, step_of
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import parse_json, read_untrusted
+from mtcli.core.config.untrusted import is_number, listed, load_json
 from mtcli.core.runtime.atomic_writes import write_text
 from mtcli.core.runtime.json_text import json_text
 from mtcli.core.sweep.trials import Trial
@@ -68,9 +68,9 @@ class TrialRecord:
         rows = {row["step"]: row for _, row in records}
         self.losses = []
         for number in range(1, step + 1):
-            loss = rows.get(number, {}).get("loss")
-            self.losses.append(math.nan if loss is None else float(loss))
-            self.valid_loss = rows.get(number, {}).get("valid_loss", self.valid_loss)
+            loss, valid = (rows.get(number, {}).get(key) for key in ("loss", "valid_loss"))
+            self.losses.append(float(loss) if is_number(loss) else math.nan)
+            self.valid_loss = float(valid) if is_number(valid) else self.valid_loss
 
     def as_json(self) -> dict[str, Any]:
         """The trial as sweep.json has it."""
@@ -109,12 +109,7 @@ def restored(trials: Sequence[Trial], output: Path, keeps_stopped: bool) -> list
 
     Unless it `keeps_stopped`, what a rule has stopped is decided again, from the same losses.
     """
-    known: dict[str, Any] = {}
-    path = output / NAME
-    if path.is_file():
-        told = parse_json(read_untrusted(path))
-        rows = told.get("trials", []) if isinstance(told, dict) else []
-        known = {row.get("name"): row for row in rows if isinstance(row, dict)}
+    known = _told(output)
     records = [TrialRecord(trial) for trial in trials]
     for record in records:
         before, step = known.get(record.name, {}), saved_step(record.trial)
@@ -122,23 +117,51 @@ def restored(trials: Sequence[Trial], output: Path, keeps_stopped: bool) -> list
         if step >= record.trial.config.train.steps:
             record.end("finished")
         elif before.get("status") == "diverged":
-            record.read_losses(int(before.get("steps", step)))
+            steps = before.get("steps")
+            longest = record.trial.config.train.steps
+            record.read_losses(min(steps, longest) if type(steps) is int else step)
             record.end("diverged", str(before.get("reason", "")))
         elif keeps_stopped and before.get("status") == "stopped":
             record.end("stopped", str(before.get("reason", "")))
     return records
 
 
-def require_new(trials: Sequence[Trial], output: Path) -> None:
-    """Raises MtcliError where a sweep has been, or trials have run folders, without --resume."""
+def require_startable(trials: Sequence[Trial], output: Path, resume: bool) -> None:
+    """Raises MtcliError where a sweep has been, or trials have run folders, without --resume; and
+    with it, where the sweep had trials that are not among these."""
+    if resume:
+        known, names = _told(output), {trial.name for trial in trials}
+        gone = [name for name, row in known.items() if row.get("steps") and name not in names]
+        if gone:
+            message = (
+                f"{len(gone)} of the {len(known)} trials in {output / NAME} are not among the "
+            )
+            message += f"{len(trials)} that are asked for: {listed(gone)}"
+            hint = "give all of --vary, --random and --seeds again; or name another folder"
+            raise wrong(message, hint, "--resume")
+        return
     there = [trial.name for trial in trials if holds_run(Path(trial.config.train.output))]
     if there:
-        shown = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
-        message = f"{len(there)} of {len(trials)} trials have run folders in {output}: {shown}"
-        raise wrong(message, "--resume goes on with them; or name another folder", "--output")
+        message = f"{len(there)} of {len(trials)} trials have run folders in {output}: "
+        hint = "--resume goes on with them; or name another folder"
+        raise wrong(message + listed(there), hint, "--output")
     if (output / NAME).exists():
         message = f"{output} has the {NAME} of another sweep"
         raise wrong(message, "--resume takes its folder; or name another", "--output")
+
+
+def _told(output: Path) -> dict[str, dict[str, Any]]:
+    """What sweep.json says of each trial, by name; empty where there is none. Raises MtcliError
+    where it is damaged."""
+    path = output / NAME
+    if not path.exists():
+        return {}
+    hint = "remove it: --resume goes on from the trials' run folders"
+    told = load_json(path, hint, "check its permissions")
+    try:
+        return {str(row["name"]): dict(row) for row in told["trials"]}
+    except (KeyError, TypeError, ValueError):
+        raise wrong(f"{path} has no trials", hint) from None
 
 
 def write(output: Path, about: dict[str, Any], records: Sequence[TrialRecord]) -> dict[str, Any]:

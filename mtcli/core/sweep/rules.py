@@ -1,8 +1,9 @@
 """What an array of models does not train, each with its reason. Imports no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from mtcli.core.config.errors import Problem
+from mtcli.core.config.errors import MtcliError, Problem
+from mtcli.core.config.rules import ENGINE_RULES, require
 from mtcli.core.config.schema import RunConfig
 
 SHARDED = {
@@ -34,11 +35,25 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(
             message, "model.aux_loss_coeff balances experts", "model.router_bias_update_rate"
         )
+    if config.data.reselect_every:
+        message = f"reselect_every={config.data.reselect_every} chooses by one model's weights"
+        yield Problem(message, "set data.reselect_every=0", "data.reselect_every")
     if train.precision == "fp8":
         yield Problem("batched GEMMs have no scales of float8", "bf16", "train.precision")
     if train.cuda_graphs:
         message = "CUDA graphs replay one model's micro-batches"
         yield Problem(message, "set train.cuda_graphs=false", "train.cuda_graphs")
+
+
+def require_array(config: RunConfig | None, found: Sequence[Problem], world: int) -> RunConfig:
+    """The config. Raises MtcliError with all that was `found` wrong, what keeps its models out of
+    an array on `world` ranks, and the rules that they break beside that."""
+    if config is None:
+        raise MtcliError(*found)
+    alone = config.parallel.model_copy(update=dict.fromkeys(SHARDED, 1))
+    found = [*found, *array_problems(config, world)]
+    config = config.model_copy(update={"parallel": alone})
+    return require(config, world, *ENGINE_RULES, found=found)
 
 
 # FLOP of a GEMM beside which launches on a CPU cost nothing: 3 ms of an AVX-512 core.

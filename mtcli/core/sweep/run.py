@@ -5,14 +5,17 @@ rung's trials are packed anew from those that are left, unless they are all in o
 on with the rows that are left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import world_axis
@@ -26,10 +29,11 @@ from mtcli.core.sweep.board import Board
 from mtcli.core.sweep.live import LiveArray, Watcher
 from mtcli.core.sweep.record import ArrayRecord, TrialRecord
 from mtcli.core.sweep.rules import trains_in_turn
-from mtcli.core.sweep.run_plan import SweepPlan, partition_notes, planned
+from mtcli.core.sweep.run_plan import SweepPlan, plan_notes, planned
 from mtcli.core.sweep.sampling import Proposals, SamplingPlan
 from mtcli.core.sweep.stopping import Hyperband, Rung, below_median, best
-from mtcli.core.sweep.trials import name_of, partitions
+from mtcli.core.sweep.trials import Trial, name_of, partitions
+from mtcli.core.training.state import require_same_run
 
 MOST_ASKED = 8  # trials that a sampler is asked for at once, which know nothing of each other
 STOP_FILE = "stop"  # in the sweep's folder: it is told to stop where there is one
@@ -58,7 +62,7 @@ class Sweep:
         """Trains all trials to their ends; returns False where it was told to stop, and saved."""
         self._clear_stop_file()
         with self.board:
-            for note in [*partition_notes(self.plan), *self._size_notes()]:
+            for note in [*plan_notes(self.plan), *self._size_notes(), *self._end_notes()]:
                 self.board.say(note)
             if self.plan.sampling:
                 self._sample(self.plan.sampling)
@@ -80,6 +84,12 @@ class Sweep:
             "models whose GEMMs fill a CPU core are trained one after another: --max-fused B fuses"
         ]
 
+    def _end_notes(self) -> list[str]:
+        """Says which trials are not trained, whatever the command line says of them now."""
+        ended = sum(record.ended for record in self.records)
+        whole = f"{ended} of {len(self.records)} trials have ended before, and stay as they are"
+        return [f"note: {whole}"] if ended else []
+
     def _ended(self) -> bool:
         """Writes the last records; returns whether all trials ended."""
         self.write()
@@ -99,12 +109,21 @@ class Sweep:
         plan = self.plan
         if plan.sampling:
             return []
-        if not plan.resume:
-            new = partial(records_of.require_new, plan.trials, plan.output)
-            together(self.world, new if self.world.rank == 0 else bool)
-            return [TrialRecord(trial) for trial in plan.trials]
-        keeps = plan.hyperband is None
-        return together(self.world, lambda: records_of.restored(plan.trials, plan.output, keeps))
+
+        def found() -> list[TrialRecord]:
+            records_of.require_startable(plan.trials, plan.output, plan.resume)
+            return self._restored(plan.trials, plan.hyperband is None)
+
+        return together(self.world, found)
+
+    def _restored(self, trials: Sequence[Trial], keeps_stopped: bool = True) -> list[TrialRecord]:
+        """The records of trials as an earlier start left them. Raises MtcliError where one that is
+        not to be trained on was of another config."""
+        records = records_of.restored(trials, self.plan.output, keeps_stopped)
+        ended = [record.trial for record in records if record.ended]
+        saved = [trial.config for trial in ended if records_of.saved_step(trial)]
+        collect_errors(*(partial(_require_same, config) for config in saved))
+        return records
 
     def _partitions(self) -> list[list[TrialRecord]]:
         return [
@@ -114,28 +133,33 @@ class Sweep:
     def _sample(self, sampling: SamplingPlan) -> None:
         """Trains the trials that a sampler proposes, as many at a time as one array takes."""
         speaks = self.runtime.rank == 0
-        study = Proposals(sampling, self.plan.output) if speaks else None
+        study = together(
+            self.world, lambda: Proposals(sampling, self.plan.output) if speaks else None
+        )
         shape = self.plan.trials[0].config
         size = self.plan.max_fused or min(self.capacity(shape), MOST_ASKED)
-        shared = self.plan.asked["shared_batches"]
+        self._proposed(gather_values(study.done() if study else None, self.world)[0])
         while not self.interrupted:
             own = study.ask(size) if study else None
             asked = gather_values(own, self.world)[0]
             if not asked:
                 return
-            points = [values for _, values in asked]
-            world = self.runtime.world
-            trials = planned(self.plan.space.checked(points, shared, world), world, resume=True)
-            names = [name_of(values) for values in points]
-            new = [trial for trial in trials if trial.name not in self.by_name]
-            self.records += records_of.restored(new, self.plan.output, keeps_stopped=True)
-            self.by_name |= {record.name: record for record in self.records}
+            trials = self._proposed([values for _, values in asked])
             for group in partitions(trials):
                 self._train_all([self.by_name[trial.name] for trial in group])
-            for (number, _), name in zip(asked, names, strict=True):
-                record = self.by_name[name]
+            for number, values in asked:
+                record = self.by_name[name_of(values)]
                 if study and record.ended:
                     study.tell(number, None if record.status == "diverged" else record.score)
+
+    def _proposed(self, points: Sequence[Mapping[str, Any]]) -> list[Trial]:
+        """The trials of a sampler's values, whose records join the sweep's."""
+        shared, world = self.plan.asked["shared_batches"], self.runtime.world
+        trials = planned(self.plan.space.checked(points, shared, world), resume=True)
+        new = [trial for trial in trials if trial.name not in self.by_name]
+        self.records += self._restored(new)
+        self.by_name |= {record.name: record for record in self.records}
+        return trials
 
     def _train_all(self, group: Sequence[TrialRecord]) -> None:
         """Trains a partition's trials, one array after another."""
@@ -146,17 +170,20 @@ class Sweep:
                 self._to_the_end(live)
 
     def _to_the_end(self, live: LiveArray) -> None:
-        """Trains to the end of the run, with the median rule at its steps."""
+        """Trains to the end of the run, with the median rule at its steps: before the next one, as
+        a sweep may have been told to stop at one of them."""
         steps, every = live.shape.train.steps, self.plan.median
-        while live.seats and not self.interrupted:
-            until = min(steps, (live.array.step // every + 1) * every) if every else steps
+        while live.seats and not self.interrupted and live.array.step < steps:
+            step, until = live.array.step, steps
+            if every:
+                self._apply_median(live, step)
+                until = min(steps, (step // every + 1) * every)
             self.interrupted = not live.train(until)
-            if self.interrupted or until == steps:
-                break
-            self._apply_median(live, until)
         self._close(live)
 
     def _apply_median(self, live: LiveArray, step: int) -> None:
+        if step == 0 or step % self.plan.median:
+            return
         losses = {record.name: record.losses for record in self.records}
         here = {seat.record.name for seat in live.seats}
         stopped = [n for n in below_median(losses, step, self.plan.median) if n in here]
@@ -262,12 +289,17 @@ class Sweep:
         return capacity(config, self.runtime)
 
     def _stops(self) -> bool:
-        return self.signal.received > 0 or (self.plan.output / STOP_FILE).exists()
+        return self.signal.received > 0 or (self.plan.output / STOP_FILE).is_file()
 
     def _clear_stop_file(self) -> None:
-        if self.runtime.rank == 0:
-            (self.plan.output / STOP_FILE).unlink(missing_ok=True)
+        stop = self.plan.output / STOP_FILE
+        if self.runtime.rank == 0 and stop.is_file():
+            stop.unlink(missing_ok=True)
         gather_values(None, self.world)
+
+
+def _require_same(config: RunConfig) -> None:
+    require_same_run(config, open_checkpoint(Path(config.train.output)))
 
 
 def capacity(config: RunConfig, runtime: Runtime) -> int:

@@ -5,15 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtcli.core.checkpoint.fine_tuning import require_weights, starting_tokenizer
+from mtcli.core.checkpoint.fine_tuning import require_weights, source_of, starting_tokenizer
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
-from mtcli.core.config.loading import Table
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.epochs import with_steps
 from mtcli.core.data.loader import require_data
 from mtcli.core.data.subset import require_subset
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder
-from mtcli.core.sweep.rules import array_problems
+from mtcli.core.sweep.rules import require_array
 from mtcli.core.sweep.sampling import SamplingPlan, read_sampler
 from mtcli.core.sweep.stopping import Hyperband
 from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, partitioning_fields, partitions
@@ -35,7 +34,7 @@ class SweepPlan(NamedTuple):
 
 
 def sweep_plan(
-    source: str | Table,
+    config: str | None,
     overrides: Sequence[str],
     output: Path,
     world: int,
@@ -46,17 +45,22 @@ def sweep_plan(
     Raises MtcliError with all that is wrong: unknown fields and values, configs that no array
     trains, and data that is not there.
     """
-    space = SweepSpace(source, overrides, output)
-    sampler, rule, varied, *_ = collect_errors(
+    resume, shared = asked["resume"], asked["shared_batches"]
+    flags = (
         lambda: read_sampler(asked["sampler"]),
         lambda: read_hyperband(asked["hyperband"]),
-        lambda: space.read(asked["vary"]),
-        lambda: _require_one_rule(asked),
-        lambda: _require_array(space.base, world),
+        lambda: _require_flags(asked),
     )
-    if asked["seeds"] and any(one.field == "seed" for one in varied):
-        hint = "leave out --seeds, or --vary seed"
-        raise wrong("seed is varied, and --seeds varies it too", hint, "--seeds")
+    (space,) = collect_errors(
+        lambda: SweepSpace(source_of(config, asked["init"]), overrides, output),
+        otherwise=lambda: collect_errors(*flags),
+    )
+    draws = bool(asked["random"] or asked["hyperband"])
+    sampler, rule, _, varied = collect_errors(
+        *flags,
+        lambda: space.read(asked["vary"], draws),
+        otherwise=lambda: _require_base(space, asked, world),
+    )
     ranges = any(one.range for one in varied)
     drawn = asked["random"] or (rule.trials() if rule and ranges else 0)
     sampling = None
@@ -64,17 +68,15 @@ def sweep_plan(
         sampling = SamplingPlan(sampler, varied, asked["random"], space.base.seed)
         drawn = 1
     points = space.points(varied, Budget(drawn, asked["seeds"] or 0))
-    trials = planned(space.checked(points, asked["shared_batches"], world), world, asked["resume"])
-    if rule and rule.units > trials[0].config.train.steps:
-        message = f"R={rule.units} units, and train.steps={trials[0].config.train.steps}"
-        raise wrong(message, "a unit is at least one step: lower R", "--hyperband")
+    trials = planned(space.checked(points, shared, world), resume)
+    _require_rules(trials, rule, asked["median"])
     with folder_of("--output", output):
         make_folder(output.absolute())
     return SweepPlan(
         trials=trials,
         output=output,
         max_fused=asked["max_fused"] or 0,
-        resume=asked["resume"],
+        resume=resume,
         hyperband=rule,
         median=asked["median"] or 0,
         space=space,
@@ -84,12 +86,12 @@ def sweep_plan(
     )
 
 
-def planned(trials: Sequence[Trial], world: int, resume: bool) -> list[Trial]:
-    """The trials, with the steps of their epochs. Raises MtcliError with all that keeps them out of
-    arrays, and what is wrong with their data and, unless they `resume`, first weights."""
+def planned(trials: Sequence[Trial], resume: bool) -> list[Trial]:
+    """The trials, with the steps of their epochs. Raises MtcliError with what is wrong with their
+    data and, unless they `resume`, first weights."""
     groups = partitions(trials)
     slowest = (max(group, key=lambda t: t.config.optimizer.warmup_steps) for group in groups)
-    firsts = [partial(_planned, trial.config, world, resume) for trial in slowest]
+    firsts = [partial(_planned, trial.config, resume) for trial in slowest]
     found = {}
     for group, config in zip(groups, collect_errors(*firsts), strict=True):
         for trial in group:
@@ -99,24 +101,46 @@ def planned(trials: Sequence[Trial], world: int, resume: bool) -> list[Trial]:
     return [found[trial.name] for trial in trials]
 
 
-def _planned(config: RunConfig, world: int, resume: bool) -> RunConfig:
+def _planned(config: RunConfig, resume: bool) -> RunConfig:
     """The config of an array's model with the steps of its epochs."""
-    checks = [require_data, require_subset, *([] if resume else [require_weights])]
-    collect_errors(
-        partial(_require_array, config, world), *(partial(check, config) for check in checks)
-    )
+    _require_start(config, resume)
     if config.data.format == "tokens":
         return config
     return with_steps(config, starting_tokenizer(config))
 
 
-def partition_notes(plan: SweepPlan) -> list[str]:
-    """Says which varied fields partition the trials, and into how many sets."""
-    fields, sets = partitioning_fields(plan.trials, plan.fields), len(partitions(plan.trials))
-    if not fields:
+def _require_start(config: RunConfig, resume: bool) -> None:
+    checks = [require_data, require_subset, *([] if resume else [require_weights])]
+    collect_errors(*(partial(check, config) for check in checks))
+
+
+def _require_base(space: SweepSpace, asked: Mapping[str, Any], world: int) -> None:
+    """Raises MtcliError with what is wrong with the config, but for the fields that are varied."""
+    try:
+        collect_errors(
+            lambda: require_array(space.base, space.problems, world),
+            lambda: _require_start(space.base, asked["resume"]),
+        )
+    except MtcliError as error:
+        if left := [p for p in error.problems if p.field not in _varied_fields(asked)]:
+            raise MtcliError(*left) from None
+
+
+def plan_notes(plan: SweepPlan) -> list[str]:
+    """Says which varied fields partition the trials, and into how many sets; and where there are
+    fewer trials than were to be drawn."""
+    if plan.sampling:  # whose trials are proposed as it goes on
         return []
-    what = f"{', '.join(fields)} {'changes' if len(fields) == 1 else 'change'} more than numbers"
-    return [f"{what}: {len(plan.trials)} trials in {sets} sets, each an array or more of its own"]
+    fields, sets = partitioning_fields(plan.trials, plan.fields), len(partitions(plan.trials))
+    notes, count = [], len(plan.trials)
+    asked = (plan.asked["random"] or 0) * (plan.asked["seeds"] or 1)
+    if asked > count:
+        notes += [f"{asked} trials are asked for, and {count} of them differ"]
+    if fields:
+        what = f"{', '.join(fields)} {'changes' if len(fields) == 1 else 'change'}"
+        each = f"{count} trials in {sets} sets, each an array or more of its own"
+        notes += [f"{what} more than numbers: {each}"]
+    return notes
 
 
 def read_hyperband(text: str | None) -> Hyperband | None:
@@ -132,21 +156,53 @@ def read_hyperband(text: str | None) -> Hyperband | None:
     raise wrong(f"{text!r} is no R,ETA", hint, "--hyperband")
 
 
-def _require_one_rule(asked: Mapping[str, Any]) -> None:
+def _varied_fields(asked: Mapping[str, Any]) -> list[str]:
+    return [item.partition("=")[0].strip() for item in asked["vary"]]
+
+
+def _require_flags(asked: Mapping[str, Any]) -> None:
+    """Raises MtcliError with the flags that contradict each other, or have no use."""
+    fields, problems = _varied_fields(asked), []
     if asked["hyperband"] and asked["median"]:
-        hint = "leave one of them out"
-        raise wrong("Hyperband and the median rule both stop trials", hint, "--median")
-    if not asked["sampler"]:
-        return
-    if not asked["random"]:
-        raise wrong("a sampler proposes any number of trials", "--random N", "--sampler")
+        message = "Hyperband and the median rule both stop trials"
+        problems += [Problem(message, "leave one of them out", "--median")]
+    if asked["seeds"] and "seed" in fields:
+        hint = "leave out --seeds, or --vary seed"
+        problems += [Problem("seed is varied, and --seeds varies it too", hint, "--seeds")]
+    if asked["shared_batches"] and "data.seed" in fields:
+        message = "data.seed is varied, and with --shared-batches all trials have one"
+        hint = "leave out --shared-batches, or --vary data.seed"
+        problems += [Problem(message, hint, "--shared-batches")]
+    elif asked["shared_batches"] and not (asked["seeds"] or "seed" in fields):
+        message = "all trials have one seed, and read the same data without it"
+        hint = "leave it out; or --seeds K, or --vary seed=A,B"
+        problems += [Problem(message, hint, "--shared-batches")]
+    if asked["random"] and not fields:
+        hint = "--vary section.field=A,B or LOW..HIGH"
+        problems += [Problem("trials are drawn, and no field is varied", hint, "--random")]
+    if asked["sampler"] and not asked["random"]:
+        problems += [Problem("a sampler proposes any number of trials", "--random N", "--sampler")]
     for flag in ("hyperband", "seeds"):
-        if asked[flag]:
+        if asked["sampler"] and asked[flag]:
             message = f"--{flag} takes all trials at once, and a sampler proposes some at a time"
-            raise wrong(message, f"leave out --{flag}", "--sampler")
+            problems += [Problem(message, f"leave out --{flag}", "--sampler")]
+    if problems:
+        raise MtcliError(*problems)
 
 
-def _require_array(config: RunConfig, world: int) -> None:
-    problems: list[Problem] = list(array_problems(config, world))
+def _require_rules(trials: Sequence[Trial], rule: Hyperband | None, median: int | None) -> None:
+    """Raises MtcliError where a rule that stops trials cannot be applied to all of them."""
+    shortest, problems = min(trial.config.train.steps for trial in trials), []
+    if rule and rule.units > shortest:
+        message = f"R={rule.units} units, and train.steps={shortest}"
+        problems += [Problem(message, "a unit is at least one step: lower R", "--hyperband")]
+    if rule and (most := max(map(len, partitions(trials)))) > rule.trials():
+        message = f"its brackets take {rule.trials()} trials, and there are {most}"
+        hint = f"--random {rule.trials()}, fewer values, or a larger R"
+        problems += [Problem(message, hint, "--hyperband")]
+    if median and median >= shortest:
+        message = f"every {median} steps, and train.steps={shortest}: no trial would be stopped"
+        hint = f"1 to {shortest - 1}" if shortest > 1 else "more train.steps"
+        problems += [Problem(message, hint, "--median")]
     if problems:
         raise MtcliError(*problems)

@@ -3,12 +3,14 @@
 The study is a journal file in the sweep's folder, which Optuna's dashboard opens.
 """
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.synonyms import closest
+from mtcli.core.runtime.json_text import json_text
 from mtcli.core.sweep.trials import Varied
 
 if TYPE_CHECKING:
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 NAME = "optuna.log"
 STUDY = "sweep"
+SPACE = "varied"  # the study's attribute that holds what it chooses from
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "gp": "GPSampler", "qmc": "QMCSampler"}
 
 
@@ -54,11 +57,27 @@ class Proposals:
         from optuna.storages.journal import JournalFileBackend
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.sampling = sampling
-        sampler = getattr(optuna.samplers, SAMPLERS[sampling.sampler])(seed=sampling.seed)
-        storage = JournalStorage(JournalFileBackend(str(output / NAME)))
-        about = {"study_name": STUDY, "direction": "minimize", "load_if_exists": True}
-        self.study = optuna.create_study(storage=storage, sampler=sampler, **about)
+        self.sampler = getattr(optuna.samplers, SAMPLERS[sampling.sampler])
+        log, about = output / NAME, {"study_name": STUDY, "direction": "minimize"}
+        try:
+            storage = JournalStorage(JournalFileBackend(str(log)))
+            self.study = optuna.create_study(storage=storage, load_if_exists=True, **about)
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            hint = "remove it, and a new study begins; or name another folder"
+            raise wrong(f"{log} is no study of Optuna's: {error}", hint, "--output") from None
+        varied = sorted(sampling.varied, key=lambda one: one.field)
+        space = {one.field: list(one.range or one.values) for one in varied}
+        own = json_text(space)
+        if self.study.user_attrs.get(SPACE, own) != own:
+            message = f"{log} is the study of other fields or values"
+            raise wrong(message, "vary what it was begun with; or name another folder", "--vary")
+        self.study.set_user_attr(SPACE, own)
+
+    def done(self) -> list[dict[str, Any]]:
+        """The values of the trials that an earlier start has told of."""
+        return [self._values(t.params) for t in self.study.trials if t.state.is_finished()]
 
     def ask(self, most: int) -> list[tuple[int, dict[str, Any]]]:
         """The numbers and values of up to `most` trials: those that an earlier start has not told
@@ -66,6 +85,9 @@ class Proposals:
         waiting = [t for t in self.study.trials if t.state.name == "RUNNING"]
         found = [(trial.number, self._values(trial.params)) for trial in waiting[:most]]
         left = self.sampling.trials - len(self.study.trials)
+        # By how far the study is: one that goes on draws what it would have drawn, and not its
+        # first numbers again.
+        self.study.sampler = self.sampler(seed=self.sampling.seed + len(self.study.trials))
         for _ in range(min(left, most - len(found))):
             trial = self.study.ask(self._distributions())
             found.append((trial.number, self._values(trial.params)))

@@ -17,12 +17,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mtcli.core.config.errors import MtcliError, collect_errors, wrong
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.fields import field_kind, section_at
-from mtcli.core.config.loading import Table, all_fields, table_of, validate, with_overrides
-from mtcli.core.config.rules import require
+from mtcli.core.config.loading import (
+    MAX_PROBLEMS,
+    Table,
+    all_fields,
+    table_of,
+    validate,
+    with_overrides,
+)
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.synonyms import meant_fields
+from mtcli.core.sweep.rules import require_array
 
 FUSIBLE = {
     "seed",
@@ -36,6 +43,8 @@ FUSIBLE = {
     *(f"train.{name}" for name in ("loss_scale_hysteresis", "on_nonfinite", "output")),
 }
 NONE_OR_SOME = ("optimizer.momentum", "lora.rank")  # 0 is other memory than any, not how much
+# Fields of the processes, which all trials share.
+OF_PROCESSES = ("train.device", "train.matmul", "train.timeout", "train.debug_collectives")
 MOST_TRIALS = 10_000
 LONGEST_NAME = 120  # letters of a trial's folder
 SIGNIFICANT = 4  # digits of values that are drawn
@@ -109,10 +118,10 @@ class SweepSpace:
             raise MtcliError(*self.problems)
         self.base = base
 
-    def read(self, items: Sequence[str]) -> list[Varied]:
+    def read(self, items: Sequence[str], draws: bool = True) -> list[Varied]:
         """The fields and values of --vary. Raises MtcliError with all that are unknown or illegal,
-        each with the nearest legal one."""
-        varied = collect_errors(*(partial(self._varied, item) for item in items))
+        each with the nearest legal one; ranges are illegal unless it `draws` from them."""
+        varied = collect_errors(*(partial(self._varied, item, draws) for item in items))
         names = [one.field for one in varied]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -124,15 +133,11 @@ class SweepSpace:
         """The values of the varied fields of each trial."""
         source = random.Random(self.base.seed)
         grid = math.prod(len(one.values) for one in varied if one.range is None)
-        ranges = [one for one in varied if one.range]
-        if ranges and not budget.drawn:
-            hint = "--random N draws from it; or list values, as in 1e-4,1e-3"
-            raise wrong(f"{ranges[0].field} has a range, of which there is no grid", hint, "--vary")
         count = budget.drawn or grid
         if count * max(1, budget.seeds) > MOST_TRIALS:
             message = f"{count * max(1, budget.seeds):,} trials, of {MOST_TRIALS:,} at most"
             raise wrong(message, "vary fewer values, or --random N", "--vary")
-        if ranges:
+        if any(one.range for one in varied):
             chosen = [_drawn(varied, source) for _ in range(count)]
         else:
             numbers = range(grid)
@@ -150,7 +155,14 @@ class SweepSpace:
         short = short_names(fields)
         named = {trial_name(point, short): point for point in points}
         makers = [partial(self._trial, name, point, shared, world) for name, point in named.items()]
-        return collect_errors(*makers)
+        try:
+            return collect_errors(*makers)
+        except MtcliError as error:
+            if (more := len(error.problems) - MAX_PROBLEMS) <= 0:
+                raise
+            first = error.problems[:MAX_PROBLEMS]
+            last = Problem(f"{more:,} more values are wrong")
+            raise MtcliError(*first, last, hint=error.hint) from None
 
     def _trial(self, name: str, point: Mapping[str, Any], shared: bool, world: int) -> Trial:
         table = self.table
@@ -160,17 +172,20 @@ class SweepSpace:
         for field, value in values.items():
             table = _with_value(table, field.split("."), value)
         config, found = validate(table)
-        return Trial(name, dict(point), require(config, world, found=found))
+        legal = require_array(config, found, world)
+        return Trial(name, {field: attrgetter(field)(legal) for field in point}, legal)
 
-    def _varied(self, item: str) -> Varied:
+    def _varied(self, item: str, draws: bool) -> Varied:
         field, equals, text = item.partition("=")
-        field = field.strip()
-        if not equals or not text.strip():
+        field, words = field.strip(), split_values(text)
+        if not equals or not all(words):
             hint = "write --vary section.field=A,B such as --vary optimizer.lr=1e-3,3e-4"
             raise wrong(f"--vary {item!r} names no field and values", hint, "--vary")
         self._require_field(field)
-        words = [word for word in split_values(text) if word]
         if len(words) == 1 and (bounds := self._range(field, words[0])):
+            if not draws:
+                hint = "--random N draws from it; or list values, as in 1e-4,1e-3"
+                raise wrong(f"{field} has a range, of which there is no grid", hint, "--vary")
             return Varied(field, (), bounds)
         values = collect_errors(*(partial(self._value, field, word) for word in words))
         unique: list[Any] = []
@@ -183,6 +198,11 @@ class SweepSpace:
         fields = all_fields()
         if field == "train.output":
             raise wrong("each trial has a folder of its own in --output", "", "--vary train.output")
+        if field in OF_PROCESSES:
+            hint = f"--set {field}=VALUE, and a sweep for each"
+            raise wrong(
+                "it is of the processes, and all trials share these", hint, f"--vary {field}"
+            )
         if field in fields:
             return
         section, _, name = field.rpartition(".")
@@ -220,7 +240,8 @@ class SweepSpace:
             )
         low, high = collect_errors(*(partial(self._value, field, end) for end in found.groups()))
         if low >= high:
-            raise wrong(f"the range {word} is empty", f"{high}..{low}", f"--vary {field}")
+            hint = "LOW..HIGH, the lower number first"
+            raise wrong(f"the range {word} is empty", hint, f"--vary {field}")
         return Range(low, high, kind is int)
 
 
@@ -248,12 +269,12 @@ def short_names(fields: Sequence[str]) -> dict[str, str]:
 
 
 def trial_name(point: Mapping[str, Any], short: Mapping[str, str]) -> str:
-    """The name of a trial by its values, as a folder may have it: `lr=0.001_clip=1.0`."""
+    """The name of a trial by its values, as a folder may have it: `lr=0.001_clip=1.0`; with a hash
+    of them where it is shortened, or lacks letters that no folder's name should have."""
     words = [f"{short[field]}={_shown(value)}" for field, value in point.items()]
-    name = re.sub(r"[^\w.=+-]", "-", "_".join(words)) or "trial"
-    if len(name) <= LONGEST_NAME:
-        return name
-    return f"{name[:LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    told = re.sub(r"(?<=[\d.]),(?=[-\d])", "-", "_".join(words)) or "trial"
+    name = re.sub(r"[^a-zA-Z0-9_.=+-]", "-", told)[:LONGEST_NAME]
+    return name if name == told else f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
 
 
 def name_of(point: Mapping[str, Any]) -> str:
@@ -264,7 +285,7 @@ def name_of(point: Mapping[str, Any]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    return ",".join(map(_shown, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(map(_shown, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def partitions(trials: Sequence[Trial]) -> list[list[Trial]]:

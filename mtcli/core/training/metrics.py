@@ -7,11 +7,12 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import append_untrusted
 from mtcli.core.mesh.parameters import forward_flops
-from mtcli.core.runtime.atomic_writes import folder_of, write_text
+from mtcli.core.runtime.atomic_writes import folder_of, make_folder, write_text
 from mtcli.core.runtime.json_text import finite
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.rank_times import RankTimes
@@ -56,7 +57,7 @@ class RunRecords:
         if not self.writes:
             return
         with folder_of("train.output", self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder / CHECKPOINTS)  # now: a run that cannot save is not begun
             write_text(self.folder / "config.toml", dump_toml(self.config))
             facts = {"world": runtime.world} | runtime.attempt.record()
             write_text(self.folder / FACTS, json.dumps(facts) + "\n")

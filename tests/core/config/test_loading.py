@@ -325,3 +325,12 @@ def test_examples_take_one_epoch_where_no_length_is_set():
     table["model"] |= {"sentence_order": False, "num_labels": 2}
     assert validate(table | {"data": {"train": "x.jsonl"}})[0].train.epochs == 1.0
     assert validate(BERT)[0].train.epochs == 0.0
+
+
+def test_the_length_that_an_override_names_counts_and_none_is_refused():
+    both = BERT | {"train": {"steps": 9, "epochs": 2.0}}
+    for override, length in (("train.steps=5", (5, 0.0)), ("train.epochs=3", (100, 3.0))):
+        train = load_config(both, [override]).train
+        assert (train.steps, train.epochs) == length
+    none = load_config(BERT, ["train.epochs=0"])
+    assert [problem.field for problem in rules.problems(none, 1)] == ["train.epochs"]

@@ -106,6 +106,9 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_curve_fits": (
         ["optimizer.lr=1e-4", "optimizer.min_lr=1e-3"], 1, "optimizer.min_lr",
         "min_lr=0.001 is above lr=0.0001", "0 to 0.0001"),
+    "_run_has_a_length": (
+        ["train.epochs=0"], 1, "train.epochs",
+        "epochs=0: the run has no length", "more epochs, such as 1, or train.steps"),
     "_trust_bounds_are_a_range": (
         ["optimizer.name=lamb", "optimizer.trust_bounds=[0.3, 0.01]"], 1, "optimizer.trust_bounds",
         "the least trust ratio 0.3 is above the largest 0.01", "[0.01, 0.3]"),

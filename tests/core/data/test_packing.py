@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tiny import LLAMA, run_config
 
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.schema import TrainConfig
 from mtcli.core.data.epochs import with_steps
 from mtcli.core.data.packing import open_conversations, pack
 from mtcli.core.data.tokenize import load_tokenizer
@@ -109,11 +110,14 @@ def test_steps_are_those_of_the_epochs_and_a_longer_warm_up_is_refused(home):
     per_epoch = open_conversations(run, None).steps_per_epoch
     assert with_steps(run, None).train.steps == 20  # no epochs are set
     for epochs, steps in ((1.0, per_epoch), (2.5, -(-5 * per_epoch // 2)), (0.001, 1)):
-        train = run.train.model_copy(update={"epochs": epochs})
+        train = TrainConfig(epochs=epochs, eval_every=run.train.eval_every)
         assert with_steps(run.model_copy(update={"train": train}), None).train.steps == steps
     slow = run.optimizer.model_copy(update={"warmup_steps": 99})
     with pytest.raises(MtcliError, match=r"warmup_steps=99 is above the 1 steps of 0.001 epochs"):
         with_steps(run.model_copy(update={"train": train, "optimizer": slow}), None)
+    both = run.train.model_copy(update={"epochs": 0.001})
+    with pytest.raises(MtcliError, match=r"epochs=0.001 are 1 steps of this data, .*steps=20"):
+        with_steps(run.model_copy(update={"train": both}), None)
 
 
 def test_validation_is_of_its_own_files_or_of_a_share(home):

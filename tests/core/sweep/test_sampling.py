@@ -3,15 +3,16 @@
 import pytest
 from tiny import write_run
 
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.sweep.sampling import Proposals, SamplingPlan
 from mtcli.core.sweep.trials import SweepSpace
 
 optuna = pytest.importorskip("optuna")
 
 
-def proposals(folder, trials):
+def proposals(folder, trials, seed="seed=3,4"):
     space = SweepSpace(str(write_run(folder)), [], folder / "out")
-    fields = ("optimizer.lr=1e-4..1e-1", "optimizer.warmup_steps=0..5", "seed=3,4")
+    fields = ("optimizer.lr=1e-4..1e-1", "optimizer.warmup_steps=0..5", seed)
     return Proposals(SamplingPlan("tpe", space.read(fields), trials, seed=1), folder)
 
 
@@ -38,4 +39,15 @@ def test_what_was_asked_and_not_told_is_proposed_again(tmp_path):
     before.tell(told[0], 1.0)
     after = proposals(tmp_path, 5)
     assert after.ask(2) == waiting
-    assert len(after.ask(9)) == 2 + 2
+    new = after.ask(9)[2:]
+    assert len(new) == 2 and told[1] not in [values for _, values in new]
+    assert after.done() == [told[1]]
+    with pytest.raises(MtcliError, match="the study of other fields or values"):
+        proposals(tmp_path, 5, seed="seed=3,5")
+
+
+@pytest.mark.parametrize("text", ["garbage\n{}\n", "{}\n{}\n", "[1]\n[1]\n"])
+def test_a_damaged_study_is_refused(tmp_path, text):
+    (tmp_path / "optuna.log").write_text(text)
+    with pytest.raises(MtcliError, match="is no study of Optuna's"):
+        proposals(tmp_path, 5)

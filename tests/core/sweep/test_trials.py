@@ -1,17 +1,19 @@
 """Trials: what --vary expands to, which of them one array trains, and what is refused."""
 
+import json
 import random
 
 import pytest
-from tiny import GPT, run_config, write_run
+from tiny import GPT, documents, run_config, write_run
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import dump_toml
-from mtcli.core.sweep.run_plan import partition_notes, sweep_plan
+from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.sweep.run_plan import plan_notes, sweep_plan
 from mtcli.core.sweep.trials import Range, partitions, split_values
 
 NOTHING = {
-    **dict.fromkeys(("random", "seeds", "hyperband", "median", "max_fused", "sampler")),
+    **dict.fromkeys(("random", "seeds", "hyperband", "median", "max_fused", "sampler", "init")),
     **{"shared_batches": False, "resume": False},
 }
 
@@ -39,7 +41,7 @@ def test_trials_are_the_grid_with_a_folder_of_their_values_each(tmp_path):
     last = plan.trials[-1].config
     assert (last.optimizer.lr, last.optimizer.betas) == (3e-4, (0.8, 0.9))
     assert last.train.output == str(tmp_path / "out" / plan.trials[-1].name)
-    assert len(partitions(plan.trials)) == 1 and partition_notes(plan) == []
+    assert len(partitions(plan.trials)) == 1 and plan_notes(plan) == []
 
 
 def test_a_value_that_is_given_twice_is_one_trial(tmp_path):
@@ -57,18 +59,18 @@ def test_shapes_batches_and_the_rule_partition_trials_and_that_is_said(tmp_path)
     )
     groups = partitions(plan.trials)
     assert [len(group) for group in groups] == [2] * 6
-    assert "optimizer.name, batch.seq_len" in partition_notes(plan)[0]
-    assert "12 trials in 6 sets" in partition_notes(plan)[0]
+    assert "optimizer.name, batch.seq_len" in plan_notes(plan)[0]
+    assert "12 trials in 6 sets" in plan_notes(plan)[0]
 
 
 def test_momentum_or_none_is_other_memory_and_how_much_is_not(tmp_path):
     overrides = ["optimizer.name=sgd"]
     plan = plan_of(tmp_path, "optimizer.momentum=0,0.5,0.9", overrides=overrides)
     assert [len(group) for group in partitions(plan.trials)] == [1, 2]
-    assert "optimizer.momentum" in partition_notes(plan)[0]
-    assert "3 trials in 2 sets" in partition_notes(plan)[0]
+    assert "optimizer.momentum" in plan_notes(plan)[0]
+    assert "3 trials in 2 sets" in plan_notes(plan)[0]
     some = plan_of(tmp_path, "optimizer.momentum=0.5,0.9", overrides=overrides)
-    assert len(partitions(some.trials)) == 1 and partition_notes(some) == []
+    assert len(partitions(some.trials)) == 1 and plan_notes(some) == []
 
 
 def test_all_that_changes_numbers_alone_is_one_array(tmp_path):
@@ -139,11 +141,55 @@ def test_all_unknown_fields_and_values_are_told_at_once_with_the_nearest(tmp_pat
         (["optimizer.lr=1"], {"hyperband": "9,3", "median": 2}, "leave one of them out"),
         (["optimizer.warmup_steps=0..900"], {"random": 10_001}, "of 10,000 at most"),
         (["optimizer.min_lr=1e-4,1.0"], {}, "min_lr"),
+        (["optimizer.lr=1e-3,,3e-3"], {}, "names no field and values"),
+        (["optimizer.lr=0.1..0.1"], {"random": 2}, "the lower number first"),
+        (["parallel.tp=1,2"], {}, "--nproc N are dp ranks of the array"),
+        (["train.matmul=fast,strict"], {}, "a sweep for each"),
+        (["optimizer.lr=1,2,3,4,5"], {"hyperband": "2,2"}, "take 4 trials, and there are 5"),
+        (["train.steps=9,2"], {"hyperband": "3,3"}, "R=3 units, and train.steps=2"),
+        (["optimizer.lr=1,2"], {"median": 20}, "every 20 steps, and train.steps=20"),
+        (["optimizer.lr=1,2"], {"shared_batches": True}, "read the same data without it"),
+        (["data.seed=1"], {"seeds": 2, "shared_batches": True}, "leave out --shared-batches, or"),
+        ([], {"random": 2}, "no field is varied"),
+        (["optimizer.warmup_steps=0..900"], {"random": 900}, "more values are wrong"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else None,
 )
 def test_a_sweep_that_makes_no_sense_is_refused(tmp_path, vary, asked, words):
     assert words in refusal(tmp_path, *vary, **asked)
+
+
+def test_all_flags_that_are_wrong_are_told_with_the_config_s_and_the_data_s_problems(tmp_path):
+    wrong = {"hyperband": "9", "median": 2, "sampler": "grid", "seeds": 2, "shared_batches": True}
+    said = refusal(
+        tmp_path,
+        *("seed=1,2", "data.seed=1", "optimizer.lrr=1"),
+        overrides=["train.step=3", "optimizer.clip=-1", "parallel.tp=2", "data.valid=gone"],
+        **wrong,
+    )
+    words = ["is no R,ETA", "both stop trials", "no sampler 'grid'", "--random N", "--vary seed"]
+    words += ["--vary data.seed", "no field 'optimizer.lrr'", "unknown key 'step'", "-1 should be"]
+    words += ["tp=2 shards layers", "gone", "--seeds takes all trials at once"]
+    assert [word for word in words if word not in said] == []
+    nowhere = NOTHING | wrong | {"vary": []}
+    with pytest.raises(MtcliError) as error:
+        sweep_plan("nowhere", [], tmp_path / "out", 1, nowhere)
+    assert "named 'nowhere'" in str(error.value) and "both stop trials" in str(error.value)
+
+
+def test_trials_of_other_values_have_other_folders(tmp_path):
+    for name in ("a/data", "a-data", "ä" * 60):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_dataset(tmp_path / name, documents(), token_dtype(GPT["vocab_size"]))
+    paths = [tmp_path / "a/data", tmp_path / "a-data", tmp_path / ("ä" * 60)]
+    plan = plan_of(tmp_path, f"data.train={','.join(json.dumps([str(path)]) for path in paths)}")
+    assert len({trial.name for trial in plan.trials}) == 3
+    assert all(len(trial.name.encode()) < 150 for trial in plan.trials)
+
+
+def test_fewer_trials_than_were_to_be_drawn_are_told(tmp_path):
+    few = plan_of(tmp_path, "optimizer.lr=1e-3,1e-2", random=5)
+    assert plan_notes(few) == ["5 trials are asked for, and 2 of them differ"]
 
 
 @pytest.mark.parametrize(
@@ -153,6 +199,7 @@ def test_a_sweep_that_makes_no_sense_is_refused(tmp_path, vary, asked, words):
         ("parallel.pp=2", "shards blocks over ranks"),
         ("parallel.cp=2", "shards sequences over ranks"),
         ("train.cuda_graphs=true", "replay one model's"),
+        ("data.reselect_every=2", "chooses by one model's weights"),
     ],
 )
 def test_what_no_array_trains_is_refused_with_its_reason(tmp_path, override, reason):
