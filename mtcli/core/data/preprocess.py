@@ -133,7 +133,7 @@ def _named_sources(request: PreprocessRequest) -> SourceList:
 
     def require_train_size() -> None:
         if (size := request.train_size) is not None:
-            require_trainable(size)
+            require_trainable(size, pieces=request.sentences)
 
     checks = require_workers, require_train_size, partial(_require_output, request.output)
     found, *_ = collect_errors(partial(_sources, request), *checks)

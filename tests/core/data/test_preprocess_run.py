@@ -219,6 +219,7 @@ def test_the_text_of_an_end_of_document_is_counted(tmp_path):
         ({"inputs": ["-"], "tokenizer": "train:300"}, "train:300 reads the input twice"),
         ({"tokenizer": "train:many"}, "tokenizer train:many is not train: and a number"),
         ({"tokenizer": "train:12"}, "train:12 is less than the 256 bytes"),
+        ({"tokenizer": "train:6", "sentences": True}, "train:6 is less than the 5 special tokens"),
         ({"tokenizer": "./absent"}, "tokenizer ./absent: no such file or folder"),
         ({"output": Path("")}, "--output: '.' names no file"),
         ({"output": Path("a" * 300)}, "--output: it cannot be written: File name too long"),
