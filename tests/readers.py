@@ -224,7 +224,7 @@ def toml(folder):
 
     def check(data):
         (folder / "x.toml").write_bytes(data)
-        config, table = load_config(str(folder / "x.toml")), tomllib.loads(data.decode())
+        config, table = load_config(str(folder / "x.toml")), tomllib.loads(data.decode("utf-8-sig"))
         dumped = config.model_dump()
         for name in ("num_layers", "hidden_size", "vocab_size"):
             assert dumped["model"][name] == int(table["model"][name])
