@@ -176,6 +176,7 @@ def _windows(file: IO[bytes], piece: FileRange, progress: Progress) -> Iterator[
                 yield b"".join(window)
                 window, size = [], 0
     except (*DAMAGE, OSError):
+        progress(piece.stop - told)
         if size:
             yield b"".join(window)
         raise
@@ -439,9 +440,7 @@ def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
     rows = csv.reader(lines, delimiter="," if source.kind == "csv" else "\t", strict=True)
     try:
         header = next(rows, [])
-        if key not in header:
-            known = listed([shown(name) for name in header]) or "none"
-            raise wrong(f'{source.path} has no column "{key}"', f"--text-key of: {known}")
+        _require_column(source, key, header)
         column, ended = header.index(key), lines.row_ended()
         for row in rows:
             number, ended = ended + 1, lines.row_ended()
@@ -455,6 +454,15 @@ def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
     except csv.Error as error:
         message = f"{source.name or source.path}:{lines.line}: not {kind}: {error}"
         raise wrong(message, "mend it: quotes inside of a quoted field are doubled") from None
+
+
+def _require_column(source: SourceFile, key: str, names: Sequence[str]) -> None:
+    """Raises MtcliError where not one column has the name."""
+    if (count := names.count(key)) != 1:
+        known = listed([shown(name) for name in names])
+        hint = f"--text-key of: {known}" if known else "its first line names the columns"
+        hint = hint if count == 0 else "rename all but one"
+        raise wrong(f'{source.path} has {count or "no"} column{"s" * (count > 1)} "{key}"', hint)
 
 
 class _Lines:
@@ -517,9 +525,7 @@ def _rows(
     file: Any, source: SourceFile, reading: Reading, progress: Progress
 ) -> Iterator[Text | Bad]:
     key, names = reading.text_key, file.schema_arrow.names
-    if key not in names:
-        known = listed([shown(name) for name in names])
-        raise wrong(f'{source.path} has no column "{key}"', f"--text-key of: {known}")
+    _require_column(source, key, names)
     about = file.metadata
     for group in map(about.row_group, range(about.num_row_groups)):
         columns = (group.column(number) for number in range(about.num_columns))

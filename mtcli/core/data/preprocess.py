@@ -40,6 +40,7 @@ from mtcli.core.data.sources import (
     TextBlock,
     cut,
     find_sources,
+    require_used,
     spool,
     told,
 )
@@ -137,6 +138,7 @@ def _named_sources(request: PreprocessRequest) -> SourceList:
 
     checks = require_workers, require_train_size, partial(_require_output, request.output)
     found, *_ = collect_errors(partial(_sources, request), *checks)
+    require_used(found.sources, request.text_key, request.split_on_blank)
     return found
 
 

@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, BinaryIO, Literal, NamedTuple, get_args
 
-from mtcli.core.config.errors import collect_errors, wrong
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.untrusted import listed, open_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS, inner_name
 
@@ -100,6 +100,18 @@ def find_sources(
     kind_of = partial(_kind, known=known, kind=kind)
     found = collect_errors(*(partial(_named, name, kind_of, left_out) for name in inputs))
     return SourceList(list(chain(*found)), dict(sorted(left_out.items())))
+
+
+def require_used(sources: Sequence[SourceFile], text_key: str, blank: bool) -> None:
+    """Raises MtcliError for flags that no file has a use for: a key other than `text`, and blank
+    lines that divide texts."""
+    kinds, problems = {source.kind for source in sources}, []
+    if blank and "text" not in kinds:
+        problems.append(Problem("no input is plain text", "leave it out", "--split-on"))
+    if text_key != "text" and kinds <= {"text", "warc"}:
+        problems.append(Problem("no input has keys or columns", "leave it out", "--text-key"))
+    if sources and problems:
+        raise MtcliError(*problems)
 
 
 def cut(sources: Iterable[SourceFile], blank: bool, size: int = BLOCK_BYTES) -> Iterator[TextBlock]:

@@ -18,7 +18,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import parse_json, read_untrusted
-from mtcli.core.data.tokenizer_limits import bounded, no_panics, require_measured, require_tokens
+from mtcli.core.data.tokenizer_limits import (
+    MAX_IDS,
+    bounded,
+    no_panics,
+    require_measured,
+    require_tokens,
+)
 
 MAX_DEFINITION_BYTES = 256 << 20  # 262,144 ids and their merges take 35 MB
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -169,6 +175,9 @@ def require_trainable(vocab_size: int, pieces: bool = False) -> None:
     least = len(SPECIALS) + 2 if pieces else 257
     of_pieces = f"{len(SPECIALS)} special tokens and a letter that begins a word or goes on"
     what = of_pieces if pieces else "256 bytes and the end-of-document token"
+    if vocab_size > MAX_IDS:
+        message = f"train:{vocab_size} is more than the {MAX_IDS} ids that a tokenizer may have"
+        raise wrong(message, "train:8192 is a usual size for a small model")
     if vocab_size < least:
         raise wrong(
             f"train:{vocab_size} is less than the {what} = {least}",
