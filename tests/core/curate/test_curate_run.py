@@ -262,6 +262,17 @@ def killed(*_):
     raise KeyboardInterrupt
 
 
+def test_what_a_killed_worker_left_is_not_published(run, tmp_path, monkeypatch):
+    path, build = write_jsonl(tmp_path / "in.jsonl", [{"text": "x"}]), pipeline_module.build_report
+
+    def leaving(*arguments):
+        (tmp_path / "out" / ".curate" / pipeline_module.MADE / ".shard-00000.7.zst").touch()
+        return build(*arguments)
+
+    monkeypatch.setattr(pipeline_module, "build_report", leaving)
+    assert not [name for name in tree(run(path)) if name.startswith(".")]
+
+
 @pytest.mark.parametrize("odd", [math.nan, -math.inf])
 def test_rows_of_parquet_with_numbers_that_json_cannot_write_are_bad(odd, run, tmp_path):
     rows = {"text": ["x", "y"], "score": [[odd], [1.0]], "n": [None, 2.0]}
