@@ -110,6 +110,9 @@ def test_documents_of_one_sentence_have_masked_tokens_and_no_order(home):
     words = ("eval", "one", "--json", "-", "--task")
     found = json.loads(run(home, *words, "mlm=short.txt").stdout)["tasks"]["mlm"]
     assert found["masked"] > 0 and (found["sop_accuracy"], found["sop_total"]) == (None, 0)
+    (home / "unknown.txt").write_text("\u4e00\n")
+    done = run(home, *words, "mlm=unknown.txt", code=2)
+    assert "unknown.txt may be masked: all are special ones" in done.stderr
     (home / "bad.jsonl").write_text("{\n")
     done = run(home, *words, "mlm=bad.jsonl", "--items", "x", code=2)
     assert "--items: mlm with head='mlm' has no use for it" in done.stderr

@@ -216,7 +216,8 @@ class MaskedRows:
         most, size = int(tokens.max()), len(self.special.is_plain)
         if most >= size:
             message = f"{', '.join(self.prefixes)} has the id {most}, and its tokenizer {size} ids"
-            raise wrong(message, "name the tokenizer that made the data", "data.tokenizer")
+            hint = "name the tokenizer that made the data: data.tokenizer, or --tokenizer of eval"
+            raise wrong(message, hint)
 
     def _blended(self, blend: Blend) -> BlendOrder | None:
         """The dataset of each row; without weights, in proportion to their tokens."""

@@ -63,7 +63,7 @@ def encoder_runs(
 
         def run(progress: Advance) -> Report:
             if isinstance(rows, MaskedRows):
-                return _report_masked(rows, spans, models, progress)
+                return _report_masked(rows, spans, models, progress, path)
             probabilities = _probabilities(rows, spans, models, progress)
             for number, record in _records(rows, np.mean(probabilities, axis=0)):
                 journal.keep(name, number, record)
@@ -126,9 +126,16 @@ Spans = Sequence[tuple[int, int]]  # (first row, rows) of each forward pass
 
 
 def _report_masked(
-    rows: EncoderBatches, spans: Spans, models: Sequence[InferenceModel], progress: Advance
+    rows: EncoderBatches,
+    spans: Spans,
+    models: Sequence[InferenceModel],
+    progress: Advance,
+    path: Path,
 ) -> Report:
-    """Perplexity of masked tokens, and accuracy of the order of sentences where there are two."""
+    """Perplexity of masked tokens, and accuracy of the order of sentences where there are two.
+
+    Raises MtcliError where the text of `path` has no token that may be masked.
+    """
     from mtcli.core.inference.encoder import head_outputs
 
     if len(models) > 1:
@@ -145,6 +152,9 @@ def _report_masked(
                 right += int((guessed == read.classes)[counted].sum())
                 pairs += int(counted.sum())
         progress(sum(len(read.tokens) for read in batches))
+    if not masked:
+        message = f"no token of {path} may be masked: all are special ones"
+        raise wrong(message, "a text of which the tokenizer knows the letters", "--task")
     report: Report = {"loss": loss / masked, "perplexity": exp(loss / masked), "masked": masked}
     report["sop_accuracy"] = right / pairs if pairs else None
     return report | {"sop_correct": right, "sop_total": pairs}
