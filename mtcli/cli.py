@@ -24,7 +24,7 @@ FLAGS = {"--gpus": "--nproc", "--nproc-per-node": "--nproc", "--nproc": "--gpus"
 FLAGS |= {"--config": "CONFIG", "--checkpoint": "CHECKPOINT"}
 # Flags that name a file to write, where their metavar says so; and endings of a dataset's files.
 WRITES = ("--json", "--items", "--output", "--trace", "--report", "--plot")
-ENDINGS = ("", ".bin", ".idx", ".json")
+ENDINGS = (".bin", ".idx", ".json")
 TEXTS = ("--prompt", "--text-key")  # flags whose values name nothing outside of the command line
 
 
@@ -104,7 +104,9 @@ def _overwritten(params: Sequence[Any], given: dict[str, Any]) -> Iterator[Probl
     }
     rest = (given.get(param.name) for param in params if param not in of_files)
     words = [word for found in rest for word in _words(found)] if of_files else []
-    names = {os.path.realpath(word + ending) for word in words for ending in ENDINGS}
+    prefixes = (word for word in words if os.path.exists(f"{word}.idx"))
+    names = {os.path.realpath(word) for word in words}
+    names |= {os.path.realpath(word + ending) for word in prefixes for ending in ENDINGS}
     for param, path in of_files.items():
         twice = [other.opts[0] for other in of_files if other != param and of_files[other] == path]
         if (path in names and os.path.isfile(path)) or twice:

@@ -232,13 +232,19 @@ def test_all_that_is_wrong_with_a_command_line_is_told_at_once_and_as_json(probe
 )
 def test_no_file_that_is_read_is_written(words, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = [tmp_path / name for name in ("a.jsonl", "a.json")]
+    files = [tmp_path / name for name in ("a.jsonl", "a.json", "a.idx")]
     for file in files:
         file.write_text("kept")
     assert run(words.split()) == 2
     path = files["a.jsonl" not in words]
     assert said.format(path) in capsys.readouterr().err
     assert {file.read_text() for file in files} == {"kept"}
+
+
+def test_a_result_may_be_named_as_what_it_is_of(probed, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.json").write_text("of the last time")
+    assert run(["probe", "run", "--json", "run.json"]) == 0
 
 
 def test_json_that_cannot_be_written_is_told_beside_the_rest(probed, capsys, tmp_path):
