@@ -58,7 +58,8 @@ def main() -> None:
             (figure,) = names
             command = ["-m", "mtcli", "eval", folder, "--task", f"{task}={DATA / data}"]
             items = args.limit * (PAGE if task == "wikitext103" else 1)
-            command += ["--limit", str(items), "--overlap", "1024"]
+            command += ["--limit", str(items)]
+            command += ["--overlap", "1024"] if task == "wikitext103" else []
             command += ["--set", "train.precision=fp32"]
             found, seconds = timed([*command, "--json", "-"], args.threads)
             ours = found["tasks"][task][figure]

@@ -5,7 +5,8 @@ command's own options are the parameters of that function. A command line that i
 as wrong configs are: with all problems at once, and in JSON too.
 """
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:  # typer keeps its copy of click under a private name
 # What stands for a flag elsewhere: of other commands, and of the tools that users come from.
 FLAGS = {"--gpus": "--nproc", "--nproc-per-node": "--nproc", "--nproc": "--gpus", "--np": "--nproc"}
 FLAGS |= {"--config": "CONFIG", "--checkpoint": "CHECKPOINT"}
+# Flags that name a file to write, where their metavar says so; and endings of a dataset's files.
+WRITES = ("--json", "--items", "--output", "--trace", "--report", "--plot")
+ENDINGS = (".bin", ".idx", ".json")
 TEXTS = ("--prompt", "--text-key")  # flags whose values name nothing outside of the command line
 
 
@@ -36,12 +40,13 @@ class Command(TyperCommand):
         told = {problem.field for problem in problems}
         while True:
             try:
-                given, rest, _ = self.make_parser(ctx).parse_args(args=list(words))
+                given, rest, order = self.make_parser(ctx).parse_args(args=list(words))
                 break
             except typer.TyperException as error:
                 words = _without_option(words, error)
                 problems.append(_wrong_option(ctx, error))
         misread = bool(problems)  # what stands beside an unknown option may be its value
+        problems += [*_repeated(order), *_overwritten(self.get_params(ctx), given)]
         for param in sorted(self.get_params(ctx), key=lambda param: not param.is_eager):
             if told & set(param.opts):
                 continue
@@ -78,6 +83,42 @@ def _nameless(ctx: typer.Context, args: list[str]) -> Iterator[Problem]:
         if (equals or not is_flag) and flag not in TEXTS and not names_a_file(value):
             yield Problem(f"{shown(value)} names nothing", _usage(ctx), flag)
         flag = name if is_flag and not equals else ""
+
+
+def _repeated(order: Sequence[Any]) -> Iterator[Problem]:
+    """The options that are given several times and have one value, which the last would be."""
+    for param in dict.fromkeys(order):
+        if isinstance(param, TyperOption) and not param.multiple and order.count(param) > 1:
+            name = param.opts[0]
+            yield Problem(f"it is given {order.count(param)} times", "give it once", name)
+
+
+def _overwritten(params: Sequence[Any], given: dict[str, Any]) -> Iterator[Problem]:
+    """The files to write that another word of the command line names: one that is read, or a file
+    of a dataset's prefix; or another one to write."""
+    of_files = {
+        param: os.path.realpath(given[param.name])
+        for param in params
+        if param.opts[0] in WRITES and str(param.metavar).startswith("FILE")
+        if list(_words(given.get(param.name)))
+    }
+    rest = (given.get(param.name) for param in params if param not in of_files)
+    words = [word for found in rest for word in _words(found)] if of_files else []
+    prefixes = (word for word in words if os.path.exists(f"{word}.idx"))
+    names = {os.path.realpath(word) for word in words}
+    names |= {os.path.realpath(word + ending) for word in prefixes for ending in ENDINGS}
+    for param, path in of_files.items():
+        twice = [other.opts[0] for other in of_files if other != param and of_files[other] == path]
+        if (path in names and os.path.isfile(path)) or twice:
+            what = f"{path} is of {twice[0]} too" if twice else f"{path} is an input"
+            yield Problem(what, "name another file", param.opts[0])
+
+
+def _words(value: Any) -> Iterator[str]:
+    """The texts of a parameter's value that may name files, and what a = divides in each."""
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(one, str) and "\0" not in one:
+            yield from (one, *one.split("=", 1))
 
 
 def _usage(ctx: typer.Context) -> str:

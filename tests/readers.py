@@ -21,9 +21,9 @@ from mtcli.core.checkpoint.huggingface.config_json import model_of
 from mtcli.core.checkpoint.manifest import Manifest, read_manifest
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
-from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.loading import load_config
-from mtcli.core.data.documents import Bad, Reading, read_documents
+from mtcli.core.data.documents import DAMAGED, Bad, Reading, read_documents
 from mtcli.core.data.indexed import Indexed, describe, max_token_id, write_dataset
 from mtcli.core.data.samples import Samples, build_samples, load_kept
 from mtcli.core.data.sources import FileRange, find_sources
@@ -224,7 +224,7 @@ def toml(folder):
 
     def check(data):
         (folder / "x.toml").write_bytes(data)
-        config, table = load_config(str(folder / "x.toml")), tomllib.loads(data.decode())
+        config, table = load_config(str(folder / "x.toml")), tomllib.loads(data.decode("utf-8-sig"))
         dumped = config.model_dump()
         for name in ("num_layers", "hidden_size", "vocab_size"):
             assert dumped["model"][name] == int(table["model"][name])
@@ -236,7 +236,12 @@ def toml(folder):
 def _texts(folder, name, data, blank=False):
     (folder / name).write_bytes(data)
     (source,) = find_sources([str(folder / name)]).sources
-    return list(read_documents(FileRange(source, 0, source.size), Reading("text", blank, False)))
+    piece, reading = FileRange(source, 0, source.size), Reading("text", blank, False)
+    found = list(read_documents(piece, reading))
+    for one in found:  # others' readers have nothing of such a file
+        if isinstance(one, Bad) and one.kind in (DAMAGED, "bad values"):
+            raise wrong(one.reason)
+    return found
 
 
 def jsonl(folder):

@@ -190,6 +190,7 @@ def test_an_unexpected_exception_is_one_line_and_a_way_to_see_more(probed, capsy
     (["probe", "--config", "x"], "--config: there is no such option", "did you mean CONFIG?"),
     (["probe", "x", "y"], "got unexpected extra argument 'y'", "--help` shows its usage"),
     (["probe", "x", "--set"], "--set: option '--set' requires an argument", "` shows its usage"),
+    (["probe", "x", "--nproc=2", "--nproc", "2"], "--nproc: it is given 2 times", "give it once"),
     (["probe", "x", "--nproc=0"], "--nproc: 0 should be at least 1",
      "a whole number from 1 to 1024, such as 1"),
     (["probe", "x", "--nproc", "two"], "--nproc: 'two' should be a whole number",
@@ -217,6 +218,33 @@ def test_all_that_is_wrong_with_a_command_line_is_told_at_once_and_as_json(probe
     assert told["ok"] is False
     assert [problem["field"] for problem in told["problems"]] == ["--foo", "--nproc", "--device"]
     assert err.count("error: ") == err.count("hint: ") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("eval x --task lambada=a.jsonl --items a.jsonl", "--items: {} is an input"),
+        ("eval --compare a.jsonl b --json ./a.jsonl", "--json: {} is an input"),
+        ("select --data a --size 1 --output a.json", "--output: {} is an input"),
+        ("plan a.json --output a.json", "--output: {} is an input"),
+        ("select --data x --output a.json --json a.json", "{} is of --json too"),
+    ],
+)
+def test_no_file_that_is_read_is_written(words, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = [tmp_path / name for name in ("a.jsonl", "a.json", "a.idx")]
+    for file in files:
+        file.write_text("kept")
+    assert run(words.split()) == 2
+    path = files["a.jsonl" not in words]
+    assert said.format(path) in capsys.readouterr().err
+    assert {file.read_text() for file in files} == {"kept"}
+
+
+def test_a_result_may_be_named_as_what_it_is_of(probed, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.json").write_text("of the last time")
+    assert run(["probe", "run", "--json", "run.json"]) == 0
 
 
 def test_json_that_cannot_be_written_is_told_beside_the_rest(probed, capsys, tmp_path):

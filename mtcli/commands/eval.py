@@ -5,10 +5,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, OptionalCheckpoint, Overrides
+from mtcli.commands.options import (
+    ComputeDevice,
+    JsonOut,
+    Nproc,
+    OptionalCheckpoint,
+    Overrides,
+    given_flags,
+)
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import MtcliError, Problem, wrong
 
 if TYPE_CHECKING:
     from mtcli.core.evaluate.tasks.task import Report
@@ -96,9 +103,12 @@ Ensemble = Annotated[
     ),
 ]
 
+COMPARING = ("compare", "json_out")  # the parameters of a comparison
+
 
 @answering
 def eval(
+    context: typer.Context,
     tasks: Tasks,
     overrides: Overrides,
     ensemble: Ensemble,
@@ -120,14 +130,23 @@ def eval(
     """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE, PIQA and other published tasks or your
     own, with or without examples, on tasks of lm-evaluation-harness or, with an encoder's head, on
     masked tokens and labelled texts; or compare two results."""
+    given = given_flags(context, (name for name in context.params if name not in COMPARING))
     if compare is not None:
+        if given:
+            what = "is of an evaluation, and --compare does none"
+            raise MtcliError(*(Problem(f"{flag} {what}", "leave it out", flag) for flag in given))
         return _compare(*compare, json_out)
     if checkpoint is None:
         raise wrong("no checkpoint is given", "mtcli eval CHECKPOINT --task NAME=PATH")
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
     from mtcli.core.evaluate.contamination import read_ngrams
-    from mtcli.core.evaluate.request import EvalRequest, items_file, require_members
+    from mtcli.core.evaluate.request import (
+        EvalRequest,
+        items_file,
+        require_members,
+        require_used,
+    )
     from mtcli.core.evaluate.tasks.registry import parse_tasks
 
     every = [checkpoint, *ensemble]
@@ -142,6 +161,8 @@ def eval(
     )
     if ensemble:
         require_members(dict(zip(every, models, strict=True)))
+    if models[0] is not None:
+        require_used(given, specs, models[0])
     request = EvalRequest(
         checkpoint=checkpoint,
         ensemble=tuple(ensemble),

@@ -4,10 +4,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import CheckpointPath, ComputeDevice, JsonOut, Nproc, Overrides
+from mtcli.commands.options import (
+    CheckpointPath,
+    ComputeDevice,
+    JsonOut,
+    Nproc,
+    Overrides,
+    given_flags,
+)
 from mtcli.commands.output import answer, answering
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import MtcliError, Problem, wrong
 
 if TYPE_CHECKING:
     from mtcli.core.runtime.launch import Runtime
@@ -31,6 +38,7 @@ Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the sampl
 
 @answering
 def generate(
+    context: typer.Context,
     checkpoint: CheckpointPath,
     overrides: Overrides,
     prompt: Prompt,
@@ -50,6 +58,7 @@ def generate(
     *_, train, _ = collect_errors(
         lambda: _require_text(prompt),
         lambda: _require_top_p(top_p),
+        lambda: _require_draws(context, temperature),
         lambda: train_settings(overrides, device=device),
         lambda: require_model(checkpoint, overrides, num_ranks(nproc)),
     )
@@ -85,6 +94,15 @@ def _require_text(prompts: list[str]) -> None:
         except UnicodeEncodeError:
             hint = "UTF-8, and a locale that has it, such as C.UTF-8"
             raise wrong(f"{text!r} is not text in this locale", hint, "--prompt") from None
+
+
+def _require_draws(context: typer.Context, temperature: float) -> None:
+    """Raises MtcliError for flags of the draws where the likeliest token is taken."""
+    given = given_flags(context, ("top_k", "top_p", "seed")) if temperature == 0.0 else []
+    if given:
+        what = "temperature=0 takes the likeliest token and draws none"
+        hint = "leave it out, or --temperature 1"
+        raise MtcliError(*(Problem(what, hint, flag) for flag in given))
 
 
 def _require_top_p(top_p: float) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mtcli.core.runtime.launch import Runtime
 
 Result = TypeVar("Result")
+FORWARD = ("model", "parallel", "train")  # sections that a forward pass reads
 
 
 def num_ranks(nproc: int) -> int:
@@ -57,11 +58,12 @@ def require_model(
 
     Raises MtcliError, before torch is imported, where a path holds no checkpoint, or one whose
     model `world` ranks cannot open with these overrides; a model that predicts no next token is
-    refused but for `encoders`.
+    refused but for `encoders`, and so are sections of the config that no forward pass reads.
     """
     from pathlib import Path
 
     from mtcli.core.checkpoint.folder import find_checkpoint, model_of
+    from mtcli.core.config.errors import MtcliError, Problem
     from mtcli.core.config.rules import forward_config, require_causal
 
     model = model_of(find_checkpoint(Path(checkpoint)))
@@ -70,4 +72,9 @@ def require_model(
     if not (encoders and model.head != "lm"):
         require_causal(checkpoint, model)
     forward_config(model, overrides, world)
+    fields = (override.partition("=")[0].strip() for override in overrides)
+    unread = [field for field in fields if field.partition(".")[0] not in FORWARD]
+    if unread:
+        what = "it is of a training run, and has no effect here"
+        raise MtcliError(*(Problem(what, "leave it out", field) for field in unread))
     return model

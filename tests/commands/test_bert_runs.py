@@ -1,6 +1,7 @@
 """BERT from the command line: pre-trained, fine-tuned on RACE and evaluated, on any layout."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -73,8 +74,19 @@ def test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout(ho
     assert "cut    the article of " in done.stdout
     assert len(losses(home / "race-run")) == 30 * 3, "three global batches hold the ten rows"
     words = ("eval", "race-run", "--task", "race=race", "--json", "-")
-    alone = json.loads(run(home, *words).stdout)["tasks"]
+    done = run(home, *words, "--items", "race.jsonl")
+    assert "; cut: the article of " in done.stderr
+    alone = json.loads(done.stdout)["tasks"]
     assert alone["race"]["total"] == 2 * ARTICLES
+    items = [json.loads(line) for line in (home / "race.jsonl").open()]
+    assert sum(item["correct"] for item in items) == alone["race"]["correct"]
+    assert [item["id"].split("/")[0] for item in items] == ["high"] * 5 + ["middle"] * 5
+    for item in items:
+        chances = [math.exp(value) for value in item["loglikelihoods"]]
+        assert sum(chances) == pytest.approx(1) and item["pick"] == chances.index(max(chances))
+    done = run(home, *words, "--shots", 2, "--overlap", 8, code=2)
+    for flag in ("--shots", "--overlap"):
+        assert f"error: {flag}: race with head='multiple_choice' has no use for it" in done.stderr
     limited = json.loads(run(home, *words, "--limit", 1).stdout)["tasks"]["race"]
     levels = sum(name.endswith("_total") for name in limited)
     assert limited["total"] == levels > 0
@@ -91,6 +103,22 @@ def test_masked_tokens_are_evaluated_on_a_grid_as_on_one_rank(home):
     grid = {"parallel.tp": 2, "parallel.tp_mode": "2d", "parallel.tp_rows": 2}
     found = json.loads(run(home, *words, "--nproc", 2, **grid).stdout)["tasks"]["mlm"]
     assert found == pytest.approx(alone, rel=1e-6)
+
+
+def test_documents_of_one_sentence_have_masked_tokens_and_no_order(home):
+    (home / "short.txt").write_text("Cats sleep.\n\nDogs run.\n\nThey eat and sleep.\n")
+    words = ("eval", "one", "--json", "-", "--task")
+    found = json.loads(run(home, *words, "mlm=short.txt").stdout)["tasks"]["mlm"]
+    assert found["masked"] > 0 and (found["sop_accuracy"], found["sop_total"]) == (None, 0)
+    (home / "unknown.txt").write_text("\u4e00\n")
+    done = run(home, *words, "mlm=unknown.txt", code=2)
+    assert "unknown.txt may be masked: all are special ones" in done.stderr
+    (home / "bad.jsonl").write_text("{\n")
+    done = run(home, *words, "mlm=bad.jsonl", "--items", "x", code=2)
+    assert "--items: mlm with head='mlm' has no use for it" in done.stderr
+    done = run(home, *words, "mlm=bad.jsonl", code=2)
+    assert "error: --task: bad.jsonl:1: not JSON" in done.stderr
+    assert "flags are those of `mtcli preprocess --sentences`" in done.stderr
 
 
 def test_a_head_that_the_weights_have_not_begins_from_the_seed_and_is_named(home):

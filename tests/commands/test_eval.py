@@ -387,6 +387,7 @@ def test_two_checkpoints_are_evaluated_with_shots_and_compared(tmp_path):
     [
         ([], "no checkpoint is given"),
         (["--compare", "a.json", "b.json"], "a.json cannot be read"),
+        (["x", "--compare", "a", "b", "--shots", 2], "CHECKPOINT is of an evaluation"),
     ],
 )
 def test_without_a_checkpoint_two_results_are_needed(flags, message):

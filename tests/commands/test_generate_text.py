@@ -99,7 +99,16 @@ def test_a_folder_without_a_tokenizer_is_refused(model, tmp_path):
 
 
 def test_all_that_is_wrong_is_told_at_once_and_as_json(model):
-    wrong = ["--top-p", "0", "--set", "parallel.tp=3", "--set", "train.precision=fp7"]
+    wrong = [
+        "--temperature",
+        "1",
+        "--top-p",
+        "0",
+        "--set",
+        "parallel.tp=3",
+        "--set",
+        "train.precision=fp7",
+    ]
     done = generate(model[0], "--prompt", "a", "--json", "-", *wrong)
     told = json.loads(done.stdout)
     assert (done.returncode, told["ok"]) == (2, False)

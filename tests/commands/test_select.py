@@ -108,6 +108,11 @@ def test_sources_of_a_blend_are_chosen_from_by_their_weights(home):
         (("--cover", "0.5", "--method", "random"), ["--cover: --method random covers nothing"]),
         (("--size", "3", "--target", "other"), ["--target: --method craig reads no target"]),
         (
+            ("--size", "3", "--set", "data.train=x", "--set", "optimizer.lr=1"),
+            ["data.train: --data names", "optimizer.lr: it is of a training run"],
+        ),
+        (("--size", "3", "--method", "random", "--greedy", "naive"), ["--greedy: --method random"]),
+        (
             ("--size", "3", "--set", "batch.seq_len=32"),
             ["seq_len=32 exceeds the learned positions"],
         ),

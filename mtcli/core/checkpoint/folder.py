@@ -126,6 +126,8 @@ def peft_base(folder: Path) -> Path:
 def config_in(folder: Path) -> RunConfig:
     """Reads the run config beside the tensors of a checkpoint of ours."""
     path = folder / CONFIG
+    if not path.exists():
+        raise wrong(f"{folder} has no {CONFIG}, and its manifest no model", "use another copy")
     try:
         return load_config(str(path))
     except MtcliError as error:  # it names fields, where a user has set none
@@ -170,12 +172,12 @@ def require_free(final: Path, force: bool) -> None:
             raise wrong(message, "name another folder", "DST")
         if not final.exists() or (final.is_dir() and not any(final.iterdir())):
             return
-    if not force:
-        raise wrong(f"{final} exists", "name another folder, or give --force to replace it")
     marks = (MANIFEST, config_json.NAME, ADAPTER_CONFIG)
     if not any((final / name).is_file() for name in marks):
-        message = f"{final} is not a checkpoint, and --force replaces nothing else"
+        message = f"{final} exists and is not a checkpoint, and --force replaces nothing else"
         raise wrong(message, "name another folder, or remove it yourself")
+    if not force:
+        raise wrong(f"{final} exists", "name another folder, or give --force to replace it")
 
 
 def require_inside(folder: Path, path: Path) -> Path:

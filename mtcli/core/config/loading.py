@@ -178,7 +178,7 @@ def read_table(source: str) -> Table:
             hint = "a run folder holds one; give it, a TOML file, or a preset"
             raise wrong(f"the folder {source} has no config.toml", hint)
     try:
-        return parse_toml(read_untrusted(path, 4 * MAX_TOML_BYTES).decode())
+        return parse_toml(read_untrusted(path, 4 * MAX_TOML_BYTES).decode("utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):
         hint = "give a TOML file, a run folder, or a preset" + closest(source, preset_names())
         raise wrong(f"there is no config file or preset named {source!r}", hint) from None

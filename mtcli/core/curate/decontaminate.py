@@ -19,6 +19,7 @@ from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import DecontaminateConfig
 from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import Array, rolling
+from mtcli.core.data.compressed import inner_name
 from mtcli.core.data.race import LEVELS, read_race
 from mtcli.core.data.text_files import bad_line, read_text
 
@@ -182,12 +183,13 @@ def _texts_of(path: Path, fields: Sequence[str]) -> list[str]:
             if keys[:1] == ["article"]:
                 return [article.text for article in articles]
             return [question for article in articles for question in article.questions]
-        files = sorted(file for file in path.iterdir() if file.suffix in (".jsonl", ".txt"))
+        kinds = (".jsonl", ".txt")
+        files = sorted(file for file in path.iterdir() if inner_name(file).suffix in kinds)
         if not files:
             raise wrong(f"{path} holds 0 task files", "give .jsonl or .txt files, or RACE", FIELD)
         return [text for file in files for text in _texts_of(file, fields)]
     text = read_text(path, FIELD)
-    if path.suffix in (".jsonl", ".json", ".ndjson"):
+    if inner_name(path).suffix in (".jsonl", ".json", ".ndjson"):
         return list(_json_texts(path, text, fields))
     return [part for part in text.split("\n\n") if part.strip()]
 

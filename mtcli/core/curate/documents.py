@@ -47,14 +47,14 @@ class Document:
 
 
 class BadRecord(NamedTuple):
-    """A record that cannot be read: where, and why."""
+    """A record that cannot be read: where, and why; line 0 is the rest of a damaged file."""
 
     file: str
     line: int
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.reason}"
+        return f"{self.file}{f':{self.line}' if self.line else ''}: {self.reason}"
 
 
 class CorpusFiles(NamedTuple):

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from math import isinf, prod
+from math import isfinite, isinf, prod
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Protocol
@@ -232,6 +232,15 @@ def _is_rounded(value: object) -> bool:
     if isinstance(value, dict):
         return any(map(_is_rounded, value.values()))
     return isinstance(value, list) and any(map(_is_rounded, value))
+
+
+def is_finite(value: object) -> bool:
+    """Whether JSON can write all numbers of a value: it has no NaN and no infinity."""
+    if isinstance(value, float):
+        return isfinite(value)
+    if isinstance(value, dict):
+        return all(map(is_finite, value.values()))
+    return not isinstance(value, list | tuple) or all(map(is_finite, value))
 
 
 def json_page(record: Mapping[str, object]) -> str:

@@ -214,7 +214,8 @@ class _Pipeline:
         output = self.request.output
         write_text(made / REPORT_HTML, report_html(report))
         write_text(made / REPORT, json_page(report))
-        names = {path.name for path in made.iterdir()} - {REPORT}
+        # Not all that is there: a killed run's worker may have left, or still write, a part of one.
+        names = {shard["name"] for shard in report["shards"]} | {REMOVED, REPORT_HTML}
         for old in outputs(output):
             if old.name not in names:
                 old.unlink()

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from mtcli.core.config.untrusted import is_text
+from mtcli.core.config.untrusted import is_text, listed, shown
 from mtcli.core.curate.documents import BadRecord, Document, key_of, made_key, stem
+from mtcli.core.curate.parts import is_finite
 from mtcli.core.curate.warc import read_warc
 from mtcli.core.data.documents import Bad, Reading, Text, read_documents
 from mtcli.core.data.sources import FileRange
@@ -25,10 +26,14 @@ class Reader(NamedTuple):
         if piece.source.kind == "warc":
             yield from read_warc(piece.source, name, progress)
             return
-        unnamed = stem(name)
+        unnamed, is_parquet = stem(name), piece.source.kind == "parquet"
         for item in read_documents(piece, self.reading, progress):
             if isinstance(item, Bad):
-                yield BadRecord(name, before + item.line, item.reason)
+                yield BadRecord(name, item.line and before + item.line, item.reason)
+            elif is_parquet and item.fields and not is_finite(item.fields):
+                odd = [shown(key) for key, value in item.fields.items() if not is_finite(value)]
+                reason = f"NaN or Infinity in {listed(odd)}, which JSON cannot write"
+                yield BadRecord(name, item.line, reason)
             else:
                 yield self._document(item, name, before + item.line, unnamed)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.curate.config import CurateConfig
 from mtcli.core.curate.documents import CorpusFiles, find_files
-from mtcli.core.data.sources import FileKind, SourceFile
+from mtcli.core.data.sources import FileKind, SourceFile, require_used
 
 HINT = "a file that is there, by its path from here or from the config's folder"
 
@@ -50,7 +50,9 @@ def find_corpora(request: CurateRequest) -> Corpora:
     if has_warc and "extract" not in request.config.ordered:
         said = "a WARC file is given, and the stages have no extract"
         raise wrong(said, "stages = ['extract', ...]", "stages")
-    return Corpora(new, old)
+    corpora = Corpora(new, old)
+    require_used(corpora.sources, request.text_key, request.split_on_blank)
+    return corpora
 
 
 def _require_files(config: CurateConfig) -> None:

@@ -4,14 +4,13 @@ A record of a WARC file is a document whose id is the record's own, or made of t
 record's number; `url` and `date` are kept beside it.
 """
 
-import gzip
 import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import open_untrusted
@@ -19,7 +18,7 @@ from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import ExtractConfig
 from mtcli.core.curate.documents import BadRecord, Document, key_of, made_key, stem
 from mtcli.core.curate.extras import require
-from mtcli.core.data.compressed import PIECE_BYTES, pieces
+from mtcli.core.data.compressed import pieces
 from mtcli.core.data.documents import HELD_BYTES
 from mtcli.core.data.sources import SourceFile
 from mtcli.core.runtime.process_pool import Progress
@@ -38,10 +37,8 @@ def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Doc
     """
     warc = require("fastwarc.warc", "extract")
     number = last = 0
-    if not source.size:
-        return
     with open_untrusted(source.path) as file:
-        stream = _Stream(_parts(file, source))
+        stream = _Stream(pieces(file, source.compression, source.path))
         records = warc.ArchiveIterator(stream, parse_http=True, auto_decode="all")
         while True:
             number += 1
@@ -62,14 +59,6 @@ def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Doc
         if number == 1 or stream.error or stream.end != END:
             # The library takes what is left of a record for the end of the file.
             yield BadRecord(name, number, "the file ends inside a WARC record")
-
-
-def _parts(file: IO[bytes], source: SourceFile) -> Iterator[bytes]:
-    """The contents of a file, decompressed, up to where it is damaged."""
-    if source.compression != ".gz":
-        return pieces(file, source.compression, source.path)
-    # read1, since read drops what it has when a file ends early.
-    return iter(partial(gzip.GzipFile(fileobj=file).read1, PIECE_BYTES), b"")
 
 
 class _Stream(io.RawIOBase):

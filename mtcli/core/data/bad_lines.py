@@ -15,11 +15,18 @@ SKIP = "; --skip-bad leaves such lines out and counts them"
 
 
 class BadLine(Exception):
-    """Says what is wrong with a line; `kind` is a few words that lines are counted by."""
+    """Says what is wrong with a line; `kind` is a few words that lines are counted by, `setting`
+    what would help as well where a config names the file."""
 
-    def __init__(self, kind: str, reason: str, hint: str = "mend it") -> None:
+    def __init__(self, kind: str, reason: str, hint: str = "mend it", setting: str = "") -> None:
         super().__init__(reason)
-        self.kind, self.reason, self.hint = kind, reason, hint
+        self.kind, self.reason, self.hint, self.setting = kind, reason, hint, setting
+
+    def hint_of(self, field: str) -> str:
+        """The hint, by the flag or config field that names the file."""
+        if field.startswith("--"):
+            return self.hint
+        return f"{self.hint}{', or ' * bool(self.setting)}{self.setting}{SKIP}"
 
 
 def read_lines(
@@ -72,9 +79,8 @@ def json_object(line: bytes, hint: str = "mend it") -> dict[str, Any]:
 
 def refusal(faults: Sequence[tuple[str, BadLine]], source: Path, field: str = "") -> MtcliError:
     """The error of bad lines, each with where it is: FILE:LINE."""
-    more = "" if field.startswith("--") else SKIP
     problems = [
-        Problem(f"{where}: {fault.reason}", fault.hint + more, field)
+        Problem(f"{where}: {fault.reason}", fault.hint_of(field), field)
         for where, fault in faults[:NAMED]
     ]
     if len(faults) > NAMED:

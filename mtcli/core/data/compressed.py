@@ -7,13 +7,17 @@ package's own reader takes as ended, and one of several streams or frames is rea
 import bz2
 import gzip
 import lzma
+import zlib
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import IO
 
 from mtcli.core.config.errors import wrong
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
+# What damage raises; and OSError, where it has no number of the system's.
+DAMAGE = (EOFError, zlib.error, lzma.LZMAError)
 PIECE_BYTES = 1 << 20
 FED_BYTES = 1 << 16  # read of a compressed file at a time
 MAX_XZ_BYTES = 256 << 20  # of a decoder's memory: `xz -9` asks for 65 MiB, a file may ask for 4 GiB
@@ -22,21 +26,31 @@ ZST_BLOCK_BYTES = 128 << 10  # of a block, compressed or not
 RLE = 1  # a block that repeats one byte
 
 
-def pieces(file: IO[bytes], compression: str, path: str) -> Iterator[bytes]:
-    """Decompressed contents of a file, piece by piece.
+def inner_name(path: Path) -> Path:
+    """The name without the suffix of its compression."""
+    return path.with_suffix("") if path.suffix in COMPRESSIONS else path
 
-    Raises EOFError where it ends inside a stream; OSError, zlib.error or lzma.LZMAError where it is
-    damaged; MtcliError where a package is missing.
+
+def pieces(file: IO[bytes], compression: str, path: str) -> Iterator[bytes]:
+    """Decompressed contents of a file, piece by piece, up to where it is damaged.
+
+    Then raises EOFError where it is empty or ends inside a stream, and OSError without a number,
+    zlib.error or lzma.LZMAError where it is no such stream. Raises MtcliError where a package is
+    missing.
     """
+    if not file.read(1):
+        raise EOFError("it has 0 bytes")
+    file.seek(0)
     if compression == ".zst":
-        return _zst(file, path)
-    if compression == ".xz":
-        return _xz(file)
-    if compression == ".gz":
-        stream: IO[bytes] = gzip.GzipFile(fileobj=file)
+        yield from _zst(file, path)
+    elif compression == ".xz":
+        yield from _xz(file)
+    elif compression:
+        # read1, since read drops what it has when a file ends early.
+        stream = gzip.GzipFile(fileobj=file) if compression == ".gz" else bz2.BZ2File(file)
+        yield from iter(partial(stream.read1, PIECE_BYTES), b"")
     else:
-        stream = bz2.BZ2File(file) if compression == ".bz2" else file
-    return iter(partial(stream.read, PIECE_BYTES), b"")
+        yield from iter(partial(file.read, PIECE_BYTES), b"")
 
 
 def _xz(file: IO[bytes]) -> Iterator[bytes]:

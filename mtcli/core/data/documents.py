@@ -6,11 +6,8 @@ and Parquet by how many times as large as the file its content may be.
 
 import codecs
 import csv
-import gzip
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -20,7 +17,7 @@ import numpy as np
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import listed, open_untrusted, shown
-from mtcli.core.data.compressed import pieces
+from mtcli.core.data.compressed import DAMAGE, pieces
 from mtcli.core.data.sources import (
     FileKind,
     FileRange,
@@ -36,7 +33,7 @@ HELD_BYTES = 64 << 20  # of one document, where no flag says how many: ten milli
 MAX_RATIO = 1000  # bytes out of a file for each of its own; gzip's limit is 1032
 FREE_BYTES = 64 << 20  # out of any file: a ratio of few bytes says nothing
 PARQUET_ROWS = 16  # read together: 1024 take no less time, and 64 times the memory
-TOO_LARGE = "too large"
+TOO_LARGE, DAMAGED = "too large", "damaged files"
 BOM = codecs.BOM_UTF8
 # One or more lines of nothing but space; a line before them ends without its line break.
 BLANK_LINES = re.compile(r"\r?\n(?:[^\S\n]*\n)+")
@@ -79,7 +76,8 @@ class Text(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """A document that cannot be read: the line (or row) of its file, counted from 1, and why."""
+    """A document that cannot be read: the line (or row) of its file, counted from 1, and why; of a
+    damaged file what is behind its readable documents, at line 0."""
 
     line: int
     kind: str
@@ -91,8 +89,9 @@ def read_documents(
 ) -> Iterator[Text | Bad]:
     """The documents of `piece`, in order; lines of `Bad` are counted from the start of the piece.
 
-    `progress` is told of the source's bytes as they are read. Raises MtcliError for a file that
-    cannot be opened, is damaged, or holds MAX_RATIO times its size.
+    `progress` is told of the source's bytes as they are read. Of a damaged file all documents that
+    end before the damage are read, and a Bad is last. Raises MtcliError for a file that cannot be
+    opened or holds MAX_RATIO times its size.
     """
     source = piece.source
     try:
@@ -104,11 +103,11 @@ def read_documents(
                 yield from _parts(item)
             else:
                 yield item
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise wrong(f"{source.path} is damaged: {error}", "compress or copy it again") from None
-    except OSError as error:
-        why = error.strerror or error
-        raise wrong(f"{source.path} cannot be read: {why}", "copy it again") from None
+    except (*DAMAGE, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            message = f"{source.path} cannot be read: {error.strerror}"
+            raise wrong(message, "copy it again") from None
+        yield _damaged(error)
 
 
 def lines_before(path: str, offset: int) -> int:
@@ -164,17 +163,23 @@ def _windows(file: IO[bytes], piece: FileRange, progress: Progress) -> Iterator[
         found = map(file.read, chain([WINDOW] * (left // WINDOW), [left % WINDOW]))
     window: list[bytes] = []
     size = 0
-    for data in found:
-        window.append(data)
-        size, total = size + len(data), total + len(data)
-        if source.compression:
-            _require_ratio(source, total)
-        if size >= WINDOW:
-            at = min(file.tell(), piece.stop)
-            progress(at - told)
-            told = at
+    try:
+        for data in found:
+            window.append(data)
+            size, total = size + len(data), total + len(data)
+            if source.compression:
+                _require_ratio(source, total)
+            if size >= WINDOW:
+                at = min(file.tell(), piece.stop)
+                progress(at - told)
+                told = at
+                yield b"".join(window)
+                window, size = [], 0
+    except (*DAMAGE, OSError):
+        progress(piece.stop - told)
+        if size:
             yield b"".join(window)
-            window, size = [], 0
+        raise
     progress(piece.stop - told)
     if size:
         yield b"".join(window)
@@ -231,6 +236,10 @@ def _behind(kind: FileKind, data: bytes, windows: Iterator[bytes]) -> tuple[int,
         if end := end_of_first(kind, data):
             return lines + data.count(b"\n", 0, end), data[end:]
     return lines + data.count(b"\n"), b""
+
+
+def _damaged(error: Exception) -> Bad:
+    return Bad(0, DAMAGED, f"the file is damaged: {error}")
 
 
 def _too_large(line: int, most: int) -> Bad:
@@ -431,9 +440,7 @@ def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
     rows = csv.reader(lines, delimiter="," if source.kind == "csv" else "\t", strict=True)
     try:
         header = next(rows, [])
-        if key not in header:
-            known = listed([shown(name) for name in header]) or "none"
-            raise wrong(f'{source.path} has no column "{key}"', f"--text-key of: {known}")
+        _require_column(source, key, header)
         column, ended = header.index(key), lines.row_ended()
         for row in rows:
             number, ended = ended + 1, lines.row_ended()
@@ -447,6 +454,15 @@ def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
     except csv.Error as error:
         message = f"{source.name or source.path}:{lines.line}: not {kind}: {error}"
         raise wrong(message, "mend it: quotes inside of a quoted field are doubled") from None
+
+
+def _require_column(source: SourceFile, key: str, names: Sequence[str]) -> None:
+    """Raises MtcliError where not one column has the name."""
+    if (count := names.count(key)) != 1:
+        known = listed([shown(name) for name in names])
+        hint = f"--text-key of: {known}" if known else "its first line names the columns"
+        hint = hint if count == 0 else "rename all but one"
+        raise wrong(f'{source.path} has {count or "no"} column{"s" * (count > 1)} "{key}"', hint)
 
 
 class _Lines:
@@ -502,16 +518,14 @@ def _parquet(source: SourceFile, reading: Reading, progress: Progress) -> Iterat
         with open_untrusted(source.path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
             yield from _rows(file, source, reading, progress)
     except pyarrow.lib.ArrowException as error:
-        raise wrong(f"{source.path} is damaged: {error}", "write or copy it again") from None
+        yield _damaged(error)
 
 
 def _rows(
     file: Any, source: SourceFile, reading: Reading, progress: Progress
 ) -> Iterator[Text | Bad]:
     key, names = reading.text_key, file.schema_arrow.names
-    if key not in names:
-        known = listed([shown(name) for name in names])
-        raise wrong(f'{source.path} has no column "{key}"', f"--text-key of: {known}")
+    _require_column(source, key, names)
     about = file.metadata
     for group in map(about.row_group, range(about.num_row_groups)):
         columns = (group.column(number) for number in range(about.num_columns))
@@ -520,10 +534,24 @@ def _rows(
     row, total = 0, 0
     columns = None if reading.whole else [key]
     for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-        for fields in batch.to_pylist():
+        for fields in _records(batch):
             row += 1
+            if isinstance(fields, Bad):
+                yield fields._replace(line=row)
+                continue
             item = _text(fields[key], row, reading, fields)
             total += item.size if isinstance(item, Text) else 0
             yield item
         _require_ratio(source, total)  # one entry of a dictionary may be every row's
         progress(source.size * len(batch) / about.num_rows)
+
+
+def _records(batch: Any) -> list[Any]:
+    """The rows of a batch as dicts; a Bad for one with strings that are not UTF-8, or with a date
+    that Python cannot hold."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if len(batch) == 1:
+            return [Bad(0, "bad values", f"a value cannot be read: {error}")]
+    return [row for number in range(len(batch)) for row in _records(batch.slice(number, 1))]

@@ -40,7 +40,9 @@ def encoder_batches(
     paths, split = chosen(config.data, which)
     special = special_tokens(encoder_tokenizer(config, tokenizer, paths))
     where = (paths, split, which, num_samples, config.batch.seq_len, config.data_seed)
-    return MaskedRows(*where, special, config.model.sentence_order)
+    rows = MaskedRows(*where, special, config.model.sentence_order)
+    rows.require_order()
+    return rows
 
 
 def open_examples(

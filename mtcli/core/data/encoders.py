@@ -14,7 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, failed, wrong
-from mtcli.core.data.documents import TOO_LARGE, Bad, Reading, Text, lines_before, read_documents
+from mtcli.core.data.documents import (
+    DAMAGED,
+    TOO_LARGE,
+    Bad,
+    Reading,
+    Text,
+    lines_before,
+    read_documents,
+)
 from mtcli.core.data.sentences import split_sentences
 from mtcli.core.data.sources import FileRange, TextBlock
 from mtcli.core.data.tokenize import Tokenizer
@@ -23,6 +31,7 @@ from mtcli.core.runtime.process_pool import Progress
 
 SAMPLE_BYTES = 1 << 14  # of the corpus, encoded both ways before gigatoken is used
 GROUP_BYTES = 1 << 20  # text encoded and written together
+MEND = {TOO_LARGE: "raise --max-document-bytes", DAMAGED: "compress, write or copy it again"}
 EXAMPLES = 10  # of skipped documents whose lines are named
 # What fast tokenizers get wrong: space runs, contractions, digits, scripts, emoji, controls.
 HARD_TEXTS = (
@@ -179,8 +188,7 @@ def encode_block(
                     yield item
                     continue
                 if not job.skip_bad:
-                    mend = "raise --max-document-bytes" if item.kind == TOO_LARGE else "mend it"
-                    hint = f"{mend}, or leave such documents out with --skip-bad"
+                    hint = f"{MEND.get(item.kind, 'mend it')}, or leave it out with --skip-bad"
                     raise wrong(describe_bad(piece, item), hint)
                 counts.skip(item.kind)
                 if len(skipped) < EXAMPLES:
@@ -203,8 +211,11 @@ def encode_block(
 def describe_bad(piece: FileRange, bad: Bad) -> str:
     """Words a bad document as "file:line: reason"; reads the file up to it, for its line."""
     source = piece.source
+    name = source.name or source.path
+    if not bad.line:
+        return f"{name}: {bad.reason}"
     line = bad.line + source.first_line + lines_before(source.path, piece.start)
-    return f"{source.name or source.path}:{line}: {bad.reason}"
+    return f"{name}:{line}: {bad.reason}"
 
 
 def _group(documents: Iterator[Text]) -> list[Text]:

@@ -30,6 +30,8 @@ class Example(NamedTuple):
     sequences: tuple[Segments, ...]
     label: int
     group: str  # of examples that are counted together: RACE's level
+    cluster: str  # what it shares with others: RACE's article
+    name: str
 
     @property
     def size(self) -> int:
@@ -77,7 +79,8 @@ def read_race_examples(
             context = _ids(tokenizer, article.text)
             for number, label in enumerate(article.answers):
                 asked, cut = _choices(article, number, context, tokenizer, room)
-                example = Example(asked, label, level)
+                cluster = f"{level}/{file.name}"
+                example = Example(asked, label, level, cluster, f"{cluster}#{number}")
                 if example.size > room.row:
                     reason = f"question {number + 1} and its choices have {example.size} tokens, "
                     reason += f"and batch.seq_len={room.row} is the context"
@@ -130,19 +133,20 @@ def read_classes(
         record = _record(line)
         label = record["label"]
         if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < num_labels:
-            hint = f"a whole number from 0 to {num_labels - 1}, or another model.num_labels"
-            raise BadLine("label", f"label {shown(label)} of num_labels={num_labels}", hint)
+            hint = f"a whole number from 0 to {num_labels - 1}"
+            reason = f"label {shown(label)} of num_labels={num_labels}"
+            raise BadLine("label", reason, hint, "another model.num_labels")
         pair = record.get("text_pair")
         second = None if pair is None else _ids(tokenizer, pair)
         segments = Segments(_ids(tokenizer, record["text"]), second)
         if segments.size > room.sequence:
-            hint = f"shorten it, or take a model and batch.seq_len of {segments.size} or more"
             reason = f"it has {segments.size} tokens, and {room.sequence} fit"
-            raise BadLine("longer than the context", reason, hint)
-        return Example((segments,), label, "")
+            longer = f"batch.seq_len and a model of {segments.size} or more"
+            raise BadLine("longer than the context", reason, "shorten it", longer)
+        return Example((segments,), label, "", "", "")
 
     lines, numbered = read_lines(path, read, field)
-    found = [example for _, example in lines]
+    found = [example._replace(name=str(number)) for number, example in lines]
     faults = [(f"{path}:{number}", fault) for number, fault in numbered]
     if faults and not room.skip_bad:
         raise refusal(faults, path, field)

@@ -143,17 +143,13 @@ class MaskedRows:
     ) -> None:
         """`paths` are the blend's words, `split` like "969,30,1" of documents.
 
-        Raises MtcliError where a file is missing or wrong, the split owns no sentence, or sentence
-        order is to be learned from documents of one sequence each.
+        Raises MtcliError where a file is missing or wrong, or the split owns no sentence.
         """
         self.seq_len, self.num_samples, self.planned, self.seed = seq_len, num_samples, 0, seed
         self.special, self.sentence_order = special, sentence_order
         blend, indexed = open_blend(paths)
         self.prefixes, self.weights = blend.prefixes, blend.weights
         self.sentences = [_owned(data, split, which, seq_len - SPECIAL) for data in indexed]
-        if sentence_order:
-            for one in self.sentences:
-                _require_sentences(one)
         self.packed = [PackedRows(partial(one.epoch, seq_len), seed) for one in self.sentences]
         self.tokens = [int(one.length.sum()) for one in self.sentences]
         self._order = self._blended(blend)
@@ -180,6 +176,15 @@ class MaskedRows:
             classes=np.array([swap is True for swap in swaps], np.int64),
             class_weights=np.array([swap is not None for swap in swaps], np.float32),
         )
+
+    def require_order(self) -> None:
+        """Raises MtcliError where sentence order is to be learned, and a dataset has one sequence
+        for each document."""
+        for one in self.sentences if self.sentence_order else ():
+            if len(np.unique(one.sequence)) == len(one.bounds) - 1:
+                message = f"{one.data.prefix} has one sequence per document, and no order to learn"
+                hint = "write it with `mtcli preprocess --sentences`, or set "
+                raise wrong(message, f"{hint}model.sentence_order = false", "data.train")
 
     @property
     def files(self) -> list[list[Path]]:
@@ -211,7 +216,8 @@ class MaskedRows:
         most, size = int(tokens.max()), len(self.special.is_plain)
         if most >= size:
             message = f"{', '.join(self.prefixes)} has the id {most}, and its tokenizer {size} ids"
-            raise wrong(message, "name the tokenizer that made the data", "data.tokenizer")
+            hint = "name the tokenizer that made the data: data.tokenizer, or --tokenizer of eval"
+            raise wrong(message, hint)
 
     def _blended(self, blend: Blend) -> BlendOrder | None:
         """The dataset of each row; without weights, in proportion to their tokens."""
@@ -261,10 +267,3 @@ def _owned(data: Indexed, split: str, which: Which, longest: int) -> OwnedSenten
             'give it a larger share of the split, e.g. "90,5,5", or data of its own',
         )
     return sentences
-
-
-def _require_sentences(sentences: OwnedSentences) -> None:
-    if len(np.unique(sentences.sequence)) == len(sentences.bounds) - 1:
-        message = f"{sentences.data.prefix} has one sequence per document, and no order to learn"
-        hint = "write it with `mtcli preprocess --sentences`, or set model.sentence_order = false"
-        raise wrong(message, hint, "data.train")

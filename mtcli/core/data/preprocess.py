@@ -40,6 +40,7 @@ from mtcli.core.data.sources import (
     TextBlock,
     cut,
     find_sources,
+    require_used,
     spool,
     told,
 )
@@ -133,10 +134,11 @@ def _named_sources(request: PreprocessRequest) -> SourceList:
 
     def require_train_size() -> None:
         if (size := request.train_size) is not None:
-            require_trainable(size)
+            require_trainable(size, pieces=request.sentences)
 
     checks = require_workers, require_train_size, partial(_require_output, request.output)
     found, *_ = collect_errors(partial(_sources, request), *checks)
+    require_used(found.sources, request.text_key, request.split_on_blank)
     return found
 
 

@@ -16,9 +16,9 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, BinaryIO, Literal, NamedTuple, get_args
 
-from mtcli.core.config.errors import collect_errors, wrong
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.untrusted import listed, open_untrusted
-from mtcli.core.data.compressed import COMPRESSIONS
+from mtcli.core.data.compressed import COMPRESSIONS, inner_name
 
 FileKind = Literal["text", "jsonl", "csv", "tsv", "parquet", "warc"]
 # By the ending of a name, under that of a compression; a file of another needs its kind named.
@@ -102,6 +102,18 @@ def find_sources(
     return SourceList(list(chain(*found)), dict(sorted(left_out.items())))
 
 
+def require_used(sources: Sequence[SourceFile], text_key: str, blank: bool) -> None:
+    """Raises MtcliError for flags that no file has a use for: a key other than `text`, and blank
+    lines that divide texts."""
+    kinds, problems = {source.kind for source in sources}, []
+    if blank and "text" not in kinds:
+        problems.append(Problem("no input is plain text", "leave it out", "--split-on"))
+    if text_key != "text" and kinds <= {"text", "warc"}:
+        problems.append(Problem("no input has keys or columns", "leave it out", "--text-key"))
+    if sources and problems:
+        raise MtcliError(*problems)
+
+
 def cut(sources: Iterable[SourceFile], blank: bool, size: int = BLOCK_BYTES) -> Iterator[TextBlock]:
     """Divides `sources` into blocks of about `size` bytes: small files together, large ones split.
 
@@ -167,7 +179,7 @@ def told(left_out: Mapping[str, int]) -> str:
 
 def _ending(path: Path) -> str:
     """The suffix of a name, with that under a compression's."""
-    inner = _inner(path)
+    inner = inner_name(path)
     return inner.suffix + path.suffix * (inner is not path) or "without an ending"
 
 
@@ -198,16 +210,11 @@ def _kind(
     path: Path, known: Kinds, kind: FileKind | None, within_folder: bool = False
 ) -> FileKind | None:
     """The format by a name's suffix, under the compression's; None where it is not ours."""
-    inner = _inner(path)
+    inner = inner_name(path)
     if kind or (within_folder and inner.suffix in BESIDE):
         return kind
     found = known.get(inner.suffix)
     return None if found == "parquet" and inner is not path else found
-
-
-def _inner(path: Path) -> Path:
-    """The name without the suffix of its compression."""
-    return path.with_suffix("") if path.suffix in COMPRESSIONS else path
 
 
 def _pieces(source: SourceFile, blank: bool, size: int) -> Iterator[FileRange]:

@@ -1,9 +1,11 @@
-"""Reads the files of published data sets, with errors that name the line."""
+"""Reads the files of published data sets, compressed or not, with errors that name the line."""
 
+from codecs import BOM_UTF8
 from pathlib import Path
 
 from mtcli.core.config.errors import MtcliError, wrong
-from mtcli.core.config.untrusted import read_untrusted
+from mtcli.core.config.untrusted import MAX_BYTES, open_untrusted, read_untrusted
+from mtcli.core.data.compressed import COMPRESSIONS, DAMAGE, pieces
 
 WHICH = "is it the data set's own file, and whole? docs/eval.md says what each data set is"
 
@@ -11,9 +13,11 @@ WHICH = "is it the data set's own file, and whole? docs/eval.md says what each d
 def read_text(path: Path, field: str = "--task") -> str:
     """Reads a file. Raises MtcliError when it is unreadable, empty, or not UTF-8 (with line)."""
     try:
-        raw = read_untrusted(path)
-    except OSError as error:
-        raise wrong(f"{path} cannot be read: {error.strerror}", WHICH, field) from error
+        raw = _decompressed(path) if path.suffix in COMPRESSIONS else read_untrusted(path)
+    except (*DAMAGE, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise wrong(f"{path} cannot be read: {why}", WHICH, field) from error
+    raw = raw.removeprefix(BOM_UTF8)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -22,6 +26,18 @@ def read_text(path: Path, field: str = "--task") -> str:
     if not text.strip():
         raise wrong(f"{path} is empty: {len(raw)} bytes, none of them text", WHICH, field)
     return text.replace("\r\n", "\n")
+
+
+def _decompressed(path: Path) -> bytes:
+    """The contents of a compressed file. Raises OSError for more than MAX_BYTES of them."""
+    found, size = [], 0
+    with open_untrusted(path) as file:
+        for piece in pieces(file, path.suffix, str(path)):
+            found.append(piece)
+            size += len(piece)
+            if size > MAX_BYTES:
+                raise OSError(f"it holds more than {MAX_BYTES} bytes")
+    return b"".join(found)
 
 
 def bad_line(path: Path, line: int, what: str, field: str = "--task") -> MtcliError:

@@ -18,12 +18,20 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import parse_json, read_untrusted
-from mtcli.core.data.tokenizer_limits import bounded, no_panics, require_measured, require_tokens
+from mtcli.core.data.tokenizer_limits import (
+    MAX_IDS,
+    bounded,
+    no_panics,
+    require_measured,
+    require_tokens,
+)
 
 MAX_DEFINITION_BYTES = 256 << 20  # 262,144 ids and their merges take 35 MB
 END_OF_DOCUMENT = "<|endoftext|>"
 # What families call it, where the folder's tokenizer_config.json does not say.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # of BERT's tokenizers, ids 0 to 4
+LETTERS = 1000  # of WordPieces, each as a word's begin and further on
 HUB_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "merges.txt")
 KINDS = (
     "a tokenizer.json, a folder with one or with vocab.json and merges.txt, a Hugging Face name, "
@@ -162,11 +170,17 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(_bytes_backend())
 
 
-def require_trainable(vocab_size: int) -> None:
-    """Raises MtcliError where a vocabulary is too small to be trained."""
-    if vocab_size < 257:
+def require_trainable(vocab_size: int, pieces: bool = False) -> None:
+    """Raises MtcliError where a vocabulary, of WordPieces or else bytes, is too small."""
+    least = len(SPECIALS) + 2 if pieces else 257
+    of_pieces = f"{len(SPECIALS)} special tokens and a letter that begins a word or goes on"
+    what = of_pieces if pieces else "256 bytes and the end-of-document token"
+    if vocab_size > MAX_IDS:
+        message = f"train:{vocab_size} is more than the {MAX_IDS} ids that a tokenizer may have"
+        raise wrong(message, "train:8192 is a usual size for a small model")
+    if vocab_size < least:
         raise wrong(
-            f"train:{vocab_size} is less than the 256 bytes and the end-of-document token = 257",
+            f"train:{vocab_size} is less than the {what} = {least}",
             "train:8192 is a usual size for a small model",
         )
 
@@ -194,20 +208,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains BERT's kind of tokenizer on `texts`: WordPiece of lower-case words, at most
-    `vocab_size` ids, of which 0 to 4 are [PAD], [UNK], [CLS], [SEP] and [MASK]."""
-    require_trainable(vocab_size)
+    `vocab_size` ids, of which 0 to 4 are [PAD], [UNK], [CLS], [SEP] and [MASK].
+
+    Where the corpus has more letters than there is room for, the rarest are [UNK].
+    """
+    require_trainable(vocab_size, pieces=True)
     backend = HfTokenizer(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer()
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=specials, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIALS],
+        limit_alphabet=min(LETTERS, (vocab_size - len(SPECIALS)) // 2),
+        show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
     cls, sep = (("[CLS]", 2), ("[SEP]", 3))
     backend.post_processor = processors.BertProcessing(sep, cls)
-    roles = {f"{name.strip('[]').lower()}_token": name for name in specials}
+    roles = {f"{name.strip('[]').lower()}_token": name for name in SPECIALS}
     return Tokenizer(
         backend, {"tokenizer_class": "BertTokenizerFast", "do_lower_case": True} | roles
     )

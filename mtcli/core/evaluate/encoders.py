@@ -5,27 +5,32 @@ mean of several ones' probabilities (arXiv:1909.08053, section 5.3).
 """
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
-from mtcli.core.config.errors import collect_errors, wrong
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RACE_CHOICES
 from mtcli.core.data.encoder_rows import EncoderBatches
 from mtcli.core.data.example_rows import ExampleRows
-from mtcli.core.data.examples import Room, race_limit, read_classes, read_race_examples
+from mtcli.core.data.examples import Example, Room, race_limit, read_classes, read_race_examples
 from mtcli.core.data.indexed import with_suffix
 from mtcli.core.data.masked_rows import MaskedRows
 from mtcli.core.data.preprocess import PreprocessRequest, preprocess
 from mtcli.core.data.race import LEVELS
+from mtcli.core.data.sources import find_sources
 from mtcli.core.data.special_tokens import special_tokens
 from mtcli.core.data.tokenize import Tokenizer
-from mtcli.core.evaluate.tasks.task import Advance, Report, TaskRun, exp
+from mtcli.core.evaluate.journal import Journal
+from mtcli.core.evaluate.statistics import accuracy_of
+from mtcli.core.evaluate.tasks.task import Advance, Record, Report, TaskRun, exp
 from mtcli.core.inference.model import InferenceModel
 
 SEED = 1234  # of what is masked
+LEAST = float(np.log(np.finfo(np.float64).tiny))  # of a probability of 0: JSON has no infinity
 HEAD_OF_TASK = {"mlm": "mlm", "race": "multiple_choice", "classification": "classification"}
 
 
@@ -35,8 +40,12 @@ def encoder_runs(
     tokenizer: Tokenizer,
     limit: int | None,
     batch_tokens: int,
+    journal: Journal,
 ) -> list[TaskRun]:
-    """Binds tasks to encoders of one head. Raises MtcliError for all that is wrong with them."""
+    """Binds tasks to encoders of one head; a classifier's items go to the journal at the end.
+
+    Raises MtcliError for all that is wrong with them.
+    """
 
     def prepared(name: str, path: Path | None) -> TaskRun:
         model = models[0].config.model
@@ -47,11 +56,18 @@ def encoder_runs(
         rows = _rows(name, path, model, tokenizer, limit)
         size = max(1, batch_tokens // rows.seq_len)
         starts = range(0, len(rows), size)
-        report = _report_masked if name == "mlm" else _report_classes
+        spans = [(start, min(size, len(rows) - start)) for start in starts]
         summary = f"{len(rows):,} rows of {rows.seq_len} tokens in {len(starts):,} forward passes"
+        if cut := rows.describe().get("cut"):
+            summary += f"; cut: {cut}"
 
         def run(progress: Advance) -> Report:
-            return report(rows, [(s, min(size, len(rows) - s)) for s in starts], models, progress)
+            if isinstance(rows, MaskedRows):
+                return _report_masked(rows, spans, models, progress, path)
+            probabilities = _probabilities(rows, spans, models, progress)
+            for number, record in _records(rows, np.mean(probabilities, axis=0)):
+                journal.keep(name, number, record)
+            return _report_classes(rows, probabilities)
 
         return TaskRun(name, summary, len(rows) * len(models), run)
 
@@ -94,13 +110,15 @@ def _masked(path: Path, model: ModelConfig, tokenizer: Tokenizer, limit: int | N
     with tempfile.TemporaryDirectory() as folder:
         tokens = tokenizer.save(Path(folder) / "tokenizer")
         request = PreprocessRequest(
-            inputs=(str(path),),
-            output=Path(folder) / "text",
-            tokenizer=str(tokens),
-            split_on_blank=path.suffix not in (".jsonl", ".csv", ".tsv", ".parquet"),
-            sentences=True,
+            (str(path),), Path(folder) / "text", str(tokens), sentences=True
         )
-        preprocess(request, lambda line: None)
+        try:
+            kinds = {source.kind for source in find_sources(request.inputs).sources}
+            preprocess(request._replace(split_on_blank="text" in kinds), lambda line: None)
+        except MtcliError as error:
+            more = "flags are those of `mtcli preprocess --sentences`, whose PREFIX is read too"
+            told = (Problem(p.message, f"{p.hint}; {more}", "--task") for p in error.problems)
+            raise MtcliError(*told, code=error.code) from None
         return whole(Path(folder) / "text")  # mapped, so that it may go
 
 
@@ -108,9 +126,16 @@ Spans = Sequence[tuple[int, int]]  # (first row, rows) of each forward pass
 
 
 def _report_masked(
-    rows: EncoderBatches, spans: Spans, models: Sequence[InferenceModel], progress: Advance
+    rows: EncoderBatches,
+    spans: Spans,
+    models: Sequence[InferenceModel],
+    progress: Advance,
+    path: Path,
 ) -> Report:
-    """Perplexity of masked tokens, and accuracy of the order of sentences where there are two."""
+    """Perplexity of masked tokens, and accuracy of the order of sentences where there are two.
+
+    Raises MtcliError where the text of `path` has no token that may be masked.
+    """
     from mtcli.core.inference.encoder import head_outputs
 
     if len(models) > 1:
@@ -127,36 +152,70 @@ def _report_masked(
                 right += int((guessed == read.classes)[counted].sum())
                 pairs += int(counted.sum())
         progress(sum(len(read.tokens) for read in batches))
+    if not masked:
+        message = f"no token of {path} may be masked: all are special ones"
+        raise wrong(message, "a text of which the tokenizer knows the letters", "--task")
     report: Report = {"loss": loss / masked, "perplexity": exp(loss / masked), "masked": masked}
     report["sop_accuracy"] = right / pairs if pairs else None
     return report | {"sop_correct": right, "sop_total": pairs}
 
 
-def _report_classes(
+def _probabilities(
     rows: ExampleRows, spans: Spans, models: Sequence[InferenceModel], progress: Advance
-) -> Report:
-    """Accuracy over all examples, and of RACE per level; of an ensemble that of each member too."""
+) -> list[np.ndarray]:
+    """Of each model, the probabilities [examples, C] in the order of the rows."""
     from mtcli.core.inference.encoder import head_outputs
 
     batches = [rows.rows(*span) for span in spans]
-    labels = np.concatenate([read.classes for read in batches])
-    groups = np.array([e.group for n in range(len(rows)) for e in rows.examples_of(n)])
-    probabilities = []
+    found = []
     for model in models:
         parts = []
         for at in range(0, len(batches), model.groups.layout.dp):
             some = batches[at : at + model.groups.layout.dp]
             parts += [one.logits_MC.softmax(1).numpy() for one in head_outputs(model, some)]
             progress(sum(len(read.tokens) for read in some))
-        probabilities.append(np.concatenate(parts))
+        found.append(np.concatenate(parts))
+    return found
+
+
+def _packed(rows: ExampleRows) -> list[Example]:
+    """The examples in the order of the rows."""
+    return [example for number in range(len(rows)) for example in rows.examples_of(number)]
+
+
+def _records(rows: ExampleRows, probabilities: np.ndarray) -> Iterator[tuple[int, Record]]:
+    """Yields each example's number and its line in the file of items."""
+    numbers = [item for number in range(len(rows)) for item in rows.epochs.items(number)]
+    for number, example, chances in zip(numbers, _packed(rows), probabilities, strict=True):
+        record: Record = {"hash": _hash(example), "id": example.name}
+        record |= {name: getattr(example, name) for name in ("group", "cluster") if example.group}
+        with np.errstate(divide="ignore"):
+            record |= {"loglikelihoods": np.log(chances).clip(min=LEAST).tolist()}
+        pick = int(chances.argmax())
+        record |= {"answer": example.label, "pick": pick, "correct": pick == example.label}
+        yield int(number), record
+
+
+def _hash(example: Example) -> str:
+    """What names an example's tokens."""
+    parts = [part for one in example.sequences for part in one if part is not None]
+    return sha256(b"\0".join(part.tobytes() for part in parts)).hexdigest()[:16]
+
+
+def _report_classes(rows: ExampleRows, probabilities: Sequence[np.ndarray]) -> Report:
+    """Accuracy over all examples, and of RACE per level; of an ensemble that of each member too."""
+    examples = _packed(rows)
+    labels, groups = (np.array([getattr(e, name) for e in examples]) for name in ("label", "group"))
     correct = np.mean(probabilities, axis=0).argmax(1) == labels
-    report: Report = {"accuracy": float(correct.mean())}
-    if groups.any():
-        for level in LEVELS:
-            mine = groups == level
-            report[level] = float(correct[mine].mean()) if mine.any() else None
-            report[f"{level}_total"] = int(mine.sum())
+    clusters = [example.cluster for example in examples] if groups[0] else None
+    found = accuracy_of(correct.tolist(), clusters)
+    report: Report = {"accuracy": found.value, "interval": found.interval}
+    report |= {"standard_error": found.standard_error}
+    for level in LEVELS if groups[0] else ():
+        mine = groups == level
+        report[level] = float(correct[mine].mean()) if mine.any() else None
+        report[f"{level}_total"] = int(mine.sum())
     report |= {"correct": int(correct.sum()), "total": len(labels)}
-    for number, one in enumerate(probabilities if len(models) > 1 else (), start=1):
+    for number, one in enumerate(probabilities if len(probabilities) > 1 else (), start=1):
         report[f"accuracy_{number}"] = float((one.argmax(1) == labels).mean())
     return report

@@ -128,11 +128,14 @@ class HarnessModel(TemplateLM):
         return run(self.scorer, plan(self.scorer, requests, self.batch_tokens), self.progress)
 
 
-def evaluate_harness(name: str, model: HarnessModel, limit: int | None) -> Report:
+def evaluate_harness(
+    name: str, model: HarnessModel, limit: int | None, shots: int = 0, seed: int = 1234
+) -> Report:
     """lm-eval's metrics for the task, group or tag `name`, or for the one in a YAML file.
 
-    A metric of a member of a group is "member.metric". Raises MtcliError for a name that lm-eval
-    does not know, and (exit 1) where its data cannot be had.
+    Without `shots` a task has as many as it says, drawn by `seed`. A metric of a member of a group
+    is "member.metric". Raises MtcliError for a name that lm-eval does not know, and (exit 1) where
+    its data cannot be had.
     """
     manager, name = _find(name)
     try:
@@ -141,6 +144,8 @@ def evaluate_harness(name: str, model: HarnessModel, limit: int | None) -> Repor
             tasks=[name],
             task_manager=manager,
             limit=limit,
+            num_fewshot=shots or None,
+            fewshot_random_seed=seed,
             bootstrap_iters=BOOTSTRAP_ITERS,
             log_samples=False,
         )

@@ -57,9 +57,9 @@ class Journal:
 
         Raises MtcliError (exit 1) where it cannot be written.
         """
-        record = {"task": task, "hash": prepared.hashes[number], **prepared.record(number, scores)}
+        record = {"hash": prepared.hashes[number], **prepared.record(number, scores)}
         record["greedy"] = [score.is_greedy for score in scores]
-        self.lines.append((task, number, record))
+        record = self.keep(task, number, record)
         if self.path is None or kept:
             return
         try:
@@ -69,14 +69,20 @@ class Journal:
         except OSError as error:
             raise failed(f"{self._partial} cannot be written: {error.strerror}") from None
 
+    def keep(self, task: str, number: int, record: Record) -> Record:
+        """Keeps a finished item for `finish` alone; returns its line."""
+        self.lines.append((task, number, {"task": task} | record))
+        return self.lines[-1][-1]
+
     def flush(self) -> None:
         """Hands finished items to the system: they outlive this process."""
         if self._file is not None:
             self._file.flush()
 
     def finish(self, tasks: Sequence[str]) -> None:
-        """Writes FILE in the order of tasks and items, and removes FILE.partial."""
-        if self.path is None:
+        """Writes FILE in the order of tasks and items, where there are any, and removes
+        FILE.partial."""
+        if self.path is None or not self.lines:
             return
         order = {task: number for number, task in enumerate(tasks)}
         self.lines.sort(key=lambda line: (order[line[0]], line[1]))

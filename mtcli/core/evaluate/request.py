@@ -1,13 +1,13 @@
 """The request of `mtcli eval`: its flags, checked before torch is loaded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import CLASSIFIERS, ModelConfig
-from mtcli.core.evaluate.tasks.registry import TaskSpec
+from mtcli.core.evaluate.tasks.registry import HARNESS_PREFIX, WIKITEXT, TaskSpec
 from mtcli.core.runtime.atomic_writes import require_writable
 from mtcli.core.runtime.private_folder import user_cache
 
@@ -55,6 +55,37 @@ def items_file(items: str | None, json_out: str | None, checkpoint: str) -> Path
         raise wrong(message, "name a file", "--items") from None
     name = Path(checkpoint).resolve()
     return folder / f"{name.name}-{sha256(str(name).encode()).hexdigest()[:8]}.items.jsonl"
+
+
+USES = {  # flags that some tasks alone have a use for
+    "wikitext": ("--overlap", "--items"),
+    "choices": ("--shots", "--seed", "--contaminated", "--items"),
+    "lm_eval": ("--shots", "--seed"),
+    "labels": ("--ensemble", "--items"),
+    "masked": (),
+}
+
+
+def require_used(flags: Sequence[str], tasks: Sequence[TaskSpec], model: ModelConfig) -> None:
+    """Raises MtcliError for each of the flags, of those in `USES`, that no task has a use for."""
+    used = {flag for name, _ in tasks for flag in USES[_kind(name, model)]}
+    known = {flag for flags in USES.values() for flag in flags}
+    names = ", ".join(name for name, _ in tasks)
+    problems = [
+        Problem(f"{names} with head={model.head!r} has no use for it", "leave it out", flag)
+        for flag in flags
+        if flag in known - used
+    ]
+    if problems:
+        raise MtcliError(*problems)
+
+
+def _kind(task: str, model: ModelConfig) -> str:
+    if model.head != "lm":
+        return "masked" if model.head == "mlm" else "labels"
+    if task == WIKITEXT:
+        return "wikitext"
+    return "lm_eval" if task.startswith(HARNESS_PREFIX) else "choices"
 
 
 def require_members(models: Mapping[str, ModelConfig | None]) -> None:

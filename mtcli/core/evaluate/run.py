@@ -64,7 +64,7 @@ def _task_runs(
         open_model(path, request.overrides, runtime, encoders=True) for path in request.ensemble
     ]
     models = [scorer, *(one.scorer for one in others)]
-    return encoder_runs(request.tasks, models, tokenizer, request.limit, tokens)
+    return encoder_runs(request.tasks, models, tokenizer, request.limit, tokens, journal)
 
 
 def _tokenizer(opened: OpenModel, tokenizer: str | None) -> Tokenizer:

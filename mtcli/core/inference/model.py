@@ -182,14 +182,15 @@ class OpenModel:
         return self.tokenizer
 
     def identity(self) -> str:
-        """Names the weights as they are in their files, how they are computed, and the tokenizer:
-        a hash that another layout does not change."""
-        folder, train = self.checkpoint.folder, self.scorer.config.train
+        """Names the weights as they are in their files, what is computed of them and how, and the
+        tokenizer: a hash that another layout does not change."""
+        folder, config = self.checkpoint.folder, self.scorer.config
+        model, train = config.model.model_dump_json(), config.train
         files = sorted(path for path in folder.iterdir() if path.is_file())
         kept = [(file.name, status.st_size, status.st_mtime_ns)
                 for file in files for status in [file.stat()]]  # fmt: skip
         tokenizer = None if self.tokenizer is None else self.tokenizer.sha256
-        facts = str(folder.resolve()), kept, train.precision, train.matmul, tokenizer
+        facts = str(folder.resolve()), kept, model, train.precision, train.matmul, tokenizer
         return sha256(repr(facts).encode()).hexdigest()[:32]
 
     def facts(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def overrides_of(
 
 
 def _require_flags(request: SelectRequest) -> None:
-    if problems := list(_flags(request)):
+    if problems := [*_flags(request), *_unused(request)]:
         raise MtcliError(*problems)
 
 
@@ -95,6 +95,21 @@ def _flags(request: SelectRequest) -> Iterator[Problem]:
     if not request.target and request.method == "dsir":
         hint = "--target PREFIX: tokens that the chosen sequences are to resemble"
         yield Problem("it is missing", hint, "--target")
+
+
+def _unused(request: SelectRequest) -> Iterator[Problem]:
+    """What is given, and no selection as this one reads."""
+    if request.method != "craig" and request.greedy != "lazy":
+        message = f"--method {request.method} picks nothing by its gain"
+        yield Problem(message, "--method craig, or leave it out", "--greedy")
+    if request.model is None and request.proxy != "gradient":
+        hint = "--model CHECKPOINT, or leave it out"
+        yield Problem("proxies are of a model, and there is none", hint, "--proxy")
+    for field in (override.partition("=")[0].strip() for override in request.overrides):
+        if field.partition(".")[0] in ("optimizer", "sync", "lora"):
+            yield Problem("it is of a training run, and has no effect here", "leave it out", field)
+        elif field == "data.train":
+            yield Problem("--data names what is chosen from", "--data PREFIX", field)
 
 
 def _require_data(request: SelectRequest, world: int) -> None:

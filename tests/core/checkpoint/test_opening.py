@@ -43,6 +43,9 @@ def test_a_config_with_an_illegal_field_is_named(run):
     path = newest(run) / "config.toml"
     path.write_text(path.read_text().replace("num_layers = 2", "num_layers = 0"))
     with pytest.raises(MtcliError, match="config.toml: model.num_layers: 0 should be at least"):
+        open_checkpoint(run)
+    path.unlink()
+    with pytest.raises(MtcliError, match="has no config.toml, and its manifest no model"):
         open_checkpoint(newest(run))
 
 

@@ -204,6 +204,11 @@ def test_a_file_that_is_not_text_is_not_toml(tmp_path):
     assert "run.toml is not TOML: " in _message(str(tmp_path / "run.toml"))
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(config_file):
+    plain = load_config(config_file(MODEL)).model
+    assert load_config(config_file(f"\ufeff{MODEL}".replace("\n", "\r\n"))).model == plain
+
+
 def test_a_file_that_cannot_be_read_says_why(tmp_path):
     (tmp_path / "config.toml").mkdir()
     said = _message(str(tmp_path))

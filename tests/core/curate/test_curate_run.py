@@ -1,6 +1,8 @@
 """The whole pipeline: what comes out is a function of the input set and the configuration."""
 
+import gzip
 import json
+import math
 import os
 import random
 import resource
@@ -8,10 +10,13 @@ import shutil
 from itertools import combinations
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from corpora import read_zst, refusal, removed, shards, tree, write_jsonl
 
 from mtcli.core.curate import documents as documents_module
+from mtcli.core.curate import pipeline as pipeline_module
 from mtcli.core.curate.config import load_config
 
 FUZZY = ["fuzzy"]
@@ -220,6 +225,62 @@ def test_a_bad_line_is_named_and_left_out_where_that_is_asked_for(run, tmp_path)
     assert [line.split(": ")[0] for line in report["bad_lines"]["examples"]] == [
         "in.jsonl:2", "in.jsonl:3", "in.jsonl:4",
     ]  # fmt: skip
+
+
+def damaged_files(folder, records):
+    """Files that are damaged: a compressed one in the middle, and ones without bytes."""
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    (folder / "in").mkdir()
+    (folder / "in" / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-20])
+    for name in ("none.jsonl.gz", "none.parquet", "none.warc"):
+        (folder / "in" / name).touch()
+    write_jsonl(folder / "in" / "whole.jsonl", [{"id": "last", "text": "whole"}])
+    return folder / "in"
+
+
+def test_damaged_files_are_counted_and_left_out_whatever_the_workers(
+    run, tmp_path, small_blocks, monkeypatch
+):
+    source = random.Random(3)
+    records = [{"id": n, "text": f"{source.random()} " * 9} for n in range(300)]
+    path, stages = damaged_files(tmp_path, records), ["extract"]
+    assert "cut.jsonl.gz: the file is damaged: " in refusal(lambda: run(path, stages=stages))
+    out = run(path, stages=stages, skip_bad=True, force=True)
+    *before, last = shards(out)
+    assert last["id"] == "last" and len(before) > 280
+    assert [record["text"] for record in before] == [r["text"] for r in records[: len(before)]]
+    bad = json.loads((out / "report.json").read_text())["bad_lines"]
+    named = ["cut.jsonl.gz", "none.jsonl.gz", "none.parquet", "none.warc"]
+    assert bad["count"] == 4 and [line.split(":")[0] for line in bad["examples"]] == named
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pipeline_module, "build_report", killed)
+        run(path, stages=stages, skip_bad=True, name="again", workers=3)
+    assert tree(run(path, stages=stages, skip_bad=True, name="again", resume=True)) == tree(out)
+
+
+def killed(*_):
+    raise KeyboardInterrupt
+
+
+def test_what_a_killed_worker_left_is_not_published(run, tmp_path, monkeypatch):
+    path, build = write_jsonl(tmp_path / "in.jsonl", [{"text": "x"}]), pipeline_module.build_report
+
+    def leaving(*arguments):
+        (tmp_path / "out" / ".curate" / pipeline_module.MADE / ".shard-00000.7.zst").touch()
+        return build(*arguments)
+
+    monkeypatch.setattr(pipeline_module, "build_report", leaving)
+    assert not [name for name in tree(run(path)) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("odd", [math.nan, -math.inf])
+def test_rows_of_parquet_with_numbers_that_json_cannot_write_are_bad(odd, run, tmp_path):
+    rows = {"text": ["x", "y"], "score": [[odd], [1.0]], "n": [None, 2.0]}
+    pq.write_table(pa.table(rows), tmp_path / "in.parquet")
+    said = refusal(lambda: run(tmp_path / "in.parquet"))
+    assert "in.parquet:1: NaN or Infinity in 'score', which JSON cannot write" in said
+    found = shards(run(tmp_path / "in.parquet", skip_bad=True))
+    assert [(record["text"], record["score"], record["n"]) for record in found] == [("y", [1.0], 2)]
 
 
 def test_the_report_adds_up_and_names_the_clusters(run, tmp_path, prose):

@@ -1,10 +1,12 @@
 """Decontamination against Megatron's own way: a scan of words from left to right."""
 
+import gzip
 import json
 import random
 import re
 
 import pytest
+import zstandard
 from corpora import refusal, removed, shards, write_jsonl
 
 STAGE = ["decontaminate"]
@@ -139,7 +141,12 @@ def test_task_files_are_lines_text_or_race_and_what_is_none_is_refused(run, tmp_
     (tmp_path / "plain.txt").write_text(f"short\n\n{question}\n")
     text = f"{sentences(random.Random(1), 30)} {question}. {sentences(random.Random(2), 30)}"
     path = write_jsonl(tmp_path / "in.jsonl", [{"id": "x", "text": text}])
-    for number, task in enumerate(("race", "plain.txt")):
+    for ending, compress in ((".gz", gzip.compress), (".zst", zstandard.compress)):
+        (tmp_path / f"row.jsonl{ending}").write_bytes(
+            compress(json.dumps({"text": question}).encode())
+        )
+    tasks = ("race", "plain.txt", "row.jsonl.gz", "row.jsonl.zst")
+    for number, task in enumerate(tasks):
         settings = [f"decontaminate.tasks=['{tmp_path / task}']"]
         (left,) = shards(run(path, stages=STAGE, name=f"out{number}", settings=settings))
         assert question not in left["text"] and len(left["text"]) > 1000

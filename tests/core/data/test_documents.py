@@ -59,12 +59,24 @@ def test_json_lines_are_read_plain_and_compressed(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".xz", ".bz2", ".zst"])
-@pytest.mark.parametrize("damage", [lambda d: d[:-9], lambda d: b"no" + d])
-def test_a_damaged_archive_is_an_error_and_not_a_short_file(tmp_path, suffix, damage):
+@pytest.mark.parametrize("damage", [lambda d: d[:-9], lambda d: b"no" + d, lambda d: b""])
+def test_of_a_damaged_archive_what_ends_before_the_damage_is_read(tmp_path, suffix, damage):
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(damage(COMPRESS[suffix](JSONL)))
-    with pytest.raises(MtcliError, match=rf"a\.jsonl\{suffix} (is damaged|cannot be read)"):
-        read(path)
+    *before, bad = read(path)
+    assert (bad.line, bad.kind) == (0, documents.DAMAGED) and bad.reason.startswith("the file is")
+    assert texts(before) == [f"number {n} ½" for n in range(len(before))]
+    whole = tmp_path / f"a.txt{suffix}"  # no part of a document that the damage is in
+    whole.write_bytes(path.read_bytes())
+    assert read(whole) == read(whole, cuttable=False) == [bad]
+
+
+def test_of_a_truncated_gzip_file_no_line_before_the_damage_is_lost(tmp_path):
+    lines = b"".join(json.dumps({"text": os.urandom(99).hex()}).encode() + b"\n" for _ in range(99))
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(lines)[:-99])
+    *before, bad = read(path)
+    assert bad.line == 0 and len(before) > 95
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 1000, 10**6])
@@ -187,9 +199,21 @@ def test_parquet_rows_are_documents(tmp_path):
         MtcliError, match='has no column "text"\n\nhint: --text-key of: .body., .n.'
     ):
         read(tmp_path / "a.parquet")
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(MtcliError, match="a.parquet is damaged"):
-        read(tmp_path / "a.parquet")
+    for data in (b"PAR1", b""):
+        (tmp_path / "a.parquet").write_bytes(data)
+        (bad,) = read(tmp_path / "a.parquet")
+        assert (bad.line, bad.kind) == (0, documents.DAMAGED)
+
+
+def test_rows_of_parquet_that_python_cannot_hold_are_bad(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    binary = pa.py_buffer(b"\xffb"), pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0]))
+    latin = pa.Array.from_buffers(pa.string(), 2, [None, binary[1], binary[0]])
+    pq.write_table(pa.table({"text": latin}), tmp_path / "a.parquet")
+    bad, good = read(tmp_path / "a.parquet")
+    assert (bad.line, bad.kind, good.text) == (1, "bad values", "b") and "utf-8" in bad.reason
 
 
 def test_folders_and_globs_are_read_in_order_and_only_what_is_ours(tmp_path):
@@ -255,7 +279,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
     import sys
 
     for name, package in (("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard")):
-        (tmp_path / name).write_bytes(b"")
+        (tmp_path / name).write_bytes(b"x")
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(MtcliError, match=f"{name} needs the package {package}"):
             read(tmp_path / name)

@@ -94,7 +94,7 @@ def test_splits_are_of_documents_and_an_empty_share_is_refused(prefix):
 def test_documents_of_one_sequence_have_no_order_to_learn(tmp_path):
     write_dataset(tmp_path / "flat", [np.arange(5, 25)] * 9, token_dtype(V))
     with pytest.raises(MtcliError, match="(?s)one sequence per document.*preprocess --sentences"):
-        opened(tmp_path / "flat")
+        opened(tmp_path / "flat").require_order()
     assert opened(tmp_path / "flat", order=False).rows(0, 1).class_weights.sum() == 0
 
 

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.encoders import make_encode
-from mtcli.core.data.tokenize import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
+from mtcli.core.data.tokenize import (
+    SPECIALS,
+    Tokenizer,
+    byte_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+    train_word_pieces,
+)
 
 TEXTS = ["", " a  b\n\n", "I'll say: ½ naïve 日本 👩‍👩‍👧 <|endoftext|> \x00\r\n", "x" * 300]
 
@@ -148,6 +155,14 @@ def test_damaged_files_are_refused_by_name(tmp_path):
 def test_a_vocabulary_smaller_than_the_bytes_is_refused():
     with pytest.raises(MtcliError, match="train:100 is less than the 256 bytes .* = 257"):
         train_tokenizer(["a"], 100)
+
+
+@pytest.mark.parametrize("size", [7, 40, 300])
+def test_word_pieces_fill_a_small_vocabulary_and_no_larger_one(size):
+    letters = "".join(map(chr, range(ord("a"), ord("z") + 1)))
+    tokenizer = train_word_pieces([f"{letters} {letters[::-1]} aa a aa ba"] * 3, size)
+    assert len(SPECIALS) < tokenizer.vocab_size <= size
+    assert set(tokenizer.encode("a aa")) - set(range(len(SPECIALS)))  # not all of it is [UNK]
 
 
 def test_truncation_and_padding_that_a_file_was_saved_with_change_no_ids(tmp_path):

@@ -141,6 +141,21 @@ def test_a_step_from_peft_s_adapters_is_peft_s_step(home, kind):
     assert step.grad_norm == pytest.approx(squares.sqrt().item(), rel=1e-4)
 
 
+def test_adapters_of_peft_in_some_layers_are_no_incomplete_file(home):
+    from peft import LoraConfig as Theirs
+    from peft import get_peft_model
+
+    theirs = get_peft_model(
+        save_model(home / "hf"), Theirs(r=4, target_modules=r".*layers\.0\..*q_proj")
+    )
+    theirs.peft_config["default"].base_model_name_or_path = str(home / "hf")
+    theirs.save_pretrained(home / "peft")
+    with pytest.raises(MtcliError, match=r"has 2 of 4 tensors: no .*layers\.1") as caught:
+        open_checkpoint(home / "peft")
+    hint = caught.value.problems[0].hint
+    assert "target_modules='.*layers" in hint and "merge_and_unload" in hint
+
+
 def test_a_checkpoint_holds_adapters_alone_and_names_their_base(home):
     save_model(home / "llama")
     done = run(config(home, "llama"))

@@ -191,7 +191,12 @@ def _unmet(name: str, value: Any, values: tuple[Any, ...]) -> Problem:
 
 def _fault(path: Path, family: Family, detail: Any) -> Problem:
     ours = str(detail["loc"][0]) if detail["loc"] else ""
-    theirs = next((field.theirs for field in family.fields if field.ours == ours), ours)
+    names = {field.ours: field.theirs for field in family.fields}
+    theirs, read = names.get(ours, ours), detail["input"]
+    if ours == "head_dim" and {"num_heads", "hidden_size"} <= read.keys():
+        parts = (f"{names[name]}={read[name]}" for name in ("num_heads", "hidden_size"))
+        message = f"{path}: {' does not divide '.join(parts)}"
+        return Problem(message, "is it the config.json of the weights?")
     if detail["type"] == "missing":
         return Problem(f"{path} has no {theirs}", "is it the config.json of the weights?")
     problem = refused_value(ModelConfig, detail)

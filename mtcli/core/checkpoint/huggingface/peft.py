@@ -64,7 +64,10 @@ def open_peft(folder: Path, open_base: Callable[[Path], Checkpoint]) -> Checkpoi
     shapes = run_parameters(base.model, lora)
     for name, box in wanted.items():
         if box.key not in header:
-            raise wrong(f"{folder / WEIGHTS} has no tensor {box.key}", "is the file complete?")
+            message = f"{folder / WEIGHTS} has {len(header)} of {len(wanted)} tensors: no {box.key}"
+            where = f"target_modules={shown(table.get('target_modules'))} leaves modules out"
+            hint = f"where {where}, convert what peft's merge_and_unload saves: a target has "
+            raise wrong(message, f"{hint}adapters in every layer here; else copy the file again")
         entry = header[box.key]
         if entry.shape != box.shape or entry.code not in DTYPE_OF_CODE:
             message = f"{box.key} is {entry.code} {list(entry.shape)} in {folder / WEIGHTS}"

@@ -65,10 +65,13 @@ def _find_tensors(folder: Path) -> tuple[Sources, Headers]:
     """Finds every tensor of the folder, and reads the headers of its files."""
     if (folder / INDEX).exists():
         files = _index(folder)
+        if (folder / SINGLE).exists() and SINGLE not in files.values():
+            message = f"{folder} has {SINGLE}, and {INDEX} of other files"
+            raise wrong(message, "remove what is not its weights; transformers reads the first")
     elif (folder / SINGLE).exists():
         files = dict.fromkeys(read_header(folder / SINGLE), SINGLE)
     else:
-        hint = "convert it with transformers: save_pretrained(...) writes safetensors"
+        hint = "is it complete? transformers' save_pretrained(...) writes such a folder"
         pickled = [p.name for p in sorted(folder.glob("*.bin"))][:1]
         has = f"only {pickled[0]}, a pickle that is never loaded" if pickled else "neither"
         raise wrong(f"{folder} should hold {SINGLE} or {INDEX} and has {has}", hint)

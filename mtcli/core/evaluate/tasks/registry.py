@@ -179,6 +179,7 @@ def _harness(evaluation: Evaluation, name: str) -> TaskRun:
             evaluation.ends,
         )
         options = evaluation.options
-        return evaluate_harness(name.removeprefix(HARNESS_PREFIX), model, options.limit)
+        more = options.limit, options.shots, options.seed
+        return evaluate_harness(name.removeprefix(HARNESS_PREFIX), model, *more)
 
     return TaskRun(name, "items and requests as lm-eval makes them", None, score)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import is_text, parse_json
+from mtcli.core.data.compressed import inner_name
 from mtcli.core.data.race import Article, read_race
 from mtcli.core.data.text_files import bad_line, read_text
 from mtcli.core.evaluate.tasks.task import find_file
@@ -61,7 +62,7 @@ def _first(folder: Path, patterns: tuple[str, ...]) -> Path | None:
 
 
 def _read(file: Path, layout: DataLayout, label_files: tuple[str, ...]) -> Split:
-    kind = "jsonl" if file.suffix == ".jsonl" else layout.format
+    kind = "jsonl" if inner_name(file).suffix == ".jsonl" else layout.format
     rows = list({"jsonl": _jsonl, "tsv": _tsv, "lines": _lines}[kind](file))
     if not rows:
         raise wrong(f"{file} has 0 rows", "docs/tasks.md says what each data set is", "--task")

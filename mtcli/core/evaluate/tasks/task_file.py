@@ -114,7 +114,7 @@ def _shipped() -> Any:
 def _table(name: str) -> dict[str, Any]:
     try:
         if name.endswith(SUFFIX):
-            text = read_untrusted(name).decode()
+            text = read_untrusted(name).decode("utf-8-sig")
         else:
             text = _shipped().joinpath(name + SUFFIX).read_text(encoding="utf-8")
         table = parse_toml(text)

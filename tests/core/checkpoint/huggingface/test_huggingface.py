@@ -279,6 +279,7 @@ CONFIGS = [
     ("gpt2", {"embd_pdrop": 0.2}, "resid_pdrop=0.1 and embd_pdrop=0.2 differ"),
     ("gpt2", {"n_embd": "wide"}, "n_embd: 'wide' should be a whole number"),
     ("gpt2", {"n_layer": None}, "has no n_layer"),
+    ("gpt2", {"n_head": 7}, "n_head=7 does not divide n_embd="),
     ("llama", {"attention_bias": True}, "attention_bias=true cannot be represented"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
@@ -395,7 +396,11 @@ def test_a_folder_with_pickles_only_is_refused_and_nothing_is_loaded(hf_folders,
         ({"weight_map": {"a": "../model.safetensors"}}, "is not a file of its folder"),
         ({"weight_map": {"a": 3}}, "is not a file of its folder"),
         ({"weight_map": {"a": "model.safetensors"}}, "which has no such"),
-        ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors cannot be read"),
+        (
+            {"weight_map": dict(a="model.safetensors", b="gone.safetensors")},
+            "gone.safetensors cannot",
+        ),
+        ({"weight_map": {"a": "gone.safetensors"}}, "has model.safetensors, and .* of other files"),
     ],
 )
 def test_an_index_that_cannot_be_true_is_refused(hf_folders, tmp_path, index, message):
