@@ -103,7 +103,7 @@ def _overwritten(params: Sequence[Any], given: dict[str, Any]) -> Iterator[Probl
         if list(_words(given.get(param.name)))
     }
     rest = (given.get(param.name) for param in params if param not in of_files)
-    words = [word for found in rest for word in _words(found)] if of_files else []
+    words = [word for value in rest for word in _words(value)] if of_files else []
     prefixes = (word for word in words if os.path.exists(f"{word}.idx"))
     names = {os.path.realpath(word) for word in words}
     names |= {os.path.realpath(word + ending) for word in prefixes for ending in ENDINGS}
@@ -154,13 +154,13 @@ def _meant_option(name: str, options: list[str]) -> list[str]:
 def _without_option(words: list[str], error: typer.TyperException) -> list[str]:
     """The words without the option that an error is about. Raises it where there is none."""
     name = getattr(error, "option_name", None)
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         if name is None:
             break
         # In a cluster of short options, such as -xn, it is one of the letters.
         in_cluster = len(name) == 2 and word[:1] == "-" != word[1:2] and name[1] in word
         if word.partition("=")[0] == name or in_cluster:
-            return words[:place] + words[place + 1 :]
+            return words[:index] + words[index + 1 :]
     raise error
 
 

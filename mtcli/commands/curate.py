@@ -158,9 +158,9 @@ def curate(
     if dry_run:
         from mtcli.core.curate.estimate import estimate
 
-        found = estimate(request)
-        if answer(found, json_out):
-            print_facts({name: _told(name, value) for name, value in found.items()})
+        facts = estimate(request)
+        if answer(facts, json_out):
+            print_facts({name: _told(name, value) for name, value in facts.items()})
         return
     began = perf_counter()
     with _open_engine(engine, address, request.workers) as opened:

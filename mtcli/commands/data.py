@@ -28,10 +28,10 @@ def data(
         from mtcli.core.checkpoint.progress import planned_samples
 
         planned = planned_samples(open_checkpoint(Path(config)))
-    found = explain_step(load_config(config, overrides), step, planned)
-    if answer({"step": step, "documents": found}, json_out):
+    documents = explain_step(load_config(config, overrides), step, planned)
+    if answer({"step": step, "documents": documents}, json_out):
         columns = ("sample", "source", "document", "id", "offset", "tokens")
-        print_table("", columns, [[_cell(row[name]) for name in columns] for row in found])
+        print_table("", columns, [[_cell(row[name]) for name in columns] for row in documents])
 
 
 def _cell(value: object) -> str:

@@ -190,8 +190,8 @@ def eval(
     if answer(result, json_out):
         _print_table(result["tasks"])
         typer.echo(f"{result['seconds']:.1f} s", err=True)
-    kept = str(request.items) if "items" in result else None
-    say_wrote(kept, None if json_out == "-" else json_out)
+    items_path = str(request.items) if "items" in result else None
+    say_wrote(items_path, None if json_out == "-" else json_out)
 
 
 def _compare(a: str, b: str, json_out: str | None) -> None:
@@ -204,7 +204,7 @@ def _compare(a: str, b: str, json_out: str | None) -> None:
         rows = []
         for task, report in result["tasks"].items():
             more = [value for value in report.values() if isinstance(value, dict)]
-            rows += [_compared_row(task, one) for one in (report, *more)]
+            rows += [_compared_row(task, metric) for metric in (report, *more)]
         columns = "task", "metric", "A", "B", "B - A", "95 % interval", "p", "Holm", "MDE", "better"
         print_table(f"A is {a}, B is {b}", columns, rows)
         say_wrote(json_out)

@@ -80,8 +80,8 @@ def generate(
         if runtime.rank > 0:
             return
         answer({"checkpoint": checkpoint, "generated": generated}, json_out)
-        for one in generated if not json_out else ():
-            typer.echo(f"{one['prompt']}{one['text']}")
+        for sample in generated if not json_out else ():
+            typer.echo(f"{sample['prompt']}{sample['text']}")
 
     run_ranks(nproc, train, work)
 

@@ -110,26 +110,26 @@ def plan(
         source = source_of(_source(config, rank, dry_run))
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
-        found = answer(read_request(source, wanted, fixed, gpus, device, not no_calibrate), top)
+        planned = answer(read_request(source, wanted, fixed, gpus, device, not no_calibrate), top)
     counted = None
     if dry_run:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks
         from mtcli.core.plan.dry_run import dry_run as take_dry_run  # the one option with torch
 
-        prediction = found.prediction
+        prediction = planned.prediction
         world = prediction.work.layout.world
-        counted = take_dry_run(found.config, world, prediction.device, rank)
-    _show(found, json_out, ranks, draw, counted)
+        counted = take_dry_run(planned.config, world, prediction.device, rank)
+    _show(planned, json_out, ranks, draw, counted)
     if plot:
         from mtcli.core.profile.render.pictures import save_timeline
 
-        save_timeline(found.drawing, found.drawing_title, plot)
+        save_timeline(planned.drawing, planned.drawing_title, plot)
     if output:
-        found.save_config(output)
+        planned.save_config(output)
     say_wrote(plot, output)
     if counted:
         counted.require_agreement()
-    found.require_fit()
+    planned.require_fit()
 
 
 def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
@@ -169,46 +169,46 @@ def _require_none(flag: str, given: list[str]) -> None:
 
 
 def _show(
-    found: "PlanAnswer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
+    planned: "PlanAnswer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
 ) -> None:
     from mtcli.core.plan import tables
     from mtcli.core.runtime.console import print_line, print_table, width
     from mtcli.core.schedule.timeline import draw as draw_timeline
 
-    layout = found.prediction.work.layout
+    layout = planned.prediction.work.layout
     if json_out:
         places, groups = tables.rank_coordinates, tables.rank_groups
         more = {"ranks": places(layout), "groups": groups(layout)} if ranks else {}
         more |= {"dry_run": counted.as_json()} if counted else {}
-        write_json(tables.as_json(found) | more, json_out)
+        write_json(tables.as_json(planned) | more, json_out)
     if json_out == "-":
         return
-    print_table(found.title, ("", ""), tables.summary_rows(found))
-    stages = tables.stage_table(found.prediction)
+    print_table(planned.title, ("", ""), tables.summary_rows(planned))
+    stages = tables.stage_table(planned.prediction)
     print_table("Memory of a rank of each pipeline stage, * the fullest", *stages)
     if counted:
         print_table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
-    _show_search(found)
+    _show_search(planned)
     if draw:
-        typer.echo(found.drawing_title)
-        typer.echo(draw_timeline(found.drawing, width(DRAWN_WIDTH)))
+        typer.echo(planned.drawing_title)
+        typer.echo(draw_timeline(planned.drawing, width(DRAWN_WIDTH)))
     if ranks:
         print_table(*tables.rank_table(layout))
         for line in tables.group_lines(layout):
             print_line(line, indent="  ")
 
 
-def _show_search(found: "PlanAnswer") -> None:
+def _show_search(planned: "PlanAnswer") -> None:
     from mtcli.core.plan import tables
     from mtcli.core.runtime.console import print_table
 
-    if found.candidates:
-        rows = tables.candidate_rows(found.candidates)
-        print_table(found.search_title, tables.CANDIDATES, rows)
-        rows = tables.neighbour_rows(found.neighbours)
+    if planned.candidates:
+        rows = tables.candidate_rows(planned.candidates)
+        print_table(planned.search_title, tables.CANDIDATES, rows)
+        rows = tables.neighbour_rows(planned.neighbours)
         print_table("The best with one field changed (estimated)", tables.NEIGHBOURS, rows)
-    if found.enough:
-        print_table(*tables.enough_table(found.enough))
+    if planned.enough:
+        print_table(*tables.enough_table(planned.enough))
 
 
 def _validate(path: str, json_out: str | None, plot: str | None) -> None:

@@ -71,12 +71,12 @@ def profile(
         measured = measure(run, runtime, warmup, steps)
         if runtime.rank > 0:
             return
-        found = Profile(run, runtime.world, measured.device, measured.records, not no_calibrate)
+        figures = Profile(run, runtime.world, measured.device, measured.records, not no_calibrate)
         if trace:
             from mtcli.core.profile.trace import write_trace
 
             write_trace(trace, measured.trace, measured.records)
-        _show_profile(found, report, plot, json_out)
+        _show_profile(figures, report, plot, json_out)
         say_wrote(trace, report, plot)
 
     run_ranks(nproc, run.train, work)
@@ -98,12 +98,12 @@ def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
     from mtcli.core.plan.workload import Workload
 
     work = Workload.of(config, world)
-    held = max(sum(state_bytes(work, pp_rank)) for pp_rank in range(work.layout.pp))
+    rank_bytes = max(sum(state_bytes(work, pp_rank)) for pp_rank in range(work.layout.pp))
     tokens = work.global_batch_size * work.seq_len
     lines = (
         f"layout {world} ranks: tp={work.layout.tp} pp={work.layout.pp} dp={work.layout.dp}",
         f"steps  {warmup} to warm up, {steps} timed, 1 under the profiler; {tokens:,} tokens each",
-        f"rank   {held / 2**20:,.1f} MiB of weights, gradients and optimizer",
+        f"rank   {rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
     )
     return "\n".join(lines)
 
@@ -122,25 +122,25 @@ def _require_outputs(trace: str | None, report: str | None, plot: str | None) ->
 
 
 def _show_profile(
-    found: "Profile", report: str | None, plot: str | None, json_out: str | None
+    figures: "Profile", report: str | None, plot: str | None, json_out: str | None
 ) -> None:
     """Shows what was measured before it asks what is planned, for which a CPU may be calibrated."""
     from mtcli.core.profile.render.text import show_measured, show_planned
 
     if json_out != "-":
-        show_measured(found)
+        show_measured(figures)
         sys.stdout.flush()
-        show_planned(found)
+        show_planned(figures)
     if json_out:
-        answer(found.as_json(), json_out)
+        answer(figures.as_json(), json_out)
     if report:
         from mtcli.core.profile.render.html import write_profile_page
 
-        write_profile_page(report, found, found.as_json())
+        write_profile_page(report, figures, figures.as_json())
     if plot:
         from mtcli.core.profile.render.pictures import save_profile
 
-        save_profile(plot, found)
+        save_profile(plot, figures)
 
 
 def _show_run(folder: str, report: str | None, plot: str | None, json_out: str | None) -> None:

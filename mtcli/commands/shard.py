@@ -266,9 +266,9 @@ def _target(
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Z]*)", text.strip().upper())
-    unit = UNITS.get(found[2]) if found else None
-    if unit is None or not (size := int(float(found[1]) * unit)):
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Z]*)", text.strip().upper())
+    unit = UNITS.get(match[2]) if match else None
+    if unit is None or not (size := int(float(match[1]) * unit)):
         raise wrong(f"{text!r} is not a size", "such as 5GB, 500MB or 2GiB", "--max-shard-size")
     return size
 

@@ -109,10 +109,10 @@ def sweep(
         from mtcli.core.sweep.run import Sweep
 
         sweep = Sweep(plan, runtime, peak_flops(plan.trials[0].config, runtime))
-        whole = sweep.run()
+        finished = sweep.run()
         if runtime.rank == 0:
             _report(sweep, json_out)
-        return whole
+        return finished
 
     if run_ranks(nproc, plan.trials[0].config.train, work) is False:  # it was told to stop
         raise KeyboardInterrupt
@@ -123,9 +123,9 @@ def _report(sweep: "Sweep", json_out: str | None) -> None:
     from mtcli.core.runtime.console import print_table
     from mtcli.core.sweep import board, record
 
-    found = sweep.write()
+    summary = sweep.write()
     picture = _draw(sweep)
-    if answer({**found, "picture": picture}, json_out):
+    if answer({**summary, "picture": picture}, json_out):
         columns = ("trial", "loss", "valid", "steps", "status")
         print_table("", columns, board.rows(sweep.records))
     say_wrote(picture, str(sweep.plan.output / record.NAME))

@@ -77,7 +77,7 @@ def _adamw(
 
     step is lr / (1 - beta1^t), root (1 - beta2^t)^-0.5.
     """
-    _, row, start, numel, decays, whole = chunk_of(table_ptr, chunks_ptr, CHUNK)
+    _, row, start, numel, decays, is_full = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
     addresses = (
         tl.load(row + 3).to(float_ptr),
@@ -88,7 +88,7 @@ def _adamw(
     )
     scale = tl.where(decays != 0, shrink, 1.0)
     numbers = (scale, one_less_beta1, beta2, one_less_beta2, eps, step, root, factor)
-    if whole:
+    if is_full:
         for done in range(0, CHUNK, BLOCK):
             _block(addresses, start + done, numel, numbers, True, ROUNDS, BLOCK)
     else:

@@ -75,11 +75,11 @@ def autotuning(known: AutotuneTable | None = None) -> Iterator[AutotuneTable]:
 
 def merged(*tables: AutotuneTable) -> AutotuneTable:
     """The entries of several tables; the last one's win."""
-    found: AutotuneTable = {}
+    entries: AutotuneTable = {}
     for table in tables:
         for kernel, buckets in table.items():
-            found.setdefault(kernel, {}).update(buckets)
-    return found
+            entries.setdefault(kernel, {}).update(buckets)
+    return entries
 
 
 def save_table(table: AutotuneTable, device: torch.device) -> Path:

@@ -38,9 +38,9 @@ def custom_op(
 
     def gradient(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.saved_tensors, ctx.values, strict=True)
-        found = backward(*grads, *(x if tensor is None else tensor for tensor, x in pairs))
-        found = found if isinstance(found, tuple) else (found,)
-        return (*found, *[None] * (ctx.num_inputs - len(found)))
+        gradients = backward(*grads, *(x if tensor is None else tensor for tensor, x in pairs))
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        return (*gradients, *[None] * (ctx.num_inputs - len(gradients)))
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         MTCLI_OPS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

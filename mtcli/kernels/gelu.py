@@ -154,9 +154,9 @@ def gelu_backward_(
     if runs_triton(grad):
         dx, dbias = _gelu_backward_with_output(grad, x, bias, approximate == "tanh")
         return dx, None if bias is None else dbias, grad
-    whole = x if bias is None else x + bias
-    dx = torch.ops.aten.gelu_backward(grad, whole, approximate=approximate)
-    torch.ops.aten.gelu.out(whole, approximate=approximate, out=grad)
+    biased = x if bias is None else x + bias
+    dx = torch.ops.aten.gelu_backward(grad, biased, approximate=approximate)
+    torch.ops.aten.gelu.out(biased, approximate=approximate, out=grad)
     return dx, None if bias is None else dx.flatten(0, -2).sum(0), grad
 
 

@@ -71,9 +71,9 @@ def locate(ends_ptr, tile, experts, E: tl.constexpr, ROWS: tl.constexpr):
     tiles = tl.where(lane < experts, (end - start + ROWS - 1) // ROWS, 0)
     last = tl.cumsum(tiles, 0)
     expert = tl.sum((last <= tile).to(tl.int32), 0)
-    found = lane == expert
-    first = tl.sum(tl.where(found, start + (tile - last + tiles) * ROWS, 0), 0)
-    return expert, first, tl.sum(tl.where(found, end, 0), 0)
+    is_expert = lane == expert
+    first = tl.sum(tl.where(is_expert, start + (tile - last + tiles) * ROWS, 0), 0)
+    return expert, first, tl.sum(tl.where(is_expert, end, 0), 0)
 
 
 @kernel()
@@ -103,11 +103,11 @@ def _gemm(
     of_inner = multiple(of_inner, UNITS[4])
     column_tiles = tl.cdiv(width, COLUMNS)
     in_band = BAND * column_tiles
-    band, place = tl.program_id(0) // in_band, tl.program_id(0) % in_band
-    expert, first, end = locate(ends_ptr, band * BAND + place % BAND, experts, E, ROWS)
+    band, tile = tl.program_id(0) // in_band, tl.program_id(0) % in_band
+    expert, first, end = locate(ends_ptr, band * BAND + tile % BAND, experts, E, ROWS)
     if first < end:
         row = first + tl.arange(0, ROWS)
-        column = place // BAND * COLUMNS + tl.arange(0, COLUMNS)
+        column = tile // BAND * COLUMNS + tl.arange(0, COLUMNS)
         # Rows past the end are read again. Columns are masked: a minimum of them would hide that
         # they follow each other in memory where the weight is transposed, as for the gradient of x.
         at_row, k = tl.minimum(row, end - 1).to(tl.int64)[:, None], tl.arange(0, INNER)

@@ -111,7 +111,7 @@ def _moments(
     decay, factor, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Updates the moments; squares [chunks, 2] are the sums of x^2 and of u^2."""
-    _, row, start, numel, decays, whole = chunk_of(table_ptr, chunks_ptr, CHUNK)
+    _, row, start, numel, decays, is_full = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
     addresses = (
         tl.load(row + 3).to(float_ptr),
@@ -122,7 +122,7 @@ def _moments(
     decay = tl.where(decays != 0, decay, 0.0)
     numbers = (one_less_beta1, beta2, one_less_beta2, eps, decay, factor)
     of_x, of_u = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    if whole:
+    if is_full:
         for done in range(0, CHUNK, BLOCK):
             of_x, of_u = _moments_block(
                 addresses, start + done, numel, numbers, of_x, of_u, True, BLOCK
@@ -173,7 +173,7 @@ def _step(
     ROUNDS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Updates the masters, and rounds them to the weights."""
-    tensor, row, start, numel, decays, whole = chunk_of(table_ptr, chunks_ptr, CHUNK)
+    tensor, row, start, numel, decays, is_full = chunk_of(table_ptr, chunks_ptr, CHUNK)
     float_ptr = tl.pointer_type(tl.float32)
     addresses = (
         tl.load(row + 3).to(float_ptr),
@@ -182,7 +182,7 @@ def _step(
         tl.load(row + 6).to(tl.pointer_type(weight_like.dtype.element_ty)),
     )
     numbers = (lr * tl.load(ratios_ptr + tensor), eps, tl.where(decays != 0, decay, 0.0))
-    if whole:
+    if is_full:
         for done in range(0, CHUNK, BLOCK):
             _step_block(addresses, start + done, numel, numbers, True, ROUNDS, BLOCK)
     else:

@@ -96,13 +96,13 @@ def _point_op(host, table, tensors, column):
 @kernel()
 def chunk_of(table_ptr, chunks_ptr, CHUNK: tl.constexpr):
     """(tensor, its row of the table, first element, elements, flag) of this program's chunk, and
-    whether it is whole: of CHUNK elements, all of them at multiples of 16 bytes."""
+    whether it is full: of CHUNK elements, all of them at multiples of 16 bytes."""
     at = chunks_ptr + tl.program_id(0) * 2
     tensor = tl.load(at)
     row, start = table_ptr + tensor * 8, tl.load(at + 1) * CHUNK
     numel = tl.load(row)
-    whole = (start + CHUNK <= numel) & (tl.load(row + 2) != 0)
-    return tensor, row, start, numel, tl.load(row + 1), whole
+    is_full = (start + CHUNK <= numel) & (tl.load(row + 2) != 0)
+    return tensor, row, start, numel, tl.load(row + 1), is_full
 
 
 @kernel()

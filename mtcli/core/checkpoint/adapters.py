@@ -45,13 +45,13 @@ def with_base(own: Checkpoint, open_base: Open) -> Checkpoint:
     assert own.config is not None, "a run has a config"
     record = progress_of(own).base
     names = [name for name in (own.config.train.init, record and record.path) if name]
-    found = next((Path(name) for name in names if Path(name).exists()), None)
-    if found is None:
+    path = next((Path(name) for name in names if Path(name).exists()), None)
+    if path is None:
         message = f"{own.folder} holds adapters of {' or '.join(names) or 'weights'}, which is gone"
         raise wrong(message, "put it back, or start where its path leads to it", "train.init")
-    base = base_of(open_base(found))
+    base = base_of(open_base(path))
     if record is not None and weights_hash(base) != record.hash:
-        message = f"{own.folder} holds adapters of {found} with the hash {record.hash}, and it has "
+        message = f"{own.folder} holds adapters of {path} with the hash {record.hash}, and it has "
         message += f"now {weights_hash(base)}"
         raise wrong(message, "put the weights back that they were trained on", "train.init")
     bare = own.config.model_copy(update={"lora": LoraConfig()})
@@ -82,14 +82,14 @@ def merged(own: Checkpoint, base: Checkpoint, lora: LoraConfig, **changes: objec
 def require_adapters(own: Checkpoint, model: ModelConfig, lora: LoraConfig) -> None:
     """Raises MtcliError where a checkpoint's adapters are not those of a model and a config."""
     table = run_parameters(model, lora)
-    wanted = {name: one for name, one in table.items() if one.of_adapter}
+    wanted = {name: parameter for name, parameter in table.items() if parameter.of_adapter}
     problems = [
         Problem(f"{own.folder} has no adapter {name}") for name in wanted if name not in own.tensors
     ]
     problems += [
-        Problem(f"{name} is {own.shape(name)} in {own.folder} and {one.shape} by its rank")
-        for name, one in wanted.items()
-        if name in own.tensors and own.shape(name) != one.shape
+        Problem(f"{name} is {own.shape(name)} in {own.folder} and {parameter.shape} by its rank")
+        for name, parameter in wanted.items()
+        if name in own.tensors and own.shape(name) != parameter.shape
     ]
     given = {name for name in own.names() if ".adapter." in name and "/" not in name}
     problems += [

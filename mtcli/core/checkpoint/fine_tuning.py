@@ -76,24 +76,24 @@ def starting_tokenizer(config: RunConfig) -> Path | None:
 
 def require_weights(config: RunConfig) -> None:
     """Raises MtcliError where the weights a run starts from are not there, or of another model."""
-    found = starting_folder(config)
-    if found is None:
+    source = starting_folder(config)
+    if source is None:
         if config.lora.rank:
             raise no_base(config.lora)
         return
-    model = model_of(found)
+    model = model_of(source)
     if model is None or config.model.num_experts != model.num_experts:
         return  # what opens it says more
     differs = _differences(config.model.model_dump(), model.model_dump())
     if differs:
-        command = f"mtcli train {config.train.init}" if found.format == "hf" else ""
+        command = f"mtcli train {config.train.init}" if source.format == "hf" else ""
         command = command or f"mtcli train --init {config.train.init}"
         problems = [
             Problem(f"{name}={ours} and {config.train.init} has {theirs}", "", f"model.{name}")
             for name, ours, theirs in differs
         ]
         hint = f"leave CONFIG out, and the model is that of the weights: {command}"
-        if found.format == "hf":
+        if source.format == "hf":
             hint = f"give the folder as CONFIG, and the model is its own: {command}"
         raise MtcliError(*problems, hint=f"{hint} --set data.train=...")
 

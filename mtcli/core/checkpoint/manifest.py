@@ -129,10 +129,10 @@ class Manifest(ManifestSection):
         from mtcli.core.checkpoint.shard_index import IndexedTensor, ShardIndex
 
         index = ShardIndex(self.files, self.tables)
-        for name, one in self.tensors.items():
-            if one.table is None or self.version < 5:
+        for name, entry in self.tensors.items():
+            if entry.table is None or self.version < 5:
                 raise ValueError(f"{name} is not as version {self.version} has tensors")
-            index.tensors[name] = IndexedTensor(one.dtype, one.shape, one.keys, one.table)
+            index.tensors[name] = IndexedTensor(entry.dtype, entry.shape, entry.keys, entry.table)
         return index
 
     def to_bytes(self) -> bytes:
@@ -154,7 +154,7 @@ class Manifest(ManifestSection):
 
         pydantic makes the records of plain values, thousands of them in milliseconds.
         """
-        tensors = {name: one._asdict() for name, one in index.tensors.items()}
+        tensors = {name: tensor._asdict() for name, tensor in index.tensors.items()}
         about |= {"tensors": tensors, "tables": index.packed_tables(), "files": files}
         return cls.model_validate(about | {"version": 5})
 
@@ -171,8 +171,10 @@ class Manifest(ManifestSection):
         if large or self.index.num_shards() > MAX_RECORDS:
             return self
         tensors = {
-            name: TensorRecord(dtype=one.dtype, shape=one.shape, pieces=self.index.records(one))
-            for name, one in self.index.tensors.items()
+            name: TensorRecord(
+                dtype=tensor.dtype, shape=tensor.shape, pieces=self.index.records(tensor)
+            )
+            for name, tensor in self.index.tensors.items()
         }
         about = self.model_dump(include={"step", "world", "replicas", "extra"})
         version = 3 if self.replicas == 1 else 4

@@ -49,23 +49,23 @@ def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
     Raises MtcliError where there is none, or where it is damaged; a damaged newest checkpoint of a
     run is refused, and the error offers the one before it.
     """
-    return open_found(find_checkpoint(path), model)
+    return open_folder(find_checkpoint(path), model)
 
 
-def open_found(found: CheckpointFolder, model: ModelConfig | None = None) -> Checkpoint:
+def open_folder(source: CheckpointFolder, model: ModelConfig | None = None) -> Checkpoint:
     """Opens a checkpoint that was found; see `open_checkpoint`."""
     try:
-        if found.format == "hf":
-            return open_hf(found.folder)
-        if found.format == "megatron":
-            return open_megatron(found.folder, model)
-        if found.format == "peft":
-            return open_peft(found.folder, open_checkpoint)
-        with offering_earlier(found.folder) if found.of_run else nullcontext():
-            own = _open_ours(found.folder)
+        if source.format == "hf":
+            return open_hf(source.folder)
+        if source.format == "megatron":
+            return open_megatron(source.folder, model)
+        if source.format == "peft":
+            return open_peft(source.folder, open_checkpoint)
+        with offering_earlier(source.folder) if source.of_run else nullcontext():
+            own = _open_ours(source.folder)
         return with_base(own, open_checkpoint) if _has_adapters(own) else own
     except OSError as error:  # of a folder that may not be read
-        raise wrong(f"{found.folder} cannot be opened: {error.strerror}", KINDS) from None
+        raise wrong(f"{source.folder} cannot be opened: {error.strerror}", KINDS) from None
 
 
 @contextmanager
@@ -104,8 +104,10 @@ def _described(folder: Path, manifest: Manifest, lock: ReadLock) -> Checkpoint:
     """A checkpoint of ours by its manifest, of whose files none is open yet."""
     config, index = config_in(folder), manifest.index
     tensors = {
-        name: StoredTensor(DTYPES[one.dtype], one.shape, StoredShards(index, one, CODES[one.dtype]))
-        for name, one in index.tensors.items()
+        name: StoredTensor(
+            DTYPES[tensor.dtype], tensor.shape, StoredShards(index, tensor, CODES[tensor.dtype])
+        )
+        for name, tensor in index.tensors.items()
     }
     return Checkpoint(
         folder=folder,
@@ -138,11 +140,11 @@ def newest_step(root: Path, axis: Axis) -> Path | None:
             return step_folders(root)
 
     folders = together(axis, list_steps)
-    seen, host = (str(folders[-1]) if folders else None), socket.gethostname()
-    newest, first_host = first_value((seen, host) if axis.rank == 0 else None, axis)
+    own_newest, host = (str(folders[-1]) if folders else None), socket.gethostname()
+    newest, first_host = first_value((own_newest, host) if axis.rank == 0 else None, axis)
     message = None
-    if seen and (newest is None or step_of(Path(seen)) > step_of(Path(newest))):
-        message = f"rank {axis.rank} on {host} sees the checkpoint {seen}, and rank 0 on "
+    if own_newest and (newest is None or step_of(Path(own_newest)) > step_of(Path(newest))):
+        message = f"rank {axis.rank} on {host} sees the checkpoint {own_newest}, and rank 0 on "
         message += f"{first_host} sees {newest or 'none'}"
     if first := first_value(message, axis):
         raise wrong(first, SHARED, "train.output")
@@ -156,22 +158,22 @@ def open_agreed(path: Path, axis: Axis) -> Checkpoint:
     """
     own = together(axis, lambda: find_checkpoint(path) if axis.rank == 0 else None)
     form, folder, of_run = first_value(own and (own.format, str(own.folder), own.of_run), axis)
-    found = CheckpointFolder(form, Path(folder), of_run)
+    source = CheckpointFolder(form, Path(folder), of_run)
     if form == "mtcli":
-        checkpoint = _open_ours_together(found, axis)
+        checkpoint = _open_ours_together(source, axis)
         if _has_adapters(checkpoint):
             return together(axis, lambda: with_base(checkpoint, open_checkpoint))
         return checkpoint
-    checkpoint = together(axis, lambda: _as_rank_0(axis, lambda: open_found(found)))
+    checkpoint = together(axis, lambda: _as_rank_0(axis, lambda: open_folder(source)))
     if axis.size > 1:
         fact = f"{checkpoint.folder} of step {checkpoint.step} with the hash {_hash(checkpoint)}"
         require_alike(axis, fact, "has opened")
     return checkpoint
 
 
-def _open_ours_together(found: CheckpointFolder, axis: Axis) -> Checkpoint:
+def _open_ours_together(source: CheckpointFolder, axis: Axis) -> Checkpoint:
     """Opens one of ours by the manifest that rank 0 reads, each rank a share of its files."""
-    folder, about = found.folder, nullcontext if not found.of_run else offering_earlier
+    folder, about = source.folder, nullcontext if not source.of_run else offering_earlier
 
     def read() -> tuple[ReadLock, Manifest] | None:
         if axis.rank:

@@ -130,7 +130,7 @@ class Checkpoint:
         """Whether replicas have other weights, or adapters, and not other optimizer state alone."""
         if self.adapters is not None:
             return self.adapters.own.weights_differ
-        return any(one.differs for name, one in self.tensors.items() if not is_optimizer(name))
+        return any(entry.differs for name, entry in self.tensors.items() if not is_optimizer(name))
 
     @property
     def averaging(self) -> str:
@@ -148,8 +148,8 @@ class Checkpoint:
         box = box or Box.of(stored.shape)
         if stored.differs and self.averages:
             total = torch.zeros(box.size, dtype=torch.float64)
-            for one in range(self.averages):
-                total += replace(self, replicas=self.averages, averages=0).read(name, box, one)
+            for index in range(self.averages):
+                total += replace(self, replicas=self.averages, averages=0).read(name, box, index)
             return (total / self.averages).to(stored.dtype)
         is_inside = len(box.start) == len(box.size) == len(stored.shape) and all(
             min(a, n) >= 0 and a + n <= size for a, n, size in zip(*box, stored.shape, strict=True)
@@ -230,7 +230,7 @@ class Checkpoint:
         """The parameters of another head than this model's, which are not here in their shapes."""
         if model.head == "lm":
             return set()
-        shapes = {name: one.shape for name, one in self.tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         return {
             name
             for name, parameter in parameters(model).items()

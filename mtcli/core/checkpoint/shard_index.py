@@ -130,19 +130,19 @@ def merge(parts: Sequence[ShardIndex]) -> ShardIndex:
         rows[:, KEY] = np.array(new_keys)[rows[:, KEY]]
         return rows
 
-    for name, found in holders.items():
-        kind = found[0][1][:2]
-        for _, tensor in found:
+    for name, numbered in holders.items():
+        kind = numbered[0][1][:2]
+        for _, tensor in numbered:
             if tensor[:2] != kind:
                 raise ValueError(f"{name} is {tensor[:2]} on one rank and {kind} before")
-        keys = tuple(dict.fromkeys(key for _, tensor in found for key in tensor.keys))
+        keys = tuple(dict.fromkeys(key for _, tensor in numbered for key in tensor.keys))
         new = {key: index for index, key in enumerate(keys)}
         content = tuple(
             (number, tensor.table, tuple(new[key] for key in tensor.keys))
-            for number, tensor in found
+            for number, tensor in numbered
         )
         table = merged.number_of(
-            content, lambda content=content: np.concatenate([rows_of(*one) for one in content])
+            content, lambda content=content: np.concatenate([rows_of(*entry) for entry in content])
         )
         merged.tensors[name] = IndexedTensor(*kind, keys, table)
     return merged
@@ -167,16 +167,16 @@ def fault_of(index: ShardIndex, replicas: int) -> str:
         sound.add((tensor.shape, tensor.table))
     tables = {tensor.table: index.table(tensor) for tensor in index.tensors.values()}
     once: set[tuple[int, int]] = set()
-    for key, found in with_key.items():
-        if len(found) == 1 and found[0] in once:
+    for key, uses in with_key.items():
+        if len(uses) == 1 and uses[0] in once:
             continue
         files = np.concatenate(
-            [tables[table][tables[table][:, KEY] == number, FILE] for table, number in found]
+            [tables[table][tables[table][:, KEY] == number, FILE] for table, number in uses]
         )
         known, counts = np.unique(files, return_counts=True)
         if (counts > 1).any():  # a small file would be a model of any size
             return f"{key} of {index.files[known[counts > 1][0]]} is in it twice"
-        once.update(found)
+        once.update(uses)
     return ""
 
 

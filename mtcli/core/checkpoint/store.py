@@ -232,8 +232,8 @@ def merge_written(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _dump(index: ShardIndex, files: dict[str, Any]) -> dict[str, Any]:
     tensors = {
-        name: (*one[:2], () if one.keys == (name,) else one.keys, one.table)
-        for name, one in index.tensors.items()
+        name: (*tensor[:2], () if tensor.keys == (name,) else tensor.keys, tensor.table)
+        for name, tensor in index.tensors.items()
     }
     return {
         "files": files,

@@ -100,17 +100,17 @@ def kind_of(annotation: Any, bounds: Sequence[Any] = ()) -> FieldKind:
     """The kind of a type, with the bounds that stand beside it."""
     if get_origin(annotation) is Annotated:
         inner, *beside = get_args(annotation)
-        more = [one.metadata if isinstance(one, FieldInfo) else [one] for one in beside]
+        more = [extra.metadata if isinstance(extra, FieldInfo) else [extra] for extra in beside]
         return kind_of(inner, [*chain(*more), *bounds])
     if NoneType in get_args(annotation):
-        return kind_of(next(one for one in get_args(annotation) if one is not NoneType), bounds)
+        return kind_of(next(arg for arg in get_args(annotation) if arg is not NoneType), bounds)
     if get_origin(annotation) is Literal:
         return FieldKind(Literal, get_args(annotation))
     if get_origin(annotation) is tuple:
-        items = [one for one in get_args(annotation) if one is not Ellipsis]
+        items = [arg for arg in get_args(annotation) if arg is not Ellipsis]
         return FieldKind(tuple, items=tuple(map(kind_of, items)))
     low, high, below = (
-        next((getattr(one, key) for one in bounds if hasattr(one, key)), None)
+        next((getattr(bound, key) for bound in bounds if hasattr(bound, key)), None)
         for key in ("ge", "le", "lt")
     )
     return FieldKind(annotation, low=low, high=high, below=below)

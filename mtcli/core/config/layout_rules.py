@@ -182,9 +182,9 @@ def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     if p.sequence_parallel and p.grid_rows == 1 and not p.makes_no_grid:
         tokens = b.micro_batch_size * b.seq_len // p.cp
         of = "the tokens of a micro-batch"
-        whole = "" if config.model.num_experts else ", or parallel.sequence_parallel = false"
+        alternative = "" if config.model.num_experts else ", or parallel.sequence_parallel = false"
         for problem in divides("parallel.tp", p.tp, of, tokens):
-            yield problem._replace(hint=problem.hint + whole)
+            yield problem._replace(hint=problem.hint + alternative)
 
 
 def context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -272,11 +272,11 @@ def _fp8_is_left(config: RunConfig, world: int) -> Iterator[Problem]:
     p, t = config.parallel, config.train
     if t.precision != "fp8":
         return
-    whole, cut = (weight_sizes(config.model, tp) for tp in (1, p.tp))
-    if narrow_layers(t.fp8_scaling, whole) and not narrow_layers(t.fp8_scaling, cut):
+    unsharded, sharded = (weight_sizes(config.model, tp) for tp in (1, p.tp))
+    if narrow_layers(t.fp8_scaling, unsharded) and not narrow_layers(t.fp8_scaling, sharded):
         yield Problem(
             f"tp={p.tp} leaves no weight whose rows and columns are multiples of "
-            f"{MULTIPLE[t.fp8_scaling]} (fp8_scaling={t.fp8_scaling!r}): {listed(cut)}",
+            f"{MULTIPLE[t.fp8_scaling]} (fp8_scaling={t.fp8_scaling!r}): {listed(sharded)}",
             "less tp, or train.precision = 'bf16'",
             "parallel.tp",
         )

@@ -111,7 +111,7 @@ def _head_and_format(table: Table) -> tuple[Any, Any]:
         t if isinstance(t := table.get(name), dict) else {} for name in ("model", "data")
     )
     head = model.get("head")
-    of_head = next((kind for kind, one in HEAD_OF_FORMAT.items() if one == head), "tokens")
+    of_head = next((kind for kind, reader in HEAD_OF_FORMAT.items() if reader == head), "tokens")
     return head, data.get("format", of_head)
 
 
@@ -124,8 +124,8 @@ def train_settings(overrides: Sequence[str], **given: Any) -> TrainConfig:
     try:
         return TrainConfig.model_validate(section)
     except ValidationError as error:
-        found = [detail | {"loc": ("train", *detail["loc"])} for detail in error.errors()]
-        raise MtcliError(*(_problem(ErrorDetails(**detail)) for detail in found)) from None
+        details = [detail | {"loc": ("train", *detail["loc"])} for detail in error.errors()]
+        raise MtcliError(*(_problem(ErrorDetails(**detail)) for detail in details)) from None
 
 
 def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
@@ -136,11 +136,11 @@ def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
     try:
         return RunConfig.model_validate(table), problems
     except ValidationError as error:
-        found, rest = _causes(error.errors(), table), table
-        problems += [_problem(detail) for detail in found[:MAX_PROBLEMS]]
-        if len(found) > MAX_PROBLEMS:  # no config of ours: each costs a copy of its section
-            return None, [*problems, Problem(f"{len(found) - MAX_PROBLEMS} more fields are wrong")]
-        for detail in found:
+        causes, rest = _causes(error.errors(), table), table
+        problems += [_problem(detail) for detail in causes[:MAX_PROBLEMS]]
+        if len(causes) > MAX_PROBLEMS:  # no config of ours: each costs a copy of its section
+            return None, [*problems, Problem(f"{len(causes) - MAX_PROBLEMS} more fields are wrong")]
+        for detail in causes:
             keys = [str(key) for key in detail["loc"]]
             rest = _without(rest, keys)
             if _no_whole_heads(detail):

@@ -61,8 +61,8 @@ def load_checked(source: str | Table, overrides: Sequence[str], world: int) -> R
 
     Raises MtcliError with every problem at once: unknown keys, illegal values and broken rules.
     """
-    config, found = read_config(source, overrides)
-    return require(config, world, *ENGINE_RULES, found=found)
+    config, known = read_config(source, overrides)
+    return require(config, world, *ENGINE_RULES, known=known)
 
 
 def require(
@@ -70,13 +70,13 @@ def require(
     world: int,
     *more: Rule,
     without: Collection[Rule] = (),
-    found: Sequence[Problem] = (),
+    known: Sequence[Problem] = (),
 ) -> RunConfig:
-    """The config. Raises MtcliError with all that was `found` wrong and every rule it breaks."""
+    """The config. Raises MtcliError with all `known` problems and every rule it breaks."""
     if config is None:
-        raise MtcliError(*found)
+        raise MtcliError(*known)
     rules = [rule for rule in (*RULES, *more) if rule not in without]
-    if broken := [*found, *_broken(rules, config, world)]:
+    if broken := [*known, *_broken(rules, config, world)]:
         raise refusal(config, world, broken, *more, without=without)
     return config
 
@@ -84,7 +84,7 @@ def require(
 def refusal(
     config: RunConfig,
     world: int | None,
-    found: Sequence[Problem],
+    known: Sequence[Problem],
     *more: Rule,
     without: Collection[Rule] = (),
 ) -> MtcliError:
@@ -94,16 +94,16 @@ def refusal(
     ranks = world or config.parallel.smallest_world
     curable = _broken((*LAYOUT_RULES, *more), config, ranks)
     lasting = [p for p in problems(config, ranks) if p not in curable]
-    misread = [p for p in found if p not in curable and p not in lasting]
+    misread = [p for p in known if p not in curable and p not in lasting]
     if not curable or any(p.field.startswith(SHAPES) for p in misread):
-        return MtcliError(*found)
+        return MtcliError(*known)
 
     def legal(candidate: RunConfig, world: int) -> bool:
         rules = (rule for rule in (*RULES, *more) if rule not in without)
         broken = (problem for rule in rules for problem in rule(candidate, world))
         return all(problem in lasting for problem in broken)
 
-    return MtcliError(*found, hint=nearest_hint(config, world, legal))
+    return MtcliError(*known, hint=nearest_hint(config, world, legal))
 
 
 def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
@@ -116,9 +116,9 @@ def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> 
         "parallel": {"sequence_parallel": False},
         "batch": {"seq_len": model.max_seq_len, "global_batch_size": world},
     }
-    config, found = validate(with_overrides(base, overrides))
+    config, known = validate(with_overrides(base, overrides))
     more = (*ENGINE_RULES, _whole_sequences)
-    return require(config, world, *more, without=NOT_OF_FORWARD_PASSES, found=found)
+    return require(config, world, *more, without=NOT_OF_FORWARD_PASSES, known=known)
 
 
 def require_causal(path: str, model: ModelConfig) -> None:

@@ -330,7 +330,7 @@ class RunConfig(Section):
                 head = {"architecture": "bert", "head": HEAD_OF_FORMAT[kind]}
                 return values | {"model": head | model}
             case {"model": {"head": "classification" | "multiple_choice" as head}}:
-                (kind,) = (name for name, one in HEAD_OF_FORMAT.items() if one == head)
+                (kind,) = (name for name, reader in HEAD_OF_FORMAT.items() if reader == head)
                 data = values.get("data", {})
                 return values | (
                     {"data": {"format": kind} | data} if isinstance(data, dict) else {}

@@ -42,17 +42,17 @@ def nearest_layouts(config: RunConfig, world: int | None, legal: Legal) -> list[
     search = _Search(config, world, legal, axes)
     for changed in range(1, len(FIELDS) + 1):
         search.deepen(changed)
-        if len(search.found) == SHOWN or search.gave_up:
+        if len(search.layouts) == SHOWN or search.gave_up:
             break
-    return search.found
+    return search.layouts
 
 
 def nearest_hint(config: RunConfig, world: int | None, legal: Legal) -> str:
     """The nearest legal layouts with the flags that choose them; empty where there are none."""
-    found = nearest_layouts(config, world, legal)
-    flags = [_flags(config, near) for near in found]
+    layouts = nearest_layouts(config, world, legal)
+    flags = [_flags(config, near) for near in layouts]
     width = max(map(len, flags), default=0)
-    rows = [f"  {flag:{width}}   {_words(near)}" for flag, near in zip(flags, found, strict=True)]
+    rows = [f"  {flag:{width}}   {_words(near)}" for flag, near in zip(flags, layouts, strict=True)]
     where = f" on {world} rank{'s' * (world > 1)}" if world else ""
     return "\n".join([f"the nearest legal layouts{where}:", *rows]) if rows else ""
 
@@ -114,7 +114,7 @@ class _Search:
         self.most = [sum(max(m.changed for m in moves) for moves in rest) for rest in rests]
         self.nearest = [sum(min(m.far for m in moves) for moves in rest) for rest in rests]
         self.steps, self.asked = 0, 0
-        self.found: list[Near] = []
+        self.layouts: list[Near] = []
         self.nearer: list[set[tuple[str, Any]]] = []  # what those with fewer changes change
 
     @property
@@ -124,7 +124,7 @@ class _Search:
 
     def deepen(self, changed: int) -> None:
         """Finds, up to SHOWN in all, the nearest layouts that change this many fields."""
-        self.nearer = [set(_changes(self.config, near.sizes)) for near in self.found]
+        self.nearer = [set(_changes(self.config, near.sizes)) for near in self.layouts]
         self._walk(changed, 0.0, {})
 
     def _walk(self, left: int, far: float, sizes: LayoutSizes, depth: int = 0) -> None:
@@ -136,7 +136,7 @@ class _Search:
             rest, near = left - move.changed, far + move.far + self.nearest[depth + 1]
             if self.gave_up or not self.fewest[depth + 1] <= rest <= self.most[depth + 1]:
                 continue
-            bound = self.found[-1].far if len(self.found) == SHOWN else inf
+            bound = self.layouts[-1].far if len(self.layouts) == SHOWN else inf
             if near <= bound + 1e-9 and self._fits(chosen := sizes | move.sizes):
                 self._walk(rest, far + move.far, chosen, depth + 1)
 
@@ -159,8 +159,8 @@ class _Search:
         config = with_sizes(self.config, sizes)
         world = self.world or config.parallel.smallest_world
         if self.legal(config, world):
-            insort(self.found, Near(len(changes), round(far, 9), key, world))
-            del self.found[SHOWN:]
+            insort(self.layouts, Near(len(changes), round(far, 9), key, world))
+            del self.layouts[SHOWN:]
 
 
 def _moves(config: RunConfig, world: int | None, legal: Legal) -> Iterator[list[_Move]]:

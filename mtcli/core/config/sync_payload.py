@@ -82,10 +82,10 @@ class Segment(NamedTuple):
     def of(cls, sync: SyncConfig, ranges: Sequence[Range]) -> "Segment":
         """The segment of some ranges (offset, length), each with rows of its own."""
         groups: dict[Range | int, list[tuple[Range, Payload]]] = {}
-        for one in ranges:
-            form = Payload.of(sync, one[1])
-            full = form.rows * form.columns == one[1]
-            groups.setdefault(form.columns if full else one, []).append((one, form))
+        for span in ranges:
+            form = Payload.of(sync, span[1])
+            full = form.rows * form.columns == span[1]
+            groups.setdefault(form.columns if full else span, []).append((span, form))
         forms = [
             members[0][1]._replace(rows=sum(form.rows for _, form in members))
             for members in groups.values()
@@ -120,15 +120,15 @@ def segments(sync: SyncConfig, sizes: Mapping[str, int], owners: int) -> list[Se
     That depends on the parameter alone, so that its copies on other ranks, as those of a tied
     embedding, lose the same. The name says who owns the first, which is all there is of a bias.
     """
-    found: list[list[Range]] = [[] for _ in range(owners)]
+    owned: list[list[Range]] = [[] for _ in range(owners)]
     for (name, length), (offset, _) in zip(sizes.items(), _ranges(sizes), strict=True):
         blocks = -(-length // BLOCK)
         ends = [min(length, blocks * i // owners * BLOCK) for i in range(owners + 1)]
         for i, (first, last) in enumerate(pairwise(ends)):
             if first < last:
                 owner = (i + crc32(name.encode())) % owners
-                found[owner].append((offset + first, last - first))
-    return [Segment.of(sync, ranges) for ranges in found]
+                owned[owner].append((offset + first, last - first))
+    return [Segment.of(sync, ranges) for ranges in owned]
 
 
 def fragment_of(name: str, fragments: int) -> int:

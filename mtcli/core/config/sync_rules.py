@@ -83,7 +83,7 @@ def method_takes_the_optimizer(config: RunConfig, world: int) -> Iterator[Proble
     takes = TAKES.get(method, (name,))
     if name not in takes:
         message = f"method={method!r} is not defined for optimizer.name={name!r}"
-        either = " or ".join(f"optimizer.name = {one!r}" for one in takes)
+        either = " or ".join(f"optimizer.name = {optimizer!r}" for optimizer in takes)
         yield Problem(message, either, "sync.method")
 
 

@@ -72,7 +72,7 @@ def output_config(source: "Checkpoint", parallel: ParallelConfig, world: int) ->
     config = base.model_copy(update={"parallel": base.parallel.model_copy(update=changes)})
     if broken := _broken(config, world):
         near = nearest_layouts(config, None, lambda candidate, n: not _broken(candidate, n))
-        lines = dict.fromkeys(f"  --layout {_words(config, one, dp)}" for one in near)
+        lines = dict.fromkeys(f"  --layout {_words(config, candidate, dp)}" for candidate in near)
         hint = "\n".join(["the nearest legal layouts:", *lines]) if lines else ""
         raise MtcliError(*broken, hint=hint)
     return config

@@ -64,14 +64,14 @@ def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
     memory = verify_hashes(source, plan.nproc, lambda _: None)  # else damage would get new hashes
     memory = memory.or_more(_write(new, target, plan))
     after = open_checkpoint(target)
-    seen = describe(after)
-    facts = {name: seen[name] for name in ("format", "step", "layout", "bytes", "dtype")}
+    described = describe(after)
+    facts = {name: described[name] for name in ("format", "step", "layout", "bytes", "dtype")}
     facts["step"] = describe(source)["step"] if facts["step"] is None else facts["step"]
     facts |= {"source": str(source.folder), "output": str(target)}
     facts |= {"averaged_replicas": source.averages} if source.averages else {}
-    facts |= {"dropped": left_out(source, plan), "parameters": seen["parameters"]}
+    facts |= {"dropped": left_out(source, plan), "parameters": described["parameters"]}
     if plan.recipe:
-        sizes = {name: seen["model"][name] for name in ("num_experts", "top_k")}
+        sizes = {name: described["model"][name] for name in ("num_experts", "top_k")}
         facts["upcycled"] = sizes | {"granularity": plan.recipe.granularity}
     if plan.verify:
         same, taken = _same(new, after, plan.dtype, plan.nproc)

@@ -117,8 +117,8 @@ def _write_configs(
         require_inside(source.folder, generation)
         write_bytes(folder / config_json.GENERATION, read_untrusted(generation))
     else:
-        kept = {name: table.get(name) for name in tokens}
-        _write_json(folder / config_json.GENERATION, {"_from_model_config": True} | kept)
+        token_ids = {name: table.get(name) for name in tokens}
+        _write_json(folder / config_json.GENERATION, {"_from_model_config": True} | token_ids)
 
 
 def _token_ids(source: Checkpoint) -> Table:

@@ -115,15 +115,15 @@ def rank_shards(
 
     others = [name for name in source.names() if parameter_of(name) not in table]
     for rank in range(world):
-        found = list[Shard]()
+        saved = list[Shard]()
         for parameter in _saved_parameters(config, layout, rank):
             boxes, owned = _boxes(parameter, config, layout, rank)
             for name in names.get(parameter.name, []):
                 is_owned = is_optimizer(name) or config.parallel.zero == 3
-                found += shards(name, owned if is_owned else boxes)
+                saved += shards(name, owned if is_owned else boxes)
         for name in others if rank == 0 else ():
-            found += shards(name, [Box.of(source.shape(name))])
-        yield found
+            saved += shards(name, [Box.of(source.shape(name))])
+        yield saved
 
 
 def _saved_parameters(config: RunConfig, layout: ParallelLayout, rank: int) -> list[Parameter]:

@@ -46,16 +46,16 @@ def recipe_of(text: str, dense: ModelConfig) -> UpcycleRecipe:
     Raises MtcliError with everything at once: unknown options, illegal values, and whatever would
     keep the mixture from being the dense function.
     """
-    given, found = _parse(text)
+    given, problems = _parse(text)
     own = OWN | {name: given.pop(name) for name in OWN if name in given}
     model, more = _mixture(dense, given, own["granularity"])
-    found += more + [*_is_copied(dense), *_has_sizes(given)]
+    problems += more + [*_is_copied(dense), *_has_sizes(given)]
     if model.num_experts and model.top_k:
         broken = rules.problems(RunConfig(model=model), 1, rules.TRAINING_RULES)
-        found += [problem for problem in broken if problem.field.startswith("model.")]
-        found += [*_slices(model, dense, own["granularity"]), *_is_exact(model)]
-    if found:
-        raise MtcliError(*found)
+        problems += [problem for problem in broken if problem.field.startswith("model.")]
+        problems += [*_slices(model, dense, own["granularity"]), *_is_exact(model)]
+    if problems:
+        raise MtcliError(*problems)
     return UpcycleRecipe(model, own["granularity"], own["seed"])
 
 

@@ -76,8 +76,8 @@ class Objects:
 
     def only(self, *names: str) -> "Objects":
         """The object with a file, for each name, and the rest; a task fetches no other."""
-        kept = {REST, *(SLOTS[name] for name in names)}
-        return Objects([ref if i in kept else None for i, ref in enumerate(self._slots)])
+        slots = {REST, *(SLOTS[name] for name in names)}
+        return Objects([ref if i in slots else None for i, ref in enumerate(self._slots)])
 
     def array(self, name: str) -> Array:
         """Fetches an array."""
@@ -103,15 +103,15 @@ class ClusterEngine(NamedTuple):
     ) -> Iterator[Any]:
         """Maps by a task for each item; parts come without texts and signatures."""
         lean = [_lean(item) if isinstance(item, Slice) else item for item in items]
-        for (found,) in self.cluster.run(partial(_plain, work), lean, what):
-            yield found()
+        for (ref,) in self.cluster.run(partial(_plain, work), lean, what):
+            yield ref()
 
     def make(
         self, work: Make, items: Mapping[int, Any], folder: Path, what: str, unit: str = "it"
     ) -> Mapping[int, Files]:
         """Makes each folder in a task; its files become objects."""
-        found = self.cluster.run(partial(_packed, work), list(items.values()), what, REST + 1)
-        return {number: Objects(slots) for number, slots in zip(items, found, strict=True)}
+        rows = self.cluster.run(partial(_packed, work), list(items.values()), what, REST + 1)
+        return {number: Objects(slots) for number, slots in zip(items, rows, strict=True)}
 
     def same(self, corpus: Corpus, priority: tuple[str, ...]) -> Removals:
         """Shuffles the hashes of texts."""
@@ -137,17 +137,17 @@ class ClusterEngine(NamedTuple):
         of = _leaner(groups, "signatures.npy")
         signatures = self._look_up(of, [row[1] for row in buckets], _signatures)
         work = partial(_likely_pairs, count, corpus.num_new, min_matches(config))
-        items = [(*row, found) for row, found in zip(buckets, signatures, strict=True)]
+        items = [(*row, refs) for row, refs in zip(buckets, signatures, strict=True)]
         likely = run(work, items, "fuzzy: pairs", count)
         pairs = run(_unique, _transposed(likely), "fuzzy: pairs", 2)
         edges = self._compared(groups, pairs, partial(_edges, config.shingle, config.threshold))
         tables = self._decided(corpus, groups, self._stars(edges), priority)
         compared = run(_kept_pairs, tables, "fuzzy: kept", 2)
         shares = self._compared(groups, compared, partial(_jaccards, config.shingle))
-        found = _gathered(tables)
+        removals = _gathered(tables)
         values = np.concatenate([share() for share in shares])
-        ordered = values[np.argsort(found[:, 0], kind="stable")]
-        return table_of(found)._replace(jaccard=ordered)
+        ordered = values[np.argsort(removals[:, 0], kind="stable")]
+        return table_of(removals)._replace(jaccard=ordered)
 
     def write(self, job: ShardJob) -> list[dict[str, Any]]:
         """Shuffles lines by the range of their keys."""
@@ -156,11 +156,11 @@ class ClusterEngine(NamedTuple):
             return []
         groups = self._groups(job.corpus)
         run, count = self.cluster.run, len(groups)
-        changed = {job.corpus.slice(index).first: one for index, one in job.changed.items()}
+        changed = {job.corpus.slice(index).first: lines for index, lines in job.changed.items()}
         rows = run(
             partial(_split_lines, job.plan, count),
             [
-                (group, [changed.get(one.first) for one in group])
+                (group, [changed.get(view.first) for view in group])
                 for group in _leaner(groups, LINES)
             ],
             "shuffle lines",
@@ -168,11 +168,11 @@ class ClusterEngine(NamedTuple):
         )
         items = list(enumerate(_transposed(rows)))
         written = run(partial(_write_shards, names, count, job.folder), items, "write shards")
-        found = [shard for (ref,) in written for shard in ref()]
+        shards = [shard for (ref,) in written for shard in ref()]
         if missing := [name for name in names if not (job.folder / name).exists()]:
             said = f"{len(missing)} of {len(names)} shards that other nodes wrote are not here"
             raise failed(said, f"{job.folder} must be one folder on all nodes")
-        return found
+        return shards
 
     def _groups(self, corpus: Corpus) -> list[Group]:
         """Parts that lie together, a few groups for each core."""
@@ -200,7 +200,7 @@ class ClusterEngine(NamedTuple):
     ) -> list[Ref]:
         """Runs `work` over (pairs, their numbers, the texts of those) of each partition."""
         texts = self._look_up(_leaner(groups, LINES), [row[1] for row in pairs], _texts)
-        items = [(*row, found) for row, found in zip(pairs, texts, strict=True)]
+        items = [(*row, refs) for row, refs in zip(pairs, texts, strict=True)]
         return _only(self.cluster.run(work, items, "fuzzy: verify"))
 
     def _stars(self, edges: list[Ref]) -> list[Ref]:
@@ -229,13 +229,13 @@ class ClusterEngine(NamedTuple):
 
 def _leaner(groups: Sequence[Group], *names: str) -> list[Group]:
     """Groups without the files that a phase does not read."""
-    return [tuple(_lean(one, *names) for one in group) for group in groups]
+    return [tuple(_lean(view, *names) for view in group) for group in groups]
 
 
-def _lean(one: Slice, *names: str) -> Slice:
-    files = one.part.files
+def _lean(view: Slice, *names: str) -> Slice:
+    files = view.part.files
     assert isinstance(files, Objects), "made by this engine"
-    return one._replace(part=Part(files.only(*names), one.part.against))
+    return view._replace(part=Part(files.only(*names), view.part.against))
 
 
 # What tasks do: each is given an item, and returns a tuple
@@ -262,8 +262,8 @@ def _quiet(_: float) -> None:
 
 
 def _split_texts(count: int, group: Group) -> tuple:
-    hashes = [one.part.array("text_hash").reshape(-1, 2)[one.alive] for one in group]
-    numbers = np.concatenate([one.numbers for one in group])
+    hashes = [view.part.array("text_hash").reshape(-1, 2)[view.alive] for view in group]
+    numbers = np.concatenate([view.numbers for view in group])
     return _divided(np.concatenate([*hashes]), numbers, count)
 
 
@@ -285,11 +285,11 @@ def _same_stars(rows: Sequence[Ref]) -> tuple:
 
 def _split_bands(count: int, group: Group) -> tuple:
     parts = []
-    for one in group:
-        keys = one.part.array("bands")[:, one.alive]
+    for view in group:
+        keys = view.part.array("bands")[:, view.alive]
         # A band's number is mixed in, so that no two bands share a bucket.
         salted = keys + (np.arange(len(keys), dtype=np.uint64) << np.uint64(1))[:, None]
-        parts.append((salted.ravel(), np.tile(one.numbers, len(keys))))
+        parts.append((salted.ravel(), np.tile(view.numbers, len(keys))))
     return _divided(*map(np.concatenate, zip(*parts, strict=True)), count)
 
 
@@ -315,12 +315,12 @@ def _likely_pairs(
 ) -> tuple:
     """The likely pairs of a partition's buckets, divided by their first."""
     buckets, wanted = item[0](), item[1]()
-    rows = [found for ref in item[2] if len(found := ref())]
+    rows = [block for ref in item[2] if len(block := ref())]
     signatures = np.concatenate(rows) if rows else np.zeros((0, 1), np.uint8)
     known = Known(lambda some: signatures[np.searchsorted(wanted, some)], num_new, least)
     pairs = likely_pairs(known, buckets)
     of = pairs.first % count
-    return tuple(Pairs(*(column[of == place] for column in pairs)) for place in range(count))
+    return tuple(Pairs(*(column[of == index] for column in pairs)) for index in range(count))
 
 
 def _unique(rows: Sequence[Ref]) -> tuple[Array, Array]:
@@ -332,13 +332,13 @@ def _unique(rows: Sequence[Ref]) -> tuple[Array, Array]:
 
 def _edges(size: int, threshold: float, item: tuple[Ref, Ref, Sequence[Ref]]) -> tuple:
     """Those of the pairs that are duplicates; none whose documents are one component by then."""
-    components, found = Components(), []
+    components, edges = Components(), []
     similar = _Similarity(size, item)
     for pair in item[0]().tolist():
         if components.differ(*pair) and similar(*pair) >= threshold:
             components.join(*pair)
-            found.append(pair)
-    return (np.array(found, np.int64).reshape(-1, 2),)
+            edges.append(pair)
+    return (np.array(edges, np.int64).reshape(-1, 2),)
 
 
 def _jaccards(size: int, item: tuple[Ref, Ref, Sequence[Ref]]) -> tuple:
@@ -372,7 +372,7 @@ def _split_edges(
 ) -> tuple[Array, ...]:
     edges = prepare(ref())
     of = edges[:, column] % count
-    return tuple(edges[of == place] for place in range(count))
+    return tuple(edges[of == index] for index in range(count))
 
 
 def _star(step: Callable[[Array], Array], rows: Sequence[Ref]) -> tuple[Array, int]:
@@ -395,7 +395,7 @@ def _decide(
     leaves = np.split(star[:, 0], begins[1:]) if len(star) else []
     clusters = [np.append(star[at, 1], some) for at, some in zip(begins, leaves, strict=True)]
     members = [np.searchsorted(wanted, cluster).tolist() for cluster in clusters]
-    ordered = [names[place] for places in members for place in places]
+    ordered = [names[index] for indices in members for index in indices]
     return (decide(clusters, ordered, num_new, priority),)
 
 
@@ -413,9 +413,9 @@ def _rows(read: Callable[[Group, Array], Any], item: tuple[Group, Sequence[Ref]]
     """What `read` says of all numbers that were asked for, for each partition that asked."""
     group, refs = item
     asked = [ref() for ref in refs]
-    found = read(group, np.concatenate(asked))
+    rows = read(group, np.concatenate(asked))
     bounds = np.cumsum([0, *map(len, asked)])
-    return tuple(found[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False))
+    return tuple(rows[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False))
 
 
 def _signatures(group: Group, numbers: Array) -> Array:
@@ -428,33 +428,33 @@ def _names(group: Group, numbers: Array) -> list[tuple[bytes, str]]:
 
 
 def _texts(group: Group, numbers: Array) -> list[str]:
-    found, lines, last = [""] * len(numbers), Lines(b"", np.zeros(0)), None
-    for place, part, row in _corpus(group).located(numbers - group[0].first):
+    texts, lines, last = [""] * len(numbers), Lines(b"", np.zeros(0)), None
+    for index, part, row in _corpus(group).located(numbers - group[0].first):
         if part is not last:  # of one part at a time, to keep no more in memory
             lines, last = Lines(part.files.data(LINES), part.array("line_ends")), part
-        found[place] = lines.text(row)
-    return found
+        texts[index] = lines.text(row)
+    return texts
 
 
 def _corpus(group: Group) -> Corpus:
-    return Corpus([one.part for one in group])
+    return Corpus([view.part for view in group])
 
 
 def _split_lines(
     plan: ShardPlan, count: int, item: tuple[Group, Sequence[ChangedLines | None]]
 ) -> tuple:
     """(key, line) by shard, of each partition."""
-    found: list[dict[int, list[tuple[bytes, bytes]]]] = [{} for _ in range(count)]
-    for one, changed in zip(*item, strict=True):
-        if one.part.against:
+    by_partition: list[dict[int, list[tuple[bytes, bytes]]]] = [{} for _ in range(count)]
+    for view, changed in zip(*item, strict=True):
+        if view.part.against:
             continue
-        rows = np.flatnonzero(one.alive).tolist()
-        shards = route_slice(plan, one)[rows].tolist()
-        lines = keyed_lines(one.part, rows, plan.by_source, changed)
+        rows = np.flatnonzero(view.alive).tolist()
+        shards = route_slice(plan, view)[rows].tolist()
+        lines = keyed_lines(view.part, rows, plan.by_source, changed)
         for shard, line in zip(shards, lines, strict=True):
             of = shard * count // len(plan.names)
-            found[of].setdefault(shard, []).append(line)
-    return tuple(found)
+            by_partition[of].setdefault(shard, []).append(line)
+    return tuple(by_partition)
 
 
 def _write_shards(
@@ -465,8 +465,8 @@ def _write_shards(
     for ref in refs:
         for shard, some in ref().items():
             lines.setdefault(shard, []).extend(some)
-    mine = [shard for shard in range(len(names)) if shard * count // len(names) == partition]
-    return ([write_lines(folder / names[shard], sorted(lines.get(shard, []))) for shard in mine],)
+    owned = [shard for shard in range(len(names)) if shard * count // len(names) == partition]
+    return ([write_lines(folder / names[shard], sorted(lines.get(shard, []))) for shard in owned],)
 
 
 def _transposed(rows: Sequence[Sequence[Ref]]) -> list[tuple[Ref, ...]]:

@@ -190,8 +190,8 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> CurateConfig
     if problems := _problems(config):
         raise MtcliError(*problems)
     base = Path(path).parent if path else Path()
-    tasks = tuple(_found(task, base) for task in config.decontaminate.tasks)
-    model = config.quality.model and _found(config.quality.model, base)
+    tasks = tuple(_resolved_path(task, base) for task in config.decontaminate.tasks)
+    model = config.quality.model and _resolved_path(config.quality.model, base)
     return config.model_copy(
         update={
             "decontaminate": config.decontaminate.model_copy(update={"tasks": tasks}),
@@ -233,10 +233,10 @@ def _problems(config: CurateConfig) -> list[Problem]:
     if "decontaminate" in stages and not config.decontaminate.tasks:
         hint = "tasks = ['lambada.jsonl']; or leave the stage out"
         problems.append(Problem("the stage decontaminate has 0 tasks", hint, "decontaminate.tasks"))
-    cut = config.decontaminate
-    if cut.min_ngram > cut.ngram:
-        said = f"min_ngram={cut.min_ngram} is more than ngram={cut.ngram}"
-        hint = f"at most {cut.ngram}"
+    decontaminate = config.decontaminate
+    if decontaminate.min_ngram > decontaminate.ngram:
+        said = f"min_ngram={decontaminate.min_ngram} is more than ngram={decontaminate.ngram}"
+        hint = f"at most {decontaminate.ngram}"
         problems.append(Problem(said, hint, "decontaminate.min_ngram"))
     low, high = config.rules.min_words, config.rules.max_words
     if low > high:
@@ -248,7 +248,7 @@ def _problems(config: CurateConfig) -> list[Problem]:
     return problems
 
 
-def _found(name: str, base: Path) -> str:
+def _resolved_path(name: str, base: Path) -> str:
     """A path as seen from here, or else from the folder of the config."""
     return name if Path(name).exists() or not (base / name).exists() else str(base / name)
 

@@ -32,13 +32,13 @@ def cut_corpus(
     by part."""
     common = count_matches(corpus) >= config.common
     slices = corpus.new_slices()
-    hit = {index: one for index, one in slices.items() if _hit(one, common).any()}
+    hit = {index: view for index, view in slices.items() if _hit(view, common).any()}
     if not hit:
         return {}
     job = _CutJob(config, TaskNgrams(config), common)
-    found = engine.make(partial(_cut_part, job), hit, folder, "decontaminate")
-    rows = {index: np.array(files.array("rows")) for index, files in found.items()}  # in memory
-    return {index: ChangedLines(rows[index], files) for index, files in found.items()}
+    made = engine.make(partial(_cut_part, job), hit, folder, "decontaminate")
+    rows = {index: np.array(files.array("rows")) for index, files in made.items()}  # in memory
+    return {index: ChangedLines(rows[index], files) for index, files in made.items()}
 
 
 def cut_removals(corpus: Corpus, changed: dict[int, ChangedLines]) -> Removals:
@@ -65,21 +65,21 @@ def count_matches(corpus: Corpus) -> Array:
     return counts
 
 
-def _hit(one: Slice, common: Array) -> Array:
+def _hit(view: Slice, common: Array) -> Array:
     """Which documents of a part are left and have an n-gram that is not common."""
-    part, alive = one.part, one.alive
+    part, alive = view.part, view.alive
     owners = np.repeat(np.arange(part.count), part.array("num_matches"))
     matches = part.array("matches")[alive[owners]]
     return np.bincount(owners[alive[owners]], ~common[matches], part.count) > 0
 
 
-def _cut_part(job: _CutJob, one: Slice, final: Path, progress: Progress) -> None:
+def _cut_part(job: _CutJob, view: Slice, final: Path, progress: Progress) -> None:
     """Writes the documents of a part that are cut, and what is left of them."""
     aside = final.with_name(final.name + ".tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
-    part = one.part
-    rows = np.flatnonzero(_hit(one, job.common))
+    part = view.part
+    rows = np.flatnonzero(_hit(view, job.common))
     keys, ends, reasons, told = part.keys(), [0], [], []
     with open(aside / LINES, "wb") as file:
         for row in rows.tolist():

@@ -97,52 +97,52 @@ class Corpus:
         """An array of all documents [size, ...], or one row of an array that is by column."""
         # Copies, a part at a time: an array that is mapped holds a file open.
         arrays = (part.array(name) for part in self.parts)
-        found = [np.array(array if index is None else array[index]) for array in arrays]
-        return np.concatenate(found) if found else np.zeros(0, np.uint64)
+        copies = [np.array(array if index is None else array[index]) for array in arrays]
+        return np.concatenate(copies) if copies else np.zeros(0, np.uint64)
 
     def take(self, name: str, numbers: Array) -> Array:
         """The rows of an array for some documents, in their order."""
         owners = self.owners(numbers)
         order = np.argsort(owners, kind="stable")
         bounds = np.searchsorted(owners[order], np.arange(len(self.parts) + 1))
-        found: Array | None = None
+        taken: Array | None = None
         for index in np.unique(owners):
-            mine = order[bounds[index] : bounds[index + 1]]
-            rows = self.parts[index].array(name)[numbers[mine] - self.bounds[index]]
-            if found is None:
-                found = np.empty((len(numbers), *rows.shape[1:]), rows.dtype)
-            found[mine] = rows
-        return np.zeros(0) if found is None else found
+            positions = order[bounds[index] : bounds[index + 1]]
+            rows = self.parts[index].array(name)[numbers[positions] - self.bounds[index]]
+            if taken is None:
+                taken = np.empty((len(numbers), *rows.shape[1:]), rows.dtype)
+            taken[positions] = rows
+        return np.zeros(0) if taken is None else taken
 
     def owners(self, numbers: Array) -> Array:
         """The part that each document is in."""
         return np.searchsorted(self.bounds, numbers, side="right") - 1
 
     def located(self, numbers: Array) -> Iterator[tuple[int, Part, int]]:
-        """Yields (place in `numbers`, part, row) part by part."""
+        """Yields (position in `numbers`, part, row) part by part."""
         owners = self.owners(numbers)
-        places, rows = np.argsort(owners, kind="stable"), numbers - self.bounds[owners]
-        columns = places.tolist(), owners[places].tolist(), rows[places].tolist()
-        for place, index, row in zip(*columns, strict=True):
-            yield place, self.parts[index], row
+        positions, rows = np.argsort(owners, kind="stable"), numbers - self.bounds[owners]
+        columns = positions.tolist(), owners[positions].tolist(), rows[positions].tolist()
+        for position, index, row in zip(*columns, strict=True):
+            yield position, self.parts[index], row
 
     def keys(self, numbers: Array) -> list[bytes]:
         """The keys of some documents."""
-        found, keys, last = [b""] * len(numbers), [], None
-        for place, part, row in self.located(numbers):
+        taken, keys, last = [b""] * len(numbers), [], None
+        for position, part, row in self.located(numbers):
             if part is not last:
                 keys, last = part.keys(), part
-            found[place] = keys[row]
-        return found
+            taken[position] = keys[row]
+        return taken
 
     def sources(self, numbers: Array) -> list[str]:
         """The sources of some documents."""
-        found, of, last = [""] * len(numbers), np.zeros(0), None
-        for place, part, row in self.located(numbers):
+        sources, of, last = [""] * len(numbers), np.zeros(0), None
+        for position, part, row in self.located(numbers):
             if part is not last:
                 of, last = part.array("sources"), part
-            found[place] = part.summary["sources"][of[row]]
-        return found
+            sources[position] = part.summary["sources"][of[row]]
+        return sources
 
     def text(self, number: int) -> str:
         """A document's text."""

@@ -43,8 +43,8 @@ class TaskNgrams:
         self.names = tuple(config.tasks)
         read = (partial(_texts_of, Path(task), config.fields) for task in config.tasks)
         self._texts = collect_errors(*read)
-        texts = [text for found in self._texts for text in found]
-        task_of = np.repeat(np.arange(len(self.names)), [len(found) for found in self._texts])
+        texts = [text for of_task in self._texts for text in of_task]
+        task_of = np.repeat(np.arange(len(self.names)), [len(of_task) for of_task in self._texts])
         batch = Batch([Document(b"", "", text, len(text)) for text in texts])
         self._batch, words = batch, batch.words
         sizes = np.minimum(words.counts, config.ngram)
@@ -83,7 +83,7 @@ class TaskNgrams:
 
     def find(self, batch: Batch) -> tuple[Array, Array, Array]:
         """(document, n-gram, first word) of every match in a batch, and so sorted."""
-        found = []
+        matches = []
         for size, (hashes, numbers) in self._tables.items():
             values = rolling(batch.word_hashes, size)
             may = np.flatnonzero(self._filters[size][values >> np.uint64(64 - FILTER_BITS)])
@@ -91,9 +91,9 @@ class TaskNgrams:
             hit = hashes[places] == values[may]
             starts, ngrams = may[hit], numbers[places[hit]]
             owners = batch.words.owners
-            whole = owners[starts] == owners[starts + size - 1]
-            found.append((owners[starts[whole]], ngrams[whole], starts[whole]))
-        documents, ngrams, starts = map(np.concatenate, zip(*found, strict=True))
+            inside = owners[starts] == owners[starts + size - 1]
+            matches.append((owners[starts[inside]], ngrams[inside], starts[inside]))
+        documents, ngrams, starts = map(np.concatenate, zip(*matches, strict=True))
         order = np.lexsort((ngrams, starts, documents))
         return documents[order], ngrams[order], starts[order]
 
@@ -102,15 +102,15 @@ class TaskNgrams:
         batch = Batch([Document(b"", "", text, len(text))])
         _, ngrams, firsts = self.find(batch)
         data, _ = batch.lowered
-        found = []
+        matches = []
         for ngram, first in zip(ngrams.tolist(), firsts.tolist(), strict=True):
             last = first + int(self._lengths[ngram]) - 1
             start, stop = int(batch.words.starts[first]), int(batch.words.stops[last])
             if not text.isascii():  # bytes to characters
                 start = len(data[:start].decode("utf-8", "surrogatepass"))
                 stop = len(data[:stop].decode("utf-8", "surrogatepass"))
-            found.append(Match(ngram, start - 1, stop - 1))  # of the blank before the text
-        return found
+            matches.append(Match(ngram, start - 1, stop - 1))  # of the blank before the text
+        return matches
 
 
 def _windows_of(batch: Batch, size: int, members: Array) -> Array:
@@ -135,9 +135,9 @@ def make_matches(config: DecontaminateConfig) -> Callable[[list[Document], Batch
     ngrams = TaskNgrams(config)
 
     def find(documents: list[Document], batch: Batch) -> dict[str, Array]:
-        owners, found, _ = ngrams.find(batch)
+        owners, matches, _ = ngrams.find(batch)
         counts = np.bincount(owners, minlength=len(documents))
-        return {"num_matches": counts.astype(np.int32), "matches": found.astype(np.int32)}
+        return {"num_matches": counts.astype(np.int32), "matches": matches.astype(np.int32)}
 
     return find
 
@@ -159,26 +159,26 @@ def cut_text(text: str, matches: Sequence[Match], config: DecontaminateConfig) -
             continue
         cuts += 1
         ngrams.append(match.ngram)
-        place = match.start - config.margin
-        while place > begin and text[place] not in PUNCTUATION:
-            place -= 1
-        if place > begin:
-            pieces.append(text[begin : place + 1])
+        end = match.start - config.margin
+        while end > begin and text[end] not in PUNCTUATION:
+            end -= 1
+        if end > begin:
+            pieces.append(text[begin : end + 1])
         begin = match.stop + config.margin
         while begin < len(text) and text[begin] not in PUNCTUATION:
             begin += 1
         begin += 1
     pieces.append(text[begin:])
-    kept = [piece.strip() for piece in pieces if len(piece) > config.min_piece or not cuts]
-    return Cut("\n\n".join(kept) if cuts else text, cuts, tuple(ngrams))
+    remaining = [piece.strip() for piece in pieces if len(piece) > config.min_piece or not cuts]
+    return Cut("\n\n".join(remaining) if cuts else text, cuts, tuple(ngrams))
 
 
 def _texts_of(path: Path, fields: Sequence[str]) -> list[str]:
     """The texts of a task. Raises MtcliError for what is none."""
     if path.is_dir():
         if any((path / level).is_dir() for level in LEVELS) or (path / "test").is_dir():
-            found = read_race(path, "test", FIELD)
-            articles = [article for level in found.values() for _, article in level]
+            by_level = read_race(path, "test", FIELD)
+            articles = [article for level in by_level.values() for _, article in level]
             keys = [key for key in fields if key in ("questions", "article")]
             if keys[:1] == ["article"]:
                 return [article.text for article in articles]

@@ -74,15 +74,15 @@ def find_files(inputs: Sequence[str], kind: FileKind | None = None) -> CorpusFil
     """Finds the files that `inputs` name, each once. Raises MtcliError for what is not there."""
     if not inputs:
         raise wrong("no input", "give files, folders or globs of WARC, JSON lines, text, Parquet")
-    found = find_sources(inputs, kind, CURATE_KINDS)
-    once = {os.path.realpath(source.path): source for source in found.sources}
+    listing = find_sources(inputs, kind, CURATE_KINDS)
+    once = {os.path.realpath(source.path): source for source in listing.sources}
     parent = os.path.commonpath([os.path.dirname(path) for path in once])
     named = sorted(
         (PurePosixPath(os.path.relpath(path, parent)).as_posix(), source._replace(path=path))
         for path, source in once.items()
     )
     sources = tuple(source for _, source in named)
-    return CorpusFiles(sources, {source.path: name for name, source in named}, found.left_out)
+    return CorpusFiles(sources, {source.path: name for name, source in named}, listing.left_out)
 
 
 def blocks_of(inputs: CorpusFiles, blank: bool) -> list[TextBlock]:

@@ -93,8 +93,8 @@ def find_near(
             if similarity >= config.threshold:
                 known[pair] = similarity
                 components.join(*pair)
-    found = corpus.removals(components.clusters(), priority)
-    return found._replace(jaccard=_jaccards(found, known, partial(_verified, run, verify)))
+    removals = corpus.removals(components.clusters(), priority)
+    return removals._replace(jaccard=_jaccards(removals, known, partial(_verified, run, verify)))
 
 
 def band_candidates(
@@ -216,29 +216,29 @@ def verify_pairs(
     from mtcli.core.curate.shingles import shingle_set
 
     sets: dict[int, Array] = {}
-    found = []
+    similarities = []
     for pair in pairs:
         for number in pair:
             if number not in sets:
                 sets[number] = shingle_set(corpus.text(number), size)
-        found.append(jaccard(sets[pair[0]], sets[pair[1]]))
+        similarities.append(jaccard(sets[pair[0]], sets[pair[1]]))
     progress(1)
-    return found
+    return similarities
 
 
 def _verified(run: Map, verify: Callable, pairs: list[tuple[int, int]]) -> list[float]:
     chunks = [pairs[start : start + CHUNK] for start in range(0, len(pairs), CHUNK)]
-    found: list[float] = []
+    verified: list[float] = []
     for similarities in run(verify, chunks, len(chunks), "fuzzy: verify"):
-        found += similarities
-    return found
+        verified += similarities
+    return verified
 
 
-def _jaccards(found: Removals, known: dict[tuple[int, int], float], verify: Callable) -> Array:
+def _jaccards(removals: Removals, known: dict[tuple[int, int], float], verify: Callable) -> Array:
     """The similarity of each removed document with the one that stays."""
     pairs = [
         (min(pair), max(pair))
-        for pair in zip(found.removed.tolist(), found.kept.tolist(), strict=True)
+        for pair in zip(removals.removed.tolist(), removals.kept.tolist(), strict=True)
     ]
     missing = sorted({pair for pair in pairs if pair not in known})
     known = known | dict(zip(missing, verify(missing), strict=True))
@@ -273,7 +273,7 @@ class Components:
 
     def clusters(self) -> list[Array]:
         """The components of two and more, each ascending, by their smallest."""
-        found: dict[int, list[int]] = defaultdict(list)
+        clusters: dict[int, list[int]] = defaultdict(list)
         for number in sorted(self._parents):
-            found[self.root(number)].append(number)
-        return [np.array(found[root], np.int64) for root in sorted(found)]
+            clusters[self.root(number)].append(number)
+        return [np.array(clusters[root], np.int64) for root in sorted(clusters)]

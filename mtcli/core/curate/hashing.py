@@ -66,9 +66,9 @@ def rolling(hashes: Array, size: int) -> Array:
 @cache
 def _powers(count: int) -> tuple[Array, Array]:
     """The first powers of BASE, and of its inverse, modulo 2^64."""
-    found = []
+    both = []
     for base in (BASE, pow(BASE, -1, 1 << 64)):
         powers = np.full(count, base, np.uint64)
         powers[0] = 1
-        found.append(np.cumprod(powers))
-    return found[0], found[1]
+        both.append(np.cumprod(powers))
+    return both[0], both[1]

@@ -30,7 +30,7 @@ def report_html(report: Mapping[str, Any]) -> str:
         _stages(report["stages"]),
         "<h2>Sizes of documents</h2>",
         _sizes(report["histograms"]["bytes_log2"]),
-        *(_clusters(stage, found) for stage, found in report["clusters"].items()),
+        *(_clusters(stage, clusters) for stage, clusters in report["clusters"].items()),
         _contamination(report["contamination"]),
         _sources(report),
         "<h2>What was left out, and why</h2>",
@@ -42,8 +42,8 @@ def report_html(report: Mapping[str, Any]) -> str:
 def _summary(report: Mapping[str, Any]) -> str:
     files, bad = report["inputs"]["files"], report["bad_lines"]
     size = sum(file["bytes"] for file in files)
-    kept = f"{report['documents']:,} documents in {len(report['shards']):,} shards"
-    lines = [f"<p>{len(files):,} files of {size / 1e6:,.1f} MB became {kept}.</p>"]
+    output = f"{report['documents']:,} documents in {len(report['shards']):,} shards"
+    lines = [f"<p>{len(files):,} files of {size / 1e6:,.1f} MB became {output}.</p>"]
     if bad["count"]:
         lines.append(f"<p>{bad['count']:,} records could not be read:</p>")
         lines.append(_table(("record",), [[line] for line in bad["examples"]]))
@@ -114,30 +114,30 @@ def _columns(
     parts = []
     for index, (name, group) in enumerate(zip(names, values, strict=True)):
         left, width = 10 + index * step, (step - 8) / len(group)
-        for place, (value, colour) in enumerate(zip(group, (BLUE, ORANGE), strict=False)):
+        for position, (value, colour) in enumerate(zip(group, (BLUE, ORANGE), strict=False)):
             tall = value * (HEIGHT - 20) / most
-            parts.append(_bar(left + place * width, HEIGHT - tall, width - 1, tall, colour))
+            parts.append(_bar(left + position * width, HEIGHT - tall, width - 1, tall, colour))
         parts.append(_text(left + (step - 8) / 2, HEIGHT + 16, name, "middle", 11))
         told = f"{max(group):,}" if max(group) else ""
         top = HEIGHT - max(group) * (HEIGHT - 20) / most - 4
         parts.append(_text(left + (step - 8) / 2, top, told, "middle", 11))
-    for place, (name, colour) in enumerate(zip(legend, (BLUE, ORANGE), strict=False)):
-        parts.append(_bar(10 + place * 120, HEIGHT + 28, 12, 12, colour))
-        parts.append(_text(28 + place * 120, HEIGHT + 39, name))
+    for position, (name, colour) in enumerate(zip(legend, (BLUE, ORANGE), strict=False)):
+        parts.append(_bar(10 + position * 120, HEIGHT + 28, 12, 12, colour))
+        parts.append(_text(28 + position * 120, HEIGHT + 39, name))
     return _svg(HEIGHT + (48 if legend else 24), parts, " and ".join(legend) or "counts")
 
 
-def _clusters(stage: str, found: Mapping[str, Any]) -> str:
-    if not found["count"]:
+def _clusters(stage: str, clusters: Mapping[str, Any]) -> str:
+    if not clusters["count"]:
         return ""
-    sizes = sorted((int(size), count) for size, count in found["sizes"].items())
+    sizes = sorted((int(size), count) for size, count in clusters["sizes"].items())
     names = [str(size) for size, _ in sizes[:20]]
     parts = [
-        f"<h2>Duplicates: {escape(stage)}</h2><p>{found['count']:,} clusters, by documents:</p>",
+        f"<h2>Duplicates: {escape(stage)}</h2><p>{clusters['count']:,} clusters, by documents:</p>",
         _columns(names, [(count,) for _, count in sizes[:20]]),
     ]
     if stage == "fuzzy":
-        shares = found["jaccard"]
+        shares = clusters["jaccard"]
         first = next((index for index, count in enumerate(shares) if count), 0)
         names = [f"{index / 20:.2f}" for index in range(first, 20)]
         parts.append("<p>Jaccard similarity of the removed with the one that stays, from:</p>")
@@ -145,9 +145,9 @@ def _clusters(stage: str, found: Mapping[str, Any]) -> str:
     rows = [
         [
             str(cluster["kept_id"]),
-            ", ".join(f"{one['id']} ({one['jaccard']:.3f})" for one in cluster["removed"][:20]),
+            ", ".join(f"{copy['id']} ({copy['jaccard']:.3f})" for copy in cluster["removed"][:20]),
         ]
-        for cluster in found["shown"][:CLUSTERS_SHOWN]
+        for cluster in clusters["shown"][:CLUSTERS_SHOWN]
     ]
     table = _table(("kept", "removed, with their Jaccard"), rows)
     return "\n".join([*parts, f"<details><summary>clusters</summary>{table}</details>"])
@@ -157,16 +157,16 @@ def _contamination(tasks: Mapping[str, Any]) -> str:
     if not tasks:
         return ""
     parts = ["<h2>Evaluation tasks found in the corpus</h2>"]
-    for task, found in tasks.items():
+    for task, hits in tasks.items():
         rows = [
             [
-                str(one["id"]),
-                "dropped" if one["dropped"] else f"{one['cuts']} cuts",
-                "; ".join(one["ngrams"][:5]),
+                str(document["id"]),
+                "dropped" if document["dropped"] else f"{document['cuts']} cuts",
+                "; ".join(document["ngrams"][:5]),
             ]
-            for one in found["shown"][:DOCUMENTS_SHOWN]
+            for document in hits["shown"][:DOCUMENTS_SHOWN]
         ]
-        parts.append(f"<p><code>{escape(task)}</code>: {found['documents']:,} documents</p>")
+        parts.append(f"<p><code>{escape(task)}</code>: {hits['documents']:,} documents</p>")
         parts.append(_table(("document", "what was done", "n-grams"), rows))
     return "\n".join(parts)
 
@@ -174,8 +174,8 @@ def _contamination(tasks: Mapping[str, Any]) -> str:
 def _sources(report: Mapping[str, Any]) -> str:
     blend = report["blend"].get("sources", {}) if report["blend"] else {}
     rows = []
-    for name, found in report["sources"].items():
-        row = [name, f"{found['documents']:,}", f"{found['bytes'] / 1e6:,.2f}"]
+    for name, counts in report["sources"].items():
+        row = [name, f"{counts['documents']:,}", f"{counts['bytes'] / 1e6:,.2f}"]
         facts = blend.get(name)
         row += [f"{facts['weight']:.5f}", f"{facts['epochs']:.2f}"] if facts else ["", ""]
         rows.append(row)
@@ -187,10 +187,10 @@ def _samples(stage: Mapping[str, Any]) -> str:
     parts = []
     for reason, samples in stage["samples"].items():
         rows = []
-        for one in samples:
-            more = {k: v for k, v in one.items() if k not in ("id", "source", "text") and v}
+        for sample in samples:
+            more = {k: v for k, v in sample.items() if k not in ("id", "source", "text") and v}
             told = ", ".join(f"{key} {value}" for key, value in more.items())
-            rows.append([str(one["id"]), one["source"], one["text"], told])
+            rows.append([str(sample["id"]), sample["source"], sample["text"], told])
         count = stage["reasons"].get(reason, len(rows))
         head = f"{escape(stage['stage'])}: {escape(reason)}, {count:,}"
         table = _table(("id", "source", "begins with", ""), rows)
@@ -201,8 +201,8 @@ def _samples(stage: Mapping[str, Any]) -> str:
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
     def cells(kind: str, row: Sequence[str]) -> str:
         return "".join(
-            f"<{kind}{' class=n' if place in numbers else ''}>{escape(cell)}</{kind}>"
-            for place, cell in enumerate(row)
+            f"<{kind}{' class=n' if column in numbers else ''}>{escape(cell)}</{kind}>"
+            for column, cell in enumerate(row)
         )
 
     body = "\n".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
@@ -220,5 +220,5 @@ def _bar(left: float, top: float, width: float, height: float, colour: str) -> s
 
 
 def _text(left: float, top: float, text: str, anchor: str = "start", size: int = 13) -> str:
-    place = f'x="{left:.1f}" y="{top:.1f}" text-anchor="{anchor}" font-size="{size}"'
-    return f'<text {place} fill="{GREY}">{escape(text)}</text>'
+    attributes = f'x="{left:.1f}" y="{top:.1f}" text-anchor="{anchor}" font-size="{size}"'
+    return f'<text {attributes} fill="{GREY}">{escape(text)}</text>'

@@ -38,10 +38,10 @@ def make_identify(config: LanguageConfig) -> Callable[[str], str]:
         middle = max(0, (len(text) - config.characters) // 2)
         part = text[middle : middle + config.characters]
         try:
-            sure, _, found = cld2.detect(part)
+            sure, _, guesses = cld2.detect(part)
         except cld2.error:
-            sure, _, found = cld2.detect(NOT_FOR_CLD2.sub(" ", part))
-        _, code, percent, _ = found[0]
+            sure, _, guesses = cld2.detect(NOT_FOR_CLD2.sub(" ", part))
+        _, code, percent, _ = guesses[0]
         if sure and percent >= SURE_PERCENT and code != UNKNOWN:
             return code.partition("-")[0]
         return second(part)
@@ -52,11 +52,11 @@ def make_identify(config: LanguageConfig) -> Callable[[str], str]:
 def _require_codes(keep: Sequence[str], code_of: Mapping[str, str]) -> None:
     """Raises MtcliError for what is no code of two or three letters, with those of names."""
     problems = []
-    for one in keep:
-        if not re.fullmatch("[a-z]{2,3}", one):
-            near = code_of.get(one.lower()) or one.lower()[:2]
+    for code in keep:
+        if not re.fullmatch("[a-z]{2,3}", code):
+            near = code_of.get(code.lower()) or code.lower()[:2]
             hint = f"a code of ISO 639, such as {near!r}"
-            problems.append(Problem(f"{one!r} is no code of a language", hint, "language.keep"))
+            problems.append(Problem(f"{code!r} is no code of a language", hint, "language.keep"))
     if problems:
         raise MtcliError(*problems)
 
@@ -78,10 +78,10 @@ class _FastText:
         if self._model is None:
             self._model = self._fasttext.load_model(str(self._path))
         line = text.replace("\n", " ").strip()
-        found: Any = self._model.predict(line, k=1, threshold=self._min_score) if line else None
-        if not found or not found[0]:
+        predicted: Any = self._model.predict(line, k=1, threshold=self._min_score) if line else None
+        if not predicted or not predicted[0]:
             return UNKNOWN
-        return str(found[0][0]).removeprefix("__label__")
+        return str(predicted[0][0]).removeprefix("__label__")
 
 
 def _language(config: LanguageConfig, identify: Callable[[str], str], batch: Batch) -> None:

@@ -42,10 +42,10 @@ def _signatures(
 ) -> dict[str, Array]:
     from mtcli.core.curate.shingles import signatures
 
-    whole = signatures([document.text for document in documents], config.shingle, config.hashes)
+    minhashes = signatures([document.text for document in documents], config.shingle, config.hashes)
     return {
-        "signatures": whole.astype(np.uint8),
-        "bands": _band_hashes(whole[:, : bands * rows].reshape(-1, bands, rows)),
+        "signatures": minhashes.astype(np.uint8),
+        "bands": _band_hashes(minhashes[:, : bands * rows].reshape(-1, bands, rows)),
     }
 
 

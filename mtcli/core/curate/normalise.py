@@ -41,20 +41,20 @@ def make_fix(uncurl: bool) -> Callable[[str], str]:
     ftfy = require("ftfy", "normalise")
     badness = require("ftfy.badness", "normalise")
     fixes = require("ftfy.fixes", "normalise")
-    whole = ftfy.TextFixerConfig(uncurl_quotes=uncurl)
+    settings = ftfy.TextFixerConfig(uncurl_quotes=uncurl)
     is_bad = badness.is_bad
 
     def fix(text: str) -> str:
         data = text.encode("utf-8", "surrogatepass")
         has_controls = len(data.translate(None, CONTROLS)) != len(data)
         if has_controls or ("&" in text and ENTITY.search(text)):
-            return ftfy.fix_text(text, whole)
+            return ftfy.fix_text(text, settings)
         if text.isascii():
             return text
         rest = not_ascii(data)
         characters = set(rest)
         if not characters <= HARMLESS and (_is_odd(text, rest) or is_bad(_surroundings(text))):
-            return ftfy.fix_text(text, whole)
+            return ftfy.fix_text(text, settings)
         if uncurl:
             for curly in characters & CURLY:
                 text = text.replace(curly, fixes.uncurl_quotes(curly))

@@ -23,9 +23,9 @@ REPORT_HTML = "report.html"
 def _fingerprint(request: CurateRequest, corpora: Corpora) -> str:
     """Fingerprints a run: equal for two that must write the same bytes."""
     files = [
-        [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in one.sources]
-        for one in corpora
-        if one
+        [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in corpus.sources]
+        for corpus in corpora
+        if corpus
     ]
     told = [files, as_dict(request.config), request.text_key, request.split_on_blank]
     told += [request.format, BLOCK_BYTES]

@@ -54,7 +54,7 @@ class PartWriter:
         self._lengths += map(len, lines)
         self._keys += [document.key for document in documents]
         self._sizes += [document.size for document in documents]
-        self._source_of += [known.setdefault(one.source, len(known)) for one in documents]
+        self._source_of += [known.setdefault(document.source, len(known)) for document in documents]
         return first
 
     def add_arrays(self, arrays: Mapping[str, Array]) -> None:
@@ -75,8 +75,8 @@ class PartWriter:
         arrays["keys"] = np.frombuffer(b"".join(self._keys), np.uint8)
         arrays["key_ends"] = np.cumsum([len(key) for key in self._keys], dtype=np.int64)
         for name, array in arrays.items():
-            kept = np.ascontiguousarray(array.T) if name in BY_COLUMN else array
-            np.save(self._aside / f"{name}.npy", kept)
+            stored = np.ascontiguousarray(array.T) if name in BY_COLUMN else array
+            np.save(self._aside / f"{name}.npy", stored)
         facts = dict(summary) | {"documents": len(self._keys), "sources": list(self._sources)}
         (self._aside / SUMMARY).write_text(json.dumps(facts))
         for file in (self._lines, self._removed):
@@ -133,9 +133,9 @@ class Part:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """What the worker counted."""
-        found = parse_json(bytes(self.files.data(SUMMARY)))
-        assert isinstance(found, dict), "written by PartWriter"
-        return found
+        summary = parse_json(bytes(self.files.data(SUMMARY)))
+        assert isinstance(summary, dict), "written by PartWriter"
+        return summary
 
     def array(self, name: str) -> Array:
         """An array of the part."""

@@ -124,8 +124,8 @@ class _Pipeline:
         reader = Reader(reading, inputs.names, before)
         work = partial(_read_block, BlockWork(group, self.config, request.skip_bad), reader)
         items = {block.number: block for block in blocks}
-        found = self.engine.make(work, items, folder, "read", "B")
-        return [Part(found[number]) for number in items]
+        made = self.engine.make(work, items, folder, "read", "B")
+        return [Part(made[number]) for number in items]
 
     def _lines_before(self, blocks: list[TextBlock]) -> dict[tuple[str, int], int]:
         """Counts the lines before each file range that starts inside of a file."""
@@ -133,22 +133,22 @@ class _Pipeline:
         split = [piece for piece in pieces if piece.stop < piece.source.size]
         size = sum(piece.stop - piece.start for piece in split)
         counts = self.engine.map(count_lines, split, size, "count lines", "B")
-        found, lines = {}, 0
+        before, lines = {}, 0
         for piece, count in zip(split, counts, strict=True):
             lines = count + (lines if piece.start else 0)
-            found[piece.source.path, piece.stop] = lines
-        return found
+            before[piece.source.path, piece.stop] = lines
+        return before
 
     def _next_pass(self, number: int, group: StageGroup, last: PassResult) -> list[Part]:
         """Runs further per-document stages over what the last pass left."""
         folder = self.work / f"pass-{number}"
         corpus = last.corpus
         items = {
-            index: (one, last.changed.get(index)) for index, one in corpus.new_slices().items()
+            index: (view, last.changed.get(index)) for index, view in corpus.new_slices().items()
         }
         work = partial(_reread, BlockWork(group, self.config, True))
-        found = self.engine.make(work, items, folder, f"pass {number + 1}")
-        parts = [Part(found[index]) for index in items]
+        made = self.engine.make(work, items, folder, f"pass {number + 1}")
+        parts = [Part(made[index]) for index in items]
         if self.corpora.old and group.corpus:
             features = StageGroup((), tuple(s for s in group.corpus if s != "decontaminate"))
             old = self._read(self.corpora.old, features, self.work / f"against-{number}")
@@ -236,11 +236,11 @@ def _reread(
     work.run(_documents(*item), PartWriter(folder))
 
 
-def _documents(one: Slice, changed: ChangedLines | None) -> Iterator[Document]:
+def _documents(view: Slice, changed: ChangedLines | None) -> Iterator[Document]:
     """The documents of a part that are left."""
-    cut = changed_lines(changed)
-    keys, lines = one.part.keys(), one.part.lines
-    for row in np.flatnonzero(one.alive).tolist():
-        document = document_of(cut[row] if row in cut else lines[row], keys[row], 0)
+    edits = changed_lines(changed)
+    keys, lines = view.part.keys(), view.part.lines
+    for row in np.flatnonzero(view.alive).tolist():
+        document = document_of(edits[row] if row in edits else lines[row], keys[row], 0)
         document.size = len(document.text.encode("utf-8", "surrogatepass"))
         yield document

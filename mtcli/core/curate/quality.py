@@ -113,7 +113,7 @@ def _fasttext(path: Path, label: str) -> Callable[[Batch], Array]:
         raise wrong(f"{path} is no model: {error}", hint, FIELD) from None
 
     def scores(batch: Batch) -> Array:
-        found = np.zeros(len(batch.documents))
+        values = np.zeros(len(batch.documents))
         for index in batch.alive():
             text = batch.documents[index].text.replace("\n", " ")
             labels, chances = model.predict(text, k=-1)
@@ -121,8 +121,8 @@ def _fasttext(path: Path, label: str) -> Callable[[Batch], Array]:
             if label not in known:
                 hint = f"label = '{labels[0]}'" if labels else ""
                 raise wrong(f"{path} has no label {label}", hint, "quality.label")
-            found[index] = known[label]
-        return found
+            values[index] = known[label]
+        return values
 
     return scores
 
@@ -138,11 +138,11 @@ def _quality(config: QualityConfig, score: Callable[[Batch], Array], batch: Batc
     for index in batch.alive():
         value = float(scores[index])
         if config.keep == "threshold":
-            kept = value >= config.min_score
+            is_kept = value >= config.min_score
         else:
             draw = pareto_draw(batch.documents[index].key, config.alpha, config.seed)
-            kept = draw > 1 - value
-        if not kept:
+            is_kept = draw > 1 - value
+        if not is_kept:
             batch.drop(index, "quality", "low score", score=round(value, 4))
 
 
@@ -169,10 +169,10 @@ def train_quality(
             flag = "--good" if label else "--bad"
             said = f"{len(rows) - before} documents with words"
             raise wrong(said, "give at least 2 documents", flag)
-    held = np.arange(len(rows)) % HELD_OUT == HELD_OUT - 1
-    model = fit([rows[i] for i in np.flatnonzero(~held)], np.array(labels)[~held])
+    test = np.arange(len(rows)) % HELD_OUT == HELD_OUT - 1
+    model = fit([rows[i] for i in np.flatnonzero(~test)], np.array(labels)[~test])
     names = ("documents", "accuracy", "good_documents", "bad_documents")
-    accuracy = _accuracy(model, [rows[i] for i in np.flatnonzero(held)], np.array(labels)[held])
+    accuracy = _accuracy(model, [rows[i] for i in np.flatnonzero(test)], np.array(labels)[test])
     facts = dict(
         zip(names, (len(rows), accuracy, sum(labels), len(rows) - sum(labels)), strict=True)
     )
@@ -223,13 +223,13 @@ def _batches(inputs: Sequence[str], text_key: str) -> Iterator[Batch]:
     reader = Reader(
         Reading(text_key, False, False, None, whole=True, parse=load_line), files.names, {}
     )
-    held: list[Document] = []
+    batch: list[Document] = []
     for item in _documents(reader, files):
-        held.append(item)
-        if sum(document.size for document in held[-64:]) >= BATCH_BYTES or len(held) >= 256:
-            yield Batch(held)
-            held = []
-    yield Batch(held)
+        batch.append(item)
+        if sum(document.size for document in batch[-64:]) >= BATCH_BYTES or len(batch) >= 256:
+            yield Batch(batch)
+            batch = []
+    yield Batch(batch)
 
 
 def _documents(reader: Reader, files: Any) -> Iterable[Document]:

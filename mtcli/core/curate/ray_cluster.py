@@ -69,12 +69,12 @@ class RayCluster:
         before it gives the task a core. A task that fetched them itself could hold the very core
         on which they would be made.
         """
-        held = self._ray.put(function)
+        function_ref = self._ray.put(function)
         task = self._call.options(num_returns=returns + 1, max_retries=-1)
         rows = []
         for item in items:
             data, refs = _without_refs(item)
-            rows.append(task.remote(held, data, *refs))
+            rows.append(task.remote(function_ref, data, *refs))
         with tqdm(total=len(rows), desc=what, file=sys.stderr, leave=False, delay=0.5) as bar:
             for row in rows:
                 self._wait(row[0])
@@ -97,7 +97,7 @@ class RayCluster:
 
 def _call(function: Callable[[Any], tuple], data: bytes, *values: Any) -> tuple:
     unpickler = pickle.Unpickler(io.BytesIO(data))  # of our own driver, never read from a file
-    unpickler.persistent_load = lambda place: Held(values[place])  # type: ignore[method-assign]
+    unpickler.persistent_load = lambda index: Held(values[index])  # type: ignore[method-assign]
     return (None, *function(unpickler.load()))
 
 

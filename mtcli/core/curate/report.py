@@ -93,25 +93,25 @@ def removed_lines(results: list[PassResult]) -> Iterator[bytes]:
 def _removed(corpus: Corpus, removals: Removals) -> Iterator[dict[str, Any]]:
     """Describes each removed document."""
     ids = _ids(corpus, removals.removed)
-    kept = _ids(corpus, removals.kept)
+    kept_ids = _ids(corpus, removals.kept)
     roots = _ids(corpus, removals.root)
     sources = corpus.sources(removals.removed)
-    for place, number in enumerate(removals.removed.tolist()):
-        told = {"number": number, "reason": int(removals.reason[place]), "id": ids[place]}
-        told |= {"source": sources[place], "kept_id": kept[place]}
-        if kept[place] is not None:
-            jaccard = float(removals.jaccard[place])
-            told |= {"jaccard": round(jaccard, 6), "cluster": roots[place]}
+    for index, number in enumerate(removals.removed.tolist()):
+        told = {"number": number, "reason": int(removals.reason[index]), "id": ids[index]}
+        told |= {"source": sources[index], "kept_id": kept_ids[index]}
+        if kept_ids[index] is not None:
+            jaccard = float(removals.jaccard[index])
+            told |= {"jaccard": round(jaccard, 6), "cluster": roots[index]}
         yield told
 
 
 def _ids(corpus: Corpus, numbers: np.ndarray) -> list[str | int | None]:
     """The ids of documents; None for -1."""
     known = np.flatnonzero(numbers >= 0)
-    found: list[str | int | None] = [None] * len(numbers)
-    for place, key in zip(known.tolist(), corpus.keys(numbers[known]), strict=True):
-        found[place] = id_of(key)
-    return found
+    ids: list[str | int | None] = [None] * len(numbers)
+    for index, key in zip(known.tolist(), corpus.keys(numbers[known]), strict=True):
+        ids[index] = id_of(key)
+    return ids
 
 
 def _corpus_count(
@@ -137,7 +137,7 @@ def _corpus_count(
         reason: removals.removed[removals.reason == index][:SAMPLES].tolist()
         for index, reason in enumerate(CORPUS_REASONS[stage])
     }
-    told = {one["number"]: one for one in _removed(corpus, _some(removals, first))}
+    told = {document["number"]: document for document in _removed(corpus, _some(removals, first))}
     for reason, numbers in first.items():
         for number in numbers:
             sample = {k: v for k, v in told[number].items() if k not in ("number", "reason")}
@@ -154,23 +154,23 @@ def _some(removals: Removals, chosen: dict[str, list[int]]) -> Removals:
 def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
     """Each cluster's document that stayed, and those that went with their Jaccard."""
     members: dict[int, list[int]] = defaultdict(list)
-    for place, root in enumerate(removals.root.tolist()):
-        members[root].append(place)
+    for index, root in enumerate(removals.root.tolist()):
+        members[root].append(index)
     roots = np.array(list(members), np.int64)
     ordered = [root for _, root in sorted(zip(corpus.keys(roots), roots.tolist(), strict=True))]
     shown = ordered[:CLUSTERS_TOLD]
-    places = np.array([place for root in shown for place in members[root]], np.int64)
+    indices = np.array([index for root in shown for index in members[root]], np.int64)
     told = {
-        one["number"]: one
-        for one in _removed(corpus, Removals(*(column[places] for column in removals)))
+        document["number"]: document
+        for document in _removed(corpus, Removals(*(column[indices] for column in removals)))
     }
     listed = []
     for root in shown:
-        gone = [told[int(removals.removed[place])] for place in members[root]]
-        removed = [{"id": one["id"], "jaccard": one["jaccard"]} for one in gone]
-        cluster = {"cluster": gone[0]["cluster"], "kept_id": gone[0]["kept_id"]}
+        copies = [told[int(removals.removed[index])] for index in members[root]]
+        removed = [{"id": copy["id"], "jaccard": copy["jaccard"]} for copy in copies]
+        cluster = {"cluster": copies[0]["cluster"], "kept_id": copies[0]["kept_id"]}
         listed.append(cluster | {"removed": removed})
-    sizes = np.bincount([len(places) + 1 for places in members.values()])
+    sizes = np.bincount([len(indices) + 1 for indices in members.values()])
     return {
         "count": len(members),
         "sizes": {str(size): int(sizes[size]) for size in np.flatnonzero(sizes)},
@@ -181,11 +181,11 @@ def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
 
 def _cuts(result: PassResult) -> dict[int, dict[str, Any]]:
     """What was cut of each document that had an n-gram of a task, by number."""
-    found = {}
+    cuts = {}
     for index, (rows, files) in sorted(result.changed.items()):
         told = parse_json(bytes(files.data("cuts.json")))
-        found |= dict(zip((rows + result.corpus.bounds[index]).tolist(), told, strict=True))
-    return found
+        cuts |= dict(zip((rows + result.corpus.bounds[index]).tolist(), told, strict=True))
+    return cuts
 
 
 def _ngrams(cut: dict[str, Any] | None) -> dict[str, Any]:
@@ -205,14 +205,14 @@ def _contamination(
         for task in cut["tasks"]:
             tasks[task].append(told | {"ngrams": cut["ngrams"]})
     return {
-        task: {"documents": len(found), "shown": found[:CONTAMINATED_TOLD]}
-        for task, found in sorted(tasks.items())
+        task: {"documents": len(documents), "shown": documents[:CONTAMINATED_TOLD]}
+        for task, documents in sorted(tasks.items())
     }
 
 
 def _sources(corpus: Corpus) -> dict[str, Any]:
     """Documents and bytes that are left, by source; of cut documents, as they were before."""
-    found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    total: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for index, part in enumerate(corpus.parts):
         if part.against:
             continue
@@ -222,9 +222,9 @@ def _sources(corpus: Corpus) -> dict[str, Any]:
         for name, count, size in zip(
             names, np.bincount(of, minlength=len(names)), sizes, strict=True
         ):
-            found[name][0] += int(count)
-            found[name][1] += int(size)
-    return {name: {"documents": found[name][0], "bytes": found[name][1]} for name in sorted(found)}
+            total[name][0] += int(count)
+            total[name][1] += int(size)
+    return {name: {"documents": total[name][0], "bytes": total[name][1]} for name in sorted(total)}
 
 
 def _files(inputs: CorpusFiles) -> list[dict[str, Any]]:

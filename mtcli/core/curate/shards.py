@@ -42,12 +42,12 @@ class Routes(NamedTuple):
 
 
 def sample_keys(
-    by_source: bool, one: Slice, progress: Progress = lambda _: None
+    by_source: bool, view: Slice, progress: Progress = lambda _: None
 ) -> list[tuple[bytes, int]]:
     """Samples the sort keys of a part, each with the bytes of lines up to the next."""
-    keys = sort_keys(one.part, by_source)
-    order = sorted(np.flatnonzero(one.alive).tolist(), key=keys.__getitem__)
-    lengths = np.diff(one.part.array("line_ends"), prepend=0)
+    keys = sort_keys(view.part, by_source)
+    order = sorted(np.flatnonzero(view.alive).tolist(), key=keys.__getitem__)
+    lengths = np.diff(view.part.array("line_ends"), prepend=0)
     step = max(1, -(-len(order) // SAMPLED))
     runs = [order[start : start + step] for start in range(0, len(order), step)]
     progress(1)
@@ -65,8 +65,8 @@ def plan_shards(
     if not sampled:
         return ShardPlan((), (), by_source)
     for source in sources:
-        mine = [one for one in sampled if not by_source or one[0].startswith(source + b"\0")]
-        inner = _splitters(mine, shard_bytes)
+        chosen = [pair for pair in sampled if not by_source or pair[0].startswith(source + b"\0")]
+        inner = _splitters(chosen, shard_bytes)
         splitters += [source + b"\0", *inner] if by_source else inner
         stem = source.decode() if by_source else NAME
         names += [f"{file_stem(stem)}-{number:05d}.jsonl.zst" for number in range(len(inner) + 1)]
@@ -74,13 +74,13 @@ def plan_shards(
 
 
 def _splitters(sampled: Iterable[tuple[bytes, int]], shard_bytes: int) -> list[bytes]:
-    found, filled = [], 0
+    splitters, filled = [], 0
     for key, size in sampled:
         if filled and filled + size > shard_bytes:
-            found.append(key)
+            splitters.append(key)
             filled = 0
         filled += size
-    return found
+    return splitters
 
 
 def file_stem(source: str) -> str:
@@ -101,13 +101,13 @@ def sort_keys(part: Part, by_source: bool) -> list[bytes]:
     return [names[of] + key for of, key in zip(part.array("sources"), keys, strict=True)]
 
 
-def route_slice(plan: ShardPlan, one: Slice, progress: Progress = lambda _: None) -> Array:
+def route_slice(plan: ShardPlan, view: Slice, progress: Progress = lambda _: None) -> Array:
     """The shard of each document of a part, -1 for those that were left out [documents]."""
-    shards = np.zeros(one.part.count, np.int32)
+    shards = np.zeros(view.part.count, np.int32)
     if plan.splitters:
-        keys = sort_keys(one.part, plan.by_source)
+        keys = sort_keys(view.part, plan.by_source)
         shards[:] = [bisect_right(plan.splitters, key) for key in keys]
-    shards[~one.alive] = -1
+    shards[~view.alive] = -1
     progress(1)
     return shards
 
@@ -134,9 +134,9 @@ def write_shard(
     job: ShardJob, routes: Routes, number: int, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
     """Writes a shard where it is not there; returns its name, documents and bytes of lines."""
-    found = write_lines(job.folder / job.plan.names[number], sorted(_lines_of(job, routes, number)))
+    facts = write_lines(job.folder / job.plan.names[number], sorted(_lines_of(job, routes, number)))
     progress(1)
-    return found
+    return facts
 
 
 def write_lines(path: Path, lines: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
@@ -155,13 +155,13 @@ def _lines_of(job: ShardJob, routes: Routes, number: int) -> list[tuple[bytes, b
     """(sort key, line) of each document of a shard."""
     corpus = job.corpus
     numbers = routes.numbers[routes.bounds[number] : routes.bounds[number + 1]]
-    found = []
+    lines = []
     owners = corpus.owners(numbers)
     for index in np.unique(owners).tolist():
         part = corpus.parts[index]
         rows = (numbers[owners == index] - corpus.bounds[index]).tolist()
-        found += keyed_lines(part, rows, job.plan.by_source, job.changed.get(index))
-    return found
+        lines += keyed_lines(part, rows, job.plan.by_source, job.changed.get(index))
+    return lines
 
 
 def keyed_lines(
@@ -169,9 +169,9 @@ def keyed_lines(
 ) -> list[tuple[bytes, bytes]]:
     """(sort key, line) of some documents of a part."""
     rows = list(rows)
-    keys, lines, cut = sort_keys(part, by_source), part.lines.some(rows), changed_lines(changed)
-    if cut:
-        lines = [cut.get(row, line) for row, line in zip(rows, lines, strict=True)]
+    keys, lines, edits = sort_keys(part, by_source), part.lines.some(rows), changed_lines(changed)
+    if edits:
+        lines = [edits.get(row, line) for row, line in zip(rows, lines, strict=True)]
     return list(zip([keys[row] for row in rows], lines, strict=True))
 
 
@@ -181,4 +181,4 @@ def changed_lines(changed: ChangedLines | None) -> dict[int, bytes]:
         return {}
     rows, files = changed
     lines = Lines(files.data(LINES), files.array("line_ends"))
-    return {row: lines[place] for place, row in enumerate(rows.tolist())}
+    return {row: lines[index] for index, row in enumerate(rows.tolist())}

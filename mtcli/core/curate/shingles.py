@@ -125,10 +125,10 @@ def sketch(codes: np.ndarray, offsets: np.ndarray, size: int, count: int) -> np.
     document takes one hash of each shingle, not `count`, and columns of a short one are as
     independent as those of MinHash (Dahlgaard, Knudsen, Thorup 2017, arXiv:1704.04370, section 2).
     """
-    found = np.full((len(offsets) - 1, count), EMPTY)
+    sketches = np.full((len(offsets) - 1, count), EMPTY)
     columns = np.uint64(count)
     for document in range(len(offsets) - 1):
-        text, row = codes[offsets[document] : offsets[document + 1]], found[document]
+        text, row = codes[offsets[document] : offsets[document + 1]], sketches[document]
         value, lead = first_window(text, size)
         following = text[size:]
         for i in range(len(following)):  # places one hash while it waits for the next's product
@@ -137,4 +137,4 @@ def sketch(codes: np.ndarray, offsets: np.ndarray, size: int, count: int) -> np.
         if len(text):
             place(row, mixed(value), columns)
             fill(row, text, size)
-    return found
+    return sketches

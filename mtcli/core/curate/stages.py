@@ -122,9 +122,9 @@ class StageCount:
 
     def sample(self, reason: str, told: dict[str, Any]) -> None:
         """Keeps a sample of a reason, where there is room."""
-        kept = self.samples.setdefault(reason, [])
-        if len(kept) < SAMPLES:
-            kept.append(told)
+        samples = self.samples.setdefault(reason, [])
+        if len(samples) < SAMPLES:
+            samples.append(told)
 
 
 class BlockWork:
@@ -191,24 +191,24 @@ def removal(document: Document, stage: str, reason: str, detail: dict[str, objec
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[Batch]:
-    held: list[Document] = []
+    batch: list[Document] = []
     size = 0
     for document in documents:
-        held.append(document)
+        batch.append(document)
         size += document.size + len(document.html or b"")
-        if size >= BATCH_BYTES or len(held) >= BATCH_DOCUMENTS:
-            yield Batch(held)
-            held, size = [], 0
-    yield Batch(held)  # an empty one too: its arrays have their shapes
+        if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
+            yield Batch(batch)
+            batch, size = [], 0
+    yield Batch(batch)  # an empty one too: its arrays have their shapes
 
 
 def _run_stage(stage: str, function: StageFunction, batch: Batch, count: StageCount) -> None:
     before = batch.alive()
     count.documents_in += len(before)
     count.bytes_in += sum([batch.documents[index].size for index in before])
-    gone = set(batch.drops)
+    dropped_before = set(batch.drops)
     function(batch)
-    for index in sorted(batch.drops.keys() - gone):
+    for index in sorted(batch.drops.keys() - dropped_before):
         document, drop = batch.documents[index], batch.drops[index]
         count.reasons[drop.reason] += 1
         text = document.text[:SAMPLE_CHARACTERS]

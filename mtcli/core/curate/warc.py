@@ -83,9 +83,9 @@ class _Stream(io.RawIOBase):
             if not self.held:
                 return b""
         size = len(self.held) if size < 0 else size
-        found, self.held = self.held[:size], self.held[size:]
-        self.end, self.place = (self.end + found[-len(END) :])[-len(END) :], self.place + len(found)
-        return found
+        taken, self.held = self.held[:size], self.held[size:]
+        self.end, self.place = (self.end + taken[-len(END) :])[-len(END) :], self.place + len(taken)
+        return taken
 
 
 def _document(record: Any, name: str, number: int) -> Document | BadRecord | None:
@@ -110,8 +110,8 @@ def _document(record: Any, name: str, number: int) -> Document | BadRecord | Non
     assert key is not None, "text is an id"
     fields = {"url": headers.get("WARC-Target-URI"), "date": headers.get("WARC-Date")}
     source = stem(name)
-    kept = {field: value for field, value in fields.items() if value is not None}
-    return Document(key, source, "", len(html), kept, html)
+    given = {field: value for field, value in fields.items() if value is not None}
+    return Document(key, source, "", len(html), given, html)
 
 
 def make_extract(config: ExtractConfig) -> Callable[[Batch], None]:
@@ -160,7 +160,7 @@ def _justext(config: ExtractConfig) -> Extract:
 
     def extract(html: bytes) -> str:
         page = encoding.bytes_to_str(html, encoding.detect_encoding(html))
-        found = justext.justext(page.encode(), words, encoding="utf-8")
-        return "\n\n".join(part.text for part in found if not part.is_boilerplate)
+        paragraphs = justext.justext(page.encode(), words, encoding="utf-8")
+        return "\n\n".join(part.text for part in paragraphs if not part.is_boilerplate)
 
     return extract

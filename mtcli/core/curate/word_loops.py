@@ -25,14 +25,14 @@ def count_words(
     for letters, 1 for what else words have. `wanted` are words of at most eight bytes, as `eights`
     has them.
     """
-    found = np.zeros((len(offsets) - 1, 4), np.int64)
-    blanks = np.empty(np.max(np.diff(offsets)) if len(found) else 0, np.int64)
-    for document in range(len(found)):
+    counts = np.zeros((len(offsets) - 1, 4), np.int64)
+    blanks = np.empty(np.max(np.diff(offsets)) if len(counts) else 0, np.int64)
+    for document in range(len(counts)):
         start, count = offsets[document], 0
         for i in range(start, offsets[document + 1]):  # no branch, which would be mispredicted
             blanks[count] = i
             count += kinds[data[i]] == 0
-        words, size, lettered, seen = 0, 0, 0, 0
+        words, size, lettered, bits = 0, 0, 0, 0
         for blank in blanks[:count]:
             length = blank - start
             if length:
@@ -44,8 +44,8 @@ def count_words(
                 lettered += kind == 2
                 if length <= PACKED:
                     packed = eights[start] & ALL_BITS >> np.uint64(BYTE_BITS * (PACKED - length))
-                    for place in range(len(wanted)):
-                        seen |= (packed == wanted[place]) << place
+                    for bit in range(len(wanted)):
+                        bits |= (packed == wanted[bit]) << bit
             start = blank + 1
-        found[document] = words, size, lettered, seen
-    return found
+        counts[document] = words, size, lettered, bits
+    return counts

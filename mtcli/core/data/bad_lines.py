@@ -37,7 +37,7 @@ def read_lines(
 
     Raises MtcliError where the file, which `field` names, cannot be read.
     """
-    found: list[tuple[int, Read]] = []
+    records: list[tuple[int, Read]] = []
     faults: list[tuple[int, BadLine]] = []
     try:
         with open_untrusted(path) as file:
@@ -45,14 +45,14 @@ def read_lines(
                 if line.isspace():
                     continue
                 try:
-                    found.append((number, read(line)))
+                    records.append((number, read(line)))
                 except BadLine as fault:
                     faults.append((number, fault))
     except OSError as error:
         raise wrong(
             f"{path} cannot be read: {error.strerror}", "name a JSONL file", field
         ) from None
-    return found, faults
+    return records, faults
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:

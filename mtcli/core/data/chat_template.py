@@ -205,10 +205,10 @@ def _compiled(source: str, mark: str) -> Render:
 
 def _with_reasoning(message: Message) -> Message:
     """A message whose reasoning has every name that templates read it by."""
-    found = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    if found is None:
+    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
+    if reasoning is None:
         return message
-    return {"thinking": found, **message, "reasoning_content": found}
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _to_json(

@@ -55,13 +55,13 @@ def pieces(file: IO[bytes], compression: str, path: str) -> Iterator[bytes]:
 
 def _xz(file: IO[bytes]) -> Iterator[bytes]:
     """Yields streams of xz or lzma. Bytes after the last that are no stream are left out."""
-    held, is_first = file.read(FED_BYTES), True
-    while held or is_first:
+    buffered, is_first = file.read(FED_BYTES), True
+    while buffered or is_first:
         decoder = lzma.LZMADecompressor(memlimit=MAX_XZ_BYTES)
         try:
-            yield decoder.decompress(held, PIECE_BYTES)
+            yield decoder.decompress(buffered, PIECE_BYTES)
         except lzma.LZMAError:
-            if is_first or held.startswith(XZ_MAGIC):
+            if is_first or buffered.startswith(XZ_MAGIC):
                 raise
             return
         while not decoder.eof:
@@ -69,8 +69,8 @@ def _xz(file: IO[bytes]) -> Iterator[bytes]:
             if decoder.needs_input and not data:
                 raise EOFError("it ends inside a stream")
             yield decoder.decompress(data, PIECE_BYTES)
-        held, is_first = decoder.unused_data.lstrip(b"\0"), False  # zeros pad a stream
-        held = held or file.read(FED_BYTES).lstrip(b"\0")
+        buffered, is_first = decoder.unused_data.lstrip(b"\0"), False  # zeros pad a stream
+        buffered = buffered or file.read(FED_BYTES).lstrip(b"\0")
 
 
 def _zst(file: IO[bytes], path: str) -> Iterator[bytes]:

@@ -154,10 +154,10 @@ def _read(path: Path, encoder: ExampleEncoder, field: str) -> ChatExamples:
         tokens, counts = encoder(line)
         return np.array(tokens, np.int32), np.array(counts, np.uint8)
 
-    found, faults = read_lines(path, arrays, field)
+    examples, faults = read_lines(path, arrays, field)
     if faults and not encoder.skip_bad:
         raise refusal([(f"{path}:{line}", fault) for line, fault in faults], path)
-    if not found:
+    if not examples:
         left_out = f": all {len(faults)} lines are bad" if faults else ""
         raise wrong(f"{path} has no example{left_out}", "a line is an example", field)
     by_kind = Counter(fault.kind for _, fault in faults)
@@ -166,12 +166,12 @@ def _read(path: Path, encoder: ExampleEncoder, field: str) -> ChatExamples:
         for kind, count in sorted(by_kind.items())
     }
     report = np.frombuffer(json.dumps(named).encode(), np.uint8)
-    ids, counts = zip(*(read for _, read in found), strict=True)
+    ids, counts = zip(*(read for _, read in examples), strict=True)
     return ChatExamples(
         tokens=np.concatenate(ids),
         counts=np.concatenate(counts),
         ends=np.cumsum([len(tokens) for tokens in ids], dtype=np.int64),
-        lines=np.array([number for number, _ in found], np.int64),
+        lines=np.array([number for number, _ in examples], np.int64),
         skipped=report,
     )
 

@@ -157,14 +157,14 @@ def _opened(piece: FileRange, progress: Progress) -> Iterator[Iterator[bytes]]:
 def _windows(file: IO[bytes], piece: FileRange, progress: Progress) -> Iterator[bytes]:
     source, told, total = piece.source, piece.start, 0
     if source.compression:
-        found = pieces(file, source.compression, source.path)
+        chunks = pieces(file, source.compression, source.path)
     else:
         left = piece.stop - piece.start
-        found = map(file.read, chain([WINDOW] * (left // WINDOW), [left % WINDOW]))
+        chunks = map(file.read, chain([WINDOW] * (left // WINDOW), [left % WINDOW]))
     window: list[bytes] = []
     size = 0
     try:
-        for data in found:
+        for data in chunks:
             window.append(data)
             size, total = size + len(data), total + len(data)
             if source.compression:
@@ -203,27 +203,27 @@ def _chunks(
     A Bad is in the place of what goes on without such a place for `most` bytes and a WINDOW.
     """
     line, rest = 0, b""
-    held: list[bytes] = []  # windows since the last place
+    pending: list[bytes] = []  # windows since the last place
     with _opened(piece, progress) as windows:
         while data := rest or next(windows, b""):
-            rest, tail = b"", begun(kind, held[-1]) if held else b""
+            rest, tail = b"", begun(kind, pending[-1]) if pending else b""
             end = end_of_last(kind, tail + data) - len(tail)
             if end > 0:
-                chunk = b"".join([*held, data[:end]])
-                held = [data[end:]] if data[end:] else []
+                chunk = b"".join([*pending, data[:end]])
+                pending = [data[end:]] if data[end:] else []
                 yield line, _without_bom(chunk, line or piece.start)
                 line += num_lines(chunk)
-            elif sum(map(len, held)) <= most:
-                held.append(data)
+            elif sum(map(len, pending)) <= most:
+                pending.append(data)
             else:
-                first = held[0] if held else data
+                first = pending[0] if pending else data
                 blank = first[: len(first) - len(first.lstrip())].count(b"\n")
                 yield line, _too_large(line + blank + 1, most)
                 lines, rest = _behind(kind, data, windows)
-                line += lines + sum(part.count(b"\n") for part in held)
-                held = []
-    if held:
-        yield line, _without_bom(b"".join(held), line or piece.start)
+                line += lines + sum(part.count(b"\n") for part in pending)
+                pending = []
+    if pending:
+        yield line, _without_bom(b"".join(pending), line or piece.start)
 
 
 def _behind(kind: FileKind, data: bytes, windows: Iterator[bytes]) -> tuple[int, bytes]:
@@ -307,11 +307,11 @@ def _text(value: object, number: int, reading: Reading, fields: dict[str, Any]) 
 
 def _blank_separated(chunk: bytes, first_line: int, reading: Reading) -> Iterator[Text | Bad]:
     try:
-        found = BLANK_LINES.split(f"\n\n{chunk.decode()}\n\n")
+        parts = BLANK_LINES.split(f"\n\n{chunk.decode()}\n\n")
     except UnicodeDecodeError:
-        found = None
-    texts = [Text(part, len(part.encode())) for part in found or () if part]
-    is_quick = found is not None and not reading.whole
+        parts = None
+    texts = [Text(part, len(part.encode())) for part in parts or () if part]
+    is_quick = parts is not None and not reading.whole
     if is_quick and all(text.size <= reading.most for text in texts):
         yield from texts
     else:
@@ -343,15 +343,15 @@ def _bad_byte(data: bytes, at: int, line: int) -> Bad:
 
 def _parts(text: Text) -> Iterator[Text]:
     """Splits a document into parts of about WINDOW characters, where its words allow."""
-    whole, start, size = text.text, 0, WINDOW
-    while start + size < len(whole):
-        part = whole[start : start + size]
+    characters, start, size = text.text, 0, WINDOW
+    while start + size < len(characters):
+        part = characters[start : start + size]
         if at := _safe_cut(part):
             yield Text(part[:at], len(part[:at].encode()), ends=False)
             start, size = start + at, WINDOW
         else:
             size *= 2
-    rest = whole[start:]
+    rest = characters[start:]
     yield Text(rest, len(rest.encode()) if start else text.size)
 
 
@@ -382,8 +382,8 @@ def _whole(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
 def _held(piece: FileRange, reading: Reading, progress: Progress) -> Text | Bad:
     """Reads the file as one document, in memory."""
     windows, size = [], 0
-    with _opened(piece, progress) as found:
-        for data in found:
+    with _opened(piece, progress) as chunks:
+        for data in chunks:
             windows.append(data)
             size += len(data)
             if size > reading.most:
@@ -474,7 +474,7 @@ class _Lines:
     def __init__(self, piece: FileRange, most: int, progress: Progress) -> None:
         self.line = 0  # the last that was given
         self._source, self._most, self._row_size = piece.source, most, 0
-        self._lines = self._found(piece, progress)
+        self._lines = self._decoded(piece, progress)
 
     def __iter__(self) -> "_Lines":
         return self
@@ -491,7 +491,7 @@ class _Lines:
         self._row_size = 0
         return self.line
 
-    def _found(self, piece: FileRange, progress: Progress) -> Iterator[str]:
+    def _decoded(self, piece: FileRange, progress: Progress) -> Iterator[str]:
         for _, chunk in _chunks(piece, piece.source.kind, self._most, progress):
             self._require(isinstance(chunk, bytes))
             *lines, last = chunk.decode(errors="surrogateescape").split("\n")
@@ -529,8 +529,8 @@ def _rows(
     about = file.metadata
     for group in map(about.row_group, range(about.num_row_groups)):
         columns = (group.column(number) for number in range(about.num_columns))
-        stored = (one for one in columns if one.path_in_schema.split(".")[0] == key)
-        _require_ratio(source, sum(one.total_uncompressed_size for one in stored))
+        stored = (column for column in columns if column.path_in_schema.split(".")[0] == key)
+        _require_ratio(source, sum(column.total_uncompressed_size for column in stored))
     row, total = 0, 0
     columns = None if reading.whole else [key]
     for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):

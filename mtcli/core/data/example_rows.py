@@ -36,7 +36,7 @@ class ExampleRows:
         self.prefixes = ("+".join(name for name, _ in sources),)
         self.sources = [source for _, source in sources]
         self.files = [[file for source in self.sources for file in source.files]]
-        self.examples = [example for source in self.sources for example in source.found]
+        self.examples = [example for source in self.sources for example in source.examples]
         self.seq_len, self.special, self.planned = seq_len, special, 0
         self.sizes = np.array([example.size for example in self.examples], np.int64)
         if self.sizes.max() > seq_len:
@@ -54,7 +54,7 @@ class ExampleRows:
         Raises MtcliError where a member is not there.
         """
         chosen = members(subset, [len(self.examples)])
-        self.examples = [self.examples[place] for place in chosen.place.tolist()]
+        self.examples = [self.examples[index] for index in chosen.place.tolist()]
         self.sizes = self.sizes[chosen.place]
         self.weights_of = chosen.weights.astype(np.float32)
         self.tokens = [int(self.sizes.sum())]
@@ -72,9 +72,9 @@ class ExampleRows:
     def rows(self, start: int, count: int) -> EncoderRows:
         """Rows start .. start + count - 1."""
         items = [self.epochs.items(number) for number in range(start, start + count)]
-        found = [[self.examples[item] for item in row] for row in items]
-        sequences = [[one for example in row for one in example.sequences] for row in found]
-        labels = np.array([example.label for row in found for example in row], np.int64)
+        examples = [[self.examples[item] for item in row] for row in items]
+        sequences = [[text for example in row for text in example.sequences] for row in examples]
+        labels = np.array([example.label for row in examples for example in row], np.int64)
         rows = lay_out(sequences, self.seq_len, self.special)
         weights = self.weights_of[np.concatenate(items)]
         return rows._replace(classes=labels, class_weights=weights)
@@ -102,7 +102,7 @@ class ExampleRows:
         articles, questions = map(sum, zip(*(source.ended for source in self.sources), strict=True))
         if articles or questions:
             lines["cut"] = f"the article of {articles:,} questions, and of {questions:,} a choice"
-        skipped = [words for one in self.sources if (words := shown_skipped(one.skipped))]
+        skipped = [words for source in self.sources if (words := shown_skipped(source.skipped))]
         return lines | ({"bad": "; ".join(skipped)} if skipped else {})
 
     def drawn(self, start: int, stop: int) -> list[int]:
@@ -112,8 +112,8 @@ class ExampleRows:
 
 def share_of(source: Examples, split: str, which: Which) -> Examples:
     """The examples that belong to `which` of a split. Raises MtcliError where there are none."""
-    first, end = split_range(split, which, len(source.found))
+    first, end = split_range(split, which, len(source.examples))
     if first == end:
-        message = f'split "{split}" of {len(source.found)} examples gives {which} none'
+        message = f'split "{split}" of {len(source.examples)} examples gives {which} none'
         raise wrong(message, 'give it a share, e.g. "90,10", or data.valid', "data.split")
-    return source._replace(found=source.found[first:end])
+    return source._replace(examples=source.examples[first:end])

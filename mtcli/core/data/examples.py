@@ -43,7 +43,7 @@ class Examples(NamedTuple):
     """The examples of a source, where those are that were left out, by kind of fault, its files,
     and how many (articles, questions with their choice) end at the most tokens there may be."""
 
-    found: list[Example]
+    examples: list[Example]
     skipped: dict[str, list[str]]
     files: list[Path]
     ended: tuple[int, int] = (0, 0)
@@ -72,13 +72,13 @@ def read_race_examples(
     """
     levels, bad = read_race_files(path, part, field)
     faults = [_fault_of(file, problem) for file, problem in bad]
-    found, files, ended = [], [], [0, 0]
+    examples, files, ended = [], [], [0, 0]
     for level, articles in levels.items():
         for file, article in articles:
             files.append(file)
             context = _ids(tokenizer, article.text)
             for number, label in enumerate(article.answers):
-                asked, cut = _choices(article, number, context, tokenizer, room)
+                asked, truncated = _choices(article, number, context, tokenizer, room)
                 cluster = f"{level}/{file.name}"
                 example = Example(asked, label, level, cluster, f"{cluster}#{number}")
                 if example.size > room.row:
@@ -87,13 +87,13 @@ def read_race_examples(
                     hint = f"batch.seq_len of {example.size} or more"
                     faults.append((f"{file}:1", BadLine("longer than the context", reason, hint)))
                     continue
-                found.append(example)
-                ended = [a + b for a, b in zip(ended, cut, strict=True)]
+                examples.append(example)
+                ended = [a + b for a, b in zip(ended, truncated, strict=True)]
     if faults and not room.skip_bad:
         raise refusal(faults, path, field)
-    if not found:
+    if not examples:
         raise wrong(f"{path} has no question: all {len(faults)} are bad", "mend them", field)
-    return Examples(found, _by_kind(faults), files, (ended[0], ended[1]))
+    return Examples(examples, _by_kind(faults), files, (ended[0], ended[1]))
 
 
 def _fault_of(file: Path, problem: Problem) -> tuple[str, BadLine]:
@@ -107,7 +107,7 @@ def _choices(
     article: Article, number: int, context: np.ndarray, tokenizer: Tokenizer, room: Room
 ) -> tuple[tuple[Segments, ...], tuple[bool, bool]]:
     """A question's sequences, and whether (the article, a question with its choice) ends early."""
-    question, sequences, cut = article.questions[number], [], [False, False]
+    question, sequences, truncated = article.questions[number], [], [False, False]
     for option in article.options[number]:
         text = f"{question} {option}"
         if BLANK in question:
@@ -116,8 +116,8 @@ def _choices(
         first = asked[: max(1, room.sequence // QUESTION)]
         left = max(0, room.sequence - len(first) - 3)
         sequences.append(Segments(first, context[:left]))
-        cut = [cut[0] or len(context) > left, cut[1] or len(asked) > len(first)]
-    return tuple(sequences), (cut[0], cut[1])
+        truncated = [truncated[0] or len(context) > left, truncated[1] or len(asked) > len(first)]
+    return tuple(sequences), (truncated[0], truncated[1])
 
 
 def read_classes(
@@ -146,13 +146,13 @@ def read_classes(
         return Example((segments,), label, "", "", "")
 
     lines, numbered = read_lines(path, read, field)
-    found = [example._replace(name=str(number)) for number, example in lines]
+    examples = [example._replace(name=str(number)) for number, example in lines]
     faults = [(f"{path}:{number}", fault) for number, fault in numbered]
     if faults and not room.skip_bad:
         raise refusal(faults, path, field)
-    if not found:
+    if not examples:
         raise wrong(f"{path} has no example: {len(faults)} lines are bad", LINE, field)
-    return Examples(found, _by_kind(faults), [path])
+    return Examples(examples, _by_kind(faults), [path])
 
 
 def _by_kind(faults: list[tuple[str, BadLine]]) -> dict[str, list[str]]:

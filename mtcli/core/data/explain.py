@@ -48,16 +48,16 @@ def explain_step(config: RunConfig, step: int, planned: int | None = None) -> li
     for sample in samples:
         wanted[sample.prefix].update(sequence for sequence, _, _ in sample.spans)
     names = {prefix: _named(prefix, numbers) for prefix, numbers in wanted.items()}
-    found = []
+    spans = []
     for number, sample in enumerate(samples, start=(step - 1) * size):
         for sequence, offset, tokens in sample.spans:
             name = names[sample.prefix].get(sequence, Named(None, None))
             about = {"sample": number, "source": name.source or Path(sample.prefix).name}
             span = {"offset": offset, "tokens": tokens}
-            found.append(
+            spans.append(
                 about | {"data": sample.prefix, "document": sequence, "id": name.id} | span
             )
-    return found
+    return spans
 
 
 def _named(prefix: str, numbers: Collection[int]) -> dict[int, Named]:
@@ -73,7 +73,7 @@ def _named(prefix: str, numbers: Collection[int]) -> dict[int, Named]:
         sources = find_sources(inputs).sources
     except MtcliError:
         return {}
-    found: dict[int, Named] = {}
+    named: dict[int, Named] = {}
     last = max(numbers)
     documents = (
         (source.path, text)
@@ -84,10 +84,10 @@ def _named(prefix: str, numbers: Collection[int]) -> dict[int, Named]:
         if number in numbers:
             fields = text.fields or {}
             made = f"{Path(path).name}:{text.line}"
-            found[number] = Named(fields.get("id", made), fields.get("source"))
+            named[number] = Named(fields.get("id", made), fields.get("source"))
         if number >= last:
             break
-    return found
+    return named
 
 
 def _texts(piece: FileRange, reading: Reading) -> Iterator[Text]:

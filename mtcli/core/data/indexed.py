@@ -231,5 +231,5 @@ def tokenizer_folder(prefix: str | Path) -> Path | None:
 def stated_hash(prefix: str | Path) -> str:
     """The SHA-256 of the .bin at a prefix that `PREFIX.json` states; empty where there is none."""
     hashes = (describe(prefix) or {}).get("sha256")
-    found = hashes.get("bin") if isinstance(hashes, dict) else None
-    return found if isinstance(found, str) else ""
+    sha256 = hashes.get("bin") if isinstance(hashes, dict) else None
+    return sha256 if isinstance(sha256, str) else ""

@@ -85,8 +85,8 @@ class Batches:
         self.prefixes, self.weights = blend.prefixes, blend.weights
         owned = [_owned(data, split, which) for data in indexed]
         self.tokens = [
-            int(data.lengths[mine.start : mine.stop].sum(dtype=np.int64))
-            for data, mine in zip(indexed, owned, strict=True)
+            int(data.lengths[part.start : part.stop].sum(dtype=np.int64))
+            for data, part in zip(indexed, owned, strict=True)
         ]
         weights, first = _plan(blend, self.tokens, self.planned, seq_len)
         sizes = first
@@ -98,9 +98,9 @@ class Batches:
                 data.tokens,
                 data.pointers,
                 data.lengths,
-                cached_samples(data, mine, size, seq_len, seed, before),
+                cached_samples(data, part, size, seq_len, seed, before),
             )
-            for data, mine, size, before in zip(indexed, owned, sizes, first, strict=True)
+            for data, part, size, before in zip(indexed, owned, sizes, first, strict=True)
         ]
         self._order = cached_blend(indexed[0].prefix, weights, num_samples) if weights else None
         self._window: _Segments | None = None
@@ -171,7 +171,7 @@ class Batches:
     def _windows(self, start: int, count: int) -> list[tuple[_Segments, int, int]]:
         """Yields the windows that hold the samples asked for, and the range of segments in each."""
         assert 0 <= start <= start + count <= len(self), (start, count, len(self))
-        found = []
+        windows = []
         while count > 0:
             window = self._window
             if window is None or start // WINDOW * WINDOW != window.first:
@@ -180,9 +180,9 @@ class Batches:
                 self._window = window
             begin = start - window.first
             end = min(begin + count, len(window.bounds) - 1)
-            found.append((window, window.bounds[begin], window.bounds[end]))
+            windows.append((window, window.bounds[begin], window.bounds[end]))
             start, count = start + end - begin, count - (end - begin)
-        return found
+        return windows
 
     def _segments(self, first: int, count: int) -> _Segments:
         """The segments of `count` samples from global id `first` on."""
@@ -192,9 +192,9 @@ class Batches:
             owner, sample = (array[first : first + count] for array in self._order)
         pieces = []
         for number, dataset in enumerate(self._datasets):
-            mine = np.flatnonzero(owner == number)
-            if len(mine):
-                pieces.append(_spans(dataset, number, mine, sample[mine]))
+            positions = np.flatnonzero(owner == number)
+            if len(positions):
+                pieces.append(_spans(dataset, number, positions, sample[positions]))
         joined = np.concatenate(pieces, axis=1)
         if len(pieces) > 1:
             joined = joined[:, np.argsort(joined[0], kind="stable")]
@@ -299,13 +299,13 @@ def require_ids(batches: "Batches", start: int, rows: np.ndarray, vocab_size: in
     # As uint64 an id below 0 is above 2**62, so that one pass of 0.1 ns a token sees both ends.
     if rows.size == 0 or rows.view(np.uint64).max() < vocab_size:
         return
-    row, place = np.argwhere((rows < 0) | (rows >= vocab_size))[0].tolist()
-    token, sample = int(rows[row, place]), batches.sample_ids(start + row, 1)[0]
+    row, column = np.argwhere((rows < 0) | (rows >= vocab_size))[0].tolist()
+    token, sample = int(rows[row, column]), batches.sample_ids(start + row, 1)[0]
     for sequence, offset, count in sample.spans:
-        if place < count:
-            where = f"{sample.prefix}: token {offset + place} of document {sequence}"
+        if column < count:
+            where = f"{sample.prefix}: token {offset + column} of document {sequence}"
             raise _unknown_id(f"{where} is id", token, vocab_size)
-        place -= count
+        column -= count
     raise AssertionError(f"a row of {sample} holds {rows.shape[1]} tokens")
 
 

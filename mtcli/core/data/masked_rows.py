@@ -150,8 +150,8 @@ class MaskedRows:
         blend, indexed = open_blend(paths)
         self.prefixes, self.weights = blend.prefixes, blend.weights
         self.sentences = [_owned(data, split, which, seq_len - SPECIAL) for data in indexed]
-        self.packed = [PackedRows(partial(one.epoch, seq_len), seed) for one in self.sentences]
-        self.tokens = [int(one.length.sum()) for one in self.sentences]
+        self.packed = [PackedRows(partial(own.epoch, seq_len), seed) for own in self.sentences]
+        self.tokens = [int(own.length.sum()) for own in self.sentences]
         self._order = self._blended(blend)
 
     def __len__(self) -> int:
@@ -171,7 +171,7 @@ class MaskedRows:
         pairs = zip(rows.tokens, randoms, strict=True)
         masked = [mask(row, self.special, random) for row, random in pairs]
         return rows._replace(
-            tokens=np.stack([seen for seen, _ in masked]),
+            tokens=np.stack([tokens for tokens, _ in masked]),
             weights=np.stack([chosen for _, chosen in masked]).astype(np.float32),
             classes=np.array([swap is True for swap in swaps], np.int64),
             class_weights=np.array([swap is not None for swap in swaps], np.float32),
@@ -193,14 +193,14 @@ class MaskedRows:
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Identifies the sentences that rows are made of."""
-        found = []
+        samples = []
         for number in range(start, start + count):
             dataset, items = self._items(number)
-            one = self.sentences[dataset]
-            spans = zip(one.sequence[items], one.offset[items], one.length[items], strict=True)
+            own = self.sentences[dataset]
+            spans = zip(own.sequence[items], own.offset[items], own.length[items], strict=True)
             ids = tuple((int(a), int(b), int(c)) for a, b, c in spans)
-            found.append(SampleId(self.prefixes[dataset], ids))
-        return found
+            samples.append(SampleId(self.prefixes[dataset], ids))
+        return samples
 
     def describe(self) -> dict[str, str]:
         """Returns no lines: what the data holds is told where it is read."""
@@ -235,19 +235,19 @@ class MaskedRows:
     def _texts(self, number: int) -> list[tuple[OwnedSentences, np.ndarray]]:
         """The sentences of each document in a row."""
         dataset, items = self._items(number)
-        one = self.sentences[dataset]
-        cuts = np.flatnonzero(np.diff(one.document[items])) + 1
-        return [(one, part) for part in np.split(items, cuts)]
+        own = self.sentences[dataset]
+        cuts = np.flatnonzero(np.diff(own.document[items])) + 1
+        return [(own, part) for part in np.split(items, cuts)]
 
     def _segments(
         self, text: tuple[OwnedSentences, np.ndarray], random: np.random.RandomState
     ) -> tuple[Segments, bool | None]:
         """(a sequence, whether its halves are swapped; None where it has one alone)."""
-        one, items = text
+        own, items = text
         if not self.sentence_order or len(items) < 2:
-            return Segments(one.text(items)), None
+            return Segments(own.text(items)), None
         pivot = random.randint(1, len(items))
-        halves = one.text(items[:pivot]), one.text(items[pivot:])
+        halves = own.text(items[:pivot]), own.text(items[pivot:])
         swap = bool(random.random_sample() < SWAPPED)
         return Segments(*(halves[::-1] if swap else halves)), swap
 

@@ -124,14 +124,14 @@ class PackedConversations:
         self.prefixes = read_blend(paths, field)[0]
         self.examples = read_all(self.prefixes, encoder, field)
         split = chosen(config.data, which)[1]
-        owned = [range(*split_range(split, which, len(found))) for found in self.examples]
-        self.source = np.repeat(np.arange(len(owned)), [len(mine) for mine in owned])
-        self.number = np.concatenate([np.arange(mine.start, mine.stop) for mine in owned])
+        owned = [range(*split_range(split, which, len(examples))) for examples in self.examples]
+        self.source = np.repeat(np.arange(len(owned)), [len(part) for part in owned])
+        self.number = np.concatenate([np.arange(part.start, part.stop) for part in owned])
         if not len(self.number):
-            sizes = " + ".join(str(len(found)) for found in self.examples)
+            sizes = " + ".join(str(len(examples)) for examples in self.examples)
             message = f'split "{split}" of {sizes} examples gives {which} none'
             raise wrong(message, "give it a larger share, or data of its own", "data.split")
-        parts = [found.lengths[mine.start : mine.stop] for found, mine in self._with(owned)]
+        parts = [examples.lengths[part.start : part.stop] for examples, part in self._with(owned)]
         self.lengths = np.concatenate(parts)
         self.rows = pack(self.lengths, self.seq_len + 1)
         # the row of a mixture belongs to the source of its first example
@@ -182,7 +182,7 @@ class PackedConversations:
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Identifies rows by the file of their first example, with all their line numbers."""
-        found = []
+        samples = []
         for number in range(start, start + count):
             examples = self._row(number)
             spans = tuple(
@@ -190,8 +190,8 @@ class PackedConversations:
                 for e in examples
             )
             first = self.source[examples[0]] if len(examples) else 0
-            found.append(SampleId(self.prefixes[first], spans or ((0, 0, self.seq_len + 1),)))
-        return found
+            samples.append(SampleId(self.prefixes[first], spans or ((0, 0, self.seq_len + 1),)))
+        return samples
 
     def drawn(self, start: int, stop: int) -> list[int]:
         """Counts how many of the rows start .. stop - 1 each file gives, padding aside."""
@@ -207,15 +207,15 @@ class PackedConversations:
         }
         left_out = [
             f"{count} {kind}, {name}:{', '.join(map(str, named))}{', ...' * (count > len(named))}"
-            for name, found in zip(self.prefixes, self.examples, strict=True)
-            for kind, (count, named) in found.skipped_by_kind.items()
+            for name, examples in zip(self.prefixes, self.examples, strict=True)
+            for kind, (count, named) in examples.skipped_by_kind.items()
         ]
         return lines | ({"bad": "; ".join(left_out)} if left_out else {})
 
     def _tokens_with_loss(self) -> int:
         counts = (
-            np.add.reduceat(found.counts, found.ends - found.lengths, dtype=np.int64)
-            for found in self.examples
+            np.add.reduceat(examples.counts, examples.ends - examples.lengths, dtype=np.int64)
+            for examples in self.examples
         )
         return sum(int(c[self.number[self.source == i]].sum()) for i, c in enumerate(counts))
 
@@ -225,15 +225,15 @@ class PackedConversations:
 
     def _placed(self, start: int, count: int) -> list[tuple[int, slice, int, slice]]:
         """(row of the batch, its columns, source, tokens of the source) of each example."""
-        found = []
+        placed = []
         for row in range(count):
             at = 0
             for example in self._row(start + row):
                 length, source = int(self.lengths[example]), int(self.source[example])
                 end = int(self.examples[source].ends[self.number[example]])
-                found.append((row, slice(at, at + length), source, slice(end - length, end)))
+                placed.append((row, slice(at, at + length), source, slice(end - length, end)))
                 at += length
-        return found
+        return placed
 
 
 def open_conversations(

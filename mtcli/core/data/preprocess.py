@@ -105,11 +105,11 @@ def preprocess(request: PreprocessRequest, say: Say) -> dict[str, object]:
     and line), outputs that exist, an empty corpus, a full disk and a worker that died.
     """
     began = time.perf_counter()
-    found = _named_sources(request)
-    name = fingerprint(request, found.sources)
+    listing = _named_sources(request)
+    name = fingerprint(request, listing.sources)
     facts = _done_before(request, name)
     if facts is None:
-        facts = _in_workspace(request, found, name, say)
+        facts = _in_workspace(request, listing, name, say)
     else:
         say(f"{request.output} is complete: nothing to do")
     seconds = time.perf_counter() - began
@@ -137,9 +137,9 @@ def _named_sources(request: PreprocessRequest) -> SourceList:
             require_trainable(size, pieces=request.sentences)
 
     checks = require_workers, require_train_size, partial(_require_output, request.output)
-    found, *_ = collect_errors(partial(_sources, request), *checks)
-    require_used(found.sources, request.text_key, request.split_on_blank)
-    return found
+    listing, *_ = collect_errors(partial(_sources, request), *checks)
+    require_used(listing.sources, request.text_key, request.split_on_blank)
+    return listing
 
 
 def _sources(request: PreprocessRequest) -> SourceList:
@@ -206,7 +206,7 @@ def _done_before(request: PreprocessRequest, name: str) -> dict[str, object] | N
 
 
 def _in_workspace(
-    request: PreprocessRequest, found: SourceList, name: str, say: Say
+    request: PreprocessRequest, listing: SourceList, name: str, say: Say
 ) -> dict[str, object]:
     """Runs in a workspace, which stays only where the run can be resumed; returns the facts."""
     try:
@@ -216,7 +216,7 @@ def _in_workspace(
         raise wrong(f"{request.output} cannot be written: {error}", "another --output") from None
     finished = False
     try:
-        facts = _run(request, found, space, say)
+        facts = _run(request, listing, space, say)
         finished = True
     except OSError as error:
         raise failed(f"{space.folder}: {error}", "free space, then --resume") from None
@@ -227,28 +227,28 @@ def _in_workspace(
 
 
 def _run(
-    request: PreprocessRequest, found: SourceList, space: Workspace, say: Say
+    request: PreprocessRequest, listing: SourceList, space: Workspace, say: Say
 ) -> dict[str, object]:
     if space.is_finished:
         space.publish()
         return describe(request.output) or {}
-    corpus: Iterable[SourceFile] = found.sources
+    corpus: Iterable[SourceFile] = listing.sources
     if request.from_stdin:
         folder = space.subfolder("spool")
         corpus = spool(sys.stdin.buffer, request.format, request.split_on_blank, folder)
     corpus = iter(corpus)
     first = list(islice(corpus, 1))
-    tokenizer = _tokenizer(request, found.sources, space)
+    tokenizer = _tokenizer(request, listing.sources, space)
     job, encoder = _job(request, tokenizer, first, space.subfolder("parts"))
-    size = sum(source.size for source in found.sources)
-    files = f"{len(found.sources):,} files of {size / 1e6:,.1f} MB"
+    size = sum(source.size for source in listing.sources)
+    files = f"{len(listing.sources):,} files of {size / 1e6:,.1f} MB"
     say(
         f"{'standard input' if request.from_stdin else files} -> {request.output}.bin in tokens of "
         f"{8 * job.dtype.itemsize} bits; tokenizer {request.tokenizer} of "
         f"{tokenizer.vocab_size:,} ids by {encoder}; {request.workers} workers"
     )
-    if found.left_out:
-        say(f"left out of folders: {told(found.left_out)}; name such files, or all with --format")
+    if listing.left_out:
+        say(f"left out of folders: {told(listing.left_out)}; name such files, or all with --format")
     if request.train_size is not None and tokenizer.vocab_size < request.train_size:
         say(
             f"warning: {request.tokenizer} asked for {request.train_size:,} ids, and the corpus "
@@ -271,7 +271,7 @@ def _run(
             "is this the right input, and the right --text-key?",
         )
     facts = _facts(request, tokenizer, job, counts)
-    facts |= {"fingerprint": fingerprint(request, found.sources), "left_out": found.left_out}
+    facts |= {"fingerprint": fingerprint(request, listing.sources), "left_out": listing.left_out}
     return space.finish(facts, job.dtype)
 
 

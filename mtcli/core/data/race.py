@@ -37,10 +37,10 @@ def read_race(
 
     Raises MtcliError, whose `field` named the folder, with the first bad articles by their files.
     """
-    found = read_race_files(path, part, field)
-    if found.bad:
-        raise MtcliError(*(problem for _, problem in found.bad[:NAMED]))
-    return found.levels
+    race = read_race_files(path, part, field)
+    if race.bad:
+        raise MtcliError(*(problem for _, problem in race.bad[:NAMED]))
+    return race.levels
 
 
 def read_race_files(path: Path, part: str, field: str) -> RaceFiles:
@@ -63,7 +63,7 @@ def read_race_files(path: Path, part: str, field: str) -> RaceFiles:
             levels.setdefault(level, []).append((file, _article(file, field)))
         except MtcliError as error:
             bad.append((file, error.problems[0]))
-    return RaceFiles({level: found for level, found in levels.items() if found}, bad)
+    return RaceFiles({level: articles for level, articles in levels.items() if articles}, bad)
 
 
 def _number(file: Path) -> tuple[int, str]:

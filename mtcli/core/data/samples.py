@@ -201,9 +201,9 @@ def _name(facts: list[object]) -> str:
 
 def _kept(folder: Path, kind: type[Arrays], build: Callable[[], Arrays]) -> Arrays:
     """Loads arrays from a folder, or builds them into it. Raises OSError where it takes none."""
-    found = load_kept(folder, kind)
-    if found is not None:
-        return found
+    arrays = load_kept(folder, kind)
+    if arrays is not None:
+        return arrays
     folder.parent.mkdir(exist_ok=True)
     with append_untrusted(folder.parent / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed

@@ -98,8 +98,8 @@ def find_sources(
     """
     left_out: Counter[str] = Counter()
     kind_of = partial(_kind, known=known, kind=kind)
-    found = collect_errors(*(partial(_named, name, kind_of, left_out) for name in inputs))
-    return SourceList(list(chain(*found)), dict(sorted(left_out.items())))
+    by_input = collect_errors(*(partial(_named, name, kind_of, left_out) for name in inputs))
+    return SourceList(list(chain(*by_input)), dict(sorted(left_out.items())))
 
 
 def require_used(sources: Sequence[SourceFile], text_key: str, blank: bool) -> None:
@@ -213,8 +213,8 @@ def _kind(
     inner = inner_name(path)
     if kind or (within_folder and inner.suffix in BESIDE):
         return kind
-    found = known.get(inner.suffix)
-    return None if found == "parquet" and inner is not path else found
+    by_suffix = known.get(inner.suffix)
+    return None if by_suffix == "parquet" and inner is not path else by_suffix
 
 
 def _pieces(source: SourceFile, blank: bool, size: int) -> Iterator[FileRange]:
@@ -287,8 +287,8 @@ class _SpooledBlock:
     def __iter__(self) -> Iterator[bytes]:
         end = end_of_last(self._kind, self.left)
         while not end and (data := self._stream.read(BLOCK_BYTES)):
-            kept = begun(self._kind, self.left)
-            taken, self.left = self.left[: len(self.left) - len(kept)], kept + data
+            unfinished = begun(self._kind, self.left)
+            taken, self.left = self.left[: len(self.left) - len(unfinished)], unfinished + data
             self.lines += taken.count(b"\n")
             yield taken
             end = end_of_first(self._kind, self.left)
@@ -312,8 +312,8 @@ def _write(path: Path, kind: FileKind, first_line: int, parts: Iterable[bytes]) 
 
 def end_of_last(kind: FileKind, data: bytes) -> int:
     """Finds the end of the last document boundary in `data`; 0 where there is none."""
-    found = ((data.rfind(usual), len(usual)) for usual in USUAL.get(kind, (b"\n",)))
-    end = max(at + length if at >= 0 else 0 for at, length in found)
+    boundaries = ((data.rfind(usual), len(usual)) for usual in USUAL.get(kind, (b"\n",)))
+    end = max(at + length if at >= 0 else 0 for at, length in boundaries)
     if end or kind != "text":
         return end
     return max((match.end() for match in BOUNDARIES[kind].finditer(data)), default=0)

@@ -39,7 +39,7 @@ class SpecialTokens(NamedTuple):
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     """Finds a tokenizer's special tokens. Raises MtcliError with all that it lacks."""
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
-    found, problems = {}, []
+    ids, problems = {}, []
     for role, usual in ROLES.items():
         name = tokenizer.config.get(role)
         if isinstance(name, dict):  # older files store the AddedToken
@@ -48,15 +48,15 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
         known = [vocab[name] for name in names if name in vocab]
         if not known:
             problems.append(Problem(f"the tokenizer has no {role} ({' or '.join(names)})"))
-        found[role.removesuffix("_token")] = known[0] if known else -1
+        ids[role.removesuffix("_token")] = known[0] if known else -1
     if problems:
         hint = "take a tokenizer of BERT's kind, such as `mtcli preprocess --sentences --tokenizer "
         raise MtcliError(*problems, hint=hint + "train:8192` trains")
     is_plain = np.ones(tokenizer.vocab_size, bool)
     added = tokenizer.backend.get_added_tokens_decoder()
     is_plain[[id for id, token in added.items() if token.special]] = False
-    is_plain[[*found.values(), *(vocab[name] for name in UNKNOWN if name in vocab)]] = False
-    return SpecialTokens(**found, is_plain=is_plain, begins_word=_word_beginnings(tokenizer, vocab))
+    is_plain[[*ids.values(), *(vocab[name] for name in UNKNOWN if name in vocab)]] = False
+    return SpecialTokens(**ids, is_plain=is_plain, begins_word=_word_beginnings(tokenizer, vocab))
 
 
 def _word_beginnings(tokenizer: Tokenizer, vocab: dict[str, int]) -> np.ndarray:

@@ -211,19 +211,19 @@ class TokenSequences:
 
     def rows(self, candidates: np.ndarray) -> np.ndarray:
         """Reads candidates: int64 [count, seq_len + 1]."""
-        found = np.empty((len(candidates), self.seq_len + 1), np.int64)
-        for row, candidate in zip(found, candidates.tolist(), strict=True):
+        rows = np.empty((len(candidates), self.seq_len + 1), np.int64)
+        for row, candidate in zip(rows, candidates.tolist(), strict=True):
             source, begin = self._begin(candidate)
             row[:] = self.indexed[source].tokens[begin : begin + self.seq_len + 1]
-        return found
+        return rows
 
     def documents(self, candidates: np.ndarray) -> np.ndarray:
         """Finds the document of each token, counted from 0 in each row: int32 [count, S + 1]."""
-        found = np.empty((len(candidates), self.seq_len + 1), np.int32)
-        for row, candidate in zip(found, candidates.tolist(), strict=True):
+        documents = np.empty((len(candidates), self.seq_len + 1), np.int32)
+        for row, candidate in zip(documents, candidates.tolist(), strict=True):
             lengths = [count for _, _, count in self.spans(candidate)]
             row[:] = np.repeat(np.arange(len(lengths)), lengths)
-        return found
+        return documents
 
     def spans(self, candidate: int) -> tuple[tuple[int, int, int], ...]:
         """Finds (sequence, offset, tokens) of each part of a candidate."""
@@ -247,10 +247,10 @@ class TokenSequences:
     def _begin(self, candidate: int) -> tuple[int, int]:
         """(a candidate's dataset, its first token in the file)."""
         source = self.source_of(candidate)
-        place = candidate - (int(self.ends[source - 1]) if source else 0)
+        index = candidate - (int(self.ends[source - 1]) if source else 0)
         data = self.indexed[source]
         first = int(data.pointers[self.owned[source].start]) // data.dtype.itemsize
-        return source, first + place * self.seq_len
+        return source, first + index * self.seq_len
 
 
 def _num_tokens(data: Indexed, owned: range) -> int:
@@ -275,10 +275,10 @@ class SubsetBatches:
 
     def adopt(self, subset: Subset, first: int) -> None:
         """Takes another subset of the same data from sample `first` on."""
-        found = members(subset, self.sequences.counts)
-        starts = np.append(0, self.sequences.ends)[found.source]
-        self.members, self.first = starts + found.place, first
-        self.member_weights = found.weights.astype(np.float32)
+        selected = members(subset, self.sequences.counts)
+        starts = np.append(0, self.sequences.ends)[selected.source]
+        self.members, self.first = starts + selected.place, first
+        self.member_weights = selected.weights.astype(np.float32)
         self._epoch = (-1, np.empty(0, np.int64))
 
     def __len__(self) -> int:
@@ -306,7 +306,7 @@ class SubsetBatches:
         """Identifies the spans that `batch(start, count)` is made of."""
         candidates = self.members[self._places(start, count)].tolist()
         names, of = self.prefixes, self.sequences.source_of
-        return [SampleId(names[of(one)], self.sequences.spans(one)) for one in candidates]
+        return [SampleId(names[of(member)], self.sequences.spans(member)) for member in candidates]
 
     def drawn(self, start: int, stop: int) -> list[int]:
         """Counts how many of the samples start .. stop - 1 each dataset gives."""
@@ -325,11 +325,11 @@ class SubsetBatches:
         """The places among the members of samples: int64 [count]."""
         assert self.first <= start <= start + count <= len(self), (self.first, start, count)
         epochs, places = np.divmod(np.arange(start, start + count) - self.first, len(self.members))
-        found = np.empty(count, np.int64)
+        positions = np.empty(count, np.int64)
         for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
-            found[of_epoch] = self._order(epoch)[places[of_epoch]]
-        return found
+            positions[of_epoch] = self._order(epoch)[places[of_epoch]]
+        return positions
 
     def _order(self, epoch: int) -> np.ndarray:
         known, order = self._epoch
@@ -363,5 +363,5 @@ def subset_facts(subset: Subset) -> dict[str, Any]:
     """The keys of a subset that a command answers."""
     keys = ("method", "proxy", "objective", "random_objective", "bound", "random_bound")
     keys += ("num_candidates", "seq_len")
-    found = {key: getattr(subset, key) for key in keys}
-    return found | {"indices": list(subset.indices), "weights": list(subset.weights)}
+    facts = {key: getattr(subset, key) for key in keys}
+    return facts | {"indices": list(subset.indices), "weights": list(subset.weights)}

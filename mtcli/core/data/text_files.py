@@ -30,14 +30,14 @@ def read_text(path: Path, field: str = "--task") -> str:
 
 def _decompressed(path: Path) -> bytes:
     """The contents of a compressed file. Raises OSError for more than MAX_BYTES of them."""
-    found, size = [], 0
+    parts, size = [], 0
     with open_untrusted(path) as file:
         for piece in pieces(file, path.suffix, str(path)):
-            found.append(piece)
+            parts.append(piece)
             size += len(piece)
             if size > MAX_BYTES:
                 raise OSError(f"it holds more than {MAX_BYTES} bytes")
-    return b"".join(found)
+    return b"".join(parts)
 
 
 def bad_line(path: Path, line: int, what: str, field: str = "--task") -> MtcliError:

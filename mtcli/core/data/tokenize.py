@@ -71,12 +71,12 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str], with_specials: bool = False) -> list[list[int]]:
         """Encodes each text. Raises MtcliError for one that the tokenizer cannot take."""
-        found = []
+        encoded = []
         with no_panics("the tokenizer fails on a text"):
             for text in texts:
                 require_measured(self.backend.normalizer, self._growth, text)
-                found.append(self.backend.encode(text, add_special_tokens=with_specials).ids)
-        return found
+                encoded.append(self.backend.encode(text, add_special_tokens=with_specials).ids)
+        return encoded
 
     def encode_with_specials(self, text: str) -> list[int]:
         """Encodes `text` with the special tokens that tokenizer.json's template puts around it,
@@ -324,13 +324,13 @@ def _from_hub(name: str) -> Tokenizer:
         except (OSError, ValueError):
             return None
 
-    found = {
+    paths = {
         file: path for file in HUB_FILES if (files is None or file in files) and (path := get(file))
     }
-    if "tokenizer.json" in found:
-        return _from_file(found["tokenizer.json"])
-    if "vocab.json" in found and "merges.txt" in found:
-        return _from_gpt2_files(found["vocab.json"], found["merges.txt"])
+    if "tokenizer.json" in paths:
+        return _from_file(paths["tokenizer.json"])
+    if "vocab.json" in paths and "merges.txt" in paths:
+        return _from_gpt2_files(paths["vocab.json"], paths["merges.txt"])
     raise wrong(
         f"tokenizer {name}: neither a file or folder here, nor had from Hugging Face: {reason}",
         f"give {KINDS}",

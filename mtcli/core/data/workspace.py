@@ -54,12 +54,12 @@ class Workspace:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_output(self.folder / "lock", prefix)
         self._journal = self.folder / "journal.jsonl"
-        kept = self._last_line(fingerprint) if resume else None
-        if kept is None:
+        journaled = self._last_line(fingerprint) if resume else None
+        if journaled is None:
             self._begin(fingerprint)
         self._files = [append_untrusted(self.folder / name) for name in SPILLED]
-        if kept is not None and not self.is_finished:
-            self._take_up(kept)
+        if journaled is not None and not self.is_finished:
+            self._take_up(journaled)
         self.resumed_at = self.blocks
 
     def close(self) -> None:
@@ -91,11 +91,11 @@ class Workspace:
     def append(self, parts: tuple[Path, ...], counts: TextCounts) -> None:
         """Adds the next block from its part files, which are removed: tokens, lengths, and maybe
         the number of each document's sentences."""
-        for part, whole in zip(parts, self._files, strict=False):
+        for part, output in zip(parts, self._files, strict=False):
             with open_untrusted(part) as file:
                 while data := file.read(COPY_BYTES):
-                    whole.write(data)
-                    if whole is self._files[0]:
+                    output.write(data)
+                    if output is self._files[0]:
                         self._hash.update(data)
             part.unlink()
         self.blocks += 1
@@ -164,17 +164,17 @@ class Workspace:
         if lines[0] != {"fingerprint": fingerprint}:
             message = f"{self.folder} was begun with other inputs or options"
             raise wrong(message, "give the same ones, or leave --resume out to start over")
-        kept = next((line for line in reversed(lines) if "blocks" in line), {})
+        last = next((line for line in reversed(lines) if "blocks" in line), {})
         try:
-            return TypeAdapter(Journaled).validate_json(json.dumps(kept), strict=True)
+            return TypeAdapter(Journaled).validate_json(json.dumps(last), strict=True)
         except ValidationError as error:
             raise self._damaged(error.errors()[0]["msg"]) from None
 
-    def _take_up(self, kept: Journaled) -> None:
+    def _take_up(self, journaled: Journaled) -> None:
         """Truncates both files to what the journal vouches for; counts and hashes that again."""
-        self.blocks, self.counts = kept.blocks, kept.counts
+        self.blocks, self.counts = journaled.blocks, journaled.counts
         for file, name in zip(self._files, SIZES, strict=True):
-            size = getattr(kept, name)
+            size = getattr(journaled, name)
             if file.tell() < size:
                 message = f"{file.name} is {file.tell()} bytes, and its journal says {size}"
                 raise failed(message, "leave --resume out to start over")
@@ -188,9 +188,9 @@ class Workspace:
         """Reads the journal's complete lines; a last one that a crash truncated does not count."""
         if not self._journal.exists():
             return []
-        whole = read_untrusted(self._journal).split(b"\n")[:-1]
+        complete = read_untrusted(self._journal).split(b"\n")[:-1]
         try:
-            lines = [parse_json(line) for line in whole]
+            lines = [parse_json(line) for line in complete]
         except ValueError as error:
             raise self._damaged(f"not JSON: {error}") from None
         if not all(isinstance(line, dict) for line in lines):

@@ -47,8 +47,8 @@ def compare_files(a: str, b: str) -> Report:
     tasks = [task for task in first.items if task in second.items]
     if not any(first.items[task].keys() & second.items[task].keys() for task in tasks):
         counts = " and ".join(
-            f"{sum(map(len, one.items.values()))} items of {', '.join(one.items) or 'no task'}"
-            for one in (first, second)
+            f"{sum(map(len, side.items.values()))} items of {', '.join(side.items) or 'no task'}"
+            for side in (first, second)
         )
         raise wrong(f"{a} and {b} share 0 items: {counts}", "evaluate both on one task", FIELD)
     report: Report = {"a": _about(first), "b": _about(second), "tasks": {}}
@@ -80,9 +80,9 @@ def read_result(path: str) -> Evaluated:
     for number, record in enumerate(records, start=1):
         if not _is_item(record):
             raise wrong(f"{file}, line {number}: it is no item", NEEDED, FIELD)
-        mine = items.setdefault(record["task"], {})
-        repeat = next(n for n in range(len(mine) + 1) if (record["id"], n) not in mine)
-        mine[record["id"], repeat] = record
+        task_items = items.setdefault(record["task"], {})
+        repeat = next(n for n in range(len(task_items) + 1) if (record["id"], n) not in task_items)
+        task_items[record["id"], repeat] = record
     metrics = {name: report.get("metric", "accuracy") for name, report in tasks.items()
                if isinstance(report, dict)}  # fmt: skip
     return Evaluated(path, str(table.get("checkpoint", "")), metrics, items)
@@ -95,28 +95,28 @@ def _is_item(record: Any) -> bool:
     return texts and all(map(is_number, record["loglikelihoods"]))
 
 
-def _about(one: Evaluated) -> dict[str, str]:
-    return {"file": one.name, "checkpoint": one.checkpoint}
+def _about(result: Evaluated) -> dict[str, str]:
+    return {"file": result.name, "checkpoint": result.checkpoint}
 
 
 def _compared(a: Evaluated, b: Evaluated, metrics: dict[str, str]) -> dict[str, Report]:
-    found = {}
+    reports = {}
     for task, metric in metrics.items():
         shared = [key for key in a.items[task] if key in b.items[task]]
         pairs = [(a.items[task][key], b.items[task][key]) for key in shared]
         if pairs:
             of_choice = "correct" in pairs[0][0]
-            found[task] = _accuracies(pairs, metric) if of_choice else _likelihoods(pairs)
-            found[task]["total"] = len(pairs)
-            found[task]["other_prompts"] = sum(x["hash"] != y["hash"] for x, y in pairs)
-    adjusted = holm({task: report["p_value"] for task, report in found.items()})
-    for task, report in found.items():
+            reports[task] = _accuracies(pairs, metric) if of_choice else _likelihoods(pairs)
+            reports[task]["total"] = len(pairs)
+            reports[task]["other_prompts"] = sum(x["hash"] != y["hash"] for x, y in pairs)
+    adjusted = holm({task: report["p_value"] for task, report in reports.items()})
+    for task, report in reports.items():
         low, high = report["interval"]
         known = adjusted[task] < LEVEL and not low <= 0 <= high
         b_is_better = (report["difference"] > 0) == (report["metric"] != "loss")
         verdict = ("b" if b_is_better else "a") if known else "tied"
         report |= {"adjusted_p_value": adjusted[task], "verdict": verdict}
-    return found
+    return reports
 
 
 Pairs = Sequence[tuple[Record, Record]]
@@ -124,12 +124,12 @@ Pairs = Sequence[tuple[Record, Record]]
 
 def _accuracies(pairs: Pairs, metric: str) -> Report:
     a, b = ([_is_right(pair[side], metric) for pair in pairs] for side in (0, 1))
-    found = compare_accuracies(a, b, _clusters(pairs))
+    comparison = compare_accuracies(a, b, _clusters(pairs))
     return {
         "metric": metric,
         "a": sum(a) / len(a),
         "b": sum(b) / len(b),
-        **found._asdict(),
+        **comparison._asdict(),
         "only_a": sum(x and not y for x, y in zip(a, b, strict=True)),
         "only_b": sum(y and not x for x, y in zip(a, b, strict=True)),
     }
@@ -141,8 +141,8 @@ def _is_right(record: Record, metric: str) -> bool:
 
 
 def _clusters(pairs: Pairs) -> list[str] | None:
-    found = [pair[0].get("cluster") for pair in pairs]
-    return None if None in found else [str(cluster) for cluster in found]
+    clusters = [pair[0].get("cluster") for pair in pairs]
+    return None if None in clusters else [str(cluster) for cluster in clusters]
 
 
 def _likelihoods(pairs: Pairs) -> Report:

@@ -24,12 +24,12 @@ def read_ngrams(path: str) -> frozenset[tuple[str, ...]]:
     if not isinstance(tasks, dict):
         raise wrong(f"{path} lists no contamination", HINT, FIELD)
     shown = [
-        one for task in tasks.values() if isinstance(task, dict) for one in _list(task, "shown")
+        row for task in tasks.values() if isinstance(task, dict) for row in _list(task, "shown")
     ]
-    found = [ngram for one in shown if isinstance(one, dict) for ngram in _list(one, "ngrams")]
-    if not all(map(is_text, found)):
-        raise wrong(f"{path}: one of {len(found)} n-grams is no text", HINT, FIELD)
-    return frozenset(words for words in map(_words, found) if words)
+    ngrams = [ngram for row in shown if isinstance(row, dict) for ngram in _list(row, "ngrams")]
+    if not all(map(is_text, ngrams)):
+        raise wrong(f"{path}: one of {len(ngrams)} n-grams is no text", HINT, FIELD)
+    return frozenset(words for words in map(_words, ngrams) if words)
 
 
 def is_contaminated(texts: Iterable[str], ngrams: frozenset[tuple[str, ...]]) -> bool:
@@ -47,5 +47,5 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _list(table: dict[str, Any], key: str) -> list[Any]:
-    found = table.get(key)
-    return found if isinstance(found, list) else []
+    value = table.get(key)
+    return value if isinstance(value, list) else []

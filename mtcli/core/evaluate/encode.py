@@ -54,8 +54,8 @@ class Encoder:
             prefix = [self.prefix_id]
             return [request(prefix, ids[1:] if ids[:1] == prefix else ids) for ids in texts]
         spaces, head = context[len(stripped) :], self.text(stripped)
-        wholes = [self.text(stripped + spaces + continuation) for continuation in continuations]
-        return [request(head, whole[len(head) :]) for whole in wholes]
+        joined = [self.text(stripped + spaces + continuation) for continuation in continuations]
+        return [request(head, ids[len(head) :]) for ids in joined]
 
 
 def encoder_for(tokenizer: Tokenizer) -> Encoder:

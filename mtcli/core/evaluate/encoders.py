@@ -83,14 +83,14 @@ def _rows(
     if name == "race":
         room = Room(race_limit(size), RACE_CHOICES * race_limit(size))
         size = room.row
-        found = read_race_examples(path, "test", tokenizer, room, "--task")
+        examples = read_race_examples(path, "test", tokenizer, room, "--task")
     else:
-        found = read_classes(path, tokenizer, Room(size, size), model.num_labels, "--task")
+        examples = read_classes(path, tokenizer, Room(size, size), model.num_labels, "--task")
     if limit is not None:
-        groups = dict.fromkeys(example.group for example in found.found)
-        kept = [[e for e in found.found if e.group == group][:limit] for group in groups]
-        found = found._replace(found=[example for part in kept for example in part])
-    return ExampleRows([(str(path), found)], size, special)
+        groups = dict.fromkeys(example.group for example in examples.examples)
+        limited = [[e for e in examples.examples if e.group == group][:limit] for group in groups]
+        examples = examples._replace(examples=[example for part in limited for example in part])
+    return ExampleRows([(str(path), examples)], size, special)
 
 
 def _masked(path: Path, model: ModelConfig, tokenizer: Tokenizer, limit: int | None) -> MaskedRows:
@@ -144,11 +144,11 @@ def _report_masked(
     dp = models[0].groups.layout.dp
     for at in range(0, len(spans), dp):
         batches = [rows.rows(*span) for span in spans[at : at + dp]]
-        for read, found in zip(batches, head_outputs(models[0], batches), strict=True):
-            loss, masked = loss + found.loss, masked + int(read.weights.sum())
-            if found.logits_MC.numel():
+        for read, output in zip(batches, head_outputs(models[0], batches), strict=True):
+            loss, masked = loss + output.loss, masked + int(read.weights.sum())
+            if output.logits_MC.numel():
                 counted = read.class_weights > 0
-                guessed = found.logits_MC.argmax(1).numpy()
+                guessed = output.logits_MC.argmax(1).numpy()
                 right += int((guessed == read.classes)[counted].sum())
                 pairs += int(counted.sum())
         progress(sum(len(read.tokens) for read in batches))
@@ -167,15 +167,15 @@ def _probabilities(
     from mtcli.core.inference.encoder import head_outputs
 
     batches = [rows.rows(*span) for span in spans]
-    found = []
+    probabilities = []
     for model in models:
         parts = []
         for at in range(0, len(batches), model.groups.layout.dp):
             some = batches[at : at + model.groups.layout.dp]
             parts += [one.logits_MC.softmax(1).numpy() for one in head_outputs(model, some)]
             progress(sum(len(read.tokens) for read in some))
-        found.append(np.concatenate(parts))
-    return found
+        probabilities.append(np.concatenate(parts))
+    return probabilities
 
 
 def _packed(rows: ExampleRows) -> list[Example]:
@@ -208,14 +208,14 @@ def _report_classes(rows: ExampleRows, probabilities: Sequence[np.ndarray]) -> R
     labels, groups = (np.array([getattr(e, name) for e in examples]) for name in ("label", "group"))
     correct = np.mean(probabilities, axis=0).argmax(1) == labels
     clusters = [example.cluster for example in examples] if groups[0] else None
-    found = accuracy_of(correct.tolist(), clusters)
-    report: Report = {"accuracy": found.value, "interval": found.interval}
-    report |= {"standard_error": found.standard_error}
+    accuracy = accuracy_of(correct.tolist(), clusters)
+    report: Report = {"accuracy": accuracy.value, "interval": accuracy.interval}
+    report |= {"standard_error": accuracy.standard_error}
     for level in LEVELS if groups[0] else ():
-        mine = groups == level
-        report[level] = float(correct[mine].mean()) if mine.any() else None
-        report[f"{level}_total"] = int(mine.sum())
+        of_level = groups == level
+        report[level] = float(correct[of_level].mean()) if of_level.any() else None
+        report[f"{level}_total"] = int(of_level.sum())
     report |= {"correct": int(correct.sum()), "total": len(labels)}
-    for number, one in enumerate(probabilities if len(probabilities) > 1 else (), start=1):
-        report[f"accuracy_{number}"] = float((one.argmax(1) == labels).mean())
+    for number, output in enumerate(probabilities if len(probabilities) > 1 else (), start=1):
+        report[f"accuracy_{number}"] = float((output.argmax(1) == labels).mean())
     return report

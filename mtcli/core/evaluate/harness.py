@@ -84,11 +84,11 @@ class HarnessModel(TemplateLM):
         """The log-likelihood of each text, alone, in disjoint windows (`rolling_windows`)."""
         windows = [
             rolling_windows(
-                np.array(self.tok_encode(one.args[0]), np.int64),
+                np.array(self.tok_encode(instance.args[0]), np.int64),
                 self.encoder.prefix_id,
                 self.scorer.max_seq_len,
             )
-            for one in requests
+            for instance in requests
         ]
         scores = iter(self._score([window for document in windows for window in document]))
         return [sum(next(scores).logprob for _ in document) for document in windows]
@@ -96,11 +96,11 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to the first of its `until`, a token that ends a
         text, or as many tokens as the task allows (256 where it names none)."""
-        found = []
-        for context, settings in (one.args for one in requests):
-            found.append(self._generated(context, settings))
+        texts = []
+        for context, settings in (instance.args for instance in requests):
+            texts.append(self._generated(context, settings))
             self.progress(1)
-        return found
+        return texts
 
     def _generated(self, context: str, settings: Mapping[str, Any]) -> str:
         until = settings.get("until") or []
@@ -163,11 +163,11 @@ def _find(name: str) -> tuple[TaskManager, str]:
         path = Path(name)
         if not path.exists():
             raise wrong(f"{name} does not exist", "give a task's YAML file, or its name", "--task")
-        found = re.search(r"^(?:task|group):\s*['\"]?([^'\"\s#]+)", read_text(path), re.MULTILINE)
-        if found is None:
+        match = re.search(r"^(?:task|group):\s*['\"]?([^'\"\s#]+)", read_text(path), re.MULTILINE)
+        if match is None:
             raise wrong(f"{name} names 0 tasks", "it must have a line `task: NAME`", "--task")
         folder = str(path.resolve().parent)
-        return TaskManager(include_path=folder, include_defaults=False), found[1]
+        return TaskManager(include_path=folder, include_defaults=False), match[1]
     manager = TaskManager()
     if name not in manager.all_tasks:
         message = f"lm-eval has {len(manager.all_tasks)} tasks, and none is called {name!r}"

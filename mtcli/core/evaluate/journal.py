@@ -37,13 +37,13 @@ class Journal:
 
     def scores(self, task: str, prepared: PreparedTask) -> dict[int, list[Score]]:
         """The scores of items that an earlier run has finished, by the items' numbers."""
-        known, found = self.known.get(task, {}), {}
+        known, finished = self.known.get(task, {}), {}
         starts = [0, *prepared.ends[:-1]]
         for number, name in enumerate(prepared.hashes):
             scores = _scores(known.get(name, {}))
             if len(scores) == prepared.ends[number] - starts[number]:
-                found[number] = scores
-        return found
+                finished[number] = scores
+        return finished
 
     def add(
         self,
@@ -126,10 +126,10 @@ def _read(path: Path, model: str) -> Known:
 
 def _parsed(line: bytes) -> Record:
     try:
-        found: Any = parse_json(line) if line.endswith(b"\n") else {}
+        record: Any = parse_json(line) if line.endswith(b"\n") else {}
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _scores(record: Record) -> list[Score]:

@@ -127,11 +127,11 @@ def run(scorer: Scorer, planned: PackingPlan, progress: Advance = lambda done: N
 
     Raises as `scored` does.
     """
-    found: dict[int, Score] = {}
+    by_request: dict[int, Score] = {}
     for scores in scored(scorer, planned):
-        found |= scores
+        by_request |= scores
         progress(len(scores))
-    return [found[number] for number in range(len(planned.requests))]
+    return [by_request[number] for number in range(len(planned.requests))]
 
 
 def scored(scorer: Scorer, planned: PackingPlan) -> Iterator[dict[int, Score]]:
@@ -178,8 +178,8 @@ def _read(scorer: Scorer, planned: PackingPlan) -> Iterator[tuple[ScoreBatch, Id
         states[index] = scorer.read(new, before)
         return states[index]
 
-    for found, made in zip(planned.batches, batches(planned), strict=True):
-        yield made.batch, made.owners, state(found.prefix)
+    for row_batch, made in zip(planned.batches, batches(planned), strict=True):
+        yield made.batch, made.owners, state(row_batch.prefix)
 
 
 def _is_above(planned: PackingPlan, above: int, below: int | None) -> bool:
@@ -197,7 +197,7 @@ def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> Pa
     longest = int(ordered.inputs.max(initial=0))
     max_row = max(longest, min(MAX_ROW_LENGTHS * max_seq_len, batch_tokens))
     prefixes, groups = _prefixes(ordered, max_row)
-    found: list[RowBatch] = []
+    row_batches: list[RowBatch] = []
     for prefix, numbers in groups:
         length = prefixes[prefix].length if prefix is not None else 0
         rows = _share(ordered, numbers, length, max_row - length)
@@ -206,9 +206,9 @@ def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> Pa
             kind.sort(key=lambda row: -row.size)
             while kind:
                 count = max(1, batch_tokens // kind[0].size)
-                found.append(RowBatch(tuple(kind[:count]), prefix))
+                row_batches.append(RowBatch(tuple(kind[:count]), prefix))
                 del kind[:count]
-    return PackingPlan(requests, tuple(found), tuple(prefixes))
+    return PackingPlan(requests, tuple(row_batches), tuple(prefixes))
 
 
 class _Ordered(NamedTuple):
@@ -270,15 +270,15 @@ def _prefixes(
     return prefixes, [(prefix, sorted(places)) for prefix, places in groups.items()]
 
 
-def _share(ordered: _Ordered, places: list[int], length: int, max_row: int) -> list[PackedRow]:
+def _share(ordered: _Ordered, positions: list[int], length: int, max_row: int) -> list[PackedRow]:
     """Groups requests that begin alike after a prefix of `length` into rows: neighbours in
     lexicographic order."""
     rows: list[PackedRow] = []
     before = None
-    for place in places:
-        new = int(ordered.inputs[place]) - length
-        shared = int(ordered.shared[place]) - length if before == place - 1 else 0
-        index, before = ordered.order[place], place
+    for position in positions:
+        new = int(ordered.inputs[position]) - length
+        shared = int(ordered.shared[position]) - length if before == position - 1 else 0
+        index, before = ordered.order[position], position
         if (
             shared * MIN_SHARED_PART >= new
             and shared > 0

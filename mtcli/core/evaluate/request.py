@@ -91,18 +91,18 @@ def _kind(task: str, model: ModelConfig) -> str:
 def require_members(models: Mapping[str, ModelConfig | None]) -> None:
     """Raises MtcliError where the models of an ensemble do not classify the same tokens alike."""
     fields = ("head", "num_labels", "vocab_size", "max_seq_len")
-    found = {
+    by_path = {
         path: {name: getattr(model, name) for name in fields}
         for path, model in models.items()
         if model is not None
     }
-    heads = {facts["head"] for facts in found.values()}
-    differ = [name for name in fields if len({facts[name] for facts in found.values()}) > 1]
+    heads = {facts["head"] for facts in by_path.values()}
+    differ = [name for name in fields if len({facts[name] for facts in by_path.values()}) > 1]
     if heads <= set(CLASSIFIERS) and not differ:
         return
     said = "; ".join(
         f"{path} has " + ", ".join(f"{name}={facts[name]!r}" for name in differ or fields[:1])
-        for path, facts in found.items()
+        for path, facts in by_path.items()
     )
     hint = "classifiers of one kind and tokenizer, classification or multiple_choice"
     raise wrong(f"--ensemble of models that do not vote on the same: {said}", hint, "--ensemble")

@@ -63,16 +63,16 @@ def _task_runs(
     others = [
         open_model(path, request.overrides, runtime, encoders=True) for path in request.ensemble
     ]
-    models = [scorer, *(one.scorer for one in others)]
+    models = [scorer, *(other.scorer for other in others)]
     return encoder_runs(request.tasks, models, tokenizer, request.limit, tokens, journal)
 
 
 def _tokenizer(opened: OpenModel, tokenizer: str | None) -> Tokenizer:
-    found = opened.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
-    if found is None:
+    chosen = opened.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
+    if chosen is None:
         message = f"the checkpoint {opened.checkpoint.folder} holds no tokenizer"
         raise wrong(message, "name the one that it was trained with", "--tokenizer")
-    return found
+    return chosen
 
 
 def _version(package: str) -> str | None:

@@ -42,9 +42,9 @@ class Comparison(NamedTuple):
 def accuracy_of(right: Sequence[bool], clusters: Sequence[str] | None = None) -> Accuracy:
     """The accuracy of items, whose `clusters` say which are not independent."""
     total = len(right)
-    found = np.array(right, np.float64)
+    values = np.array(right, np.float64)
     return Accuracy(
-        float(found.mean()), wilson(int(found.sum()), total), standard_error(found, clusters)
+        float(values.mean()), wilson(int(values.sum()), total), standard_error(values, clusters)
     )
 
 

@@ -40,10 +40,10 @@ def head_outputs(model: InferenceModel, batches: Sequence[EncoderRows]) -> list[
     for number, rows in enumerate(batches):
         owner = 0 if config.num_experts else number % layout.dp
         if owner == model.groups.dp_rank or config.num_experts:
-            found = _outputs(model, _inputs(model, rows))
+            output = _outputs(model, _inputs(model, rows))
             # one rank of each replica answers
-            if found is not None and owner == model.groups.dp_rank and answers:
-                flat[ends[number] : ends[number + 1]] = found
+            if output is not None and owner == model.groups.dp_rank and answers:
+                flat[ends[number] : ends[number + 1]] = output
     flat = all_reduce(flat, model.groups.world).cpu()
     return [
         HeadOutput(float(flat[start]), flat[start + 1 : end].view(size))

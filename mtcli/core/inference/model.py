@@ -187,10 +187,10 @@ class OpenModel:
         folder, config = self.checkpoint.folder, self.scorer.config
         model, train = config.model.model_dump_json(), config.train
         files = sorted(path for path in folder.iterdir() if path.is_file())
-        kept = [(file.name, status.st_size, status.st_mtime_ns)
-                for file in files for status in [file.stat()]]  # fmt: skip
+        stats = [(file.name, status.st_size, status.st_mtime_ns)
+                 for file in files for status in [file.stat()]]  # fmt: skip
         tokenizer = None if self.tokenizer is None else self.tokenizer.sha256
-        facts = str(folder.resolve()), kept, model, train.precision, train.matmul, tokenizer
+        facts = str(folder.resolve()), stats, model, train.precision, train.matmul, tokenizer
         return sha256(repr(facts).encode()).hexdigest()[:32]
 
     def facts(self) -> dict[str, Any]:
@@ -217,10 +217,10 @@ class OpenModel:
     def end_ids(self) -> frozenset[int]:
         """The tokens that end a text: those of the Hugging Face folder that the weights came in, or
         else the tokenizer's end of document."""
-        found, tokenizer = end_ids(self.checkpoint), self.require_tokenizer()
-        if found is None:
+        ids, tokenizer = end_ids(self.checkpoint), self.require_tokenizer()
+        if ids is None:
             return frozenset() if tokenizer.eod_id is None else frozenset([tokenizer.eod_id])
-        return found
+        return ids
 
 
 def open_model(

@@ -55,7 +55,7 @@ def chosen_targets(weight: str, model: ModelConfig, lora: LoraConfig) -> tuple[L
     every = targets_of(weight, model)
     if not lora.targets:
         return every
-    return tuple(one for one in every if {one.name, one.short} & {*lora.targets})
+    return tuple(target for target in every if {target.name, target.short} & {*lora.targets})
 
 
 def adapter_parameters(

@@ -36,10 +36,10 @@ class Grid:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index along each axis."""
-        found = {}
+        coordinates = {}
         for axis, size in zip(self.axes, self.sizes, strict=True):
-            rank, found[axis] = divmod(rank, size)
-        return found
+            rank, coordinates[axis] = divmod(rank, size)
+        return coordinates
 
     def rank(self, **coordinates: int) -> int:
         """The rank at some coordinates; axes not named are at 0."""

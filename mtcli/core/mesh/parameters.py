@@ -32,11 +32,11 @@ def run_parameters(model: ModelConfig, lora: LoraConfig) -> dict[str, Parameter]
     table = parameters(model)
     if not lora.rank:
         return table
-    found: dict[str, Parameter] = {}
+    run_table: dict[str, Parameter] = {}
     for name, parameter in table.items():
-        found[name] = replace(parameter, trained=False, frozen=True)
-        found |= {one.name: one for one in adapter_parameters(parameter, model, lora)}
-    return found
+        run_table[name] = replace(parameter, trained=False, frozen=True)
+        run_table |= {added.name: added for added in adapter_parameters(parameter, model, lora)}
+    return run_table
 
 
 @cache

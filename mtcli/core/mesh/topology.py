@@ -158,8 +158,8 @@ class MixingGraph:
                 w * cmath.exp(2j * pi * (k * offset % self.n) / self.n)
                 for offset, w in self._offsets(step).items()
             )
-            found = abs(sum(waves))
-            factor *= found if found > 1e-15 else 0.0
+            magnitude = abs(sum(waves))
+            factor *= magnitude if magnitude > 1e-15 else 0.0
         return factor
 
     def _offsets(self, step: int) -> dict[int, float]:

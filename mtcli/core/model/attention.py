@@ -78,8 +78,8 @@ class Attention(nn.Module):
         k, v = (gather_sequence(x, self.cp).repeat_interleave(r, 1) for x in (k, v))
         s = k.shape[2]
         keys = torch.arange(s, device=q.device)
-        mine = zigzag(s, self.cp.size, self.cp.rank, q.device)
-        mask = inputs.attention_mask.mask(mine, keys)
+        positions = zigzag(s, self.cp.size, self.cp.rank, q.device)
+        mask = inputs.attention_mask.mask(positions, keys)
         q = q * self.head_dim**-0.5  # first, for float16
         first_head = self.tp_rank * q.shape[1]
         stream = self.stream.per_sequence(len(q))

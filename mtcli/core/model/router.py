@@ -104,8 +104,8 @@ class Router(nn.Module):
 
     def _my_part(self, x_bsE: Tensor) -> Tensor:
         cp = self.build.groups.cp
-        mine = zigzag(x_bsE.shape[1], cp.size, cp.rank, x_bsE.device)
-        return self.build.my_tokens(x_bsE[:, mine].flatten(0, 1))
+        positions = zigzag(x_bsE.shape[1], cp.size, cp.rank, x_bsE.device)
+        return self.build.my_tokens(x_bsE[:, positions].flatten(0, 1))
 
     def _losses(
         self, logits_TE: Tensor, scores_TE: Tensor, experts: Tensor, inputs: Inputs

@@ -72,8 +72,8 @@ class Optimizer:
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
         if self.by_kernels and self.packed is None:
             self.packed = tensor_table(self.parts)
-        update, mine = self.begin(lr, factor), [gradients[n].contiguous() for n in self.named]
-        self.rule(self.parts, mine, update, self.packed)
+        update, grads = self.begin(lr, factor), [gradients[n].contiguous() for n in self.named]
+        self.rule(self.parts, grads, update, self.packed)
 
     def begin(self, lr: float, factor: float = 1.0) -> OptimizerStep:
         """Counts an update; returns its scalars."""

@@ -49,14 +49,14 @@ def decayed_gradients(
     parts: OptimizerTensors, gradients: Sequence[Tensor], update: OptimizerStep
 ) -> list[Tensor]:
     """The gradients times the update's factor, plus weight decay."""
-    found = list(gradients)
+    scaled = list(gradients)
     if update.factor != 1.0:
-        found = list(torch._foreach_mul(found, update.factor))
+        scaled = list(torch._foreach_mul(scaled, update.factor))
     if not update.decay:
-        return found
+        return scaled
     return [
         torch.add(g, master, alpha=update.decay) if decays else g
-        for g, master, decays in zip(found, parts.masters, parts.decays, strict=True)
+        for g, master, decays in zip(scaled, parts.masters, parts.decays, strict=True)
     ]
 
 

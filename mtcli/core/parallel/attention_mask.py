@@ -36,9 +36,9 @@ class AttentionMask:
         if self.documents is None:
             first, end = torch.zeros_like(queries)[None], torch.full_like(queries, len(keys))[None]
         else:
-            mine, theirs = self.documents[:, queries], self.documents[:, keys].contiguous()
-            first = torch.searchsorted(theirs, mine)
-            end = torch.searchsorted(theirs, mine, right=True)
+            of_queries, of_keys = self.documents[:, queries], self.documents[:, keys].contiguous()
+            first = torch.searchsorted(of_keys, of_queries)
+            end = torch.searchsorted(of_keys, of_queries, right=True)
         if self.causal:
             end = torch.minimum(end, torch.searchsorted(keys, queries, right=True))
         return KeyRanges(first.int(), end.int())

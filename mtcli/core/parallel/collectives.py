@@ -214,9 +214,9 @@ def _gather_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
 
 
 def _scatter_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
-    mine = sizes[axis.rank]
-    parts = _exchange(x, sizes, [mine] * axis.size, axis)
-    return parts.view(axis.size, mine, *x.shape[1:]).sum(0)
+    own_rows = sizes[axis.rank]
+    parts = _exchange(x, sizes, [own_rows] * axis.size, axis)
+    return parts.view(axis.size, own_rows, *x.shape[1:]).sum(0)
 
 
 def _differentiable(forward: Callable, backward: Callable) -> Callable[..., Tensor]:

@@ -84,11 +84,11 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMas
     if axis.size == 1:
         return _local(q, k, v, masking)
     k, v = gather_sequence(k, axis), gather_sequence(v, axis)
-    mine = zigzag(k.shape[2], axis.size, axis.rank, q.device)
+    queries = zigzag(k.shape[2], axis.size, axis.rank, q.device)
     keys = torch.arange(k.shape[2], device=q.device)
     if runs_triton(q):
-        return flash_attention(q, k, v, masking.spans(mine, keys))
-    mask = masking.mask(mine, keys)
+        return flash_attention(q, k, v, masking.spans(queries, keys))
+    mask = masking.mask(queries, keys)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
@@ -200,10 +200,10 @@ def _meeting(q: Tensor, step: int, axis: Axis, masking: AttentionMask) -> _Meeti
         return _Meeting(queries, keys, masking.causal and step == 0, None)
     ranks = axis.rank, (axis.rank - step) % axis.size
     device = masking.documents.device
-    mine, theirs = (zigzag(tokens * axis.size, axis.size, rank, device) for rank in ranks)
+    of_queries, of_keys = (zigzag(tokens * axis.size, axis.size, rank, device) for rank in ranks)
     if runs_triton(q):
-        return _Meeting(queries, keys, False, masking.spans(mine[queries], theirs[keys]))
-    mask = masking.mask(mine[queries], theirs[keys])
+        return _Meeting(queries, keys, False, masking.spans(of_queries[queries], of_keys[keys]))
+    mask = masking.mask(of_queries[queries], of_keys[keys])
     assert mask is not None, "documents make a mask"
     return _Meeting(queries, keys, False, mask) if mask.any() else None
 

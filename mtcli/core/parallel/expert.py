@@ -99,8 +99,8 @@ def _all_gather(
     if kept is not None:
         kept = all_gather(kept.to(torch.uint8), axis).bool()
     if ep.size > 1:
-        mine = (local >= 0) & (local < per_rank)
-        kept = mine if kept is None else kept & mine
+        is_local = (local >= 0) & (local < per_rank)
+        kept = is_local if kept is None else kept & is_local
     weights = gather_in(routing.weights, axis)
     copies = sort_copies(x_all, local, kept, per_rank, capacity * axis.size)
     rows = permute(x_all, copies, copies.num_rows)

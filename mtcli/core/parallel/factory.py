@@ -147,11 +147,11 @@ class LayerFactory(ABC):
 
     def adapter(self, name: str) -> Adapter | None:
         """The adapter of a linear layer, or None where the run trains none of its targets."""
-        found = self.adapter_site(name)
-        if found is None or self.adapters is None:
+        site = self.adapter_site(name)
+        if site is None or self.adapters is None:
             return None
         key = stream_key(self.adapters.seed, "dropout", f"{name}.adapter")
-        return Adapter(*found, self.adapters, key)
+        return Adapter(*site, self.adapters, key)
 
     def adapter_site(self, name: str) -> tuple[AdapterSite, AdapterSides] | None:
         """Where the adapter of a linear layer is, and its parameters; None where it has none."""
@@ -159,9 +159,9 @@ class LayerFactory(ABC):
             return None
         weight = self.table[f"{name}.weight"]
         targets = tuple(
-            one
-            for one in targets_of(weight.name, self.adapters.model)
-            if adapter_name(weight.name, "a", one) in self.table
+            target
+            for target in targets_of(weight.name, self.adapters.model)
+            if adapter_name(weight.name, "a", target) in self.table
         )
         if not targets:
             return None
@@ -173,7 +173,8 @@ class LayerFactory(ABC):
         site = AdapterSite(targets, slots, prod(local[:dim]) if dim else 1, shard)
         parameters = {
             side: {
-                one.short: self.parameter(adapter_name(weight.name, side, one)) for one in targets
+                target.short: self.parameter(adapter_name(weight.name, side, target))
+                for target in targets
             }
             for side in "ab"
         }

@@ -171,14 +171,14 @@ def consecutive(axis: Axis, size: int, name: str, timeout: float) -> Axis:
     """
     first = axis.rank // size * size
     ranks = axis.ranks[first : first + size]
-    mine = axis._replace(name=name, ranks=ranks, rank=axis.rank - first)
+    subaxis = axis._replace(name=name, ranks=ranks, rank=axis.rank - first)
     if size == 1:
-        return mine._replace(group=None, transport=None)
+        return subaxis._replace(group=None, transport=None)
     if size == axis.size:
-        return mine
+        return subaxis
     limit = timedelta(seconds=timeout + LATER)
     own = {"timeout": limit, "use_local_synchronization": True, "group_desc": name}
-    return _connected(mine._replace(group=dist.new_group(list(ranks), **own)), timeout + LATER)
+    return _connected(subaxis._replace(group=dist.new_group(list(ranks), **own)), timeout + LATER)
 
 
 def _groups(layout: ParallelLayout, axes: tuple[str, ...]) -> list[list[int]]:
@@ -187,14 +187,14 @@ def _groups(layout: ParallelLayout, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _axis(name: str, groups: list[list[int]], world: Axis, timeout: float) -> Axis:
-    mine, handle, limit = (world.rank,), None, timedelta(seconds=timeout + LATER)
+    members, handle, limit = (world.rank,), None, timedelta(seconds=timeout + LATER)
     for ranks in groups:  # every rank takes part in making every group, in the same order
         if len(ranks) == 1:
             continue
         made = dist.new_group(ranks, timeout=limit, group_desc=name)
         if world.rank in ranks:
-            mine, handle = tuple(ranks), made
-    return Axis(name, mine, mine.index(world.rank), handle, world.recorder)
+            members, handle = tuple(ranks), made
+    return Axis(name, members, members.index(world.rank), handle, world.recorder)
 
 
 def _p2p_groups(
@@ -206,7 +206,7 @@ def _p2p_groups(
     On one that several ranks share, or both directions of a pair, all could have a send at its
     head: interleaved stages stall (`schedule.validate.stalls`).
     """
-    found, limit = {}, timedelta(seconds=timeout + LATER)
+    groups, limit = {}, timedelta(seconds=timeout + LATER)
     for pipe in layout.attention.groups("pp"):
         for direction, *ends in channels(layout.pp, layout.vpp):
             if direction != name:
@@ -214,8 +214,8 @@ def _p2p_groups(
             ranks = [pipe[end] for end in ends]
             group = dist.new_group(sorted(ranks), timeout=limit, group_desc=name)
             if rank in ranks:
-                found[ends[0], ends[1]] = group
-    return found
+                groups[ends[0], ends[1]] = group
+    return groups
 
 
 def _warm_up(axis: Axis, device: torch.device) -> None:

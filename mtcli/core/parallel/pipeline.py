@@ -269,11 +269,11 @@ class _P2P:
         """Frees send buffers: those that a peer's ops before that number have consumed, and those
         that the backend reports complete (gloo reports none before a wait)."""
         left = []
-        for one in self.sending:
-            if one.peer == peer and one.reader < number:
-                one.pending.wait()
-            elif not one.pending.is_completed():
-                left.append(one)
+        for message in self.sending:
+            if message.peer == peer and message.reader < number:
+                message.pending.wait()
+            elif not message.pending.is_completed():
+                left.append(message)
         self.sending = left
 
     def limit_sending(self) -> None:
@@ -284,8 +284,8 @@ class _P2P:
 
     def wait(self) -> None:
         """Returns when everything sent has left."""
-        for one in self.sending:
-            one.pending.wait()
+        for message in self.sending:
+            message.pending.wait()
         self.sending = []
         assert not self.arrived, f"results nobody took: {[str(op) for op in self.arrived]}"
 

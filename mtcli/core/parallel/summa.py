@@ -78,8 +78,8 @@ class TensorGrid:
 
         def start(panel: int) -> tuple[Tensor, Pending | None]:
             owner, index = divmod(panel, len(own))
-            mine = owner == axis.rank
-            values = own[index].contiguous() if mine else self._buffer(role, panel % 2, own[0])
+            is_owner = owner == axis.rank
+            values = own[index].contiguous() if is_owner else self._buffer(role, panel % 2, own[0])
             return values, start_broadcast(values, axis, owner) if axis.size > 1 else None
 
         following = start(0)

@@ -201,30 +201,30 @@ def _answer(request: PlanRequest, top: int | None) -> PlanAnswer:
 
 
 def _searched(config: RunConfig, request: PlanRequest, top: int) -> PlanAnswer:
-    found, resized = _search(config, request, top), ""
-    if not found.tried and not request.keeps_batch:
+    searched, resized = _search(config, request, top), ""
+    if not searched.tried and not request.keeps_batch:
         batch = config.batch.global_batch_size
         other = with_batch(config, round_batch(batch, request.world))
         if (again := _search(other, request, top)).tried:
             resized = f" of {other.batch.global_batch_size:,} sequences, as none cuts the preset's "
-            config, found, resized = other, again, f"{resized}{batch:,}"
-    if found.best:
-        candidates = tuple(candidate.prediction for candidate in found.best)
-        title = f"Best {len(candidates)} of {found.tried:,} layouts{resized}"
-        title += f", {found.too_large:,} faster ones do not fit" if found.too_large else ""
+            config, searched, resized = other, again, f"{resized}{batch:,}"
+    if searched.best:
+        candidates = tuple(candidate.prediction for candidate in searched.best)
+        title = f"Best {len(candidates)} of {searched.tried:,} layouts{resized}"
+        title += f", {searched.too_large:,} faster ones do not fit" if searched.too_large else ""
         near = (
             *_other_batch(config, request, candidates[0]),
-            *neighbours(candidates, found.works),
+            *neighbours(candidates, searched.works),
         )
-        return PlanAnswer(found.best[0].config, candidates[0], candidates, title, near)
-    if found.nearest:  # legal, and too large: say by how much
-        prediction = predict_workload(found.nearest, request.device)
+        return PlanAnswer(searched.best[0].config, candidates[0], candidates, title, near)
+    if searched.nearest:  # legal, and too large: say by how much
+        prediction = predict_workload(searched.nearest, request.device)
         asked = request.world, request.device, request.pinned, request.keeps_batch
         enough = fewest(config, *asked)
         return PlanAnswer(
-            apply(config, found.nearest),
+            apply(config, searched.nearest),
             prediction,
-            tried=found.tried,
+            tried=searched.tried,
             enough=enough.prediction if enough else None,
         )
     raise _no_layout(config, request)
@@ -239,11 +239,11 @@ def _other_batch(config: RunConfig, request: PlanRequest, best: Prediction) -> l
     near = round_batch(config.batch.global_batch_size, request.world)
     if near == config.batch.global_batch_size:
         return []
-    found = [one.prediction for one in _search(with_batch(config, near), request, 1).best]
-    gains = [one.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1 for one in found]
+    others = [one.prediction for one in _search(with_batch(config, near), request, 1).best]
+    gains = [p.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1 for p in others]
     return [
-        Neighbour("global-batch", near, one, f"{gain:+.1%} tokens/s, as more layouts divide it")
-        for one, gain in zip(found, gains, strict=True)
+        Neighbour("global-batch", near, p, f"{gain:+.1%} tokens/s, as more layouts divide it")
+        for p, gain in zip(others, gains, strict=True)
         if gain > WORTH_SAYING
     ]
 

@@ -157,8 +157,8 @@ def _torch_version() -> str:
     if spec is None or spec.origin is None:
         return ""
     text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    found = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _processor() -> str:
@@ -177,8 +177,8 @@ def kept_or_measured(facts: Facts, folders: Sequence[Path], measure: Measure) ->
     """
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     files = [folder / f"cpu-{digest[:16]}.json" for folder in folders]
-    found = _read_any(files, facts)
-    if found is None:
+    outcome = _read_any(files, facts)
+    if outcome is None:
         file = next((file for file in files if _takes_files(file.parent)), None)
         if file is None:
             tried = " or ".join(map(str, folders))
@@ -188,13 +188,13 @@ def kept_or_measured(facts: Facts, folders: Sequence[Path], measure: Measure) ->
             if not alone:
                 _say(f"another process has measured this CPU for {PATIENCE:g} s: {INSTEAD}")
                 return None
-            found = _read_any(files, facts) or _measured(file, facts, measure)
-    if isinstance(found, Failure):
-        again = time.strftime("%H:%M", time.localtime(found.at + RETRY))
-        when = f"tried again after {again}, or when {found.file} is deleted"
-        _say(f"this CPU could not be measured ({found.reason}): {INSTEAD}; {when}")
+            outcome = _read_any(files, facts) or _measured(file, facts, measure)
+    if isinstance(outcome, Failure):
+        again = time.strftime("%H:%M", time.localtime(outcome.at + RETRY))
+        when = f"tried again after {again}, or when {outcome.file} is deleted"
+        _say(f"this CPU could not be measured ({outcome.reason}): {INSTEAD}; {when}")
         return None
-    return found
+    return outcome
 
 
 class Failure(NamedTuple):
@@ -208,10 +208,10 @@ class Failure(NamedTuple):
 def cache_folders() -> list[Path]:
     """Folders to keep calibrations in: the user's cache, and a private one that lasts until the
     next boot, for where the first cannot be written."""
-    found = [folder] if (folder := user_cache()).is_absolute() else []
+    folders = [folder] if (folder := user_cache()).is_absolute() else []
     with suppress(OSError):
-        found.append(private_folder())
-    return found
+        folders.append(private_folder())
+    return folders
 
 
 def _takes_files(folder: Path) -> bool:
@@ -244,19 +244,19 @@ def _measured(file: Path, facts: Facts, measure: Measure) -> Calibration | Failu
     ranks = f"{facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''}"
     cost = f"at most {BUDGET:g} s of processor time"
     _say(f"measuring this CPU for {ranks} of {facts['precision']}, once: {cost}")
-    found: Calibration | Failure
+    outcome: Calibration | Failure
     try:
         data: dict[str, Any] = json.loads(measure(facts))
-        found = Calibration.of(data)
+        outcome = Calibration.of(data)
     except (OSError, RuntimeError, KeyError, TypeError, ValueError) as error:
-        found = Failure(str(error), time.time(), file)
-        data = {"failed": {"reason": found.reason, "at": found.at}}
+        outcome = Failure(str(error), time.time(), file)
+        data = {"failed": {"reason": outcome.reason, "at": outcome.at}}
     try:
         with atomic_file(file) as path:
             path.write_text(json.dumps({"facts": facts, **data}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         _say(f"what was measured is not kept: {file}: {error.strerror}")
-    return found
+    return outcome
 
 
 @contextmanager

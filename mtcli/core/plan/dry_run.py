@@ -57,7 +57,7 @@ class DryRun:
     @property
     def problems(self) -> list[str]:
         """The numbers on which the plan and the step disagree, each in words."""
-        found = [
+        problems = [
             f"{kind}: the step holds {self.state[kind]:,} bytes and the plan says {said:,}"
             for kind, said in self._predicted_state().items()
             if said != self.state[kind]
@@ -65,11 +65,11 @@ class DryRun:
         counted, said = self.activation_peak, round(self.predicted.besides_state)
         if abs(_apart(said, counted)) > TOLERANCE:
             words = f"activations: the step holds {counted:,} bytes at its peak and the plan says"
-            found.append(f"{words} {said:,}, {abs(_apart(said, counted)):.1%} off")
+            problems.append(f"{words} {said:,}, {abs(_apart(said, counted)):.1%} off")
         if self.evaluation_peak is not None and self.evaluation_peak > (1 + TOLERANCE) * said:
             words = f"evaluation: it holds {self.evaluation_peak:,} bytes at its peak"
-            found.append(f"{words} and the plan says that a step's {said:,} are enough")
-        return found
+            problems.append(f"{words} and the plan says that a step's {said:,} are enough")
+        return problems
 
     def as_json(self) -> dict[str, Any]:
         """The JSON of `mtcli plan --dry-run --json`."""

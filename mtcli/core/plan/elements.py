@@ -207,15 +207,15 @@ def _padded_sizes(
     """(owners, (elements with every owner's rows padded, elements) of each parameter) of a stage,
     by the axes over which gradients are summed, which buckets do not mix."""
     layout, sequence_parallel = sharding
-    found: dict[tuple[str, ...], tuple[int, list[tuple[int, int]]]] = {}
+    by_axes: dict[tuple[str, ...], tuple[int, list[tuple[int, int]]]] = {}
     copied = run[0].tie_embeddings and layout.pp > 1  # on one rank both ends have one table
     for parameter in _in_order(run, layers, ends, copied):
         axes = parameter.gradient_axes(layout, sequence_parallel)
         ranks = prod(layout.size(axis) for axis in owner_axes(parameter, layout, sequence_parallel))
         rows, *columns = parameter.stored_shape(layout)
         sizes = -(-rows // ranks) * ranks * prod(columns), rows * prod(columns)
-        found.setdefault(axes, (ranks, []))[1].append(sizes)
-    return tuple(found.values())
+        by_axes.setdefault(axes, (ranks, []))[1].append(sizes)
+    return tuple(by_axes.values())
 
 
 def _in_order(run: Run, layers: int, ends: tuple[bool, bool], copied: bool) -> Iterator[Parameter]:

@@ -125,15 +125,15 @@ class Answers(TorchDispatchMode):
             return self._learn(counts, self._balanced(args[0].numel(), args[2])), edges
         if func is torch.ops.c10d._allgather_base_.default:
             self._gather(args[0], args[1])
-        found = self._compute(func, args, given)
-        if func in DYNAMIC and found is not None:
+        value = self._compute(func, args, given)
+        if func in DYNAMIC and value is not None:
             like = next(x for x in args if isinstance(x, Tensor))
-            return tree_map(lambda x: self._learn(like.new_empty(x.shape, dtype=x.dtype), x), found)
+            return tree_map(lambda x: self._learn(like.new_empty(x.shape, dtype=x.dtype), x), value)
         fake = func(*args, **given)
-        if found is not None:
-            for one, values in zip(tree_leaves(fake), tree_leaves(found), strict=True):
-                if isinstance(one, Tensor) and isinstance(values, Tensor):
-                    self.known[one] = values
+        if value is not None:
+            for leaf, values in zip(tree_leaves(fake), tree_leaves(value), strict=True):
+                if isinstance(leaf, Tensor) and isinstance(values, Tensor):
+                    self.known[leaf] = values
         return fake
 
     def _number(self, x: Tensor) -> Any:
@@ -164,11 +164,11 @@ class Answers(TorchDispatchMode):
         if "device" in given:
             given["device"] = torch.device("cpu")
         with _disable_current_modes():
-            found = func(*args, **given)
+            value = func(*args, **given)
         if any(x.is_floating_point() for x in taken):
-            return found
+            return value
         # What is made of whole numbers, such as a rotary table, decides nothing.
-        return tree_map(lambda x: None if _is_real(x) else x, found)
+        return tree_map(lambda x: None if _is_real(x) else x, value)
 
     def _values(self, x: Tensor) -> Tensor | None:
         if x.numel() > LARGEST_KNOWN:

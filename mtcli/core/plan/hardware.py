@@ -55,10 +55,10 @@ def link(kind: str, gigabytes: float) -> Link:
 
 def read_link(text: str) -> Link | None:
     """Parses the link `KIND-RATE`, in Gb/s; None where it is not one."""
-    found = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)", text)
-    if found is None or found[1] not in LATENCY or float(found[2]) <= 0.0:
+    match = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)", text)
+    if match is None or match[1] not in LATENCY or float(match[2]) <= 0.0:
         return None
-    return link(found[1], float(found[2]) / 8.0)
+    return link(match[1], float(match[2]) / 8.0)
 
 
 @dataclass(frozen=True, eq=False)  # a device is itself, and so may key a cache
@@ -194,8 +194,8 @@ def _joined(device: Device, text: str, changes: list[str]) -> Device:
         if field in fields:
             problems.append(Problem(f"{field} is said twice", "once", "--device"))
         fields.add(field)
-        if field in ("network", "link") and (found := read_link(value)):
-            joined[field] = found
+        if field in ("network", "link") and (new_link := read_link(value)):
+            joined[field] = new_link
         elif field == "node" and value.isdecimal() and int(value) > 0:
             joined["node_size"] = int(value)
         elif field in ("network", "link"):

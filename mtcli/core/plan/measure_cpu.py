@@ -137,10 +137,10 @@ def main() -> None:
     ]
     for process in others:
         process.start()
-    found = work(0)
+    calibration = work(0)
     for process in others:
         process.join()
-    sys.stdout.write(json.dumps(found.as_json()))
+    sys.stdout.write(json.dumps(calibration.as_json()))
 
 
 def _rank(facts: Facts, store: dist.Store, rank: int, ranks: int, share: float) -> Calibration:
@@ -149,11 +149,11 @@ def _rank(facts: Facts, store: dist.Store, rank: int, ranks: int, share: float) 
     set_matmul(facts["matmul"])
     if ranks > 1:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=PATIENCE)
-    found = calibrate(facts, rank, ranks, share)
+    calibration = calibrate(facts, rank, ranks, share)
     if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
-    return found
+    return calibration
 
 
 def calibrate(
@@ -266,20 +266,20 @@ def _train(config: RunConfig) -> list[Timed]:
 
 def _fitted(known: Calibration, timed: Sequence[Timed]) -> Calibration:
     """Fits the seconds per unit to the timed passes."""
-    counts = [stage_amounts(one.work) for one in timed]
-    layers = [one.work.model.num_layers for one in timed]
-    fixed = [attention_seconds(one.work, known) * n for one, n in zip(timed, layers, strict=True)]
+    counts = [stage_amounts(row.work) for row in timed]
+    layers = [row.work.model.num_layers for row in timed]
+    fixed = [attention_seconds(row.work, known) * n for row, n in zip(timed, layers, strict=True)]
     forward, backward = zip(*counts, strict=True)
     sizes = [(n, way.weights) for n, way in zip(layers, backward, strict=True)]
-    update = least_squares(sizes, [one.update for one in timed], [0.0] * len(timed))
-    there = [one.forward for one in timed], [one.forward for one in fixed]
-    back = [one.backward for one in timed], [one.backward for one in fixed]
+    update = least_squares(sizes, [row.update for row in timed], [0.0] * len(timed))
+    there = [row.forward for row in timed], [row.forward for row in fixed]
+    back = [row.backward for row in timed], [row.backward for row in fixed]
     return replace(
         known,
         forward=Amounts(*least_squares(forward, *there)),
         backward=Amounts(*least_squares(backward, *back)),
         update=(update[0], update[1]),
-        overhead=median(one.overhead for one in timed),
+        overhead=median(row.overhead for row in timed),
     )
 
 
@@ -295,14 +295,14 @@ def least_squares(
     table = np.array(list(rows), float) / wanted[:, None]
     rest = 1.0 - np.array(fixed) / wanted
     size = np.linalg.norm(table, axis=0)
-    left, found = [i for i in range(table.shape[1]) if size[i] > 0], np.zeros(table.shape[1])
+    left, costs = [i for i in range(table.shape[1]) if size[i] > 0], np.zeros(table.shape[1])
     while left:
         some, *_ = np.linalg.lstsq(table[:, left] / size[left], rest, rcond=None)
         if (some >= 0).all():
-            found[left] = some / size[left]
+            costs[left] = some / size[left]
             break
         left.pop(int(np.argmin(some)))
-    return [float(one) for one in found]
+    return [float(cost) for cost in costs]
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
@@ -325,7 +325,7 @@ def _passes_of(run: Callable[[Callable[[], None]], Any], passes: int) -> tuple[f
         moments = [thread_time()]
         run(lambda moments=moments: moments.append(thread_time()))
         times.append(moments)
-    return tuple(median(one[i + 1] - one[i] for one in times) for i in range(passes))
+    return tuple(median(marks[i + 1] - marks[i] for marks in times) for i in range(passes))
 
 
 def gemm_rate(precision: str) -> float:
@@ -367,23 +367,23 @@ def attention_row(length: int, head_dim: int, causal: bool, precision: str) -> A
     # The first rank of a ring computes on half of its queries, the last one on half of the keys:
     # two shapes of a hop, of which everyone waits for the slower one.
     two, three = ([seconds(rank, ranks) for rank in (0, ranks - 1)] for ranks in (2, 3))
-    ring = [max(one[way] for one in two) for way in (0, 1)]
+    ring = [max(x[way] for x in two) for way in (0, 1)]
     hop = [min(ring[way], max(0.0, max(x[way] for x in three) - ring[way])) for way in (0, 1)]
-    square = [one - part for one, part in zip(ring, hop, strict=True)]
+    square = [total - part for total, part in zip(ring, hop, strict=True)]
     per_score = (*alone, *square, *(2 * part for part in hop))
-    return AttentionRow(float(length), *(one / scores for one in per_score))
+    return AttentionRow(float(length), *(cost / scores for cost in per_score))
 
 
 def arithmetic() -> dict[Kind, tuple[float, float]]:
     """Measures seconds of a call, and seconds per element, of each kind of an exchange's
     arithmetic, on tensors that no cache holds: a step has used many since the last exchange."""
     tensors = (torch.rand(ELEMENTS[1]) - 0.5).repeat(TENSORS, 1)
-    found: dict[Kind, tuple[float, float]] = {}
+    costs: dict[Kind, tuple[float, float]] = {}
     for kind in get_args(Kind):
         few, many = (_seconds_of_kind(kind, tensors[:, :length]) for length in ELEMENTS)
         each = max(0.0, (many - few) / (ELEMENTS[1] - ELEMENTS[0]))
-        found[kind] = (max(0.0, few - each * ELEMENTS[0]), each)
-    return found
+        costs[kind] = (max(0.0, few - each * ELEMENTS[0]), each)
+    return costs
 
 
 def _seconds_of_kind(kind: Kind, tensors: Tensor) -> float:
@@ -438,14 +438,14 @@ def links(rank: int, ranks: int) -> dict[Exchange, tuple[float, float]]:
         "exchange": lambda x: all_to_all(x.view(n, -1), axis),
         "hop": lambda x: _hop_and_back(x, axis),
     }
-    found: dict[Exchange, tuple[float, float]] = {}
+    costs: dict[Exchange, tuple[float, float]] = {}
     for name, run in runs.items():
         small, large = (_exchange_seconds(run, size, n) for size in (SMALL, LARGE))
         crossing = [size if name == "hop" else size * (n - 1) / n for size in (SMALL, LARGE)]
         per_byte = max(0.0, (large - small) / (crossing[1] - crossing[0]))
         ways = 2 if name == "hop" else 1
-        found[name] = (max(0.0, small - per_byte * crossing[0]) / ways, per_byte / ways)
-    return found
+        costs[name] = (max(0.0, small - per_byte * crossing[0]) / ways, per_byte / ways)
+    return costs
 
 
 def _exchange_seconds(run: Callable[[Tensor], Any], size: int, n: int) -> float:

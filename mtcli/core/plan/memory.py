@@ -78,8 +78,8 @@ class Memory:
     def as_dict(self) -> dict[str, int]:
         """Bytes by kind, and their total, as integers."""
         kinds = ("weights", "gradients", "optimizer", "activations", "other")
-        found = {name: round(getattr(self, name)) for name in kinds}
-        return found | {"total": sum(found.values())}
+        sizes = {name: round(getattr(self, name)) for name in kinds}
+        return sizes | {"total": sum(sizes.values())}
 
 
 def memory(work: Workload, device: Device) -> Memory:
@@ -162,7 +162,7 @@ def _alive(runs: Sequence[StageBytes], most: Moments) -> tuple[float, float]:
     sizes = [*chain(*zip(*each, strict=True))]
 
     def level(moments: Sequence[InFlight]) -> float:
-        return max((sum(map(mul, chain(*one), sizes)) for one in moments), default=0.0)
+        return max((sum(map(mul, chain(*state), sizes)) for state in moments), default=0.0)
 
     saved = level(most.between)
     within = [
@@ -232,7 +232,9 @@ def copied_bytes(work: Workload, pp_rank: int) -> int:
 def in_flight_chunks(work: Workload) -> tuple[int, ...]:
     """Micro-batches in flight, times vpp, on each pipeline rank."""
     every = (moments(work, pp_rank).between for pp_rank in range(work.layout.pp))
-    return tuple(max(sum(one.activations) + sum(one.waiting) for one in most) for most in every)
+    return tuple(
+        max(sum(state.activations) + sum(state.waiting) for state in most) for most in every
+    )
 
 
 def moments(work: Workload, pp_rank: int) -> Moments:
@@ -289,14 +291,14 @@ def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
             waiting[chunk] += op.kind == "I"
         between.add(now())
         sent[chunk] = int(op.kind == "I")
-    within = ([_most(found) for found in kinds] for kinds in (forward, backward, weights))
+    within = ([_most(states) for states in kinds] for kinds in (forward, backward, weights))
     return Moments(_most(between), *within)
 
 
-def _most(found: Iterable[InFlight]) -> list[InFlight]:
+def _most(states: Iterable[InFlight]) -> list[InFlight]:
     front: list[InFlight] = []
     # None has a smaller sum than one that it exceeds.
-    for one in sorted(found, key=lambda one: sum(chain(*one)), reverse=True):
-        if not any(all(map(ge, chain(*other), chain(*one))) for other in front):
-            front.append(one)
+    for state in sorted(states, key=lambda state: sum(chain(*state)), reverse=True):
+        if not any(all(map(ge, chain(*other), chain(*state))) for other in front):
+            front.append(state)
     return front

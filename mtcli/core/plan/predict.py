@@ -90,7 +90,7 @@ class Prediction:
         """FLOP/s per device by each convention of counting them."""
         m, seq_len = self.work.model, self.work.seq_len
         rate = self.tokens_per_second_per_gpu
-        return {one.name: one.token_flops(m, seq_len) * rate for one in CONVENTIONS}
+        return {method.name: method.token_flops(m, seq_len) * rate for method in CONVENTIONS}
 
     @property
     def mfu(self) -> float:
@@ -111,8 +111,8 @@ class Prediction:
         )
         again = 1.0 if work.recompute == "full" else 0.0
 
-        def total(one: Pass) -> float:
-            return blocks * ((1 + again) * one.forward + one.backward)
+        def total(seconds: Pass) -> float:
+            return blocks * ((1 + again) * seconds.forward + seconds.backward)
 
         hops = 2.0 * work.num_micro_batches * work.layout.vpp
         return {

@@ -113,8 +113,8 @@ def fewest(
     else:
         return None
     for world in _between(low, high, device.node_size):
-        if found := sized(world):
-            return search(found, world, device, 1, pinned).best[0]
+        if resized := sized(world):
+            return search(resized, world, device, 1, pinned).best[0]
     raise AssertionError(f"{high} devices are enough, and none of those up to them are")
 
 

@@ -46,7 +46,7 @@ def neighbours(known: Sequence[Prediction], works: Sequence[Workload]) -> list[N
     """Neighbours by each field: the next smaller and the next larger value that was tried, in its
     quickest layout that fits, with the reason why it falls short of the best, the first of `known`.
     """
-    best, by_work = known[0], {one.work: one for one in known}
+    best, by_work = known[0], {prediction.work: prediction for prediction in known}
     return [
         _quickest(field, value, near, by_work, best)
         for field in FIELDS
@@ -61,15 +61,15 @@ def _nearest(
     free = (field, *FOLLOWS.get(field, ()))
     fixed = [read for name, read in FIELDS.items() if name not in free]
     same = [read(best) for read in fixed]
-    mine, read = FIELDS[field](best), FIELDS[field]
+    best_value, read = FIELDS[field](best), FIELDS[field]
     near: dict[FieldValue, list[Workload]] = {}
     for work in works:
-        if read(work) != mine and [one(work) for one in fixed] == same:
+        if read(work) != best_value and [reader(work) for reader in fixed] == same:
             near.setdefault(read(work), []).append(work)
-    if isinstance(mine, str):
+    if isinstance(best_value, str):
         return sorted(near.items(), key=str)
-    less = [value for value in near if isinstance(value, int) and value < mine]
-    more = [value for value in near if isinstance(value, int) and value > mine]
+    less = [value for value in near if isinstance(value, int) and value < best_value]
+    more = [value for value in near if isinstance(value, int) and value > best_value]
     return [(value, near[value]) for value in (*sorted(less)[-1:], *sorted(more)[:1])]
 
 
@@ -83,12 +83,12 @@ def _quickest(
     """The quickest layout that fits, by lower bounds: those of the largest pipelines take a second
     to simulate, and a bound falls short of a step by about as much here as there."""
     device = best.device
-    for work in sorted(works, key=lambda one: lower_bound(one, device)):
+    for work in sorted(works, key=lambda candidate: lower_bound(candidate, device)):
         if fits(work, device):
-            one = by_work.get(work) or _estimate(work, best)
-            if one.step_seconds < best.step_seconds:  # none is quicker than the best of a search
-                one = predict_workload(work, device)
-            return Neighbour(field, value, one, _reason(one, best))
+            p = by_work.get(work) or _estimate(work, best)
+            if p.step_seconds < best.step_seconds:  # none is quicker than the best of a search
+                p = predict_workload(work, device)
+            return Neighbour(field, value, p, _reason(p, best))
     least = smallest(works, device)
     over = memory(least, device).total - device.usable_bytes
     return Neighbour(field, value, _estimate(least, best), f"does not fit, by {gib(over)}")
@@ -106,24 +106,24 @@ def _estimate(work: Workload, best: Prediction) -> Prediction:
     return Prediction(work, device, memory(work, device), costs, step, bubble)
 
 
-def _reason(one: Prediction, best: Prediction) -> str:
+def _reason(prediction: Prediction, best: Prediction) -> str:
     """Words how much slower a layout is, and the part of the step that grew most."""
-    slower = one.step_seconds / best.step_seconds - 1
-    mine, its = _parts(one), _parts(best)
-    grew = max(mine, key=lambda part: mine[part] - its[part])
-    more = mine[grew] - its[grew]
+    slower = prediction.step_seconds / best.step_seconds - 1
+    parts, best_parts = _parts(prediction), _parts(best)
+    grew = max(parts, key=lambda part: parts[part] - best_parts[part])
+    more = parts[grew] - best_parts[grew]
     cause = f": {grew} +{more:.3g} s" if more > 0 else ""
     return f"{slower:+.1%}{cause}"
 
 
-def _parts(one: Prediction) -> dict[str, float]:
+def _parts(prediction: Prediction) -> dict[str, float]:
     """Seconds of a step by cause: bubble, communication by axis, recomputation and computing."""
-    idle = one.step_seconds * one.bubble_fraction / (1 + one.bubble_fraction)
-    sent = one.communication_seconds
+    idle = prediction.step_seconds * prediction.bubble_fraction / (1 + prediction.bubble_fraction)
+    sent = prediction.communication_seconds
     parts = {f"{axis} communication": seconds for axis, seconds in sent.items()}
-    again = one.costs.recomputed * one.work.num_micro_batches
+    again = prediction.costs.recomputed * prediction.work.num_micro_batches
     parts["recomputation"] = again * max(
-        one.work.layers_of_rank(pp_rank) for pp_rank in range(one.work.layout.pp)
+        prediction.work.layers_of_rank(pp_rank) for pp_rank in range(prediction.work.layout.pp)
     )
-    rest = one.step_seconds - idle - sum(parts.values())
+    rest = prediction.step_seconds - idle - sum(parts.values())
     return {"bubble": idle, "computing": rest, **parts}

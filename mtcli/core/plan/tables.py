@@ -171,9 +171,9 @@ def _memory_by_stage(p: Prediction) -> list[Json]:
 def summary_rows(answer: PlanAnswer) -> Rows:
     """Rows of the summary table: name and value."""
     rows = [list(row) for row in summary(answer.prediction)]
-    if found := evaluation(answer):
-        share = found["seconds_per_step"] / answer.prediction.step_seconds
-        every = f"{found['seconds']:.4g} s every {found['every']:,} steps"
+    if cost := evaluation(answer):
+        share = cost["seconds_per_step"] / answer.prediction.step_seconds
+        every = f"{cost['seconds']:.4g} s every {cost['every']:,} steps"
         text = f"{every}, {share:.1%} more time; no more memory than a step's peak"
         rows.append(["evaluation", text])
     return rows
@@ -214,10 +214,10 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
 
 def _how_sure(p: Prediction) -> str:
     """The seconds between which most published runs of its kind lie."""
-    if (found := step_range(p)) is None:
+    if (spread := step_range(p)) is None:
         return ""
-    runs = f"{found.runs} of {kind_of(p.work, p.device)}"
-    return f"{SHARE:.0%} of published runs lie in {found.low:.4g} to {found.high:.4g} s ({runs})"
+    runs = f"{spread.runs} of {kind_of(p.work, p.device)}"
+    return f"{SHARE:.0%} of published runs lie in {spread.low:.4g} to {spread.high:.4g} s ({runs})"
 
 
 def _grid(p: Prediction) -> str:
@@ -262,8 +262,8 @@ def _uneven_cost(p: Prediction) -> str:
 
 def _slow_precision(p: Prediction) -> str:
     """Words a device that lacks arithmetic in narrow dtypes, and makes GEMMs in fp32."""
-    asked, found = p.work.sizes.gemm, p.device.computes_in(p.work.sizes.gemm)
-    if asked == found or found != "fp32":
+    asked, used = p.work.sizes.gemm, p.device.computes_in(p.work.sizes.gemm)
+    if asked == used or used != "fp32":
         return ""
     return f"{asked}, taken at the rate of fp32: {p.device.name} has {', '.join(p.device.flops)}"
 
@@ -299,20 +299,20 @@ def stage_table(prediction: Prediction) -> tuple[list[str], Rows]:
 def candidate_rows(candidates: Sequence[Prediction]) -> Rows:
     """A row of CANDIDATES each: its cost, where its time goes, and how far from the best it is."""
     first, rows = candidates[0].step_seconds, []
-    for number, one in enumerate(candidates, start=1):
-        sent = sum(one.communication_seconds.values()) / one.step_seconds
-        slower = f"{one.step_seconds / first - 1:.1%}" if number > 1 else ""
-        figures = [f"{one.step_seconds:.4g} s", f"{one.mfu:.1%}", gib(one.memory.total)]
-        shares = [f"{one.bubble_fraction:.1%}", f"{sent:.1%}", slower]
-        rows.append([str(number), one.work.layout_words, *figures, *shares])
+    for number, p in enumerate(candidates, start=1):
+        sent = sum(p.communication_seconds.values()) / p.step_seconds
+        slower = f"{p.step_seconds / first - 1:.1%}" if number > 1 else ""
+        figures = [f"{p.step_seconds:.4g} s", f"{p.mfu:.1%}", gib(p.memory.total)]
+        shares = [f"{p.bubble_fraction:.1%}", f"{sent:.1%}", slower]
+        rows.append([str(number), p.work.layout_words, *figures, *shares])
     return rows
 
 
 def neighbour_rows(neighbours: Sequence[Neighbour]) -> Rows:
     """Rows of NEIGHBOURS, one for each changed field of the best layout: reason and cost."""
     rows = []
-    for field, value, one, reason in neighbours:
-        figures = [f"{one.step_seconds:.4g} s", gib(one.memory.total), one.work.layout_words]
+    for field, value, p, reason in neighbours:
+        figures = [f"{p.step_seconds:.4g} s", gib(p.memory.total), p.work.layout_words]
         rows.append([f"{field}={value}", reason, *figures])
     return rows
 

@@ -24,11 +24,11 @@ def speakers(records: Sequence[RankRecord]) -> list[RankRecord]:
 
 def spent_by_rank(records: Sequence[RankRecord], schedule: Schedule) -> list[Spent]:
     """Seconds of a step by kind, per pipeline rank: means over the timed steps."""
-    found = []
+    means = []
     for record, steps in _steps_of(records):
         each = [attribute(record, pipeline, i, schedule) for i, pipeline in enumerate(steps)]
-        found.append({kind: mean(spent[kind] for spent in each) for kind in KINDS})
-    return found
+        means.append({kind: mean(spent[kind] for spent in each) for kind in KINDS})
+    return means
 
 
 def p2p_seconds(records: Sequence[RankRecord], schedule: Schedule) -> list[float]:
@@ -152,7 +152,7 @@ def stragglers(records: Sequence[RankRecord]) -> list[dict[str, float]]:
     replicas: dict[int, list[float]] = {}
     for record in records:
         replicas.setdefault(record.pp_rank, []).append(busy[record.rank])
-    middle = {pp_rank: median(found) for pp_rank, found in replicas.items()}
+    middle = {pp_rank: median(seconds) for pp_rank, seconds in replicas.items()}
     rows = [
         dict(rank=rank, busy_seconds=seconds, times_median=seconds / middle[stage[rank]])
         for rank, seconds in busy.items()

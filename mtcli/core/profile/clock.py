@@ -98,8 +98,8 @@ def clock_offset(world: Axis) -> float:
     return offset_between(told[0], told[world.rank])
 
 
-def offset_between(first: tuple[str, list[float]], mine: tuple[str, list[float]]) -> float:
+def offset_between(first: tuple[str, list[float]], own: tuple[str, list[float]]) -> float:
     """Seconds from my clock to the first rank's, from (machine, moments of leaving barriers)."""
-    if first[0] == mine[0]:
+    if first[0] == own[0]:
         return 0.0
-    return median(a - b for a, b in zip(first[1], mine[1], strict=True))
+    return median(a - b for a, b in zip(first[1], own[1], strict=True))

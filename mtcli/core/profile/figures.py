@@ -74,7 +74,7 @@ class Profile:
     def shares_by_rank(self) -> list[dict[str, float]]:
         """Share of the step by kind, per pipeline rank."""
         spent = breakdown.spent_by_rank(self.records, self.schedule)
-        return [breakdown.shares(one) for one in spent]
+        return [breakdown.shares(seconds) for seconds in spent]
 
     @cached_property
     def step_seconds(self) -> list[float]:
@@ -156,14 +156,14 @@ class Profile:
                 {"rank": r.rank, "pp_rank": r.pp_rank, **memory_of(r)}
                 for r in breakdown.speakers(self.records)
             ],
-            "memory_over_time": [(held.seconds, held.total) for held in fullest.profiled.memory],
+            "memory_over_time": [(point.seconds, point.total) for point in fullest.profiled.memory],
             "memory_by_kind_over_time": memory_over_time(fullest),
             "timeline": rows_of(self.measured),
             "shares": {
-                kind: mean(one[kind] for one in self.shares_by_rank) for kind in breakdown.KINDS
+                kind: mean(row[kind] for row in self.shares_by_rank) for kind in breakdown.KINDS
             },
             "shares_by_rank": [
-                {"pp_rank": place, **one} for place, one in enumerate(self.shares_by_rank)
+                {"pp_rank": pp_rank, **row} for pp_rank, row in enumerate(self.shares_by_rank)
             ],
             "bubble_fraction": {"measured": breakdown.measured_bubble(self.records)},
             "communication": {
@@ -198,20 +198,20 @@ def memory_of(record: RankRecord) -> dict[str, int]:
 
 
 def _told(record: RankRecord) -> dict[str, int]:
-    held = max((held.total for held in record.profiled.memory), default=0)
-    return {**record.state_bytes, "activations": held}
+    activations = max((point.total for point in record.profiled.memory), default=0)
+    return {**record.state_bytes, "activations": activations}
 
 
 def memory_over_time(record: RankRecord) -> Json:
     """Bytes of a rank by kind over the profiled step: what the step adds, on top of its state."""
     curve = record.profiled.memory
-    state = {kind: [held] * len(curve) for kind, held in record.state_bytes.items()}
+    state = {kind: [size] * len(curve) for kind, size in record.state_bytes.items()}
     return {
         "rank": record.rank,
-        "seconds": [held.seconds for held in curve],
+        "seconds": [point.seconds for point in curve],
         **state,
-        "activations": [held.activations for held in curve],
-        "temporary": [held.temporary for held in curve],
+        "activations": [point.activations for point in curve],
+        "temporary": [point.temporary for point in curve],
     }
 
 
@@ -226,20 +226,20 @@ def rows_of(timeline: Timeline) -> list[Json]:
 def figures(data: Mapping[str, Any], plan: Prediction | None) -> Json:
     """{figure: {measured, planned, unit}} of the figures that both have."""
     said = planned(plan, fullest_stage(data)) if plan else {}
-    found = {"step_seconds": data["step_seconds"]["median"]}
-    found |= {name: data[name] for name in ("tokens_per_second", "mfu", "hfu")}
-    found["bubble_fraction"] = data["bubble_fraction"]["measured"]
-    found |= {f"share.{name}": share for name, share in data["shares"].items()}
-    found |= {f"memory.{kind}": held for kind, held in data["memory_bytes"].items()}
+    measured = {"step_seconds": data["step_seconds"]["median"]}
+    measured |= {name: data[name] for name in ("tokens_per_second", "mfu", "hfu")}
+    measured["bubble_fraction"] = data["bubble_fraction"]["measured"]
+    measured |= {f"share.{name}": share for name, share in data["shares"].items()}
+    measured |= {f"memory.{kind}": size for kind, size in data["memory_bytes"].items()}
     by_axis = data["communication"]["by_axis"]
-    found |= {f"communication.{axis}": row["measured"] for axis, row in by_axis.items()}
+    measured |= {f"communication.{axis}": row["measured"] for axis, row in by_axis.items()}
     return {
         name: {
             "measured": value,
             "planned": said.get(name),
             "unit": UNITS.get(name.partition(".")[0], "share"),
         }
-        for name, value in found.items()
+        for name, value in measured.items()
     }
 
 
@@ -251,7 +251,7 @@ def fullest_stage(data: Mapping[str, Any]) -> int:
 def planned_memory(figures: Mapping[str, Any]) -> dict[str, int]:
     """Bytes planned, by the kinds of `memory_bytes` (measured); empty where plan has none."""
     rows = {name: row["planned"] for name, row in figures.items() if name.startswith("memory.")}
-    return {name.partition(".")[2]: held for name, held in rows.items() if held is not None}
+    return {name.partition(".")[2]: size for name, size in rows.items() if size is not None}
 
 
 def planned(plan: Prediction, pp_rank: int) -> Json:
@@ -261,13 +261,13 @@ def planned(plan: Prediction, pp_rank: int) -> Json:
     what it counts under `other` for a moment.
     """
     memory = memory_by_stage(plan.work, plan.device)[pp_rank]
-    held = {kind: getattr(memory, kind) for kind in ("weights", "gradients", "optimizer")}
-    peak = sum(held.values()) + memory.besides_state
-    held |= {"activations": memory.besides_state, "peak": peak, "process": memory.total}
+    sizes = {kind: getattr(memory, kind) for kind in ("weights", "gradients", "optimizer")}
+    peak = sum(sizes.values()) + memory.besides_state
+    sizes |= {"activations": memory.besides_state, "peak": peak, "process": memory.total}
     return {
         **_headline(plan),
         **{f"share.{name}": share for name, share in planned_shares(plan).items()},
-        **{f"memory.{kind}": round(size) for kind, size in held.items()},
+        **{f"memory.{kind}": round(size) for kind, size in sizes.items()},
         **{f"communication.{axis}": s for axis, s in plan.communication_seconds.items()},
     }
 
@@ -322,13 +322,13 @@ def seconds_by_axis(records: Sequence[RankRecord], schedule: Schedule) -> Json:
     The mean over ranks (and timed steps) of the seconds the host waits on CPU, of NCCL's kernels on
     GPU; on pp the seconds between an input's being made and its arrival.
     """
-    found = {}
+    seconds = {}
     for axis, groups in CARRIERS.items():
         spent = [mean(_seconds(record, group) for record in records) for group in groups]
         if axis == "pp":
             spent = [mean(breakdown.p2p_seconds(records, schedule))]
-        found[axis] = {"measured": sum(spent)}
-    return found
+        seconds[axis] = {"measured": sum(spent)}
+    return seconds
 
 
 def traffic(records: Sequence[RankRecord]) -> list[Json]:
@@ -343,10 +343,10 @@ def traffic(records: Sequence[RankRecord]) -> list[Json]:
 
 def matrix(rows: Sequence[Mapping[str, Any]], world: int) -> list[list[int]]:
     """Bytes of all axes: row r has what rank r sent to each rank."""
-    found = [[0] * world for _ in range(world)]
+    sent = [[0] * world for _ in range(world)]
     for row in rows:
-        found[row["from"]][row["to"]] += row["bytes"]
-    return found
+        sent[row["from"]][row["to"]] += row["bytes"]
+    return sent
 
 
 def _seconds(record: RankRecord, group: str) -> float:

@@ -212,38 +212,38 @@ class Curve(NamedTuple):
 
 def curve(rows: Sequence[Row], key: str, scale: float = 1.0) -> Curve:
     """A metric over the rows that have it."""
-    found = [(row["step"], scale * row[key]) for row in rows if key in row]
-    return Curve([step for step, _ in found], [value for _, value in found])
+    points = [(row["step"], scale * row[key]) for row in rows if key in row]
+    return Curve([step for step, _ in points], [value for _, value in points])
 
 
-def thinned(whole: Curve, points: int = MOST_POINTS) -> Curve:
+def thinned(full_curve: Curve, points: int = MOST_POINTS) -> Curve:
     """Thins a curve to about `points` at most: of each stretch its lowest and highest, in order.
 
     So no spike is lost. Steps without a finite value are kept where a stretch has no other.
     """
-    stride = -(-len(whole.steps) // (points // 2))
+    stride = -(-len(full_curve.steps) // (points // 2))
     if stride <= 2:
-        return whole
-    kept: list[int] = []
-    for start in range(0, len(whole.steps), stride):
-        places = range(start, min(start + stride, len(whole.steps)))
-        finite = [p for p in places if math.isfinite(whole.values[p])] or [start]
-        kept += [f(finite, key=whole.values.__getitem__) for f in (min, max)]
-    kept = sorted({0, *kept, len(whole.steps) - 1})
-    return Curve([whole.steps[p] for p in kept], [whole.values[p] for p in kept])
+        return full_curve
+    indices: list[int] = []
+    for start in range(0, len(full_curve.steps), stride):
+        places = range(start, min(start + stride, len(full_curve.steps)))
+        finite = [p for p in places if math.isfinite(full_curve.values[p])] or [start]
+        indices += [f(finite, key=full_curve.values.__getitem__) for f in (min, max)]
+    indices = sorted({0, *indices, len(full_curve.steps) - 1})
+    return Curve([full_curve.steps[p] for p in indices], [full_curve.values[p] for p in indices])
 
 
 def curves_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Any]]]:
     """Curves to draw, thinned, as {curve: {steps, values}}; None where a value is not finite."""
-    found = {name: thinned(curve(rows, *of)) for name, of in CURVES.items()}
-    found["validation loss"] = thinned(curve(rows, "valid_loss"))
+    curves = {name: thinned(curve(rows, *of)) for name, of in CURVES.items()}
+    curves["validation loss"] = thinned(curve(rows, "valid_loss"))
     return {
         name: {
-            "steps": one.steps,
-            "values": [value if math.isfinite(value) else None for value in one.values],
+            "steps": line.steps,
+            "values": [value if math.isfinite(value) else None for value in line.values],
         }
-        for name, one in found.items()
-        if one.steps
+        for name, line in curves.items()
+        if line.steps
     }
 
 
@@ -264,7 +264,7 @@ def histogram(values: Sequence[float]) -> tuple[list[float], list[int], float]:
     counts = [0] * BINS
     for value in ordered:
         counts[min(BINS - 1, int((value - low) / width))] += 1
-    return [low + place * width for place in range(BINS)], counts, width
+    return [low + index * width for index in range(BINS)], counts, width
 
 
 def planned_of(run: FinishedRun, step_seconds: float) -> Timeline:

@@ -73,11 +73,11 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
     bar.update()
     bar.close()
     loader.close()
-    place = trainer.groups.layout.attention.coordinates(runtime.rank)
+    coordinates = trainer.groups.layout.attention.coordinates(runtime.rank)
     record = RankRecord(
         rank=runtime.rank,
         pp_rank=trainer.groups.pp_rank,
-        speaks=not any(index for axis, index in place.items() if axis != "pp"),
+        speaks=not any(index for axis, index in coordinates.items() if axis != "pp"),
         steps=timed,
         profiled=profiled,
         state_bytes=trainer.state_bytes_by_kind(),

@@ -63,11 +63,11 @@ def shares_inside(
     ops: Sequence[tuple[str, float, float]], exposed: list[traces.Interval]
 ) -> dict[str, float]:
     """Shares, by kind, of the seconds of (kind, start, end) ops that lie in `exposed`."""
-    found = {}
+    shares = {}
     for kind in sorted({kind for kind, _, _ in ops}):
-        mine = traces.union((a, b) for k, a, b in ops if k == kind)
-        found[kind] = traces.length(traces.common(mine, exposed)) / traces.length(mine)
-    return found
+        of_kind = traces.union((a, b) for k, a, b in ops if k == kind)
+        shares[kind] = traces.length(traces.common(of_kind, exposed)) / traces.length(of_kind)
+    return shares
 
 
 def _seconds_on_host(traced: list[traces.Event], traffic: Traffic) -> dict[str, float]:
@@ -99,7 +99,7 @@ def allocations(events: Iterable[traces.Event], begin: float) -> list[Allocation
     """
     told = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
     kinds = {event["args"].get("Device Type", 0) for event in told}
-    found: list[Allocation] = []
+    ended: list[Allocation] = []
     alive: dict[object, Allocation] = {}
     for event in told:
         moment, args = event["ts"] / 1e6 - begin, event["args"]
@@ -109,26 +109,26 @@ def allocations(events: Iterable[traces.Event], begin: float) -> list[Allocation
         if change.bytes >= 0:
             alive[args["Addr"]] = change
         elif args["Addr"] in alive:
-            found.append(alive.pop(args["Addr"])._replace(end=moment))
+            ended.append(alive.pop(args["Addr"])._replace(end=moment))
         else:
-            found.append(change)
-    return sorted([*found, *alive.values()])
+            ended.append(change)
+    return sorted([*ended, *alive.values()])
 
 
-def over_time(found: Sequence[Allocation], bounds: Sequence[float]) -> list[MemorySample]:
+def over_time(allocated: Sequence[Allocation], bounds: Sequence[float]) -> list[MemorySample]:
     """Samples bytes alive at each change; `bounds` are the moments between ops, in order."""
     changes = []
-    for index, one in enumerate(found):
-        passing = bisect(bounds, one.start) == bisect(bounds, one.end)
-        changes.append((one.start, index, one.bytes, passing))
-        if one.end != float("inf"):
-            changes.append((one.end, index, -one.bytes, passing))
-    kept = temporary = 0
+    for index, allocation in enumerate(allocated):
+        passing = bisect(bounds, allocation.start) == bisect(bounds, allocation.end)
+        changes.append((allocation.start, index, allocation.bytes, passing))
+        if allocation.end != float("inf"):
+            changes.append((allocation.end, index, -allocation.bytes, passing))
+    activations = temporary = 0
     curve = [MemorySample(0.0, 0, 0)]
     for moment, _, change, passing in sorted(changes):
         temporary += change if passing else 0
-        kept += 0 if passing else change
-        curve.append(MemorySample(moment, kept, temporary))
+        activations += 0 if passing else change
+        curve.append(MemorySample(moment, activations, temporary))
     return curve
 
 

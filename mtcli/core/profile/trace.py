@@ -33,27 +33,27 @@ def spans_of(events: Iterable[Event], wanted: Callable[[Event], bool]) -> list[I
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Merges points into disjoint intervals in order."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
     """The points that two lists of disjoint ordered intervals share."""
-    found, i, j = [], 0, 0
+    shared, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if start < end:
-            found.append((start, end))
+            shared.append((start, end))
         if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return shared
 
 
 def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
@@ -96,10 +96,10 @@ def seconds_by_axis(events: Iterable[Event]) -> dict[str, float]:
 
 def summed(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
     """The sums of seconds by name."""
-    found: defaultdict[str, float] = defaultdict(float)
-    for name, one in seconds:
-        found[name] += one
-    return dict(found)
+    totals: defaultdict[str, float] = defaultdict(float)
+    for name, amount in seconds:
+        totals[name] += amount
+    return dict(totals)
 
 
 def sharding_bytes(events: Sequence[Event]) -> list[tuple[str, int]]:
@@ -109,7 +109,7 @@ def sharding_bytes(events: Sequence[Event]) -> list[tuple[str, int]]:
     reduce-scatter. Needs a trace with shapes.
     """
     ranges = [e for e in events if e["name"].startswith("FSDP::")]
-    found = []
+    sent = []
     for event in events:
         if event["name"] not in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
             continue
@@ -118,8 +118,8 @@ def sharding_bytes(events: Sequence[Event]) -> list[tuple[str, int]]:
             inner = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"]
             (out, given), kind = event["args"]["Input Dims"][:2], event["args"]["Input type"][0]
             axis = "edp" if "experts" in inner else "data"
-            found.append((axis, abs(prod(out) - prod(given)) * ITEM_BYTES[kind]))
-    return found
+            sent.append((axis, abs(prod(out) - prod(given)) * ITEM_BYTES[kind]))
+    return sent
 
 
 def op_bounds(events: Iterable[Event], begin: float) -> list[float]:
@@ -147,16 +147,16 @@ def computing(events: list[Event]) -> list[Interval]:
 
 def outermost(events: list[Event]) -> list[tuple[Event, list[Event]]]:
     """Yields each outermost CPU operator of each thread, with all that ran inside it."""
-    found: list[tuple[Event, list[Event]]] = []
+    operators: list[tuple[Event, list[Event]]] = []
     for thread in _by_thread(events):
         end = -1.0
         for event in thread:
             if event["ts"] >= end:
-                found.append((event, []))
+                operators.append((event, []))
                 end = event["ts"] + event["dur"]
             else:
-                found[-1][1].append(event)
-    return found
+                operators[-1][1].append(event)
+    return operators
 
 
 def kernels(events: list[Event]) -> list[KernelTime]:
@@ -164,8 +164,8 @@ def kernels(events: list[Event]) -> list[KernelTime]:
     on_device = [(e["name"], e["dur"]) for e in events if e.get("cat") == "kernel"]
     timed = on_device or [pair for thread in _by_thread(events) for pair in _own_times(thread)]
     calls, seconds = Counter(name for name, _ in timed), summed((n, s / 1e6) for n, s in timed)
-    found = [KernelTime(name, calls[name], seconds[name]) for name in calls]
-    return sorted(found, key=lambda kernel: -kernel.seconds)
+    times = [KernelTime(name, calls[name], seconds[name]) for name in calls]
+    return sorted(times, key=lambda kernel: -kernel.seconds)
 
 
 def _by_thread(events: list[Event]) -> list[list[Event]]:

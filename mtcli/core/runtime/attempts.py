@@ -108,7 +108,7 @@ class Meeting(NamedTuple):
         store, seats, joins = self.store, Counter[str](), self._keys("join")
         self._await(lambda: store.check(joins), end, joins)
         while True:
-            here = [Join(*json.loads(one)) for one in store.multi_get(joins)]
+            here = [Join(*json.loads(message)) for message in store.multi_get(joins)]
             tokens = [join.token for join in here]
             if tokens[0] != own:
                 raise failed("another process has joined as rank 0", "end the one that was left")
@@ -120,7 +120,7 @@ class Meeting(NamedTuple):
             answers = [f"{name}/{key}" for key in joins[1:]]
 
             def changed(known: list[str] = tokens) -> bool:
-                return [json.loads(one)[0] for one in store.multi_get(joins)] != known
+                return [json.loads(message)[0] for message in store.multi_get(joins)] != known
 
             def settled(answers: list[str] = answers) -> bool:
                 return not answers or store.check(answers) or changed()

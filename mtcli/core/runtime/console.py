@@ -61,12 +61,12 @@ def print_line(text: str, indent: str | None = None) -> None:
 
 def _table(columns: Sequence[str], rows: Rows, right: bool) -> Table:
     table = Table(show_header=any(columns), box=None, pad_edge=False)
-    for place, column in enumerate(columns):
-        cells = [_joined(row[place]) for row in rows]
+    for index, column in enumerate(columns):
+        cells = [_joined(row[index]) for row in rows]
         words = max((len(word) for cell in cells for word in cell.split(" ")), default=0)
         table.add_column(
             column,
-            justify="right" if right and place else "left",
+            justify="right" if right and index else "left",
             overflow="fold",
             no_wrap=max(map(len, cells), default=0) <= PROSE,
             min_width=min(words, WORD),

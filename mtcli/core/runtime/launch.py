@@ -88,9 +88,9 @@ def bring_up(
     if not cuda_graphs:
         let_segments_grow()
     try:
-        place = _ranks(os.environ) or (0, 1, 0, 1)
-        with telling_of_lost_peers(place[0]):
-            runtime, store = _start(place, device, timeout, matmul, debug_collectives)
+        ranks = _ranks(os.environ) or (0, 1, 0, 1)
+        with telling_of_lost_peers(ranks[0]):
+            runtime, store = _start(ranks, device, timeout, matmul, debug_collectives)
             with _watched(runtime, store, timeout):
                 yield runtime
     except (Exception, KeyboardInterrupt) as error:
@@ -142,7 +142,7 @@ def _ranks(environ: Mapping[str, str]) -> tuple[int, int, int, int] | None:
 
 
 def _start(
-    place: tuple[int, int, int, int],
+    ranks: tuple[int, int, int, int],
     device: str,
     timeout: float,
     matmul: str,
@@ -150,7 +150,7 @@ def _start(
 ) -> "tuple[Runtime, dist.Store | None]":
     import torch
 
-    rank, world, local_rank, local_world = place
+    rank, world, local_rank, local_world = ranks
     where = _device(device, local_rank)
     if where.type == "cpu":
         torch.set_num_threads(_threads(local_world))

@@ -85,9 +85,9 @@ def meet(rank: int, world: int, timeout: float, device: torch.device) -> tuple[d
     no single interface.
     """
     limit, later = timedelta(seconds=timeout), timedelta(seconds=timeout + LATER)
-    kept = _connect(rank, limit)
-    name, attempt = Meeting(kept, rank, world, timeout, device.type).agree()
-    store = dist.PrefixStore(name, kept)
+    root_store = _connect(rank, limit)
+    name, attempt = Meeting(root_store, rank, world, timeout, device.type).agree()
+    store = dist.PrefixStore(name, root_store)
     members = {"store": store, "rank": rank, "world_size": world, "timeout": later}
     if device.type == "cuda":
         dist.init_process_group("nccl", device_id=device, **members)
@@ -172,10 +172,10 @@ def _address_towards(host: str, port: int, hosted: bool) -> str | None:
 
 def _is_loopback(host: str) -> bool:
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return all(ip_address(address).is_loopback for address in found)
+    return all(ip_address(address).is_loopback for address in addresses)
 
 
 def _interface_of(address: str) -> str:

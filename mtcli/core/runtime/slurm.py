@@ -68,8 +68,8 @@ def require_srun(nproc: int, environ: Mapping[str, str] = os.environ) -> None:
 
 def tasks_per_node(text: str) -> list[int]:
     """The tasks of each node of a list like 4(x2),3: 4, 4 and 3."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+    matches = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in matches for _ in range(int(times or 1))]
 
 
 def first_host(nodes: str) -> str:

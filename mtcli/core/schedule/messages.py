@@ -73,12 +73,12 @@ def message_of(op: Op, schedule: Schedule) -> Message | None:
 
 def sent(schedule: Schedule) -> dict[Channel, list[Message]]:
     """The messages of each channel, in the order in which they are sent, and so received."""
-    found: dict[Channel, list[Message]] = defaultdict(list)
+    messages: dict[Channel, list[Message]] = defaultdict(list)
     for ops in schedule.ops:
         for op in ops:
             if message := message_of(op, schedule):
-                found[message.channel].append(message)
-    return found
+                messages[message.channel].append(message)
+    return messages
 
 
 def calls(schedule: Schedule) -> list[list[P2PCall]]:

@@ -51,7 +51,9 @@ class Timeline:
 
     def scaled(self, factor: float) -> "Timeline":
         """The same with every moment times a factor."""
-        spans = (one._replace(start=one.start * factor, end=one.end * factor) for one in self.spans)
+        spans = (
+            span._replace(start=span.start * factor, end=span.end * factor) for span in self.spans
+        )
         return Timeline(tuple(spans), self.num_ranks)
 
 

@@ -17,8 +17,8 @@ Communicator = Callable[[Message], Hashable]
 
 def problems(schedule: Schedule) -> list[str]:
     """Everything that stops ranks that run their ops in order from ending; empty when none does."""
-    found = [*_misplaced(schedule), *_miscounted(schedule)]
-    return found or _stuck(schedule) or stalls(schedule)
+    faults = [*_misplaced(schedule), *_miscounted(schedule)]
+    return faults or _stuck(schedule) or stalls(schedule)
 
 
 def stalls(schedule: Schedule, communicator: Communicator = attrgetter("channel")) -> list[str]:
@@ -104,29 +104,29 @@ def _miscounted(schedule: Schedule) -> list[str]:
         for m in range(schedule.num_micro_batches)
         for stage in range(schedule.num_stages)
     }
-    found = [f"{op} runs {counts[op]} times" for op in sorted(every) if counts[op] != 1]
-    found += [f"{op} is of no micro-batch" for op in sorted(counts.keys() - every)]
+    faults = [f"{op} runs {counts[op]} times" for op in sorted(every) if counts[op] != 1]
+    faults += [f"{op} is of no micro-batch" for op in sorted(counts.keys() - every)]
     if kinds not in (["F"], ["B", "F"], ["F", "I", "W"]):
-        found.append(f"ops of kinds {', '.join(kinds)} are not a whole forward and backward")
-    return found
+        faults.append(f"ops of kinds {', '.join(kinds)} are not a whole forward and backward")
+    return faults
 
 
 def _stuck(schedule: Schedule) -> list[str]:
     """Runs every rank as far as it goes, in turn, until nobody moves."""
     done: set[Op] = set()
-    places = [0] * schedule.num_ranks
+    positions = [0] * schedule.num_ranks
     moved = True
     while moved:
         moved = False
         for rank, ops in enumerate(schedule.ops):
-            while places[rank] < len(ops) and _is_ready(ops[places[rank]], schedule, done):
-                done.add(ops[places[rank]])
-                places[rank] += 1
+            while positions[rank] < len(ops) and _is_ready(ops[positions[rank]], schedule, done):
+                done.add(ops[positions[rank]])
+                positions[rank] += 1
                 moved = True
     return [
-        f"rank {rank} waits at {ops[place]} for {_missing(ops[place], schedule, done)} forever"
-        for rank, (ops, place) in enumerate(zip(schedule.ops, places, strict=True))
-        if place < len(ops)
+        f"rank {rank} waits at {ops[index]} for {_missing(ops[index], schedule, done)} forever"
+        for rank, (ops, index) in enumerate(zip(schedule.ops, positions, strict=True))
+        if index < len(ops)
     ]
 
 

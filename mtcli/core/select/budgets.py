@@ -29,20 +29,20 @@ def budgets_of(sizes: Sequence[int], shares: Sequence[float], total: int) -> lis
     if total < len(sizes):
         message = f"{total} sequences to choose from {len(sizes)} groups (sources or classes)"
         raise wrong(message, f"{len(sizes)} or more, so that each group has one", "--size")
-    found: dict[int, int] = {}
-    while len(found) < len(sizes):
-        left = [group for group in range(len(sizes)) if group not in found]
-        rest = total - sum(found.values())
+    budgets: dict[int, int] = {}
+    while len(budgets) < len(sizes):
+        left = [group for group in range(len(sizes)) if group not in budgets]
+        rest = total - sum(budgets.values())
         scale = rest / sum(shares[group] for group in left)
         wanted = {group: shares[group] * scale for group in left}
         full = {group: sizes[group] for group in left if wanted[group] > sizes[group]}
         least = {group: 1 for group in left if wanted[group] < 1.0}
         if full or least:  # one kind at a time, as each changes what is left for the others
-            found |= full or least
+            budgets |= full or least
             continue
         floors = {group: math.floor(wanted[group]) for group in left}
         by_rest = sorted(left, key=lambda group: floors[group] - wanted[group])
         for group in by_rest[: rest - sum(floors.values())]:
             floors[group] += 1
-        found |= floors
-    return [found[group] for group in range(len(sizes))]
+        budgets |= floors
+    return [budgets[group] for group in range(len(sizes))]

@@ -82,17 +82,17 @@ def choose(proxies: Tensor, groups: Sequence[np.ndarray], target: Quota, work: W
     budgets = [len(points) for points, _ in distinct]
     if target.cover is None:
         budgets = [min(pair) for pair in zip(target.budgets, budgets, strict=True)]
-    wholes = [_Part(group, *distinct[group], size) for group, size in enumerate(budgets)]
-    parts = [part for whole in wholes for part in _deal(proxies, whole, target, work)]
+    pools = [_Part(group, *distinct[group], size) for group, size in enumerate(budgets)]
+    parts = [part for pool in pools for part in _deal(proxies, pool, target, work)]
     orders, again = [], []
     picked = _shared(proxies, parts, work)
-    for group, whole in enumerate(wholes):
-        of_group = [one for part, one in zip(parts, picked, strict=True) if part.group == group]
-        orders.append(round_robin([one.points for one in of_group]))
-        if len(orders[group]) > whole.size:
-            again.append(_second_round(whole, of_group, work.seed))
-    for part, one in zip(again, _shared(proxies, again, work), strict=True):
-        orders[part.group] = one.points
+    for group, pool in enumerate(pools):
+        of_group = [picks for part, picks in zip(parts, picked, strict=True) if part.group == group]
+        orders.append(round_robin([picks.points for picks in of_group]))
+        if len(orders[group]) > pool.size:
+            again.append(_second_round(pool, of_group, work.seed))
+    for part, picks in zip(again, _shared(proxies, again, work), strict=True):
+        orders[part.group] = picks.points
     if target.cover is None:
         for order, ids, budget in zip(orders, groups, target.budgets, strict=True):
             order.extend(np.setdiff1d(ids, order)[: budget - len(order)].tolist())
@@ -133,16 +133,16 @@ def judge(
     for ids, order in zip(groups, orders, strict=True):
         points = _points(proxies, ids, work)
         chosen = np.sort(np.array(order, np.int64))
-        places = torch.from_numpy(np.searchsorted(ids, chosen)).to(work.device)
-        place, distance = nearest(points, places, work.advance)
-        gamma = place.bincount(minlength=len(chosen)).double().tolist()
+        positions = torch.from_numpy(np.searchsorted(ids, chosen)).to(work.device)
+        assigned, distance = nearest(points, positions, work.advance)
+        gamma = assigned.bincount(minlength=len(chosen)).double().tolist()
         weights |= zip(chosen.tolist(), gamma, strict=True)
         of_group = float(distance.double().sum())
         residual += of_group
         objective += len(ids) * points.reach - of_group
     indices = round_robin(orders)
-    found = np.array([weights[index] for index in indices])
-    return Chosen(np.array(indices, np.int64), found, objective, residual)
+    gammas = np.array([weights[index] for index in indices])
+    return Chosen(np.array(indices, np.int64), gammas, objective, residual)
 
 
 def planned_bytes(sizes: Sequence[int], width: int) -> int:
@@ -151,9 +151,9 @@ def planned_bytes(sizes: Sequence[int], width: int) -> int:
     Beside the proxies of all groups there are copies of the largest group's, or similarities.
     """
     largest = max(sizes)
-    seen = largest if largest <= MOST else PART
+    points = largest if largest <= MOST else PART
     copy = 4 * 3 * (width + 2)
-    greedy = 4 * seen**2 + 2 * copy * seen if seen <= DENSE else copy * seen
+    greedy = 4 * points**2 + 2 * copy * points if points <= DENSE else copy * points
     return (4 * width + 64) * sum(sizes) + max(copy * largest, greedy) + (400 << 20)
 
 
@@ -166,8 +166,8 @@ def _points(proxies: Tensor, ids: np.ndarray, work: Work) -> Points:
 def _distinct(proxies: Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(the first of each set of equal points, ascending; how many there are of it)."""
     digests = bytearray(16 * len(ids))
-    for place, index in enumerate(ids.tolist()):
-        digests[16 * place : 16 * place + 16] = xxhash.xxh3_128_digest(proxies[index].numpy())
+    for row, index in enumerate(ids.tolist()):
+        digests[16 * row : 16 * row + 16] = xxhash.xxh3_128_digest(proxies[index].numpy())
     each = np.frombuffer(digests, "V16")
     _, firsts, counts = np.unique(each, return_index=True, return_counts=True)
     order = np.argsort(firsts)
@@ -197,22 +197,22 @@ def _deal(proxies: Tensor, group: _Part, target: Quota, work: Work) -> list[_Par
     return parts
 
 
-def _second_round(whole: _Part, firsts: Sequence[_Picked], seed: int) -> _Part:
+def _second_round(pool: _Part, firsts: Sequence[_Picked], seed: int) -> _Part:
     """The picks of all parts, to choose from, and with them random points up to MOST.
 
     A pick counts the points that were nearest to it, which covers all points but moves them. Drawn
     points stay where they are, and count for the same number of others each.
     """
-    picks = np.searchsorted(whole.points, [point for one in firsts for point in one.points])
-    size = len(whole.points)
+    picks = np.searchsorted(pool.points, [point for picked in firsts for point in picked.points])
+    size = len(pool.points)
     drawn = np.random.default_rng([seed, 2]).choice(size, min(MOST - len(picks), size), False)
     counts = np.zeros(size)
-    counts[picks] = [(1.0 - DRAWN) * count for one in firsts for count in one.counts]
-    part = whole.counts[drawn].sum() / whole.counts.sum()
-    counts[drawn] += DRAWN / part * whole.counts[drawn]
-    seen = np.flatnonzero(counts)
-    among = np.isin(seen, picks)
-    return whole._replace(points=whole.points[seen], counts=counts[seen], among=among)
+    counts[picks] = [(1.0 - DRAWN) * count for picked in firsts for count in picked.counts]
+    part = pool.counts[drawn].sum() / pool.counts.sum()
+    counts[drawn] += DRAWN / part * pool.counts[drawn]
+    counted = np.flatnonzero(counts)
+    among = np.isin(counted, picks)
+    return pool._replace(points=pool.points[counted], counts=counts[counted], among=among)
 
 
 def _shared(proxies: Tensor, parts: Sequence[_Part], work: Work) -> list[_Picked]:
@@ -220,8 +220,8 @@ def _shared(proxies: Tensor, parts: Sequence[_Part], work: Work) -> list[_Picked
     rank, ranks = work.world.rank, work.world.size
     busy = min(ranks, len(parts))
     own = [_pick(proxies, part, work, busy) for part in parts[rank::ranks]]
-    found = gather_values(own, work.world)
-    return [_Picked(*found[number % ranks][number // ranks]) for number in range(len(parts))]
+    gathered = gather_values(own, work.world)
+    return [_Picked(*gathered[number % ranks][number // ranks]) for number in range(len(parts))]
 
 
 def _pick(proxies: Tensor, part: _Part, work: Work, busy: int) -> _Picked:
@@ -237,10 +237,10 @@ def _pick(proxies: Tensor, part: _Part, work: Work, busy: int) -> _Picked:
         similar, counts, goal, lambda done: work.advance(done * busy), work.seed
     ).order
     chosen = torch.tensor(sorted(order), device=work.device)
-    place, _ = nearest(points, chosen, lambda done: None)
-    carried = place.bincount(counts.double(), len(chosen)).tolist()
+    assigned, _ = nearest(points, chosen, lambda done: None)
+    carried = assigned.bincount(counts.double(), len(chosen)).tolist()
     by_point = dict(zip(chosen.tolist(), carried, strict=True))
-    return _Picked(part.points[order].tolist(), [by_point[one] for one in order])
+    return _Picked(part.points[order].tolist(), [by_point[point] for point in order])
 
 
 def round_robin(orders: Sequence[list[int]]) -> list[int]:

@@ -54,11 +54,11 @@ class Points:
         right = self.right if columns is None else self.right[columns]
         others = self.squares if columns is None else self.squares[columns]
         shape = len(rows), len(others)
-        found = torch.mm(self.left[rows], right.T, out=self._kept("found", shape))
+        squared = torch.mm(self.left[rows], right.T, out=self._kept("squared", shape))
         least = self._kept("least", shape)
         torch.add(self.squares[rows][:, None], others, out=least).mul_(SAME)
-        same = torch.le(found, least, out=self._kept("same", shape, torch.bool))
-        return found.masked_fill_(same, 0.0).sqrt_()
+        same = torch.le(squared, least, out=self._kept("same", shape, torch.bool))
+        return squared.masked_fill_(same, 0.0).sqrt_()
 
     def _kept(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
         """Memory of a shape that grows to the largest one."""
@@ -106,12 +106,12 @@ def nearest(points: Points, chosen: Tensor, advance: Callable[[int], object]) ->
     `advance` is told how many points are done.
     """
     size, device = len(points), points.left.device
-    place = torch.empty(size, dtype=torch.int64, device=device)
+    assigned = torch.empty(size, dtype=torch.int64, device=device)
     distance = torch.empty(size, dtype=points.left.dtype, device=device)
     rows = max(1, BLOCK[device.type] // len(chosen))
     for some in torch.arange(size, device=device).split(rows):
-        distance[some], place[some] = points.distances(some, chosen).min(1)
+        distance[some], assigned[some] = points.distances(some, chosen).min(1)
         advance(len(some))
-    place[chosen] = torch.arange(len(chosen), device=device)
+    assigned[chosen] = torch.arange(len(chosen), device=device)
     distance[chosen] = 0.0
-    return Nearest(place, distance)
+    return Nearest(assigned, distance)

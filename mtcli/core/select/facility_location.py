@@ -159,13 +159,13 @@ class _State:
 
     def gains(self, candidates: Tensor) -> Tensor:
         """What each of some candidates [b] would add to F."""
-        found = []
+        gains = []
         for block in candidates.split(self.similarities.block):
             rows = self.similarities.rows(block)
             if self.picks.order:
                 rows.sub_(self.best).clamp_(min=0.0)
-            found.append(rows @ self.counts)
-        return torch.cat(found)
+            gains.append(rows @ self.counts)
+        return torch.cat(gains)
 
     def refresh_(self, bounds: Tensor) -> int:
         """Computes the largest bounds of gains again, until no other can win or tie; returns the

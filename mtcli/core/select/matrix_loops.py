@@ -35,8 +35,8 @@ def take(
     Four rows at a time: reading and writing the bounds takes as long as reading a row.
     """
     by_four = len(changed) // 4 * 4
-    for place in range(0, by_four, 4):
-        a, b, c, d = changed[place : place + 4]
+    for start in range(0, by_four, 4):
+        a, b, c, d = changed[start : start + 4]
         row_a, low_a, high_a, count_a = matrix[a], before[a], best[a], counts[a]
         row_b, low_b, high_b, count_b = matrix[b], before[b], best[b], counts[b]
         row_c, low_c, high_c, count_c = matrix[c], before[c], best[c], counts[c]

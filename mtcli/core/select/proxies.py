@@ -55,9 +55,9 @@ def sequence_proxies(
     `advance` is told how many candidates are done. Collective. Raises MtcliError (exit 1) where
     they are not finite.
     """
-    distinct, place = _distinct(sequences)
+    distinct, text_of = _distinct(sequences)
     advance(len(sequences) - len(distinct))
-    found = torch.empty(len(distinct), proxy_width(model, kind))
+    proxies = torch.empty(len(distinct), proxy_width(model, kind))
     size = max(1, BATCH_TOKENS[model.groups.device.type] // sequences.seq_len)
     size *= model.groups.layout.dp * model.groups.tp_row.size
     for start in range(0, len(distinct), size):
@@ -67,9 +67,9 @@ def sequence_proxies(
             first = int(some[int((~part.isfinite()).any(1).nonzero()[0])])
             message = f"the model gives sequence {first} a proxy that is not finite"
             raise failed(message, "check the checkpoint, or select in fp32")
-        found[start : start + len(some)] = part
+        proxies[start : start + len(some)] = part
         advance(len(some))
-    return found[torch.from_numpy(place)]
+    return proxies[torch.from_numpy(text_of)]
 
 
 def example_proxies(model: InferenceModel, examples: ExampleRows, advance: Advance) -> Tensor:
@@ -81,8 +81,8 @@ def example_proxies(model: InferenceModel, examples: ExampleRows, advance: Advan
     for start in range(0, len(examples), size):
         numbers = range(start, min(start + size, len(examples)))
         batches = [examples.rows(number, 1) for number in numbers]
-        for read, found in zip(batches, head_outputs(model, batches), strict=True):
-            p_MC, labels = found.logits_MC.softmax(1), torch.from_numpy(read.classes)
+        for read, output in zip(batches, head_outputs(model, batches), strict=True):
+            p_MC, labels = output.logits_MC.softmax(1), torch.from_numpy(read.classes)
             p_MC[torch.arange(len(labels)), labels] -= 1.0
             parts.append(p_MC.float())
             advance(len(labels))
@@ -95,7 +95,7 @@ def example_proxies(model: InferenceModel, examples: ExampleRows, advance: Advan
 def _distinct(sequences: TokenSequences) -> tuple[np.ndarray, np.ndarray]:
     """(the first candidate of each text [u], which of them each candidate is like [n])."""
     known: dict[bytes, int] = {}
-    firsts, place = [], np.empty(len(sequences), np.int64)
+    firsts, text_of = [], np.empty(len(sequences), np.int64)
     for start in range(0, len(sequences), 1024):
         some = np.arange(start, min(start + 1024, len(sequences)))
         for candidate, row in zip(some.tolist(), sequences.rows(some), strict=True):
@@ -103,8 +103,8 @@ def _distinct(sequences: TokenSequences) -> tuple[np.ndarray, np.ndarray]:
             if key not in known:
                 known[key] = len(firsts)
                 firsts.append(candidate)
-            place[candidate] = known[key]
-    return np.array(firsts, np.int64), place
+            text_of[candidate] = known[key]
+    return np.array(firsts, np.int64), text_of
 
 
 def _sketch(model: InferenceModel, kind: Proxy) -> Sketch:
@@ -124,16 +124,16 @@ def _of_batch(model: InferenceModel, rows: np.ndarray, kind: Proxy) -> Tensor:
     share, index = -(-len(rows) // shares), index + groups.tp_row.rank
     own = np.arange(index * share, (index + 1) * share)
     tokens = torch.from_numpy(rows[np.minimum(own, len(rows) - 1)])
-    found = torch.zeros(len(rows), proxy_width(model, kind), dtype=torch.float64)
-    found = found.to(groups.device)
+    proxies = torch.zeros(len(rows), proxy_width(model, kind), dtype=torch.float64)
+    proxies = proxies.to(groups.device)
     at = 0
     for output in _outputs(model, tokens):
         part = _partial(model, output, kind)
         real = own[at : at + len(part)]
         real = real[real < len(rows)]
-        found[torch.from_numpy(real).to(groups.device)] += part[: len(real)]
+        proxies[torch.from_numpy(real).to(groups.device)] += part[: len(real)]
         at += len(part)
-    return all_reduce(found, groups.world).float().cpu()
+    return all_reduce(proxies, groups.world).float().cpu()
 
 
 def _outputs(model: InferenceModel, tokens: Tensor) -> Iterator[_Output]:
@@ -154,7 +154,7 @@ def _partial(model: InferenceModel, output: _Output, kind: Proxy) -> Tensor:
         counts = 1.0 if model.groups.tp.rank == 0 else 0.0  # one rank of each replica answers
         return _hidden(model, x_BSD).double().mean(1) * counts
     sketch = _sketch(model, kind)
-    found = torch.zeros(len(x_BSD), sketch.width, dtype=torch.float64, device=x_BSD.device)
+    proxies = torch.zeros(len(x_BSD), sketch.width, dtype=torch.float64, device=x_BSD.device)
     loss = model.stages[model.groups.layout.num_stages - 1].output
     columns, length = len(loss.table.weight), x_BSD.shape[1]  # the same on every rank
     several = max(1, CHUNK // (length * columns))
@@ -162,8 +162,8 @@ def _partial(model: InferenceModel, output: _Output, kind: Proxy) -> Tensor:
         for some in torch.arange(length, device=x_BSD.device).split(max(1, CHUNK // columns)):
             x, labels = x_BSD[rows][:, some], labels_BS[rows][:, some]
             h_BSD = _hidden(model, x) if kind == "kronecker" else None
-            found[rows] += _sketched(sketch, loss, (x, labels), h_BSD)
-    return found / length
+            proxies[rows] += _sketched(sketch, loss, (x, labels), h_BSD)
+    return proxies / length
 
 
 def _sketched(
@@ -179,9 +179,9 @@ def _sketched(
     if h_BSD is None:
         errors_BV = (scales_BS[:, None] @ exps_BSV)[:, 0]  # one pass over the probabilities
         errors_BV.scatter_add_(1, local_BS, -ones_BS)
-        found = errors_BV.new_zeros(len(errors_BV), sketch.width, dtype=torch.float64)
-        sketch.add(found, errors_BV[:, : loss.shard.valid], loss.shard.first)
-        return found
+        sketches = errors_BV.new_zeros(len(errors_BV), sketch.width, dtype=torch.float64)
+        sketch.add(sketches, errors_BV[:, : loss.shard.valid], loss.shard.first)
+        return sketches
     errors_BSV = exps_BSV.mul_(scales_BS[..., None])
     errors_BSV.scatter_add_(2, local_BS[..., None], -ones_BS[..., None])
     return _of_weights(sketch, errors_BSV[..., : loss.shard.valid], h_BSD, loss.shard.first)
@@ -190,12 +190,12 @@ def _sketched(
 def _of_weights(sketch: Sketch, errors_BSV: Tensor, h_BSD: Tensor, first: int) -> Tensor:
     """The sketches of p - y times hidden states, summed over tokens: float64 [b, width]."""
     count, hidden = len(errors_BSV), h_BSD.shape[2]
-    found = errors_BSV.new_zeros(count, sketch.width, dtype=torch.float64)
+    sketches = errors_BSV.new_zeros(count, sketch.width, dtype=torch.float64)
     rows, h_BSD = max(1, CHUNK // (count * hidden)), h_BSD.to(errors_BSV.dtype)
     for begin in range(0, errors_BSV.shape[2], rows):
         part = errors_BSV[:, :, begin : begin + rows].transpose(1, 2) @ h_BSD
-        sketch.add(found, part.flatten(1), (first + begin) * hidden)
-    return found
+        sketch.add(sketches, part.flatten(1), (first + begin) * hidden)
+    return sketches
 
 
 def _probabilities(loss: VocabLoss, x_BSD: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ def require_request(request: SelectRequest, world: int) -> None:
 
 
 def config_of(
-    request: SelectRequest, found: CheckpointFolder | None, world: int, model: ModelConfig | None
+    request: SelectRequest, weights: CheckpointFolder | None, world: int, model: ModelConfig | None
 ) -> RunConfig:
     """The config of a selection: forward passes of a model, if any, and the data to choose from.
 
@@ -52,21 +52,21 @@ def config_of(
     Raises MtcliError with all that is wrong with it.
     """
     shapes = table_config({"model": NO_MODEL}).model if model is None else model
-    return forward_config(shapes, overrides_of(request, found, shapes), world)
+    return forward_config(shapes, overrides_of(request, weights, shapes), world)
 
 
 def overrides_of(
-    request: SelectRequest, found: CheckpointFolder | None, model: ModelConfig
+    request: SelectRequest, weights: CheckpointFolder | None, model: ModelConfig
 ) -> list[str]:
     """The overrides of a request's config: what a selection has by default, then the user's."""
     size = min(1024, model.max_seq_len)
-    if found is not None and found.format == "mtcli":
-        size = config_in(found.folder).batch.seq_len
+    if weights is not None and weights.format == "mtcli":
+        size = config_in(weights.folder).batch.seq_len
     defaults = {"batch.seq_len": str(size), "data.format": json.dumps(FORMATS[model.head][0])}
     if model.head in CLASSIFIERS:
         defaults["data.split"] = '"1,0,0"'
-        if found is not None and found.tokenizer_folder is not None:
-            defaults["data.tokenizer"] = json.dumps(str(found.tokenizer_folder))
+        if weights is not None and weights.tokenizer_folder is not None:
+            defaults["data.tokenizer"] = json.dumps(str(weights.tokenizer_folder))
     given = [f"{field}={value}" for field, value in defaults.items()]
     return [*given, f"data.train={json.dumps(request.data)}", *request.overrides]
 
@@ -113,12 +113,12 @@ def _unused(request: SelectRequest) -> Iterator[Problem]:
 
 
 def _require_data(request: SelectRequest, world: int) -> None:
-    found = None if request.model is None else find_checkpoint(Path(request.model))
-    model = None if found is None else model_of(found)
-    if found is not None and model is None:
+    weights = None if request.model is None else find_checkpoint(Path(request.model))
+    model = None if weights is None else model_of(weights)
+    if weights is not None and model is None:
         return  # Megatron's, or damaged: opening it tells
     (config,) = collect_errors(
-        lambda: config_of(request, found, world, model),
+        lambda: config_of(request, weights, world, model),
         otherwise=lambda: open_blend(request.data, "--data"),
     )
     head = config.model.head

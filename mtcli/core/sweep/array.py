@@ -43,7 +43,7 @@ class ModelArray:
         # Adapters of lower ranks have zeros where the largest has rows, which stay zero.
         largest = max((config.lora for config in configs), key=lambda lora: lora.rank)
         self.table = run_parameters(first.model, largest)
-        self.trained = {name for name, one in self.table.items() if one.trained}
+        self.trained = {name for name, parameter in self.table.items() if parameter.trained}
         like = torch.empty(0, dtype=self.dtype, device=groups.device)
         sizes = self.table, groups.layout, len(configs)
         self.memory = ArrayMemory(*sizes, first.optimizer, like)
@@ -143,8 +143,8 @@ class ModelArray:
         """Updates those models that have an update."""
         pairs = [pair for pair in zip(self.members, models, strict=True) if pair[1]]
         if self.compiled is None:
-            for member, one in pairs:
-                member.exchange.update(one.lr, one.factor)
+            for member, update in pairs:
+                member.exchange.update(update.lr, update.factor)
             return
         self.compiled.update(self.gradients, models)
         for member, _ in pairs:

@@ -48,11 +48,11 @@ class ArrayLoader:
 
     def compact(self, keep: Sequence[int]) -> None:
         """Keeps the loaders of some models."""
-        kept = [self.loaders[i] for i in keep]
-        gone = {id(loader): loader for loader in self.loaders if loader not in kept}
-        for loader in gone.values():
+        loaders = [self.loaders[i] for i in keep]
+        dropped = {id(loader): loader for loader in self.loaders if loader not in loaders}
+        for loader in dropped.values():
             loader.close()
-        self.loaders = kept
+        self.loaders = loaders
 
     def close(self) -> None:
         """Ends the readers."""

@@ -100,10 +100,10 @@ class Board:
 
 def rows(records: Sequence[TrialRecord]) -> list[list[str]]:
     """The table of results, the best trial first."""
-    found = []
-    for record in sorted(records, key=lambda one: one.order):
+    table = []
+    for record in sorted(records, key=lambda trial: trial.order):
         valid = "" if record.valid_loss is None else f"{record.valid_loss:.4f}"
         loss = f"{record.loss:.4f}" if math.isfinite(record.loss) else "none"
         steps = f"{len(record.losses)} of {record.trial.config.train.steps}"
-        found.append([record.name, loss, valid, steps, record.status])
-    return found
+        table.append([record.name, loss, valid, steps, record.status])
+    return table

@@ -91,15 +91,15 @@ class ArrayLayers(LayerFactory):
 
     def adapter(self, name: str) -> "ArrayAdapter | None":
         """The adapters of all models, of their own ranks, scales and dropouts."""
-        found = self.adapter_site(name)
-        if found is None:
+        site = self.adapter_site(name)
+        if site is None:
             return None
         loras = [config.lora for config in self.configs]
         scale = torch.tensor([lora.alpha / lora.rank for lora in loras], dtype=torch.float64)
         wide = torch.promote_types(self.dtype, torch.float32)
         scale_B11 = scale.to(self.groups.device, wide).view(-1, 1, 1)
         stream = self._streams(f"{name}.adapter", [lora.dropout for lora in loras])
-        return ArrayAdapter(*found, scale_B11, stream)
+        return ArrayAdapter(*site, scale_B11, stream)
 
     def _streams(self, site: str, each: Sequence[float]) -> DropoutStream:
         """The streams of a site, of each model's probability."""

@@ -124,13 +124,13 @@ class LiveArray:
             start = perf_counter()
             steps = self.array.train_step(self.loader)
             stopped, sent = self._agreed()
-            gone = self._record(steps, sent // len(steps))
+            ended = self._record(steps, sent // len(steps))
             train = self.shape.train
             due = train.save_every and self.array.step % train.save_every == 0
             if stopped or self.array.step == train.steps or due:
                 self.save()
-            if gone:
-                self._leave(gone)
+            if ended:
+                self._leave(ended)
             tokens = len(steps) * self.shape.batch.tokens_per_step
             self.seconds, self.tokens = self.seconds + perf_counter() - start, self.tokens + tokens
             self.watcher.stepped([seat.record for seat in self.seats], tokens / steps[0].seconds)
@@ -141,12 +141,12 @@ class LiveArray:
 
     def stop(self, names: Sequence[str], reason: str) -> None:
         """Ends some trials, which are saved as they are."""
-        gone = [i for i, seat in enumerate(self.seats) if seat.record.name in names]
-        for index in gone:
+        ended = [i for i, seat in enumerate(self.seats) if seat.record.name in names]
+        for index in ended:
             seat = self.seats[index]
             self._save(seat)
             self._end(seat, "stopped", reason)
-        self._leave(gone)
+        self._leave(ended)
 
     def save(self) -> None:
         """Begins to save every model whose run goes on; where ranks exchange for it, in turn."""
@@ -175,14 +175,14 @@ class LiveArray:
         """Records a step of each model, for which so many bytes were sent; returns which models it
         ended."""
         valid: list[float | None] = [None] * len(steps)
-        gone, every = [], self.shape.train.eval_every
+        ended, every = [], self.shape.train.eval_every
         if self.valid and self.array.step % every == 0:
             valid = [*self.array.evaluate(self.valid)]
         for index, (seat, step) in enumerate(zip(self.seats, steps, strict=True)):
             if step.outcome == "fault" and seat.member.config.train.on_nonfinite == "stop":
                 message = f"step {step.step}: loss {step.loss:g}, gradient norm {step.grad_norm:g}"
                 self._end(seat, "diverged", message)
-                gone.append(index)
+                ended.append(index)
                 continue
             if step.outcome != "updated":
                 seat.samples.skip(step.step, step.outcome)
@@ -198,21 +198,21 @@ class LiveArray:
                 message = f"step {step.step}: loss {step.loss:g} is above {highest:.1f}, "
                 message += f"{DIVERGED:g} times that of a uniform guess"
                 self._end(seat, "diverged", message)
-                gone.append(index)
-        return gone
+                ended.append(index)
+        return ended
 
     def _end(self, seat: Seat, status: Status, reason: str) -> None:
         seat.record.end(status, reason)
         self.watcher.say(f"{seat.record.name}: {status}, {reason}")
         self.watcher.ended(seat.record)
 
-    def _leave(self, gone: Sequence[int]) -> None:
+    def _leave(self, ended: Sequence[int]) -> None:
         """Goes on without some models, once their saves have ended."""
-        for index in gone:
+        for index in ended:
             self.seats[index].saver.finish()
             self.seats[index].records.close()
             self.locks[self.seats[index].record.name].close()
-        keep = [i for i in range(len(self.seats)) if i not in gone]
+        keep = [i for i in range(len(self.seats)) if i not in ended]
         self.seats = [self.seats[i] for i in keep]
         self.loader.compact(keep)
         if self.valid:

@@ -52,10 +52,10 @@ class ParameterArray:
 
     def kept(self, keep: Tensor) -> "ParameterArray":
         """A copy of some models."""
-        found = ParameterArray(self.shapes, len(keep), self.flat)
+        subset = ParameterArray(self.shapes, len(keep), self.flat)
         for name, tensor in self.tensors.items():
-            torch.index_select(tensor, 0, keep, out=found.tensors[name])
-        return found
+            torch.index_select(tensor, 0, keep, out=subset.tensors[name])
+        return subset
 
 
 class ArrayMemory:

@@ -23,12 +23,12 @@ def save_picture(target: Path, records: Sequence[TrialRecord], fields: Sequence[
     from matplotlib.figure import Figure
 
     shown = [record for record in records if record.losses]
-    fields = [one for one in fields if len({r.trial.values.get(one) for r in records}) > 1]
+    fields = [name for name in fields if len({r.trial.values.get(name) for r in records}) > 1]
     panels = 1 + len(fields)
     columns = min(COLUMNS, panels)
     lines = -(-panels // columns)
     figure = Figure(figsize=(5.2 * columns, 4.0 * lines), layout="constrained")
-    axes = [figure.add_subplot(lines, columns, place + 1) for place in range(panels)]
+    axes = [figure.add_subplot(lines, columns, index + 1) for index in range(panels)]
     ranked = sorted(shown, key=lambda record: record.order)
     _curves(axes[0], ranked)
     for panel, field in zip(axes[1:], fields, strict=True):
@@ -40,11 +40,11 @@ def save_picture(target: Path, records: Sequence[TrialRecord], fields: Sequence[
 def _curves(axes: "Axes", ranked: Sequence[TrialRecord]) -> None:
     """The curves by their rank, the best one on top and named; diverged ones dashed."""
     colors = _colors(ranked)
-    for place, record in reversed(list(enumerate(ranked))):
+    for index, record in reversed(list(enumerate(ranked))):
         steps, losses = _means(record.losses)
-        label = record.name if place in (0, len(ranked) - 1) else None
+        label = record.name if index in (0, len(ranked) - 1) else None
         style = "--" if record.status == "diverged" else "-"
-        width = 2.2 if place == 0 else 1.1
+        width = 2.2 if index == 0 else 1.1
         axes.plot(steps, losses, style, color=colors[record.name], lw=width, label=label)
     finite = [x for record in ranked for x in record.losses if math.isfinite(x)]
     highest = max((record.losses[0] for record in ranked), default=1.0)

@@ -167,6 +167,6 @@ def _told(output: Path) -> dict[str, dict[str, Any]]:
 def write(output: Path, about: dict[str, Any], records: Sequence[TrialRecord]) -> dict[str, Any]:
     """Writes sweep.json, the best trial first, and returns what it holds."""
     rows = [record.as_json() for record in sorted(records, key=lambda r: r.order)]
-    found = about | {"trials": rows}
-    write_text(output / NAME, json_text(found))
-    return found
+    table = about | {"trials": rows}
+    write_text(output / NAME, json_text(table))
+    return table

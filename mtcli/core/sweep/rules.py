@@ -45,15 +45,15 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "set train.cuda_graphs=false", "train.cuda_graphs")
 
 
-def require_array(config: RunConfig | None, found: Sequence[Problem], world: int) -> RunConfig:
-    """The config. Raises MtcliError with all that was `found` wrong, what keeps its models out of
-    an array on `world` ranks, and the rules that they break beside that."""
+def require_array(config: RunConfig | None, problems: Sequence[Problem], world: int) -> RunConfig:
+    """The config. Raises MtcliError with the `problems` that were met before, what keeps its models
+    out of an array on `world` ranks, and the rules that they break beside that."""
     if config is None:
-        raise MtcliError(*found)
+        raise MtcliError(*problems)
     alone = config.parallel.model_copy(update=dict.fromkeys(SHARDED, 1))
-    found = [*found, *array_problems(config, world)]
+    known = [*problems, *array_problems(config, world)]
     config = config.model_copy(update={"parallel": alone})
-    return require(config, world, *ENGINE_RULES, found=found)
+    return require(config, world, *ENGINE_RULES, known=known)
 
 
 # FLOP of a GEMM beside which launches on a CPU cost nothing: 3 ms of an AVX-512 core.

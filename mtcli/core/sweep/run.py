@@ -245,15 +245,15 @@ class Sweep:
         """Stops all but the best `count` at a step, by their losses since `done`."""
         count, step, done = rung
         losses = {r.name: r.losses for r in going if r.status != "diverged"}
-        kept = best(losses, step, count, step - done)
-        losers = [name for name in losses if name not in kept]
+        winners = best(losses, step, count, step - done)
+        losers = [name for name in losses if name not in winners]
         if live:
             live.stop(losers, reason)
         else:
             for name in losers:
                 self.by_name[name].end("stopped", reason)
             self.write()
-        return [self.by_name[name] for name in kept]
+        return [self.by_name[name] for name in winners]
 
     def _opened(self, array: Sequence[TrialRecord]) -> LiveArray:
         live = LiveArray(array, self.runtime, self.peak, self.watcher)
@@ -265,8 +265,8 @@ class Sweep:
         """Records what an array has trained, and which of its models are finished."""
         for seat in live.seats:
             record = seat.record
-            whole = len(record.losses) >= record.trial.config.train.steps
-            record.end("finished" if whole else "waiting")
+            finished = len(record.losses) >= record.trial.config.train.steps
+            record.end("finished" if finished else "waiting")
         self.arrays.append(live.facts())
         self.write()
 

@@ -61,7 +61,7 @@ def sweep_plan(
         lambda: space.read(asked["vary"], draws),
         otherwise=lambda: _require_base(space, asked, world),
     )
-    ranges = any(one.range for one in varied)
+    ranges = any(option.range for option in varied)
     drawn = asked["random"] or (rule.trials() if rule and ranges else 0)
     sampling = None
     if sampler:
@@ -92,13 +92,13 @@ def planned(trials: Sequence[Trial], resume: bool) -> list[Trial]:
     groups = partitions(trials)
     slowest = (max(group, key=lambda t: t.config.optimizer.warmup_steps) for group in groups)
     firsts = [partial(_planned, trial.config, resume) for trial in slowest]
-    found = {}
+    by_name = {}
     for group, config in zip(groups, collect_errors(*firsts), strict=True):
         for trial in group:
             train = trial.config.train.model_copy(update={"steps": config.train.steps})
             run = trial.config.model_copy(update={"train": train})
-            found[trial.name] = trial._replace(config=run)
-    return [found[trial.name] for trial in trials]
+            by_name[trial.name] = trial._replace(config=run)
+    return [by_name[trial.name] for trial in trials]
 
 
 def _planned(config: RunConfig, resume: bool) -> RunConfig:

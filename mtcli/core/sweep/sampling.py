@@ -83,15 +83,15 @@ class Proposals:
         """The numbers and values of up to `most` trials: those that an earlier start has not told
         of, then new ones; none where all have been proposed."""
         waiting = [t for t in self.study.trials if t.state.name == "RUNNING"]
-        found = [(trial.number, self._values(trial.params)) for trial in waiting[:most]]
+        proposed = [(trial.number, self._values(trial.params)) for trial in waiting[:most]]
         left = self.sampling.trials - len(self.study.trials)
         # By how far the study is: one that goes on draws what it would have drawn, and not its
         # first numbers again.
         self.study.sampler = self.sampler(seed=self.sampling.seed + len(self.study.trials))
-        for _ in range(min(left, most - len(found))):
+        for _ in range(min(left, most - len(proposed))):
             trial = self.study.ask(self._distributions())
-            found.append((trial.number, self._values(trial.params)))
-        return found
+            proposed.append((trial.number, self._values(trial.params)))
+        return proposed
 
     def tell(self, number: int, score: float | None) -> None:
         """Tells the loss of a trial, or that it has none: it diverged."""
@@ -109,22 +109,22 @@ class Proposals:
             IntDistribution,
         )
 
-        found: dict[str, Any] = {}
-        for one in self.sampling.varied:
-            if one.range is None:
-                found[one.field] = CategoricalDistribution(list(range(len(one.values))))
-            elif one.range.whole:
-                found[one.field] = IntDistribution(int(one.range.low), int(one.range.high))
+        space: dict[str, Any] = {}
+        for option in self.sampling.varied:
+            if option.range is None:
+                space[option.field] = CategoricalDistribution(list(range(len(option.values))))
+            elif option.range.whole:
+                space[option.field] = IntDistribution(int(option.range.low), int(option.range.high))
             else:
-                low, high = one.range.low, one.range.high
-                found[one.field] = FloatDistribution(low, high, log=one.range.logarithmic)
-        return found
+                low, high = option.range.low, option.range.high
+                space[option.field] = FloatDistribution(low, high, log=option.range.logarithmic)
+        return space
 
     def _values(self, params: dict[str, Any]) -> dict[str, Any]:
         """The values of the fields: of a list by their place in it, numbers as trials name them."""
         return {
-            one.field: one.values[params[one.field]]
-            if one.range is None
-            else one.range.rounded(params[one.field])
-            for one in self.sampling.varied
+            option.field: option.values[params[option.field]]
+            if option.range is None
+            else option.range.rounded(params[option.field])
+            for option in self.sampling.varied
         }

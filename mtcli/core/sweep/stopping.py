@@ -31,15 +31,15 @@ class Hyperband(NamedTuple):
         depth = 0
         while self.eta ** (depth + 1) <= self.units:
             depth += 1
-        found = []
+        brackets = []
         for s in range(depth, -1, -1):
             trials = -(-(depth + 1) * self.eta**s // (s + 1))
             rungs = [
                 Rung(trials // self.eta**i, max(1, round(steps * self.eta ** (i - s))))
                 for i in range(s + 1)
             ]
-            found.append([rung for rung in rungs if rung.trials])
-        return found
+            brackets.append([rung for rung in rungs if rung.trials])
+        return brackets
 
     def trials(self) -> int:
         """The trials of all brackets."""

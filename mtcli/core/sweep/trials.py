@@ -122,7 +122,7 @@ class SweepSpace:
         """The fields and values of --vary. Raises MtcliError with all that are unknown or illegal,
         each with the nearest legal one; ranges are illegal unless it `draws` from them."""
         varied = collect_errors(*(partial(self._varied, item, draws) for item in items))
-        names = [one.field for one in varied]
+        names = [option.field for option in varied]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             hint = f"give its values at once: --vary {twice[0]}=A,B"
@@ -132,12 +132,12 @@ class SweepSpace:
     def points(self, varied: Sequence[Varied], budget: Budget) -> list[dict[str, Any]]:
         """The values of the varied fields of each trial."""
         source = random.Random(self.base.seed)
-        grid = math.prod(len(one.values) for one in varied if one.range is None)
+        grid = math.prod(len(option.values) for option in varied if option.range is None)
         count = budget.drawn or grid
         if count * max(1, budget.seeds) > MOST_TRIALS:
             message = f"{count * max(1, budget.seeds):,} trials, of {MOST_TRIALS:,} at most"
             raise wrong(message, "vary fewer values, or --random N", "--vary")
-        if any(one.range for one in varied):
+        if any(option.range for option in varied):
             chosen = [_drawn(varied, source) for _ in range(count)]
         else:
             numbers = range(grid)
@@ -171,8 +171,8 @@ class SweepSpace:
         values = {**point, "train.output": str(self.output / name)}
         for field, value in values.items():
             table = _with_value(table, field.split("."), value)
-        config, found = validate(table)
-        legal = require_array(config, found, world)
+        config, problems = validate(table)
+        legal = require_array(config, problems, world)
         return Trial(name, {field: attrgetter(field)(legal) for field in point}, legal)
 
     def _varied(self, item: str, draws: bool) -> Varied:
@@ -206,9 +206,9 @@ class SweepSpace:
         if field in fields:
             return
         section, _, name = field.rpartition(".")
-        here = [one.rpartition(".")[2] for one in fields if one.rpartition(".")[0] == section]
+        here = [path.rpartition(".")[2] for path in fields if path.rpartition(".")[0] == section]
         near = [n if "." in n else f"{section}.{n}" for n in meant_fields(name, here, fields)]
-        known = [one for one in near if one in fields]
+        known = [path for path in near if path in fields]
         hint = f"did you mean {known[0]}?" if known else "docs/config.md lists the fields"
         raise wrong(f"there is no field {field!r}", hint, "--vary")
 
@@ -228,8 +228,8 @@ class SweepSpace:
         return value
 
     def _range(self, field: str, word: str) -> Range | None:
-        found = re.fullmatch(r"([-+.\deE]+)\.\.([-+.\deE]+)", word)
-        if not found:
+        match = re.fullmatch(r"([-+.\deE]+)\.\.([-+.\deE]+)", word)
+        if not match:
             return None
         *parents, name = field.split(".")
         section = section_at(RunConfig, parents)
@@ -238,7 +238,7 @@ class SweepSpace:
             raise wrong(
                 f"{word} is a range, and it takes no number", "list values", f"--vary {field}"
             )
-        low, high = collect_errors(*(partial(self._value, field, end) for end in found.groups()))
+        low, high = collect_errors(*(partial(self._value, field, end) for end in match.groups()))
         if low >= high:
             hint = "LOW..HIGH, the lower number first"
             raise wrong(f"the range {word} is empty", hint, f"--vary {field}")
@@ -290,10 +290,10 @@ def _shown(value: Any) -> str:
 
 def partitions(trials: Sequence[Trial]) -> list[list[Trial]]:
     """The trials that one array could train, in the order of their first ones."""
-    found: dict[str, list[Trial]] = {}
+    groups: dict[str, list[Trial]] = {}
     for trial in trials:
-        found.setdefault(_infusible(trial.config), []).append(trial)
-    return list(found.values())
+        groups.setdefault(_infusible(trial.config), []).append(trial)
+    return list(groups.values())
 
 
 def partitioning_fields(trials: Sequence[Trial], varied: Sequence[str]) -> list[str]:
@@ -330,18 +330,18 @@ def _leaves(table: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any
 
 def _drawn(varied: Sequence[Varied], source: random.Random) -> dict[str, Any]:
     return {
-        one.field: one.range.draw(source) if one.range else source.choice(one.values)
-        for one in varied
+        option.field: option.range.draw(source) if option.range else source.choice(option.values)
+        for option in varied
     }
 
 
 def _grid_point(varied: Sequence[Varied], number: int) -> dict[str, Any]:
     """Point `number` of the grid, whose last field goes through its values quickest."""
     point = {}
-    for one in reversed(varied):
-        number, index = divmod(number, len(one.values))
-        point[one.field] = one.values[index]
-    return {one.field: point[one.field] for one in varied}
+    for option in reversed(varied):
+        number, index = divmod(number, len(option.values))
+        point[option.field] = option.values[index]
+    return {option.field: point[option.field] for option in varied}
 
 
 def _with_value(table: Table, keys: Sequence[str], value: Any) -> Table:

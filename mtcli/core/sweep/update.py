@@ -45,13 +45,13 @@ class CompiledAdamW:
     @torch.no_grad()
     def norms(self, gradients: Mapping[str, Tensor]) -> list[float]:
         """As `ArrayMemory.norms`."""
-        found: list[float] = self._norms([gradients[n] for n in self.names], self.dtype).tolist()
-        return found
+        norms: list[float] = self._norms([gradients[n] for n in self.names], self.dtype).tolist()
+        return norms
 
     @torch.no_grad()
     def update(self, gradients: Mapping[str, Tensor], models: Sequence[ModelUpdate | None]) -> None:
         """Updates in place; models of None stay as they are, whatever their gradients."""
-        numbers_BK = torch.tensor([_numbers(one) for one in models], dtype=torch.float64)
+        numbers_BK = torch.tensor([_numbers(model) for model in models], dtype=torch.float64)
         numbers_BK = numbers_BK.to(self.dtype)
         ordered = [gradients[name] for name in self.names]
         self._update(*self.state, ordered, self.weights, self.decays, numbers_BK)

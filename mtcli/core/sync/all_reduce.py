@@ -255,12 +255,12 @@ class BucketedDataParallel(Strategy):
         self.summing.append(bucket)
         done = self.summing[:-1] if bucket.is_reduced_over_ranks else self.summing
         self.summing = self.summing[len(done) :]
-        for one in done:
-            one.finish()
+        for reduced in done:
+            reduced.finish()
             if not (
-                self.ownership.tied in one.slots and self.ownership.groups.axes["ends"].size > 1
+                self.ownership.tied in reduced.slots and self.ownership.groups.axes["ends"].size > 1
             ):
-                self.on_reduced({name: one.gradient(name) for name in one.slots})
+                self.on_reduced({name: reduced.gradient(name) for name in reduced.slots})
 
 
 def _bucketed(

@@ -98,10 +98,10 @@ class OuterExchange(ReplicaExchange):
         """
         for index in self.due:
             self.fragments[index].settle()
-        found: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for fragment in self.fragments:
-            found |= fragment.state()
-        return found
+            state |= fragment.state()
+        return state
 
     def differs(self, kind: str) -> bool:
         """See ReplicaExchange."""

@@ -174,8 +174,8 @@ def _prefetch(stage: nn.Module) -> None:
     By itself FSDP2 looks for the next among the forwards since the last backward, which are other
     micro-batches' in a pipeline, or none. The stage's own weights are there.
     """
-    found = [(name, x) for name, x in stage.named_modules() if isinstance(x, FSDPModule) and name]
-    last_first = sorted(found, key=lambda one: int(one[0].split(".")[1]), reverse=True)
+    wrapped = [(name, x) for name, x in stage.named_modules() if isinstance(x, FSDPModule) and name]
+    last_first = sorted(wrapped, key=lambda pair: int(pair[0].split(".")[1]), reverse=True)
     going = [module for _, module in last_first]
     for module, following in zip(going, [*going, stage][1:], strict=True):
         module.set_modules_to_backward_prefetch([following])

@@ -81,9 +81,9 @@ class LeaderPulls(PeriodicPulls):
         mean = sum(self.losses) / len(self.losses) if self.losses else NEVER
         device = self.inside.ownership.groups.device
         message = torch.tensor([[self.replicas.rank, steps, mean]], dtype=torch.float64)
-        found = all_gather(message.to(device), self.replicas).tolist()
-        assert [row[:2] for row in found] == [[i, steps] for i in range(len(found))], found
-        return [loss for _, _, loss in found]
+        rows = all_gather(message.to(device), self.replicas).tolist()
+        assert [row[:2] for row in rows] == [[i, steps] for i in range(len(rows))], rows
+        return [loss for _, _, loss in rows]
 
     def _pull_to(self, axis: Axis, leader: int, share: float) -> None:
         """Moves the master weights towards those of a worker, who sends them to the others."""
@@ -92,8 +92,8 @@ class LeaderPulls(PeriodicPulls):
         move_(self.masters, broadcast(self.flat_masters(), axis, leader), share)
 
 
-def _are_losses(found: object) -> bool:
-    return isinstance(found, list) and all(type(x) is float and isfinite(x) for x in found)
+def _are_losses(value: object) -> bool:
+    return isinstance(value, list) and all(type(x) is float and isfinite(x) for x in value)
 
 
 def elected(losses: Sequence[float]) -> int:

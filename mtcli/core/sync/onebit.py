@@ -89,13 +89,13 @@ class OneBit(ReplicaExchange):
 
     def state(self) -> dict[str, Tensor]:
         """Errors of what is sent, by replica and by server, and LAMB's fresh variance."""
-        found = {}
+        state = {}
         if self.mean:
-            found |= {f"error/{name}": x for name, x in self.mean.errors.items()}
-            found |= {f"server_error/{name}": x for name, x in self.mean.server_errors.items()}
+            state |= {f"error/{name}": x for name, x in self.mean.errors.items()}
+            state |= {f"server_error/{name}": x for name, x in self.mean.server_errors.items()}
         if self.lamb:
-            found |= {f"exp_avg_sq_fresh/{name}": x for name, x in self.lamb.fresh.items()}
-        return found
+            state |= {f"exp_avg_sq_fresh/{name}": x for name, x in self.lamb.fresh.items()}
+        return state
 
     def counters(self) -> dict[str, Any]:
         """The update that froze the variance, and the numbers of each parameter."""

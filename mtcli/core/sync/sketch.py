@@ -20,20 +20,20 @@ SEED = 8191
 
 def sketch(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The float64 sketch [8191] of tensors, each of any shape, in their order."""
-    found, first = torch.zeros(BUCKETS, dtype=torch.float64, device=device), 0
+    buckets, first = torch.zeros(BUCKETS, dtype=torch.float64, device=device), 0
     end = sum(tensor.numel() for tensor in tensors)
     offsets = _signs(min(end, BLOCK), SEED).to(device)
     blocks = _signs(end // BLOCK + 1, SEED + 1).tolist()
     for tensor in tensors:
         for part in tensor.flatten().split(BLOCK):
-            for piece in part.tensor_split([BLOCK - first % BLOCK]):
+            for chunk in part.tensor_split([BLOCK - first % BLOCK]):
                 start, bucket = first % BLOCK, first % BUCKETS
-                signed = piece.double() * offsets[start : start + len(piece)]
-                padding = bucket, -(bucket + len(piece)) % BUCKETS
+                signed = chunk.double() * offsets[start : start + len(chunk)]
+                padding = bucket, -(bucket + len(chunk)) % BUCKETS
                 sums = F.pad(signed, padding).view(-1, BUCKETS).sum(0)
-                found.add_(sums, alpha=blocks[first // BLOCK])
-                first += len(piece)
-    return found
+                buckets.add_(sums, alpha=blocks[first // BLOCK])
+                first += len(chunk)
+    return buckets
 
 
 def _signs(count: int, seed: int) -> Tensor:

@@ -36,14 +36,14 @@ class Chunks:
 
     def own_rows(self) -> dict[str, slice]:
         """The rows of each tensor that are in this rank's chunk; maybe none."""
-        found, first = {}, 0
+        rows, first = {}, 0
         for (name, shape), size in zip(self.shapes.items(), self.sizes, strict=True):
             row = max(1, prod(shape[1:]))
-            found[name] = slice(
+            rows[name] = slice(
                 *((min(max(at - first, 0), size)) // row for at in (self.own.start, self.own.stop))
             )
             first += size
-        return found
+        return rows
 
     def mean_(self, vector: Tensor, sent: torch.dtype) -> None:
         """Overwrites a vector by the replicas' mean; its elements are rounded to `sent`."""
@@ -122,8 +122,8 @@ class CompressedMean:
         self._after_packing(self.error, {name: (self.errors[name], live[name]) for name in live})
 
         scales = all_gather(scale.view(1), replicas)
-        for bits, one in zip(to_servers(sent, replicas), scales, strict=True):
-            self.server_error += unpack(bits, one / replicas.size, len(self.server_error))
+        for bits, peer_scale in zip(to_servers(sent, replicas), scales, strict=True):
+            self.server_error += unpack(bits, peer_scale / replicas.size, len(self.server_error))
         holes = {name: (self.server_errors[name], live[name][self.rows[name]]) for name in live}
         for error, mask in holes.values():
             error.mul_(mask)

@@ -64,7 +64,7 @@ def data_hashes(batches: Any, local_rank: int, world: Axis) -> list[SourceHashes
     told = gather_values(own if world.rank == 0 else None, world)[0]
     agreed = [SourceHashes(*hashes) for hashes in told]
     alike = agreed if own is None else own
-    require_alike(world, [list(one) for one in alike], "reads data with the hashes", "data.train")
+    require_alike(world, [list(row) for row in alike], "reads data with the hashes", "data.train")
     return agreed
 
 
@@ -148,7 +148,7 @@ class ConsumedSamples:
     def _differences(self, before: SampleRecord) -> list[Problem]:
         sources = self.record(0).sources
         if len(sources) != len(before.sources):
-            names = [", ".join(s.prefix for s in found) for found in (sources, before.sources)]
+            names = [", ".join(s.prefix for s in side) for side in (sources, before.sources)]
             message = f"there are {len(sources)} data sources ({names[0]}), and the run was trained"
             return [Problem(f"{message} on {len(before.sources)} ({names[1]})", "", "data.train")]
         problems = []
@@ -161,7 +161,7 @@ class ConsumedSamples:
                 message = f"{now.prefix} has the share {now.weight}, and the run was trained with "
                 problems.append(Problem(f"{message}{then.weight}", "", "data.train"))
         if self.subset != before.subset:
-            names = [one or "none" for one in (self.subset, before.subset)]
+            names = [subset or "none" for subset in (self.subset, before.subset)]
             message = f"the subset is {names[0]}, and the run was trained on {names[1]}"
             problems.append(Problem(message, "", FIELD))
         if self.split != before.split:

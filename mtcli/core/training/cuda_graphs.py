@@ -112,8 +112,8 @@ class CudaGraphPipeline:
         }
 
     def _fill(self, inputs: Inputs, factor: float) -> None:
-        for mine, theirs in zip(self.inputs.tensors(), inputs.tensors(), strict=True):
-            mine.copy_(theirs)
+        for static, new in zip(self.inputs.tensors(), inputs.tensors(), strict=True):
+            static.copy_(new)
         if self.inputs.weights is not None:
             self.inputs.weights.mul_(factor)
 

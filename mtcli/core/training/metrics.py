@@ -151,8 +151,8 @@ def _row(config: RunConfig, step: Any, told: StepFacts, peak: float) -> dict[str
 
 def _truncated(path: Path, step: int) -> Any:
     """A file of records opened for appending, without the steps that will be run again."""
-    kept = []
+    lines = []
     if path.exists() and step:
-        kept = [line for line, record in step_records(path) if record["step"] <= step]
-    write_text(path, "".join(line + "\n" for line in kept))
+        lines = [line for line, record in step_records(path) if record["step"] <= step]
+    write_text(path, "".join(line + "\n" for line in lines))
     return TextIOWrapper(append_untrusted(path), encoding="utf-8")

@@ -40,22 +40,22 @@ class Finding(NamedTuple):
 def first_nonfinite(trainer: Trainer, loader: MicroBatchLoader) -> str:
     """Names the first module whose output or gradient is not finite. Every rank calls it, or every
     rank of an asynchronous replica."""
-    found: list[Finding] = []
+    own_findings: list[Finding] = []
     pipeline = trainer.pipeline
 
     def report(phase: int, module: str) -> None:
         op = pipeline.current
-        if found or op is None:
+        if own_findings or op is None:
             return
         ids = loader.sample_ids(trainer.step, op.micro_batch)
         where = ", ".join(f"{i.prefix} sequence {i.spans[0][0]}+{i.spans[0][1]}" for i in ids)
         order, rank = pipeline.ops.index(op), trainer.groups.rank
-        found.append(Finding(phase, order, op.stage, rank, module, op.micro_batch, where))
+        own_findings.append(Finding(phase, order, op.stage, rank, module, op.micro_batch, where))
 
     with uncompiled(trainer.config.train.compile), _watched(trainer.stages, report):
         trainer.forward_backward(loader, as_written=True)
     axis = trainer.groups.replica if trainer.is_asynchronous else trainer.groups.world
-    everyone = gather_values(found[0] if found else None, axis)
+    everyone = gather_values(own_findings[0] if own_findings else None, axis)
     findings = sorted(Finding(*fields) for fields in everyone if fields)
     return str(findings[0]) if findings else "the sum of gradients that are finite one by one"
 

@@ -18,12 +18,12 @@ class RankTimes(NamedTuple):
 
     def row(self) -> dict[str, float]:
         """What metrics tell: the largest and the median of each, and whose the largest is."""
-        found: dict[str, float] = {}
+        row: dict[str, float] = {}
         for kind, seconds in self._asdict().items():
-            found[f"{kind}_seconds_max"] = most = max(seconds)
-            found[f"{kind}_seconds_median"] = median(seconds)
-            found[f"{kind}_rank_max"] = seconds.index(most)
-        return found
+            row[f"{kind}_seconds_max"] = most = max(seconds)
+            row[f"{kind}_seconds_median"] = median(seconds)
+            row[f"{kind}_rank_max"] = seconds.index(most)
+        return row
 
 
 class StepTimer:

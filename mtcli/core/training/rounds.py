@@ -68,9 +68,9 @@ class Rounds:
                 return done[-1]
         trainer.step = end
         trainer.optimizer.updates = updates + end - first  # on average, and the same everywhere
-        found = self._together(done)
+        step = self._together(done)
         trainer.exchange.meet(end)
-        return found._replace(seconds=perf_counter() - start)
+        return step._replace(seconds=perf_counter() - start)
 
     def _ticket(self, first: int, end: int) -> int | None:
         """A ticket that the first rank of this replica takes for all of them."""

@@ -178,8 +178,8 @@ class Saver:
             replicas=self.replicas,
             warn=self._warn_once,
         )
-        mine = sum(shard.tensor.nbytes for shard in taken.shards)
-        own = [mine, max(stall, device_seconds), perf_counter() - start]
+        num_bytes = sum(shard.tensor.nbytes for shard in taken.shards)
+        own = [num_bytes, max(stall, device_seconds), perf_counter() - start]
         return SaveSeconds(folder, *ranks.tell(ranks.merge(own, _slowest)))
 
     def _warn_once(self, text: str) -> None:

@@ -172,7 +172,7 @@ def shards(trainer: RunState) -> list[Shard]:
     State that is equal on all replicas comes from the first, state sharded over replicas from its
     owner, differing state from each. A LoRA run writes adapters only.
     """
-    found = []
+    own_shards = []
     strategy, exchange, table = trainer.strategy, trainer.exchange, trainer.table
     is_first = trainer.groups.replicas.rank == 0
     writes = is_first or exchange.weights_differ
@@ -180,13 +180,13 @@ def shards(trainer: RunState) -> list[Shard]:
         if writes and strategy.saves(name) and not table[name].frozen:
             weight = tensor.to(trainer.dtype) if table[name].trained else tensor
             shard = OwnedShard(weight, rows)
-            found += _boxes(trainer, name, name, shard, exchange.weights_differ)
+            own_shards += _boxes(trainer, name, name, shard, exchange.weights_differ)
     for key, name, shard in _owned_state(trainer):
         kind = key.partition("/")[0]
         differs, shared_out = exchange.differs(kind), exchange.rows_here(kind, name) is not None
         if strategy.ownership.answers_for(name) and (is_first or differs or shared_out):
-            found += _boxes(trainer, f"{OPTIMIZER}{key}", name, shard, differs)
-    return found
+            own_shards += _boxes(trainer, f"{OPTIMIZER}{key}", name, shard, differs)
+    return own_shards
 
 
 def saved_replicas(trainer: RunState) -> int:
@@ -209,12 +209,12 @@ def _boxes(
 
 def _owned_state(trainer: RunState) -> list[tuple[str, str, OwnedShard]]:
     """(`<kind>/<parameter>`, parameter, shard) of the optimizer's and the exchange's state."""
-    found = []
+    state = []
     for key, tensor in (trainer.optimizer.state() | trainer.exchange.state()).items():
         kind, _, name = key.partition("/")
         rows = trainer.exchange.rows_here(kind, name) or trainer.strategy.ownership.rows(name)
-        found.append((key, name, OwnedShard(tensor, rows)))
-    return found
+        state.append((key, name, OwnedShard(tensor, rows)))
+    return state
 
 
 def initialise(trainer: RunState) -> None:

@@ -128,11 +128,11 @@ class Trainer:
         for the exchange with other replicas."""
         weights = [shard.tensor for shard in self.strategy.shards.values()]
         here = {_memory(weight) for weight in weights}  # masters too, where zero = 3
-        kept = [*self.optimizer.state().values(), *self.exchange.buffers()]
+        buffers = [*self.optimizer.state().values(), *self.exchange.buffers()]
         kinds = {
             "weights": weights,
             "gradients": self.strategy.gradient_buffers(),
-            "optimizer": [x for x in kept if _memory(x) not in here],
+            "optimizer": [x for x in buffers if _memory(x) not in here],
         }
         return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
 
@@ -272,8 +272,8 @@ class Trainer:
 def _proven_schedule(name: str, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
     """`schedule_for`, in which no rank waits forever: 60 us per op."""
     schedule = schedule_for(name, pp, vpp, num_micro_batches)
-    found = problems(schedule)
-    assert not found, "; ".join(found)
+    faults = problems(schedule)
+    assert not faults, "; ".join(faults)
     return schedule
 
 

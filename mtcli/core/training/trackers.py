@@ -8,13 +8,13 @@ from mtcli.core.config.schema import RunConfig
 
 def open_trackers(config: RunConfig) -> list[Any]:
     """The trackers of train.trackers that start, each with log(values, step) and finish()."""
-    found = []
+    trackers = []
     for name in config.train.trackers:
         try:
-            found.append(_Quiet(name, _open(name, config)))
+            trackers.append(_Quiet(name, _open(name, config)))
         except Exception as error:  # noqa: BLE001 - whatever a tracker does, the run goes on
             _warn(name, error)
-    return found
+    return trackers
 
 
 class _Quiet:

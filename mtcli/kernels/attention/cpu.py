@@ -56,8 +56,8 @@ class _CpuAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         saved = ctx.saved_tensors  # asked for once: activation checkpointing gives them once
-        dq, dk, dv = found = [torch.empty_like(x) for x in saved[:3]]
-        _backward(_by_head(grad), saved, _causal_bias(*saved[:2], ctx.causal), found)
+        dq, dk, dv = gradients = [torch.empty_like(x) for x in saved[:3]]
+        _backward(_by_head(grad), saved, _causal_bias(*saved[:2], ctx.causal), gradients)
         return dq.view(grad.shape), dk.view(grad.shape), dv.view(grad.shape), None
 
 
@@ -105,12 +105,12 @@ class _DocumentAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved, rows = ctx.saved_tensors, len(grad)
-        found = [torch.empty_like(saved[0]) for _ in range(3)]
-        every = _split((_by_token(grad), *saved, *found), ctx.groups)
+        gradients = [torch.empty_like(saved[0]) for _ in range(3)]
+        every = _split((_by_token(grad), *saved, *gradients), ctx.groups)
         for lengths, (grad_hnd, *group) in zip(ctx.groups, every, strict=True):
             bias = _document_bias(group[0], ctx.causal, lengths)
             _backward(grad_hnd, group[:4], bias, group[4:])
-        return *(_by_row(x, rows) for x in found), None, None
+        return *(_by_row(x, rows) for x in gradients), None, None
 
 
 def _split(
@@ -170,22 +170,22 @@ def _forward(q_hnd: Tensor, k_hmd: Tensor, v_hmd: Tensor, bias: Tensor, out: Ten
 
 
 def _backward(
-    grad_hnd: Tensor, saved: Sequence[Tensor], bias: Tensor, found: Sequence[Tensor]
+    grad_hnd: Tensor, saved: Sequence[Tensor], bias: Tensor, gradients: Sequence[Tensor]
 ) -> None:
-    """Writes the gradients of q, k and v to `found`."""
+    """Writes the gradients of q, k and v to `gradients`."""
     q, k, _, _ = saved
-    _gradients(grad_hnd, saved, lambda heads: _softmax(q[heads], k[heads], bias), found)
+    _gradients(grad_hnd, saved, lambda heads: _softmax(q[heads], k[heads], bias), gradients)
 
 
 def _gradients(
     grad: Tensor,
     saved: Sequence[Tensor],
     probabilities: Callable[[Heads], Tensor],
-    found: Sequence[Tensor],
+    gradients: Sequence[Tensor],
 ) -> None:
     """FlashAttention's backward (arXiv:2205.14135, appendix B.4), a block of heads at a time."""
     q, k, v, out = saved
-    dq, dk, dv = found
+    dq, dk, dv = gradients
     wide = gemm_dtype(q)
     for heads in _blocks(q, k):
         p = probabilities(heads)
@@ -270,6 +270,6 @@ def _op(q, k, v, causal):
 )
 def _backward_op(grad, q, k, v, out, causal):
     saved = tuple(_by_head(x) for x in (q, k, v, out))
-    dq, dk, dv = found = [torch.empty_like(x) for x in saved[:3]]
-    _backward(_by_head(grad), saved, _causal_bias(*saved[:2], causal), found)
+    dq, dk, dv = gradients = [torch.empty_like(x) for x in saved[:3]]
+    _backward(_by_head(grad), saved, _causal_bias(*saved[:2], causal), gradients)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)

@@ -36,7 +36,7 @@ def race(folder, **changes):
 def test_a_choice_is_question_and_choice_then_the_article_in_128_and_512(tmp_path, tokenizer):
     assert race_limit(512) == race_limit(2048) == 512 and race_limit(64) == 64
     read = read_race_examples(race(tmp_path), "train", tokenizer, Room(512, 2048), "data.train")
-    found = read.found
+    found = read.examples
     assert [example.group for example in found] == ["high"] * 2 + ["middle"] * 2
     assert [example.label for example in found[:2]] == [0, 2]
     texts = [tokenizer.decode(s.first.tolist()) for s in found[0].sequences]
@@ -50,12 +50,12 @@ def test_a_choice_is_question_and_choice_then_the_article_in_128_and_512(tmp_pat
 def test_what_a_context_has_no_room_for_ends_there_and_is_counted(tmp_path, tokenizer):
     race(tmp_path)
     short = read_race_examples(tmp_path, "train", tokenizer, Room(40, 160), "data.train")
-    assert max(sequence.size for example in short.found for sequence in example.sequences) == 40
+    assert max(sequence.size for example in short.examples for sequence in example.sequences) == 40
     assert short.ended == (4, 0)
     questions = ["who " * 200, "who ?"]
     long = race(tmp_path / "long", questions=questions)
     found = read_race_examples(long, "train", tokenizer, Room(512, 2048), "data.train")
-    first = found.found[0].sequences[0]
+    first = found.examples[0].sequences[0]
     assert (len(first.first), first.size) == (128, 128 + 3 + 40 * 7)
     assert found.ended == (0, 2)
     rows = ExampleRows([("x", short), ("y", found)], 2048, special_tokens(tokenizer))
@@ -67,7 +67,7 @@ def test_questions_that_no_row_has_room_for_are_named_with_bad_articles_or_skipp
 ):
     race(tmp_path)
     (tmp_path / "train" / "high" / "2.txt").write_text(json.dumps(ARTICLE | {"answers": ["A"]}))
-    sizes = [sum(s.size for s in e.sequences) for e in race_of(tmp_path, tokenizer, True).found]
+    sizes = [sum(s.size for s in e.sequences) for e in race_of(tmp_path, tokenizer, True).examples]
     least = min(sizes)
     with pytest.raises(MtcliError) as caught:
         race_of(tmp_path, tokenizer, False, least)
@@ -77,7 +77,7 @@ def test_questions_that_no_row_has_room_for_are_named_with_bad_articles_or_skipp
     assert f"middle/1.txt:1: question 2 and its choices have {max(sizes)} tokens" in said
     assert f"batch.seq_len={least} is the context" in said and "--skip-bad" in said
     found = race_of(tmp_path, tokenizer, True, least)
-    assert [example.label for example in found.found] == [0, 0]
+    assert [example.label for example in found.examples] == [0, 0]
     rows = ExampleRows([("race", found)], least, special_tokens(tokenizer))
     bad = rows.describe()["bad"]
     assert bad.startswith(
@@ -123,8 +123,8 @@ def test_a_bad_line_is_named_with_all_others_or_skipped_and_counted(tmp_path, to
     assert LINES[line] in str(caught.value) and ":4: " in str(caught.value)
     assert "--skip-bad" in str(caught.value)
     found = read_classes(path, tokenizer, Room(16, 16, True), 3, "data.train")
-    assert len(found.found) == 1 and list(found.skipped.values()) == [[f"{path}:2", f"{path}:4"]]
-    assert [len(part) for part in found.found[0].sequences[0]] == [2, 2]
+    assert len(found.examples) == 1 and list(found.skipped.values()) == [[f"{path}:2", f"{path}:4"]]
+    assert [len(part) for part in found.examples[0].sequences[0]] == [2, 2]
 
 
 def test_a_line_longer_than_a_line_may_be_is_refused(tmp_path, tokenizer, monkeypatch):
@@ -134,7 +134,7 @@ def test_a_line_longer_than_a_line_may_be_is_refused(tmp_path, tokenizer, monkey
     with pytest.raises(MtcliError, match="x.jsonl:1: it is longer than 60 bytes"):
         read_classes(path, tokenizer, Room(16, 16), 3, "data.train")
     found = read_classes(path, tokenizer, Room(16, 16, True), 3, "data.train")
-    assert len(found.found) == 1 and found.skipped == {"too long a line": [f"{path}:1"]}
+    assert len(found.examples) == 1 and found.skipped == {"too long a line": [f"{path}:1"]}
 
 
 def test_every_epoch_has_each_example_once_and_none_is_split(tmp_path, tokenizer):

@@ -122,7 +122,7 @@ def with_heads(pre_training: Family, trunk: dict[str, TensorRule]) -> tuple[Fami
     name = pre_training.architecture.removesuffix("ForPreTraining")
     shared = pre_training.constants | {"sentence_order": False}
     classifying = shared | {"tie_embeddings": False}
-    free = tuple(one for one in pre_training.required if one.theirs != "tie_word_embeddings")
+    free = tuple(field for field in pre_training.required if field.theirs != "tie_word_embeddings")
     return (
         pre_training,
         replace(

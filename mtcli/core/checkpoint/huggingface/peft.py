@@ -147,7 +147,7 @@ def _of_b(key: str, shape: tuple[int, ...], target: str) -> StoredBox:
 def _module(model: ModelConfig, family: Family, weight: str, target: str) -> str:
     """peft's name of the module that a target of a weight is."""
     boxes = family.boxes(parameters(model)[weight], model)
-    numbers = [one.name for one in targets_of(weight, model)]
+    numbers = [lora_target.name for lora_target in targets_of(weight, model)]
     return PREFIX + boxes[numbers.index(target)].key.removesuffix(".weight")
 
 
@@ -155,7 +155,9 @@ def _target_of(model: ModelConfig, adapter: str) -> str:
     """The target that an adapter's canonical name is of, with the prefix of a shared expert."""
     weight, _, rest = adapter.partition(".adapter.")
     short = rest.partition(".")[2]
-    return next(one.name for one in targets_of(f"{weight}.weight", model) if one.short == short)
+    return next(
+        target.name for target in targets_of(f"{weight}.weight", model) if target.short == short
+    )
 
 
 def _lora(path: Path, table: dict[str, Any]) -> LoraConfig:

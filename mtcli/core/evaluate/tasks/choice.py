@@ -31,18 +31,18 @@ def prepare_task(
     asked = [ask(task, item, shots, encoder, options.max_seq_len) for item in items]
     if (ngrams := options.contaminated) is not None:
         asked = [
-            one._replace(
-                contaminated=is_contaminated((*one.item.prompts, *one.item.choices), ngrams)
+            entry._replace(
+                contaminated=is_contaminated((*entry.item.prompts, *entry.item.choices), ngrams)
             )
-            for one in asked
+            for entry in asked
         ]
-    ends = np.cumsum([len(one.requests) for one in asked]).tolist()
+    ends = np.cumsum([len(entry.requests) for entry in asked]).tolist()
     return PreparedTask(
         num_items=len(items),
-        requests=[request for one in asked for request in one.requests],
+        requests=[request for entry in asked for request in entry.requests],
         report=partial(_report, task, asked, ends, source, options.shots),
         ends=ends,
-        hashes=[_hash(task, one) for one in asked],
+        hashes=[_hash(task, entry) for entry in asked],
         record=lambda number, scores: _record(task, asked[number], scores),
     )
 
@@ -74,13 +74,13 @@ def _picks(task: TaskFile, asked: Asked, scores: Sequence[Score]) -> dict[str, i
     """The answer under each normalisation, the first of equal ones, by the name of its accuracy."""
     count = asked.item.num_answers
     raw = np.array([score.logprob for score in scores[:count]])
-    found = {"accuracy": raw}
+    by_metric = {"accuracy": raw}
     for name in task.normalisations:
         if name == "unconditional":
-            found[metric_name(name)] = raw - [score.logprob for score in scores[count:]]
+            by_metric[metric_name(name)] = raw - [score.logprob for score in scores[count:]]
         else:
-            found[metric_name(name)] = raw / np.array(LENGTHS[name](asked))
-    return {name: int(values.argmax()) for name, values in found.items()}
+            by_metric[metric_name(name)] = raw / np.array(LENGTHS[name](asked))
+    return {name: int(values.argmax()) for name, values in by_metric.items()}
 
 
 def _of_texts(measure: Callable[[str], int]) -> Lengths:
@@ -108,37 +108,39 @@ def _report(
 ) -> Report:
     """Reports the accuracies, each with its interval; see docs/eval.md."""
     spans = [scores[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-    clusters = [one.item.cluster for one in asked] if task.cluster else None
+    clusters = [entry.item.cluster for entry in asked] if task.cluster else None
     if not task.answer:
-        right = [found[0].is_greedy for found in spans]
+        right = [span[0].is_greedy for span in spans]
         report = _accuracy(right, clusters)
-        nll = -sum(found[0].logprob for found in spans)
+        nll = -sum(span[0].logprob for span in spans)
         report |= {"perplexity": exp(nll / len(spans)), "nll_sum": nll}
         groups = {"accuracy": right}
     else:
         picks = [_picks(task, *both) for both in zip(asked, spans, strict=True)]
         groups = {
-            name: [pick[name] == one.item.answer for pick, one in zip(picks, asked, strict=True)]
+            name: [
+                pick[name] == entry.item.answer for pick, entry in zip(picks, asked, strict=True)
+            ]
             for name in picks[0]
         }
         report = _accuracy(groups["accuracy"], clusters)
         for name in list(groups)[1:]:
-            found = accuracy_of(groups[name], clusters)
-            report |= {name: found.value, name.replace("accuracy", "interval"): found.interval}
+            score = accuracy_of(groups[name], clusters)
+            report |= {name: score.value, name.replace("accuracy", "interval"): score.interval}
     report |= _by_group(task, asked, groups[task.metric])
     report |= _by_contamination(asked, groups[task.metric])
     report |= {"metric": task.metric, "version": task.version}
     if num_shots:
-        counts = [one.num_shots for one in asked]
+        counts = [entry.num_shots for entry in asked]
         report |= {"shots": num_shots, "shots_mean": float(np.mean(counts))}
         report |= {"shots_min": min(counts), "shots_from": source}
     return report
 
 
 def _accuracy(right: Sequence[bool], clusters: Sequence[str] | None) -> dict[str, Any]:
-    found: Accuracy = accuracy_of(right, clusters)
-    report = {"accuracy": found.value, "interval": found.interval}
-    report |= {"standard_error": found.standard_error}
+    accuracy: Accuracy = accuracy_of(right, clusters)
+    report = {"accuracy": accuracy.value, "interval": accuracy.interval}
+    report |= {"standard_error": accuracy.standard_error}
     if clusters is not None:
         report |= {"num_clusters": len(set(clusters))}
     return report | {"correct": sum(right), "total": len(right)}
@@ -148,10 +150,12 @@ def _by_group(task: TaskFile, asked: Sequence[Asked], right: Sequence[bool]) -> 
     """The accuracy of each group, None where it has no items, and its items."""
     report: dict[str, Any] = {}
     for group in task.groups:
-        mine = [
-            is_right for one, is_right in zip(asked, right, strict=True) if one.item.group == group
+        flags = [
+            is_right
+            for entry, is_right in zip(asked, right, strict=True)
+            if entry.item.group == group
         ]
-        report |= {group: sum(mine) / len(mine) if mine else None, f"{group}_total": len(mine)}
+        report |= {group: sum(flags) / len(flags) if flags else None, f"{group}_total": len(flags)}
     return report
 
 
@@ -159,6 +163,6 @@ def _by_contamination(asked: Sequence[Asked], right: Sequence[bool]) -> dict[str
     """The accuracy of clean and of contaminated items, None where there are none."""
     report: dict[str, Any] = {}
     for name, is_dirty in (("clean", False), ("contaminated", True)):
-        half = [x for one, x in zip(asked, right, strict=True) if one.contaminated is is_dirty]
+        half = [x for entry, x in zip(asked, right, strict=True) if entry.contaminated is is_dirty]
         report |= {name: sum(half) / len(half) if half else None, f"{name}_total": len(half)}
     return report if asked[0].contaminated is not None else {}

@@ -51,11 +51,11 @@ class Renderer:
         self.task, templates = task, Templates()
         try:
             self.values = {name: templates.value(code) for name, code in task.values.items()}
-            self.prompts = [templates.text(one) for one in several(task.prompt)]
+            self.prompts = [templates.text(template) for template in several(task.prompt)]
             self.choices = (
                 templates.value(task.choices)
                 if isinstance(task.choices, str)
-                else [templates.text(one) for one in task.choices]
+                else [templates.text(template) for template in task.choices]
             )
             named = {name: getattr(task, name) for name in ("where", "answer", "id", *_PARTS)}
             self.named = {name: templates.value(code) for name, code in named.items() if code}
@@ -63,22 +63,22 @@ class Renderer:
             hint = "its templates and expressions are Jinja's: docs/tasks.md"
             raise wrong(f"the task {task.name}: {error}", hint, "--task") from None
 
-    def items(self, found: Split) -> list[Item]:
+    def items(self, split: Split) -> list[Item]:
         """Renders the rows for which `where` holds.
 
         Raises MtcliError naming file and line of the first row that lacks something.
         """
         items = []
-        for number, row in enumerate(found.rows):
+        for number, row in enumerate(split.rows):
             try:
                 fields = self._fields(number, row)
                 if "where" not in self.named or self.named["where"](fields):
                     items.append(self._item(number, fields))
             except ValueError as error:
-                missing = f", and there is no {found.missing_labels}" * bool(found.missing_labels)
+                missing = f", and there is no {split.missing_labels}" * bool(split.missing_labels)
                 raise bad_line(row.file, row.line, f"{error}{missing}") from None
         if not items:
-            message = f"{found.source} has {len(found.rows)} rows, and 0 of them are items"
+            message = f"{split.source} has {len(split.rows)} rows, and 0 of them are items"
             raise wrong(message, f"{self.task.name} takes those where {self.task.where}", "--task")
         return items
 
@@ -174,14 +174,14 @@ def read_items(
     Raises MtcliError for unreadable files, and where there is nothing to draw from.
     """
     renderer = Renderer(task)
-    found = read_test(path, task.data)
-    every = renderer.items(found)
+    test = read_test(path, task.data)
+    every = renderer.items(test)
     items = _limited(every, task.groups, limit)
     if not num_shots:
         return items, [], ""
     train = read_train(path, task.data)
     pool = every if train is None else renderer.items(train)
-    source = found.source if train is None else train.source
+    source = test.source if train is None else train.source
     if len(pool) == 1 and train is None:
         message = f"{source} has {len(pool)} example, itself the item, to draw shots from"
         raise wrong(message, "put the train file beside the items, or leave --shots out", "--shots")
@@ -206,18 +206,18 @@ def ask(task: TaskFile, item: Item, shots: Shots, encoder: Encoder, max_seq_len:
     """
     texts = shots.before(item)
     bare = _requests(task, item, "", encoder)
-    longest = max(len(one.tokens) for one in bare) + len(encoder.encode(task.intro))
+    longest = max(len(request.tokens) for request in bare) + len(encoder.encode(task.intro))
     ends = list(accumulate((shots.lengths[text] for text in texts), initial=longest))
     # Tokens may merge where texts meet, one at each: then one shot more has room.
     count = sum(end - number <= max_seq_len + 1 for number, end in enumerate(ends)) - 1
-    for kept in range(max(0, count), -1, -1):
-        context = task.intro + "".join(texts[:kept])
-        found = _requests(task, item, context, encoder) if context else bare
-        if kept == 0 or max(len(one.tokens) for one in found) <= max_seq_len + 1:
+    for num_shots in range(max(0, count), -1, -1):
+        context = task.intro + "".join(texts[:num_shots])
+        asked = _requests(task, item, context, encoder) if context else bare
+        if num_shots == 0 or max(len(request.tokens) for request in asked) <= max_seq_len + 1:
             break
     if "unconditional" in task.normalisations:
-        found = found + encoder.requests(task.unconditional, _continuations(task, item.choices))
-    return Asked(item, context, kept, found)
+        asked = asked + encoder.requests(task.unconditional, _continuations(task, item.choices))
+    return Asked(item, context, num_shots, asked)
 
 
 def _requests(task: TaskFile, item: Item, context: str, encoder: Encoder) -> list[Request]:

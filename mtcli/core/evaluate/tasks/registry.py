@@ -125,11 +125,11 @@ def _ours(evaluation: Evaluation, name: str, path: Path) -> TaskRun:
 
     name, prepared = _prepared(evaluation, name, path)
     known = evaluation.share(list(evaluation.journal.scores(name, prepared).items()))
-    found: dict[int, Score] = {}  # of requests
+    done: dict[int, Score] = {}  # of requests
     spans = list(zip([0, *prepared.ends[:-1]], prepared.ends, strict=True))
     for number, scores in known:
-        found |= {spans[number][0] + i: Score(*score) for i, score in enumerate(scores)}
-    left = [number for number in range(len(prepared.requests)) if number not in found]
+        done |= {spans[number][0] + i: Score(*score) for i, score in enumerate(scores)}
+    left = [number for number in range(len(prepared.requests)) if number not in done]
     planned = plan(
         evaluation.scorer, [prepared.requests[number] for number in left], evaluation.batch_tokens
     )
@@ -138,16 +138,16 @@ def _ours(evaluation: Evaluation, name: str, path: Path) -> TaskRun:
     def run(progress: Advance) -> Report:
         waiting = [end - start for start, end in spans]
         for number, _ in known:
-            evaluation.journal.add(name, prepared, number, _span(found, spans[number]), kept=True)
+            evaluation.journal.add(name, prepared, number, _span(done, spans[number]), kept=True)
         for scores in scored(evaluation.scorer, planned):
-            found.update({left[number]: score for number, score in scores.items()})
+            done.update({left[number]: score for number, score in scores.items()})
             for item in (item_of[left[number]] for number in scores):
                 waiting[item] -= 1
                 if waiting[item] == 0:
-                    evaluation.journal.add(name, prepared, item, _span(found, spans[item]))
+                    evaluation.journal.add(name, prepared, item, _span(done, spans[item]))
             evaluation.journal.flush()
             progress(len(scores))
-        return prepared.report(_span(found, (0, len(prepared.requests))))
+        return prepared.report(_span(done, (0, len(prepared.requests))))
 
     summary = (
         f"{prepared.num_items:,} items, {len(prepared.requests):,} requests, "
@@ -159,8 +159,8 @@ def _ours(evaluation: Evaluation, name: str, path: Path) -> TaskRun:
     return TaskRun(name, summary, len(left), run)
 
 
-def _span(found: dict[int, Score], span: tuple[int, int]) -> list[Score]:
-    return [found[number] for number in range(*span)]
+def _span(done: dict[int, Score], span: tuple[int, int]) -> list[Score]:
+    return [done[number] for number in range(*span)]
 
 
 def _harness(evaluation: Evaluation, name: str) -> TaskRun:

@@ -57,7 +57,7 @@ def read_train(path: Path, layout: DataLayout) -> Split | None:
 
 def _first(folder: Path, patterns: tuple[str, ...]) -> Path | None:
     """The one file of the first pattern that the folder has. Raises MtcliError for several."""
-    pattern = next((one for one in patterns if any(folder.glob(one))), None)
+    pattern = next((candidate for candidate in patterns if any(folder.glob(candidate))), None)
     return None if pattern is None else find_file(folder, pattern)
 
 
@@ -71,14 +71,14 @@ def _read(file: Path, layout: DataLayout, label_files: tuple[str, ...]) -> Split
     labels = _first(file.parent, tuple(Path(name).name for name in label_files))
     if labels is None:
         return Split(rows, file, label_files[0])
-    found = [label for _, label in _numbered(labels)]
-    if len(found) != len(rows):
-        message = f"{labels} has {len(found)} labels, and {file.name} has {len(rows)} rows"
+    values = [label for _, label in _numbered(labels)]
+    if len(values) != len(rows):
+        message = f"{labels} has {len(values)} labels, and {file.name} has {len(rows)} rows"
         raise wrong(message, "both must be of one part of the data set", "--task")
     return Split(
         [
             row._replace(fields={"label": label.strip()} | row.fields)
-            for row, label in zip(rows, found, strict=True)
+            for row, label in zip(rows, values, strict=True)
         ],
         file,
     )

@@ -55,12 +55,12 @@ def find_file(path: Path, pattern: str) -> Path:
     """
     if not path.is_dir():
         return path
-    found = sorted(path.glob(pattern))
-    if len(found) != 1:
-        names = ", ".join(file.name for file in found) or "none"
-        message = f"{path} holds {len(found)} files like {pattern}, 1 is needed"
+    matches = sorted(path.glob(pattern))
+    if len(matches) != 1:
+        names = ", ".join(file.name for file in matches) or "none"
+        message = f"{path} holds {len(matches)} files like {pattern}, 1 is needed"
         raise wrong(message, f"name the file; found: {names}", "--task")
-    return found[0]
+    return matches[0]
 
 
 def exp(nats: float) -> float:

@@ -33,10 +33,10 @@ class Templates:
         template = _tried(lambda: self._environment.from_string(source))
 
         def render(fields: Fields) -> str:
-            found: str = _tried(lambda: template.render(fields))
-            if len(found) > MAX_RENDERED:
-                raise ValueError(f"{len(found)} characters, and {MAX_RENDERED} are the most")
-            return found
+            rendered: str = _tried(lambda: template.render(fields))
+            if len(rendered) > MAX_RENDERED:
+                raise ValueError(f"{len(rendered)} characters, and {MAX_RENDERED} are the most")
+            return rendered
 
         return render
 
@@ -47,10 +47,10 @@ class Templates:
         )
 
         def compute(fields: Fields) -> Any:
-            found = _tried(lambda: expression(**fields))
-            if isinstance(found, self._undefined):
-                _tried(lambda: str(found))  # raises, and says what it is
-            return found
+            computed = _tried(lambda: expression(**fields))
+            if isinstance(computed, self._undefined):
+                _tried(lambda: str(computed))  # raises, and says what it is
+            return computed
 
         return compute
 

@@ -47,8 +47,8 @@ def _between(opening: str, closing: str) -> tuple[str, Replacement]:
     """
     end = re.escape(closing)
 
-    def strip(found: re.Match[str]) -> str:
-        return f"{opening}{found[1].strip()}{closing}" if found[2] else found[0]
+    def strip(match: re.Match[str]) -> str:
+        return f"{opening}{match[1].strip()}{closing}" if match[2] else match[0]
 
     return rf"{re.escape(opening)}([^{end}]*)({end}|\Z)", strip
 
@@ -123,7 +123,7 @@ def prepare_wikitext(path: Path, encoder: Encoder, options: TaskOptions) -> Prep
         requests=requests,
         report=partial(report_wikitext, counts),
         ends=list(range(1, len(requests) + 1)),
-        hashes=[_hash(one) for one in requests],
+        hashes=[_hash(request) for request in requests],
         record=partial(_record, requests, len(overlapping)),
     )
 
@@ -134,12 +134,12 @@ def _hash(window: Request) -> str:
 
 
 def _record(
-    requests: list[Request], num_windows: int, number: int, found: Sequence[Score]
+    requests: list[Request], num_windows: int, number: int, scores: Sequence[Score]
 ) -> Record:
     """A window's line in the file of items: which protocol it is of, and its log-likelihood."""
     name = f"window {number}" if number < num_windows else f"rolling {number - num_windows}"
     targets = requests[number].num_targets
-    return {"id": name, "num_tokens": targets, "loglikelihoods": [found[0].logprob]}
+    return {"id": name, "num_tokens": targets, "loglikelihoods": [scores[0].logprob]}
 
 
 def detokenise(text: str) -> str:

@@ -53,8 +53,8 @@ class Traffic:
         if x is None or call.op == "recv":
             return
         size, rows = x.numel() * x.element_size(), len(x) if x.dim() else 1
-        for place, count in sent_by(call, size, rows, detail).items():
-            self._add(call.axis, place, count)
+        for peer, count in sent_by(call, size, rows, detail).items():
+            self._add(call.axis, peer, count)
 
     def add(self, axis: Members, size: int) -> None:
         """Adds a collective by its bytes to the next rank of the axis."""
@@ -65,8 +65,8 @@ class Traffic:
         end = perf_counter()
         self.waits.append(WaitInterval(call.axis.name, call.op, end - seconds, end))
 
-    def _add(self, axis: Members, place: int, size: int) -> None:
-        key = axis.name, axis.ranks[place]
+    def _add(self, axis: Members, peer: int, size: int) -> None:
+        key = axis.name, axis.ranks[peer]
         before = self._sent.get(key, Sent(*key, 0, 0))
         self._sent[key] = Sent(*key, before.bytes + size, before.calls + 1)
 
@@ -84,8 +84,8 @@ class SyncTraffic:
 
     def taken(self) -> int:
         """The bytes since the last call."""
-        found, self._bytes = self._bytes, 0
-        return found
+        sent, self._bytes = self._bytes, 0
+        return sent
 
     def add(self, count: int) -> None:
         """Adds bytes that are sent by no collective of ours."""
@@ -100,17 +100,17 @@ class SyncTraffic:
 
 
 def sent_by(call: Call, size: int, rows: int, detail: object) -> dict[int, int]:
-    """Bytes for each place of the axis that a call sends to; its tensor has `size` bytes."""
+    """Bytes for each index in the axis that a call sends to; its tensor has `size` bytes."""
     axis = call.axis
     n, after = axis.size, (axis.rank + 1) % axis.size
     if call.op == "all_to_all_v":
         assert isinstance(detail, tuple), f"{call.op} tells its rows"
         row = size // max(1, rows)
-        return {place: row * detail[0][place] for place in range(n) if place != axis.rank}
+        return {peer: row * detail[0][peer] for peer in range(n) if peer != axis.rank}
     if call.op == "all_to_all":
         first = axis.rank // rows * rows  # of the ranks that exchange, a part for each
-        places = range(first, first + rows)
-        return {place: size // rows for place in places if place != axis.rank}
+        peers = range(first, first + rows)
+        return {peer: size // rows for peer in peers if peer != axis.rank}
     if call.op in ("broadcast", "reduce"):
         ends_here = after if call.op == "broadcast" else axis.rank
         return {} if ends_here == detail else {after: size}

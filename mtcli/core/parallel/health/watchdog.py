@@ -185,7 +185,7 @@ class Watchdog:
         # A run that has broken down is not slow: its ranks look at their recorders every tick.
         self._await(lambda: self.store.check(keys), self.poll + 0.5 if alarm.broke else self.grace)
         told = values_of(self.store, keys)
-        answers = {one.rank: one for one in map(RankStatus.load, told)}
+        answers = {status.rank: status for status in map(RankStatus.load, told)}
         error = error_of(alarm, answers, self.world, self.timeout)
         left = [f"pid/{rank}" for rank in others if rank not in answers]
         silent = [int(pid) for pid in values_of(self.store, left)]
@@ -327,15 +327,15 @@ def _follow(alarm: RankStatus, answers: dict[int, RankStatus]) -> dict[int, Rank
     """The ranks met from the alarm on, in that order, and for each who waits for it."""
     met, waiting = {alarm.rank: alarm}, [alarm]
     while waiting:
-        one = waiting.pop(0)
-        assert one.wait is not None, "only those who wait are asked for whom"
-        for rank in one.wait.ranks:
+        status = waiting.pop(0)
+        assert status.wait is not None, "only those who wait are asked for whom"
+        for rank in status.wait.ranks:
             answer = answers.get(rank)
             # It has reached the collective, whatever it does now.
-            has_come = answer and answer.counts.get(one.wait.channel, 0) >= one.wait.number
+            has_come = answer and answer.counts.get(status.wait.channel, 0) >= status.wait.number
             if rank in met or has_come:
                 continue
-            met[rank] = one
+            met[rank] = status
             if answer and answer.wait is not None:
                 waiting.append(answer)
     return met

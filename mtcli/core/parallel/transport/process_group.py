@@ -71,8 +71,8 @@ class ProcessGroupTransport:
 class _Several:
     """Works that count as one; what they read stays in memory until then."""
 
-    def __init__(self, works: list[dist.Work], kept: Tensor) -> None:
-        self.works, self.kept = works, kept
+    def __init__(self, works: list[dist.Work], buffer: Tensor) -> None:
+        self.works, self.kept = works, buffer
 
     def wait(self) -> None:
         """Returns when all are done."""

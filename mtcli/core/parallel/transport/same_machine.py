@@ -24,21 +24,21 @@ def connect(
 
     Raises RuntimeError where a rank does not answer within `timeout` seconds, now or later.
     """
-    listener, mine = _listener(), _memory()
-    able = listener is not None and mine is not None
+    listener, own_file = _listener(), _memory()
+    able = listener is not None and own_file is not None
     places = gather([_machine(), listener.getsockname().hex() if able else None])
     addresses = [bytes.fromhex(address) for _, address in places if address is not None]
     if len(addresses) < len(names) or len({machine for machine, _ in places}) > 1:
         if listener is not None:
             listener.close()
-        if mine is not None:
-            os.close(mine)
+        if own_file is not None:
+            os.close(own_file)
         return None
-    files, peers = {rank: mine}, {}
+    files, peers = {rank: own_file}, {}
     try:
         for peer, connection in _connections(rank, listener, addresses, timeout):
             peers[peer] = connection
-            socket.send_fds(connection, [b"\0"], [mine])
+            socket.send_fds(connection, [b"\0"], [own_file])
         for peer, connection in peers.items():
             _, (files[peer],), _, _ = socket.recv_fds(connection, 1, 1)
     except (OSError, ValueError):  # no answer in time, nobody there, or one who left: no file

@@ -96,9 +96,9 @@ class SharedMemory:
     def _scattered(self, out_N: Tensor, x_nN: Tensor) -> Rounds:
         for part in _parts(x_nN):
             slot, like = self._write(), x_nN[:, part]
-            mine = self._place(self.rank, slot, like)
+            outgoing = self._place(self.rank, slot, like)
             for peer in self.peers:
-                mine[peer] = like[peer]
+                outgoing[peer] = like[peer]
             yield
             terms = [self._place(peer, slot, like)[self.rank] for peer in self.peers]
             _combine(out_N[part], [like[self.rank], *terms], torch.add)
@@ -116,29 +116,29 @@ class SharedMemory:
             slot, like = self._write(), x_N[part]
             self._place(self.rank, slot, like).copy_(like)
             yield
-            mine = like.tensor_split(self.size)[self.rank]
-            pieces = [
+            share = like.tensor_split(self.size)[self.rank]
+            terms = [
                 self._place(rank, slot, like).tensor_split(self.size)[self.rank]
                 for rank in range(self.size)
             ]
-            _combine(mine, pieces, combine)
+            _combine(share, terms, combine)
             slot = self._write()
-            self._place(self.rank, slot, mine).copy_(mine)
+            self._place(self.rank, slot, share).copy_(share)
             yield
             for peer in self.peers:
-                piece = like.tensor_split(self.size)[peer]
-                piece.copy_(self._place(peer, slot, piece))
+                peer_share = like.tensor_split(self.size)[peer]
+                peer_share.copy_(self._place(peer, slot, peer_share))
 
     def _exchanged(self, out: list[Tensor], x: list[Tensor]) -> Rounds:
         """Every round gives each rank an equal share of the slot; the first says how many come."""
         share = (SLOT_BYTES - ALIGNMENT) // self.size // ALIGNMENT * ALIGNMENT
         out[self.rank].copy_(x[self.rank])
-        mine = max(-(-part.numel() * part.element_size() // share) for part in x)
+        own_rounds = max(-(-part.numel() * part.element_size() // share) for part in x)
         rounds, done = 1, 0
         step = share // x[0].element_size()
         while done < rounds:
             slot, part = self._write(), slice(done * step, (done + 1) * step)
-            self.slots[self.rank][slot, -8:].view(torch.int64)[0] = mine
+            self.slots[self.rank][slot, -8:].view(torch.int64)[0] = own_rounds
             for peer in self.peers:
                 self._place(self.rank, slot, x[peer][part], peer * share).copy_(x[peer][part])
             yield
@@ -146,8 +146,8 @@ class SharedMemory:
                 ends = [self.slots[rank][slot, -8:].view(torch.int64) for rank in range(self.size)]
                 rounds = max(int(end) for end in ends)
             for peer in self.peers:
-                piece = out[peer][part]
-                piece.copy_(self._place(peer, slot, piece, self.rank * share))
+                received = out[peer][part]
+                received.copy_(self._place(peer, slot, received, self.rank * share))
             done += 1
 
     def _broadcasted(self, x_N: Tensor, root: int) -> Rounds:

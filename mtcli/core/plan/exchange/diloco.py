@@ -95,9 +95,9 @@ class DiLoCoCosts:
             yield passes(2, elements)
             return
         every = segments(sync, sizes, replicas)
-        for one in every:  # of a replica, and of all owners
-            yield from self._coded(one, 1, 2)
-        largest = max(every, key=lambda one: sum(one.lengths))
+        for owner_segment in every:  # of a replica, and of all owners
+            yield from self._coded(owner_segment, 1, 2)
+        largest = max(every, key=lambda owner_segment: sum(owner_segment.lengths))
         yield from self._coded(largest, 1, 1 + replicas)
         # three means begin as zeros or end divided; one is added to errors
         yield passes(4, elements)

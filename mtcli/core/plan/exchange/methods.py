@@ -42,9 +42,9 @@ def exchange_of(work: Workload, pp_rank: int) -> ExchangeCosts:
 
 def owned_sizes(work: Workload, pp_rank: int) -> dict[str, int]:
     """Elements of each parameter that a rank's optimizer updates, as the mean over its owners."""
-    found = {}
+    sizes = {}
     for _, parameter in trained_of_rank(work, pp_rank):
         axes = owner_axes(parameter, work.layout, work.sequence_parallel) if work.zero else ()
         owners = prod(map(work.layout.size, axes))
-        found[parameter.name] = prod(parameter.stored_shape(work.layout)) // owners
-    return found
+        sizes[parameter.name] = prod(parameter.stored_shape(work.layout)) // owners
+    return sizes

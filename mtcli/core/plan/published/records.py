@@ -290,7 +290,7 @@ def _tuned(work: PublishedWork, device: Device) -> PublishedWork:
         size for size in MICRO_BATCHES if work.global_batch_size % (size * work.layout.dp) == 0
     )
     works = [replace(work, micro_batch_size=size) for size in sizes]
-    tried = [(one, predict_workload(one, device, PUBLISHED)) for one in works]
+    tried = [(candidate, predict_workload(candidate, device, PUBLISHED)) for candidate in works]
     fitting = [pair for pair in tried if pair[1].fits] or tried[:1]
     return min(fitting, key=lambda pair: pair[1].step_seconds)[0] if fitting else work
 

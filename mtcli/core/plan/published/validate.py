@@ -70,7 +70,7 @@ def read_records(path: str) -> tuple[list[PublishedRun], list[str]]:
 
 def score(records: Sequence[PublishedRun], physics: PublishedPhysics = PUBLISHED) -> list[Scored]:
     """Predicts each record, in order."""
-    found, known = [], {}
+    scored, known = [], {}
     for record in records:
         key = record.work, record.device
         if key not in known:  # sources print the same run again and again
@@ -79,22 +79,22 @@ def score(records: Sequence[PublishedRun], physics: PublishedPhysics = PUBLISHED
         used = prediction.memory.total / 2**30
         block = prediction.costs.block
         seconds = block.forward + block.backward if record.of_block else prediction.step_seconds
-        found.append(Scored(record, seconds, used, prediction.fits))
-    return found
+        scored.append(Scored(record, seconds, used, prediction.fits))
+    return scored
 
 
 def summarize(scored: Sequence[Scored]) -> Json:
     """Errors in time over all and per source, rank correlations, memory and out-of-memory rows."""
-    sources = sorted({one.record.source for one in scored})
+    sources = sorted({run.record.source for run in scored})
     per_source = {source: _of_source(scored, source) for source in sources}
-    errors = [abs(one.error) for one in scored if one.error is not None]
-    unsaid = [one.record.id for one in scored if one.error is None and not one.record.out_of_memory]
+    errors = [abs(run.error) for run in scored if run.error is not None]
+    unsaid = [run.record.id for run in scored if run.error is None and not run.record.out_of_memory]
     medians = [of["median_absolute_error"] for of in per_source.values() if of["timed"]]
-    with_memory = [one for one in scored if one.record.memory_gb]
+    with_memory = [run for run in scored if run.record.memory_gb]
     memory_errors = [
-        abs(one.memory_gib / float(one.record.memory_gb or 1) - 1) for one in with_memory
+        abs(run.memory_gib / float(run.record.memory_gb or 1) - 1) for run in with_memory
     ]
-    out = [one for one in scored if one.record.out_of_memory]
+    out = [run for run in scored if run.record.out_of_memory]
     return {
         "records": len(scored),
         "timed": len(errors),
@@ -102,12 +102,12 @@ def summarize(scored: Sequence[Scored]) -> Json:
         "mean_of_source_medians": mean(medians) if medians else None,
         "memory_records": len(with_memory),
         "median_absolute_memory_error": median(memory_errors) if memory_errors else None,
-        "out_of_memory_right": sum(not one.fits for one in out),
+        "out_of_memory_right": sum(not run.fits for run in out),
         "out_of_memory": len(out),
-        "measured_runs_said_to_fit": sum(one.fits for one in with_memory),
+        "measured_runs_said_to_fit": sum(run.fits for run in with_memory),
         "untimed": unsaid,
         "sources": per_source,
-        "runs": [one.as_dict() for one in scored],
+        "runs": [run.as_dict() for run in scored],
     }
 
 
@@ -150,17 +150,17 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
 
 
 def _of_source(scored: Sequence[Scored], source: str) -> Json:
-    mine = [one for one in scored if one.record.source == source]
-    timed = [(one, one.record.seconds) for one in mine if one.record.seconds]
-    errors = [one.error for one, _ in timed if one.error is not None]
-    works = [one.record.work for one, _ in timed]
+    of_source = [run for run in scored if run.record.source == source]
+    timed = [(run, run.record.seconds) for run in of_source if run.record.seconds]
+    errors = [run.error for run, _ in timed if run.error is not None]
+    works = [run.record.work for run, _ in timed]
     sizes = [(work.tokens_per_step, work.layout.world) for work in works]
     # Rates per GPU, so that a larger batch or world does not make the ranking easy.
-    said = [t / one.seconds / w for (one, _), (t, w) in zip(timed, sizes, strict=True)]
+    said = [t / run.seconds / w for (run, _), (t, w) in zip(timed, sizes, strict=True)]
     was = [t / seconds / w for (_, seconds), (t, w) in zip(timed, sizes, strict=True)]
-    seconds = [one.seconds for one, _ in timed], [seconds for _, seconds in timed]
+    seconds = [run.seconds for run, _ in timed], [seconds for _, seconds in timed]
     return {
-        "records": len(mine),
+        "records": len(of_source),
         "timed": len(timed),
         "median_error": median(errors) if errors else None,
         "median_absolute_error": median(map(abs, errors)) if errors else None,

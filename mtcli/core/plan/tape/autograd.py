@@ -95,8 +95,8 @@ class Tape:
 
     def free(self, *named: Storage | Value) -> None:
         """Drops one name of each; memory that no name is left of is freed."""
-        for one in named:
-            storage = one.storage if isinstance(one, Value) else one
+        for value in named:
+            storage = value.storage if isinstance(value, Value) else value
             storage.holders -= 1
             if not storage.holders:
                 self.live -= storage.size
@@ -194,11 +194,11 @@ class Tape:
         """Runs one op's backward."""
         given = pending.pop(node)
         grads = [given[index] for index in sorted(given)]
-        found = node.back(self, grads)
+        gradients = node.back(self, grads)
         self.free(*node.saved, *grads)
         node.saved = []
         leaves = []
-        for value, grad in zip(node.taken, found, strict=True):
+        for value, grad in zip(node.taken, gradients, strict=True):
             if grad is None:
                 continue
             if value.rows:
@@ -215,10 +215,10 @@ class Tape:
 
     def weights(self) -> None:
         """Runs the weight passes that were left for later, one after another."""
-        for one in self.weight_passes:
-            self.moment(one.moment)
-            self._collect([(self.new(one.size), one.rows)])
-            self.free(*one.saved)
+        for weight_pass in self.weight_passes:
+            self.moment(weight_pass.moment)
+            self._collect([(self.new(weight_pass.size), weight_pass.rows)])
+            self.free(*weight_pass.saved)
         self.weight_passes = []
 
     def _collect(self, leaves: Sequence[tuple[Storage, int]]) -> None:

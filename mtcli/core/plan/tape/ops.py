@@ -183,8 +183,8 @@ class Kernels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kit:
-    """A recipe's context: the tape, the step, and whose kernels run."""
+class TapeContext:
+    """What an op of the tape reads: the tape, the step, and whose kernels run."""
 
     tape: Tape
     work: Workload
@@ -223,56 +223,56 @@ class Kit:
         return self.cpu or self.work.sizes.weight > 4
 
 
-def resized(kit: Kit, x: Value, size: float) -> Value:
+def resized(ctx: TapeContext, x: Value, size: float) -> Value:
     """Casts or resizes x; nothing is saved."""
-    return kit.tape.op([x], [size], new_gradients(x.size))[0]
+    return ctx.tape.op([x], [size], new_gradients(x.size))[0]
 
 
-def reused(kit: Kit, x: Value) -> Value:
+def reused(ctx: TapeContext, x: Value) -> Value:
     """Views x in the same memory, whose gradient is passed on as it is."""
-    return kit.tape.op([x], [x], same_gradient)[0]
+    return ctx.tape.op([x], [x], same_gradient)[0]
 
 
-def shifted(kit: Kit, x: Value) -> Value:
+def shifted(ctx: TapeContext, x: Value) -> Value:
     """Adds a vector or other ranks' parts to x, whose gradient is passed on as it is."""
-    return kit.tape.op([x], [x.size], same_gradient)[0]
+    return ctx.tape.op([x], [x.size], same_gradient)[0]
 
 
-def add(kit: Kit, x: Value, y: Value) -> Value:
+def add(ctx: TapeContext, x: Value, y: Value) -> Value:
     """Adds x and y, whose gradient both get."""
-    return concatenated(kit, [x, y], x.size)
+    return concatenated(ctx, [x, y], x.size)
 
 
-def views(kit: Kit, x: Value, number: int, size: float) -> list[Value]:
+def views(ctx: TapeContext, x: Value, number: int, size: float) -> list[Value]:
     """Splits x into views, whose gradients are joined in `size` bytes."""
-    return kit.tape.op([x], [x] * number, new_gradients(size))
+    return ctx.tape.op([x], [x] * number, new_gradients(size))
 
 
-def concatenated(kit: Kit, parts: Sequence[Value], size: float) -> Value:
+def concatenated(ctx: TapeContext, parts: Sequence[Value], size: float) -> Value:
     """Concatenates the parts in new memory, all of whose gradients are the result's."""
-    return kit.tape.op(parts, [size], lambda tape, grads: [named_again(grads[0]) for _ in parts])[0]
+    return ctx.tape.op(parts, [size], lambda tape, grads: [named_again(grads[0]) for _ in parts])[0]
 
 
-def saved_by(kit: Kit, x: Value, size: float) -> Value:
+def saved_by(ctx: TapeContext, x: Value, size: float) -> Value:
     """Runs an op that saves its input for backward."""
-    return kit.tape.op([x], [size], new_gradients(x.size), saved=[x])[0]
+    return ctx.tape.op([x], [size], new_gradients(x.size), saved=[x])[0]
 
 
-def targets(kit: Kit, layer: str) -> int:
+def targets(ctx: TapeContext, layer: str) -> int:
     """Counts the adapters of a block's linear layer, such as "attention.qkv"."""
-    work = kit.work
+    work = ctx.work
     if not work.lora.rank:
         return 0
     return len(chosen_targets(f"blocks.0.{layer}.weight", work.model, work.lora))
 
 
-def trained(kit: Kit, size: float) -> float:
+def trained(ctx: TapeContext, size: float) -> float:
     """Bytes of the gradient of a weight of the model, which is frozen beside adapters."""
-    return 0.0 if kit.work.lora.rank else size
+    return 0.0 if ctx.work.lora.rank else size
 
 
 def linear(
-    kit: Kit,
+    ctx: TapeContext,
     x: Value,
     shape: tuple[float, float],
     rows: float = 0.0,
@@ -284,52 +284,52 @@ def linear(
     `weight` is the head's or an expert's, of `rows` of x, which never is. Where a run trains
     adapters, the weight is frozen, and x is saved for so many of those.
     """
-    (width, inner), size = shape, kit.work.sizes.weight
+    (width, inner), size = shape, ctx.work.sizes.weight
     given = rows * inner * size or x.size
     out, weight_bytes = given / inner * width, width * inner * size
     of_input = min(given, x.size)
     table = leaf(width) if weight is None else weight
-    scaling = kit.work.fp8_scaling
-    fp8 = kit.work.sizes.gemm == "fp8" and weight is None
+    scaling = ctx.work.fp8_scaling
+    fp8 = ctx.work.sizes.gemm == "fp8" and weight is None
     narrow = fp8 and is_narrow(scaling, round(width), round(inner))
-    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, weight_bytes, out))
+    of_x, of_w, of_y = (_copied(ctx, full, narrow) for full in (given, weight_bytes, out))
 
-    rank = kit.work.lora.rank
+    rank = ctx.work.lora.rank
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(gemm_bytes(kit, of_y + of_w, of_input, narrow))
-        found = tape.new(of_input)
+        tape.moment(gemm_bytes(ctx, of_y + of_w, of_input, narrow))
+        gradient = tape.new(of_input)
         if rank:
             tape.moment((adapters > 0) * of_input)
-            return [found, None]
-        of_weight = gemm_bytes(kit, of_y + of_x, weight_bytes, narrow)
+            return [gradient, None]
+        of_weight = gemm_bytes(ctx, of_y + of_x, weight_bytes, narrow)
         if tape.splits and weight is None:
             waits = [named_again(x.storage), named_again(grads[0])]
             tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, of_weight))
-            return [found, None]
+            return [gradient, None]
         tape.moment(of_weight)
-        return [found, tape.new(weight_bytes)]
+        return [gradient, tape.new(weight_bytes)]
 
     copies = of_x + of_w
     if copies:
-        kit.tape.moment(gemm_bytes(kit, copies, out, narrow))
-    by_torch = not copies and not (kit.tape.splits and weight is None)
-    made = 0.0 if by_torch and kit.tape.ends_next else out  # torch's keeps x before it runs
+        ctx.tape.moment(gemm_bytes(ctx, copies, out, narrow))
+    by_torch = not copies and not (ctx.tape.splits and weight is None)
+    made = 0.0 if by_torch and ctx.tape.ends_next else out  # torch's keeps x before it runs
     low = adapters * rank * (given / inner + (adapters > 1) * width * size)  # A x, and B in blocks
     saved = [x] if adapters or not rank else []
-    return kit.tape.op([x, table], [made], back, saved=saved, more=low)[0]
+    return ctx.tape.op([x, table], [made], back, saved=saved, more=low)[0]
 
 
-def _copied(kit: Kit, size: float, narrow: bool) -> float:
+def _copied(ctx: TapeContext, size: float, narrow: bool) -> float:
     """Bytes of an operand's copy in float8, or on CPU in float32."""
     if narrow:
-        return size / kit.work.sizes.weight
-    return 2 * size if kit.slow else 0.0
+        return size / ctx.work.sizes.weight
+    return 2 * size if ctx.slow else 0.0
 
 
-def gemm_bytes(kit: Kit, operands: float, result: float, narrow: bool = False) -> float:
+def gemm_bytes(ctx: TapeContext, operands: float, result: float, narrow: bool = False) -> float:
     """Peak of a GEMM made of copies of its operands."""
-    if narrow or not kit.slow:
+    if narrow or not ctx.slow:
         return operands + result
     return 2 * result + max(operands, result)
 
@@ -338,7 +338,7 @@ Multiply = Callable[..., Value]
 
 
 def activated_linear(
-    kit: Kit,
+    ctx: TapeContext,
     x: Value,
     shape: tuple[float, float],
     weight: Value | None = None,
@@ -348,88 +348,88 @@ def activated_linear(
 
     A GPU's kernels save x alone, and recompute the activation in its gradient's memory.
     """
-    if adapters or not recomputes_activation(kit):
-        active = saved_by(kit, x, x.size / gates(kit))
-        return then(kit, active, linear(kit, active, shape, 0.0, weight, adapters))
-    (width, inner), size = shape, kit.work.sizes.weight
-    given, weight_bytes = x.size / gates(kit), width * inner * size
+    if adapters or not recomputes_activation(ctx):
+        active = saved_by(ctx, x, x.size / gates(ctx))
+        return then(ctx, active, linear(ctx, active, shape, 0.0, weight, adapters))
+    (width, inner), size = shape, ctx.work.sizes.weight
+    given, weight_bytes = x.size / gates(ctx), width * inner * size
     out = given / inner * width
-    fp8 = kit.work.sizes.gemm == "fp8" and weight is None
-    narrow = fp8 and is_narrow(kit.work.fp8_scaling, round(width), round(inner))
-    of_x, of_w, of_y = (_copied(kit, full, narrow) for full in (given, weight_bytes, out))
+    fp8 = ctx.work.sizes.gemm == "fp8" and weight is None
+    narrow = fp8 and is_narrow(ctx.work.fp8_scaling, round(width), round(inner))
+    of_x, of_w, of_y = (_copied(ctx, full, narrow) for full in (given, weight_bytes, out))
     table = leaf(width) if weight is None else weight
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(of_y + of_w + given)
         result = tape.new(given)
-        found = tape.new(x.size)
-        if kit.work.lora.rank:
+        gradient = tape.new(x.size)
+        if ctx.work.lora.rank:
             tape.free(result)
-            return [found, None]
+            return [gradient, None]
         if tape.splits and weight is None:
             waits = [result, named_again(grads[0])]
             tape.weight_passes.append(
                 WeightPass(weight_bytes, table.rows, waits, of_y + of_x + weight_bytes)
             )
-            return [found, None]
+            return [gradient, None]
         tape.moment(of_y + of_x + weight_bytes)
         of_weight = tape.new(weight_bytes)
         tape.free(result)
-        return [found, of_weight]
+        return [gradient, of_weight]
 
-    kit.tape.moment(given + max(of_x + of_w, out))
-    return kit.tape.op([x, table], [out], back, saved=[x])[0]
+    ctx.tape.moment(given + max(of_x + of_w, out))
+    return ctx.tape.op([x, table], [out], back, saved=[x])[0]
 
 
-def recomputes_activation(kit: Kit) -> bool:
+def recomputes_activation(ctx: TapeContext) -> bool:
     """Whether a GPU's kernel recomputes activations; a recomputed block has them by then."""
-    return not kit.by_torch and kit.work.recompute != "full"
+    return not ctx.by_torch and ctx.work.recompute != "full"
 
 
-def gates(kit: Kit) -> int:
+def gates(ctx: TapeContext) -> int:
     """Columns of the first GEMM for one of the second: SwiGLU has a gate beside each."""
-    return 2 if kit.work.model.is_gated else 1
+    return 2 if ctx.work.model.is_gated else 1
 
 
-def enter(kit: Kit, x: Value) -> Value:
+def enter(ctx: TapeContext, x: Value) -> Value:
     """All-gathers the input [T, D] of a tensor parallel region."""
-    tape, tp = kit.tape, kit.work.layout.tp
+    tape, tp = ctx.tape, ctx.work.layout.tp
     if tp == 1:
-        return reused(kit, x)
-    if kit.work.sequence_parallel:
-        return resized(kit, x, tp * x.size)
+        return reused(ctx, x)
+    if ctx.work.sequence_parallel:
+        return resized(ctx, x, tp * x.size)
     return tape.op([x], [x], new_gradients(x.size))[0]
 
 
-def leave(kit: Kit, x: Value) -> Value:
+def leave(ctx: TapeContext, x: Value) -> Value:
     """Reduces the output of a tensor parallel region."""
-    tp = kit.work.layout.tp
+    tp = ctx.work.layout.tp
     if tp == 1:
-        return reused(kit, x)
-    if kit.work.sequence_parallel:
-        return resized(kit, x, x.size / tp)
-    return shifted(kit, x)
+        return reused(ctx, x)
+    if ctx.work.sequence_parallel:
+        return resized(ctx, x, x.size / tp)
+    return shifted(ctx, x)
 
 
-def column_linear(kit: Kit, x: Value, shape: tuple[float, float], layer: str) -> Value:
+def column_linear(ctx: TapeContext, x: Value, shape: tuple[float, float], layer: str) -> Value:
     """Runs this rank's columns of a GEMM, of a block's layer."""
-    if kit.work.layout.tp_rows > 1:
-        return grid_gemm(kit, x, shape)
-    gathered = enter(kit, x)
-    y = linear(kit, gathered, shape, kit.t.tokens, adapters=targets(kit, layer))
-    return then(kit, gathered, y)
+    if ctx.work.layout.tp_rows > 1:
+        return grid_gemm(ctx, x, shape)
+    gathered = enter(ctx, x)
+    y = linear(ctx, gathered, shape, ctx.t.tokens, adapters=targets(ctx, layer))
+    return then(ctx, gathered, y)
 
 
 def row_linear(
-    kit: Kit, x: Value, shape: tuple[float, float], layer: str, multiply: Multiply = linear
+    ctx: TapeContext, x: Value, shape: tuple[float, float], layer: str, multiply: Multiply = linear
 ) -> Value:
     """Sums every rank's partial GEMMs, of a block's layer, and adds a bias."""
-    if kit.work.layout.tp_rows > 1:
-        return _row_gemm(kit, x, shape, multiply)
-    partial = multiply(kit, x, shape, adapters=targets(kit, layer))
-    y = then(kit, partial, leave(kit, partial))
-    if kit.work.model.bias:
-        y = then(kit, y, reused(kit, y))
+    if ctx.work.layout.tp_rows > 1:
+        return _row_gemm(ctx, x, shape, multiply)
+    partial = multiply(ctx, x, shape, adapters=targets(ctx, layer))
+    y = then(ctx, partial, leave(ctx, partial))
+    if ctx.work.model.bias:
+        y = then(ctx, y, reused(ctx, y))
     return y
 
 
@@ -484,14 +484,16 @@ def _both_summed(u: Panels, v: Panels) -> float:
     return max(u.block + v.block + leaving, u.joined + v.block + v.leaving, u.block + v.joined)
 
 
-def grid_gemm(kit: Kit, x: Value, shape: tuple[float, float], weight: Value | None = None) -> Value:
+def grid_gemm(
+    ctx: TapeContext, x: Value, shape: tuple[float, float], weight: Value | None = None
+) -> Value:
     """Runs x W^T [T, F] on a grid, whose panels come in buffers of `panel_buffers`: W is [F, D]."""
-    (width, inner), t = shape, kit.t
+    (width, inner), t = shape, ctx.t
     out, weight_bytes = t.tokens * width * t.size, width * inner * t.size
-    u, v = _panels(kit.work, x.size, weight_bytes)
+    u, v = _panels(ctx.work, x.size, weight_bytes)
     wide = (out / t.size * t.wide) * (t.size < 4)
     copied = u.copied + v.copied
-    kit.tape.moment(wide + out + copied)
+    ctx.tape.moment(wide + out + copied)
     table = leaf(width) if weight is None else weight
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
@@ -504,16 +506,16 @@ def grid_gemm(kit: Kit, x: Value, shape: tuple[float, float], weight: Value | No
         tape.moment(_both_summed(u, v) + copied)
         return [tape.new(x.size), tape.new(weight_bytes)]
 
-    return kit.tape.op([x, table], [out], back, saved=[x])[0]
+    return ctx.tape.op([x, table], [out], back, saved=[x])[0]
 
 
-def _row_gemm(kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply) -> Value:
+def _row_gemm(ctx: TapeContext, x: Value, shape: tuple[float, float], multiply: Multiply) -> Value:
     """Runs x W^T [T, D] on a grid, of x or, where it is that `multiply`'s, of activation(x)."""
-    t, active = kit.t, x
+    t, active = ctx.t, x
     if multiply is activated_linear:
-        active = saved_by(kit, x, x.size / gates(kit))
+        active = saved_by(ctx, x, x.size / gates(ctx))
     out, weight_bytes = t.stream, t.inner * shape[1] * t.size
-    u, v = _panels(kit.work, out, weight_bytes)  # rows of W are contiguous, and are not copied
+    u, v = _panels(ctx.work, out, weight_bytes)  # rows of W are contiguous, and are not copied
     table = leaf(t.inner)
     wide = (active.size / t.size * t.wide) * (t.size < 4)
 
@@ -529,12 +531,12 @@ def _row_gemm(kit: Kit, x: Value, shape: tuple[float, float], multiply: Multiply
         tape.moment(max(summing, rounding, active.size + v.joined) + u.copied)
         return [tape.new(active.size), tape.new(weight_bytes)]
 
-    kit.tape.moment(u.summed)
-    y = kit.tape.op([active, table], [out], back, saved=[active])[0]
+    ctx.tape.moment(u.summed)
+    y = ctx.tape.op([active, table], [out], back, saved=[active])[0]
     if active is not x:
-        kit.tape.free(active)
-    if kit.work.model.bias:
-        y = then(kit, y, shifted(kit, y))
+        ctx.tape.free(active)
+    if ctx.work.model.bias:
+        y = then(ctx, y, shifted(ctx, y))
     return y
 
 
@@ -554,52 +556,52 @@ def panel_buffers(work: Workload, pp_rank: int) -> float:
     return min(2, work.panels - 1) * received * m.hidden_size / work.panels * t.size
 
 
-def moved(kit: Kit, x: Value, size: float, back_size: float, beside: float = 0.0) -> Value:
+def moved(ctx: TapeContext, x: Value, size: float, back_size: float, beside: float = 0.0) -> Value:
     """Copies, exchanges or casts x: `size` bytes, its gradient's `back_size`, `beside` each way."""
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         tape.moment(beside + back_size)
         return [tape.new(back_size)]
 
-    kit.tape.moment(beside + size)
-    return kit.tape.op([x], [size], back)[0]
+    ctx.tape.moment(beside + size)
+    return ctx.tape.op([x], [size], back)[0]
 
 
-def then(kit: Kit, old: Value, new: Value) -> Value:
+def then(ctx: TapeContext, old: Value, new: Value) -> Value:
     """Frees the old value and returns the new one."""
-    kit.tape.free(old)
+    ctx.tape.free(old)
     return new
 
 
-def norm(kit: Kit, x: Value) -> Value:
+def norm(ctx: TapeContext, x: Value) -> Value:
     """Runs LayerNorm or RMSNorm of x, with statistics in float32."""
-    t = kit.t
-    if kit.work.layout.tp_rows > 1:
-        return _row_norm(kit, x)
-    if kit.cpu and kit.work.model.norm == "rmsnorm":
-        return _rms_norm_on_cpu(kit, x)
-    return kit.tape.op([x], [x.size], new_gradients(x.size), saved=[x], more=2 * t.rows * t.wide)[0]
+    t = ctx.t
+    if ctx.work.layout.tp_rows > 1:
+        return _row_norm(ctx, x)
+    if ctx.cpu and ctx.work.model.norm == "rmsnorm":
+        return _rms_norm_on_cpu(ctx, x)
+    return ctx.tape.op([x], [x.size], new_gradients(x.size), saved=[x], more=2 * t.rows * t.wide)[0]
 
 
-def add_norm(kit: Kit, x: Value, y: Value) -> tuple[Value, Value]:
+def add_norm(ctx: TapeContext, x: Value, y: Value) -> tuple[Value, Value]:
     """Runs (x + y, its norm), in one kernel where there is one."""
-    t = kit.t
-    if kit.by_torch or kit.work.layout.tp_rows > 1:
-        total = add(kit, x, y)
-        return total, norm(kit, total)
+    t = ctx.t
+    if ctx.by_torch or ctx.work.layout.tp_rows > 1:
+        total = add(ctx, x, y)
+        return total, norm(ctx, total)
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         both = tape.new(x.size)
         return [both, named_again(both)]
 
     stats = 2 * t.rows * t.wide
-    total, normed = kit.tape.op([x, y], [x.size, x.size], back, saves_results=[0], more=stats)
+    total, normed = ctx.tape.op([x, y], [x.size, x.size], back, saves_results=[0], more=stats)
     return total, normed
 
 
-def _row_norm(kit: Kit, x: Value) -> Value:
+def _row_norm(ctx: TapeContext, x: Value) -> Value:
     """Runs a norm over a row's ranks, by torch's operations in float32."""
-    t = kit.t
+    t = ctx.t
     wide = x.size / t.size * t.wide
     cast = wide * (t.size < 4)
 
@@ -607,15 +609,15 @@ def _row_norm(kit: Kit, x: Value) -> Value:
         tape.moment(cast + 3 * wide)
         return [tape.new(x.size)]
 
-    kit.tape.moment(cast + 2 * wide + x.size * bool(cast))
-    return kit.tape.op([x], [x.size], back, saved=[x], more=2 * t.rows * t.wide)[0]
+    ctx.tape.moment(cast + 2 * wide + x.size * bool(cast))
+    return ctx.tape.op([x], [x.size], back, saved=[x], more=2 * t.rows * t.wide)[0]
 
 
-def _rms_norm_on_cpu(kit: Kit, x: Value) -> Value:
+def _rms_norm_on_cpu(ctx: TapeContext, x: Value) -> Value:
     """Runs x / sqrt(mean square) * weight, op by op in float32."""
-    tape, t = kit.tape, kit.t
+    tape, t = ctx.tape, ctx.t
     wide_size, row = x.size / t.size * t.wide, t.rows * t.wide
-    wide = resized(kit, x, wide_size) if t.size < 4 else reused(kit, x)
+    wide = resized(ctx, x, wide_size) if t.size < 4 else reused(ctx, x)
 
     def of_square(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         powers = tape.new(wide_size), tape.new(wide_size)
@@ -638,32 +640,32 @@ def _rms_norm_on_cpu(kit: Kit, x: Value) -> Value:
     tape.free(square)
     scaled = tape.op([wide, scale], [wide_size], of_scaled, saved=[wide, scale])[0]
     tape.free(wide, scale)
-    kept = [] if kit.work.lora.rank else [scaled]  # for the gradient of a weight that is trained
-    weighted = tape.op([scaled], [wide_size], of_weighted, saved=kept)[0]
+    saved = [] if ctx.work.lora.rank else [scaled]  # for the gradient of a weight that is trained
+    weighted = tape.op([scaled], [wide_size], of_weighted, saved=saved)[0]
     tape.free(scaled)
     if t.size >= 4:
         return weighted
-    return then(kit, weighted, resized(kit, weighted, x.size))
+    return then(ctx, weighted, resized(ctx, weighted, x.size))
 
 
-def dropout(kit: Kit, y: Value, onto: Value | None) -> Value:
+def dropout(ctx: TapeContext, y: Value, onto: Value | None) -> Value:
     """Adds dropout(y) to `onto`; torch saves the mask, a GPU's kernel hashes it again."""
-    tape, drop = kit.tape, kit.work.model.dropout
+    tape, drop = ctx.tape, ctx.work.model.dropout
     if not drop:
         assert onto is not None, "nothing to do"
-        return add(kit, onto, y)
-    if not kit.by_torch:
+        return add(ctx, onto, y)
+    if not ctx.by_torch:
         taken = [y] if onto is None else [y, onto]
 
         def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
             return [tape.new(y.size), *(named_again(grads[0]) for _ in taken[1:])]
 
         return tape.op(taken, [y.size], back)[0]
-    tape.moment(random_bytes(y.size / kit.t.size, round(kit.t.hidden), kit.cpu))
+    tape.moment(random_bytes(y.size / ctx.t.size, round(ctx.t.hidden), ctx.cpu))
     dropped = tape.op([y], [y.size], new_gradients(y.size), more=y.size)[0]
     if onto is None:
         return dropped
-    return then(kit, dropped, add(kit, onto, dropped))
+    return then(ctx, dropped, add(ctx, onto, dropped))
 
 
 def before(gathering: Gathering | None, group: Group, x: Value) -> Value:

@@ -132,7 +132,7 @@ def step_bars(seconds: Sequence[float]) -> go.Figure:
 
 def curves(told: Mapping[str, ChartRow], resumed: Sequence[int] = ()) -> go.Figure:
     """Draws {curve: {steps, values}} on one step axis; a line where the run resumed."""
-    shown = {name: one for name, one in told.items() if name in CURVES}
+    shown = {name: curve for name, curve in told.items() if name in CURVES}
     height = -(-len(shown) // 2)
     figure = make_subplots(
         rows=height,
@@ -142,10 +142,10 @@ def curves(told: Mapping[str, ChartRow], resumed: Sequence[int] = ()) -> go.Figu
         vertical_spacing=0.1,
         horizontal_spacing=0.09,
     )
-    for place, (name, one) in enumerate(shown.items()):
-        line = go.Scatter(x=one["steps"], y=one["values"], name=name, line={"color": BLUE})
-        line.update(showlegend=False, mode="lines" if len(one["steps"]) > 1 else "markers")
-        figure.add_trace(line, row=place // 2 + 1, col=place % 2 + 1)
+    for index, (name, curve) in enumerate(shown.items()):
+        line = go.Scatter(x=curve["steps"], y=curve["values"], name=name, line={"color": BLUE})
+        line.update(showlegend=False, mode="lines" if len(curve["steps"]) > 1 else "markers")
+        figure.add_trace(line, row=index // 2 + 1, col=index % 2 + 1)
     valid = told.get("validation loss")
     if valid:
         line = go.Scatter(x=valid["steps"], y=valid["values"], name="validation loss")
@@ -185,11 +185,11 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
     Of each, what KINDS does not name is `other`: the difference to its process.
     """
     figure = go.Figure()
-    for name, color, found in (("measured", BLUE, measured), ("planned", ORANGE, planned)):
-        if not found:
+    for name, color, sizes in (("measured", BLUE, measured), ("planned", ORANGE, planned)):
+        if not sizes:
             continue
-        kinds = [found[kind] for kind in KINDS]
-        heights = [*kinds, found["process"] - sum(kinds), found["process"]]
+        kinds = [sizes[kind] for kind in KINDS]
+        heights = [*kinds, sizes["process"] - sum(kinds), sizes["process"]]
         figure.add_waterfall(
             x=[*KINDS, "other", "process"],
             y=[height / MIB for height in heights],
@@ -203,7 +203,7 @@ def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: fl
         )
     figure.update_layout(waterfallmode="group", height=400)
     figure.update_yaxes(title="MiB", rangemode="tozero")
-    most = max(found["process"] for found in (measured, planned) if found)
+    most = max(sizes["process"] for sizes in (measured, planned) if sizes)
     if 0 < limit <= NEAR * most:
         note = f"usable {limit / MIB:,.0f} MiB"
         figure.add_hline(limit / MIB, line={"color": "#d55e00", "dash": "dash"})
@@ -241,23 +241,23 @@ def by_rank(rows: Sequence[ChartRow], kinds: Sequence[str]) -> go.Figure:
 def grid_map(ranks: Sequence[ChartRow], grid: str) -> go.Figure:
     """Draws ranks at their coordinates on a grid: a row per pipeline rank, other axes within."""
     rows: dict[int, list[ChartRow]] = {}
-    for one in ranks:
-        rows.setdefault(one[grid]["pp"], []).append(one)
+    for rank in ranks:
+        rows.setdefault(rank[grid]["pp"], []).append(rank)
     axes = [axis for axis in INNER[grid] if axis in ranks[0][grid]]
 
-    def place(one: ChartRow) -> str:
-        places = " ".join(f"{axis}{one[grid][axis]}" for axis in axes)
-        return f"rank {one['rank']}<br>{places}"
+    def label(rank: ChartRow) -> str:
+        places = " ".join(f"{axis}{rank[grid][axis]}" for axis in axes)
+        return f"rank {rank['rank']}<br>{places}"
 
     figure = go.Figure()
     figure.add_heatmap(
-        z=[[one[grid][axes[0]] for one in row] for row in rows.values()],
-        text=[[place(one) for one in row] for row in rows.values()],
-        customdata=[[layers_of(one) for one in row] for row in rows.values()],
+        z=[[rank[grid][axes[0]] for rank in row] for row in rows.values()],
+        text=[[label(rank) for rank in row] for row in rows.values()],
+        customdata=[[layers_of(rank) for rank in row] for row in rows.values()],
         texttemplate="%{text}" if len(ranks) <= MOST_LABELLED else None,
         textfont={"color": "#1d1d1f"},
         hovertemplate="%{text}<br>%{y}<br>%{customdata}<extra></extra>",
-        y=[f"pp{place}: {layers_of(row[0])}" for place, row in rows.items()],
+        y=[f"pp{pp_rank}: {layers_of(row[0])}" for pp_rank, row in rows.items()],
         xgap=3,
         ygap=3,
         colorscale=PLACES,

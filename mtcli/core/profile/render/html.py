@@ -193,13 +193,13 @@ def _training(run: FinishedRun, data: Data) -> list[PageSection]:
         steps = ", ".join(f"{step:,}" for step in data["resumed_at"][:10])
         note += f"Dotted: the run took up again at step {steps}; steps run twice show the last run."
     seconds = [row["step_seconds"] for row in run.rows]
-    found = [
+    sections = [
         chart("training", "Training", note, charts.curves(data["curves"], data["resumed_at"])),
         chart("step-times", "Step time", "", charts.step_histogram(seconds)),
     ]
     if data["saves"]:
-        found.append(chart("saves", "Saves", "", charts.saves(data["saves"])))
-    return found
+        sections.append(chart("saves", "Saves", "", charts.saves(data["saves"])))
+    return sections
 
 
 def _ranks(data: Data) -> PageSection:
@@ -233,12 +233,12 @@ def _layout(ranks: Sequence[Data]) -> list[PageSection]:
     from mtcli.core.profile.render import charts
 
     note = "A row per pipeline rank with its layers; within it, neighbours in a row talk most."
-    found = [chart("layout", "Layout", note, charts.grid_map(ranks, "attention"))]
-    if any(one["experts"]["ep"] or one["experts"]["etp"] for one in ranks):
+    sections = [chart("layout", "Layout", note, charts.grid_map(ranks, "attention"))]
+    if any(rank["experts"]["ep"] or rank["experts"]["etp"] for rank in ranks):
         note = "The same ranks as the experts see them."
         figure = charts.grid_map(ranks, "experts")
-        found.append(chart("experts", "Layout of the experts", note, figure))
-    return found
+        sections.append(chart("experts", "Layout of the experts", note, figure))
+    return sections
 
 
 def _config(config: RunConfig) -> PageSection:

@@ -31,7 +31,7 @@ LEGEND = {"loc": "upper left", "bbox_to_anchor": (1, 1), "frameon": False, "font
 
 def memory_layers(data: Mapping[str, Any]) -> dict[str, list[float]]:
     """MiB by kind over the profiled step, the lowest layer first."""
-    return {kind: [held / 2**20 for held in data[kind]] for kind in MEMORY if kind in data}
+    return {kind: [size / 2**20 for size in data[kind]] for kind in MEMORY if kind in data}
 
 
 def save_profile(target: str, profile: Profile) -> None:
@@ -42,7 +42,7 @@ def save_profile(target: str, profile: Profile) -> None:
     ranks = profile.measured.num_ranks
     heights = [0.9 + 0.35 * ranks] * (len(shown) + 1) + [2.4]
     figure = _figure(11, sum(heights) + 0.4)
-    *drawn, shared, held = figure.subplots(len(heights), 1, height_ratios=heights)
+    *drawn, shared, memory = figure.subplots(len(heights), 1, height_ratios=heights)
     end = max(timeline.end for _, timeline, _ in shown)
     for axes, (name, timeline, bubble) in zip(drawn, shown, strict=True):
         _draw(axes, timeline)
@@ -54,11 +54,11 @@ def save_profile(target: str, profile: Profile) -> None:
     data = memory_over_time(profile.fullest)
     layers, step = memory_layers(data), data["seconds"]
     colors = [MEMORY[kind] for kind in layers]
-    held.stackplot(step, layers.values(), labels=layers, colors=colors, step="post", linewidth=0)
-    held.set(xlim=(0, step[-1]), ylim=(0, None), ylabel="MiB")
-    held.set_xlabel("seconds of the profiled step")
-    held.set_title(f"memory of rank {data['rank']}", loc="left", fontsize=10)
-    held.legend(**LEGEND, reverse=True)
+    memory.stackplot(step, layers.values(), labels=layers, colors=colors, step="post", linewidth=0)
+    memory.set(xlim=(0, step[-1]), ylim=(0, None), ylabel="MiB")
+    memory.set_xlabel("seconds of the profiled step")
+    memory.set_title(f"memory of rank {data['rank']}", loc="left", fontsize=10)
+    memory.legend(**LEGEND, reverse=True)
     _save(figure, target)
 
 
@@ -105,12 +105,12 @@ def save_scatter(scored: Sequence[Scored], target: str) -> None:
     axes = figure.add_subplot(
         xlabel="published step time, seconds", ylabel="predicted, seconds", aspect="equal"
     )
-    timed = [(one.record.source, one.record.seconds, one.seconds) for one in scored]
-    timed = [one for one in timed if one[1]]
+    timed = [(run.record.source, run.record.seconds, run.seconds) for run in scored]
+    timed = [row for row in timed if row[1]]
     for source in sorted({source for source, *_ in timed}):
         pairs = [pair for name, *pair in timed if name == source]
         axes.plot(*zip(*pairs, strict=True), ".", ms=5, alpha=0.7, label=source)
-    seconds = [one[1] or 1.0 for one in timed]
+    seconds = [row[1] or 1.0 for row in timed]
     ends = [min(seconds, default=1.0) / 2, max(seconds, default=1.0) * 2]
     axes.plot(ends, ends, color="black", lw=0.8)
     lower, upper = [0.8 * end for end in ends], [1.2 * end for end in ends]

@@ -90,8 +90,8 @@ def planned_memory_rows(data: Json) -> list[list[str]]:
     plan, measured = planned_memory(data["figures"]), data["memory_bytes"]
     stage = fullest_stage(data)
     return [
-        [f"rank {stage} {kind}", f"{measured[kind] / MIB:,.1f} MiB", f"{held / MIB:,.1f} MiB"]
-        for kind, held in plan.items()
+        [f"rank {stage} {kind}", f"{measured[kind] / MIB:,.1f} MiB", f"{size / MIB:,.1f} MiB"]
+        for kind, size in plan.items()
     ]
 
 
@@ -109,10 +109,10 @@ def rank_rows(data: Json) -> list[list[str]]:
     the largest was)."""
     ranks, rows = data["rank_times"], []
     for kind in ("computing", "waiting"):
-        one = ranks[f"{kind}_seconds"]
-        whose = [f"rank {r['rank']} in {r['steps']:,}" for r in one["ranks"]]
+        seconds = ranks[f"{kind}_seconds"]
+        whose = [f"rank {r['rank']} in {r['steps']:,}" for r in seconds["ranks"]]
         often = f"{', '.join(whose)} of {ranks['steps']:,} steps"
-        rows.append([kind, f"{one['max']:.4g} s", f"{one['median']:.4g} s", often])
+        rows.append([kind, f"{seconds['max']:.4g} s", f"{seconds['median']:.4g} s", often])
     return rows
 
 

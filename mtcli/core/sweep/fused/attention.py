@@ -63,7 +63,7 @@ class MultiheadAttention(FusedOperator):
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None,) * 3 if bias is None else bias.chunk(3, 1)
         each = zip(inputs * (3 // len(inputs)), weights, biases, strict=True)
-        return tuple(linear(array, *one) for one in each)
+        return tuple(linear(array, *operands) for operands in each)
 
     def _explicit(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool

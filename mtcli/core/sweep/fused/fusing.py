@@ -172,8 +172,8 @@ class _Walk:
 
     def _claim(self, path: str, key: tuple[int, ...]) -> None:
         """Notes whose a parameter is. Ties must be those of all models, and of fused modules."""
-        for one in key:
-            if self.owners.setdefault(one, key) != key:
+        for identity in key:
+            if self.owners.setdefault(identity, key) != key:
                 what = "a parameter that not all models share in the same way"
                 self._problem(
                     path, what, "the same ties in all models, among kept modules or others"
@@ -210,8 +210,8 @@ class _Walk:
     def raise_problems(self, model: nn.Module) -> None:
         """Raises MtcliError with all of them, and with names that no module has."""
         paths = [path for path, _ in model.named_modules()]
-        for name, found in self.named.items():
-            if not found and not self.problems:
+        for name, exists in self.named.items():
+            if not exists and not self.problems:
                 near = ", ".join(get_close_matches(name, paths)) or "names of model.named_modules()"
                 self.problems.append(Problem("no module of the models has this name", near, name))
         if self.problems:
@@ -255,10 +255,10 @@ class _Unfusing:
         if stacked is None:
             return None
         if id(stacked) not in self.done:
-            one = stacked.detach()[self.b].clone(memory_format=torch.contiguous_format)
+            tensor = stacked.detach()[self.b].clone(memory_format=torch.contiguous_format)
             if isinstance(stacked, nn.Parameter):
-                one = nn.Parameter(one, stacked.requires_grad)
-            self.done[id(stacked)] = one
+                tensor = nn.Parameter(tensor, stacked.requires_grad)
+            self.done[id(stacked)] = tensor
         return self.done[id(stacked)]
 
 
@@ -292,7 +292,7 @@ def _batch_dim(module: nn.Module, inherited: int) -> int:
 
 def _prefers_samples_outermost(model: nn.Module) -> bool:
     """Which order of rows makes fewer copies: by the operators that want one or the other."""
-    found = [operator_of(module) for module in model.modules()]
-    of_channels = sum(issubclass(operator, OF_CHANNELS) for operator in found if operator)
-    of_rows = sum(issubclass(o, operators.Linear | MultiheadAttention) for o in found if o)
+    kinds = [operator_of(module) for module in model.modules()]
+    of_channels = sum(issubclass(operator, OF_CHANNELS) for operator in kinds if operator)
+    of_rows = sum(issubclass(o, operators.Linear | MultiheadAttention) for o in kinds if o)
     return of_channels > of_rows

@@ -40,7 +40,7 @@ class FusedModels(nn.Module):
         self.array.samples = self._samples([*zip(args, dims, strict=True), *more.values()])
         y = self.model(
             *(self._fold(x, dim) for x, dim in zip(args, dims, strict=True)),
-            **{name: self._fold(*one) for name, one in more.items()},
+            **{name: self._fold(*pair) for name, pair in more.items()},
         )
         if isinstance(self.model, nn.MultiheadAttention):
             return self._unfold(y[0], self.batch_dim), self._unfold(y[1], 0)
@@ -68,7 +68,7 @@ class FusedModels(nn.Module):
 
     def _samples(self, arguments: Iterable[tuple[Any, int]]) -> int:
         """N, on which all arguments agree."""
-        found = {}
+        sizes = {}
         for value, dim in arguments:
             for x in tree_leaves(value):
                 if not isinstance(x, Tensor) or not x.dim():
@@ -80,11 +80,11 @@ class FusedModels(nn.Module):
                         f"{self.array.size} models",
                         "stack the models' arguments; wrap what has no batch in fused.Shared",
                     )
-                found[x.shape[dim + 1]] = x
-        if len(found) != 1:
-            shapes = ", ".join(str(list(x.shape)) for x in found.values()) or "none of them tensors"
+                sizes[x.shape[dim + 1]] = x
+        if len(sizes) != 1:
+            shapes = ", ".join(str(list(x.shape)) for x in sizes.values()) or "none of them tensors"
             raise wrong(f"arguments of different numbers of samples: {shapes}")
-        return next(iter(found))
+        return next(iter(sizes))
 
     def _fold(self, value: Any, dim: int) -> Any:
         def one(x: Any) -> Any:

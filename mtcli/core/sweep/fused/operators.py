@@ -218,8 +218,8 @@ class Embedding(FusedOperator):
                 "fuse(..., positions=[names of embeddings of positions]); [] says that none are",
             )
         split = array.split(ids, dim)
-        found = self._look_up(split, array.spread(self._first_rows(ids), ids.dim(), dim))
-        return found.flatten(dim, dim + 1)
+        embedded = self._look_up(split, array.spread(self._first_rows(ids), ids.dim(), dim))
+        return embedded.flatten(dim, dim + 1)
 
     def _first_rows(self, ids: Tensor) -> Tensor:
         return torch.arange(self.array.size, device=ids.device) * self.num_embeddings
@@ -227,10 +227,10 @@ class Embedding(FusedOperator):
     def _look_up(self, ids: Tensor, first: Tensor) -> Tensor:
         # an id beyond V would be a row of the next model: it becomes -1, which torch refuses
         legal = (ids >= 0) & (ids < self.num_embeddings)
-        found = F.embedding(torch.where(legal, ids + first, -1), self.weight.flatten(0, 1))
+        embedded = F.embedding(torch.where(legal, ids + first, -1), self.weight.flatten(0, 1))
         if self.padding_idx is None:
-            return found
-        return torch.where((ids == self.padding_idx).unsqueeze(-1), found.detach(), found)
+            return embedded
+        return torch.where((ids == self.padding_idx).unsqueeze(-1), embedded.detach(), embedded)
 
 
 class DropoutPerModel(FusedOperator):

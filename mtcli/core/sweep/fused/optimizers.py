@@ -73,8 +73,8 @@ class FusedOptimizer:
         for b in range(self.size):
             if flags[b] and parameters[b]:
                 self.counts[b] += 1
-                mine = {kind: lists[b] for kind, lists in states.items()}
-                self.update(b, parameters[b], gradients[b], mine)
+                state = {kind: lists[b] for kind, lists in states.items()}
+                self.update(b, parameters[b], gradients[b], state)
 
     def update(
         self, b: int, parameters: list[Tensor], gradients: list[Tensor], state: dict[str, list]
@@ -120,14 +120,14 @@ class SGD(FusedOptimizer):
 
     def update(self, b, parameters, gradients, state) -> None:
         """Updates model b in place."""
-        mine = {name: values[b] for name, values in self.values.items()}
+        settings = {name: values[b] for name, values in self.values.items()}
         torch._fused_sgd_(
             parameters,
             gradients,
-            state["momentum_buffer"] if mine["momentum"] else [],
+            state["momentum_buffer"] if settings["momentum"] else [],
             maximize=False,
             is_first_step=self.counts[b] == 1,
-            **mine,
+            **settings,
         )
 
 
@@ -154,20 +154,20 @@ class Adam(FusedOptimizer):
 
     def update(self, b, parameters, gradients, state) -> None:
         """Updates model b in place."""
-        mine = {name: values[b] for name, values in self.values.items()}
-        beta1, beta2 = mine.pop("betas")
+        settings = {name: values[b] for name, values in self.values.items()}
+        beta1, beta2 = settings.pop("betas")
         count = torch.full((), float(self.counts[b]), device=parameters[0].device)
         self.kernel(
             parameters,
             gradients,
             state["exp_avg"],
             state["exp_avg_sq"],
-            state["max_exp_avg_sq"] if mine["amsgrad"] else [],
+            state["max_exp_avg_sq"] if settings["amsgrad"] else [],
             [count] * len(parameters),
             beta1=beta1,
             beta2=beta2,
             maximize=False,
-            **mine,
+            **settings,
         )
 
 
@@ -201,19 +201,19 @@ class LAMB(FusedOptimizer):
 
     def update(self, b, parameters, gradients, state) -> None:
         """Updates model b in place."""
-        mine = {name: values[b] for name, values in self.values.items()}
-        (beta1, beta2), m, v = mine["betas"], state["exp_avg"], state["exp_avg_sq"]
+        settings = {name: values[b] for name, values in self.values.items()}
+        (beta1, beta2), m, v = settings["betas"], state["exp_avg"], state["exp_avg_sq"]
         torch._foreach_lerp_(m, gradients, 1.0 - beta1)
         torch._foreach_mul_(v, beta2)
         torch._foreach_addcmul_(v, gradients, gradients, 1.0 - beta2)
         root = torch._foreach_sqrt(v)
-        torch._foreach_add_(root, mine["eps"])
+        torch._foreach_add_(root, settings["eps"])
         steps = torch._foreach_div(m, root)
-        torch._foreach_add_(steps, parameters, alpha=mine["weight_decay"])
+        torch._foreach_add_(steps, parameters, alpha=settings["weight_decay"])
         norms = [torch.stack(torch._foreach_norm(x)) for x in (parameters, steps)]
-        ratios = trust_ratios(torch.stack(norms, 1).square(), mine["trust_bounds"])
+        ratios = trust_ratios(torch.stack(norms, 1).square(), settings["trust_bounds"])
         torch._foreach_mul_(steps, list(ratios.to(steps[0].dtype).unbind()))
-        torch._foreach_add_(parameters, steps, alpha=-mine["lr"])
+        torch._foreach_add_(parameters, steps, alpha=-settings["lr"])
 
 
 def slices(tensors: Sequence[Tensor], owners: Sequence[int | None], size: int) -> Lists:
@@ -223,8 +223,8 @@ def slices(tensors: Sequence[Tensor], owners: Sequence[int | None], size: int) -
         if owner is not None:
             lists[owner].append(tensor)
             continue
-        for own, one in zip(lists, tensor.unbind(), strict=True):
-            own.append(one)
+        for own, row in zip(lists, tensor.unbind(), strict=True):
+            own.append(row)
     return lists
 
 

@@ -22,11 +22,11 @@ def verify(fused: FusedModels, *args: Any, tolerance: float = 1e-4, **kwargs: An
     with torch.no_grad():
         ours = fused(*args, **kwargs)
         for b, model in enumerate(unfuse(fused)):
-            mine = tree_map(
+            arguments = tree_map(
                 lambda x, b=b: x.value if isinstance(x, Shared) else x[b] if _batched(x) else x,
                 (args, kwargs),
             )
-            theirs = tree_leaves(model(*mine[0], **mine[1]))
+            theirs = tree_leaves(model(*arguments[0], **arguments[1]))
             for i, (y, expected) in enumerate(zip(tree_leaves(ours), theirs, strict=True)):
                 if isinstance(y, Tensor):
                     _compare(y[b], expected, f"output {i} of model {b}", tolerance)
