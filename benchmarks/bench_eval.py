@@ -142,14 +142,14 @@ def work(arguments):
 
 
 def ours(arguments, runtime):
-    from mtcli.core.evaluate.encode import encoder_for
+    from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
     from mtcli.core.evaluate.harness import HarnessModel
     from mtcli.core.evaluate.packing import BATCH_TOKENS
     from mtcli.core.inference.model import open_model
 
     overrides = [f"train.precision={arguments.dtype}"]
     opened = open_model(str(arguments.folder / "model"), overrides, runtime)
-    return HarnessModel(opened.scorer, encoder_for(opened.tokenizer), BATCH_TOKENS["cpu"])
+    return HarnessModel(opened.scorer, eval_tokenizer(opened.tokenizer), BATCH_TOKENS["cpu"])
 
 
 def theirs(arguments):

@@ -29,7 +29,7 @@ from mtcli.core.data.samples import Samples, build_samples, load_kept
 from mtcli.core.data.sources import FileRange, find_sources
 from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer
 from mtcli.core.data.workspace import Workspace
-from mtcli.core.evaluate.encode import Encoder, encoder_for
+from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer, eval_tokenizer
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.task_file import load_task
@@ -82,7 +82,7 @@ STEP = {"step": 1, "loss": 2.5, "grad_norm": 1.0, "lr": 0.1, "step_seconds": 0.5
 STEP |= {"tokens_per_second": 64.0, "mfu": 0.01, "consumed_samples": 4, "skipped": False}
 RACE = {"article": "a b", "questions": ["q  _  .", "r"], "answers": ["A", "D"]}
 RACE |= {"options": [["a", "b", "c", "d"], ["e", "f", "g", "h"]]}
-BYTES = Encoder(lambda text: list(text.encode()), 256)
+BYTES = EvalTokenizer(lambda text: list(text.encode()), 256)
 
 
 def attempt(check, data):
@@ -423,7 +423,7 @@ def tokenizer_config(folder):
         expected = 256  # the end of a document where no end is named, and the end where no begin is
         for key, read in (
             ("eos_token", found.eod_id),
-            ("bos_token", encoder_for(found).prefix_id),
+            ("bos_token", eval_tokenizer(found).prefix_id),
         ):
             named = table.get(key) if isinstance(table, dict) else None
             named = named.get("content") if isinstance(named, dict) else named

@@ -160,7 +160,7 @@ LAYOUTS = {
 
 def evaluate(runtime, folder, overrides, tasks, limit=None):
     """The reports of the tasks, on this rank."""
-    from mtcli.core.evaluate.encode import encoder_for
+    from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
     from mtcli.core.evaluate.journal import Journal
     from mtcli.core.evaluate.tasks.registry import Evaluation, parse_tasks, task_runs
     from mtcli.core.evaluate.tasks.task import TaskOptions
@@ -168,7 +168,7 @@ def evaluate(runtime, folder, overrides, tasks, limit=None):
 
     opened = open_model(str(folder / "model"), overrides, runtime)
     options = TaskOptions(opened.scorer.max_seq_len, limit, overlap=20)
-    about = encoder_for(opened.tokenizer), options, 256, Journal(None, "")
+    about = eval_tokenizer(opened.tokenizer), options, 256, Journal(None, "")
     jobs = task_runs(parse_tasks(tasks), Evaluation(opened.scorer, *about))
     return [job.run(lambda done: None) for job in jobs]
 
@@ -190,7 +190,7 @@ def test_every_rank_of_any_layout_has_the_same_answers(case, layout):
 
 def score_after_shots(runtime, folder, overrides):
     """Each item's log-likelihoods of piqa after shots, on this rank, and the prefixes read."""
-    from mtcli.core.evaluate.encode import encoder_for
+    from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
     from mtcli.core.evaluate.packing import plan, run
     from mtcli.core.evaluate.tasks.choice import prepare_task
     from mtcli.core.evaluate.tasks.task import TaskOptions
@@ -199,7 +199,7 @@ def score_after_shots(runtime, folder, overrides):
 
     opened = open_model(str(folder / "model"), overrides, runtime)
     options = TaskOptions(opened.scorer.max_seq_len, shots=5)
-    encoder = encoder_for(opened.tokenizer)
+    encoder = eval_tokenizer(opened.tokenizer)
     prepared = prepare_task(load_task("piqa"), folder / "piqa", encoder, options)
     planned = plan(opened.scorer, prepared.requests, 160)
     scores = run(opened.scorer, planned)

@@ -61,7 +61,7 @@ class ChatExamples(NamedTuple):
         return {kind: (count, lines) for kind, (count, lines) in table.items()}
 
 
-class ExampleEncoder(NamedTuple):
+class ExampleTokenizer(NamedTuple):
     """How lines become tokens: those of at most `most` are examples."""
 
     tokenizer: Tokenizer
@@ -127,15 +127,15 @@ class ExampleEncoder(NamedTuple):
         return first + rest, [False] * len(first) + [True] * len(rest)
 
 
-def read_examples(path: Path, encoder: ExampleEncoder, field: str) -> ChatExamples:
+def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
     """The examples of a file, which `field` of the config names.
 
-    Raises MtcliError with the first bad lines by file and number, unless the encoder skips them,
+    Raises MtcliError with the first bad lines by file and number, unless `tokenize` skips them,
     and where the file cannot be read or has no example.
     """
 
     def build() -> ChatExamples:
-        return _read(path, encoder, field)
+        return _read(path, tokenize, field)
 
     try:
         stat = path.stat()
@@ -143,19 +143,19 @@ def read_examples(path: Path, encoder: ExampleEncoder, field: str) -> ChatExampl
             return build()
     except OSError:
         return build()  # which says what is wrong
-    template = encoder.template.source if encoder.template else None
-    facts = [VERSION, stat.st_size, stat.st_mtime_ns, encoder.tokenizer.sha256, template]
-    facts += [encoder.template and encoder.template.names, encoder.most, encoder.skip_bad]
+    template = tokenize.template.source if tokenize.template else None
+    facts = [VERSION, stat.st_size, stat.st_mtime_ns, tokenize.tokenizer.sha256, template]
+    facts += [tokenize.template and tokenize.template.names, tokenize.most, tokenize.skip_bad]
     return kept(path.with_name(f"{path.name}.cache"), path, facts, ChatExamples, build)
 
 
-def _read(path: Path, encoder: ExampleEncoder, field: str) -> ChatExamples:
+def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
     def arrays(line: bytes) -> tuple[np.ndarray, np.ndarray]:
-        tokens, counts = encoder(line)
+        tokens, counts = tokenize(line)
         return np.array(tokens, np.int32), np.array(counts, np.uint8)
 
     examples, faults = read_lines(path, arrays, field)
-    if faults and not encoder.skip_bad:
+    if faults and not tokenize.skip_bad:
         raise refusal([(f"{path}:{line}", fault) for line, fault in faults], path)
     if not examples:
         left_out = f": all {len(faults)} lines are bad" if faults else ""
@@ -208,7 +208,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def read_all(paths: Sequence[str], encoder: ExampleEncoder, field: str) -> list[ChatExamples]:
+def read_all(paths: Sequence[str], tokenize: ExampleTokenizer, field: str) -> list[ChatExamples]:
     """The examples of several files. Raises MtcliError with what is wrong with any of them."""
-    steps = (partial(read_examples, Path(path), encoder, field) for path in paths)
+    steps = (partial(read_examples, Path(path), tokenize, field) for path in paths)
     return collect_errors(*steps)

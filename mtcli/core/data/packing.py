@@ -20,7 +20,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.blend import chosen, split_range
 from mtcli.core.data.chat_template import load_chat_template
-from mtcli.core.data.conversations import ChatExamples, ExampleEncoder, read_all
+from mtcli.core.data.conversations import ChatExamples, ExampleTokenizer, read_all
 from mtcli.core.data.loader import SampleId
 from mtcli.core.data.tokenize import load_tokenizer
 
@@ -115,14 +115,14 @@ class PackedConversations:
         self,
         paths: Sequence[str],
         config: RunConfig,
-        encoder: ExampleEncoder,
+        tokenize: ExampleTokenizer,
         which: Which,
         field: str,
     ) -> None:
         """Raises MtcliError where a file cannot be read, has bad lines, or the split gives none."""
         self.seq_len, self.weights = config.batch.seq_len, None
         self.prefixes = read_blend(paths, field)[0]
-        self.examples = read_all(self.prefixes, encoder, field)
+        self.examples = read_all(self.prefixes, tokenize, field)
         split = chosen(config.data, which)[1]
         owned = [range(*split_range(split, which, len(examples))) for examples in self.examples]
         self.source = np.repeat(np.arange(len(owned)), [len(part) for part in owned])
@@ -138,7 +138,7 @@ class PackedConversations:
         self.row_source = self.source[self.rows.order[self.rows.bounds[:-1]]]
         counts = np.bincount(self.row_source, minlength=len(owned))
         self.tokens = [max(1, int(count) * self.seq_len) for count in counts]
-        self.pad_id = encoder.tokenizer.eod_id or 0
+        self.pad_id = tokenize.tokenizer.eod_id or 0
         self.num_samples = self.planned = 0
         self.epochs = EpochRows(self.rows, config.data_seed, config.batch.global_batch_size)
 
@@ -252,8 +252,8 @@ def open_conversations(
     if data.chat_template:
         folder = path if path.is_dir() else path.parent
         template = load_chat_template(folder if path.exists() else None, loaded.config)
-    encoder = ExampleEncoder(loaded, template, config.batch.seq_len, data.skip_bad)
+    tokenize = ExampleTokenizer(loaded, template, config.batch.seq_len, data.skip_bad)
     paths, field = data.train, "data.train"
     if which == "valid" and data.valid:
         paths, field = data.valid, "data.valid"
-    return PackedConversations(paths, config, encoder, which, field)
+    return PackedConversations(paths, config, tokenize, which, field)

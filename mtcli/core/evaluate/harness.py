@@ -1,7 +1,7 @@
 """Runs lm-evaluation-harness on our models: an `LM` of theirs whose scores are computed by packing.
 
 Needs the `eval` extra. Their tasks decide prompts and metrics; the token conventions are lm-eval's
-own (`TemplateLM` calls our `Encoder`), and only the scoring of token ids is ours.
+own (`TemplateLM` calls our `EvalTokenizer`), and only the scoring of token ids is ours.
 """
 
 import re
@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from mtcli.core.config.errors import failed, wrong
 from mtcli.core.config.synonyms import closest
 from mtcli.core.data.text_files import read_text
-from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.requests import Request, Score, request, rolling_windows
 from mtcli.core.evaluate.tasks.task import Advance, Report
@@ -43,29 +43,29 @@ class HarnessModel(TemplateLM):
     def __init__(
         self,
         scorer: InferenceModel,
-        encoder: Encoder,
+        tokenizer: EvalTokenizer,
         batch_tokens: int,
         progress: Advance = lambda done: None,
         ends: Collection[int] = (),
     ) -> None:
         """`ends` are the tokens that end a generated text."""
         super().__init__()
-        self.scorer, self.encoder = scorer, encoder
+        self.scorer, self.eval_tokenizer = scorer, tokenizer
         self.batch_tokens, self.progress = batch_tokens, progress
         self.ends = ends
-        self._text = lru_cache(RECENT_TEXTS)(encoder.text)
+        self._text = lru_cache(RECENT_TEXTS)(tokenizer.text)
 
     @property
     def eot_token_id(self) -> int:
         """The token before an empty context: lm-eval reads it as `prefix_token_id` too."""
-        return self.encoder.prefix_id
+        return self.eval_tokenizer.prefix_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
         """The ids of `string`; with the tokenizer's own prefix unless that is turned off."""
         if add_special_tokens is False:
-            return list(self.encoder.encode(string))
+            return list(self.eval_tokenizer.encode(string))
         return list(self._text(string))
 
     def _loglikelihood_tokens(
@@ -85,7 +85,7 @@ class HarnessModel(TemplateLM):
         windows = [
             rolling_windows(
                 np.array(self.tok_encode(instance.args[0]), np.int64),
-                self.encoder.prefix_id,
+                self.eval_tokenizer.prefix_id,
                 self.scorer.max_seq_len,
             )
             for instance in requests
@@ -108,7 +108,7 @@ class HarnessModel(TemplateLM):
         given = (settings.get(name) for name in TOKEN_LIMITS)
         limit = int(next((value for value in given if value is not None), GENERATED_TOKENS))
         room = max(1, self.scorer.max_seq_len - limit)  # what is longer loses its beginning
-        prompt = (self.tok_encode(context) or [self.encoder.prefix_id])[-room:]
+        prompt = (self.tok_encode(context) or [self.eval_tokenizer.prefix_id])[-room:]
         sampled = settings.get("do_sample", True)
         temperature = float(settings.get("temperature", 0.0)) if sampled else 0.0
         tops = int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0))
@@ -117,7 +117,7 @@ class HarnessModel(TemplateLM):
         sampling = Sampling(temperature, *tops)
         for token in generate(self.scorer, prompt, limit, sampling, self.ends):
             ids.append(token)
-            text = self.encoder.decode(ids)
+            text = self.eval_tokenizer.decode(ids)
             if any(stop and stop in text for stop in stops):
                 break
         for stop in filter(None, stops):

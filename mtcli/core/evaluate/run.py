@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
-from mtcli.core.evaluate.encode import encoder_for
 from mtcli.core.evaluate.encoders import encoder_runs
+from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.packing import BATCH_TOKENS
 from mtcli.core.evaluate.request import EvalRequest
@@ -58,8 +58,8 @@ def _task_runs(
             request.seed,
             request.contaminated,
         )
-        kinds = encoder_for(tokenizer), options, tokens, journal, scorer.of_rank_0, opened.end_ids()
-        return task_runs(request.tasks, Evaluation(scorer, *kinds))
+        about = eval_tokenizer(tokenizer), options, tokens, journal, scorer.of_rank_0
+        return task_runs(request.tasks, Evaluation(scorer, *about, opened.end_ids()))
     others = [
         open_model(path, request.overrides, runtime, encoders=True) for path in request.ensemble
     ]

@@ -10,7 +10,7 @@ from chats import MARKED, sums, talks, tokenizer, write_lines
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data import bad_lines, conversations
 from mtcli.core.data.chat_template import load_chat_template
-from mtcli.core.data.conversations import ExampleEncoder, read_examples
+from mtcli.core.data.conversations import ExampleTokenizer, read_examples
 from mtcli.core.data.tokenize import load_tokenizer
 
 BAD = {
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 def encoder(folder, most=128, skip_bad=False, templated=True):
     loaded = load_tokenizer(folder)
     template = load_chat_template(folder, loaded.config) if templated else None
-    return ExampleEncoder(loaded, template, most, skip_bad)
+    return ExampleTokenizer(loaded, template, most, skip_bad)
 
 
 def read(path, *arguments, **options):
@@ -137,7 +137,7 @@ def test_what_was_read_of_a_large_file_is_kept_until_it_changes(tmp_path, folder
     monkeypatch.setattr(conversations, "WORTH_KEEPING", 1)
     path = write_lines(tmp_path / "a.jsonl", [*talks(5), {"prompt": ""}])
     first = read(path, folder, skip_bad=True)
-    monkeypatch.setattr(ExampleEncoder, "__call__", None)  # what is kept encodes nothing
+    monkeypatch.setattr(ExampleTokenizer, "__call__", None)  # what is kept encodes nothing
     again = read(path, folder, skip_bad=True)
     assert all(map(np.array_equal, first, again))
     assert again.skipped_by_kind == {"no completion": (1, [6])}

@@ -9,7 +9,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.evaluate.encode import encoder_for
+from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
 from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.tasks.registry import Evaluation, parse_tasks, task_runs
@@ -49,7 +49,7 @@ def tokenizer():
 def runs(tasks, scorer, tokenizer, **options):
     """The tasks, bound to a scorer of 48 positions."""
     about = TaskOptions(48, **options), 64, Journal(None, "")
-    return task_runs(parse_tasks(tasks), Evaluation(scorer, encoder_for(tokenizer), *about))
+    return task_runs(parse_tasks(tasks), Evaluation(scorer, eval_tokenizer(tokenizer), *about))
 
 
 @pytest.fixture
@@ -127,8 +127,8 @@ def test_generated_texts_are_those_of_lm_evals_own_backend(tmp_path, offline, to
     instances += [Instance(texts[0], stopped)]
     expected = [*whole, *backend.generate_until(instances[3:], disable_tqdm=True)]
     done = []
-    encoder = encoder_for(tokenizer[0])
-    model = HarnessModel(opened.scorer, encoder, 64, done.append, opened.end_ids())
+    of_eval = eval_tokenizer(tokenizer[0])
+    model = HarnessModel(opened.scorer, of_eval, 64, done.append, opened.end_ids())
     assert model.generate_until(instances) == expected
     assert len(expected[3]) < len(expected[0]) and stop not in expected[3]
     assert sum(done) == 4
@@ -142,7 +142,7 @@ class Instance:
 def test_an_unknown_name_a_missing_file_and_a_nameless_one_are_refused(
     tmp_path, byte_scorer, tokenizer
 ):
-    model = HarnessModel(byte_scorer, encoder_for(tokenizer[0]), 64)
+    model = HarnessModel(byte_scorer, eval_tokenizer(tokenizer[0]), 64)
     (tmp_path / "nameless.yaml").write_text("dataset_path: json\n")
     for name, message, hint in (
         ("hellaswagg", "none is called 'hellaswagg'", "did you mean 'hellaswag'?"),
@@ -160,7 +160,7 @@ def test_a_task_whose_data_is_not_there_fails(task_file, byte_scorer, tokenizer,
     (tmp_path / "rows.jsonl").unlink()
     with pytest.raises(MtcliError) as caught:
         evaluate_harness(
-            str(file), HarnessModel(byte_scorer, encoder_for(tokenizer[0]), 64), limit=2
+            str(file), HarnessModel(byte_scorer, eval_tokenizer(tokenizer[0]), 64), limit=2
         )
     assert "lm-eval cannot run the task tiny_multiple_choice: " in caught.value.problems[0].message
     assert caught.value.code == 1

@@ -8,7 +8,7 @@ from eval_data import make_data, path_of
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.contamination import read_ngrams
-from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.items import Shots, ask, read_items
@@ -16,7 +16,7 @@ from mtcli.core.evaluate.tasks.registry import TASKS, parse_tasks
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.task_file import load_task, task_names
 
-ENCODER = Encoder(lambda text: list(text.encode()), prefix_id=256)
+TOKENIZER = EvalTokenizer(lambda text: list(text.encode()), prefix_id=256)
 OWN = """
 version = 1
 description = "capitals"
@@ -64,7 +64,7 @@ def text_of(request):
 def test_every_shipped_task_reads_its_data_sets_own_layout(data):
     for name in task_names():
         options = TaskOptions(2048, shots=2)
-        prepared = prepare_task(load_task(name), path_of(data, name), ENCODER, options)
+        prepared = prepare_task(load_task(name), path_of(data, name), TOKENIZER, options)
         scores = [Score(-1.0 - i % 3, False) for i in range(len(prepared.requests))]
         report = prepared.report(scores)
         assert report["total"] == prepared.num_items > 3, name
@@ -76,7 +76,7 @@ def test_a_task_of_ones_own_is_one_file(own):
     (spec,) = parse_tasks([f"{own}/own.toml={own}"])
     task = load_task(spec[0])
     assert task.name == "own"
-    prepared = prepare_task(task, spec[1], ENCODER, TaskOptions(512))
+    prepared = prepare_task(task, spec[1], TOKENIZER, TaskOptions(512))
     assert [text_of(one) for one in prepared.requests[:4]] == [
         ("Peru:", " Lima"), ("Peru:", " Zürich"), ("A city:", " Lima"), ("A city:", " Zürich"),
     ]  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_task_of_ones_own_is_one_file(own):
 
 def test_lengths_are_of_tokens_characters_and_bytes(own):
     task = load_task(f"{own}/own.toml")
-    prepared = prepare_task(task, own, ENCODER, TaskOptions(512))
+    prepared = prepare_task(task, own, TOKENIZER, TaskOptions(512))
     # Zürich has 8 tokens with its blank, 6 characters and 7 bytes; Lima 5, 4 and 4
     names = ("accuracy_per_token", "accuracy_per_character", "accuracy_per_byte")
     for lima, expected in (
@@ -107,8 +107,8 @@ def test_shots_come_from_the_train_part_and_never_are_the_item(own):
     task = load_task(f"{own}/own.toml")
     items, drawn, source = read_items(task, own, None, 3, 7)
     assert source == str(own / "train.jsonl") and len(drawn) == 3
-    shots = Shots(task, ENCODER, drawn, 3)
-    peru, chile = (ask(task, item, shots, ENCODER, 512) for item in items)
+    shots = Shots(task, TOKENIZER, drawn, 3)
+    peru, chile = (ask(task, item, shots, TOKENIZER, 512) for item in items)
     assert peru.num_shots == 2 and "Peru: Lima\n" not in peru.context
     assert chile.num_shots == 3 and chile.context.count("\n") == 3
     assert sorted(chile.context.splitlines()) == ["Japan: Tokyo", "Kenya: Nairobi", "Peru: Lima"]
@@ -119,13 +119,13 @@ def test_shots_come_from_the_train_part_and_never_are_the_item(own):
 def test_as_many_shots_as_fit_stand_before_an_item(data):
     task = load_task("piqa")
     items, drawn, _ = read_items(task, data / "piqa", None, 8, 1)
-    shots = Shots(task, ENCODER, drawn, 8)
+    shots = Shots(task, TOKENIZER, drawn, 8)
     counts = set()
     for item in items:
         texts = shots.before(item)
         longest = max(map(len, item.choices)) + len(item.prompts[0]) + 1
         for room in (longest - 1, longest + len(texts[0]) - 1, 300, 5000):
-            asked = ask(task, item, shots, ENCODER, room)
+            asked = ask(task, item, shots, TOKENIZER, room)
             fitting = [k for k in range(9) if longest + len("".join(texts[:k])) - 1 <= room]
             assert asked.num_shots == max(fitting), room
             assert asked.context == "".join(texts[: asked.num_shots])
@@ -141,14 +141,14 @@ def test_without_a_train_part_shots_are_other_items_of_other_passages(tmp_path, 
     task = load_task("boolq")
     for seed in range(4):
         items, drawn, _ = read_items(task, tmp_path, None, 6, seed)
-        shots = Shots(task, ENCODER, drawn, 6)
+        shots = Shots(task, TOKENIZER, drawn, 6)
         for item in items:
-            asked = ask(task, item, shots, ENCODER, 9999)
+            asked = ask(task, item, shots, TOKENIZER, 9999)
             assert asked.num_shots == 6 and item.cluster not in asked.context
 
 
 def test_the_limit_takes_the_first_items_of_each_group(data):
-    prepared = prepare_task(load_task("hans"), data / "hans", ENCODER, TaskOptions(512, limit=2))
+    prepared = prepare_task(load_task("hans"), data / "hans", TOKENIZER, TaskOptions(512, limit=2))
     report = prepared.report([Score(-1.0, False)] * len(prepared.requests))
     assert report["lexical_overlap_total"] == report["constituent_total"] == 2
 
@@ -203,7 +203,7 @@ def spoilt(name, folder, data, rng):
 def test_a_bad_data_set_is_refused_with_file_and_line(name, tmp_path, data):
     said = spoilt(name, tmp_path, data, random.Random(0))
     with pytest.raises(MtcliError) as caught:
-        prepare_task(load_task("piqa"), tmp_path, ENCODER, TaskOptions(512))
+        prepare_task(load_task("piqa"), tmp_path, TOKENIZER, TaskOptions(512))
     assert caught.value.problems[0].message == said
     assert caught.value.problems[0].hint
 
@@ -213,7 +213,7 @@ def test_a_table_with_a_short_line_is_refused(tmp_path, data):
     text[2] = text[2].rsplit("\t", 1)[0]
     (tmp_path / "heuristics_evaluation_set.txt").write_text("\n".join(text))
     with pytest.raises(MtcliError) as caught:
-        prepare_task(load_task("hans"), tmp_path, ENCODER, TaskOptions(512))
+        prepare_task(load_task("hans"), tmp_path, TOKENIZER, TaskOptions(512))
     assert "line 3: 5 columns, and the header has 6" in caught.value.problems[0].message
 
 
@@ -240,7 +240,7 @@ def test_a_table_with_a_short_line_is_refused(tmp_path, data):
 def test_a_bad_task_file_is_refused(own, old, new, message):
     (own / "own.toml").write_text(OWN.replace(old, new))
     with pytest.raises(MtcliError) as caught:
-        prepare_task(load_task(f"{own}/own.toml"), own, ENCODER, TaskOptions(512))
+        prepare_task(load_task(f"{own}/own.toml"), own, TOKENIZER, TaskOptions(512))
     assert message in str(caught.value)
 
 
@@ -248,7 +248,7 @@ def test_a_file_may_go_on_from_a_task_of_ours(own, data):
     (own / "own.toml").write_text('base = "piqa"\nversion = 9\nprompt = "{{goal}} ->"\n')
     task = load_task(f"{own}/own.toml")
     assert (task.name, task.version, task.data) == ("own", 9, load_task("piqa").data)
-    prepared = prepare_task(task, data / "piqa", ENCODER, TaskOptions(512))
+    prepared = prepare_task(task, data / "piqa", TOKENIZER, TaskOptions(512))
     assert text_of(prepared.requests[0])[0].endswith(" ->")
 
 
@@ -264,7 +264,7 @@ def test_accuracies_of_clean_and_contaminated_items_are_told_apart(own, tmp_path
     (tmp_path / "test.jsonl").write_text(rows)
     ngrams = read_ngrams(str(tmp_path / "report.json"))
     options = TaskOptions(512, contaminated=ngrams)
-    prepared = prepare_task(load_task(f"{own}/own.toml"), own, ENCODER, options)
+    prepared = prepare_task(load_task(f"{own}/own.toml"), own, TOKENIZER, options)
     scores = [Score(x, False) for x in (-1.0, -2.0, 0.0, 0.0, -1.0, -2.0, 0.0, 0.0)]
     found = prepared.report(scores)
     assert (found["contaminated"], found["contaminated_total"]) == (1.0, 1)

@@ -9,7 +9,7 @@ from transformers_scorer import TransformersScorer, gpt2
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.tokenize import byte_tokenizer
 from mtcli.core.evaluate.comparison import compare_files
-from mtcli.core.evaluate.encode import encoder_for
+from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.tasks.registry import Evaluation, parse_tasks, task_runs
 from mtcli.core.evaluate.tasks.task import TaskOptions
@@ -47,8 +47,8 @@ def evaluate(data, file, scorer=None, model="m", tasks=("piqa", "boolq")):
     journal = Journal(file, model)
     specs = [f"wikitext103={data}/wiki.test.tokens" if t == "wiki" else f"{t}={data}/{t}"
              for t in tasks]  # fmt: skip
-    encoder = encoder_for(byte_tokenizer())
-    about = Evaluation(scorer, encoder, TaskOptions(256), 128, journal)
+    tokenizer = eval_tokenizer(byte_tokenizer())
+    about = Evaluation(scorer, tokenizer, TaskOptions(256), 128, journal)
     runs = task_runs(parse_tasks(specs), about)
     reports = {run.name: run.run(lambda done: None) for run in runs}
     journal.finish(list(reports))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.packing import score_requests
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
@@ -19,13 +19,13 @@ from mtcli.core.evaluate.tasks.task_file import load_task
 
 TASK = load_task("lambada")
 prepare = partial(prepare_task, TASK)
-ENCODER = Encoder(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
+TOKENIZER = EvalTokenizer(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
 
 
 def test_real_passages_have_the_numbers_of_transformers(data, bpe, real_scorer, alone):
     file = data / "lambada" / "lambada_test.jsonl"
-    encoder = Encoder(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
-    prepared = prepare(file, encoder, TaskOptions(max_seq_len=128, limit=40))
+    tokenizer = EvalTokenizer(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
+    prepared = prepare(file, tokenizer, TaskOptions(max_seq_len=128, limit=40))
     scores = score_requests(real_scorer, prepared.requests, 1024)
     report, nll, correct = prepared.report(scores), 0.0, 0
     for line in file.read_text(encoding="utf-8").splitlines()[:40]:
@@ -41,8 +41,8 @@ def test_real_passages_have_the_numbers_of_transformers(data, bpe, real_scorer, 
 
 
 def test_every_real_passage_is_read_and_split_in_tokens_as_words(data, bpe):
-    encoder = Encoder(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
-    prepared = prepare(data / "lambada", encoder, TaskOptions(max_seq_len=1024))
+    tokenizer = EvalTokenizer(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
+    prepared = prepare(data / "lambada", tokenizer, TaskOptions(max_seq_len=1024))
     assert prepared.num_items == len(prepared.requests) == 5153
     lines = (data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
     for line, request in zip(lines, prepared.requests, strict=True):
@@ -66,7 +66,7 @@ def test_the_last_word_is_the_last_between_spaces(text, context, word):
 def test_accuracy_and_perplexity_are_of_whole_words(tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "a b"}\n\n{"text": "c d", "more": 1}\n')
-    prepared = prepare(tmp_path, ENCODER, TaskOptions(max_seq_len=9))
+    prepared = prepare(tmp_path, TOKENIZER, TaskOptions(max_seq_len=9))
     report = prepared.report([Score(-1.0, True), Score(-3.0, False)])
     assert report["perplexity"] == pytest.approx(math.exp(2.0))
     assert (report["accuracy"], report["correct"], report["total"]) == (0.5, 1, 2)
@@ -86,6 +86,6 @@ def test_a_bad_row_is_refused_with_its_line(tmp_path, line, message):
     file = tmp_path / "x.jsonl"
     file.write_text('{"text": "a b"}\n' + line + "\n")
     with pytest.raises(MtcliError) as caught:
-        prepare(file, ENCODER, TaskOptions(max_seq_len=9))
+        prepare(file, TOKENIZER, TaskOptions(max_seq_len=9))
     assert caught.value.problems[0].message == f"{file}, line 2: {message}"
     assert "docs/eval.md" in caught.value.problems[0].hint

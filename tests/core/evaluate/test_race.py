@@ -8,7 +8,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks.race import preprocess_race
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.packing import score_requests
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
@@ -19,7 +19,7 @@ from mtcli.core.evaluate.tasks.task_file import load_task
 
 TASK = load_task("race")
 prepare = partial(prepare_task, TASK)
-ENCODER = Encoder(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
+TOKENIZER = EvalTokenizer(lambda text: [ord(c) % 97 for c in text], prefix_id=0)
 ROW = {
     "article": "A cat sat.",
     "questions": ["The cat  _  .", "Who sat?", "Why?"],
@@ -53,8 +53,8 @@ class Instance:
 def test_real_articles_have_the_choices_and_likelihoods_of_lm_eval(data, bpe, real_scorer):
     from transformers import PreTrainedTokenizerFast
 
-    encoder = Encoder(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
-    prepared = prepare(data / "race", encoder, TaskOptions(max_seq_len=128, limit=6))
+    tokenizer = EvalTokenizer(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
+    prepared = prepare(data / "race", tokenizer, TaskOptions(max_seq_len=128, limit=6))
     scores = score_requests(real_scorer, prepared.requests, 1024)
     backend = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
     theirs = HFLM(pretrained=real_scorer.model, tokenizer=backend, max_length=128, batch_size=4)
@@ -81,7 +81,7 @@ def test_real_articles_have_the_choices_and_likelihoods_of_lm_eval(data, bpe, re
 
 
 def test_every_real_article_has_lm_evals_prompt(data):
-    prepared = prepare(data / "race/test", ENCODER, TaskOptions(max_seq_len=1024))
+    prepared = prepare(data / "race/test", TOKENIZER, TaskOptions(max_seq_len=1024))
     files = [
         file
         for level in ("high", "middle")
@@ -91,7 +91,7 @@ def test_every_real_article_has_lm_evals_prompt(data):
     for file, one in zip(files, prepared.requests[::4], strict=True):
         text = preprocess_race.doc_to_text(as_doc(json.loads(file.read_text(encoding="utf-8"))))
         context = one.tokens[: len(one.tokens) - one.num_targets]
-        assert context.tolist() == ENCODER.encode(text.rstrip())
+        assert context.tolist() == TOKENIZER.encode(text.rstrip())
 
 
 def test_earlier_questions_stand_in_the_prompt_with_their_answers(tmp_path):
@@ -107,7 +107,7 @@ def test_the_highest_sum_is_the_answer_and_levels_are_counted_apart(tmp_path):
     write(tmp_path, "high", 10, ROW)
     write(tmp_path, "high", 9, ROW | {"answers": ["A", "A", "A"]})
     write(tmp_path, "middle", 1, ROW)
-    prepared = prepare(tmp_path, ENCODER, TaskOptions(max_seq_len=64))
+    prepared = prepare(tmp_path, TOKENIZER, TaskOptions(max_seq_len=64))
     third = [Score(x, False) for x in (-3.0, -2.0, -1.0, -4.0)]
     report = prepared.report(third * 3)
     assert (report["high"], report["middle"], report["accuracy"]) == (0.5, 1.0, 2 / 3)
@@ -118,7 +118,7 @@ def test_the_highest_sum_is_the_answer_and_levels_are_counted_apart(tmp_path):
 
 def test_a_level_that_is_not_there_is_none(tmp_path):
     write(tmp_path / "test", "middle", 1, ROW)
-    prepared = prepare(tmp_path, ENCODER, TaskOptions(max_seq_len=64))
+    prepared = prepare(tmp_path, TOKENIZER, TaskOptions(max_seq_len=64))
     report = prepared.report([Score(-1.0, False)] * 4)
     assert report["high"] is None and report["high_total"] == 0 and report["middle"] == 0.0
 
@@ -142,12 +142,12 @@ def test_a_bad_article_is_refused_with_its_file(tmp_path, row, message):
     write(tmp_path, "high", 1, ROW)
     file = write(tmp_path, "middle", 2, row)
     with pytest.raises(MtcliError) as caught:
-        prepare(tmp_path, ENCODER, TaskOptions(max_seq_len=64))
+        prepare(tmp_path, TOKENIZER, TaskOptions(max_seq_len=64))
     assert caught.value.problems[0].message == f"{file}, {message}"
 
 
 def test_a_folder_without_articles_is_refused(tmp_path):
     (tmp_path / "high").mkdir()
     with pytest.raises(MtcliError) as caught:
-        prepare(tmp_path, ENCODER, TaskOptions(max_seq_len=64))
+        prepare(tmp_path, TOKENIZER, TaskOptions(max_seq_len=64))
     assert caught.value.problems[0].message == f"{tmp_path} holds 0 RACE articles"

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from mtcli.core.data.tokenize import END_OF_DOCUMENT, byte_tokenizer
-from mtcli.core.evaluate.encode import encoder_for
+from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
 from mtcli.core.evaluate.packing import score_requests
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.task import TaskOptions
@@ -116,9 +116,9 @@ def theirs(task, rows, shots, folder, backend):
 
 
 def ours(task, path, model, num_shots):
-    encoder = encoder_for(byte_tokenizer())
+    tokenizer = eval_tokenizer(byte_tokenizer())
     options = TaskOptions(ROOMY, None, None, num_shots)
-    prepared = prepare_task(load_task(task), path, encoder, options)
+    prepared = prepare_task(load_task(task), path, tokenizer, options)
     scores = score_requests(model, prepared.requests, 4096)
     spans = zip([0, *prepared.ends[:-1]], prepared.ends, strict=True)
     records = [prepared.record(n, scores[a:b]) for n, (a, b) in enumerate(spans)]

@@ -7,7 +7,7 @@ from lm_eval.tasks.wikitext import preprocess_wikitext
 from lm_eval.utils import get_rolling_token_windows
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.packing import score_requests
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.task import TaskOptions
@@ -18,7 +18,7 @@ def letters(text):
     return [ord(c) % 97 for c in text]
 
 
-ENCODER = Encoder(letters, prefix_id=0)
+TOKENIZER = EvalTokenizer(letters, prefix_id=0)
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +26,12 @@ def real(data):
     return data / "wikitext-103" / "wiki.test.tokens"
 
 
-def encoder(bpe):
-    return Encoder(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
+def tokenizer(bpe):
+    return EvalTokenizer(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
 
 
 def test_the_real_test_file_has_the_papers_counts(real, bpe):
-    prepared = prepare_wikitext(real.parent, encoder(bpe), TaskOptions(max_seq_len=1024))
+    prepared = prepare_wikitext(real.parent, tokenizer(bpe), TaskOptions(max_seq_len=1024))
     report = prepared.report([Score(0.0, True)] * len(prepared.requests))
     assert (report["num_original_tokens"], report["num_tokens"]) == (245_566, 270_329)
     windows = prepared.requests[: 1 + math.ceil((270_328 - 1024) / 32)]
@@ -48,7 +48,7 @@ def test_the_real_text_is_detokenised_and_counted_as_lm_eval_does(real, bpe):
     assert "\n".join(pages).split() == text.split()
     for page in [text, *pages]:
         assert detokenise(page) == preprocess_wikitext.wikitext_detokenizer({"page": page})
-    prepared = prepare_wikitext(real, encoder(bpe), TaskOptions(max_seq_len=1024))
+    prepared = prepare_wikitext(real, tokenizer(bpe), TaskOptions(max_seq_len=1024))
     report = prepared.report([Score(-2.0, True)] * len(prepared.requests))
     theirs = [preprocess_wikitext.process_results({"page": page}, [0.0]) for page in pages]
     assert report["num_words"] == sum(result["word_perplexity"][1] for result in theirs)
@@ -57,7 +57,7 @@ def test_the_real_text_is_detokenised_and_counted_as_lm_eval_does(real, bpe):
 
 def test_real_text_has_the_perplexities_of_transformers(real, bpe, real_scorer, alone):
     options = TaskOptions(max_seq_len=128, limit=500, overlap=60)
-    prepared = prepare_wikitext(real, encoder(bpe), options)
+    prepared = prepare_wikitext(real, tokenizer(bpe), options)
     report = prepared.report(score_requests(real_scorer, prepared.requests, 1024))
     text = " ".join(real.read_text(encoding="utf-8").strip().split(" ")[:500])
     whole = bpe.encode(preprocess_wikitext.wikitext_detokenizer({"page": text})).ids
@@ -99,7 +99,7 @@ def test_pages_begin_at_titles_and_not_at_sections(tmp_path):
 def test_a_short_text_is_one_window(tmp_path):
     file = tmp_path / "wiki.test.tokens"
     file.write_text(" = A = \n b @-@ c , d . \n")
-    prepared = prepare_wikitext(tmp_path, ENCODER, TaskOptions(max_seq_len=1024))
+    prepared = prepare_wikitext(tmp_path, TOKENIZER, TaskOptions(max_seq_len=1024))
     report = prepared.report([Score(-12.0, True), Score(-30.0, False)])
     assert report["num_original_tokens"] == 10
     assert report["num_tokens"] == len("= A =\nb-c, d .")
@@ -121,7 +121,7 @@ def test_every_rule_of_the_detokeniser_is_lm_evals():
 def test_a_model_that_reads_less_than_the_overlap_advances_by_what_it_reads(tmp_path):
     file = tmp_path / "a.tokens"
     file.write_text("abcd " * 20)
-    prepared = prepare_wikitext(file, ENCODER, TaskOptions(max_seq_len=8))
+    prepared = prepare_wikitext(file, TOKENIZER, TaskOptions(max_seq_len=8))
     report = prepared.report([Score(0.0, True)] * len(prepared.requests))
     assert (report["window"], report["overlap"]) == (8, 8)
 
@@ -129,7 +129,7 @@ def test_a_model_that_reads_less_than_the_overlap_advances_by_what_it_reads(tmp_
 def test_a_broken_models_perplexity_is_infinite_not_a_crash(tmp_path):
     file = tmp_path / "a.tokens"
     file.write_text("a b c")
-    prepared = prepare_wikitext(file, ENCODER, TaskOptions(max_seq_len=8, overlap=2))
+    prepared = prepare_wikitext(file, TOKENIZER, TaskOptions(max_seq_len=8, overlap=2))
     report = prepared.report([Score(-1e6, False)] * len(prepared.requests))
     assert report["perplexity"] == math.inf
 
@@ -137,7 +137,7 @@ def test_a_broken_models_perplexity_is_infinite_not_a_crash(tmp_path):
 @pytest.mark.parametrize("overlap", [0, 9, -1])
 def test_an_overlap_outside_the_window_is_refused(tmp_path, overlap):
     with pytest.raises(MtcliError) as caught:
-        prepare_wikitext(tmp_path, ENCODER, TaskOptions(max_seq_len=8, overlap=overlap))
+        prepare_wikitext(tmp_path, TOKENIZER, TaskOptions(max_seq_len=8, overlap=overlap))
     assert caught.value.problems[0].message == (
         f"overlap {overlap} is not between 1 and the window of 8 tokens"
     )
@@ -156,18 +156,18 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path, content, message):
     file = tmp_path / "wiki.test.tokens"
     file.write_bytes(content)
     with pytest.raises(MtcliError) as caught:
-        prepare_wikitext(tmp_path, ENCODER, TaskOptions(max_seq_len=64))
+        prepare_wikitext(tmp_path, TOKENIZER, TaskOptions(max_seq_len=64))
     assert caught.value.problems[0].message == message.format(file=file)
 
 
 def test_a_folder_without_the_file_or_with_several_is_refused(tmp_path):
     with pytest.raises(MtcliError) as caught:
-        prepare_wikitext(tmp_path, ENCODER, TaskOptions(max_seq_len=64))
+        prepare_wikitext(tmp_path, TOKENIZER, TaskOptions(max_seq_len=64))
     assert caught.value.problems[0].message == (
         f"{tmp_path} holds 0 files like *test*.tokens, 1 is needed"
     )
     for name in ("a.test.tokens", "b.test.tokens"):
         (tmp_path / name).write_text("a b")
     with pytest.raises(MtcliError) as caught:
-        prepare_wikitext(tmp_path, ENCODER, TaskOptions(max_seq_len=64))
+        prepare_wikitext(tmp_path, TOKENIZER, TaskOptions(max_seq_len=64))
     assert "found: a.test.tokens, b.test.tokens" in caught.value.problems[0].hint

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mtcli.core.evaluate.contamination import is_contaminated
-from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.statistics import Accuracy, accuracy_of
 from mtcli.core.evaluate.tasks.items import Asked, Shots, ask, read_items
@@ -20,15 +20,15 @@ Lengths = Callable[[Asked], list[int]]
 
 
 def prepare_task(
-    task: TaskFile, path: Path, encoder: Encoder, options: TaskOptions
+    task: TaskFile, path: Path, tokenizer: EvalTokenizer, options: TaskOptions
 ) -> PreparedTask:
     """Prepares a task file's items, with `options.shots` of its examples before each.
 
     Raises MtcliError naming file and line of the first bad row.
     """
     items, drawn, source = read_items(task, path, options.limit, options.shots, options.seed)
-    shots = Shots(task, encoder, drawn, options.shots)
-    asked = [ask(task, item, shots, encoder, options.max_seq_len) for item in items]
+    shots = Shots(task, tokenizer, drawn, options.shots)
+    asked = [ask(task, item, shots, tokenizer, options.max_seq_len) for item in items]
     if (ngrams := options.contaminated) is not None:
         asked = [
             entry._replace(

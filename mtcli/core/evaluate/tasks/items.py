@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.text_files import bad_line
-from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.requests import Request
 from mtcli.core.evaluate.tasks.rows import Row, Split, read_test, read_train, require_texts
 from mtcli.core.evaluate.tasks.task_file import TaskFile, several
@@ -125,7 +125,7 @@ class Shots:
     """Drawn examples with their answers, in the order in which they stand before an item."""
 
     task: TaskFile
-    encoder: Encoder
+    tokenizer: EvalTokenizer
     drawn: Sequence[Item]
     number: int  # of them before each item
 
@@ -145,7 +145,7 @@ class Shots:
     @cached_property
     def lengths(self) -> dict[str, int]:
         """The tokens of each text by itself."""
-        return {text: len(self.encoder.encode(text)) for text in self.texts}
+        return {text: len(self.tokenizer.encode(text)) for text in self.texts}
 
 
 def _solved(task: TaskFile, item: Item) -> str:
@@ -198,32 +198,36 @@ def _limited(items: list[Item], groups: tuple[str, ...], limit: int | None) -> l
     return [item for part in parts.values() for item in part[:limit]]
 
 
-def ask(task: TaskFile, item: Item, shots: Shots, encoder: Encoder, max_seq_len: int) -> Asked:
+def ask(
+    task: TaskFile, item: Item, shots: Shots, tokenizer: EvalTokenizer, max_seq_len: int
+) -> Asked:
     """The requests for an item after as many shots as fit in `max_seq_len` inputs.
 
     One for each choice or prompt, and then one for each choice without its question where
     `unconditional` is among the normalisations. A longer item without shots loses its beginning.
     """
     texts = shots.before(item)
-    bare = _requests(task, item, "", encoder)
-    longest = max(len(request.tokens) for request in bare) + len(encoder.encode(task.intro))
+    bare = _requests(task, item, "", tokenizer)
+    longest = max(len(request.tokens) for request in bare) + len(tokenizer.encode(task.intro))
     ends = list(accumulate((shots.lengths[text] for text in texts), initial=longest))
     # Tokens may merge where texts meet, one at each: then one shot more has room.
     count = sum(end - number <= max_seq_len + 1 for number, end in enumerate(ends)) - 1
     for num_shots in range(max(0, count), -1, -1):
         context = task.intro + "".join(texts[:num_shots])
-        asked = _requests(task, item, context, encoder) if context else bare
+        asked = _requests(task, item, context, tokenizer) if context else bare
         if num_shots == 0 or max(len(request.tokens) for request in asked) <= max_seq_len + 1:
             break
     if "unconditional" in task.normalisations:
-        asked = asked + encoder.requests(task.unconditional, _continuations(task, item.choices))
+        asked = asked + tokenizer.requests(task.unconditional, _continuations(task, item.choices))
     return Asked(item, context, num_shots, asked)
 
 
-def _requests(task: TaskFile, item: Item, context: str, encoder: Encoder) -> list[Request]:
+def _requests(task: TaskFile, item: Item, context: str, tokenizer: EvalTokenizer) -> list[Request]:
     continuations = _continuations(task, item.choices)
     return [
-        one for prompt in item.prompts for one in encoder.requests(context + prompt, continuations)
+        one
+        for prompt in item.prompts
+        for one in tokenizer.requests(context + prompt, continuations)
     ]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.synonyms import closest
-from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
@@ -84,7 +84,7 @@ class Evaluation(NamedTuple):
     """What tasks are run on, and where each item's result is kept."""
 
     scorer: "InferenceModel"
-    encoder: Encoder
+    tokenizer: EvalTokenizer
     options: TaskOptions
     batch_tokens: int
     journal: Journal
@@ -110,7 +110,7 @@ def task_runs(specs: Sequence[TaskSpec], evaluation: Evaluation) -> list[TaskRun
 
 def _prepared(evaluation: Evaluation, name: str, path: Path) -> tuple[str, PreparedTask]:
     """A task's name in results, and what it asks."""
-    about = path, evaluation.encoder, evaluation.options
+    about = path, evaluation.tokenizer, evaluation.options
     if name == WIKITEXT:
         return name, prepare_wikitext(*about)
     if name in OF_ENCODERS:
@@ -173,7 +173,7 @@ def _harness(evaluation: Evaluation, name: str) -> TaskRun:
 
         model = HarnessModel(
             evaluation.scorer,
-            evaluation.encoder,
+            evaluation.tokenizer,
             evaluation.batch_tokens,
             progress,
             evaluation.ends,

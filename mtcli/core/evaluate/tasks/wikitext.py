@@ -17,7 +17,7 @@ import numpy as np
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.text_files import read_text
-from mtcli.core.evaluate.encode import Encoder
+from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.requests import (
     Request,
     Score,
@@ -82,7 +82,7 @@ class TextLengths(NamedTuple):
     num_pages: int
 
 
-def prepare_wikitext(path: Path, encoder: Encoder, options: TaskOptions) -> PreparedTask:
+def prepare_wikitext(path: Path, tokenizer: EvalTokenizer, options: TaskOptions) -> PreparedTask:
     """Prepares both protocols' requests; items are original tokens, `options.limit` of them.
 
     Raises MtcliError for an unreadable file, an overlap outside 1..window, or fewer than 2 tokens.
@@ -95,17 +95,17 @@ def prepare_wikitext(path: Path, encoder: Encoder, options: TaskOptions) -> Prep
     file = find_file(path, "*test*.tokens")
     text = read_text(file)
     original = text.strip().split(" ")[: options.limit]
-    tokens = encoder.plain(detokenise(" ".join(original)))
+    tokens = tokenizer.plain(detokenise(" ".join(original)))
     if len(tokens) < 2:
         message = f"{file} gives {len(tokens)} tokens, at least 2 are needed"
         raise wrong(message, "a longer file, or a larger --limit", "--task")
     overlapping = overlapping_windows(tokens, window, overlap)
     pages = split_pages(text if options.limit is None else " ".join(original))
-    texts = (np.array(encoder.text(detokenise(page)), np.int64) for page in pages)
+    texts = (np.array(tokenizer.text(detokenise(page)), np.int64) for page in pages)
     rolling = [
         window
         for ids in texts
-        for window in rolling_windows(ids, encoder.prefix_id, options.max_seq_len)
+        for window in rolling_windows(ids, tokenizer.prefix_id, options.max_seq_len)
     ]
     counts = TextLengths(
         num_tokens=len(tokens),

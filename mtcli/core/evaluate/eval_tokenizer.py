@@ -16,7 +16,7 @@ from mtcli.core.evaluate.requests import Ids, Request, request
 
 
 @dataclass(frozen=True)
-class Encoder:
+class EvalTokenizer:
     """A tokenizer with the conventions of evaluation.
 
     GPT-2: the prefix is <|endoftext|> and texts do not start with it. Llama: the prefix is <s> and
@@ -58,8 +58,8 @@ class Encoder:
         return [request(head, ids[len(head) :]) for ids in joined]
 
 
-def encoder_for(tokenizer: Tokenizer) -> Encoder:
-    """The encoder that lm-eval's Hugging Face backend would make of `tokenizer`.
+def eval_tokenizer(tokenizer: Tokenizer) -> EvalTokenizer:
+    """The tokenizer that lm-eval's Hugging Face backend would make of `tokenizer`.
 
     The prefix is the beginning-of-sequence token where there is one, else the end-of-document one.
     Raises MtcliError when the tokenizer has neither.
@@ -80,4 +80,4 @@ def encoder_for(tokenizer: Tokenizer) -> Encoder:
         raise wrong(message, hint, "--tokenizer")
     # Whether texts start with it is in tokenizer.json alone: transformers 5 heeds no add_bos_token.
     prefix, decode = tokenizer.decode([prefix_id]), tokenizer.decode
-    return Encoder(tokenizer.encode, prefix_id, prefix, added == [prefix_id], decode)
+    return EvalTokenizer(tokenizer.encode, prefix_id, prefix, added == [prefix_id], decode)

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.tokenize import load_tokenizer
-from mtcli.core.evaluate.encode import encoder_for
+from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
 
 PAIRS = [
     ("the cat", " sat"),
@@ -76,26 +76,26 @@ class Args:
 def test_pairs_and_texts_have_the_ids_of_lm_eval(tmp_path, family):
     folder = folder_like(tmp_path, family)
     theirs = Recorder(AutoTokenizer.from_pretrained(folder))
-    encoder = encoder_for(load_tokenizer(folder))
+    tokenizer = eval_tokenizer(load_tokenizer(folder))
     expected = theirs.loglikelihood([Args(*pair) for pair in PAIRS], disable_tqdm=True)
     for (context, continuation), (head, tail) in zip(PAIRS, expected, strict=True):
-        (ours,) = encoder.requests(context, [continuation])
+        (ours,) = tokenizer.requests(context, [continuation])
         assert (ours.tokens.tolist(), ours.num_targets) == (head + tail, len(tail))
-    assert encoder.prefix_id == theirs.prefix_token_id
+    assert tokenizer.prefix_id == theirs.prefix_token_id
     for text in ("the cat", "<s>the", ""):
-        assert encoder.text(text) == theirs.tok_encode(text)
+        assert tokenizer.text(text) == theirs.tok_encode(text)
 
 
 def test_a_context_of_spaces_belongs_to_its_continuation(tmp_path):
-    encoder = encoder_for(load_tokenizer(folder_like(tmp_path, "gpt2")))
-    (ours,) = encoder.requests(" ", ["cat"])
-    assert ours.tokens.tolist() == [encoder.prefix_id, *encoder.encode(" cat")]
+    tokenizer = eval_tokenizer(load_tokenizer(folder_like(tmp_path, "gpt2")))
+    (ours,) = tokenizer.requests(" ", ["cat"])
+    assert ours.tokens.tolist() == [tokenizer.prefix_id, *tokenizer.encode(" cat")]
 
 
 def test_one_context_gives_one_request_per_continuation(tmp_path):
-    encoder = encoder_for(load_tokenizer(folder_like(tmp_path, "llama3")))
-    together = encoder.requests("the cat", [" sat", " cat"])
-    apart = [encoder.requests("the cat", [c])[0] for c in (" sat", " cat")]
+    tokenizer = eval_tokenizer(load_tokenizer(folder_like(tmp_path, "llama3")))
+    together = tokenizer.requests("the cat", [" sat", " cat"])
+    apart = [tokenizer.requests("the cat", [c])[0] for c in (" sat", " cat")]
     assert [r.tokens.tolist() for r in together] == [r.tokens.tolist() for r in apart]
 
 
@@ -103,7 +103,7 @@ def test_a_tokenizer_that_marks_no_boundary_is_refused(tmp_path):
     tokenizer = HfTokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(MtcliError) as caught:
-        encoder_for(load_tokenizer(tmp_path))
+        eval_tokenizer(load_tokenizer(tmp_path))
     assert caught.value.problems[0].message == (
         "the tokenizer has 2 tokens, and none that begins or ends a text"
     )
