@@ -90,7 +90,7 @@ def _add_dq(
 
 
 @kernel()
-def _products(
+def _gemm_by_columns(
     a_ptr, b_ptr, a_stride, b_stride, a_row, b_row, a_rows, b_rows, d, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -112,10 +112,10 @@ def _add_dq_by_columns(
     """`_add_dq` of wide float32 heads, always masked."""
     for begin in tl.range(start, stop, COLUMNS, disable_licm=True):
         column = begin + tl.arange(0, COLUMNS)
-        s = _products(
+        s = _gemm_by_columns(
             q_ptr, k_ptr, q_stride, k_stride, row, column, n, m, d, UNIT, PRECISION, WIDTH
         )  # fmt: skip
-        dp = _products(
+        dp = _gemm_by_columns(
             grad_ptr, v_ptr, grad_stride, v_stride, row, column, n, m, d, UNIT, PRECISION, WIDTH
         )  # fmt: skip
         visible = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
@@ -195,7 +195,7 @@ def _dkv(
     first, end = key_range_of(first_ptr + b * range_b, end_ptr + b * range_b, row, m, n, MASK)
     start, inner, outer, stop = loop_bounds(first, end, COLUMNS)
     # first <= query < end is one comparison of unsigned numbers.
-    seen = tl.maximum(end - first, 0).to(tl.uint32)
+    num_visible = tl.maximum(end - first, 0).to(tl.uint32)
     dk, dv = tl.zeros((ROWS, WIDTH), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
     # Without hoisting: the addresses of a head's first tile would be spilled, 88 bytes a thread.
     for head in tl.range(group * (h // g), (group + 1) * (h // g), disable_licm=True):
@@ -206,8 +206,12 @@ def _dkv(
         for begin in tl.range(start, stop, COLUMNS, disable_licm=SPLIT):
             query = begin + tl.arange(0, COLUMNS)
             if SPLIT:
-                s = _products(k_ptr, q_at, kn, qn, row, query, m, n, d, UNIT, PRECISION, WIDTH)
-                dp = _products(v_ptr, grad_at, vn, gn, row, query, m, n, d, UNIT, PRECISION, WIDTH)
+                s = _gemm_by_columns(
+                    k_ptr, q_at, kn, qn, row, query, m, n, d, UNIT, PRECISION, WIDTH
+                )
+                dp = _gemm_by_columns(
+                    v_ptr, grad_at, vn, gn, row, query, m, n, d, UNIT, PRECISION, WIDTH
+                )
             q = load_tile(q_at, qn, query, n, d, True, UNIT, WIDTH)
             grad = load_tile(grad_at, gn, query, n, d, True, UNIT, WIDTH)
             lse = tl.load(lse_ptr + row_at + query, mask=query < n, other=0.0)
@@ -219,7 +223,7 @@ def _dkv(
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
             p = tl.exp2(s * scale - lse[None, :])
             if (begin < inner) | (begin >= outer):
-                visible = (query[None, :] - first[:, None]).to(tl.uint32) < seen[:, None]
+                visible = (query[None, :] - first[:, None]).to(tl.uint32) < num_visible[:, None]
                 p = tl.where(visible, p, 0.0)
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
             if not SPLIT:

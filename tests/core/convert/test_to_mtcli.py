@@ -284,7 +284,7 @@ def test_a_replacement_that_cannot_get_its_name_leaves_what_it_would_replace(tmp
 def test_force_replaces_nothing_but_a_checkpoint(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("precious")
-    with pytest.raises(MtcliError, match="home is not a checkpoint, and --force replaces"):
+    with pytest.raises(MtcliError, match="home exists and is not a checkpoint, and --force"):
         require_free(tmp_path / "home", force=True)
     assert (tmp_path / "home" / "thesis.tex").read_text() == "precious"
 
