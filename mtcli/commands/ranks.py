@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from mtcli.core.runtime.launch import Runtime
 
 Result = TypeVar("Result")
-FORWARD = ("model", "parallel", "train")  # sections that a forward pass reads
+# What a forward pass reads, and the micro-batch that a layout's rules are about.
+FORWARD = ("model.", "parallel.", "train.", "batch.micro_batch_size")
 
 
 def num_ranks(nproc: int) -> int:
@@ -73,7 +74,7 @@ def require_model(
         require_causal(checkpoint, model)
     forward_config(model, overrides, world)
     fields = (override.partition("=")[0].strip() for override in overrides)
-    unread = [field for field in fields if field.partition(".")[0] not in FORWARD]
+    unread = [field for field in fields if not field.startswith(FORWARD)]
     if unread:
         what = "it is of a training run, and has no effect here"
         raise MtcliError(*(Problem(what, "leave it out", field) for field in unread))
