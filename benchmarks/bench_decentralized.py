@@ -68,7 +68,7 @@ def _trained(options: argparse.Namespace, method: str, size: int) -> float:
         "model.vocab_size": 257,
         "model.max_seq_len": 64,
         "batch.seq_len": 64,
-        "batch.micro_batch_size": 4,
+        "batch.micro_batch_size": size // options.nproc,
         "batch.global_batch_size": size,
         "optimizer.name": "sgd",
         "optimizer.momentum": 0.9,

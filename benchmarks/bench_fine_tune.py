@@ -7,7 +7,7 @@ Ratios are of seconds, and of processor seconds, which other work on the machine
 
     python benchmarks/bench_fine_tune.py                # LoRA of all linear layers, rank 8
     python benchmarks/bench_fine_tune.py --rank 0       # all weights
-    python benchmarks/bench_fine_tune.py --seq 1024     # 2 rows of 1,024 tokens for 8 of 256
+    python benchmarks/bench_fine_tune.py --seq 256      # 8 rows of 256 tokens for 2 of 1,024
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rank", type=int, default=8, help="of the adapters; 0 trains all weights")
-    parser.add_argument("--seq", type=int, default=256, help="tokens of a row; a step has 2048")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens of a row; a step has 2048")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
     parser.add_argument("--child", help=argparse.SUPPRESS)
