@@ -132,9 +132,9 @@ def main() -> None:
     parser.add_argument("--output", help="where run folders go")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--nproc", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=16384)
-    parser.add_argument("--batches", type=int, nargs="+", default=[32, 128, 512])
-    parser.add_argument("--lr", type=float, default=0.05, help="of the smallest batch")
+    parser.add_argument("--samples", type=int, default=65536)
+    parser.add_argument("--batches", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--lr", type=float, default=0.025, help="of the smallest batch")
     options = parser.parse_args()
     if options.what == "bias":
         print(bias_table(options.replicas, 0.01, options.steps))
