@@ -15,7 +15,7 @@ from mtcli.commands.options import (
     SkipBad,
     SplitOn,
     TextKey,
-    given_flags,
+    refuse_flags,
 )
 from mtcli.commands.output import answer, answering, print_facts
 
@@ -131,7 +131,7 @@ def curate(
     for module in ("orjson", "zstandard"):
         require(module, "curate")
     if inputs[0] == TRAIN or good or bad:
-        _refuse(context, OF_CORPORA)
+        refuse_flags(context, OF_CORPORA, "is for corpora, and train-quality has none")
         _train_quality(inputs, good, bad, output, text_key, json_out)
         return
     from time import perf_counter
@@ -198,15 +198,6 @@ def _open_engine(engine: str, address: str | None, workers: int) -> "Iterator[En
 
     with ray_cluster(address, workers) as cluster:
         yield ClusterEngine(cluster)
-
-
-def _refuse(context: typer.Context, names: tuple[str, ...]) -> None:
-    """Raises MtcliError for each of the flags that is given beside train-quality."""
-    from mtcli.core.config.errors import MtcliError, Problem
-
-    if flags := given_flags(context, names):
-        what = "is for corpora, and train-quality has none"
-        raise MtcliError(*(Problem(f"{flag} {what}", "leave it out", flag) for flag in flags))
 
 
 def _train_quality(

@@ -12,10 +12,11 @@ from mtcli.commands.options import (
     OptionalCheckpoint,
     Overrides,
     given_flags,
+    refuse_flags,
 )
 from mtcli.commands.output import answer, answering, say_wrote
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
-from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.errors import wrong
 
 if TYPE_CHECKING:
     from mtcli.core.evaluate.tasks.task import Report
@@ -103,8 +104,6 @@ Ensemble = Annotated[
     ),
 ]
 
-COMPARING = ("compare", "json_out")  # the parameters of a comparison
-
 
 @answering
 def eval(
@@ -130,23 +129,16 @@ def eval(
     """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE, PIQA and other published tasks or your
     own, with or without examples, on tasks of lm-evaluation-harness or, with an encoder's head, on
     masked tokens and labelled texts; or compare two results."""
-    given = given_flags(context, (name for name in context.params if name not in COMPARING))
+    of_evaluation = [name for name in context.params if name not in ("compare", "json_out")]
     if compare is not None:
-        if given:
-            what = "is of an evaluation, and --compare does none"
-            raise MtcliError(*(Problem(f"{flag} {what}", "leave it out", flag) for flag in given))
+        refuse_flags(context, of_evaluation, "is of an evaluation, and --compare does none")
         return _compare(*compare, json_out)
     if checkpoint is None:
         raise wrong("no checkpoint is given", "mtcli eval CHECKPOINT --task NAME=PATH")
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import train_settings
     from mtcli.core.evaluate.contamination import read_ngrams
-    from mtcli.core.evaluate.request import (
-        EvalRequest,
-        items_file,
-        require_members,
-        require_used,
-    )
+    from mtcli.core.evaluate.request import EvalRequest, items_file, require_members, require_used
     from mtcli.core.evaluate.tasks.registry import parse_tasks
 
     every = [checkpoint, *ensemble]
@@ -159,10 +151,8 @@ def eval(
             for path in every
         ),
     )
-    if ensemble:
-        require_members(dict(zip(every, models, strict=True)))
-    if models[0] is not None:
-        require_used(given, specs, models[0])
+    require_members(dict(zip(every, models, strict=True)))
+    require_used(given_flags(context, of_evaluation), specs, models[0])
     request = EvalRequest(
         checkpoint=checkpoint,
         ensemble=tuple(ensemble),

@@ -97,3 +97,11 @@ def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:
     }
     sources = ((words[name], context.get_parameter_source(name)) for name in names)
     return [word for word, source in sources if source and source.name == "COMMANDLINE"]
+
+
+def refuse_flags(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Raises MtcliError for each of the parameters among `names` that the command line gives."""
+    from mtcli.core.config.errors import MtcliError, Problem
+
+    if flags := given_flags(context, names):
+        raise MtcliError(*(Problem(f"{flag} {why}", "leave it out", flag) for flag in flags))

@@ -66,8 +66,13 @@ USES = {  # flags that some tasks alone have a use for
 }
 
 
-def require_used(flags: Sequence[str], tasks: Sequence[TaskSpec], model: ModelConfig) -> None:
-    """Raises MtcliError for each of the flags, of those in `USES`, that no task has a use for."""
+def require_used(
+    flags: Sequence[str], tasks: Sequence[TaskSpec], model: ModelConfig | None
+) -> None:
+    """Raises MtcliError for each of the flags, of those in `USES`, that no task has a use for, where
+    the model is known."""
+    if model is None:
+        return
     used = {flag for name, _ in tasks for flag in USES[_kind(name, model)]}
     known = {flag for flags in USES.values() for flag in flags}
     names = ", ".join(name for name, _ in tasks)
@@ -89,7 +94,7 @@ def _kind(task: str, model: ModelConfig) -> str:
 
 
 def require_members(models: Mapping[str, ModelConfig | None]) -> None:
-    """Raises MtcliError where the models of an ensemble do not classify the same tokens alike."""
+    """Raises MtcliError where several models do not classify the same tokens alike."""
     fields = ("head", "num_labels", "vocab_size", "max_seq_len")
     by_path = {
         path: {name: getattr(model, name) for name in fields}
@@ -98,7 +103,7 @@ def require_members(models: Mapping[str, ModelConfig | None]) -> None:
     }
     heads = {facts["head"] for facts in by_path.values()}
     differ = [name for name in fields if len({facts[name] for facts in by_path.values()}) > 1]
-    if heads <= set(CLASSIFIERS) and not differ:
+    if len(models) == 1 or heads <= set(CLASSIFIERS) and not differ:
         return
     said = "; ".join(
         f"{path} has " + ", ".join(f"{name}={facts[name]!r}" for name in differ or fields[:1])
