@@ -69,8 +69,8 @@ USES = {  # flags that some tasks alone have a use for
 def require_used(
     flags: Sequence[str], tasks: Sequence[TaskSpec], model: ModelConfig | None
 ) -> None:
-    """Raises MtcliError for each of the flags, of those in `USES`, that no task has a use for, where
-    the model is known."""
+    """Raises MtcliError for each of the flags, of those in `USES`, that no task of a known model
+    has a use for."""
     if model is None:
         return
     used = {flag for name, _ in tasks for flag in USES[_kind(name, model)]}
