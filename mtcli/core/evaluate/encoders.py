@@ -163,7 +163,7 @@ def _report_masked(
 def _probabilities(
     rows: ExampleRows, spans: Spans, models: Sequence[InferenceModel], progress: Advance
 ) -> list[np.ndarray]:
-    """Of each model, the probabilities [examples, C] in the order of the rows."""
+    """Computes each model's probabilities [examples, C], in the order of the rows."""
     from mtcli.core.inference.encoder import head_outputs
 
     batches = [rows.rows(*span) for span in spans]
@@ -197,7 +197,7 @@ def _records(rows: ExampleRows, probabilities: np.ndarray) -> Iterator[tuple[int
 
 
 def _hash(example: Example) -> str:
-    """What names an example's tokens."""
+    """Hashes an example's tokens, which names it in a result."""
     parts = [part for one in example.sequences for part in one if part is not None]
     return sha256(b"\0".join(part.tobytes() for part in parts)).hexdigest()[:16]
 

@@ -46,10 +46,10 @@ class Physics:
     launch: float = 5e-6
     """seconds between kernels that the host can keep up"""
     data_overlap: float = 0.85
-    """of a pass, usable to hide the exchange of gradients and weights: NCCL's channels take about
+    """share of a pass that hides the exchange of gradients and weights: NCCL's channels take about
     20 of an A100's 108 or an H100's 132 processors meanwhile"""
     shard_overlap: float = 0.435
-    """of a block's pass or of its ZeRO-3 gather, whichever is shorter, behind the other"""
+    """share of the shorter of a block's pass and its ZeRO-3 gather that the longer hides"""
     step_overhead: float = 0.053
     """seconds of a step outside of its micro-batches: data, logging, the host's bookkeeping"""
 

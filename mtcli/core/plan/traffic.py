@@ -1,4 +1,4 @@
-"""What ranks send each other in a step, listed for every kind of device.
+"""Lists the collectives and p2p of a step, for every kind of device.
 
 How long one takes is `communication`'s on GPUs and `cpu_time`'s on CPUs.
 """
@@ -29,7 +29,7 @@ class Transfer(NamedTuple):
     """`times` collectives, or hops, of groups of `size` ranks that are `stride` apart."""
 
     kind: Kind
-    moved: float  # bytes of the global tensor; of a hop, those that a rank sends
+    moved: float  # bytes: of the global tensor, but of a hop those that a rank sends
     size: int
     stride: int = 1
     times: int = 1
@@ -152,8 +152,8 @@ def sharded_block(elements: RankElements, work: Workload) -> PassTransfers:
 
 
 def replica_exchange(work: Workload, pp_rank: int, tree: bool) -> list[Transfer]:
-    """What a rank sends to other replicas after its update, in the mean of steps, as a gather of as
-    much; `tree` where all-reduces among them are trees."""
+    """The exchange of replicas after an update, as an all-gather of what the busiest rank sends in
+    the mean of steps; `tree` where all-reduces among replicas are trees."""
     layout = work.layout
     if layout.replicas == 1:
         return []

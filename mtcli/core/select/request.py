@@ -98,7 +98,7 @@ def _flags(request: SelectRequest) -> Iterator[Problem]:
 
 
 def _unused(request: SelectRequest) -> Iterator[Problem]:
-    """What is given, and no selection as this one reads."""
+    """Checks for flags and fields that this selection does not read."""
     if request.method != "craig" and request.greedy != "lazy":
         message = f"--method {request.method} picks nothing by its gain"
         yield Problem(message, "--method craig, or leave it out", "--greedy")

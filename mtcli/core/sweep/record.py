@@ -151,8 +151,10 @@ def require_startable(trials: Sequence[Trial], output: Path, resume: bool) -> No
 
 
 def _told(output: Path) -> dict[str, dict[str, Any]]:
-    """What sweep.json says of each trial, by name; empty where there is none. Raises MtcliError
-    where it is damaged."""
+    """Reads the trials of sweep.json by name; none where there is no such file.
+
+    Raises MtcliError where it is damaged.
+    """
     path = output / NAME
     if not path.exists():
         return {}

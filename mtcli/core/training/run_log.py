@@ -1,4 +1,4 @@
-"""What a run says: the numbers before it starts, progress, warnings; and the records it keeps."""
+"""Prints a run's numbers before it starts, its progress and its warnings; writes its records."""
 
 import sys
 from collections.abc import Mapping

@@ -184,7 +184,7 @@ class Kernels(NamedTuple):
 
 @dataclass(frozen=True)
 class TapeContext:
-    """What an op of the tape reads: the tape, the step, and whose kernels run."""
+    """The context of the tape's ops: the tape, the step, and whose kernels run."""
 
     tape: Tape
     work: Workload
