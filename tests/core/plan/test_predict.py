@@ -150,6 +150,10 @@ def test_gradients_are_reduced_in_float32_and_zero_1_gathers_weights_in_theirs()
 def test_context_and_expert_traffic_have_their_volumes():
     ring = sent.context_parallel(step(ParallelLayout(4, cp=4)), FLAT, PERFECT)
     assert ring.forward * 1e9 == pytest.approx(2 * 2 * 2048 * 8192 * 3 / 4)
+    gathered = sent.context_parallel(
+        step(ParallelLayout(4, cp=4), cp_mode="all_gather"), FLAT, PERFECT
+    )
+    assert gathered.forward == gathered.backward == pytest.approx(ring.forward)
     heads = sent.context_parallel(step(ParallelLayout(4, cp=4), cp_mode="a2a"), FLAT, PERFECT)
     assert heads.forward * 1e9 == pytest.approx(4 * 2 * 512 * 8192 * 3 / 4)  # q, k, v and outputs
     moe = ModelConfig.model_validate(
@@ -163,7 +167,17 @@ def test_context_and_expert_traffic_have_their_volumes():
     routed = sent.expert_parallel(step(ParallelLayout(8, ep=8), model=moe), FLAT, PERFECT)
     copies = 2 * 2048 * 8192 * 2  # two experts a token, 2 bytes an element
     # Dispatch and combine, each moving 7/8 of the copies.
-    assert routed.forward * 1e9 == pytest.approx(2 * copies * 7 / 8)
+    assert routed.backward * 1e9 == pytest.approx(2 * copies * 7 / 8)
+    counts = 8 * 8 * 7 / 8  # of each expert's rows, int64, before the forward's
+    assert (routed.forward - routed.backward) * 1e9 == pytest.approx(counts)
+
+
+def test_only_a_ring_hides_behind_attention():
+    layout = ParallelLayout(4, cp=4)
+    for mode, hides in (("ring", True), ("all_gather", False), ("a2a", False)):
+        costs = step_costs(step(layout, cp_mode=mode, sequence_parallel=False), FLAT, PERFECT)
+        apart = costs.compute + costs.context
+        assert (costs.block.forward != pytest.approx(apart.forward)) == hides
 
 
 def test_a_group_across_nodes_shares_the_network_links_of_its_members():
