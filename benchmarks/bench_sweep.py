@@ -1,10 +1,11 @@
 """`mtcli sweep` of B learning rates beside B runs of `mtcli train` and beside torch's vmap, by B.
 
-Steps: those of a run, of arrays and of a plain GPT under vmap alternate in one process; the
-quickest of each counts, and an array's losses are compared with the run's at every step. Told are
-tokens a second of all models together, and state with the peak of a step above it. Whole: the same
-as command lines, process start included, of which `--whole` runs a few: the sweep, the runs one
-after another, and all at once.
+Steps: those of a run, of arrays and of a plain GPT under vmap, "tuned" with our allocator variables
+and GEMMs, alternate in one process; vmap as it comes has a process after that. The quickest of each
+counts, and an array's losses are compared with the run's at every step. Told are tokens a second of
+all models together, and state with the peak of a step above it. Whole: the same as command lines,
+process start included, of which `--whole` runs a few: the sweep, the runs one after another, and
+all at once.
 
 Arrays are as `mtcli sweep` makes them: one model each where those are quicker one after another,
 which `--fused` overrides.
@@ -26,7 +27,7 @@ import tempfile
 from datetime import date
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bench_fused_models import kib
@@ -82,7 +83,7 @@ EVERY: list[tuple[str, str, list[str]]] = [
 def main() -> None:
     args = parse()
     if args.child:
-        measure(args)
+        measure(argparse.Namespace(**json.loads(args.child)))
         return
     for model, models, extra in EVERY if args.every else [(args.model, args.models, [])]:
         one = argparse.Namespace(**vars(args) | {"model": model, "models": models})
@@ -92,22 +93,47 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, extra: list[str]) -> None:
-    """Runs one measurement in a process of its own, or of command lines."""
-    environ = os.environ | ALLOCATOR  # as the launcher gives every rank
+    """Runs one measurement, as a process for each environment or command lines."""
     if args.whole or "--whole" in extra:
-        whole(args, environ)
+        whole(args, os.environ | ALLOCATOR)  # as the launcher gives every rank
         return
-    words = [sys.executable, __file__, "--child", "1", "--model", args.model]
-    words += ["--models", args.models, "--steps", str(args.steps), "--threads", str(args.threads)]
-    words += [*(["--json", args.json] if args.json else [])]
-    words += [*(["--fused"] if args.fused else []), "--contenders", args.contenders]
-    words += [*extra, "--set", *args.set]  # the last of a flag counts
-    status = subprocess.run(words, env=environ).returncode
-    if status:
-        sys.exit(status)
+    args = parse([*sys.argv[1:], "--model", args.model, "--models", args.models, *extra])
+    asked = args.contenders.split(",")
+    say(f"{args.model}, {args.threads} threads: the quickest of {args.steps} steps")
+    rows = []
+    for tuned in (True, False):
+        names = [name for name in asked if CONTENDERS[name].tuned == tuned]
+        if names:
+            given = vars(args) | {"contenders": names, "tuned": tuned}
+            words = [sys.executable, __file__, "--child", json.dumps(given, default=str)]
+            child = subprocess.run(
+                words, env=os.environ | (ALLOCATOR if tuned else {}), stdout=subprocess.PIPE
+            )
+            if child.returncode:
+                sys.exit(child.returncode)
+            rows += map(json.loads, child.stdout.splitlines())
+    tell(args, rows)
 
 
-def parse() -> argparse.Namespace:
+def tell(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """Prints the rows beside the run of its own and vmap as it comes, and keeps them."""
+    seq, _, batch = BATCHES[args.model]
+    names = ("tokens/s", "x alone", "cpu", "x vmap", "MiB")
+    print(f"{'models':>6} {'contender':<20}" + "".join(f"{name:>10}" for name in names))
+    found = {(row["B"], row["contender"]): row for row in rows}
+    for (count, name), row in sorted(found.items(), key=lambda item: item[0][0]):
+        alone = found[count, "alone"]
+        vmapped = found.get((count, "vmap compiled" if "compiled" in name else "vmap"))
+        ratios = [alone["wall"] / row["wall"], alone["cpu"] / row["cpu"]]
+        ratios += [vmapped["cpu"] / row["cpu"] if vmapped else 0.0]
+        cells = [seq * batch / row["wall"], *ratios, row["MiB"]]
+        print(f"{count:6} {name:<20}" + "".join(f"{x:10.5g}" for x in cells))
+        kept = {"model": args.model, "fused": args.fused, "B": count, "contender": name}
+        kept |= dict(zip(names, (round(x, 3) for x in cells), strict=True))
+        record(args, [*kept.items()][:4], kept)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=list(MODELS), default="small")
     parser.add_argument("--models", default="1,2,4,8,16", help="B of each array")
@@ -121,7 +147,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="put the rows into this file")
     parser.add_argument("--markdown", action="store_true", help="print the file's tables")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def overrides(model: str, steps: int) -> list[str]:
@@ -218,43 +244,41 @@ class Vmap:
         pass
 
 
-CONTENDERS: dict[str, tuple[Any, bool]] = {
-    "alone": (Alone, False),
-    "array": (Array, False),
-    "array compiled": (Array, True),
-    "vmap": (Vmap, False),
-    "vmap compiled": (Vmap, True),
+class Contender(NamedTuple):
+    make: Any
+    compiled: bool
+    tuned: bool  # has our allocator variables and GEMMs
+
+
+CONTENDERS = {
+    "alone": Contender(Alone, False, True),
+    "array": Contender(Array, False, True),
+    "array compiled": Contender(Array, True, True),
+    "vmap": Contender(Vmap, False, False),
+    "vmap compiled": Contender(Vmap, True, False),
+    "vmap tuned": Contender(Vmap, False, True),
+    "vmap compiled tuned": Contender(Vmap, True, True),
 }
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Alternates the steps of all contenders."""
+    """Alternates the steps of contenders that share an environment; prints a row of each."""
     torch.set_num_threads(args.threads)
-    set_matmul("fast")
-    seq, _, batch = BATCHES[args.model]
-    say(f"{args.model}, {args.threads} threads: the quickest of {args.steps} steps")
-    names = ("tokens/s", "x alone", "cpu", "x vmap", "MiB")
-    print(f"{'models':>6} {'contender':<15}" + "".join(f"{name:>10}" for name in names))
+    if args.tuned:
+        set_matmul("fast")
     for count in map(int, args.models.split(",")):
         rates = [f"optimizer.lr={1e-3 * (1 + i / count)}" for i in range(count)]
         fixed = [*overrides(args.model, 1000), *args.set]
         configs = [load_config("tiny", [*fixed, rate]) for rate in rates]
-        asked = {name: CONTENDERS[name] for name in args.contenders.split(",")}
-        every = {
-            name: Array(configs, compiled, args.fused) if make is Array else make(configs, compiled)
-            for name, (make, compiled) in asked.items()
-        }
+        every = {}
+        for name in args.contenders:
+            make, compiled, _ = CONTENDERS[name]
+            more = [args.fused] if make is Array else []
+            every[name] = make(configs, compiled, *more)
         best = in_turns(every, args.steps)
         for name, one in every.items():
-            wall, cpu = best[name]
-            ratio = [best["alone"][0] / wall, best["alone"][1] / cpu]
-            other = "vmap compiled" if "compiled" in name else "vmap"
-            vmapped = best[other][0] / wall if other in best else 0.0
-            cells = seq * batch / wall, *ratio, vmapped, peak_mib(one)
-            print(f"{count:6} {name:<15}" + "".join(f"{x:10.5g}" for x in cells), flush=True)
-            row = {"model": args.model, "fused": args.fused, "B": count, "contender": name}
-            row |= dict(zip(names, (round(x, 3) for x in cells), strict=True))
-            record(args, [*row.items()][:4], row)
+            row = {"B": count, "contender": name, "MiB": peak_mib(one)}
+            print(json.dumps(row | dict(zip(("wall", "cpu"), best[name], strict=True))), flush=True)
             one.close()
 
 
@@ -275,7 +299,10 @@ def markdown(found: dict[str, Any]) -> str:
     and seconds of command lines."""
     rows = [row for row in found["rows"] if "contender" in row]
     lines = [f"{found['cpu']}, {found['cores']} cores, torch {found['torch']}", ""]
-    lines += ["| model | B | " + " | ".join(CONTENDERS) + " |", "|---|---" + "|---" * 5 + "|"]
+    lines += [
+        "| model | B | " + " | ".join(CONTENDERS) + " |",
+        "|---|---" + "|---" * len(CONTENDERS) + "|",
+    ]
     by_case: dict[tuple[str, bool, int], dict[str, float]] = {}
     for row in rows:
         case = by_case.setdefault((row["model"], row["fused"], row["B"]), {})
