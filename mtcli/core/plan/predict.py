@@ -14,7 +14,6 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.rules import require
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import forward_flops
-from mtcli.core.plan.gpu_time import PHYSICS, Physics
 from mtcli.core.plan.hardware import Device, device_named, for_run
 from mtcli.core.plan.memory import Memory, memory
 from mtcli.core.plan.step_time import (
@@ -153,9 +152,9 @@ def predict(config: RunConfig, world: int, device: str) -> Prediction:
     )
 
 
-def predict_workload(work: Workload, device: Device, physics: Physics = PHYSICS) -> Prediction:
+def predict_workload(work: Workload, device: Device) -> Prediction:
     """The cost of a workload's step."""
-    costs = step_costs(work, device, physics)
+    costs = step_costs(work, device)
     pipeline, bubble = pipeline_seconds(work, costs)
     step = pipeline + costs.gradients_exposed + costs.optimizer + costs.overhead
     return Prediction(work, device, memory(work, device), costs, step, bubble)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mtcli.core.plan.gpu_time import PHYSICS
 from mtcli.core.plan.hardware import gib
 from mtcli.core.plan.memory import fits, memory, smallest
 from mtcli.core.plan.predict import Prediction, predict_workload
@@ -96,7 +95,7 @@ def _quickest(
 
 def _estimate(work: Workload, best: Prediction) -> Prediction:
     """Predicts a step as its lower bound, times the best's step over its own bound."""
-    device, costs = best.device, step_costs(work, best.device, PHYSICS)
+    device, costs = best.device, step_costs(work, best.device)
     over = best.step_seconds / lower_bound(best.work, device)
     step = over * lower_bound(work, device)
     after = costs.gradients_exposed + costs.optimizer + costs.overhead

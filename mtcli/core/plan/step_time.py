@@ -16,7 +16,6 @@ from mtcli.core.plan.communication import (
 from mtcli.core.plan.cpu_time import host_block, host_step
 from mtcli.core.plan.elements import block_elements, rank_elements
 from mtcli.core.plan.gpu_time import (
-    Physics,
     attention_seconds,
     block_seconds,
     embedding_seconds,
@@ -30,33 +29,33 @@ from mtcli.core.schedule.timeline import Timeline, simulate
 STATE_PASSES = 2  # the optimizer reads and writes masters and moments
 
 
-def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
+def step_costs(work: Workload, device: Device) -> Costs:
     """Costs of each part of a step."""
-    parts = block_costs(work, device, physics)
+    parts = block_costs(work, device)
     if device.calibration:
         return host_step(work, parts, device)
     elements = block_elements(work)
-    sharded = passes(sharded_block(elements, work), device, physics)
-    added = elements.total * accumulated_bytes(work) / (device.memory_bandwidth * physics.memory)
+    sharded = passes(sharded_block(elements, work), device)
+    added = elements.total * accumulated_bytes(work) / device.reached_bandwidth
     block = Pass(
-        _covered(parts.block.forward, sharded.forward, physics),
-        _covered(parts.block.backward + added, sharded.backward, physics),
+        _covered(parts.block.forward, sharded.forward, device),
+        _covered(parts.block.backward + added, sharded.backward, device),
     )
     beside = _undisturbed(work, block, parts, device)
-    gradients, exposed = _gradients(work, beside, device, physics)
+    gradients, exposed = _gradients(work, beside, device)
     return replace(
         parts,
         block=block,
         sharded=sharded,
-        hop=collective_seconds(pipeline_hop(work), device, physics),
+        hop=collective_seconds(pipeline_hop(work), device),
         gradients=gradients,
         gradients_exposed=exposed,
-        optimizer=_optimizer(work, device, physics),
-        overhead=physics.step_overhead,
+        optimizer=_optimizer(work, device),
+        overhead=device.physics.step_overhead,
     )
 
 
-def block_costs(work: Workload, device: Device, physics: Physics) -> Costs:
+def block_costs(work: Workload, device: Device) -> Costs:
     """Costs of a step's parts that do not depend on the pipeline or on the data ranks."""
     p = work.layout
     axes = {"tp": p.tp, "cp": p.cp, "ep": p.ep, "etp": p.etp}
@@ -64,18 +63,18 @@ def block_costs(work: Workload, device: Device, physics: Physics) -> Costs:
     block_work = replace(
         work, layout=alone, global_batch_size=0, schedule_name="", zero=0, stage_sizes=()
     )
-    return _block_parts(block_work, device, physics)
+    return _block_parts(block_work, device)
 
 
 @cache
-def _block_parts(work: Workload, device: Device, physics: Physics) -> Costs:
+def _block_parts(work: Workload, device: Device) -> Costs:
     if device.calibration:
         return host_block(work, device)
-    compute = block_seconds(work, device, physics)
-    tensor = tensor_parallel(work, device, physics)
-    context = context_parallel(work, device, physics)
-    expert = expert_parallel(work, device, physics)
-    attention = attention_seconds(work, device, physics)
+    compute = block_seconds(work, device)
+    tensor = tensor_parallel(work, device)
+    context = context_parallel(work, device)
+    expert = expert_parallel(work, device)
+    attention = attention_seconds(work, device)
     hides = work.cp_mode == "ring"  # a hop travels while a block of scores is computed
     forward = compute.forward + tensor.forward + expert.forward
     forward += max(0.0, context.forward - hides * attention.forward)
@@ -88,8 +87,8 @@ def _block_parts(work: Workload, device: Device, physics: Physics) -> Costs:
         tensor=tensor,
         context=context,
         expert=expert,
-        first=embedding_seconds(work, device, physics),
-        last=head_seconds(work, device, physics),
+        first=embedding_seconds(work, device),
+        last=head_seconds(work, device),
         recomputed=again,
     )
 
@@ -106,24 +105,24 @@ def _undisturbed(work: Workload, block: Pass, parts: Costs, device: Device) -> P
     return Pass(max(0.0, forward), max(0.0, backward))
 
 
-def _covered(compute: float, fetched: float, physics: Physics) -> float:
+def _covered(compute: float, fetched: float, device: Device) -> float:
     """Seconds of a block whose weights are all-gathered while the one before computes."""
-    hidden = min(fetched, compute) * physics.shard_overlap
+    hidden = min(fetched, compute) * device.physics.shard_overlap
     return compute + fetched - hidden
 
 
-def _gradients(
-    work: Workload, beside: Pass, device: Device, physics: Physics
-) -> tuple[float, float]:
-    across = max(exchange_seconds(work, rank, device, physics) for rank in work.large_ranks)
+def _gradients(work: Workload, beside: Pass, device: Device) -> tuple[float, float]:
+    across = max(exchange_seconds(work, rank, device) for rank in work.large_ranks)
     if work.zero == 3:
         return across, across
     ranks = [
-        passes(gradient_reduction(rank_elements(work, pp_rank), work), device, physics)
+        passes(gradient_reduction(rank_elements(work, pp_rank), work), device)
         for pp_rank in work.large_ranks
     ]
     most = max(ranks, key=lambda rank: rank.forward + rank.backward)
-    behind = beside * (max(work.layers_of_stage) * _chunk_passes(work) * physics.data_overlap)
+    behind = beside * (
+        max(work.layers_of_stage) * _chunk_passes(work) * device.physics.data_overlap
+    )
     exposed = max(0.0, most.backward - hidden_reduction(work, behind))
     exposed += max(0.0, most.forward - hidden_gather(work, behind))
     return most.forward + most.backward + across, exposed + across
@@ -164,7 +163,7 @@ def hidden_gather(work: Workload, behind: Pass) -> float:
     return 0.0
 
 
-def _optimizer(work: Workload, device: Device, physics: Physics) -> float:
+def _optimizer(work: Workload, device: Device) -> float:
     """Seconds of the update: gradients read twice (norm, update), optimizer state read and written.
 
     LAMB reads masters and moments once more: its steps' lengths are known when all have been seen.
@@ -176,7 +175,7 @@ def _optimizer(work: Workload, device: Device, physics: Physics) -> float:
         moved += (sizes.master or sizes.weight) + sizes.moments
     shards = layout.dp * layout.cp if work.zero else 1
     elements = max(rank_elements(work, pp_rank).total for pp_rank in work.large_ranks) / shards
-    return elements * moved / (device.memory_bandwidth * physics.memory)
+    return elements * moved / device.reached_bandwidth
 
 
 def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:

@@ -4,12 +4,12 @@ Each function registered here takes the place of plan's own for a `PublishedWork
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil, log2
 
 from mtcli.core.plan.communication import crossing_share, group_bandwidth, tensor_parallel
 from mtcli.core.plan.gpu_time import (
-    Physics,
     attention_flops,
     attention_rate,
     attention_seconds,
@@ -17,6 +17,7 @@ from mtcli.core.plan.gpu_time import (
     elementwise_bytes,
 )
 from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.physics import Physics
 from mtcli.core.plan.step_time import accumulated_bytes, hidden_gather, hidden_reduction
 from mtcli.core.plan.workload import Pass, Workload
 
@@ -84,6 +85,12 @@ class PublishedPhysics(Physics):
 PUBLISHED = PublishedPhysics()
 
 
+@cache
+def published(device: Device, physics: PublishedPhysics = PUBLISHED) -> Device:
+    """The device of a published run, whose software reaches these shares of its rates."""
+    return replace(device, physics=physics)
+
+
 def since(source: str, month: int, former: bool = False) -> bool:
     """Whether a source may use what appeared in a month, by the number of its preprint. One without
     may use everything, but `former` code, of fp16 or fp32, what there was in FP16_CODE."""
@@ -94,10 +101,12 @@ def since(source: str, month: int, former: bool = False) -> bool:
 
 
 @attention_seconds.register
-def _(work: PublishedWork, device: Device, physics: PublishedPhysics) -> Pass:
+def _(work: PublishedWork, device: Device) -> Pass:
     """Seconds of unfused attention, which computes the full square and moves every score."""
     if work.flash:
-        return attention_seconds.dispatch(Workload)(work, device, physics)
+        return attention_seconds.dispatch(Workload)(work, device)
+    physics = device.physics
+    assert isinstance(physics, PublishedPhysics), "of former software"
     aligned = 1.0 if work.model.head_dim % 8 == 0 else physics.misaligned
     rate = attention_rate(work, device) * physics.unfused_attention * aligned
     seconds = attention_flops(work) / rate
@@ -106,13 +115,13 @@ def _(work: PublishedWork, device: Device, physics: PublishedPhysics) -> Pass:
     # Products write and read them once each, softmax and dropout read and write them once each, and
     # so do scale and mask where they are kernels of their own; a byte of the dropout's mask.
     passes = 6.5 if work.fused else 10.5
-    moved = scores * passes / (device.memory_bandwidth * physics.memory)
+    moved = scores * passes / device.reached_bandwidth
     return Pass(seconds + moved, 2 * seconds + 1.5 * moved)
 
 
 @elementwise_bytes.register
-def _(work: PublishedWork, physics: Physics) -> float:
-    moved = elementwise_bytes.dispatch(Workload)(work, physics)
+def _(work: PublishedWork, device: Device) -> float:
+    moved = elementwise_bytes.dispatch(Workload)(work, device)
     return moved if work.fused else moved * UNFUSED
 
 
@@ -143,7 +152,7 @@ def _(work: PublishedWork, behind: Pass) -> float:
 
 
 @tensor_parallel.register
-def _(work: PublishedWork, device: Device, physics: Physics) -> Pass:
+def _(work: PublishedWork, device: Device) -> Pass:
     """Seconds of a block of Optimus, whose products are all A B: blocks of activations go along
     rows of the mesh, blocks of weights along columns, and twice as much in the backward pass, which
     is the 7bsh + 12h^2 and, with recomputation, 21bsh + 36h^2 of arXiv:2104.05343, table 1.
@@ -151,15 +160,15 @@ def _(work: PublishedWork, device: Device, physics: Physics) -> Pass:
     mesh that is about as wide as it is high, the paper's bunched placement."""
     q, size = work.layout.tp_rows, work.sizes.weight
     if q == 1:
-        return tensor_parallel.dispatch(Workload)(work, device, physics)
+        return tensor_parallel.dispatch(Workload)(work, device)
     shapes = dense_gemms(work)
     rows = float(sum(m * k for m, _, k in shapes) * size / q)
     columns = float(sum(k * n for _, n, k in shapes) * size / q)
     wide = 2 ** ceil(log2(device.node_size) / 2)
     high = 1 if q * q <= device.node_size else wide
     across = 1 if q * q <= device.node_size else device.node_size // wide
-    once = rows / group_bandwidth(q, across, device, physics)
-    once += columns / group_bandwidth(q, high, device, physics)
+    once = rows / group_bandwidth(q, across, device)
+    once += columns / group_bandwidth(q, high, device)
     step = device.link if q * q <= device.node_size else device.network
     once += 2 * q * len(shapes) * (q - 1) * step.latency
     return Pass(once, 2 * once)
