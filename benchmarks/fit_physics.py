@@ -92,8 +92,7 @@ def fit(
 def _bound(record: PublishedRun, physics: PublishedPhysics) -> float:
     device = published(record.device, physics)
     if record.of_block:
-        block = block_costs(record.work, device).block
-        return block.forward + block.backward
+        return block_costs(record.work, device).block.total
     return lower_bound(record.work, device)
 
 

@@ -145,13 +145,7 @@ def expert_parallel(work: Workload, device: Device) -> Pass:
     if not work.model.num_experts:
         return Pass()
     nodes = work.layout.ep / _together(work.layout.ep, work.layout.etp, device)
-    return passes(traffic.expert_parallel(work), device, crossing_share(work, nodes))
-
-
-@singledispatch
-def crossing_share(work: Workload, nodes: float) -> float:
-    """Share of the token copies for other nodes' experts that cross the network: all."""
-    return 1.0
+    return passes(traffic.expert_parallel(work), device, work.crossing_share(nodes))
 
 
 def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:

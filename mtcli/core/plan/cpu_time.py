@@ -67,7 +67,7 @@ def _there_and_back(work: Workload, forward: Amounts) -> Ways:
 def _routed(work: Workload) -> Amounts:
     m, layout = work.model, work.layout
     rows, width = work.expert_rows, m.moe_ffn_hidden_size / layout.etp
-    gemms = 3 if m.is_gated else 2
+    gemms = 1 + m.up_factor
     return Amounts(
         flops=2.0 * rows * gemms * width * m.hidden_size,
         inner=rows * width,
@@ -155,12 +155,11 @@ def host_block(work: Workload, device: Device) -> Costs:
 
 
 def host_step(work: Workload, parts: Costs, device: Device) -> Costs:
-    """Costs of all of a step's parts: `parts`, hops, gradients and the update. Nothing of it is
-    hidden, as ranks' collectives take the cores that compute."""
+    """Costs of all of a step's parts: `parts`, gradients and the update. Nothing of it is hidden,
+    as ranks' collectives take the cores that compute."""
     layout, known = work.layout, device.measured
     gradients = max(_gradients(rank, work, device) for rank in work.large_ranks)
     gradients += transfer_seconds(traffic.tied_embedding(work), device)
-    sharded = passes(traffic.sharded_block(block_elements(work), work), device)
     shards = layout.dp * layout.cp if work.zero else 1
     per_block, per_element = known.update
     update = max(
@@ -172,9 +171,7 @@ def host_step(work: Workload, parts: Costs, device: Device) -> Costs:
     agreement = 0.0 if layout.world == 1 else sums * transfer_seconds([NORM], device)
     costs = replace(
         parts,
-        block=parts.block + sharded,
-        sharded=sharded,
-        hop=transfer_seconds([traffic.pipeline_hop(work)], device),
+        block=parts.block + parts.sharded,
         gradients=gradients,
         gradients_exposed=gradients,
         optimizer=update,

@@ -82,10 +82,8 @@ def dense_gemms(work: Workload) -> list[GemmShape]:
     fused = queries + 2 * m.num_kv_heads * m.head_dim
     shapes = [(work.tokens, fused, m.hidden_size), (work.tokens, m.hidden_size, queries)]
     inner = m.dense_ffn_hidden_size
-    if inner:
-        up = 2 if m.is_gated else 1
-        shapes += [(work.tokens, up * inner, m.hidden_size), (work.tokens, m.hidden_size, inner)]
-    return shapes
+    up = (work.tokens, m.up_factor * inner, m.hidden_size)
+    return [*shapes, up, (work.tokens, m.hidden_size, inner)] if inner else shapes
 
 
 def _dense(work: Workload, device: Device) -> Pass:
@@ -108,8 +106,7 @@ def _routed(work: Workload, device: Device) -> Pass:
     experts = m.num_experts // layout.ep
     rows = max(1, round(work.expert_rows / experts))
     inner = m.moe_ffn_hidden_size // layout.etp
-    up = 2 if m.is_gated else 1
-    shapes = [(rows, up * inner, m.hidden_size), (rows, m.hidden_size, inner)]
+    shapes = [(rows, m.up_factor * inner, m.hidden_size), (rows, m.hidden_size, inner)]
     return _gemms(work, device, shapes, experts)
 
 
@@ -146,12 +143,11 @@ def gemm_seconds(shape: GemmShape, work: Workload, device: Device, copies: int =
     return max(2.0 * m * n * k / rate, moved)
 
 
-@singledispatch
 def elementwise_bytes(work: Workload, device: Device) -> float:
     """Bytes that norms, residuals, dropout, activation and rotation read and write."""
     m, tp = work.model, work.layout.tp
     shared = 10.0 * m.hidden_size / (tp if work.sequence_parallel else 1)
-    per_width = 3 if m.is_gated else 2
+    per_width = 1 + m.up_factor
     rotated = 2.0 * (m.num_heads + work.kv_heads) * m.head_dim / tp * (m.position == "rope")
     if m.num_experts:
         widths = m.top_k * m.moe_ffn_hidden_size + m.shared_expert_ffn_hidden_size
@@ -159,4 +155,5 @@ def elementwise_bytes(work: Workload, device: Device) -> float:
         inner = per_width * widths / tp + routed
     else:
         inner = per_width * m.ffn_hidden_size / tp
-    return work.tokens * (shared + rotated + inner) * work.sizes.weight * device.physics.traffic
+    moved = work.tokens * (shared + rotated + inner) * work.sizes.weight
+    return moved * device.physics.traffic * work.unfused

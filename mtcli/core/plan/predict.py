@@ -105,9 +105,7 @@ class Prediction:
     def communication_seconds(self) -> dict[str, float]:
         """Seconds a rank spends per step on each axis, hidden or not."""
         work, costs = self.work, self.costs
-        blocks = work.num_micro_batches * max(
-            work.layers_of_rank(pp_rank) for pp_rank in range(work.layout.pp)
-        )
+        blocks = work.num_micro_batches * work.most_layers
         again = 1.0 if work.recompute == "full" else 0.0
 
         def total(seconds: Pass) -> float:

@@ -282,7 +282,7 @@ def _loose_bound(work: Workload, device: Device) -> float:
     """Seconds of the blocks of the rank with most layers: quicker to know than `lower_bound`."""
     block = block_costs(work, device).block
     layers = -(-work.model.num_layers // work.layout.pp)
-    return work.num_micro_batches * layers * (block.forward + block.backward)
+    return work.num_micro_batches * layers * block.total
 
 
 def lower_bound(work: Workload, device: Device) -> float:
@@ -297,7 +297,7 @@ def lower_bound(work: Workload, device: Device) -> float:
     weights = weight_seconds(work, costs) if work.splits_backward else [0.0] * len(stages)
     bound, around = 0.0, weights[0]
     for rank in range(pp):
-        busy = m * sum(stage.forward + stage.backward for stage in stages[rank::pp])
+        busy = m * sum(stage.total for stage in stages[rank::pp])
         bound = max(bound, around + busy - min(m, rank + 1) * weights[rank])
         around += stages[rank].forward + stages[rank].backward - weights[rank] + 2 * costs.hop
     return bound / costs.crowd + costs.gradients_exposed + costs.optimizer + costs.overhead

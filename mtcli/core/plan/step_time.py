@@ -1,7 +1,7 @@
 """Seconds of the parts of a step, and of its pipeline: the schedule simulated with them."""
 
 from dataclasses import replace
-from functools import cache, singledispatch
+from functools import cache
 from math import prod
 
 from mtcli.core.mesh.layout import ParallelLayout
@@ -31,12 +31,13 @@ STATE_PASSES = 2  # the optimizer reads and writes masters and moments
 
 def step_costs(work: Workload, device: Device) -> Costs:
     """Costs of each part of a step."""
-    parts = block_costs(work, device)
-    if device.calibration:
-        return host_step(work, parts, device)
     elements = block_elements(work)
     sharded = passes(sharded_block(elements, work), device)
-    added = elements.total * accumulated_bytes(work) / device.reached_bandwidth
+    hop = collective_seconds(pipeline_hop(work), device)
+    parts = replace(block_costs(work, device), sharded=sharded, hop=hop)
+    if device.calibration:
+        return host_step(work, parts, device)
+    added = elements.total * work.accumulated_bytes / device.reached_bandwidth
     block = Pass(
         _covered(parts.block.forward, sharded.forward, device),
         _covered(parts.block.backward + added, sharded.backward, device),
@@ -46,8 +47,6 @@ def step_costs(work: Workload, device: Device) -> Costs:
     return replace(
         parts,
         block=block,
-        sharded=sharded,
-        hop=collective_seconds(pipeline_hop(work), device),
         gradients=gradients,
         gradients_exposed=exposed,
         optimizer=_optimizer(work, device),
@@ -76,13 +75,10 @@ def _block_parts(work: Workload, device: Device) -> Costs:
     expert = expert_parallel(work, device)
     attention = attention_seconds(work, device)
     hides = work.cp_mode == "ring"  # a hop travels while a block of scores is computed
-    forward = compute.forward + tensor.forward + expert.forward
-    forward += max(0.0, context.forward - hides * attention.forward)
-    backward = compute.backward + tensor.backward + expert.backward
-    backward += max(0.0, context.backward - hides * attention.backward)
-    again = {"full": forward, "selective": attention.forward, "none": 0.0}[work.recompute]
+    busy = compute + tensor + expert + context.beyond(attention * hides)
+    again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}[work.recompute]
     return Costs(
-        block=Pass(forward, backward + again),
+        block=Pass(busy.forward, busy.backward + again),
         compute=compute,
         tensor=tensor,
         context=context,
@@ -101,8 +97,7 @@ def _undisturbed(work: Workload, block: Pass, parts: Costs, device: Device) -> P
     for size, seconds in zip(ranks, (parts.tensor, parts.context, parts.expert), strict=True):
         busy += seconds * (size > device.node_size)
     again = busy.forward * (work.recompute == "full")
-    forward, backward = block.forward - busy.forward, block.backward - busy.backward - again
-    return Pass(max(0.0, forward), max(0.0, backward))
+    return block.beyond(busy).beyond(Pass(backward=again))
 
 
 def _covered(compute: float, fetched: float, device: Device) -> float:
@@ -119,13 +114,13 @@ def _gradients(work: Workload, beside: Pass, device: Device) -> tuple[float, flo
         passes(gradient_reduction(rank_elements(work, pp_rank), work), device)
         for pp_rank in work.large_ranks
     ]
-    most = max(ranks, key=lambda rank: rank.forward + rank.backward)
+    most = max(ranks, key=lambda rank: rank.total)
     behind = beside * (
         max(work.layers_of_stage) * _chunk_passes(work) * device.physics.data_overlap
     )
-    exposed = max(0.0, most.backward - hidden_reduction(work, behind))
-    exposed += max(0.0, most.forward - hidden_gather(work, behind))
-    return most.forward + most.backward + across, exposed + across
+    hides = work.hiding_passes
+    hidden = Pass(behind.forward * hides.forward, behind.backward * hides.backward)
+    return most.total + across, most.beyond(hidden).total + across
 
 
 def _chunk_passes(work: Workload) -> int:
@@ -139,28 +134,6 @@ def _chunk_passes(work: Workload) -> int:
     """
     group = min(work.layout.pp, work.num_micro_batches)
     return (work.layout.vpp - 1) * group + 1
-
-
-@singledispatch  # `published/software.py` has that of former years
-def accumulated_bytes(work: Workload) -> float:
-    """Bytes per weight that a backward pass moves to keep its gradient, in the mean: it is read and
-    copied to a wide bucket (core/sync/all_reduce.py); that of a later micro-batch is added to what
-    is there, which is read too."""
-    width = work.gradient_width
-    again = 0.0 if work.zero == 3 else width * (1 - 1 / work.num_micro_batches)
-    return work.sizes.weight + width + again
-
-
-@singledispatch  # `published/software.py` has that of former years
-def hidden_reduction(work: Workload, behind: Pass) -> float:
-    """Seconds of the last backward passes, behind which gradients are reduced bucket by bucket."""
-    return behind.backward
-
-
-@singledispatch
-def hidden_gather(work: Workload, behind: Pass) -> float:
-    """Seconds of the next forward pass that hide zero=1's all-gather of weights: it goes first."""
-    return 0.0
 
 
 def _optimizer(work: Workload, device: Device) -> float:

@@ -1,6 +1,7 @@
 """Models the software of published runs where it differs from ours, by the year of their preprint.
 
-Each function registered here takes the place of plan's own for a `PublishedWork`.
+What `PublishedWork` overrides, and each function registered here for it, takes the place of plan's
+own.
 """
 
 import re
@@ -8,17 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, log2
 
-from mtcli.core.plan.communication import crossing_share, group_bandwidth, tensor_parallel
-from mtcli.core.plan.gpu_time import (
-    attention_flops,
-    attention_rate,
-    attention_seconds,
-    dense_gemms,
-    elementwise_bytes,
-)
+from mtcli.core.plan.communication import group_bandwidth, tensor_parallel
+from mtcli.core.plan.gpu_time import attention_flops, attention_rate, attention_seconds, dense_gemms
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.physics import Physics
-from mtcli.core.plan.step_time import accumulated_bytes, hidden_gather, hidden_reduction
 from mtcli.core.plan.workload import Pass, Workload
 
 # Years and months from which a source's own code may have them.
@@ -51,6 +45,28 @@ class PublishedWork(Workload):
         return self.sizes.weight if self.narrow_gradients else self.sizes.gradient
 
     @property
+    def accumulated_bytes(self) -> float:
+        """None where a GEMM adds. In former code the first micro-batch's stay where they are, and
+        later ones are read, with those to which they are added, and written."""
+        later = 1 - 1 / self.num_micro_batches
+        return 0.0 if self.adds_in_gemm else (self.sizes.weight + 2.0 * self.gradient_width) * later
+
+    @property
+    def hiding_passes(self) -> Pass:
+        """No backward in former code, which reduced gradients when the last one was done."""
+        return Pass(float(self.gathers_ahead), float(self.hides_reduction))
+
+    @property
+    def unfused(self) -> float:
+        """More where kernels of former code were not fused."""
+        return 1.0 if self.fused else UNFUSED
+
+    def crossing_share(self, nodes: float) -> float:
+        """Share of token copies that cross: all, or one for each node with some of its experts."""
+        copies = self.model.top_k
+        return nodes * (1 - (1 - 1 / nodes) ** copies) / copies if self.once_per_node else 1.0
+
+    @property
     def block_bytes(self) -> float:
         """Bytes saved by code from before flash attention: arXiv:2205.05198, equations 1 to 6, with
         general widths, gated MLPs and experts."""
@@ -63,7 +79,7 @@ class PublishedWork(Workload):
         if self.recompute == "none":  # the softmax, and where it is dropped a mask and the result
             per_score = size + (1 + size) * bool(m.attention_dropout)
             heads += per_score * m.num_heads * self.seq_len
-        widths = 3 if m.is_gated else 2
+        widths = 1 + m.up_factor
         mlp = widths * m.ffn_hidden_size * size / tp
         if m.num_experts:
             routed = 2 * m.hidden_size * self.layout.etp + widths * m.moe_ffn_hidden_size
@@ -117,38 +133,6 @@ def _(work: PublishedWork, device: Device) -> Pass:
     passes = 6.5 if work.fused else 10.5
     moved = scores * passes / device.reached_bandwidth
     return Pass(seconds + moved, 2 * seconds + 1.5 * moved)
-
-
-@elementwise_bytes.register
-def _(work: PublishedWork, device: Device) -> float:
-    moved = elementwise_bytes.dispatch(Workload)(work, device)
-    return moved if work.fused else moved * UNFUSED
-
-
-@crossing_share.register
-def _(work: PublishedWork, nodes: float) -> float:
-    """Share of token copies that cross: all, or one for each node with some of its experts."""
-    copies = work.model.top_k
-    return nodes * (1 - (1 - 1 / nodes) ** copies) / copies if work.once_per_node else 1.0
-
-
-@accumulated_bytes.register
-def _(work: PublishedWork) -> float:
-    """None where a GEMM adds. In former code the first micro-batch's stay where they are, and
-    later ones are read, with those to which they are added, and written."""
-    later = 1 - 1 / work.num_micro_batches
-    return 0.0 if work.adds_in_gemm else (work.sizes.weight + 2.0 * work.gradient_width) * later
-
-
-@hidden_reduction.register
-def _(work: PublishedWork, behind: Pass) -> float:
-    """Nothing in former code, which reduced gradients when the last backward pass was done."""
-    return behind.backward * work.hides_reduction
-
-
-@hidden_gather.register
-def _(work: PublishedWork, behind: Pass) -> float:
-    return behind.forward * work.gathers_ahead
 
 
 @tensor_parallel.register
