@@ -26,7 +26,7 @@ from scipy.optimize import least_squares
 
 from mtcli.core.plan.certainty import SHARE, kind_of
 from mtcli.core.plan.published.records import PublishedRun
-from mtcli.core.plan.published.software import PUBLISHED, PublishedPhysics
+from mtcli.core.plan.published.software import PUBLISHED, PublishedPhysics, published
 from mtcli.core.plan.published.validate import Scored, read_records, score, summarize
 from mtcli.core.plan.search import lower_bound
 from mtcli.core.plan.step_time import block_costs
@@ -90,10 +90,10 @@ def fit(
 
 
 def _bound(record: PublishedRun, physics: PublishedPhysics) -> float:
+    device = published(record.device, physics)
     if record.of_block:
-        block = block_costs(record.work, record.device, physics).block
-        return block.forward + block.backward
-    return lower_bound(record.work, record.device, physics)
+        return block_costs(record.work, device).block.total
+    return lower_bound(record.work, device)
 
 
 def loss(scored: Sequence[Scored]) -> float:

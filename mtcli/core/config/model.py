@@ -169,6 +169,11 @@ class ModelConfig(Section):
         return self.activation == "swiglu"
 
     @property
+    def up_factor(self) -> int:
+        """Width of an MLP's first GEMM over the inner width."""
+        return 2 if self.is_gated else 1
+
+    @property
     def dense_ffn_hidden_size(self) -> int:
         """Inner width of the MLP that every token visits, with experts the shared one; 0: none."""
         return self.shared_expert_ffn_hidden_size if self.num_experts else self.ffn_hidden_size

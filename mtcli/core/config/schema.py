@@ -272,79 +272,77 @@ class RunConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fit_sequences(cls, values: Any) -> Any:
-        """Defaults the sequence length to the model's longest, up to 1024."""
-        match values:
-            case {"model": {"max_seq_len": int(longest)}} if 0 < longest < 1024:
-                batch = values.get("batch", {})
-                if isinstance(batch, dict):
-                    return values | {"batch": {"seq_len": longest} | batch}
+    def _fill_defaults(cls, values: Any) -> Any:
+        for fit in (_fit_head, _fit_conversations, _fit_examples, _fit_sequences):
+            values = fit(values)
         return values
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fit_examples(cls, values: Any) -> Any:
-        """Holds no examples back for validation, fills rows with a question's four choices, and
-        takes one epoch where no length is set."""
-        match values:
-            case {"data": {"format": "race" | "classification" as kind, **data}}:
-                values = values | {"data": {"split": "1,0,0"} | data | {"format": kind}}
-                values |= _one_epoch(values)
-        match values:
-            case {"data": {"format": "race"}, "model": {"max_seq_len": int(longest)}}:
-                batch = values.get("batch", {})
-                if isinstance(batch, dict) and longest > 0:
-                    size = RACE_CHOICES * min(RACE_TOKENS, longest)
-                    return values | {"batch": {"seq_len": size} | batch}
-        return values
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fit_conversations(cls, values: Any) -> Any:
-        """Reads .jsonl files as conversations: packed with document masks, nothing held back for
-        validation, and one epoch where no length is set."""
-        data = values.get("data") if isinstance(values, dict) else None
-        if not isinstance(data, dict):
+def _fit_head(values: Any) -> Any:
+    """Takes the head of an encoder that reads the data's format, and the format that a head reads,
+    where only one of them is set."""
+    match values:
+        case {"model": {"head": _}, "data": {"format": _}}:
             return values
-        names = _listed(data.get("train", ()))
-        if isinstance(names, list | tuple) and names and all(map(_is_jsonl, names)):
-            data = {"format": "conversations"} | data
-        if data.get("format") != "conversations":
-            return values
-        packed = {"document_mask": True, "document_positions": True, "split": "1,0,0"}
-        values = values | {"data": packed | data}
-        return values | _one_epoch(values)
+        case {
+            "model": {"architecture": "bert"},
+            "data": {"format": "race" | "classification" as kind},
+        }:
+            return _with_defaults(values, "model", head=HEAD_OF_FORMAT[kind])
+        case {"model": {"head": "classification" | "multiple_choice" as head}}:
+            (kind,) = (name for name, reader in HEAD_OF_FORMAT.items() if reader == head)
+            return _with_defaults(values, "data", format=kind)
+    return values
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fit_head(cls, values: Any) -> Any:
-        """Takes the head of an encoder that reads the data's format, and the format that a head
-        reads, where only one of them is set."""
-        match values:
-            case {"model": {"head": _}, "data": {"format": _}}:
-                return values
-            case {
-                "model": {"architecture": "bert", **model},
-                "data": {"format": "race" | "classification" as kind},
-            }:
-                head = {"architecture": "bert", "head": HEAD_OF_FORMAT[kind]}
-                return values | {"model": head | model}
-            case {"model": {"head": "classification" | "multiple_choice" as head}}:
-                (kind,) = (name for name, reader in HEAD_OF_FORMAT.items() if reader == head)
-                data = values.get("data", {})
-                return values | (
-                    {"data": {"format": kind} | data} if isinstance(data, dict) else {}
-                )
-        return values
+
+def _fit_conversations(values: Any) -> Any:
+    """Reads .jsonl files as conversations: packed with document masks, nothing held back for
+    validation, and one epoch where no length is set."""
+    match values:
+        case {"data": {"train": names}} if _are_jsonl(_listed(names)):
+            values = _with_defaults(values, "data", format="conversations")
+    match values:
+        case {"data": {"format": "conversations"}}:
+            packed = {"document_mask": True, "document_positions": True, "split": "1,0,0"}
+            return _one_epoch(_with_defaults(values, "data", **packed))
+    return values
+
+
+def _fit_examples(values: Any) -> Any:
+    """Holds no examples back for validation, fills rows with a question's four choices, and takes
+    one epoch where no length is set."""
+    match values:
+        case {"data": {"format": "race" | "classification"}}:
+            values = _one_epoch(_with_defaults(values, "data", split="1,0,0"))
+    match values:
+        case {"data": {"format": "race"}, "model": {"max_seq_len": int(longest)}} if longest > 0:
+            size = RACE_CHOICES * min(RACE_TOKENS, longest)
+            return _with_defaults(values, "batch", seq_len=size)
+    return values
+
+
+def _fit_sequences(values: Any) -> Any:
+    """Defaults the sequence length to the model's longest, up to 1024."""
+    match values:
+        case {"model": {"max_seq_len": int(longest)}} if 0 < longest < 1024:
+            return _with_defaults(values, "batch", seq_len=longest)
+    return values
 
 
 def _one_epoch(values: dict[str, Any]) -> dict[str, Any]:
-    """The train section where it says nothing of a run's length, with an epoch."""
-    train = values.get("train", {})
-    if isinstance(train, dict) and not {"steps", "epochs"} & set(train):
-        return {"train": train | {"epochs": 1.0}}
-    return {}
+    """The tables with an epoch, where they say nothing of a run's length."""
+    match values:
+        case {"train": {"steps": _} | {"epochs": _}}:
+            return values
+    return _with_defaults(values, "train", epochs=1.0)
 
 
-def _is_jsonl(name: Any) -> bool:
-    return isinstance(name, str) and name.endswith(".jsonl")
+def _with_defaults(values: dict[str, Any], section: str, **defaults: Any) -> dict[str, Any]:
+    """The tables with defaults of a section, where that is a table and does not set them."""
+    given = values.get(section, {})
+    return values | {section: defaults | given} if isinstance(given, dict) else values
+
+
+def _are_jsonl(names: Any) -> bool:
+    texts = names if isinstance(names, list | tuple) else ()
+    return bool(texts) and all(isinstance(t, str) and t.endswith(".jsonl") for t in texts)

@@ -19,26 +19,13 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.plan.hardware import Device, device_named, for_run, gib
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.search import SearchResult, apply, fewest, round_batch, search, with_batch
-from mtcli.core.plan.sensitivity import Neighbour, neighbours
+from mtcli.core.plan.sensitivity import CONFIG_NAMES, FIELDS, Neighbour, neighbours
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.atomic_writes import aside
 from mtcli.core.schedule.timeline import Timeline
 
 DEFAULT_TOP = 5
 TOKENS_PER_STEP = 4 * 2**20  # the global batch of a preset that states none
-SEARCHED = (
-    "tp",
-    "tp_mode",
-    "tp_rows",
-    "cp",
-    "pp",
-    "vpp",
-    "ep",
-    "etp",
-    "zero",
-    "recompute",
-    "schedule",
-)
 WORTH_SAYING = 0.02  # more tokens a second, for which another global batch is named
 DRAWN_MICRO_BATCHES = 2  # times pp: what a drawing shows of a longer step
 
@@ -164,7 +151,7 @@ def _filled(table: Table, gpus: int | None, device: Device) -> Table:
 
 
 def _not_searched(pinned: frozenset[str]) -> list[Problem]:
-    known = {f"parallel.{name}" for name in SEARCHED} | {"batch.micro_batch_size"}
+    known = {CONFIG_NAMES.get(name, f"parallel.{name}") for name in FIELDS}
     hint = f"one of {', '.join(sorted(known))}; set others with --set"
     return [
         Problem(f"--fix {field} pins a field that is not searched", hint, field)

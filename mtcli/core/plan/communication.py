@@ -1,30 +1,41 @@
-"""Seconds of collectives and p2p between GPUs, by axis.
+"""Seconds of collectives and p2p between ranks, by axis.
 
-A collective's time is its bytes over the slowest link it crosses, plus a latency per step: of a
-ring for gathers and scatters, of a ring or a tree for all-reduces, of pairs for all-to-alls.
-Ranks that share a node and a group share the node's network links too, so a group with k members
-in every node reaches k times the network's rate per GPU, as far as the fast link allows.
+Between GPUs a collective's time is its bytes over the slowest link it crosses, plus a latency per
+step: of a ring for gathers and scatters, of a ring or a tree for all-reduces, of pairs for
+all-to-alls. Ranks that share a node and a group share the node's network links too, so a group with
+k members in every node reaches k times the network's rate per GPU, as far as the fast link allows.
+Between the processes of a CPU it is what was measured.
 """
 
+from collections.abc import Iterable
 from functools import singledispatch
 from math import ceil, log2
 
 from mtcli.core.plan import traffic
-from mtcli.core.plan.exchange.arithmetic import moved_bytes
+from mtcli.core.plan.calibration import Exchange
+from mtcli.core.plan.exchange.arithmetic import arithmetic_seconds
 from mtcli.core.plan.exchange.methods import exchange_of
-from mtcli.core.plan.gpu_time import Physics
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.traffic import HOPS, PassTransfers, Transfer
+from mtcli.core.plan.traffic import HOPS, Kind, PassTransfers, Transfer
 from mtcli.core.plan.workload import Pass, Workload
 
+LINKS: dict[Kind, Exchange] = {  # what was measured on a CPU, by kind of transfer
+    "all_gather": "gather",
+    "reduce_scatter": "scatter",
+    "all_reduce": "reduce",
+    "all_to_all": "exchange",
+    "ring": "gather",  # everyone gives the next rank its own
+    "fsdp": "hop",  # by gloo, as hops are
+    "p2p": "hop",
+}
 
-def group_bandwidth(size: int, stride: int, device: Device, physics: Physics) -> float:
+
+def group_bandwidth(size: int, stride: int, device: Device) -> float:
     """Bytes/s per rank that a group whose members are `stride` ranks apart reaches."""
     inside = _together(size, stride, device)
-    near = device.link.bandwidth * physics.link
     if inside == size:
-        return near
-    return min(near, inside * device.network.bandwidth * physics.network)
+        return device.reached_link
+    return min(device.reached_link, inside * device.reached_network)
 
 
 def _together(size: int, stride: int, device: Device) -> int:
@@ -44,92 +55,104 @@ def _tree_latency(size: int, stride: int, device: Device) -> float:
     return log2(size / inside) * device.network.latency + log2(inside) * device.link.latency
 
 
-def ring_seconds(moved: float, size: int, stride: int, device: Device, physics: Physics) -> float:
+def ring_seconds(moved: float, size: int, stride: int, device: Device) -> float:
     """Seconds of an all-gather or reduce-scatter whose global tensor has `moved` bytes."""
-    if size == 1:
-        return 0.0
-    bandwidth = group_bandwidth(size, stride, device, physics)
-    return moved * (size - 1) / size / bandwidth + _ring_latency(size, stride, device)
+    sent = moved * (size - 1) / size
+    return sent / group_bandwidth(size, stride, device) + _ring_latency(size, stride, device)
 
 
-def all_reduce_seconds(
-    moved: float, size: int, stride: int, device: Device, physics: Physics
-) -> float:
+def all_reduce_seconds(moved: float, size: int, stride: int, device: Device) -> float:
     """Seconds of an all-reduce: the quicker of a ring, which scatters and gathers, and of a double
     binary tree, up and down, which carries more bytes over fewer steps (as NCCL chooses)."""
-    if size == 1:
-        return 0.0
-    ring = 2 * ring_seconds(moved, size, stride, device, physics)
-    bandwidth = group_bandwidth(size, stride, device, physics)
+    ring = 2 * ring_seconds(moved, size, stride, device)
+    bandwidth = group_bandwidth(size, stride, device)
     return min(ring, 2 * moved / bandwidth + 2 * _tree_latency(size, stride, device))
 
 
-def collective_seconds(
-    sent: Transfer, device: Device, physics: Physics, crossing: float = 1.0
-) -> float:
-    """Seconds of collectives; `crossing` is the share of an all-to-all's bytes for other nodes that
-    cross the network."""
-    kind, moved, size, stride, times = sent
-    if size == 1:
-        return 0.0
-    if kind in HOPS:
-        latency = _ring_latency(size, stride, device) / (size - 1)
-        return times * (moved / group_bandwidth(size, stride, device, physics) + latency)
-    if kind == "all_to_all":
-        return times * _all_to_all(moved, size, stride, device, physics, crossing)
-    timed = all_reduce_seconds if kind == "all_reduce" else ring_seconds
-    return times * timed(moved, size, stride, device, physics)
-
-
-def passes(traffic: PassTransfers, device: Device, physics: Physics, crossing: float = 1.0) -> Pass:
-    """Seconds of both ways of traffic."""
-    return Pass(
-        *(sum(collective_seconds(c, device, physics, crossing) for c in way) for way in traffic)
-    )
-
-
-def _all_to_all(
-    moved: float, size: int, stride: int, device: Device, physics: Physics, crossing: float
-) -> float:
+def _all_to_all(moved: float, size: int, stride: int, device: Device, crossing: float) -> float:
     """Seconds of an all-to-all of 1/size of the tensor per pair, over the network between nodes."""
     inside = _together(size, stride, device)
-    near = moved * (inside - 1) / size / (device.link.bandwidth * physics.link)
-    far = moved * (size - inside) / size / (device.network.bandwidth * physics.network)
+    near = moved * (inside - 1) / size / device.reached_link
+    far = moved * (size - inside) / size / device.reached_network
     steps = (inside - 1) * device.link.latency + (size - inside) * device.network.latency
     return max(near, far * crossing) + steps
 
 
+def collective_seconds(sent: Transfer, device: Device, crossing: float = 1.0) -> float:
+    """Seconds of collectives; `crossing` is the share of an all-to-all's bytes for other nodes that
+    cross the network between GPUs."""
+    kind, moved, size, stride, times = sent
+    if size == 1:
+        return 0.0
+    if device.calibration:
+        return times * _measured_seconds(sent, device)
+    if kind in HOPS:
+        latency = _ring_latency(size, stride, device) / (size - 1)
+        return times * (moved / group_bandwidth(size, stride, device) + latency)
+    if kind == "all_to_all":
+        return times * _all_to_all(moved, size, stride, device, crossing)
+    timed = all_reduce_seconds if kind == "all_reduce" else ring_seconds
+    return times * timed(moved, size, stride, device)
+
+
+def _measured_seconds(sent: Transfer, device: Device) -> float:
+    """Seconds of one collective of a CPU's ranks; one whose ranks are on several machines takes as
+    long as a ring over their network."""
+    ways = 2 if sent.kind == "all_reduce" else 1
+    is_hop = sent.kind in HOPS
+    own = sent.moved if is_hop else sent.moved * (sent.size - 1) / sent.size
+    if device.host_network is not None and sent.size * sent.stride > device.node_size:
+        return _over_network(device, ways * own, 1 if is_hop else ways * (sent.size - 1))
+    latency, per_byte = device.measured.links[LINKS[sent.kind]]
+    return latency + per_byte * own
+
+
+def _over_network(device: Device, sent: float, messages: int) -> float:
+    """Seconds in which a rank sends so many bytes over the network, in messages one after another:
+    as long as they cross, or as long as gloo's sockets take a core, as they do for hops.
+
+    Costs are made longer where ranks share a core, in which time the network goes on by itself.
+    """
+    network, (latency, per_byte) = device.host_network, device.measured.links["hop"]
+    assert network is not None, f"the ranks of {device.name} have no network between them"
+    crossing = sent / network.bandwidth + messages * network.latency
+    return max(latency * messages + per_byte * sent, crossing / device.crowd)
+
+
+def transfer_seconds(sent: Iterable[Transfer], device: Device, crossing: float = 1.0) -> float:
+    """Seconds of transfers, one after another."""
+    return sum(collective_seconds(each, device, crossing) for each in sent)
+
+
+def passes(traffic: PassTransfers, device: Device, crossing: float = 1.0) -> Pass:
+    """Seconds of both ways of traffic."""
+    return Pass(*(transfer_seconds(way, device, crossing) for way in traffic))
+
+
 @singledispatch  # `published/software.py` has the paper's grids
-def tensor_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
+def tensor_parallel(work: Workload, device: Device) -> Pass:
     """Seconds of a block's collectives over tp."""
-    return passes(traffic.tensor_parallel(work), device, physics)
+    return passes(traffic.tensor_parallel(work), device)
 
 
-def context_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
+def context_parallel(work: Workload, device: Device) -> Pass:
     """Seconds of a block's keys and values, and of their gradients."""
-    return passes(traffic.context_parallel(work), device, physics)
+    return passes(traffic.context_parallel(work), device)
 
 
-def expert_parallel(work: Workload, device: Device, physics: Physics) -> Pass:
+def expert_parallel(work: Workload, device: Device) -> Pass:
     """Seconds of a block's dispatch and combine over ep, and their gather and scatter over etp."""
     if not work.model.num_experts:
         return Pass()
     nodes = work.layout.ep / _together(work.layout.ep, work.layout.etp, device)
-    return passes(traffic.expert_parallel(work), device, physics, crossing_share(work, nodes))
+    return passes(traffic.expert_parallel(work), device, work.crossing_share(nodes))
 
 
-@singledispatch
-def crossing_share(work: Workload, nodes: float) -> float:
-    """Share of the token copies for other nodes' experts that cross the network: all."""
-    return 1.0
-
-
-def exchange_seconds(work: Workload, pp_rank: int, device: Device, physics: Physics) -> float:
+def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
     """Mean seconds per step of what a rank sends to other replicas, after its update, and of the
-    arithmetic for it."""
-    exchange = traffic.replica_exchange(work, pp_rank, tree=False)
+    arithmetic for it. All-reduces among replicas are trees by gloo, on CPUs."""
+    exchange = traffic.replica_exchange(work, pp_rank, tree=device.calibration is not None)
     if not exchange:
         return 0.0
-    moved = moved_bytes(exchange_of(work, pp_rank).arithmetic())
-    crossing = sum(collective_seconds(c, device, physics) for c in exchange)
-    return crossing + moved / (device.memory_bandwidth * physics.memory)
+    arithmetic = exchange_of(work, pp_rank).arithmetic()
+    return transfer_seconds(exchange, device) + arithmetic_seconds(arithmetic, device)

@@ -24,6 +24,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.plan.fake_world import fake_shards, fake_world
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.memory import Memory, fullest_rank, rank_memory
+from mtcli.core.plan.search import with_batch
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import synthetic_loader
@@ -172,9 +173,7 @@ def shortened(config: RunConfig, work: Workload) -> RunConfig:
     few = 2 * pp + count % pp if work.layout.vpp > 1 else pp + 2
     if pp == 1 or work.schedule_name != "gpipe":
         count = min(count, few)
-    size = count * work.micro_batch_size * work.layout.batch_shards
-    batch = config.batch.model_copy(update={"global_batch_size": size})
-    return config.model_copy(update={"batch": batch})
+    return with_batch(config, count * work.micro_batch_size * work.layout.batch_shards)
 
 
 def _as_written(config: RunConfig) -> RunConfig:

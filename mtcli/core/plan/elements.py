@@ -212,8 +212,7 @@ def _padded_sizes(
     for parameter in _in_order(run, layers, ends, copied):
         axes = parameter.gradient_axes(layout, sequence_parallel)
         ranks = prod(layout.size(axis) for axis in owner_axes(parameter, layout, sequence_parallel))
-        rows, *columns = parameter.stored_shape(layout)
-        sizes = -(-rows // ranks) * ranks * prod(columns), rows * prod(columns)
+        sizes = _padded(parameter, layout, ranks), prod(parameter.stored_shape(layout))
         by_axes.setdefault(axes, (ranks, []))[1].append(sizes)
     return tuple(by_axes.values())
 

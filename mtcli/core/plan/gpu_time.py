@@ -4,7 +4,7 @@ Matrix products run at the device's sustained rate, less for short inner dimensi
 that do not fill the processors; everything element-wise moves bytes; each kernel costs its launch.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import singledispatch
 from math import ceil
 
@@ -19,84 +19,46 @@ EXPERT_KERNELS = 40  # more of them where tokens are routed
 GemmShape = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
-class Physics:
-    """Shares and latencies that separate a step from the datasheet's rates.
-
-    Some were measured by themselves; `benchmarks/fit_physics.py` fitted the others once, together,
-    on published runs (docs/plan.md). There is none per source, model or row.
-    """
-
-    gemm: float = 0.883
-    """of the sustained matrix rate, reached by a large product inside a training step"""
-    narrow_gemm: float = 0.993
-    """the same for 8- and 4-bit products, which also rescale their inputs"""
-    fill: float = 128.0
-    """inner dimension at which a product's prologue costs as much as its work: a tile's width"""
-    attention: float = 0.391
-    """of the sustained rate, reached by flash attention"""
-    memory: float = 0.9
-    """of the memory bandwidth, reached by element-wise kernels: a copy's on any of the devices"""
-    traffic: float = 2.43
-    """memory traffic of element-wise work over that of perfectly fused kernels"""
-    link: float = 0.8
-    """of the bandwidth inside a node, reached by collectives: about 235 of 300 GB/s on A100s"""
-    network: float = 0.623
-    """of the bandwidth between nodes"""
-    launch: float = 5e-6
-    """seconds between kernels that the host can keep up"""
-    data_overlap: float = 0.85
-    """share of a pass that hides the exchange of gradients and weights: NCCL's channels take about
-    20 of an A100's 108 or an H100's 132 processors meanwhile"""
-    shard_overlap: float = 0.435
-    """share of the shorter of a block's pass and its ZeRO-3 gather that the longer hides"""
-    step_overhead: float = 0.053
-    """seconds of a step outside of its micro-batches: data, logging, the host's bookkeeping"""
-
-
-PHYSICS = Physics()
-
-
-def block_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
+def block_seconds(work: Workload, device: Device) -> Pass:
     """Seconds of a block's arithmetic and memory traffic."""
-    moving = elementwise_bytes(work, physics) / (device.memory_bandwidth * physics.memory)
+    moving = elementwise_bytes(work, device) / device.reached_bandwidth
     busy = (
-        _dense(work, device, physics)
-        + _routed(work, device, physics)
-        + attention_seconds(work, device, physics)
+        _dense(work, device)
+        + _routed(work, device)
+        + attention_seconds(work, device)
         + Pass(moving, 1.5 * moving)
     )
     kernels = BLOCK_KERNELS + (EXPERT_KERNELS if work.model.num_experts else 0)
-    floor = kernels * physics.launch
+    floor = kernels * device.physics.launch
     return Pass(max(busy.forward, floor), max(busy.backward, 2 * floor))
 
 
-def head_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
+def head_seconds(work: Workload, device: Device) -> Pass:
     """Seconds of the logits and their loss, read and written in float32, on the last stage."""
     m = work.model
     rows, panels = work.layout.tp_rows, work.panels
     columns = -(-m.vocab_size // work.columns)
     wide = replace(work, precision="bf16") if work.sizes.gemm in ("fp8", "nvfp4") else work
     shape = (work.tokens // rows, columns, m.hidden_size // panels)
-    logits_gemm = _gemms(wide, device, physics, [shape]) * panels
-    logits = 4.0 * work.tokens // rows * columns * physics.traffic
-    moved = logits / (device.memory_bandwidth * physics.memory)
+    logits_gemm = _gemms(wide, device, [shape]) * panels
+    logits = 4.0 * work.tokens // rows * columns * device.physics.traffic
+    moved = logits / device.reached_bandwidth
     return logits_gemm + Pass(2 * moved, 2 * moved)
 
 
-def embedding_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
+def embedding_seconds(work: Workload, device: Device) -> Pass:
     """Seconds of the lookup and, in the backward pass, its scatter: rows read and written."""
     rows = 2.0 * work.tokens * work.model.hidden_size * work.sizes.weight
-    moved = rows * physics.traffic / (device.memory_bandwidth * physics.memory)
+    moved = rows * device.physics.traffic / device.reached_bandwidth
     return Pass(moved, 2 * moved)
 
 
 @singledispatch  # `published/software.py` has that of former years
-def attention_seconds(work: Workload, device: Device, physics: Physics) -> Pass:
+def attention_seconds(work: Workload, device: Device) -> Pass:
     """Seconds of flash attention: half the square of scores under a causal mask, and 5 GEMMs for 2
     in the backward pass."""
     flops = attention_flops(work) / (2 if work.model.causal else 1)
-    seconds = flops / (attention_rate(work, device) * physics.attention)
+    seconds = flops / (attention_rate(work, device) * device.physics.attention)
     return Pass(seconds, 2.5 * seconds)
 
 
@@ -120,13 +82,11 @@ def dense_gemms(work: Workload) -> list[GemmShape]:
     fused = queries + 2 * m.num_kv_heads * m.head_dim
     shapes = [(work.tokens, fused, m.hidden_size), (work.tokens, m.hidden_size, queries)]
     inner = m.dense_ffn_hidden_size
-    if inner:
-        up = 2 if m.is_gated else 1
-        shapes += [(work.tokens, up * inner, m.hidden_size), (work.tokens, m.hidden_size, inner)]
-    return shapes
+    up = (work.tokens, m.up_factor * inner, m.hidden_size)
+    return [*shapes, up, (work.tokens, m.hidden_size, inner)] if inner else shapes
 
 
-def _dense(work: Workload, device: Device, physics: Physics) -> Pass:
+def _dense(work: Workload, device: Device) -> Pass:
     """Seconds of a block's GEMMs on a rank. SUMMA makes each of them in as many steps as there are
     panels (arXiv:2104.05343, algorithm 1): of what columns contract, and of what rows put out."""
     rows, columns, panels = work.layout.tp_rows, work.columns, work.panels
@@ -134,10 +94,10 @@ def _dense(work: Workload, device: Device, physics: Physics) -> Pass:
     for index, (m, n, k) in enumerate(dense_gemms(work)):
         n, k = (n // columns, k // panels) if index % 2 == 0 else (n // panels, k // columns)
         sharded.append((m // rows, n, k))
-    return _gemms(work, device, physics, sharded) * panels
+    return _gemms(work, device, sharded) * panels
 
 
-def _routed(work: Workload, device: Device, physics: Physics) -> Pass:
+def _routed(work: Workload, device: Device) -> Pass:
     m, layout = work.model, work.layout
     if not m.num_experts:
         return Pass()
@@ -146,18 +106,11 @@ def _routed(work: Workload, device: Device, physics: Physics) -> Pass:
     experts = m.num_experts // layout.ep
     rows = max(1, round(work.expert_rows / experts))
     inner = m.moe_ffn_hidden_size // layout.etp
-    up = 2 if m.is_gated else 1
-    shapes = [(rows, up * inner, m.hidden_size), (rows, m.hidden_size, inner)]
-    return _gemms(work, device, physics, shapes, experts)
+    shapes = [(rows, m.up_factor * inner, m.hidden_size), (rows, m.hidden_size, inner)]
+    return _gemms(work, device, shapes, experts)
 
 
-def _gemms(
-    work: Workload,
-    device: Device,
-    physics: Physics,
-    shapes: list[GemmShape],
-    copies: int = 1,
-) -> Pass:
+def _gemms(work: Workload, device: Device, shapes: list[GemmShape], copies: int = 1) -> Pass:
     """Seconds of [M, K] @ [K, N] for each (M, N, K), and of the two GEMMs of its backward pass, one
     where weights are frozen; in bfloat16 where float8 does not take a weight of [N, K]."""
     forward = backward = 0.0
@@ -165,18 +118,16 @@ def _gemms(
     for m, n, k in shapes:
         wide = given.precision == "fp8" and not is_narrow(given.fp8_scaling, n, k)
         work = replace(given, precision="bf16") if wide else given
-        forward += copies * gemm_seconds((m, n, k), work, device, physics, copies)
-        backward += copies * gemm_seconds((m, k, n), work, device, physics, copies)
+        forward += copies * gemm_seconds((m, n, k), work, device, copies)
+        backward += copies * gemm_seconds((m, k, n), work, device, copies)
         if work.gemms_back > 1:
-            backward += copies * gemm_seconds((n, k, m), work, device, physics, copies)
+            backward += copies * gemm_seconds((n, k, m), work, device, copies)
     return Pass(forward, backward)
 
 
-def gemm_seconds(
-    shape: GemmShape, work: Workload, device: Device, physics: Physics, copies: int = 1
-) -> float:
+def gemm_seconds(shape: GemmShape, work: Workload, device: Device, copies: int = 1) -> float:
     """Seconds of one GEMM of `copies` that are launched together."""
-    m, n, k = shape
+    (m, n, k), physics = shape, device.physics
     narrow = work.sizes.gemm in ("fp8", "nvfp4")
     tiles = copies * ceil(m / TILE) * ceil(n / TILE)
     waves = tiles / device.processors
@@ -185,19 +136,18 @@ def gemm_seconds(
     share = (physics.narrow_gemm if narrow else physics.gemm) * k / (k + physics.fill)
     rate = device.peak(work.sizes.gemm) * device.sustained * share * fullness * padding
     size = work.sizes.weight
-    moved = size * (m * k + k * n + m * n) / (device.memory_bandwidth * physics.memory)
+    moved = size * (m * k + k * n + m * n) / device.reached_bandwidth
     if narrow:  # inputs are read wide and written narrow, twice: as they are and transposed
-        cast = (m * k + k * n) * (size + 2) / (device.memory_bandwidth * physics.memory)
+        cast = (m * k + k * n) * (size + 2) / device.reached_bandwidth
         return max(2.0 * m * n * k / rate, moved) + cast / 2
     return max(2.0 * m * n * k / rate, moved)
 
 
-@singledispatch
-def elementwise_bytes(work: Workload, physics: Physics) -> float:
+def elementwise_bytes(work: Workload, device: Device) -> float:
     """Bytes that norms, residuals, dropout, activation and rotation read and write."""
     m, tp = work.model, work.layout.tp
     shared = 10.0 * m.hidden_size / (tp if work.sequence_parallel else 1)
-    per_width = 3 if m.is_gated else 2
+    per_width = 1 + m.up_factor
     rotated = 2.0 * (m.num_heads + work.kv_heads) * m.head_dim / tp * (m.position == "rope")
     if m.num_experts:
         widths = m.top_k * m.moe_ffn_hidden_size + m.shared_expert_ffn_hidden_size
@@ -205,4 +155,5 @@ def elementwise_bytes(work: Workload, physics: Physics) -> float:
         inner = per_width * widths / tp + routed
     else:
         inner = per_width * m.ffn_hidden_size / tp
-    return work.tokens * (shared + rotated + inner) * work.sizes.weight * physics.traffic
+    moved = work.tokens * (shared + rotated + inner) * work.sizes.weight
+    return moved * device.physics.traffic * work.unfused

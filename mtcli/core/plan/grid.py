@@ -55,7 +55,7 @@ def grid_bytes_per_step(work: Workload) -> GridBytes:
     """Bytes that a rank's blocks send in a step, in the mean; of the pipeline rank with most."""
     forward, backward = grid_traffic(work)
     passes = 2 if work.recompute == "full" else 1
-    blocks = work.num_micro_batches * max(map(work.layers_of_rank, range(work.layout.pp)))
+    blocks = work.num_micro_batches * work.most_layers
     along, down = (blocks * (passes * forward[way] + backward[way]) for way in (0, 1))
     return GridBytes(along, down)
 

@@ -18,6 +18,7 @@ from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.synonyms import closest
 from mtcli.core.plan.calibration import Calibration, calibrated
+from mtcli.core.plan.physics import PHYSICS, Physics
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 USABLE = 0.95  # the rest goes to error correction's rows and to gaps between allocated blocks
@@ -80,11 +81,33 @@ class Device:
     rates: Literal["datasheet", "calibration", "roofline"] = "datasheet"  # where they come from
     host_network: Link | None = None  # CPUs: joins every `node_size` ranks to the others
     crowd: float = 1.0  # CPUs: ranks on a core
+    physics: Physics = PHYSICS  # GPUs: the shares of the rates that a step reaches
 
     @property
     def usable_bytes(self) -> float:
         """Memory that a plan may fill: USABLE of it."""
         return USABLE * self.memory_bytes
+
+    @property
+    def measured(self) -> Calibration:
+        """The calibration of a device that has one."""
+        assert self.calibration is not None, f"{self.name} was not measured"
+        return self.calibration
+
+    @property
+    def reached_bandwidth(self) -> float:
+        """Bytes/s of memory that a step's kernels reach."""
+        return self.memory_bandwidth * self.physics.memory
+
+    @property
+    def reached_link(self) -> float:
+        """Bytes/s within a node that a step's collectives reach."""
+        return self.link.bandwidth * self.physics.link
+
+    @property
+    def reached_network(self) -> float:
+        """Bytes/s between nodes that a step's collectives reach, per GPU."""
+        return self.network.bandwidth * self.physics.network
 
     @property
     def widens(self) -> bool:

@@ -265,9 +265,7 @@ def _moments(name: str, pp: int, vpp: int, num_micro_batches: int, pp_rank: int)
 
 def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
     activations, waiting, gathered, sent = counts = tuple([0] * vpp for _ in InFlight._fields)
-    forward: list[set[InFlight]] = [set() for _ in range(vpp)]
-    backward: list[set[InFlight]] = [set() for _ in range(vpp)]
-    weights: list[set[InFlight]] = [set() for _ in range(vpp)]
+    forward, backward, weights = within = [[set[InFlight]() for _ in range(vpp)] for _ in "FBW"]
     between: set[InFlight] = set()
 
     def now() -> InFlight:
@@ -291,8 +289,7 @@ def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
             waiting[chunk] += op.kind == "I"
         between.add(now())
         sent[chunk] = int(op.kind == "I")
-    within = ([_most(states) for states in kinds] for kinds in (forward, backward, weights))
-    return Moments(_most(between), *within)
+    return Moments(_most(between), *(list(map(_most, states)) for states in within))
 
 
 def _most(states: Iterable[InFlight]) -> list[InFlight]:

@@ -14,7 +14,6 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.rules import require
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import forward_flops
-from mtcli.core.plan.gpu_time import PHYSICS, Physics
 from mtcli.core.plan.hardware import Device, device_named, for_run
 from mtcli.core.plan.memory import Memory, memory
 from mtcli.core.plan.step_time import (
@@ -106,9 +105,7 @@ class Prediction:
     def communication_seconds(self) -> dict[str, float]:
         """Seconds a rank spends per step on each axis, hidden or not."""
         work, costs = self.work, self.costs
-        blocks = work.num_micro_batches * max(
-            work.layers_of_rank(pp_rank) for pp_rank in range(work.layout.pp)
-        )
+        blocks = work.num_micro_batches * work.most_layers
         again = 1.0 if work.recompute == "full" else 0.0
 
         def total(seconds: Pass) -> float:
@@ -153,9 +150,9 @@ def predict(config: RunConfig, world: int, device: str) -> Prediction:
     )
 
 
-def predict_workload(work: Workload, device: Device, physics: Physics = PHYSICS) -> Prediction:
+def predict_workload(work: Workload, device: Device) -> Prediction:
     """The cost of a workload's step."""
-    costs = step_costs(work, device, physics)
+    costs = step_costs(work, device)
     pipeline, bubble = pipeline_seconds(work, costs)
     step = pipeline + costs.gradients_exposed + costs.optimizer + costs.overhead
     return Prediction(work, device, memory(work, device), costs, step, bubble)

@@ -20,7 +20,6 @@ from mtcli.core.config.layout_rules import uneven_heads
 from mtcli.core.config.rules import problems
 from mtcli.core.config.schema import ParallelConfig, RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.plan.gpu_time import PHYSICS, Physics
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.memory import fits, smallest
 from mtcli.core.plan.predict import Prediction, predict_workload
@@ -281,24 +280,24 @@ def legal_works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[W
 
 def _loose_bound(work: Workload, device: Device) -> float:
     """Seconds of the blocks of the rank with most layers: quicker to know than `lower_bound`."""
-    block = block_costs(work, device, PHYSICS).block
+    block = block_costs(work, device).block
     layers = -(-work.model.num_layers // work.layout.pp)
-    return work.num_micro_batches * layers * (block.forward + block.backward)
+    return work.num_micro_batches * layers * block.total
 
 
-def lower_bound(work: Workload, device: Device, physics: Physics = PHYSICS) -> float:
+def lower_bound(work: Workload, device: Device) -> float:
     """Seconds that the simulated step never beats.
 
     Some rank r starts when a micro-batch has come through the first stages of the ranks before it,
     does its work, and its last gradient goes back through them. Under zero_bubble r weight halves
     of rank r may wait until after that, and rank 0 ends with one.
     """
-    costs = step_costs(work, device, physics)
+    costs = step_costs(work, device)
     stages, pp, m = stage_seconds(work, costs), work.layout.pp, work.num_micro_batches
     weights = weight_seconds(work, costs) if work.splits_backward else [0.0] * len(stages)
     bound, around = 0.0, weights[0]
     for rank in range(pp):
-        busy = m * sum(stage.forward + stage.backward for stage in stages[rank::pp])
+        busy = m * sum(stage.total for stage in stages[rank::pp])
         bound = max(bound, around + busy - min(m, rank + 1) * weights[rank])
         around += stages[rank].forward + stages[rank].backward - weights[rank] + 2 * costs.hop
     return bound / costs.crowd + costs.gradients_exposed + costs.optimizer + costs.overhead

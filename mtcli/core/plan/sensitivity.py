@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mtcli.core.plan.gpu_time import PHYSICS
 from mtcli.core.plan.hardware import gib
 from mtcli.core.plan.memory import fits, memory, smallest
 from mtcli.core.plan.predict import Prediction, predict_workload
@@ -13,6 +12,7 @@ from mtcli.core.plan.workload import Workload
 
 FieldValue = int | str
 
+# What a search varies.
 FIELDS: dict[str, Callable[[Workload], FieldValue]] = {
     "tp": lambda work: work.layout.tp,
     "tp_mode": lambda work: work.tp_mode,
@@ -27,6 +27,7 @@ FIELDS: dict[str, Callable[[Workload], FieldValue]] = {
     "schedule": lambda work: work.schedule_name,
     "recompute": lambda work: work.recompute,
 }
+CONFIG_NAMES = {"micro-batch": "batch.micro_batch_size"}  # the others are of [parallel]
 # What has to follow where a field changes: chunks of a pipeline, and the schedule that runs them.
 FOLLOWS = {"pp": ("vpp", "schedule", "zero"), "vpp": ("schedule",), "schedule": ("vpp",)}
 FOLLOWS |= {"tp": ("tp_rows", "zero"), "ep": ("etp",), "cp": ("zero",)}
@@ -96,12 +97,12 @@ def _quickest(
 
 def _estimate(work: Workload, best: Prediction) -> Prediction:
     """Predicts a step as its lower bound, times the best's step over its own bound."""
-    device, costs = best.device, step_costs(work, best.device, PHYSICS)
+    device, costs = best.device, step_costs(work, best.device)
     over = best.step_seconds / lower_bound(best.work, device)
     step = over * lower_bound(work, device)
     after = costs.gradients_exposed + costs.optimizer + costs.overhead
     stages, pp = stage_seconds(work, costs), work.layout.pp
-    busy = work.num_micro_batches * sum(stage.forward + stage.backward for stage in stages)
+    busy = work.num_micro_batches * sum(stage.total for stage in stages)
     bubble = max(0.0, (step - after) * pp / busy - 1)
     return Prediction(work, device, memory(work, device), costs, step, bubble)
 
@@ -122,8 +123,6 @@ def _parts(prediction: Prediction) -> dict[str, float]:
     sent = prediction.communication_seconds
     parts = {f"{axis} communication": seconds for axis, seconds in sent.items()}
     again = prediction.costs.recomputed * prediction.work.num_micro_batches
-    parts["recomputation"] = again * max(
-        prediction.work.layers_of_rank(pp_rank) for pp_rank in range(prediction.work.layout.pp)
-    )
+    parts["recomputation"] = again * prediction.work.most_layers
     rest = prediction.step_seconds - idle - sum(parts.values())
     return {"bubble": idle, "computing": rest, **parts}

@@ -1,7 +1,7 @@
 """Seconds of the parts of a step, and of its pipeline: the schedule simulated with them."""
 
 from dataclasses import replace
-from functools import cache, singledispatch
+from functools import cache
 from math import prod
 
 from mtcli.core.mesh.layout import ParallelLayout
@@ -16,7 +16,6 @@ from mtcli.core.plan.communication import (
 from mtcli.core.plan.cpu_time import host_block, host_step
 from mtcli.core.plan.elements import block_elements, rank_elements
 from mtcli.core.plan.gpu_time import (
-    Physics,
     attention_seconds,
     block_seconds,
     embedding_seconds,
@@ -30,33 +29,32 @@ from mtcli.core.schedule.timeline import Timeline, simulate
 STATE_PASSES = 2  # the optimizer reads and writes masters and moments
 
 
-def step_costs(work: Workload, device: Device, physics: Physics) -> Costs:
+def step_costs(work: Workload, device: Device) -> Costs:
     """Costs of each part of a step."""
-    parts = block_costs(work, device, physics)
+    elements = block_elements(work)
+    sharded = passes(sharded_block(elements, work), device)
+    hop = collective_seconds(pipeline_hop(work), device)
+    parts = replace(block_costs(work, device), sharded=sharded, hop=hop)
     if device.calibration:
         return host_step(work, parts, device)
-    elements = block_elements(work)
-    sharded = passes(sharded_block(elements, work), device, physics)
-    added = elements.total * accumulated_bytes(work) / (device.memory_bandwidth * physics.memory)
+    added = elements.total * work.accumulated_bytes / device.reached_bandwidth
     block = Pass(
-        _covered(parts.block.forward, sharded.forward, physics),
-        _covered(parts.block.backward + added, sharded.backward, physics),
+        _covered(parts.block.forward, sharded.forward, device),
+        _covered(parts.block.backward + added, sharded.backward, device),
     )
     beside = _undisturbed(work, block, parts, device)
-    gradients, exposed = _gradients(work, beside, device, physics)
+    gradients, exposed = _gradients(work, beside, device)
     return replace(
         parts,
         block=block,
-        sharded=sharded,
-        hop=collective_seconds(pipeline_hop(work), device, physics),
         gradients=gradients,
         gradients_exposed=exposed,
-        optimizer=_optimizer(work, device, physics),
-        overhead=physics.step_overhead,
+        optimizer=_optimizer(work, device),
+        overhead=device.physics.step_overhead,
     )
 
 
-def block_costs(work: Workload, device: Device, physics: Physics) -> Costs:
+def block_costs(work: Workload, device: Device) -> Costs:
     """Costs of a step's parts that do not depend on the pipeline or on the data ranks."""
     p = work.layout
     axes = {"tp": p.tp, "cp": p.cp, "ep": p.ep, "etp": p.etp}
@@ -64,32 +62,29 @@ def block_costs(work: Workload, device: Device, physics: Physics) -> Costs:
     block_work = replace(
         work, layout=alone, global_batch_size=0, schedule_name="", zero=0, stage_sizes=()
     )
-    return _block_parts(block_work, device, physics)
+    return _block_parts(block_work, device)
 
 
 @cache
-def _block_parts(work: Workload, device: Device, physics: Physics) -> Costs:
+def _block_parts(work: Workload, device: Device) -> Costs:
     if device.calibration:
         return host_block(work, device)
-    compute = block_seconds(work, device, physics)
-    tensor = tensor_parallel(work, device, physics)
-    context = context_parallel(work, device, physics)
-    expert = expert_parallel(work, device, physics)
-    attention = attention_seconds(work, device, physics)
+    compute = block_seconds(work, device)
+    tensor = tensor_parallel(work, device)
+    context = context_parallel(work, device)
+    expert = expert_parallel(work, device)
+    attention = attention_seconds(work, device)
     hides = work.cp_mode == "ring"  # a hop travels while a block of scores is computed
-    forward = compute.forward + tensor.forward + expert.forward
-    forward += max(0.0, context.forward - hides * attention.forward)
-    backward = compute.backward + tensor.backward + expert.backward
-    backward += max(0.0, context.backward - hides * attention.backward)
-    again = {"full": forward, "selective": attention.forward, "none": 0.0}[work.recompute]
+    busy = compute + tensor + expert + context.beyond(attention * hides)
+    again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}[work.recompute]
     return Costs(
-        block=Pass(forward, backward + again),
+        block=Pass(busy.forward, busy.backward + again),
         compute=compute,
         tensor=tensor,
         context=context,
         expert=expert,
-        first=embedding_seconds(work, device, physics),
-        last=head_seconds(work, device, physics),
+        first=embedding_seconds(work, device),
+        last=head_seconds(work, device),
         recomputed=again,
     )
 
@@ -102,31 +97,30 @@ def _undisturbed(work: Workload, block: Pass, parts: Costs, device: Device) -> P
     for size, seconds in zip(ranks, (parts.tensor, parts.context, parts.expert), strict=True):
         busy += seconds * (size > device.node_size)
     again = busy.forward * (work.recompute == "full")
-    forward, backward = block.forward - busy.forward, block.backward - busy.backward - again
-    return Pass(max(0.0, forward), max(0.0, backward))
+    return block.beyond(busy).beyond(Pass(backward=again))
 
 
-def _covered(compute: float, fetched: float, physics: Physics) -> float:
+def _covered(compute: float, fetched: float, device: Device) -> float:
     """Seconds of a block whose weights are all-gathered while the one before computes."""
-    hidden = min(fetched, compute) * physics.shard_overlap
+    hidden = min(fetched, compute) * device.physics.shard_overlap
     return compute + fetched - hidden
 
 
-def _gradients(
-    work: Workload, beside: Pass, device: Device, physics: Physics
-) -> tuple[float, float]:
-    across = max(exchange_seconds(work, rank, device, physics) for rank in work.large_ranks)
+def _gradients(work: Workload, beside: Pass, device: Device) -> tuple[float, float]:
+    across = max(exchange_seconds(work, rank, device) for rank in work.large_ranks)
     if work.zero == 3:
         return across, across
     ranks = [
-        passes(gradient_reduction(rank_elements(work, pp_rank), work), device, physics)
+        passes(gradient_reduction(rank_elements(work, pp_rank), work), device)
         for pp_rank in work.large_ranks
     ]
-    most = max(ranks, key=lambda rank: rank.forward + rank.backward)
-    behind = beside * (max(work.layers_of_stage) * _chunk_passes(work) * physics.data_overlap)
-    exposed = max(0.0, most.backward - hidden_reduction(work, behind))
-    exposed += max(0.0, most.forward - hidden_gather(work, behind))
-    return most.forward + most.backward + across, exposed + across
+    most = max(ranks, key=lambda rank: rank.total)
+    behind = beside * (
+        max(work.layers_of_stage) * _chunk_passes(work) * device.physics.data_overlap
+    )
+    hides = work.hiding_passes
+    hidden = Pass(behind.forward * hides.forward, behind.backward * hides.backward)
+    return most.total + across, most.beyond(hidden).total + across
 
 
 def _chunk_passes(work: Workload) -> int:
@@ -142,29 +136,7 @@ def _chunk_passes(work: Workload) -> int:
     return (work.layout.vpp - 1) * group + 1
 
 
-@singledispatch  # `published/software.py` has that of former years
-def accumulated_bytes(work: Workload) -> float:
-    """Bytes per weight that a backward pass moves to keep its gradient, in the mean: it is read and
-    copied to a wide bucket (core/sync/all_reduce.py); that of a later micro-batch is added to what
-    is there, which is read too."""
-    width = work.gradient_width
-    again = 0.0 if work.zero == 3 else width * (1 - 1 / work.num_micro_batches)
-    return work.sizes.weight + width + again
-
-
-@singledispatch  # `published/software.py` has that of former years
-def hidden_reduction(work: Workload, behind: Pass) -> float:
-    """Seconds of the last backward passes, behind which gradients are reduced bucket by bucket."""
-    return behind.backward
-
-
-@singledispatch
-def hidden_gather(work: Workload, behind: Pass) -> float:
-    """Seconds of the next forward pass that hide zero=1's all-gather of weights: it goes first."""
-    return 0.0
-
-
-def _optimizer(work: Workload, device: Device, physics: Physics) -> float:
+def _optimizer(work: Workload, device: Device) -> float:
     """Seconds of the update: gradients read twice (norm, update), optimizer state read and written.
 
     LAMB reads masters and moments once more: its steps' lengths are known when all have been seen.
@@ -176,7 +148,7 @@ def _optimizer(work: Workload, device: Device, physics: Physics) -> float:
         moved += (sizes.master or sizes.weight) + sizes.moments
     shards = layout.dp * layout.cp if work.zero else 1
     elements = max(rank_elements(work, pp_rank).total for pp_rank in work.large_ranks) / shards
-    return elements * moved / (device.memory_bandwidth * physics.memory)
+    return elements * moved / device.reached_bandwidth
 
 
 def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:

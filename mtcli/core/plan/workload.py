@@ -100,6 +100,31 @@ class Workload:
         return self.sizes.gradient
 
     @property
+    def accumulated_bytes(self) -> float:
+        """Bytes per weight that a backward pass moves to keep its gradient, in the mean: it is read
+        and copied to a wide bucket (core/sync/all_reduce.py); that of a later micro-batch is added
+        to what is there, which is read too."""
+        width = self.gradient_width
+        again = 0.0 if self.zero == 3 else width * (1 - 1 / self.num_micro_batches)
+        return self.sizes.weight + width + again
+
+    @property
+    def hiding_passes(self) -> "Pass":
+        """Shares of the passes that hide what data ranks exchange: gradients are reduced bucket by
+        bucket behind the last backward passes; zero=1's gather of weights goes before the next
+        forward pass."""
+        return Pass(0.0, 1.0)
+
+    @property
+    def unfused(self) -> float:
+        """Memory traffic of element-wise kernels, over that of the engine's."""
+        return 1.0
+
+    def crossing_share(self, nodes: float) -> float:
+        """Share of the token copies for other nodes' experts that cross the network: all."""
+        return 1.0
+
+    @property
     def gemms_back(self) -> int:
         """GEMMs of a layer's backward pass: of its input, and of a weight that is trained."""
         return 1 if self.lora.rank else 2
@@ -259,6 +284,11 @@ class Workload:
         """Layers of all the stages of a pipeline rank."""
         return sum(self.layers_of_stage[pp_rank :: self.layout.pp])
 
+    @property
+    def most_layers(self) -> int:
+        """Layers of the pipeline rank that has most."""
+        return max(map(self.layers_of_rank, range(self.layout.pp)))
+
     @cached_property
     def large_ranks(self) -> tuple[int, ...]:
         """The pipeline ranks that may hold most: the ends, and the one with most layers."""
@@ -287,11 +317,21 @@ class Pass:
     forward: float = 0.0
     backward: float = 0.0
 
+    @property
+    def total(self) -> float:
+        """Seconds of both."""
+        return self.forward + self.backward
+
     def __add__(self, other: "Pass") -> "Pass":
         return Pass(self.forward + other.forward, self.backward + other.backward)
 
     def __mul__(self, times: float) -> "Pass":
         return Pass(self.forward * times, self.backward * times)
+
+    def beyond(self, hiding: "Pass") -> "Pass":
+        """The seconds that are left of each pass where so many of it are hidden."""
+        left = self.forward - hiding.forward, self.backward - hiding.backward
+        return Pass(*(max(0.0, seconds) for seconds in left))
 
 
 @dataclass(frozen=True)

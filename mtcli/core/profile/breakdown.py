@@ -4,6 +4,7 @@ A gap before an op whose input comes from another rank is bubble until that rank
 communication after. What follows the last op is bubble until the slowest pipeline rank is done.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import mean, median
 
@@ -147,14 +148,13 @@ def busy_seconds(record: RankRecord) -> float:
 
 def stragglers(records: Sequence[RankRecord]) -> list[dict[str, float]]:
     """Every rank's working seconds over the median of its pipeline rank's replicas, worst first."""
-    busy = {record.rank: busy_seconds(record) for record in records}
-    stage = {record.rank: record.pp_rank for record in records}
-    replicas: dict[int, list[float]] = {}
-    for record in records:
-        replicas.setdefault(record.pp_rank, []).append(busy[record.rank])
+    busy = [(record, busy_seconds(record)) for record in records]
+    replicas = defaultdict[int, list[float]](list)
+    for record, seconds in busy:
+        replicas[record.pp_rank].append(seconds)
     middle = {pp_rank: median(seconds) for pp_rank, seconds in replicas.items()}
     rows = [
-        dict(rank=rank, busy_seconds=seconds, times_median=seconds / middle[stage[rank]])
-        for rank, seconds in busy.items()
+        dict(rank=r.rank, busy_seconds=seconds, times_median=seconds / middle[r.pp_rank])
+        for r, seconds in busy
     ]
     return sorted(rows, key=lambda row: -row["times_median"])

@@ -272,9 +272,8 @@ def planned_of(run: FinishedRun, step_seconds: float) -> Timeline:
     assert run.world, "a schedule needs the number of ranks"
     work = Workload.of(run.config, run.world)
     schedule = work.schedule(work.num_micro_batches)
-    parts = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-    unit = step_seconds / simulate(schedule, lambda op: parts[op.kind]).end
-    return simulate(schedule, lambda op: unit * parts[op.kind])
+    timeline = simulate(schedule, {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0})
+    return timeline.scaled(step_seconds / timeline.end)
 
 
 def rank_map(work: Workload) -> list[dict[str, Any]]:

@@ -11,13 +11,9 @@ from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
 from mtcli.core.plan.elements import RankElements
-from mtcli.core.plan.gpu_time import (
-    PHYSICS,
-    attention_seconds,
-    block_seconds,
-    gemm_seconds,
-)
+from mtcli.core.plan.gpu_time import attention_seconds, block_seconds, gemm_seconds
 from mtcli.core.plan.hardware import GPUS, NAMES, Link, device_named, shared
+from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.predict import predict, predict_workload, recomputed_share
 from mtcli.core.plan.published.software import PublishedWork
 from mtcli.core.plan.step_time import pipeline_seconds, simulated, step_costs
@@ -36,8 +32,9 @@ PERFECT = replace(
     network=1.0,
     launch=0.0,
 )
+IDEAL = replace(H100, physics=PERFECT)
 # One link rate everywhere, so that volumes can be read off the seconds.
-FLAT = replace(H100, link=Link(1e9, 0.0), network=Link(1e9, 0.0))
+FLAT = replace(IDEAL, link=Link(1e9, 0.0), network=Link(1e9, 0.0))
 LARGE = ModelConfig(
     num_layers=48, hidden_size=8192, num_heads=64, vocab_size=51200, max_seq_len=2048
 )
@@ -50,21 +47,21 @@ def step(layout=None, model=LARGE, **fields):
 
 def test_a_large_product_on_a_perfect_device_runs_at_its_sustained_rate():
     size = 16896  # 132 tiles of 128 a side: whole tiles, and whole waves of 132 processors
-    seconds = gemm_seconds((size, size, size), step(), H100, PERFECT)
+    seconds = gemm_seconds((size, size, size), step(), IDEAL)
     assert seconds == pytest.approx(2 * size**3 / (989.4e12 * H100.sustained), rel=1e-9)
 
 
 def test_a_thin_product_is_bound_by_memory():
     columns, inner = 132 * 128, 8192
-    seconds = gemm_seconds((1, columns, inner), step(), H100, PERFECT)
+    seconds = gemm_seconds((1, columns, inner), step(), IDEAL)
     moved = 2 * (columns * inner + columns + inner)
     assert seconds == pytest.approx(moved / 3352e9, rel=1e-9)
 
 
 def test_frozen_weights_have_no_gemm_of_their_gradients():
-    busy, free = replace(PERFECT, traffic=0.0), replace(H100, memory_bandwidth=1e18)
-    ours, frozen = (block_seconds(step(lora=LoraConfig(rank=rank)), free, busy) for rank in (0, 8))
-    attention = attention_seconds(step(), free, busy)
+    free = replace(H100, memory_bandwidth=1e18, physics=replace(PERFECT, traffic=0.0))
+    ours, frozen = (block_seconds(step(lora=LoraConfig(rank=rank)), free) for rank in (0, 8))
+    attention = attention_seconds(step(), free)
     assert frozen.forward == ours.forward
     gemms = ours.backward - attention.backward
     assert frozen.backward - attention.backward == pytest.approx(gemms / 2, rel=0.05)
@@ -73,11 +70,12 @@ def test_frozen_weights_have_no_gemm_of_their_gradients():
 def test_a_short_inner_dimension_and_narrow_types_change_the_rate_as_stated():
     large = (8448, 8448, 8448)
     full, short = (
-        gemm_seconds(large, step(), H100, replace(PERFECT, fill=fill)) for fill in (0.0, 8448.0)
+        gemm_seconds(large, step(), replace(H100, physics=replace(PERFECT, fill=fill)))
+        for fill in (0.0, 8448.0)
     )
     assert short == pytest.approx(2 * full)
-    narrow = replace(PERFECT, narrow_gemm=1.0)
-    fp8 = gemm_seconds(large, step(precision="fp8"), H100, narrow)
+    narrow = replace(H100, physics=replace(PERFECT, narrow_gemm=1.0))
+    fp8 = gemm_seconds(large, step(precision="fp8"), narrow)
     casts = 2 * 8448**2 * 4 / 3352e9 / 2
     assert fp8 == pytest.approx(full / 2 + casts, rel=1e-3)
 
@@ -85,38 +83,36 @@ def test_a_short_inner_dimension_and_narrow_types_change_the_rate_as_stated():
 def test_weights_that_float8_does_not_take_are_multiplied_at_the_rate_of_bfloat16():
     ragged = LARGE.model_copy(update={"num_heads": 63, "num_kv_heads": 63, "head_dim": 80})
     plain, fp8 = (
-        block_seconds(step(model=ragged, precision=name), H100, PERFECT) for name in ("bf16", "fp8")
+        block_seconds(step(model=ragged, precision=name), IDEAL) for name in ("bf16", "fp8")
     )
     rowwise, blockwise = (
-        block_seconds(step(precision="fp8", fp8_scaling=scaling), H100, PERFECT)
+        block_seconds(step(precision="fp8", fp8_scaling=scaling), IDEAL)
         for scaling in ("rowwise", "blockwise")
     )
     assert fp8.forward < plain.forward and rowwise == blockwise
-    blocks = block_seconds(
-        step(model=ragged, precision="fp8", fp8_scaling="blockwise"), H100, PERFECT
-    )
-    qkv = gemm_seconds((2048, 3 * 63 * 80, LARGE.hidden_size), step(), H100, PERFECT)
+    blocks = block_seconds(step(model=ragged, precision="fp8", fp8_scaling="blockwise"), IDEAL)
+    qkv = gemm_seconds((2048, 3 * 63 * 80, LARGE.hidden_size), step(), IDEAL)
     assert fp8.forward < blocks.forward < plain.forward
     assert blocks.forward - fp8.forward > 0.3 * qkv
 
 
 def test_flash_attention_computes_half_the_square_and_two_and_a_half_of_it_backwards():
-    times = attention_seconds(step(), H100, PERFECT)
+    times = attention_seconds(step(), IDEAL)
     flops = 4 * 2048 * 2048 * 64 * 128 / 2
     assert times.forward == pytest.approx(flops / (989.4e12 * H100.sustained))
     assert times.backward == pytest.approx(2.5 * times.forward)
 
 
 def test_full_attention_costs_the_whole_square():
-    full = attention_seconds(step(model=LARGE.model_copy(update={"causal": False})), H100, PERFECT)
-    assert full.forward == pytest.approx(2 * attention_seconds(step(), H100, PERFECT).forward)
+    full = attention_seconds(step(model=LARGE.model_copy(update={"causal": False})), IDEAL)
+    assert full.forward == pytest.approx(2 * attention_seconds(step(), IDEAL).forward)
     assert full.backward == pytest.approx(2.5 * full.forward)
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_tensor_parallelism_moves_the_published_volume(tp):
     """algorithms.md 1.1: 8 b s h (t - 1) / t elements a layer, forward and backward."""
-    times = sent.tensor_parallel(step(ParallelLayout(tp, tp=tp)), FLAT, PERFECT)
+    times = sent.tensor_parallel(step(ParallelLayout(tp, tp=tp)), FLAT)
     elements = 8 * 2048 * 8192 * (tp - 1) / tp
     assert (times.forward + times.backward) * 1e9 == pytest.approx(2 * elements)
 
@@ -124,18 +120,17 @@ def test_tensor_parallelism_moves_the_published_volume(tp):
 def test_ranks_that_share_a_key_value_head_exchange_whole_heads_and_pass_them_round_a_ring():
     grouped = LARGE.model_copy(update={"num_kv_heads": 2})  # 64 query heads of 128 columns
     each, shared = (
-        sent.tensor_parallel(step(ParallelLayout(8, tp=8), model=m), FLAT, PERFECT)
-        for m in (LARGE, grouped)
+        sent.tensor_parallel(step(ParallelLayout(8, tp=8), model=m), FLAT) for m in (LARGE, grouped)
     )
     exchanged = 2048 * (64 / 8 + 2) * 128 * 3 / 4  # elements: all but the rank's own quarter
     assert (shared.forward - each.forward) * 1e9 == pytest.approx(2 * exchanged)
     assert (shared.backward - each.backward) * 1e9 == pytest.approx(2 * exchanged)
-    ring = sent.context_parallel(step(ParallelLayout(32, tp=8, cp=4), model=grouped), FLAT, PERFECT)
+    ring = sent.context_parallel(step(ParallelLayout(32, tp=8, cp=4), model=grouped), FLAT)
     assert ring.forward * 1e9 == pytest.approx(2 * 2048 * 2 * 128 * 3 / 4)  # a head of each rank
 
 
 def reduced(work):
-    return sent.passes(gradient_reduction(RankElements(1000, 0, 0), work), FLAT, PERFECT)
+    return sent.passes(gradient_reduction(RankElements(1000, 0, 0), work), FLAT)
 
 
 def test_gradients_are_reduced_in_float32_and_zero_1_gathers_weights_in_theirs():
@@ -148,13 +143,11 @@ def test_gradients_are_reduced_in_float32_and_zero_1_gathers_weights_in_theirs()
 
 
 def test_context_and_expert_traffic_have_their_volumes():
-    ring = sent.context_parallel(step(ParallelLayout(4, cp=4)), FLAT, PERFECT)
+    ring = sent.context_parallel(step(ParallelLayout(4, cp=4)), FLAT)
     assert ring.forward * 1e9 == pytest.approx(2 * 2 * 2048 * 8192 * 3 / 4)
-    gathered = sent.context_parallel(
-        step(ParallelLayout(4, cp=4), cp_mode="all_gather"), FLAT, PERFECT
-    )
+    gathered = sent.context_parallel(step(ParallelLayout(4, cp=4), cp_mode="all_gather"), FLAT)
     assert gathered.forward == gathered.backward == pytest.approx(ring.forward)
-    heads = sent.context_parallel(step(ParallelLayout(4, cp=4), cp_mode="a2a"), FLAT, PERFECT)
+    heads = sent.context_parallel(step(ParallelLayout(4, cp=4), cp_mode="a2a"), FLAT)
     assert heads.forward * 1e9 == pytest.approx(4 * 2 * 512 * 8192 * 3 / 4)  # q, k, v and outputs
     moe = ModelConfig.model_validate(
         {
@@ -164,7 +157,7 @@ def test_context_and_expert_traffic_have_their_volumes():
             "moe_ffn_hidden_size": 32768,
         }
     )
-    routed = sent.expert_parallel(step(ParallelLayout(8, ep=8), model=moe), FLAT, PERFECT)
+    routed = sent.expert_parallel(step(ParallelLayout(8, ep=8), model=moe), FLAT)
     copies = 2 * 2048 * 8192 * 2  # two experts a token, 2 bytes an element
     # Dispatch and combine, each moving 7/8 of the copies.
     assert routed.backward * 1e9 == pytest.approx(2 * copies * 7 / 8)
@@ -175,7 +168,7 @@ def test_context_and_expert_traffic_have_their_volumes():
 def test_only_a_ring_hides_behind_attention():
     layout = ParallelLayout(4, cp=4)
     for mode, hides in (("ring", True), ("all_gather", False), ("a2a", False)):
-        costs = step_costs(step(layout, cp_mode=mode, sequence_parallel=False), FLAT, PERFECT)
+        costs = step_costs(step(layout, cp_mode=mode, sequence_parallel=False), FLAT)
         apart = costs.compute + costs.context
         assert (costs.block.forward != pytest.approx(apart.forward)) == hides
 
@@ -184,7 +177,7 @@ def test_a_group_across_nodes_shares_the_network_links_of_its_members():
     reached = replace(PERFECT, link=0.8, network=0.5)
 
     def bandwidth(size, stride, device=H100):
-        return sent.group_bandwidth(size, stride, device, reached)
+        return sent.group_bandwidth(size, stride, replace(device, physics=reached))
 
     assert bandwidth(8, 1) == 0.8 * H100.link.bandwidth
     assert bandwidth(16, 8) == 0.5 * H100.network.bandwidth
@@ -195,10 +188,10 @@ def test_a_group_across_nodes_shares_the_network_links_of_its_members():
 
 def test_an_all_reduce_is_a_ring_of_large_tensors_and_a_tree_of_small_ones():
     slow = replace(FLAT, link=Link(1e9, 1e-4), network=Link(1e9, 1e-3))  # 8 nodes of 8
-    ring = 2 * sent.ring_seconds(64e9, 64, 1, slow, PERFECT)
-    assert sent.all_reduce_seconds(64e9, 64, 1, slow, PERFECT) == ring
+    ring = 2 * sent.ring_seconds(64e9, 64, 1, slow)
+    assert sent.all_reduce_seconds(64e9, 64, 1, slow) == ring
     assert ring == pytest.approx(2 * (64 * 63 / 64 + 7 * 1e-3 + 56 * 1e-4))
-    few = sent.all_reduce_seconds(64e3, 64, 1, slow, PERFECT)
+    few = sent.all_reduce_seconds(64e3, 64, 1, slow)
     assert few == pytest.approx(2 * (64e-6 + 3 * 1e-3 + 3 * 1e-4))  # a tree of 8, and in each 8
 
 
@@ -208,7 +201,7 @@ def test_two_dimensional_tensor_parallelism_moves_the_published_volume(q):
     layout = ParallelLayout(q * q, tp=q * q, tp_rows=q)
     plain = step(layout, micro_batch_size=q)
     work = PublishedWork(**vars(plain))
-    times = sent.tensor_parallel(work, FLAT, PERFECT)
+    times = sent.tensor_parallel(work, FLAT)
     elements = 7 * q * 2048 * 8192 + 12 * 8192**2
     assert times.forward * 1e9 == pytest.approx(2 * elements / q)
     assert times.backward == pytest.approx(2 * times.forward)
@@ -217,10 +210,10 @@ def test_two_dimensional_tensor_parallelism_moves_the_published_volume(q):
 def test_two_dimensional_products_are_the_whole_ones_cut_in_three():
     """Each of p ranks makes 1/p of a product, in sqrt(p) pieces; a piece may be less efficient."""
     one, cut = (
-        block_seconds(step(layout, micro_batch_size=16), H100, PERFECT)
+        block_seconds(step(layout, micro_batch_size=16), IDEAL)
         for layout in (ParallelLayout(1), ParallelLayout(16, tp=16, tp_rows=4))
     )
-    whole = block_seconds(step(micro_batch_size=16, sequence_parallel=True), H100, PERFECT)
+    whole = block_seconds(step(micro_batch_size=16, sequence_parallel=True), IDEAL)
     assert one == whole
     assert 1 / 16 <= cut.forward / one.forward < 1.15 / 16
 
@@ -230,7 +223,7 @@ def test_two_dimensional_products_are_the_whole_ones_cut_in_three():
 def test_continuing_a_repeating_pipeline_equals_simulating_all_of_it(name, micro_batches):
     layout = ParallelLayout(8, pp=8, vpp=3 if name == "interleaved" else 1)
     work = step(layout, schedule_name=name, global_batch_size=micro_batches)
-    costs = step_costs(work, H100, PHYSICS)
+    costs = step_costs(work, H100)
     seconds, bubble = pipeline_seconds(work, costs)
     whole = simulated(work, costs, micro_batches)
     assert seconds == pytest.approx(whole.end, rel=2e-3)
@@ -245,7 +238,7 @@ def test_stages_of_any_sizes_find_their_pace_before_the_pipeline_is_continued(vp
     name = "interleaved" if vpp > 1 else "1f1b"
     sizes = {"global_batch_size": 160, "schedule_name": name, "stage_sizes": layers}
     work = step(ParallelLayout(8, pp=8, vpp=vpp), model, **sizes)
-    costs = step_costs(work, H100, PHYSICS)
+    costs = step_costs(work, H100)
     seconds, bubble = pipeline_seconds(work, costs)
     whole = simulated(work, costs, 160)
     assert seconds == pytest.approx(whole.end, rel=2e-3)
@@ -261,7 +254,7 @@ def test_without_a_pipeline_nothing_is_idle_however_sums_are_rounded():
 
 def test_the_update_waits_for_the_rank_with_most_layers_wherever_it_is():
     early, late = (
-        step_costs(step(ParallelLayout(8, pp=4), stage_sizes=layers, zero=1), H100, PHYSICS)
+        step_costs(step(ParallelLayout(8, pp=4), stage_sizes=layers, zero=1), H100)
         for layers in ((1, 45, 1, 1), (1, 1, 45, 1))
     )
     assert early.optimizer == late.optimizer
@@ -372,5 +365,5 @@ def test_the_cpu_is_measured_and_its_processes_share_it():
 
 def test_a_block_is_never_quicker_than_its_kernels_launch():
     tiny = step(model=LARGE.model_copy(update={"hidden_size": 64, "ffn_hidden_size": 64}))
-    slow = replace(PHYSICS, launch=1e-3)
-    assert block_seconds(tiny, H100, slow).forward == pytest.approx(24 * 1e-3)
+    slow = replace(H100, physics=replace(PHYSICS, launch=1e-3))
+    assert block_seconds(tiny, slow).forward == pytest.approx(24 * 1e-3)

@@ -6,7 +6,6 @@ from mtcli.core.config.loading import load_config
 from mtcli.core.config.rules import problems
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.answer import read_request
-from mtcli.core.plan.gpu_time import PHYSICS
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory
 from mtcli.core.plan.predict import predict_workload
@@ -52,7 +51,7 @@ def test_the_search_finds_what_trying_everything_finds(config, world, device):
 def test_the_bound_is_never_above_the_simulated_step(config, world):
     gpu = GPUS["a100-80gb"]
     for work in every_work(config, world, gpu)[::7]:
-        costs = step_costs(work, gpu, PHYSICS)
+        costs = step_costs(work, gpu)
         step, _ = pipeline_seconds(work, costs)
         step += costs.gradients_exposed + costs.optimizer + costs.overhead
         assert lower_bound(work, gpu) <= step * (1 + 1e-9)

@@ -8,12 +8,14 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
 from mtcli.core.plan import traffic
-from mtcli.core.plan.gpu_time import PHYSICS, attention_seconds, head_seconds
+from mtcli.core.plan.gpu_time import attention_seconds, head_seconds
 from mtcli.core.plan.hardware import GPUS, Link
+from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.step_time import simulated, stage_seconds, step_costs, weight_seconds
 from mtcli.core.plan.workload import Workload
 
 H100 = GPUS["h100"]
+ALL_BANDWIDTH = replace(H100, physics=replace(PHYSICS, memory=1.0))
 MODEL = ModelConfig(
     num_layers=8, hidden_size=4096, num_heads=32, vocab_size=32000, max_seq_len=8192
 )
@@ -31,10 +33,10 @@ def network(rate):
 def test_a_context_ring_shows_only_where_it_outlasts_attention():
     work = step(ParallelLayout(4, cp=4))
     quick, slow = network(450e9), network(1e8)
-    block = {device: step_costs(work, device, PHYSICS).block for device in (quick, slow)}
-    ring = sent.context_parallel(work, slow, PHYSICS)
-    attention = attention_seconds(work, slow, PHYSICS)
-    assert sent.context_parallel(work, quick, PHYSICS).forward < attention.forward
+    block = {device: step_costs(work, device).block for device in (quick, slow)}
+    ring = sent.context_parallel(work, slow)
+    attention = attention_seconds(work, slow)
+    assert sent.context_parallel(work, quick).forward < attention.forward
     assert block[slow].forward - block[quick].forward == pytest.approx(
         ring.forward - attention.forward
     )
@@ -44,24 +46,22 @@ def test_a_context_ring_shows_only_where_it_outlasts_attention():
 
 
 def test_tensor_traffic_shows_in_full():
-    costs = step_costs(step(ParallelLayout(4, tp=4)), H100, PHYSICS)
+    costs = step_costs(step(ParallelLayout(4, tp=4)), H100)
     assert costs.tensor.forward > 0
     assert costs.block.forward == pytest.approx(costs.compute.forward + costs.tensor.forward)
 
 
 @pytest.mark.parametrize("rate", [450e9, 1e9])
 def test_sharded_weights_are_fetched_behind_as_much_work_as_overlaps(rate):
-    costs = step_costs(step(ParallelLayout(4), zero=3), network(rate), PHYSICS)
+    costs = step_costs(step(ParallelLayout(4), zero=3), network(rate))
     hidden = PHYSICS.shard_overlap * min(costs.sharded.forward, costs.compute.forward)
     assert costs.sharded.forward > 0
     assert costs.block.forward == pytest.approx(
         costs.compute.forward + costs.sharded.forward - hidden
     )
     weights = 12 * 4096**2 * 2  # bytes of a block, gathered from 4 ranks
-    physics = replace(PHYSICS, link=1.0, network=1.0)
-    gather = sent.passes(
-        traffic.sharded_block(block(), step(ParallelLayout(4), zero=3)), network(rate), physics
-    )
+    device = replace(network(rate), physics=replace(PHYSICS, link=1.0, network=1.0))
+    gather = sent.passes(traffic.sharded_block(block(), step(ParallelLayout(4), zero=3)), device)
     assert gather.forward == pytest.approx(weights * 3 / 4 / rate, rel=0.01)
     assert gather.backward == pytest.approx(2 * gather.forward)
 
@@ -72,18 +72,18 @@ def block():
     return block_elements(step(ParallelLayout(4)))
 
 
-def hop(work, physics):
-    return sent.collective_seconds(traffic.pipeline_hop(work), H100, physics)
+def hop(work, device):
+    return sent.collective_seconds(traffic.pipeline_hop(work), device)
 
 
 def test_a_hop_sends_each_tensor_ranks_own_part():
     work = step(ParallelLayout(64, tp=4, pp=2))
-    whole = replace(PHYSICS, link=1.0, network=1.0)
+    whole = replace(H100, physics=replace(PHYSICS, link=1.0, network=1.0))
     moved = 8192 * 4096 * 2 / 4
     assert hop(work, whole) == pytest.approx(moved / 50e9 + 2.7e-6)
     near = step(ParallelLayout(8, tp=4, pp=2))
     assert hop(near, whole) == pytest.approx(moved / 450e9 + 0.6e-6)
-    assert hop(step(ParallelLayout(8)), PHYSICS) == 0.0
+    assert hop(step(ParallelLayout(8)), H100) == 0.0
 
 
 SHAPES = [(1, 1, 4), (4, 1, 8), (4, 2, 8), (2, 4, 2), (2, 4, 6)]
@@ -95,7 +95,7 @@ def test_gradients_are_reduced_behind_the_backwards_that_follow_a_chunks_last(pp
     name = "interleaved" if vpp > 1 else "1f1b"
     layout = ParallelLayout(pp * 2, pp=pp, vpp=vpp)
     work = step(layout, schedule_name=name, global_batch_size=2 * m)
-    costs = step_costs(work, network(1e7), PHYSICS)
+    costs = step_costs(work, network(1e7))
     backwards = [op.stage for op in work.schedule(m).ops[0] if op.kind == "B"]
     last = {stage: i for i, stage in enumerate(backwards)}
     behind = len(backwards) - min(last.values())
@@ -112,7 +112,7 @@ def test_the_exchange_of_gradients_waits_for_the_networks_other_users():
         model=MODEL.model_copy(update=experts),
         global_batch_size=32,
     )
-    costs = step_costs(work, replace(H100, network=Link(1e9, 0.0)), PHYSICS)
+    costs = step_costs(work, replace(H100, network=Link(1e9, 0.0)))
     free = costs.block.backward - costs.expert.backward
     assert costs.expert.backward > 0.1 * costs.block.backward
     hidden = MODEL.num_layers * free * PHYSICS.data_overlap
@@ -123,7 +123,7 @@ def test_the_exchange_of_gradients_waits_for_the_networks_other_users():
 def test_gradients_are_copied_to_wide_buckets_and_later_ones_added(m, zero, moved):
     """2 bytes are read and 4 written; where others are there already, 4 more are read."""
     work = step(ParallelLayout(2), zero=zero, global_batch_size=2 * m)
-    costs = step_costs(work, network(1e15), PHYSICS)
+    costs = step_costs(work, network(1e15))
     weights = block().total
     seconds = moved * weights / (H100.memory_bandwidth * PHYSICS.memory)
     assert costs.block.backward - costs.compute.backward == pytest.approx(seconds, rel=1e-3)
@@ -131,7 +131,7 @@ def test_gradients_are_copied_to_wide_buckets_and_later_ones_added(m, zero, move
 
 def test_the_halves_of_a_split_backward_are_the_whole():
     work = step(ParallelLayout(2, pp=2), schedule_name="zero_bubble")
-    costs = step_costs(work, H100, PHYSICS)
+    costs = step_costs(work, H100)
     spans = simulated(work, costs, 2).spans
     stages, weights = stage_seconds(work, costs), weight_seconds(work, costs)
     length = {str(span.op): span.end - span.start for span in spans}
@@ -142,7 +142,7 @@ def test_the_halves_of_a_split_backward_are_the_whole():
 
 
 def test_the_ends_of_the_pipeline_hold_the_embedding_and_the_head():
-    costs = step_costs(step(ParallelLayout(4, pp=4)), H100, PHYSICS)
+    costs = step_costs(step(ParallelLayout(4, pp=4)), H100)
     stages = stage_seconds(step(ParallelLayout(4, pp=4)), costs)
     assert stages[0].forward - stages[1].forward == pytest.approx(costs.first.forward)
     assert stages[3].backward - stages[1].backward == pytest.approx(costs.last.backward)
@@ -150,8 +150,7 @@ def test_the_ends_of_the_pipeline_hold_the_embedding_and_the_head():
 
 def test_the_head_stays_wide_under_8_bit_products():
     narrow, wide = (
-        head_seconds(step(ParallelLayout(1), precision=name), H100, PHYSICS)
-        for name in ("fp8", "bf16")
+        head_seconds(step(ParallelLayout(1), precision=name), H100) for name in ("fp8", "bf16")
     )
     assert narrow == wide
 
@@ -159,10 +158,10 @@ def test_the_head_stays_wide_under_8_bit_products():
 def test_the_optimizer_moves_gradients_states_and_weights_once_or_twice():
     """bf16: gradients 4 B read twice, master and moments 12 B read and written, weights 2 B."""
     work = step(ParallelLayout(1))
-    whole = step_costs(work, H100, replace(PHYSICS, memory=1.0)).optimizer
+    whole = step_costs(work, ALL_BANDWIDTH).optimizer
     elements = 8 * 12 * 4096**2 + (32000 + 8192) * 4096
     assert whole == pytest.approx(elements * (2 * 4 + 2 * 12 + 2) / 3352e9, rel=0.01)
-    cut = step_costs(step(ParallelLayout(4), zero=1), H100, replace(PHYSICS, memory=1.0))
+    cut = step_costs(step(ParallelLayout(4), zero=1), ALL_BANDWIDTH)
     assert cut.optimizer == pytest.approx(whole / 4)
 
 
@@ -173,8 +172,7 @@ def test_lamb_reads_masters_and_moments_once_more():
         plain, lamb = (
             step_costs(
                 step(ParallelLayout(1), precision=precision, optimizer=name),
-                H100,
-                replace(PHYSICS, memory=1.0),
+                ALL_BANDWIDTH,
             ).optimizer
             for name in ("adamw", "lamb")
         )

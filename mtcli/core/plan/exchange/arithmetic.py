@@ -8,7 +8,8 @@ that a kind reads and writes take in its memory.
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from mtcli.core.plan.calibration import Calibration, Kind
+from mtcli.core.plan.calibration import Kind
+from mtcli.core.plan.hardware import Device
 
 # Bytes that a kind reads and writes per float32 element: kernels of kernels/onebit.py, and of
 # sync/compression.py the sum over torch's operations.
@@ -45,12 +46,9 @@ def passes(count: float, elements: float, tensors: int = 1) -> Arithmetic:
     return Arithmetic("pass", count * elements, count * tensors)
 
 
-def cpu_seconds(works: Iterable[Arithmetic], known: Calibration) -> float:
-    """Seconds of work at a calibration's prices."""
-    prices = known.arithmetic
+def arithmetic_seconds(works: Iterable[Arithmetic], device: Device) -> float:
+    """Seconds of work: at a calibration's prices, or as long as a GPU moves its bytes."""
+    if device.calibration is None:
+        return sum(BYTES[work.kind] * work.elements for work in works) / device.reached_bandwidth
+    prices = device.calibration.arithmetic
     return sum(prices[w.kind][0] * w.calls + prices[w.kind][1] * w.elements for w in works)
-
-
-def moved_bytes(works: Iterable[Arithmetic]) -> float:
-    """Bytes that work reads and writes."""
-    return sum(BYTES[work.kind] * work.elements for work in works)

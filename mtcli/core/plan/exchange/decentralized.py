@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.topology import MixingGraph
 from mtcli.core.plan.exchange.arithmetic import Arithmetic, passes
-from mtcli.core.plan.exchange.share import ReplicaShare
+from mtcli.core.plan.exchange.share import ExchangeCosts, ReplicaShare
 
 # Elementwise operations of a step beyond those of SGD with momentum.
 MORE_PASSES = {"dsgd": 1, "dmsgd": 3, "awc_dmsgd": 2, "da_dmsgd": 2, "decentlam": 2}
 
 
-class DecentralizedCosts:
+class DecentralizedCosts(ExchangeCosts):
     """Costs of a mix per step of each parameter's weights, and for da_dmsgd of its momentum too."""
 
     def __init__(self, share: ReplicaShare) -> None:

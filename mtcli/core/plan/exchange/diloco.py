@@ -11,7 +11,7 @@ from mtcli.core.config.sync_payload import (
 )
 from mtcli.core.plan.calibration import Kind
 from mtcli.core.plan.exchange.arithmetic import Arithmetic, passes, times
-from mtcli.core.plan.exchange.share import ReplicaShare
+from mtcli.core.plan.exchange.share import ExchangeCosts, ReplicaShare
 
 # What compresses and decompresses values, by bits, and the largest ones.
 CODED: dict[int | str, tuple[Kind, Kind]] = {
@@ -22,7 +22,7 @@ CODED: dict[int | str, tuple[Kind, Kind]] = {
 }
 
 
-class DiLoCoCosts:
+class DiLoCoCosts(ExchangeCosts):
     """Costs of outer steps, fragment by fragment.
 
     An exchange in full is a ring's all-reduce of master weights. Dense quantised values are
@@ -44,10 +44,6 @@ class DiLoCoCosts:
             for later, sent in zip(starts, self._phases(sizes), strict=True):
                 total += sent * self._exchanges(fragment, later)
         return total / self.share.steps
-
-    def busiest_bytes(self, tree: bool) -> float:
-        """See ExchangeCosts."""
-        return self.sent_bytes()
 
     def state_bytes(self) -> float:
         """Outer weights, their momentum and the error, each as wide as master weights."""
@@ -91,21 +87,21 @@ class DiLoCoCosts:
             return
         yield passes(2, elements)  # the error's decay, and what is added to it
         if sync.top_k:
-            yield from self._coded(segment(sync, sizes), 1, 1 + replicas)
+            yield from self._coded(segment(sync, sizes), 1 + replicas)
             yield passes(2, elements)
             return
         every = segments(sync, sizes, replicas)
         for owner_segment in every:  # of a replica, and of all owners
-            yield from self._coded(owner_segment, 1, 2)
+            yield from self._coded(owner_segment, 2)
         largest = max(every, key=lambda owner_segment: sum(owner_segment.lengths))
-        yield from self._coded(largest, 1, 1 + replicas)
+        yield from self._coded(largest, 1 + replicas)
         # three means begin as zeros or end divided; one is added to errors
         yield passes(4, elements)
 
-    def _coded(self, own: Segment, there: int, back: int) -> Iterator[Arithmetic]:
-        """Yields that of compressing a segment so often, and of adding what it stands for."""
+    def _coded(self, own: Segment, added: int) -> Iterator[Arithmetic]:
+        """Yields that of compressing a segment, and of adding what it stands for, `added` times."""
         elements, groups = sum(own.lengths), len(own.groups)
         packs = CODED["top_k" if self.sync.top_k else self.sync.quantise]
-        for kind, count in zip(packs, (there, back), strict=True):
+        for kind, count in zip(packs, (1, added), strict=True):
             yield Arithmetic(kind, count * elements, count * groups)
             yield passes(count, elements, sum(map(len, own.groups)))

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from math import ceil, lcm, log2
 
 from mtcli.core.plan.exchange.arithmetic import Arithmetic, passes
-from mtcli.core.plan.exchange.share import ReplicaShare
+from mtcli.core.plan.exchange.share import ExchangeCosts, ReplicaShare
 
 MESSAGE_BYTES = 3 * 8  # of a worker to all others: its number, steps and loss
 
 
-class LsgdCosts:
+class LsgdCosts(ExchangeCosts):
     """Costs of LSGD: messages of all workers, then broadcasts of leaders' master weights.
 
     In a ring, n ranks send a broadcast n - 1 times.
@@ -41,10 +41,6 @@ class LsgdCosts:
             yield passes(times, self.share.elements)
             yield passes(times, self.share.elements, len(self.share.sizes))
 
-    def state_bytes(self) -> float:
-        """None: only losses are kept."""
-        return 0.0
-
     def _pulls(self) -> Iterator[tuple[float, int]]:
         """Yields (mean pulls per step, ranks among which a leader sends) in groups, and of all."""
         sync, replicas = self.share.sync, self.share.replicas
@@ -56,7 +52,7 @@ class LsgdCosts:
                 yield self.share.steps // period / self.share.steps, ranks
 
 
-class EasgdCosts:
+class EasgdCosts(ExchangeCosts):
     """Costs of EASGD: an all-reduce of master weights in each exchange."""
 
     def __init__(self, share: ReplicaShare) -> None:
@@ -68,10 +64,6 @@ class EasgdCosts:
     def sent_bytes(self) -> float:
         """See ExchangeCosts."""
         return self.times * self.share.both_ways * self.bytes
-
-    def busiest_bytes(self, tree: bool) -> float:
-        """See ExchangeCosts."""
-        return self.sent_bytes()
 
     def arithmetic(self) -> Iterator[Arithmetic]:
         """Yields copies of weights and centre, the mean, and both pulls."""

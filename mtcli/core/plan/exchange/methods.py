@@ -10,7 +10,7 @@ from mtcli.core.plan.exchange.decentralized import DecentralizedCosts
 from mtcli.core.plan.exchange.diloco import DiLoCoCosts
 from mtcli.core.plan.exchange.leaders import EasgdCosts, LsgdCosts
 from mtcli.core.plan.exchange.onebit import OneBitCosts
-from mtcli.core.plan.exchange.share import ExchangeCosts, NoCosts, ReplicaShare
+from mtcli.core.plan.exchange.share import ExchangeCosts, ReplicaShare
 from mtcli.core.plan.workload import Workload
 
 METHODS: dict[str, Callable[[ReplicaShare], ExchangeCosts]] = {
@@ -25,7 +25,7 @@ METHODS: dict[str, Callable[[ReplicaShare], ExchangeCosts]] = {
 def exchange_of(work: Workload, pp_rank: int) -> ExchangeCosts:
     """Chooses the costs of the exchange for the ranks of a pipeline rank."""
     if work.layout.replicas == 1 and work.sync.method != "onebit":
-        return NoCosts()
+        return ExchangeCosts()
     share = ReplicaShare(
         sync=work.sync,
         steps=work.steps,

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 
 from mtcli.core.plan.exchange.arithmetic import Arithmetic, passes, times
-from mtcli.core.plan.exchange.share import ReplicaShare
+from mtcli.core.plan.exchange.share import ExchangeCosts, ReplicaShare
 
 # Elementwise operations of a frozen update beyond those of the optimizer's own, which is fused.
 MORE_PASSES = 4
 SCALARS = 8, 8  # bytes of a replica's scale, which is gathered, and of the sum that servers reduce
 
 
-class OneBitCosts:
+class OneBitCosts(ExchangeCosts):
     """Costs of 1-bit LAMB and Adam: both ways are a reduce-scatter and an all-gather."""
 
     def __init__(self, share: ReplicaShare) -> None:
@@ -23,10 +23,6 @@ class OneBitCosts:
         n, both_ways, elements = self.share.replicas, self.share.both_ways, self.share.elements
         compressed = both_ways * (elements / 8 + SCALARS[1]) + (n - 1) * SCALARS[0]
         return self.warm * both_ways * elements * self.share.weight + self.frozen * compressed
-
-    def busiest_bytes(self, tree: bool) -> float:
-        """See ExchangeCosts."""
-        return self.sent_bytes()
 
     def state_bytes(self) -> float:
         """The errors of what a replica and its server send, and LAMB's fresh variance, which a

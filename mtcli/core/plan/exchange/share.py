@@ -1,7 +1,7 @@
 """Defines the costs that every sync method plans, and what it knows of a rank for that."""
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from mtcli.core.config.schema import OptimizerName
 from mtcli.core.config.sync import SyncConfig
@@ -32,41 +32,26 @@ class ReplicaShare(NamedTuple):
         return 2 * (self.replicas - 1) / self.replicas
 
 
-class ExchangeCosts(Protocol):
-    """A method's costs for a rank: means per step of the run, and memory."""
+class ExchangeCosts:
+    """A method's costs for a rank: means per step of the run, and memory; here a single replica's,
+    which are none."""
 
     def sent_bytes(self) -> float:
         """Bytes that it sends to other replicas, as the mean over them."""
+        return 0.0
 
     def busiest_bytes(self, tree: bool) -> float:
         """Bytes that leave the replica that sends most: a step takes as long as those.
 
         The source of a broadcast sends all of it: to the next rank of a ring (NCCL), or, as the
-        root of a `tree`, to log2 of them (gloo).
+        root of a `tree`, to log2 of them (gloo). Where there is none, all replicas send as much.
         """
+        return self.sent_bytes()
 
-    def arithmetic(self) -> Iterator[Arithmetic]:
-        """Yields the arithmetic beyond the optimizer's update."""
+    def arithmetic(self) -> Iterable[Arithmetic]:
+        """Lists the arithmetic beyond the optimizer's update."""
+        return ()
 
     def state_bytes(self) -> float:
         """Bytes that it keeps besides the optimizer's state."""
-
-
-class NoCosts:
-    """The costs of a single replica."""
-
-    def sent_bytes(self) -> float:
-        """None."""
-        return 0.0
-
-    def busiest_bytes(self, tree: bool) -> float:
-        """None."""
-        return 0.0
-
-    def arithmetic(self) -> Iterator[Arithmetic]:
-        """None."""
-        return iter(())
-
-    def state_bytes(self) -> float:
-        """None."""
         return 0.0

@@ -26,6 +26,7 @@ from mtcli.core.plan.published.software import (
     PUBLISHED,
     PublishedPhysics,
     PublishedWork,
+    published,
     since,
 )
 
@@ -79,7 +80,7 @@ class PublishedRun:
 
     def predict(self, physics: PublishedPhysics = PUBLISHED) -> Prediction:
         """The cost of the run's step with the software of its time."""
-        return predict_workload(self.work, self.device, physics)
+        return predict_workload(self.work, published(self.device, physics))
 
 
 def read_record(row: Table) -> PublishedRun:
@@ -278,7 +279,7 @@ def _filled(work: PublishedWork, p: Table, device: Device) -> PublishedWork:
     """Fills in what a record leaves open: the micro-batch is the quickest that fits, and an
     optimizer state of which nothing is said is sharded over the data ranks if it does not fit."""
     filled = work if p.get("micro_batch") else _tuned(work, device)
-    if p.get("zero") is None and not predict_workload(filled, device, PUBLISHED).fits:
+    if p.get("zero") is None and not predict_workload(filled, published(device)).fits:
         return _filled(replace(work, zero=1), p | {"zero": 1}, device)
     return filled
 
@@ -290,7 +291,7 @@ def _tuned(work: PublishedWork, device: Device) -> PublishedWork:
         size for size in MICRO_BATCHES if work.global_batch_size % (size * work.layout.dp) == 0
     )
     works = [replace(work, micro_batch_size=size) for size in sizes]
-    tried = [(candidate, predict_workload(candidate, device, PUBLISHED)) for candidate in works]
+    tried = [(candidate, predict_workload(candidate, published(device))) for candidate in works]
     fitting = [pair for pair in tried if pair[1].fits] or tried[:1]
     return min(fitting, key=lambda pair: pair[1].step_seconds)[0] if fitting else work
 

@@ -1,23 +1,18 @@
 """Models the software of published runs where it differs from ours, by the year of their preprint.
 
-Each function registered here takes the place of plan's own for a `PublishedWork`.
+What `PublishedWork` overrides, and each function registered here for it, takes the place of plan's
+own.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil, log2
 
-from mtcli.core.plan.communication import crossing_share, group_bandwidth, tensor_parallel
-from mtcli.core.plan.gpu_time import (
-    Physics,
-    attention_flops,
-    attention_rate,
-    attention_seconds,
-    dense_gemms,
-    elementwise_bytes,
-)
+from mtcli.core.plan.communication import group_bandwidth, tensor_parallel
+from mtcli.core.plan.gpu_time import attention_flops, attention_rate, attention_seconds, dense_gemms
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.step_time import accumulated_bytes, hidden_gather, hidden_reduction
+from mtcli.core.plan.physics import Physics
 from mtcli.core.plan.workload import Pass, Workload
 
 # Years and months from which a source's own code may have them.
@@ -50,6 +45,28 @@ class PublishedWork(Workload):
         return self.sizes.weight if self.narrow_gradients else self.sizes.gradient
 
     @property
+    def accumulated_bytes(self) -> float:
+        """None where a GEMM adds. In former code the first micro-batch's stay where they are, and
+        later ones are read, with those to which they are added, and written."""
+        later = 1 - 1 / self.num_micro_batches
+        return 0.0 if self.adds_in_gemm else (self.sizes.weight + 2.0 * self.gradient_width) * later
+
+    @property
+    def hiding_passes(self) -> Pass:
+        """No backward in former code, which reduced gradients when the last one was done."""
+        return Pass(float(self.gathers_ahead), float(self.hides_reduction))
+
+    @property
+    def unfused(self) -> float:
+        """More where kernels of former code were not fused."""
+        return 1.0 if self.fused else UNFUSED
+
+    def crossing_share(self, nodes: float) -> float:
+        """Share of token copies that cross: all, or one for each node with some of its experts."""
+        copies = self.model.top_k
+        return nodes * (1 - (1 - 1 / nodes) ** copies) / copies if self.once_per_node else 1.0
+
+    @property
     def block_bytes(self) -> float:
         """Bytes saved by code from before flash attention: arXiv:2205.05198, equations 1 to 6, with
         general widths, gated MLPs and experts."""
@@ -62,7 +79,7 @@ class PublishedWork(Workload):
         if self.recompute == "none":  # the softmax, and where it is dropped a mask and the result
             per_score = size + (1 + size) * bool(m.attention_dropout)
             heads += per_score * m.num_heads * self.seq_len
-        widths = 3 if m.is_gated else 2
+        widths = 1 + m.up_factor
         mlp = widths * m.ffn_hidden_size * size / tp
         if m.num_experts:
             routed = 2 * m.hidden_size * self.layout.etp + widths * m.moe_ffn_hidden_size
@@ -84,6 +101,12 @@ class PublishedPhysics(Physics):
 PUBLISHED = PublishedPhysics()
 
 
+@cache
+def published(device: Device, physics: PublishedPhysics = PUBLISHED) -> Device:
+    """The device of a published run, whose software reaches these shares of its rates."""
+    return replace(device, physics=physics)
+
+
 def since(source: str, month: int, former: bool = False) -> bool:
     """Whether a source may use what appeared in a month, by the number of its preprint. One without
     may use everything, but `former` code, of fp16 or fp32, what there was in FP16_CODE."""
@@ -94,10 +117,12 @@ def since(source: str, month: int, former: bool = False) -> bool:
 
 
 @attention_seconds.register
-def _(work: PublishedWork, device: Device, physics: PublishedPhysics) -> Pass:
+def _(work: PublishedWork, device: Device) -> Pass:
     """Seconds of unfused attention, which computes the full square and moves every score."""
     if work.flash:
-        return attention_seconds.dispatch(Workload)(work, device, physics)
+        return attention_seconds.dispatch(Workload)(work, device)
+    physics = device.physics
+    assert isinstance(physics, PublishedPhysics), "of former software"
     aligned = 1.0 if work.model.head_dim % 8 == 0 else physics.misaligned
     rate = attention_rate(work, device) * physics.unfused_attention * aligned
     seconds = attention_flops(work) / rate
@@ -106,44 +131,12 @@ def _(work: PublishedWork, device: Device, physics: PublishedPhysics) -> Pass:
     # Products write and read them once each, softmax and dropout read and write them once each, and
     # so do scale and mask where they are kernels of their own; a byte of the dropout's mask.
     passes = 6.5 if work.fused else 10.5
-    moved = scores * passes / (device.memory_bandwidth * physics.memory)
+    moved = scores * passes / device.reached_bandwidth
     return Pass(seconds + moved, 2 * seconds + 1.5 * moved)
 
 
-@elementwise_bytes.register
-def _(work: PublishedWork, physics: Physics) -> float:
-    moved = elementwise_bytes.dispatch(Workload)(work, physics)
-    return moved if work.fused else moved * UNFUSED
-
-
-@crossing_share.register
-def _(work: PublishedWork, nodes: float) -> float:
-    """Share of token copies that cross: all, or one for each node with some of its experts."""
-    copies = work.model.top_k
-    return nodes * (1 - (1 - 1 / nodes) ** copies) / copies if work.once_per_node else 1.0
-
-
-@accumulated_bytes.register
-def _(work: PublishedWork) -> float:
-    """None where a GEMM adds. In former code the first micro-batch's stay where they are, and
-    later ones are read, with those to which they are added, and written."""
-    later = 1 - 1 / work.num_micro_batches
-    return 0.0 if work.adds_in_gemm else (work.sizes.weight + 2.0 * work.gradient_width) * later
-
-
-@hidden_reduction.register
-def _(work: PublishedWork, behind: Pass) -> float:
-    """Nothing in former code, which reduced gradients when the last backward pass was done."""
-    return behind.backward * work.hides_reduction
-
-
-@hidden_gather.register
-def _(work: PublishedWork, behind: Pass) -> float:
-    return behind.forward * work.gathers_ahead
-
-
 @tensor_parallel.register
-def _(work: PublishedWork, device: Device, physics: Physics) -> Pass:
+def _(work: PublishedWork, device: Device) -> Pass:
     """Seconds of a block of Optimus, whose products are all A B: blocks of activations go along
     rows of the mesh, blocks of weights along columns, and twice as much in the backward pass, which
     is the 7bsh + 12h^2 and, with recomputation, 21bsh + 36h^2 of arXiv:2104.05343, table 1.
@@ -151,15 +144,15 @@ def _(work: PublishedWork, device: Device, physics: Physics) -> Pass:
     mesh that is about as wide as it is high, the paper's bunched placement."""
     q, size = work.layout.tp_rows, work.sizes.weight
     if q == 1:
-        return tensor_parallel.dispatch(Workload)(work, device, physics)
+        return tensor_parallel.dispatch(Workload)(work, device)
     shapes = dense_gemms(work)
     rows = float(sum(m * k for m, _, k in shapes) * size / q)
     columns = float(sum(k * n for _, n, k in shapes) * size / q)
     wide = 2 ** ceil(log2(device.node_size) / 2)
     high = 1 if q * q <= device.node_size else wide
     across = 1 if q * q <= device.node_size else device.node_size // wide
-    once = rows / group_bandwidth(q, across, device, physics)
-    once += columns / group_bandwidth(q, high, device, physics)
+    once = rows / group_bandwidth(q, across, device)
+    once += columns / group_bandwidth(q, high, device)
     step = device.link if q * q <= device.node_size else device.network
     once += 2 * q * len(shapes) * (q - 1) * step.latency
     return Pass(once, 2 * once)

@@ -78,7 +78,7 @@ def score(records: Sequence[PublishedRun], physics: PublishedPhysics = PUBLISHED
         prediction = known[key]
         used = prediction.memory.total / 2**30
         block = prediction.costs.block
-        seconds = block.forward + block.backward if record.of_block else prediction.step_seconds
+        seconds = block.total if record.of_block else prediction.step_seconds
         scored.append(Scored(record, seconds, used, prediction.fits))
     return scored
 

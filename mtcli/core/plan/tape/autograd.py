@@ -50,11 +50,12 @@ class Node:
 
 
 class WeightPass(NamedTuple):
-    """A zero-bubble weight pass: the half of a linear layer's backward that runs later."""
+    """The half of a linear layer's backward that makes the weight's gradient; a zero-bubble weight
+    pass where it runs later."""
 
     size: float  # bytes of the weight's gradient
     rows: int
-    saved: Sequence[Storage]
+    needs: Sequence[Storage]
     moment: float  # bytes while the gradient is made
 
 
@@ -213,12 +214,22 @@ class Tape:
                 slot[value.index] = grad
         self._collect(leaves)
 
+    def weight(self, half: WeightPass, later: bool = True) -> Storage | None:
+        """Makes a weight's gradient, or leaves it for `later` where backwards are split."""
+        if not (later and self.splits):
+            self.moment(half.moment)
+            return self.new(half.size)
+        for storage in half.needs:
+            storage.holders += 1
+        self.weight_passes.append(half)
+        return None
+
     def weights(self) -> None:
         """Runs the weight passes that were left for later, one after another."""
         for weight_pass in self.weight_passes:
             self.moment(weight_pass.moment)
             self._collect([(self.new(weight_pass.size), weight_pass.rows)])
-            self.free(*weight_pass.saved)
+            self.free(*weight_pass.needs)
         self.weight_passes = []
 
     def _collect(self, leaves: Sequence[tuple[Storage, int]]) -> None:
@@ -242,9 +253,14 @@ def named_again(storage: Storage) -> Storage:
     return storage
 
 
-def new_gradients(*sizes: float) -> Back:
-    """A backward that makes gradients of these sizes."""
-    return lambda tape, grads: [tape.new(size) for size in sizes]
+def new_gradients(*sizes: float, moment: float = 0.0) -> Back:
+    """A backward that makes gradients of these sizes; `moment` bytes are alive just before."""
+
+    def back(tape: Tape, grads: list[Storage]) -> Gradients:
+        tape.moment(moment)
+        return [tape.new(size) for size in sizes]
+
+    return back
 
 
 def same_gradient(tape: Tape, grads: list[Storage]) -> Gradients:

@@ -14,7 +14,6 @@ from mtcli.core.plan.tape.autograd import (
     Tape,
     Value,
     leaf,
-    named_again,
     new_gradients,
     same_gradient,
 )
@@ -27,12 +26,10 @@ from mtcli.core.plan.tape.ops import (
     activated_linear,
     add,
     add_norm,
-    after,
-    before,
     column_linear,
     concatenated,
+    copied,
     dropout,
-    gates,
     gemm_bytes,
     linear,
     moved,
@@ -71,10 +68,8 @@ def block(ctx: TapeContext, x: Value, number: int = 0) -> Value:
     if ctx.gathering is None:
         return _saved_or_recomputed(ctx, x)
     group, experts = (ctx.groups[i]._replace(name=f"{i} of {number}") for i in (BLOCK, EXPERTS))
-    ctx = replace(ctx, groups=(group, experts, *ctx.groups[ENDS:]))
-    inside = before(ctx.gathering, group, x)
-    y = _saved_or_recomputed(ctx, inside)
-    return after(ctx.gathering, group, y)
+    inside = replace(ctx, groups=(group, experts, *ctx.groups[ENDS:]))
+    return ctx.gathering.around(group, x, lambda x: _saved_or_recomputed(inside, x))
 
 
 def _saved_or_recomputed(ctx: TapeContext, x: Value) -> Value:
@@ -121,8 +116,9 @@ def _norm_of_sum(ctx: TapeContext, x: Value, y: Value) -> Value:
 
 def mlp(ctx: TapeContext, x: Value, width: float, name: str = "mlp") -> Value:
     """down(activation(up(x))), `width` of this rank; on a GPU the bias is GELU's."""
-    up = "gate_up" if gates(ctx) > 1 else "up"
-    inner = column_linear(ctx, x, (gates(ctx) * width, ctx.t.inner), f"{name}.{up}")
+    m = ctx.work.model
+    up = "gate_up" if m.is_gated else "up"
+    inner = column_linear(ctx, x, (m.up_factor * width, ctx.t.inner), f"{name}.{up}")
     down = row_linear(ctx, inner, (ctx.t.hidden, width), f"{name}.down", activated_linear)
     return then(ctx, inner, down)
 
@@ -147,16 +143,9 @@ def _heads(ctx: TapeContext, x: Value) -> Value:
     if sharers == 1:
         return columns
     size, own_keys = t.tokens * (t.queries + t.keys) * t.size, t.tokens * t.keys / sharers * t.size
-
-    def summed(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(own_keys + columns.size)
-        return [tape.new(columns.size)]
-
-    def exchanged(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(2 * size)  # laid out by receiver, and what comes
-        return [tape.new(size)]
-
+    summed = new_gradients(columns.size, moment=own_keys + columns.size)
     sent = tape.op([columns], [size], summed)[0]
+    exchanged = new_gradients(size, moment=2 * size)  # laid out by receiver, and what comes
     parts = then(ctx, sent, tape.op([sent], [size], exchanged)[0])
     full_heads = then(ctx, parts, copied(ctx, parts, size))
     return then(ctx, columns, full_heads)
@@ -227,11 +216,6 @@ def _per_head(ctx: TapeContext, x: Value, heads: HeadSizes, size: float) -> Valu
         return moved(ctx, x, size, heads.k)
     gathered = in_order(ctx, x, heads)
     return then(ctx, gathered, moved(ctx, gathered, size, gathered.size))
-
-
-def copied(ctx: TapeContext, x: Value, size: float) -> Value:
-    """Copies x, and passes the gradient on as it is."""
-    return ctx.tape.op([x], [size], same_gradient)[0]
 
 
 def full_rows(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
@@ -419,9 +403,6 @@ def ring(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
     both, backward_bytes = 2 * heads.k, _ring_backward_bytes(ctx, heads)
     passing = min(2, ctx.work.layout.cp - 1) * both  # a block that has come, and one on its way
 
-    def apart(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        return [named_again(grads[0]), named_again(grads[0])]
-
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         grad, sums = tape.new(heads.q), (tape.new(wide * heads.q), tape.new(wide * both))
         tape.moment(passing + heads.q + 2 * both)
@@ -431,7 +412,7 @@ def ring(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
         tape.free(grad, *sums)
         return gradients
 
-    kv = tape.op([k, v], [both], apart)[0]
+    kv = concatenated(ctx, [k, v], both)
     tape.moment(passing + wide * heads.q + max(heads.q, 3 * _scores(ctx, heads)))
     taken = [q, kv]
     mixed = tape.op(taken, [heads.q], back, saved=taken, saves_results=[0], more=heads.lse)[0]
@@ -537,11 +518,6 @@ def _routed(ctx: TapeContext, x: Value) -> tuple[Value, Value]:
     tape, t, m = ctx.tape, ctx.t, ctx.work.model
     table, chosen = t.rows * m.num_experts * t.wide, t.rows * m.top_k
     wide = resized(ctx, x, x.size / t.size * t.wide) if t.size < 4 else x
-
-    def of_weights(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(table)
-        return [tape.new(table)]
-
     saved = [] if ctx.work.lora.rank else [wide]
     logits = tape.op([wide], [table], new_gradients(wide.size), saved=saved)[0]
     if wide is not x:
@@ -553,22 +529,21 @@ def _routed(ctx: TapeContext, x: Value) -> tuple[Value, Value]:
     if m.capacity_factor:
         sharers = ctx.work.layout.cp * ctx.work.sequence_shards
         tape.moment(more + (2 + 4 * sharers) * table)
-    weights = tape.op([logits], [chosen * t.wide], of_weights, more=more)[0]
+    weights = tape.op([logits], [chosen * t.wide], new_gradients(table), more=more)[0]
     return reused(ctx, x), then(ctx, logits, weights)
 
 
 def _gathered_experts(ctx: TapeContext, x: Value) -> Value:
     if ctx.gathering is None:
         return _experts(ctx, x)
-    group = ctx.groups[EXPERTS]
-    return after(ctx.gathering, group, _experts(ctx, before(ctx.gathering, group, x)))
+    return ctx.gathering.around(ctx.groups[EXPERTS], x, lambda x: _experts(ctx, x))
 
 
 def _experts(ctx: TapeContext, x: Value) -> Value:
     """Runs this rank's experts: by grouped GEMMs on a GPU, one after another on CPU."""
     m, work = ctx.work.model, ctx.work
     hidden, width = ctx.t.hidden, m.moe_ffn_hidden_size / work.layout.etp
-    gated, number = gates(ctx), m.num_experts // work.layout.ep
+    gated, number = m.up_factor, m.num_experts // work.layout.ep
     down = number * hidden * width * ctx.t.size
     tables = [_table(ctx, number * gated * width), _table(ctx, number * hidden)]
     if ctx.by_torch:
@@ -597,7 +572,7 @@ def _grouped_activated_gemm(
     ctx: TapeContext, x: Value, table: Value, times: float, size: float
 ) -> Value:
     """Runs a grouped GEMM of activation(x), recomputed in the backward in its gradient's memory."""
-    given = x.size / gates(ctx)
+    given = x.size / ctx.work.model.up_factor
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         result = tape.new(given)
@@ -613,7 +588,7 @@ def _one_by_one(ctx: TapeContext, x: Value, tables: Sequence[Value], number: int
     """Runs each expert's rows through its own GEMMs; weight gradients are joined at the end."""
     tape, m, size = ctx.tape, ctx.work.model, ctx.t.size
     hidden, width = ctx.t.hidden, m.moe_ffn_hidden_size / ctx.work.layout.etp
-    gated, rows = gates(ctx), ctx.work.expert_rows / number
+    gated, rows = m.up_factor, ctx.work.expert_rows / number
     weight_bytes = hidden * width * size
     split = views(ctx, x, number, x.size)
     ups = views(ctx, tables[0], number, trained(ctx, gated * weight_bytes * number))
@@ -704,11 +679,7 @@ def _spread(ctx: TapeContext, x: Value, routed: Routed) -> Value:
     """Copies tokens, sorted by expert; torch makes the copies first, and then pads them."""
     besides = ctx.by_torch * routed.padding
     indices = routed.num_copies * (1 + (besides > 0)) if ctx.by_torch else routed.num_chosen
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(besides + x.size)
-        return [tape.new(x.size)]
-
+    back = new_gradients(x.size, moment=besides + x.size)
     ctx.tape.moment(besides + routed.rows)
     return ctx.tape.op([x], [routed.rows], back, more=indices * INDEX)[0]
 

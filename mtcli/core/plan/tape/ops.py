@@ -103,6 +103,15 @@ class Gathering:
         self.deferred: Storage | None = None
         self.reducing: Storage | None = None
 
+    def around(self, group: Group, x: Value, run: Callable[[Value], Value]) -> Value:
+        """Runs a group's forward on x, for which its weights are gathered and then freed, as they
+        are again for its backward, after which its gradients are reduced."""
+        x = marked(self.tape, x, lambda: self.reduced(group))
+        self.forward(group)
+        y = marked(self.tape, run(x), lambda: self.backward(group))
+        self.forward_done(group)
+        return y
+
     def forward(self, group: Group) -> None:
         """Gathers a group before its forward."""
         if group.name in self.gathered:
@@ -148,7 +157,7 @@ class Gathering:
             if buffer is not None:
                 self.coming[ahead.name] = buffer
 
-    def reduced(self, group: Group, wide: float, last: float) -> None:
+    def reduced(self, group: Group) -> None:
         """Reduce-scatters a group's gradients after its backward.
 
         A name of FSDP2's keeps the last one alive, unless a single rank copies them.
@@ -157,9 +166,9 @@ class Gathering:
         self.free(group)
         if self.reducing is not None:
             tape.free(self.reducing)
-        self.reducing = tape.hold(wide)
+        self.reducing = tape.hold(group.wide)
         tape.free(*grads)
-        tape.moment(wide / group.ranks + last * (group.ranks > 1))
+        tape.moment(group.wide / group.ranks + group.last * (group.ranks > 1))
 
     def _gather(self, group: Group) -> Storage | None:
         if group.ranks == 1:
@@ -168,6 +177,18 @@ class Gathering:
             return self.coming.pop(group.name)
         self.tape.moment(group.weights * (1 + 1 / group.ranks))
         return self.tape.hold(group.weights)
+
+
+def marked(tape: Tape, x: Value, event: Callable[[], None]) -> Value:
+    """Returns x with an event when the backward comes by."""
+
+    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+        event()
+        return [named_again(grads[0])]
+
+    value = tape.op([x], [x], back)[0]
+    tape.free(x)  # it has the memory of x, which its caller names
+    return value
 
 
 class Kernels(NamedTuple):
@@ -233,9 +254,9 @@ def reused(ctx: TapeContext, x: Value) -> Value:
     return ctx.tape.op([x], [x], same_gradient)[0]
 
 
-def shifted(ctx: TapeContext, x: Value) -> Value:
-    """Adds a vector or other ranks' parts to x, whose gradient is passed on as it is."""
-    return ctx.tape.op([x], [x.size], same_gradient)[0]
+def copied(ctx: TapeContext, x: Value, size: float) -> Value:
+    """Copies x, maybe with a vector or other ranks' parts added; the gradient is passed on."""
+    return ctx.tape.op([x], [size], same_gradient)[0]
 
 
 def add(ctx: TapeContext, x: Value, y: Value) -> Value:
@@ -289,11 +310,8 @@ def linear(
     out, weight_bytes = given / inner * width, width * inner * size
     of_input = min(given, x.size)
     table = leaf(width) if weight is None else weight
-    scaling = ctx.work.fp8_scaling
-    fp8 = ctx.work.sizes.gemm == "fp8" and weight is None
-    narrow = fp8 and is_narrow(scaling, round(width), round(inner))
+    narrow = weight is None and _is_narrow(ctx, shape)
     of_x, of_w, of_y = (_copied(ctx, full, narrow) for full in (given, weight_bytes, out))
-
     rank = ctx.work.lora.rank
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
@@ -302,13 +320,9 @@ def linear(
         if rank:
             tape.moment((adapters > 0) * of_input)
             return [gradient, None]
-        of_weight = gemm_bytes(ctx, of_y + of_x, weight_bytes, narrow)
-        if tape.splits and weight is None:
-            waits = [named_again(x.storage), named_again(grads[0])]
-            tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, of_weight))
-            return [gradient, None]
-        tape.moment(of_weight)
-        return [gradient, tape.new(weight_bytes)]
+        moment = gemm_bytes(ctx, of_y + of_x, weight_bytes, narrow)
+        half = WeightPass(weight_bytes, table.rows, (x.storage, grads[0]), moment)
+        return [gradient, tape.weight(half, later=weight is None)]
 
     copies = of_x + of_w
     if copies:
@@ -318,6 +332,12 @@ def linear(
     low = adapters * rank * (given / inner + (adapters > 1) * width * size)  # A x, and B in blocks
     saved = [x] if adapters or not rank else []
     return ctx.tape.op([x, table], [made], back, saved=saved, more=low)[0]
+
+
+def _is_narrow(ctx: TapeContext, shape: tuple[float, float]) -> bool:
+    """Whether a parameter's GEMM is made in float8."""
+    fp8 = ctx.work.sizes.gemm == "fp8"
+    return fp8 and is_narrow(ctx.work.fp8_scaling, round(shape[0]), round(shape[1]))
 
 
 def _copied(ctx: TapeContext, size: float, narrow: bool) -> float:
@@ -349,13 +369,12 @@ def activated_linear(
     A GPU's kernels save x alone, and recompute the activation in its gradient's memory.
     """
     if adapters or not recomputes_activation(ctx):
-        active = saved_by(ctx, x, x.size / gates(ctx))
+        active = saved_by(ctx, x, x.size / ctx.work.model.up_factor)
         return then(ctx, active, linear(ctx, active, shape, 0.0, weight, adapters))
     (width, inner), size = shape, ctx.work.sizes.weight
-    given, weight_bytes = x.size / gates(ctx), width * inner * size
+    given, weight_bytes = x.size / ctx.work.model.up_factor, width * inner * size
     out = given / inner * width
-    fp8 = ctx.work.sizes.gemm == "fp8" and weight is None
-    narrow = fp8 and is_narrow(ctx.work.fp8_scaling, round(width), round(inner))
+    narrow = weight is None and _is_narrow(ctx, shape)
     of_x, of_w, of_y = (_copied(ctx, full, narrow) for full in (given, weight_bytes, out))
     table = leaf(width) if weight is None else weight
 
@@ -366,14 +385,8 @@ def activated_linear(
         if ctx.work.lora.rank:
             tape.free(result)
             return [gradient, None]
-        if tape.splits and weight is None:
-            waits = [result, named_again(grads[0])]
-            tape.weight_passes.append(
-                WeightPass(weight_bytes, table.rows, waits, of_y + of_x + weight_bytes)
-            )
-            return [gradient, None]
-        tape.moment(of_y + of_x + weight_bytes)
-        of_weight = tape.new(weight_bytes)
+        half = WeightPass(weight_bytes, table.rows, (result, grads[0]), of_y + of_x + weight_bytes)
+        of_weight = tape.weight(half, later=weight is None)
         tape.free(result)
         return [gradient, of_weight]
 
@@ -384,11 +397,6 @@ def activated_linear(
 def recomputes_activation(ctx: TapeContext) -> bool:
     """Whether a GPU's kernel recomputes activations; a recomputed block has them by then."""
     return not ctx.by_torch and ctx.work.recompute != "full"
-
-
-def gates(ctx: TapeContext) -> int:
-    """Columns of the first GEMM for one of the second: SwiGLU has a gate beside each."""
-    return 2 if ctx.work.model.is_gated else 1
 
 
 def enter(ctx: TapeContext, x: Value) -> Value:
@@ -408,7 +416,7 @@ def leave(ctx: TapeContext, x: Value) -> Value:
         return reused(ctx, x)
     if ctx.work.sequence_parallel:
         return resized(ctx, x, x.size / tp)
-    return shifted(ctx, x)
+    return copied(ctx, x, x.size)
 
 
 def column_linear(ctx: TapeContext, x: Value, shape: tuple[float, float], layer: str) -> Value:
@@ -416,7 +424,7 @@ def column_linear(ctx: TapeContext, x: Value, shape: tuple[float, float], layer:
     if ctx.work.layout.tp_rows > 1:
         return grid_gemm(ctx, x, shape)
     gathered = enter(ctx, x)
-    y = linear(ctx, gathered, shape, ctx.t.tokens, adapters=targets(ctx, layer))
+    y = linear(ctx, gathered, shape, adapters=targets(ctx, layer))
     return then(ctx, gathered, y)
 
 
@@ -498,11 +506,10 @@ def grid_gemm(
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         if tape.splits and weight is None:
-            waits = [named_again(x.storage), named_again(grads[0])]
-            half = v.summed + u.copied
-            tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, half))
+            needs, half = (x.storage, grads[0]), v.summed + u.copied
+            of_weight = tape.weight(WeightPass(weight_bytes, table.rows, needs, half))
             tape.moment(u.summed + v.copied)
-            return [tape.new(x.size), None]
+            return [tape.new(x.size), of_weight]
         tape.moment(_both_summed(u, v) + copied)
         return [tape.new(x.size), tape.new(weight_bytes)]
 
@@ -513,7 +520,7 @@ def _row_gemm(ctx: TapeContext, x: Value, shape: tuple[float, float], multiply: 
     """Runs x W^T [T, D] on a grid, of x or, where it is that `multiply`'s, of activation(x)."""
     t, active = ctx.t, x
     if multiply is activated_linear:
-        active = saved_by(ctx, x, x.size / gates(ctx))
+        active = saved_by(ctx, x, x.size / ctx.work.model.up_factor)
     out, weight_bytes = t.stream, t.inner * shape[1] * t.size
     u, v = _panels(ctx.work, out, weight_bytes)  # rows of W are contiguous, and are not copied
     table = leaf(t.inner)
@@ -521,11 +528,10 @@ def _row_gemm(ctx: TapeContext, x: Value, shape: tuple[float, float], multiply: 
 
     def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
         if tape.splits:
-            waits = [named_again(active.storage), named_again(grads[0])]
-            half = v.summed + u.copied
-            tape.weight_passes.append(WeightPass(weight_bytes, table.rows, waits, half))
+            needs, half = (active.storage, grads[0]), v.summed + u.copied
+            of_weight = tape.weight(WeightPass(weight_bytes, table.rows, needs, half))
             tape.moment(wide + active.size + u.copied)
-            return [tape.new(active.size), None]
+            return [tape.new(active.size), of_weight]
         summing = (wide or active.size) + v.block + v.leaving + v.next_leaving
         rounding = wide + active.size + v.block + v.leaving
         tape.moment(max(summing, rounding, active.size + v.joined) + u.copied)
@@ -536,7 +542,7 @@ def _row_gemm(ctx: TapeContext, x: Value, shape: tuple[float, float], multiply: 
     if active is not x:
         ctx.tape.free(active)
     if ctx.work.model.bias:
-        y = then(ctx, y, shifted(ctx, y))
+        y = then(ctx, y, copied(ctx, y, y.size))
     return y
 
 
@@ -549,8 +555,7 @@ def panel_buffers(work: Workload, pp_rank: int) -> float:
         return 0.0
     t, m, last = Shapes.of(work), work.model, pp_rank == work.layout.pp - 1
     inner = m.dense_ffn_hidden_size
-    gated = 2 if m.is_gated else 1
-    widths = [t.queries + t.keys / work.kv_sharers, gated * inner / work.columns]
+    widths = [t.queries + t.keys / work.kv_sharers, m.up_factor * inner / work.columns]
     widths += [vocabulary(work)] * (last and m.head not in CLASSIFIERS)
     received = t.tokens * (work.columns > 1) + max(widths)
     return min(2, work.panels - 1) * received * m.hidden_size / work.panels * t.size
@@ -558,13 +563,8 @@ def panel_buffers(work: Workload, pp_rank: int) -> float:
 
 def moved(ctx: TapeContext, x: Value, size: float, back_size: float, beside: float = 0.0) -> Value:
     """Copies, exchanges or casts x: `size` bytes, its gradient's `back_size`, `beside` each way."""
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(beside + back_size)
-        return [tape.new(back_size)]
-
     ctx.tape.moment(beside + size)
-    return ctx.tape.op([x], [size], back)[0]
+    return ctx.tape.op([x], [size], new_gradients(back_size, moment=beside + back_size))[0]
 
 
 def then(ctx: TapeContext, old: Value, new: Value) -> Value:
@@ -604,11 +604,7 @@ def _row_norm(ctx: TapeContext, x: Value) -> Value:
     t = ctx.t
     wide = x.size / t.size * t.wide
     cast = wide * (t.size < 4)
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        tape.moment(cast + 3 * wide)
-        return [tape.new(x.size)]
-
+    back = new_gradients(x.size, moment=cast + 3 * wide)
     ctx.tape.moment(cast + 2 * wide + x.size * bool(cast))
     return ctx.tape.op([x], [x.size], back, saved=[x], more=2 * t.rows * t.wide)[0]
 
@@ -666,33 +662,3 @@ def dropout(ctx: TapeContext, y: Value, onto: Value | None) -> Value:
     if onto is None:
         return dropped
     return then(ctx, dropped, add(ctx, onto, dropped))
-
-
-def before(gathering: Gathering | None, group: Group, x: Value) -> Value:
-    """Gathers a group before its forward; its gradients are reduced when the backward comes by."""
-    if gathering is None:
-        return x
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        gathering.reduced(group, group.wide, group.last)
-        return [named_again(grads[0])]
-
-    value = gathering.tape.op([x], [x], back)[0]
-    gathering.tape.free(x)  # it has the memory of x, which its caller names
-    gathering.forward(group)
-    return value
-
-
-def after(gathering: Gathering | None, group: Group, y: Value) -> Value:
-    """Frees a group after its forward; it is gathered again when the backward comes by."""
-    if gathering is None:
-        return y
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        gathering.backward(group)
-        return [named_again(grads[0])]
-
-    value = gathering.tape.op([y], [y], back)[0]
-    gathering.tape.free(y)
-    gathering.forward_done(group)
-    return value

@@ -1,6 +1,6 @@
 """Counts the live bytes of one micro-batch on a pipeline stage: ends, blocks, and the peaks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
@@ -29,16 +29,17 @@ from mtcli.core.plan.tape.ops import (
     TapeContext,
     add,
     concatenated,
+    copied,
     dropout,
     enter,
     grid_gemm,
     leave,
     linear,
+    marked,
     norm,
     resized,
     reused,
     saved_by,
-    shifted,
     then,
     trained,
     vocabulary,
@@ -111,7 +112,7 @@ def _run(ctx: TapeContext, ends: tuple[bool, bool], layers: int, known: float = 
         ctx.gathering.forward(ctx.groups[ENDS])
     x = embedded(ctx, table) if first else _received(ctx, passes_on=not (layers or last))
     start, alone = len(tape.nodes), tape.live - x.size
-    x, blocks = _through(ctx, x, layers, known)
+    x, each, number, others = _through(ctx, x, layers, known)
     end = len(tape.nodes)
     y = head(ctx, x, table) if last else out_of_stage(ctx, x)
     saved, forward_peak, tape.peak = tape.live, tape.peak, tape.live
@@ -122,23 +123,22 @@ def _run(ctx: TapeContext, ends: tuple[bool, bool], layers: int, known: float = 
     tape.backward(tape.nodes[end:], pending)
     most, tape.peak = tape.peak, tape.live
     tape.backward(tape.nodes[start:end], pending)
-    tape.free(blocks.others)
+    tape.free(others)
     # Beside what waits there are x and its gradient, the result, and maybe the result's gradient.
     named = stream * (1 + (not first) + (not last)) + given.size * (given.holders == 1)
     half = (tape.live - alone - named) * ctx.work.splits_backward * bool(layers)
     # When the block that is run goes back, the others may have done so, and wait with their halves.
-    tape.peak = max(most, tape.peak + max(0.0, blocks.number * (half - blocks.each)))
-    tape.new(blocks.number * half)
+    tape.peak = max(most, tape.peak + max(0.0, number * (half - each)))
+    tape.new(number * half)
     tape.backward(tape.nodes[:start], pending)
     if ctx.gathering is not None:
-        rest = ctx.groups[ENDS]
-        ctx.gathering.reduced(rest, rest.wide, rest.last)
+        ctx.gathering.reduced(ctx.groups[ENDS])
     backward_peak, waiting = tape.peak, half * layers
     tape.free(given)
     begun = tape.peak = tape.live
     tape.weights()
     return StageBytes(
-        block=blocks.each,
+        block=each,
         saved=saved,
         waiting=waiting,
         forward_peak=forward_peak,
@@ -153,27 +153,18 @@ def _received(ctx: TapeContext, passes_on: bool) -> Value:
 
     With `passes_on` x gets a copy of the gradient that is passed on as it came.
     """
-    tape, stream = ctx.tape, ctx.t.stream
-    x = Value(tape.new(stream))
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        return [tape.new(stream) if passes_on else named_again(grads[0])]
-
-    return tape.op([x], [x], back)[0]
+    stream = ctx.t.stream
+    x = Value(ctx.tape.new(stream))
+    return ctx.tape.op([x], [x], new_gradients(stream) if passes_on else same_gradient)[0]
 
 
-class _Blocks(NamedTuple):
-    """The blocks of a stage that are not run one by one."""
-
-    each: float  # saved by one
-    number: int
-    others: Storage  # saved by all of them
-
-
-def _through(ctx: TapeContext, x: Value, layers: int, known: float) -> tuple[Value, _Blocks]:
+def _through(
+    ctx: TapeContext, x: Value, layers: int, known: float
+) -> tuple[Value, float, int, Storage]:
     """Runs x through all blocks; the others' saved bytes are added when the first is done.
 
-    `known` are the bytes that each saves, if not 0.
+    Returns (its result, the bytes that a block saves, which are `known` if not 0, how many others
+    there are, their bytes).
     """
     tape, run = ctx.tape, min(layers, 1 if ctx.gathering is None else 3)
     each, number, others = known, layers - run, tape.hold(0.0)
@@ -188,33 +179,33 @@ def _through(ctx: TapeContext, x: Value, layers: int, known: float) -> tuple[Val
         tape.peak = max(most, tape.peak + before)  # the last block's forward has all others' bytes
         others.size += before
         tape.live += before
-    return x, _Blocks(each, number, others)
+    return x, each, number, others
 
 
 def embedded(ctx: TapeContext, weight: Value) -> Value:
     """Runs the embedding, with learned positions and dropout."""
-    tape, t = ctx.tape, ctx.t
-    table = trained(ctx, _table_bytes(ctx))
+    t = ctx.t
+    table = trained(ctx, vocabulary(ctx.work) * t.inner * t.size)  # bytes
     if ctx.work.layout.tp_rows > 1:
         return _with_positions(ctx, _sent_to_rows(ctx, weight, table))
-    size = t.tokens * t.hidden * t.size
-    rows = tape.op([weight], [size], new_gradients(table), more=t.tokens * INDEX)[0]
-    masked = tape.op([rows], [size], new_gradients(size), more=t.tokens)[0]
-    tape.free(rows)
+    masked = _looked_up(ctx, weight, table, t.tokens, t.hidden)
     return _with_positions(ctx, then(ctx, masked, leave(ctx, masked)))
+
+
+def _looked_up(ctx: TapeContext, weight: Value, table: float, tokens: float, width: float) -> Value:
+    """Looks up the rows of tokens, and zeroes those that other ranks have; `table` bytes are the
+    gradient's."""
+    size = tokens * width * ctx.t.size
+    rows = ctx.tape.op([weight], [size], new_gradients(table), more=tokens * INDEX)[0]
+    return then(ctx, rows, ctx.tape.op([rows], [size], new_gradients(size), more=tokens)[0])
 
 
 def _sent_to_rows(ctx: TapeContext, weight: Value, table: float) -> Value:
     """Looks up every row's tokens on a grid, and sends each row its own."""
-    tape, t, tokens = ctx.tape, ctx.t, ctx.work.tokens
-    size = tokens * t.inner * t.size
-    rows = tape.op([weight], [size], new_gradients(table), more=tokens * INDEX)[0]
-    masked = tape.op([rows], [size], new_gradients(size), more=tokens)[0]
-    tape.free(rows)
-    x = then(ctx, masked, resized(ctx, masked, size))
-    for _ in range(2):  # laid out by columns, and those by rank
+    x = _looked_up(ctx, weight, table, ctx.work.tokens, ctx.t.inner)
+    for size in (x.size, x.size, x.size, ctx.t.stream):  # two laid out: by columns, and by rank
         x = then(ctx, x, resized(ctx, x, size))
-    return then(ctx, x, resized(ctx, x, t.stream))
+    return x
 
 
 def _with_positions(ctx: TapeContext, x: Value) -> Value:
@@ -241,11 +232,10 @@ def head(ctx: TapeContext, x: Value, weight: Value) -> Value:
     tape, gathering, m = ctx.tape, ctx.gathering, ctx.work.model
     normed = out_of_stage(ctx, then(ctx, x, norm(ctx, x)) if m.norm_order == "pre" else x)
     if gathering is not None:
-        own = ctx.groups[HEAD]
-        normed = _marked(ctx, normed, lambda: gathering.reduced(own, own.wide, own.last))
+        normed = marked(tape, normed, lambda: gathering.reduced(ctx.groups[HEAD]))
     loss = (_loss if m.head == "lm" else _encoder_loss)(ctx, normed, weight)
     tape.free(normed)
-    return loss if gathering is None else _marked(ctx, loss, lambda: tape.waiting.append([]))
+    return loss if gathering is None else marked(tape, loss, lambda: tape.waiting.append([]))
 
 
 def _loss(ctx: TapeContext, x: Value, weight: Value) -> Value:
@@ -294,7 +284,7 @@ def _dense(ctx: TapeContext, x: Value) -> Value:
     t = ctx.t
     if ctx.work.layout.tp_rows > 1:
         y = grid_gemm(ctx, x, (t.hidden, t.inner))
-        return then(ctx, y, shifted(ctx, y))
+        return then(ctx, y, copied(ctx, y, y.size))
     return linear(ctx, x, (t.hidden, t.hidden))
 
 
@@ -304,19 +294,7 @@ def out_of_stage(ctx: TapeContext, y: Value) -> Value:
     if gathering is None:
         return y
     gathering.settle()
-    return _marked(ctx, y, lambda: gathering.backward(ctx.groups[ENDS]))
-
-
-def _marked(ctx: TapeContext, x: Value, event: Callable[[], None]) -> Value:
-    """Returns x with an event when the backward comes by."""
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        event()
-        return [named_again(grads[0])]
-
-    value = ctx.tape.op([x], [x], back)[0]
-    ctx.tape.free(x)
-    return value
+    return marked(ctx.tape, y, lambda: gathering.backward(ctx.groups[ENDS]))
 
 
 def _loss_in_chunks(ctx: TapeContext, x: Value, weight: Value) -> Value:
@@ -327,14 +305,11 @@ def _loss_in_chunks(ctx: TapeContext, x: Value, weight: Value) -> Value:
     several = part < 1
     table = trained(ctx, logits / t.tokens * t.hidden)
     summed = table / t.size * t.wide if several else table
-
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        return [tape.new(x.size), tape.new(table)]
-
     of_x = tape.new(x.size)
     made = [tape.new(summed)] if several else []
     tape.moment(part * logits + max(part * x.size, 0.0 if several else table))
     tape.free(of_x, *made)
+    back = new_gradients(x.size, table)
     return tape.op([x, weight], [0.0], back, more=x.size + summed)[0]
 
 
@@ -357,11 +332,6 @@ def _loss_by_torch(ctx: TapeContext, x: Value, weight: Value) -> Value:
     loss = tape.op([logits], [0.0], back, saved=[logits], more=more)[0]
     tape.free(logits)
     return loss
-
-
-def _table_bytes(ctx: TapeContext) -> float:
-    """Bytes of this rank's shard of the vocabulary's table."""
-    return vocabulary(ctx.work) * ctx.t.inner * ctx.t.size
 
 
 def vocabulary_table(ctx: TapeContext, both: bool) -> Value:

@@ -1,6 +1,6 @@
 """Prints a profile as text: tables for people, and the measured timeline above the planned one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from mtcli.core.profile.figures import Json, Profile, fullest_stage, planned_memory
 from mtcli.core.runtime.console import print_line, print_table, width
@@ -71,18 +71,20 @@ def _end(rows: Sequence[Json]) -> float:
 
 def share_rows(data: Json) -> tuple[list[str], list[list[str]]]:
     """Rows of shares of the step, a column per pipeline rank."""
-    ranks = data["shares_by_rank"]
-    columns = ["", *(f"rank {row['pp_rank']}" for row in ranks)]
-    rows = [[kind, *(f"{row[kind]:.1%}" for row in ranks)] for kind in data["shares"]]
-    return columns, rows
+    return _by_rank(data["shares_by_rank"], data["shares"], lambda share: f"{share:.1%}")
 
 
 def memory_rows(data: Json) -> tuple[list[str], list[list[str]]]:
     """Rows of MiB by kind, a column per pipeline rank."""
-    ranks = data["memory_by_rank"]
-    columns = ["", *(f"rank {row['pp_rank']}" for row in ranks)]
-    rows = [[kind, *(f"{row[kind] / MIB:,.1f}" for row in ranks)] for kind in data["memory_bytes"]]
-    return columns, rows
+    kinds = data["memory_bytes"]
+    return _by_rank(data["memory_by_rank"], kinds, lambda size: f"{size / MIB:,.1f}")
+
+
+def _by_rank(
+    ranks: Sequence[Json], kinds: Iterable[str], word: Callable[[float], str]
+) -> tuple[list[str], list[list[str]]]:
+    rows = [[kind, *(word(row[kind]) for row in ranks)] for kind in kinds]
+    return ["", *(f"rank {row['pp_rank']}" for row in ranks)], rows
 
 
 def planned_memory_rows(data: Json) -> list[list[str]]:

@@ -1,0 +1,41 @@
+"""The shares of a GPU's rates that a training step reaches, and its latencies."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Physics:
+    """Shares and latencies that separate a step from the datasheet's rates.
+
+    Some were measured by themselves; `benchmarks/fit_physics.py` fitted the others once, together,
+    on published runs (docs/plan.md). There is none per source, model or row.
+    """
+
+    gemm: float = 0.883
+    """of the sustained matrix rate, reached by a large product inside a training step"""
+    narrow_gemm: float = 0.993
+    """the same for 8- and 4-bit products, which also rescale their inputs"""
+    fill: float = 128.0
+    """inner dimension at which a product's prologue costs as much as its work: a tile's width"""
+    attention: float = 0.391
+    """of the sustained rate, reached by flash attention"""
+    memory: float = 0.9
+    """of the memory bandwidth, reached by element-wise kernels: a copy's on any of the devices"""
+    traffic: float = 2.43
+    """memory traffic of element-wise work over that of perfectly fused kernels"""
+    link: float = 0.8
+    """of the bandwidth inside a node, reached by collectives: about 235 of 300 GB/s on A100s"""
+    network: float = 0.623
+    """of the bandwidth between nodes"""
+    launch: float = 5e-6
+    """seconds between kernels that the host can keep up"""
+    data_overlap: float = 0.85
+    """share of a pass that hides the exchange of gradients and weights: NCCL's channels take about
+    20 of an A100's 108 or an H100's 132 processors meanwhile"""
+    shard_overlap: float = 0.435
+    """share of the shorter of a block's pass and its ZeRO-3 gather that the longer hides"""
+    step_overhead: float = 0.053
+    """seconds of a step outside of its micro-batches: data, logging, the host's bookkeeping"""
+
+
+PHYSICS = Physics()
