@@ -9,8 +9,10 @@ is not listed as an added token and so cannot be written in a document.
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from tokenizers import Tokenizer as HfTokenizer
@@ -213,17 +215,34 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Where the corpus has more letters than there is room for, the rarest are [UNK].
     """
     require_trainable(vocab_size, pieces=True)
-    backend = HfTokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer()
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
+    normalizer, words = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    normal = [normalizer.normalize_str(text) for text in texts]
+    counts = Counter(chain.from_iterable(normal))
+    del counts[" "]
+    most = min(LETTERS, (vocab_size - len(SPECIALS)) // 2)
+    letters = sorted(letter for letter, _ in counts.most_common(most))
+    # Equal pairs merge in the order of their ids, and the trainer numbers letters further on in a
+    # word as a random hash has it: as special tokens their ids are fixed, and so is the vocabulary.
+    goes_on = [
+        f"##{letter}"
+        for letter in letters
+        if len(words.pre_tokenize_str(normalizer.normalize_str("a" + letter))) == 1
+    ]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        special_tokens=[*SPECIALS],
-        limit_alphabet=min(LETTERS, (vocab_size - len(SPECIALS)) // 2),
+        special_tokens=[*SPECIALS, *goes_on],
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    trained = HfTokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.pre_tokenizer = words
+    trained.train_from_iterator(normal, trainer)
+    vocab = trained.get_vocab(with_added_tokens=False)
+    backend = HfTokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.add_special_tokens([*SPECIALS])
+    backend.normalizer, backend.pre_tokenizer = normalizer, words
+    backend.decoder = decoders.WordPiece()
     cls, sep = (("[CLS]", 2), ("[SEP]", 3))
     backend.post_processor = processors.BertProcessing(sep, cls)
     roles = {f"{name.strip('[]').lower()}_token": name for name in SPECIALS}
