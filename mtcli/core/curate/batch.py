@@ -5,6 +5,7 @@ bytes inside of words; other characters that are not ASCII become blanks, so tha
 says which bytes belong to words.
 """
 
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import Array, token_hashes, unaligned
 
 BATCH_BYTES = 1 << 19  # of text: its arrays fit in a core's cache
+BATCH_DOCUMENTS = 4096
 ASCII = bytes(range(128))
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 WORD_BYTES = frozenset(LETTERS + b"0123456789_") | frozenset(range(128, 256))
@@ -97,6 +99,19 @@ class Batch:
         data, offsets = self.lowered
         view = unaligned(data, len(data) - 8)
         return token_hashes(view, tokens.starts, tokens.stops - tokens.starts)
+
+
+def batches(documents: Iterable[Document]) -> Iterator[Batch]:
+    """Divides documents into batches; the last may be empty, and its arrays have their shapes."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += document.size + len(document.html or b"")
+        if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
+            yield Batch(batch)
+            batch, size = [], 0
+    yield Batch(batch)
 
 
 def lower(text: str) -> bytes:

@@ -36,8 +36,8 @@ from mtcli.core.curate.fuzzy import (
     min_matches,
     unique_pairs,
 )
-from mtcli.core.curate.hashing import Array, jaccard
-from mtcli.core.curate.parts import LINES, Files, Lines, Part
+from mtcli.core.curate.hashing import Array, jaccard, runs
+from mtcli.core.curate.parts import LINES, Files, Part
 from mtcli.core.curate.shards import ShardJob, ShardPlan, keyed_lines, route_slice, write_lines
 from mtcli.core.curate.workers import Work
 
@@ -115,8 +115,6 @@ class ClusterEngine(NamedTuple):
 
     def same(self, corpus: Corpus, priority: tuple[str, ...]) -> Removals:
         """Shuffles the hashes of texts."""
-        if not corpus.parts:
-            return table_of(np.zeros((0, 3), np.int64))
         groups = self._groups(corpus)
         run, count = self.cluster.run, len(groups)
         rows = run(partial(_split_texts, count), _leaner(groups), "exact: shuffle", count)
@@ -127,8 +125,6 @@ class ClusterEngine(NamedTuple):
         self, corpus: Corpus, config: FuzzyConfig, priority: tuple[str, ...], folder: Path
     ) -> Removals:
         """Shuffles bands by their hashes, then pairs, then edges of verified pairs."""
-        if not corpus.parts:
-            return table_of(np.zeros((0, 3), np.int64))
         groups = self._groups(corpus)
         run, count = self.cluster.run, len(groups)
         of = _leaner(groups, "bands.npy")
@@ -298,16 +294,10 @@ def _buckets(rows: Sequence[Ref]) -> tuple[Buckets, Array]:
     keys, numbers = map(np.concatenate, zip(*(ref() for ref in rows), strict=True))
     order = np.lexsort((numbers, keys))
     keys, numbers = keys[order], numbers[order]
-    sizes = np.diff(np.append(np.flatnonzero(_changes(keys)), len(keys)))
+    _, sizes = runs(keys)
     numbers = numbers[np.repeat(sizes > 1, sizes)]
     sizes = sizes[sizes > 1]
     return Buckets(numbers, np.cumsum(sizes) - sizes, sizes), np.unique(numbers)
-
-
-def _changes(values: Array) -> Array:
-    first = np.ones(len(values), bool)
-    first[1:] = values[1:] != values[:-1]
-    return first
 
 
 def _likely_pairs(
@@ -391,7 +381,7 @@ def _decide(
     star, wanted = item[0](), item[1]()
     names = [name for ref in item[2] for name in ref()]
     star = star[np.lexsort((star[:, 0], star[:, 1]))]
-    begins = np.flatnonzero(_changes(star[:, 1]))
+    begins, _ = runs(star[:, 1])
     leaves = np.split(star[:, 0], begins[1:]) if len(star) else []
     clusters = [np.append(star[at, 1], some) for at, some in zip(begins, leaves, strict=True)]
     members = [np.searchsorted(wanted, cluster).tolist() for cluster in clusters]
@@ -428,12 +418,7 @@ def _names(group: Group, numbers: Array) -> list[tuple[bytes, str]]:
 
 
 def _texts(group: Group, numbers: Array) -> list[str]:
-    texts, lines, last = [""] * len(numbers), Lines(b"", np.zeros(0)), None
-    for index, part, row in _corpus(group).located(numbers - group[0].first):
-        if part is not last:  # of one part at a time, to keep no more in memory
-            lines, last = Lines(part.files.data(LINES), part.array("line_ends")), part
-        texts[index] = lines.text(row)
-    return texts
+    return _corpus(group).of_rows(numbers - group[0].first, lambda part: part.lines.text)
 
 
 def _corpus(group: Group) -> Corpus:

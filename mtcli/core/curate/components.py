@@ -8,7 +8,7 @@ int64 [edges, 2]; a step is given all edges of the documents that it has.
 
 import numpy as np
 
-from mtcli.core.curate.hashing import MULTIPLIER, Array, mix
+from mtcli.core.curate.hashing import MULTIPLIER, Array, changes, mix, runs
 
 
 def both_ways(edges: Array) -> Array:
@@ -40,9 +40,7 @@ def small_star(edges: Array) -> Array:
 def once(edges: Array) -> Array:
     """Sorts edges and leaves out repetitions."""
     ordered = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
-    first = np.ones(len(ordered), bool)
-    first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    return ordered[first]
+    return ordered[changes(ordered)]
 
 
 def checksum(edges: Array) -> int:
@@ -54,6 +52,5 @@ def checksum(edges: Array) -> int:
 def _smallest(edges: Array) -> tuple[Array, Array, Array]:
     """Edges by their first end, and the smallest of its neighbours [edges] each."""
     source, target = once(edges).T
-    begins = np.flatnonzero(np.diff(source, prepend=-1))
-    sizes = np.diff(np.append(begins, len(source)))
+    begins, sizes = runs(source)
     return source, target, np.repeat(target[begins], sizes)

@@ -1,7 +1,6 @@
 """Applies `decontaminate` to a corpus: counts n-grams in all of it, cuts documents part by part."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from mtcli.core.curate.corpus import ChangedLines, Corpus, Removals, Slice
 from mtcli.core.curate.decontaminate import TaskNgrams, cut_text
 from mtcli.core.curate.engine import Engine
 from mtcli.core.curate.hashing import Array
-from mtcli.core.curate.parts import LINES, document_of, line_of, publish
+from mtcli.core.curate.parts import LINES, document_of, line_of, written_aside
 from mtcli.core.runtime.process_pool import Progress
 
 
@@ -75,34 +74,31 @@ def _hit(view: Slice, common: Array) -> Array:
 
 def _cut_part(job: _CutJob, view: Slice, final: Path, progress: Progress) -> None:
     """Writes the documents of a part that are cut, and what is left of them."""
-    aside = final.with_name(final.name + ".tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
     part = view.part
     rows = np.flatnonzero(_hit(view, job.common))
-    keys, ends, reasons, told = part.keys(), [0], [], []
-    with open(aside / LINES, "wb") as file:
-        for row in rows.tolist():
-            document = document_of(part.lines[row], keys[row], 0)
-            before, text = len(document.text.encode()), document.text
-            matches = [m for m in job.ngrams.matches(text) if not job.common[m.ngram]]
-            cut = cut_text(text, matches, job.config)
-            document.text = cut.text
-            ends.append(ends[-1] + file.write(line_of(document)))
-            too_many = cut.cuts > job.config.max_cuts
-            reason = 0 if too_many else 1 if not cut.text.strip() else -1
-            reasons.append(reason)
-            told.append(
-                {
-                    "cuts": cut.cuts,
-                    "bytes_in": before,
-                    "bytes_out": len(cut.text.encode()) if reason < 0 else 0,
-                    "ngrams": list(dict.fromkeys(map(job.ngrams.text, cut.ngrams))),
-                    "tasks": job.ngrams.tasks_of(cut.ngrams),
-                }
-            )
-    np.save(aside / "rows.npy", rows)
-    np.save(aside / "line_ends.npy", np.array(ends[1:], np.int64))
-    np.save(aside / "reasons.npy", np.array(reasons, np.int64))
-    (aside / "cuts.json").write_text(json.dumps(told))
-    publish(aside, final)
+    keys, lines, made, reasons, told = part.keys(), part.lines, [], [], []
+    for row in rows.tolist():
+        document = document_of(lines[row], keys[row], 0)
+        before, text = len(document.text.encode()), document.text
+        matches = [m for m in job.ngrams.matches(text) if not job.common[m.ngram]]
+        cut = cut_text(text, matches, job.config)
+        document.text = cut.text
+        made.append(line_of(document))
+        too_many = cut.cuts > job.config.max_cuts
+        reason = 0 if too_many else 1 if not cut.text.strip() else -1
+        reasons.append(reason)
+        told.append(
+            {
+                "cuts": cut.cuts,
+                "bytes_in": before,
+                "bytes_out": len(cut.text.encode()) if reason < 0 else 0,
+                "ngrams": list(dict.fromkeys(map(job.ngrams.text, cut.ngrams))),
+                "tasks": job.ngrams.tasks_of(cut.ngrams),
+            }
+        )
+    with written_aside(final) as aside:
+        (aside / LINES).write_bytes(b"".join(made))
+        np.save(aside / "rows.npy", rows)
+        np.save(aside / "line_ends.npy", np.cumsum([len(line) for line in made], dtype=np.int64))
+        np.save(aside / "reasons.npy", np.array(reasons, np.int64))
+        (aside / "cuts.json").write_text(json.dumps(told))

@@ -5,16 +5,20 @@ names and sizes of the files alone.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from mtcli.core.curate.config import Stage
 from mtcli.core.curate.hashing import Array
-from mtcli.core.curate.parts import Files, Lines, Part, save_arrays
+from mtcli.core.curate.parts import Files, Lines, Part
+from mtcli.core.runtime.atomic_writes import atomic_file
 
+Value = TypeVar("Value")
 OPEN_PARTS = 64  # of which texts are read: a process may have 1,024 files open
 
 
@@ -33,9 +37,14 @@ class Removals(NamedTuple):
         with np.load(path) as arrays:
             return Removals(*(arrays[name] for name in Removals._fields))
 
+    def rows(self, chosen: Array) -> "Removals":
+        """Some of the rows, by number or by truth value."""
+        return Removals(*(column[chosen] for column in self))
+
     def save(self, path: Path) -> None:
         """Writes a file that appears whole or not at all."""
-        save_arrays(path, **self._asdict())
+        with atomic_file(path) as made:
+            np.savez(made, **self._asdict())
 
 
 CORPUS_REASONS: dict[str, tuple[str, ...]] = {
@@ -81,13 +90,10 @@ class Corpus:
         """Documents, alive or not."""
         return int(self.bounds[-1])
 
-    def alive_of(self, index: int) -> Array:
-        """Which documents of a part are left."""
-        return self.alive[self.bounds[index] : self.bounds[index + 1]]
-
     def slice(self, index: int) -> Slice:
         """A part by itself."""
-        return Slice(self.parts[index], self.alive_of(index), int(self.bounds[index]))
+        first, end = self.bounds[index : index + 2].tolist()
+        return Slice(self.parts[index], self.alive[first:end], first)
 
     def new_slices(self) -> dict[int, Slice]:
         """The parts that are not of an older corpus."""
@@ -118,31 +124,32 @@ class Corpus:
         """The part that each document is in."""
         return np.searchsorted(self.bounds, numbers, side="right") - 1
 
-    def located(self, numbers: Array) -> Iterator[tuple[int, Part, int]]:
-        """Yields (position in `numbers`, part, row) part by part."""
+    def of_rows(
+        self, numbers: Array, read: Callable[[Part], Callable[[int], Value]]
+    ) -> list[Value]:
+        """What `read(part)(row)` says of some documents; one part is read at a time."""
         owners = self.owners(numbers)
-        positions, rows = np.argsort(owners, kind="stable"), numbers - self.bounds[owners]
-        columns = positions.tolist(), owners[positions].tolist(), rows[positions].tolist()
-        for position, index, row in zip(*columns, strict=True):
-            yield position, self.parts[index], row
+        order, rows = np.argsort(owners, kind="stable"), numbers - self.bounds[owners]
+        columns = owners[order].tolist(), order.tolist(), rows[order].tolist()
+        taken: list[Any] = [None] * len(numbers)
+        for index, some in groupby(zip(*columns, strict=True), itemgetter(0)):
+            of_row = read(self.parts[index])
+            for _, position, row in some:
+                taken[position] = of_row(row)
+        return taken
 
     def keys(self, numbers: Array) -> list[bytes]:
         """The keys of some documents."""
-        taken, keys, last = [b""] * len(numbers), [], None
-        for position, part, row in self.located(numbers):
-            if part is not last:
-                keys, last = part.keys(), part
-            taken[position] = keys[row]
-        return taken
+        return self.of_rows(numbers, lambda part: part.keys().__getitem__)
 
     def sources(self, numbers: Array) -> list[str]:
         """The sources of some documents."""
-        sources, of, last = [""] * len(numbers), np.zeros(0), None
-        for position, part, row in self.located(numbers):
-            if part is not last:
-                of, last = part.array("sources"), part
-            sources[position] = part.summary["sources"][of[row]]
-        return sources
+
+        def of_part(part: Part) -> Callable[[int], str]:
+            names, of = part.summary["sources"], part.array("sources")
+            return lambda row: names[of[row]]
+
+        return self.of_rows(numbers, of_part)
 
     def text(self, number: int) -> str:
         """A document's text."""

@@ -5,7 +5,6 @@ characters on both sides and on to the end of the sentence there; what is left b
 where it is longer than 200 characters. N-grams that the corpus has ten times are common phrases.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mtcli.core.config.errors import collect_errors, wrong
-from mtcli.core.config.untrusted import is_text, listed, parse_json, shown
+from mtcli.core.config.untrusted import is_text, listed, shown
 from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import DecontaminateConfig
 from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import Array, rolling
 from mtcli.core.data.compressed import inner_name
 from mtcli.core.data.race import LEVELS, read_race
-from mtcli.core.data.text_files import bad_line, read_text
+from mtcli.core.data.text_files import bad_line, json_of, read_text
 
 FIELD = "decontaminate.tasks"
 PUNCTUATION = ".!?"
@@ -48,7 +47,7 @@ class TaskNgrams:
         batch = Batch([Document(b"", "", text, len(text)) for text in texts])
         self._batch, words = batch, batch.words
         sizes = np.minimum(words.counts, config.ngram)
-        self._tables: dict[int, tuple[Array, Array]] = {}
+        self._tables: dict[int, tuple[Array, int, Array]] = {}
         first_words, lengths, tasks = [], [], []
         count = 0
         for size in range(config.min_ngram, config.ngram + 1):
@@ -56,7 +55,7 @@ class TaskNgrams:
             hashes = rolling(batch.word_hashes, size)[starts]
             once, places = np.unique(hashes, return_index=True)
             if once.size:
-                self._tables[size] = once, np.arange(count, count + once.size)
+                self._tables[size] = once, count, _filter_of(once)
             first_words.append(starts[places])
             lengths.append(np.full(once.size, size))
             tasks.append(task_of[words.owners[starts[places]]])
@@ -66,7 +65,6 @@ class TaskNgrams:
         if not count:
             said = f"{len(texts)} task texts, none with {config.min_ngram} words"
             raise wrong(said, "are these the right files?", FIELD)
-        self._filters = {size: _filter_of(hashes) for size, (hashes, _) in self._tables.items()}
 
     def text(self, ngram: int) -> str:
         """An n-gram's words, in lower case."""
@@ -84,12 +82,12 @@ class TaskNgrams:
     def find(self, batch: Batch) -> tuple[Array, Array, Array]:
         """(document, n-gram, first word) of every match in a batch, and so sorted."""
         matches = []
-        for size, (hashes, numbers) in self._tables.items():
+        for size, (hashes, first, known) in self._tables.items():
             values = rolling(batch.word_hashes, size)
-            may = np.flatnonzero(self._filters[size][values >> np.uint64(64 - FILTER_BITS)])
+            may = np.flatnonzero(known[values >> np.uint64(64 - FILTER_BITS)])
             places = np.minimum(np.searchsorted(hashes, values[may]), len(hashes) - 1)
             hit = hashes[places] == values[may]
-            starts, ngrams = may[hit], numbers[places[hit]]
+            starts, ngrams = may[hit], first + places[hit]
             owners = batch.words.owners
             inside = owners[starts] == owners[starts + size - 1]
             matches.append((owners[starts[inside]], ngrams[inside], starts[inside]))
@@ -198,12 +196,7 @@ def _json_texts(path: Path, text: str, fields: Sequence[str]) -> Iterator[str]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        try:
-            row = parse_json(line)
-        except json.JSONDecodeError as error:
-            raise bad_line(path, number, f"not JSON: {error.msg}", FIELD) from error
-        except ValueError as error:
-            raise bad_line(path, number, f"not JSON: {error}", FIELD) from error
+        row = json_of(line, path, number, FIELD)
         if not isinstance(row, dict):
             raise bad_line(path, number, f"{shown(row)} is no object", FIELD)
         key = next((name for name in fields if name in row), None)

@@ -12,20 +12,16 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import open_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS
-from mtcli.core.data.documents import WINDOW, num_lines
 from mtcli.core.data.sources import (
     KINDS,
     FileKind,
-    FileRange,
     Kinds,
     SourceFile,
     TextBlock,
     cut,
     find_sources,
 )
-from mtcli.core.runtime.process_pool import Progress
 
 CURATE_KINDS: Kinds = KINDS | {".warc": "warc"}
 BLOCK_BYTES = 8 << 20  # of input, that a worker does at a time
@@ -88,17 +84,6 @@ def find_files(inputs: Sequence[str], kind: FileKind | None = None) -> CorpusFil
 def blocks_of(inputs: CorpusFiles, blank: bool) -> list[TextBlock]:
     """Divides a corpus into blocks of work; where, depends on names and sizes alone."""
     return list(cut(inputs.sources, blank, BLOCK_BYTES))
-
-
-def count_lines(piece: FileRange, progress: Progress = lambda _: None) -> int:
-    """Counts the line breaks in a file range."""
-    lines, left = 0, piece.stop - piece.start
-    with open_untrusted(piece.source.path) as file:
-        file.seek(piece.start)
-        while left and (data := file.read(min(WINDOW, left))):
-            lines, left = lines + num_lines(data), left - len(data)
-            progress(len(data))
-    return lines
 
 
 def stem(name: str) -> str:

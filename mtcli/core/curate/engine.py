@@ -4,7 +4,7 @@ An engine maps over items, makes files, and does what needs documents of all par
 duplicates, and the shards. All engines write the same bytes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -13,9 +13,9 @@ from mtcli.core.curate.config import FuzzyConfig
 from mtcli.core.curate.corpus import Corpus, Removals
 from mtcli.core.curate.exact import find_same
 from mtcli.core.curate.fuzzy import find_near
-from mtcli.core.curate.parts import Files, Folder, part_folder
+from mtcli.core.curate.parts import Files, Folder
 from mtcli.core.curate.shards import ShardJob, gather_routes, route_slice, write_shard
-from mtcli.core.curate.workers import Runner, Work
+from mtcli.core.curate.workers import Work, run
 from mtcli.core.runtime.process_pool import Progress
 
 LIGHT_ITEMS = 64  # of a millisecond or two each: a process takes 25 ms to start and to end
@@ -56,22 +56,21 @@ class LocalEngine(NamedTuple):
     workers: int
 
     def map(
-        self, work: Work, items: Iterable[Any], total: float, what: str, unit: str = "it"
+        self, work: Work, items: Sequence[Any], total: float, what: str, unit: str = "it"
     ) -> Iterator[Any]:
         """Maps over forked processes, where there are enough items for several."""
-        items = list(items)
         workers = min(self.workers, len(items) // LIGHT_ITEMS)
-        return Runner(workers)(work, items, total, what, unit)
+        return run(workers, work, items, total, what, unit)
 
     def make(
         self, work: Make, items: Mapping[int, Any], folder: Path, what: str, unit: str = "it"
     ) -> Mapping[int, Files]:
         """Makes the folders that are not there."""
         folder.mkdir(exist_ok=True)
-        paths = {number: part_folder(folder, number) for number in items}
+        paths = {number: folder / f"{number:06d}" for number in items}
         missing = [(path, items[number]) for number, path in paths.items() if not path.exists()]
         total = sum(item.size if unit == "B" else 1 for _, item in missing)
-        for _ in Runner(self.workers)(partial(_make, work, unit), missing, total, what, unit):
+        for _ in run(self.workers, partial(_make, work, unit), missing, total, what, unit):
             pass
         return {number: Folder(path) for number, path in paths.items()}
 
@@ -83,8 +82,7 @@ class LocalEngine(NamedTuple):
         self, corpus: Corpus, config: FuzzyConfig, priority: tuple[str, ...], folder: Path
     ) -> Removals:
         """Sorts each band's hashes in a process, and joins the pairs in this one."""
-
-        return find_near(corpus, config, priority, folder, Runner(self.workers))
+        return find_near(corpus, config, priority, folder, partial(run, self.workers))
 
     def write(self, job: ShardJob) -> list[dict[str, Any]]:
         """Routes documents to shards in this process, and writes a shard at a time in each."""
@@ -92,7 +90,7 @@ class LocalEngine(NamedTuple):
         routes = self.map(partial(route_slice, job.plan), slices, len(slices), "sort ids")
         count = len(job.plan.names)
         work = partial(write_shard, job, gather_routes(list(routes), job.plan))
-        return list(Runner(self.workers)(work, range(count), count, "write shards"))
+        return list(run(self.workers, work, range(count), count, "write shards"))
 
 
 def _make(work: Make, unit: str, item: tuple[Path, Any], progress: Progress) -> None:

@@ -10,10 +10,8 @@ from typing import Any
 from mtcli.core.config.errors import wrong
 from mtcli.core.curate.documents import BadRecord, CorpusFiles, blocks_of
 from mtcli.core.curate.minhash import bands_of
-from mtcli.core.curate.parts import load_line
 from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.request import CurateRequest, find_corpora
-from mtcli.core.data.documents import Reading
 
 SAMPLED_BLOCKS = 8
 SAMPLED_DOCUMENTS = 5000  # of a block
@@ -29,10 +27,8 @@ RATIO = 0.45  # of a shard to its lines, under Zstandard
 def estimate(request: CurateRequest) -> dict[str, Any]:
     """Estimates a run; reads a sample of each corpus."""
     corpora = find_corpora(request)
-    documents, text = _sample(request, corpora.new)
-    if corpora.old:
-        more = _sample(request, corpora.old)
-        documents, text = documents + more[0], text + more[1]
+    samples = (_sample(request, files) for files in corpora if files)
+    documents, text = map(sum, zip(*samples, strict=True))
     stages, per_document = request.config.ordered, KEY_BYTES + 40
     if "exact" in stages:
         per_document += 16
@@ -61,10 +57,7 @@ def estimate(request: CurateRequest) -> dict[str, Any]:
 def _sample(request: CurateRequest, files: CorpusFiles) -> tuple[int, int]:
     """(documents, bytes of text) of a corpus, from some blocks that are spread over it."""
     blocks = blocks_of(files, request.split_on_blank)
-    reading = Reading(
-        request.text_key, request.split_on_blank, False, None, whole=True, parse=load_line
-    )
-    reader = Reader(reading, files.names, {})
+    reader = Reader.of(files, request.text_key, request.split_on_blank)
     step = -(-len(blocks) // SAMPLED_BLOCKS)
     documents = text = 0
     consumed = 0.0

@@ -6,7 +6,7 @@ import xxhash
 from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.corpus import Corpus, Removals
 from mtcli.core.curate.documents import Document
-from mtcli.core.curate.hashing import Array
+from mtcli.core.curate.hashing import Array, runs
 
 
 def text_hashes(documents: list[Document], _: Batch) -> dict[str, Array]:
@@ -22,25 +22,17 @@ def find_same(corpus: Corpus, priority: tuple[str, ...]) -> Removals:
     """Finds exact duplicates among the documents that are alive."""
     numbers = np.flatnonzero(corpus.alive)
     groups = same_texts(corpus.column("text_hash")[numbers].reshape(-1, 2))
-    return corpus.removals([numbers[rows] for rows in clusters_of(groups)], priority)
-
-
-def clusters_of(groups: Array) -> list[Array]:
-    """The rows of each group of two and more, ascending."""
     order = np.argsort(groups, kind="stable")
-    begins = np.flatnonzero(np.diff(groups[order], prepend=-1))
-    sizes = np.diff(np.append(begins, len(order)))
+    begins, sizes = runs(groups[order])
     several = zip(begins[sizes > 1], sizes[sizes > 1], strict=True)
-    return [order[start : start + size] for start, size in several]
+    clusters = [numbers[order[start : start + size]] for start, size in several]
+    return corpus.removals(clusters, priority)
 
 
 def same_texts(hashes: Array) -> Array:
     """Groups equal rows: the number of each row's group, which is its first row [rows]."""
     order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # stable
-    ordered = hashes[order]
-    begins = np.ones(len(order), bool)
-    begins[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    firsts = order[begins]  # the smallest row of each group
+    begins, sizes = runs(hashes[order])
     groups = np.empty(len(order), np.int64)
-    groups[order] = np.repeat(firsts, np.diff(np.append(np.flatnonzero(begins), len(order))))
+    groups[order] = np.repeat(order[begins], sizes)  # the smallest row of each group
     return groups

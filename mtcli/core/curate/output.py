@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from mtcli.core.curate.documents import BLOCK_BYTES
 from mtcli.core.curate.report import described
 from mtcli.core.curate.request import Corpora, CurateRequest
 from mtcli.core.data.sources import REMOVED, REPORT
+from mtcli.core.runtime.atomic_writes import clear_folder
 
 WORK = ".curate"
 MADE = "out"  # in the work folder: what is moved to the output once all of it is there
@@ -43,11 +43,7 @@ def begin(work: Path, request: CurateRequest, corpora: Corpora) -> None:
         return
     for published in _named(work / MADE / REPORT, request.output):  # by a run killed meanwhile
         published.unlink()
-    for entry in work.iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        elif entry.name != "lock":
-            entry.unlink()
+    clear_folder(work)
     with append_untrusted(path) as file:
         file.write(now.encode())
 
@@ -73,7 +69,8 @@ def require_free(request: CurateRequest, corpora: Corpora) -> None:
     output = request.output
     if output.exists() and not output.is_dir():
         raise wrong(f"{output} is a file", "name a folder", "--output")
-    inside = [source.path for source in corpora.sources if _is_in(source.path, output)]
+    folder = output.resolve()
+    inside = [source.path for source in corpora.sources if Path(source.path).parent == folder]
     if inside:
         message = f"the input {inside[0]} is in --output {output}, whose files a run replaces"
         raise wrong(message, "name another folder", "--output")
@@ -81,10 +78,6 @@ def require_free(request: CurateRequest, corpora: Corpora) -> None:
     if made and not (request.resume and (output / WORK).exists()):
         message = f"{output} has {len(made)} files of an earlier run, such as {made[0].name}"
         raise wrong(message, "--force to replace them, or another folder", "--output")
-
-
-def _is_in(path: str, folder: Path) -> bool:
-    return path != "-" and Path(path).resolve().parent == folder.resolve()
 
 
 def done_before(request: CurateRequest, corpora: Corpora) -> dict[str, Any] | None:

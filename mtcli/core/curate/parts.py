@@ -9,7 +9,8 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from math import isfinite, isinf, prod
 from mmap import ACCESS_READ, mmap
@@ -30,15 +31,12 @@ LINES, REMOVED = "documents.jsonl", "removed.jsonl"
 
 
 class PartWriter:
-    """Writes a part aside; `close` gives it its name."""
+    """Writes a part into a folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._aside = folder.with_name(folder.name + ".tmp")
-        shutil.rmtree(self._aside, ignore_errors=True)
-        self._aside.mkdir(parents=True)
-        self._lines = (self._aside / LINES).open("wb")
-        self._removed = (self._aside / REMOVED).open("wb")
+        self._folder = folder
+        self._lines = (folder / LINES).open("wb")
+        self._removed = (folder / REMOVED).open("wb")
         self._keys: list[bytes] = []
         self._lengths: list[int] = []
         self._sizes: list[int] = []
@@ -67,7 +65,7 @@ class PartWriter:
         self._removed.write(json_line(removed))
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Writes the arrays and the summary, makes all durable, and names the folder."""
+        """Writes the arrays and the summary."""
         arrays = {name: np.concatenate(rows) for name, rows in self._arrays.items()}
         arrays["line_ends"] = np.cumsum(self._lengths, dtype=np.int64)
         arrays["sizes"] = np.array(self._sizes, np.int64)
@@ -76,12 +74,11 @@ class PartWriter:
         arrays["key_ends"] = np.cumsum([len(key) for key in self._keys], dtype=np.int64)
         for name, array in arrays.items():
             stored = np.ascontiguousarray(array.T) if name in BY_COLUMN else array
-            np.save(self._aside / f"{name}.npy", stored)
+            np.save(self._folder / f"{name}.npy", stored)
         facts = dict(summary) | {"documents": len(self._keys), "sources": list(self._sources)}
-        (self._aside / SUMMARY).write_text(json.dumps(facts))
+        (self._folder / SUMMARY).write_text(json.dumps(facts))
         for file in (self._lines, self._removed):
             file.close()
-        publish(self._aside, self.folder)
 
 
 class Files(Protocol):
@@ -170,11 +167,6 @@ class Lines:
     def __getitem__(self, row: int) -> bytes:
         return bytes(self._data[self._ends[row] : self._ends[row + 1]])
 
-    def some(self, rows: Iterable[int]) -> list[bytes]:
-        """Some of the lines, in the order of `rows`."""
-        data, ends = self._data, self._ends
-        return [bytes(data[ends[row] : ends[row + 1]]) for row in rows]
-
     def text(self, row: int) -> str:
         """The text of a document."""
         return str(load_line(self[row])["text"])
@@ -260,25 +252,13 @@ def json_line(record: Mapping[str, object]) -> bytes:
         return json.dumps(record, default=str, separators=(",", ":")).encode() + b"\n"
 
 
-def part_folder(folder: Path, number: int) -> Path:
-    """Where a pass keeps a part."""
-    return folder / f"{number:06d}"
-
-
-def save_arrays(path: Path, durable: bool = True, **arrays: Array) -> None:
-    """Writes arrays into one file that appears whole or not at all, after a crash of the machine
-    too where it is `durable`."""
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "wb") as file:
-        np.savez(file, **arrays)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def publish(aside: Path, folder: Path) -> None:
-    """Makes a folder's files durable, and gives it its name."""
+@contextmanager
+def written_aside(folder: Path) -> Iterator[Path]:
+    """Gives a folder to write files in, which gets the name `folder` once all are durable."""
+    aside = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
     for path in aside.iterdir():
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)

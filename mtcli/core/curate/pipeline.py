@@ -17,7 +17,7 @@ from mtcli.core.config.errors import failed
 from mtcli.core.curate.config import Stage
 from mtcli.core.curate.contamination import cut_corpus, cut_removals
 from mtcli.core.curate.corpus import ChangedLines, Corpus, PassResult, Removals, Slice
-from mtcli.core.curate.documents import CorpusFiles, Document, blocks_of, count_lines
+from mtcli.core.curate.documents import CorpusFiles, Document, blocks_of
 from mtcli.core.curate.engine import Engine
 from mtcli.core.curate.html import report_html
 from mtcli.core.curate.output import (
@@ -29,15 +29,15 @@ from mtcli.core.curate.output import (
     outputs,
     require_free,
 )
-from mtcli.core.curate.parts import Part, PartWriter, document_of, json_page, load_line
+from mtcli.core.curate.parts import Files, Part, document_of, json_page
 from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.report import build_report, removed_lines
 from mtcli.core.curate.request import Corpora, CurateRequest, find_corpora
-from mtcli.core.curate.shards import ShardJob, changed_lines, plan_shards, sample_keys
+from mtcli.core.curate.shards import LEVEL, ShardJob, changed_lines, plan_shards, sample_keys
 from mtcli.core.curate.stages import BlockWork, StageGroup, passes_of
-from mtcli.core.data.documents import Reading
+from mtcli.core.data.documents import count_lines
 from mtcli.core.data.sources import REMOVED, REPORT, TextBlock, told
-from mtcli.core.runtime.atomic_writes import folder_of, lock_output, write_text
+from mtcli.core.runtime.atomic_writes import atomic_file, folder_of, lock_output, write_text
 from mtcli.core.runtime.process_pool import Progress
 
 Say = Callable[[str], None]
@@ -88,12 +88,12 @@ class _Pipeline:
             self.say(f"left out of folders: {told(left_out)}")
         results: list[PassResult] = []
         for number, group in enumerate(self.groups):
-            parts = (
-                self._first_pass(group)
-                if not results
-                else self._next_pass(number, group, results[-1])
-            )
-            results.append(self._decide(number, group, Corpus(parts)))
+            if number == 0:
+                new = self._read(self.corpora.new, group, self.work / "pass-0")
+            else:
+                new = self._next_pass(number, group, results[-1])
+            corpus = Corpus([*map(Part, new), *self._against(number, group)])
+            results.append(self._decide(number, group, corpus))
         made = self.work / MADE
         made.mkdir(exist_ok=True)
         shards = self._write_shards(results[-1], made)
@@ -104,28 +104,23 @@ class _Pipeline:
 
     # Passes
 
-    def _first_pass(self, group: StageGroup) -> list[Part]:
-        inputs = self.corpora.new
-        folder = self.work / "pass-0"
-        features = StageGroup((), tuple(s for s in group.corpus if s != "decontaminate"))
-        parts = self._read(inputs, group, folder)
-        if self.corpora.old and any("exact" in g.corpus or "fuzzy" in g.corpus for g in [group]):
-            old = self._read(self.corpora.old, features, self.work / "against-0")
-            parts += [Part(part.files, against=True) for part in old]
-        return parts
+    def _against(self, number: int, group: StageGroup) -> list[Part]:
+        """The parts of the older corpus, where a pass compares with it."""
+        compared = tuple(stage for stage in group.corpus if stage != "decontaminate")
+        if not self.corpora.old or not compared:
+            return []
+        folder = self.work / f"against-{number}"
+        old = self._read(self.corpora.old, StageGroup((), compared), folder)
+        return [Part(files, against=True) for files in old]
 
-    def _read(self, inputs: CorpusFiles, group: StageGroup, folder: Path) -> list[Part]:
+    def _read(self, inputs: CorpusFiles, group: StageGroup, folder: Path) -> list[Files]:
         request = self.request
         blocks = blocks_of(inputs, request.split_on_blank)
-        reading = Reading(
-            request.text_key, request.split_on_blank, False, None, whole=True, parse=load_line
-        )
         before = self._lines_before(blocks) if len(blocks) > 1 else {}
-        reader = Reader(reading, inputs.names, before)
+        reader = Reader.of(inputs, request.text_key, request.split_on_blank, before)
         work = partial(_read_block, BlockWork(group, self.config, request.skip_bad), reader)
         items = {block.number: block for block in blocks}
-        made = self.engine.make(work, items, folder, "read", "B")
-        return [Part(made[number]) for number in items]
+        return list(self.engine.make(work, items, folder, "read", "B").values())
 
     def _lines_before(self, blocks: list[TextBlock]) -> dict[tuple[str, int], int]:
         """Counts the lines before each file range that starts inside of a file."""
@@ -139,7 +134,7 @@ class _Pipeline:
             before[piece.source.path, piece.stop] = lines
         return before
 
-    def _next_pass(self, number: int, group: StageGroup, last: PassResult) -> list[Part]:
+    def _next_pass(self, number: int, group: StageGroup, last: PassResult) -> list[Files]:
         """Runs further per-document stages over what the last pass left."""
         folder = self.work / f"pass-{number}"
         corpus = last.corpus
@@ -147,13 +142,7 @@ class _Pipeline:
             index: (view, last.changed.get(index)) for index, view in corpus.new_slices().items()
         }
         work = partial(_reread, BlockWork(group, self.config, True))
-        made = self.engine.make(work, items, folder, f"pass {number + 1}")
-        parts = [Part(made[index]) for index in items]
-        if self.corpora.old and group.corpus:
-            features = StageGroup((), tuple(s for s in group.corpus if s != "decontaminate"))
-            old = self._read(self.corpora.old, features, self.work / f"against-{number}")
-            parts += [Part(part.files, against=True) for part in old]
-        return parts
+        return list(self.engine.make(work, items, folder, f"pass {number + 1}").values())
 
     # Decisions
 
@@ -200,14 +189,14 @@ class _Pipeline:
     def _write_removed(self, results: list[PassResult], made: Path) -> None:
         import zstandard
 
-        path = made / REMOVED
-        aside = path.with_name("." + REMOVED)
-        with open(aside, "wb") as file:
-            compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
-            with compressor.stream_writer(file, closefd=False) as stream:
-                for line in removed_lines(results):
-                    stream.write(line)
-        aside.replace(path)
+        compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
+        with (
+            atomic_file(made / REMOVED) as aside,
+            open(aside, "wb") as file,
+            compressor.stream_writer(file, closefd=False) as stream,
+        ):
+            for line in removed_lines(results):
+                stream.write(line)
 
     def _publish(self, report: dict[str, Any], made: Path) -> None:
         """Moves all to the output folder; the report last, which says that the rest is there."""
@@ -227,13 +216,13 @@ def _read_block(
     work: BlockWork, reader: Reader, block: TextBlock, folder: Path, progress: Progress
 ) -> None:
     items = (item for piece in block.pieces for item in reader.read(piece, progress))
-    work.run(items, PartWriter(folder))
+    work.run(items, folder)
 
 
 def _reread(
     work: BlockWork, item: tuple[Slice, ChangedLines | None], folder: Path, progress: Progress
 ) -> None:
-    work.run(_documents(*item), PartWriter(folder))
+    work.run(_documents(*item), folder)
 
 
 def _documents(view: Slice, changed: ChangedLines | None) -> Iterator[Document]:

@@ -6,8 +6,7 @@ so that no order and no other document changes it. A fastText classifier is read
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +15,12 @@ import xxhash
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import open_untrusted, read_untrusted
-from mtcli.core.curate.batch import BATCH_BYTES, Batch
+from mtcli.core.curate.batch import Batch, batches
 from mtcli.core.curate.config import QualityConfig
 from mtcli.core.curate.documents import BadRecord, Document, blocks_of, find_files
 from mtcli.core.curate.extras import require
 from mtcli.core.curate.hashing import SECOND, Array, mix
-from mtcli.core.curate.parts import load_line
 from mtcli.core.curate.reading import Reader
-from mtcli.core.data.documents import Reading
 from mtcli.core.runtime.atomic_writes import aside
 
 MAGIC = b"mtcli-quality-1\n"
@@ -65,7 +62,21 @@ def features_of(batch: Batch) -> tuple[Array, Array]:
 def make_quality(config: QualityConfig) -> Callable[[Batch], None]:
     """The stage: drops what the classifier and the rule of `keep` do not keep."""
     assert config.model is not None, "checked with the configuration"
-    return partial(_quality, config, open_model(config))
+    score = open_model(config)
+
+    def quality(batch: Batch) -> None:
+        scores = score(batch)
+        for index in batch.alive():
+            value = float(scores[index])
+            if config.keep == "threshold":
+                is_kept = value >= config.min_score
+            else:
+                draw = pareto_draw(batch.documents[index].key, config.alpha, config.seed)
+                is_kept = draw > 1 - value
+            if not is_kept:
+                batch.drop(index, "quality", "low score", score=round(value, 4))
+
+    return quality
 
 
 def open_model(config: QualityConfig) -> Callable[[Batch], Array]:
@@ -133,19 +144,6 @@ def pareto_draw(key: bytes, alpha: float, seed: int) -> float:
     return float(uniform ** (-1 / alpha) - 1)
 
 
-def _quality(config: QualityConfig, score: Callable[[Batch], Array], batch: Batch) -> None:
-    scores = score(batch)
-    for index in batch.alive():
-        value = float(scores[index])
-        if config.keep == "threshold":
-            is_kept = value >= config.min_score
-        else:
-            draw = pareto_draw(batch.documents[index].key, config.alpha, config.seed)
-            is_kept = draw > 1 - value
-        if not is_kept:
-            batch.drop(index, "quality", "low score", score=round(value, 4))
-
-
 # Training
 
 
@@ -158,24 +156,25 @@ def train_quality(
     without text.
     """
     rows: list[Array] = []
-    labels: list[int] = []
-    for label, inputs in ((1, good), (0, bad)):
+    counts = []
+    for flag, inputs in (("--good", good), ("--bad", bad)):
         before = len(rows)
-        for batch in _batches(inputs, text_key):
+        for batch in batches(_documents(inputs, text_key)):
             features, bounds = features_of(batch)
             rows += [features[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
-        labels += [label] * (len(rows) - before)
-        if len(rows) - before < 2:
-            flag = "--good" if label else "--bad"
-            said = f"{len(rows) - before} documents with words"
+        counts.append(len(rows) - before)
+        if counts[-1] < 2:
+            said = f"{counts[-1]} documents with words"
             raise wrong(said, "give at least 2 documents", flag)
     test = np.arange(len(rows)) % HELD_OUT == HELD_OUT - 1
-    model = fit([rows[i] for i in np.flatnonzero(~test)], np.array(labels)[~test])
-    names = ("documents", "accuracy", "good_documents", "bad_documents")
-    accuracy = _accuracy(model, [rows[i] for i in np.flatnonzero(test)], np.array(labels)[test])
-    facts = dict(
-        zip(names, (len(rows), accuracy, sum(labels), len(rows) - sum(labels)), strict=True)
-    )
+    labels = np.repeat([1, 0], counts)
+    model = fit([rows[i] for i in np.flatnonzero(~test)], labels[~test])
+    facts = {
+        "documents": len(rows),
+        "accuracy": _accuracy(model, [rows[i] for i in np.flatnonzero(test)], labels[test]),
+        "good_documents": counts[0],
+        "bad_documents": counts[1],
+    }
     save_classifier(model, facts, output)
     return facts | {"output": str(output)}
 
@@ -217,22 +216,9 @@ def _sums(values: Array, bounds: Array) -> Array:
     return totals[bounds[1:]] - totals[bounds[:-1]]
 
 
-def _batches(inputs: Sequence[str], text_key: str) -> Iterator[Batch]:
-    """The documents of a corpus, in batches."""
+def _documents(inputs: Sequence[str], text_key: str) -> Iterator[Document]:
     files = find_files(inputs)
-    reader = Reader(
-        Reading(text_key, False, False, None, whole=True, parse=load_line), files.names, {}
-    )
-    batch: list[Document] = []
-    for item in _documents(reader, files):
-        batch.append(item)
-        if sum(document.size for document in batch[-64:]) >= BATCH_BYTES or len(batch) >= 256:
-            yield Batch(batch)
-            batch = []
-    yield Batch(batch)
-
-
-def _documents(reader: Reader, files: Any) -> Iterable[Document]:
+    reader = Reader.of(files, text_key)
     for block in blocks_of(files, False):
         for piece in block.pieces:
             for item in reader.read(piece, lambda _: None):

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from mtcli.core.config.untrusted import is_text, listed, shown
-from mtcli.core.curate.documents import BadRecord, Document, key_of, made_key, stem
-from mtcli.core.curate.parts import is_finite
+from mtcli.core.curate.documents import BadRecord, CorpusFiles, Document, key_of, made_key, stem
+from mtcli.core.curate.parts import is_finite, load_line
 from mtcli.core.curate.warc import read_warc
 from mtcli.core.data.documents import Bad, Reading, Text, read_documents
 from mtcli.core.data.sources import FileRange
@@ -18,6 +18,17 @@ class Reader(NamedTuple):
     reading: Reading
     names: Mapping[str, str]
     lines_before: Mapping[tuple[str, int], int]
+
+    @staticmethod
+    def of(
+        files: CorpusFiles,
+        text_key: str,
+        blank: bool = False,
+        lines_before: Mapping[tuple[str, int], int] | None = None,
+    ) -> "Reader":
+        """A reader of a corpus; blank lines divide its texts where `blank` says so."""
+        reading = Reading(text_key, blank, cuttable=False, whole=True, parse=load_line)
+        return Reader(reading, files.names, lines_before or {})
 
     def read(self, piece: FileRange, progress: Progress) -> Iterator[Document | BadRecord]:
         """Yields the documents of a file range, in order."""

@@ -16,7 +16,7 @@ from mtcli.core.curate.corpus import CORPUS_REASONS, Corpus, PassResult, Removal
 from mtcli.core.curate.documents import CorpusFiles, id_of
 from mtcli.core.curate.parts import json_line
 from mtcli.core.curate.request import Corpora, CurateRequest
-from mtcli.core.curate.stages import BAD_TOLD, SAMPLE_CHARACTERS, SAMPLES, StageCount
+from mtcli.core.curate.stages import BAD_TOLD, BINS, SAMPLE_CHARACTERS, SAMPLES, StageCount
 
 CLUSTERS_TOLD = 1000  # in report.json; removed.jsonl.zst has them all
 CONTAMINATED_TOLD = 1000
@@ -37,20 +37,18 @@ def build_report(
     """Builds report.json."""
     stages: dict[str, StageCount] = {}
     bad: dict[str, Any] = {"count": 0, "examples": []}
-    histograms = np.zeros((2, 0), np.int64)
+    histograms = np.zeros((2, BINS), np.int64)
     clusters: dict[str, Any] = {}
     contamination: dict[str, Any] = {}
     for number, result in enumerate(results):
-        new = [part for part in result.corpus.parts if not part.against]
-        for part in new:
+        for part, *_ in result.corpus.new_slices().values():
             summary = part.summary
             for stage, count in summary["stages"].items():
                 stages.setdefault(stage, StageCount()).merge(count)
             if number == 0:
                 bad["count"] += summary["bad"]["count"]
                 bad["examples"] += summary["bad"]["examples"]
-            sizes = np.array(summary["sizes"])
-            histograms = sizes + (histograms if histograms.size else 0)
+            histograms += summary["sizes"]
         for stage, removals in result.removals.items():
             cuts = _cuts(result) if stage == "decontaminate" else {}
             stages[stage] = _corpus_count(stage, result, removals, cuts)
@@ -78,9 +76,8 @@ def build_report(
 def removed_lines(results: list[PassResult]) -> Iterator[bytes]:
     """Yields the lines of removed.jsonl.zst, by stage and then in the order of the input."""
     for result in results:
-        for part in result.corpus.parts:
-            if not part.against:
-                yield from part.removed()
+        for part, *_ in result.corpus.new_slices().values():
+            yield from part.removed()
         for stage, removals in result.removals.items():
             cuts = _cuts(result) if stage == "decontaminate" else {}
             for told in _removed(result.corpus, removals):
@@ -137,7 +134,8 @@ def _corpus_count(
         reason: removals.removed[removals.reason == index][:SAMPLES].tolist()
         for index, reason in enumerate(CORPUS_REASONS[stage])
     }
-    told = {document["number"]: document for document in _removed(corpus, _some(removals, first))}
+    wanted = [number for numbers in first.values() for number in numbers]
+    told = _by_number(corpus, removals.rows(np.isin(removals.removed, wanted)))
     for reason, numbers in first.items():
         for number in numbers:
             sample = {k: v for k, v in told[number].items() if k not in ("number", "reason")}
@@ -146,9 +144,8 @@ def _corpus_count(
     return count
 
 
-def _some(removals: Removals, chosen: dict[str, list[int]]) -> Removals:
-    wanted = np.isin(removals.removed, [n for numbers in chosen.values() for n in numbers])
-    return Removals(*(column[wanted] for column in removals))
+def _by_number(corpus: Corpus, removals: Removals) -> dict[int, dict[str, Any]]:
+    return {document["number"]: document for document in _removed(corpus, removals)}
 
 
 def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
@@ -160,10 +157,7 @@ def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
     ordered = [root for _, root in sorted(zip(corpus.keys(roots), roots.tolist(), strict=True))]
     shown = ordered[:CLUSTERS_TOLD]
     indices = np.array([index for root in shown for index in members[root]], np.int64)
-    told = {
-        document["number"]: document
-        for document in _removed(corpus, Removals(*(column[indices] for column in removals)))
-    }
+    told = _by_number(corpus, removals.rows(indices))
     listed = []
     for root in shown:
         copies = [told[int(removals.removed[index])] for index in members[root]]
@@ -212,19 +206,16 @@ def _contamination(
 
 def _sources(corpus: Corpus) -> dict[str, Any]:
     """Documents and bytes that are left, by source; of cut documents, as they were before."""
-    total: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for index, part in enumerate(corpus.parts):
-        if part.against:
-            continue
-        alive = corpus.alive_of(index)
+    total: dict[str, dict[str, int]] = defaultdict(lambda: {"documents": 0, "bytes": 0})
+    for part, alive, _ in corpus.new_slices().values():
         names, of = part.summary["sources"], part.array("sources")[alive]
         sizes = np.bincount(of, part.array("sizes")[alive], len(names))
         for name, count, size in zip(
             names, np.bincount(of, minlength=len(names)), sizes, strict=True
         ):
-            total[name][0] += int(count)
-            total[name][1] += int(size)
-    return {name: {"documents": total[name][0], "bytes": total[name][1]} for name in sorted(total)}
+            total[name]["documents"] += int(count)
+            total[name]["bytes"] += int(size)
+    return dict(sorted(total.items()))
 
 
 def _files(inputs: CorpusFiles) -> list[dict[str, Any]]:

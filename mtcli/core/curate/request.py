@@ -62,11 +62,10 @@ def _require_files(config: CurateConfig) -> None:
         named += [("decontaminate.tasks", task) for task in config.decontaminate.tasks]
     if "quality" in config.ordered and config.quality.model:
         named += [("quality.model", config.quality.model)]
-    missing = [(field, path) for field, path in named if not Path(path).exists()]
+    missing = [
+        Problem(f"{path} cannot be read: it is not there", HINT, field)
+        for field, path in named
+        if not Path(path).exists()
+    ]
     if missing:
-        raise MtcliError(
-            *(
-                Problem(f"{path} cannot be read: it is not there", HINT, field)
-                for field, path in missing
-            )
-        )
+        raise MtcliError(*missing)

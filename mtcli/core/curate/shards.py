@@ -165,14 +165,11 @@ def _lines_of(job: ShardJob, routes: Routes, number: int) -> list[tuple[bytes, b
 
 
 def keyed_lines(
-    part: Part, rows: Iterable[int], by_source: bool, changed: ChangedLines | None
+    part: Part, rows: Sequence[int], by_source: bool, changed: ChangedLines | None
 ) -> list[tuple[bytes, bytes]]:
     """(sort key, line) of some documents of a part."""
-    rows = list(rows)
-    keys, lines, edits = sort_keys(part, by_source), part.lines.some(rows), changed_lines(changed)
-    if edits:
-        lines = [edits.get(row, line) for row, line in zip(rows, lines, strict=True)]
-    return list(zip([keys[row] for row in rows], lines, strict=True))
+    keys, lines, edits = sort_keys(part, by_source), part.lines, changed_lines(changed)
+    return [(keys[row], edits[row] if row in edits else lines[row]) for row in rows]
 
 
 def changed_lines(changed: ChangedLines | None) -> dict[int, bytes]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mtcli.core.curate.hashing import BASE, MULTIPLIER, SECOND, Array
+from mtcli.core.curate.hashing import BASE, MULTIPLIER, SECOND, Array, changes
 from mtcli.core.runtime.compiled import compiled
 
 BASE_64 = np.uint64(BASE)
@@ -29,9 +29,7 @@ def shingle_set(text: str, size: int) -> Array:
     """The sorted hashes of a text's shingles, each once."""
     # numpy's own unique takes 20 times as long.
     hashes = np.sort(hash_shingles(shingle_codes(text), size))
-    once = np.ones(hashes.size, bool)
-    once[1:] = hashes[1:] != hashes[:-1]
-    return hashes[once]
+    return hashes[changes(hashes)]
 
 
 def shingle_codes(text: str) -> Array:

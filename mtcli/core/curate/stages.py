@@ -4,25 +4,47 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.curate.batch import BATCH_BYTES, Batch
+from mtcli.core.curate.batch import Batch, batches
 from mtcli.core.curate.config import CORPUS_STAGES, CurateConfig, Stage
+from mtcli.core.curate.decontaminate import make_matches
 from mtcli.core.curate.documents import BadRecord, Document, id_of
+from mtcli.core.curate.exact import text_hashes
 from mtcli.core.curate.hashing import Array
-from mtcli.core.curate.parts import PartWriter
+from mtcli.core.curate.language import make_language
+from mtcli.core.curate.minhash import make_signatures
+from mtcli.core.curate.normalise import make_normalise
+from mtcli.core.curate.parts import PartWriter, written_aside
+from mtcli.core.curate.quality import make_quality
+from mtcli.core.curate.rules import make_rules
+from mtcli.core.curate.warc import make_extract
 
 SAMPLES = 5  # documents told of each reason
 SAMPLE_CHARACTERS = 200
-BATCH_DOCUMENTS = 4096
+SUMMED = ("documents_in", "documents_out", "bytes_in", "bytes_out")
 BINS = 32  # of a histogram of sizes: powers of two
 BAD_TOLD = 20  # bad lines that a report names
 
 StageFunction = Callable[[Batch], None]
 Feature = Callable[[list[Document], Batch], dict[str, Array]]
+# By their names, from their section of the config.
+STAGE_MAKERS: dict[Stage, Callable[[Any], StageFunction]] = {
+    "extract": make_extract,
+    "normalise": make_normalise,
+    "language": make_language,
+    "rules": make_rules,
+    "quality": make_quality,
+}
+FEATURE_MAKERS: dict[Stage, Callable[[Any], Feature]] = {
+    "exact": lambda _: text_hashes,
+    "fuzzy": make_signatures,
+    "decontaminate": make_matches,
+}
 
 
 class StageGroup(NamedTuple):
@@ -53,40 +75,12 @@ def passes_of(stages: tuple[Stage, ...]) -> list[StageGroup]:
 
 def make_stage(stage: Stage, config: CurateConfig) -> StageFunction:
     """Builds a per-document stage; its libraries are imported now."""
-    if stage == "extract":
-        from mtcli.core.curate.warc import make_extract
-
-        return make_extract(config.extract)
-    if stage == "normalise":
-        from mtcli.core.curate.normalise import make_normalise
-
-        return make_normalise(config.normalise)
-    if stage == "language":
-        from mtcli.core.curate.language import make_language
-
-        return make_language(config.language)
-    if stage == "rules":
-        from mtcli.core.curate.rules import make_rules
-
-        return make_rules(config.rules)
-    from mtcli.core.curate.quality import make_quality
-
-    return make_quality(config.quality)
+    return STAGE_MAKERS[stage](getattr(config, stage))
 
 
 def make_feature(stage: Stage, config: CurateConfig) -> Feature:
     """Builds what gathers the arrays of a corpus stage."""
-    if stage == "exact":
-        from mtcli.core.curate.exact import text_hashes
-
-        return text_hashes
-    if stage == "fuzzy":
-        from mtcli.core.curate.minhash import make_signatures
-
-        return make_signatures(config.fuzzy)
-    from mtcli.core.curate.decontaminate import make_matches
-
-    return make_matches(config.decontaminate)
+    return FEATURE_MAKERS[stage](getattr(config, stage))
 
 
 @dataclass
@@ -103,17 +97,14 @@ class StageCount:
     def dump(self) -> dict[str, Any]:
         """The counts as JSON."""
         return {
-            "documents_in": self.documents_in,
-            "documents_out": self.documents_out,
-            "bytes_in": self.bytes_in,
-            "bytes_out": self.bytes_out,
+            **{name: getattr(self, name) for name in SUMMED},
             "reasons": dict(sorted(self.reasons.items())),
             "samples": {reason: self.samples[reason] for reason in sorted(self.samples)},
         }
 
     def merge(self, other: dict[str, Any]) -> None:
         """Adds another part's dump; of its samples, while there is room."""
-        for name in ("documents_in", "documents_out", "bytes_in", "bytes_out"):
+        for name in SUMMED:
             setattr(self, name, getattr(self, name) + other[name])
         self.reasons.update(other["reasons"])
         for reason, samples in other["samples"].items():
@@ -143,12 +134,17 @@ class BlockWork:
         group, config, skip_bad = self._made_of
         return _made_once, (group, config.model_dump_json(), skip_bad)
 
-    def run(self, items: Iterable[Document | BadRecord], writer: PartWriter) -> None:
-        """Runs over a block's documents. Raises MtcliError for a bad line that is not skipped."""
+    def run(self, items: Iterable[Document | BadRecord], folder: Path) -> None:
+        """Makes the part of a block's documents. Raises MtcliError for a bad line that is not
+        skipped."""
+        with written_aside(folder) as aside:
+            self._write(items, PartWriter(aside))
+
+    def _write(self, items: Iterable[Document | BadRecord], writer: PartWriter) -> None:
         counts = {stage: StageCount() for stage, _ in self._stages}
         bad: list[str] = []
-        num_bad, sizes = 0, np.zeros((2, BINS), np.int64)
-        for batch in _batches(self._good(items, bad)):
+        sizes = np.zeros((2, BINS), np.int64)
+        for batch in batches(self._good(items, bad)):
             sizes[0] += _histogram(batch.documents)
             for stage, function in self._stages:
                 _run_stage(stage, function, batch, counts[stage])
@@ -160,11 +156,10 @@ class BlockWork:
             writer.add(left)
             for feature in self._features:
                 writer.add_arrays(feature(left, rest))
-        num_bad = len(bad)
         writer.close(
             {
                 "stages": {stage: count.dump() for stage, count in counts.items()},
-                "bad": {"count": num_bad, "examples": bad[:BAD_TOLD]},
+                "bad": {"count": len(bad), "examples": bad[:BAD_TOLD]},
                 "sizes": sizes.tolist(),
             }
         )
@@ -188,18 +183,6 @@ def removal(document: Document, stage: str, reason: str, detail: dict[str, objec
     """What `removed.jsonl.zst` says of a document."""
     told = {"id": id_of(document.key), "source": document.source, "stage": stage}
     return told | {"reason": reason, "kept_id": None} | detail
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[Batch]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += document.size + len(document.html or b"")
-        if size >= BATCH_BYTES or len(batch) >= BATCH_DOCUMENTS:
-            yield Batch(batch)
-            batch, size = [], 0
-    yield Batch(batch)  # an empty one too: its arrays have their shapes
 
 
 def _run_stage(stage: str, function: StageFunction, batch: Batch, count: StageCount) -> None:

@@ -1,7 +1,7 @@
 """Maps work over processes with a line of progress, or in this one where there is one worker."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -13,26 +13,19 @@ KILLED = "signal 9 is most often the system short of memory: try fewer --workers
 Work = Callable[[Any, Progress], Any]
 
 
-class Runner:
-    """Runs phases of work on `workers` processes, results in the order of the items."""
-
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
-
-    def __call__(
-        self, work: Work, items: Iterable[Any], total: float, what: str, unit: str = "it"
-    ) -> Iterator[Any]:
-        """Yields `work(item, progress)` of each item."""
-        items = list(items)
-        workers = min(self.workers, len(items))
-        bar = tqdm(
-            total=total, desc=what, unit=unit, unit_scale=unit == "B", file=sys.stderr,
-            leave=False, delay=0.5,
-        )  # fmt: skip
-        if workers < 2:
-            with bar:
-                for item in items:
-                    yield work(item, bar.update)
-            return
-        with ProcessPool(work, workers, KILLED) as pool, bar:
-            yield from pool.map(items, bar.update)
+def run(
+    workers: int, work: Work, items: Sequence[Any], total: float, what: str, unit: str = "it"
+) -> Iterator[Any]:
+    """Yields `work(item, progress)` of each item, in order, from at most `workers` processes."""
+    workers = min(workers, len(items))
+    bar = tqdm(
+        total=total, desc=what, unit=unit, unit_scale=unit == "B", file=sys.stderr,
+        leave=False, delay=0.5,
+    )  # fmt: skip
+    if workers < 2:
+        with bar:
+            for item in items:
+                yield work(item, bar.update)
+        return
+    with ProcessPool(work, workers, KILLED) as pool, bar:
+        yield from pool.map(items, bar.update)

@@ -13,12 +13,14 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import load_json, read_untrusted
+from mtcli.core.data.tokenize import configured_token
 
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest published ones have 30 KB
 MAX_RENDERED = 1 << 24  # characters of one conversation
@@ -64,9 +66,7 @@ class ChatTemplate:
         text = "".join(parts)
         if not self.is_marked:
             return Rendered(text, list(self._turns(text, messages, tools)))
-        ends = [0]
-        for part in parts:
-            ends.append(ends[-1] + len(part))
+        ends = [*accumulate(map(len, parts), initial=0)]
         return Rendered(text, [(ends[i], ends[i + 1]) for i in range(1, len(parts), 2)])
 
     def _turns(
@@ -134,14 +134,8 @@ def load_chat_template(folder: Path | None, config: Mapping[str, object]) -> Cha
 
 def special_tokens(config: Mapping[str, object]) -> dict[str, str]:
     """The special tokens of a tokenizer_config.json by name: bos_token, eos_token and so on."""
-    names = {}
-    for kind in SPECIALS:
-        value = config.get(f"{kind}_token")
-        if isinstance(value, dict):  # older files store the AddedToken
-            value = value.get("content")
-        if isinstance(value, str):
-            names[f"{kind}_token"] = value
-    return names
+    roles = (f"{kind}_token" for kind in SPECIALS)
+    return {role: name for role in roles if (name := configured_token(config, role)) is not None}
 
 
 def _read(path: Path) -> object:
@@ -174,11 +168,14 @@ def _compiled(source: str, mark: str) -> Render:
         def marked(self, caller: Callable[[], str]) -> str:
             return f"{mark}{caller()}{mark}"
 
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
+    environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
         template = environment.from_string(source)
@@ -222,9 +219,3 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-
-
-def _raise(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mtcli.core.config.errors import MtcliError, collect_errors, wrong
+from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import is_text, shown
 from mtcli.core.data.bad_lines import NAMED, BadLine, json_object, read_lines, refusal
 from mtcli.core.data.chat_template import ChatTemplate, TemplateFault
@@ -71,17 +71,10 @@ class ExampleTokenizer(NamedTuple):
 
     def __call__(self, line: bytes) -> tuple[list[int], list[bool]]:
         """(tokens, whether each one's loss counts) of a line. Raises BadLine."""
-        record = json_object(line)
-        if "messages" in record:
-            ids, counts = self._messages(record)
-        else:
-            prompt, completion = _prompt_and_completion(record)
-            if self.template is None:
-                ids, counts = self._plain(prompt, completion)
-            else:
-                roles = (("user", prompt), ("assistant", completion))
-                messages = [{"role": role, "content": text} for role, text in roles]
-                ids, counts = self._rendered(messages, record.get("tools"))
+        try:
+            ids, counts = self._encoded(json_object(line))
+        except MtcliError as error:
+            raise BadLine("refused by the tokenizer", error.problems[0].message) from None
         if len(ids) > self.most:
             reason = f"it has {len(ids)} tokens, and batch.seq_len={self.most} is the context"
             hint = f"shorten it, or set batch.seq_len of {len(ids)} or more"
@@ -91,37 +84,37 @@ class ExampleTokenizer(NamedTuple):
             raise BadLine("nothing to learn", "no token of it is the assistant's")
         return ids, counts
 
-    def _messages(self, record: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-        messages = _messages(record["messages"])
-        if self.template is None:
-            reason = "it has messages, and the tokenizer has no chat template"
-            hint = "give prompt and completion, or name a tokenizer with one in data.tokenizer"
-            raise BadLine("no chat template", reason, hint)
-        return self._rendered(messages, record.get("tools"))
+    def _encoded(self, record: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+        if "messages" in record:
+            messages = _messages(record["messages"])
+            if self.template is None:
+                reason = "it has messages, and the tokenizer has no chat template"
+                hint = "give prompt and completion, or name a tokenizer with one in data.tokenizer"
+                raise BadLine("no chat template", reason, hint)
+        else:
+            prompt, completion = _prompt_and_completion(record)
+            if self.template is None:
+                return self._plain(prompt, completion)
+            roles = (("user", prompt), ("assistant", completion))
+            messages = [{"role": role, "content": text} for role, text in roles]
+        return self._rendered(self.template, messages, record.get("tools"))
 
     def _rendered(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any
+        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: Any
     ) -> tuple[list[int], list[bool]]:
-        assert self.template is not None, "messages are rendered by a template"
         if tools is not None and not isinstance(tools, list):
             raise BadLine("wrong tools", f"tools are {shown(tools)}, and should be a list")
         try:
-            text, spans = self.template.render(messages, tools)
+            text, spans = template.render(messages, tools)
         except TemplateFault as fault:
             raise BadLine("refused by the chat template", str(fault)) from None
         if not is_text(text):
             raise BadLine("no text", "it has half of a surrogate pair, which is no text")
-        try:
-            return self.tokenizer.encode_spans(text, spans)
-        except MtcliError as error:
-            raise BadLine("refused by the tokenizer", error.problems[0].message) from None
+        return self.tokenizer.encode_spans(text, spans)
 
     def _plain(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-        try:
-            first = self.tokenizer.encode_with_specials(prompt)
-            rest = self.tokenizer.encode(completion)
-        except MtcliError as error:
-            raise BadLine("refused by the tokenizer", error.problems[0].message) from None
+        first = self.tokenizer.encode_with_specials(prompt)
+        rest = self.tokenizer.encode(completion)
         if completion and self.tokenizer.eod_id is not None:
             rest = [*rest, self.tokenizer.eod_id]
         return first + rest, [False] * len(first) + [True] * len(rest)
@@ -133,10 +126,7 @@ def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExa
     Raises MtcliError with the first bad lines by file and number, unless `tokenize` skips them,
     and where the file cannot be read or has no example.
     """
-
-    def build() -> ChatExamples:
-        return _read(path, tokenize, field)
-
+    build = partial(_read, path, tokenize, field)
     try:
         stat = path.stat()
         if stat.st_size < WORTH_KEEPING or not path.is_file():
@@ -206,9 +196,3 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     if not any(message["role"] == "assistant" for message in messages):
         raise BadLine("no completion", "no message is the assistant's")
     return messages
-
-
-def read_all(paths: Sequence[str], tokenize: ExampleTokenizer, field: str) -> list[ChatExamples]:
-    """The examples of several files. Raises MtcliError with what is wrong with any of them."""
-    steps = (partial(read_examples, Path(path), tokenize, field) for path in paths)
-    return collect_errors(*steps)

@@ -110,17 +110,18 @@ def read_documents(
         yield _damaged(error)
 
 
-def lines_before(path: str, offset: int) -> int:
-    """Counts the lines of the file that end before byte `offset`."""
-    lines = 0
-    with open_untrusted(path) as file:
-        while offset > 0 and (data := file.read(min(WINDOW, offset))):
-            lines += num_lines(data)
-            offset -= len(data)
+def count_lines(piece: FileRange, progress: Progress = lambda _: None) -> int:
+    """Counts the line breaks in a file range, as it is on disk."""
+    lines, left = 0, piece.stop - piece.start
+    with open_untrusted(piece.source.path) as file:
+        file.seek(piece.start)
+        while left and (data := file.read(min(WINDOW, left))):
+            lines, left = lines + _num_lines(data), left - len(data)
+            progress(len(data))
     return lines
 
 
-def num_lines(data: bytes) -> int:
+def _num_lines(data: bytes) -> int:
     """Counts line breaks, twice as fast as bytes do."""
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
 
@@ -212,7 +213,7 @@ def _chunks(
                 chunk = b"".join([*pending, data[:end]])
                 pending = [data[end:]] if data[end:] else []
                 yield line, _without_bom(chunk, line or piece.start)
-                line += num_lines(chunk)
+                line += _num_lines(chunk)
             elif sum(map(len, pending)) <= most:
                 pending.append(data)
             else:

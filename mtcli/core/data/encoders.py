@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from mtcli.core.data.documents import (
     Bad,
     Reading,
     Text,
-    lines_before,
+    count_lines,
     read_documents,
 )
 from mtcli.core.data.sentences import split_sentences
@@ -65,7 +66,7 @@ def make_encode(tokenizer: Tokenizer, sample: str) -> tuple[str, Encode]:
         pairs = zip(fast(texts), tokenizer.encode_all(texts), strict=True)
         if all(np.array_equal(one, other) for one, other in pairs):
             return "gigatoken", fast
-    return "tokenizers", _Backend(tokenizer)
+    return "tokenizers", partial(_encode_all, tokenizer)
 
 
 def is_cuttable(tokenizer: Tokenizer) -> bool:
@@ -91,14 +92,9 @@ def _encode_bytes(texts: Sequence[str]) -> list[np.ndarray]:
     return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
-class _Backend:
-    """`tokenizers`, in this process alone: the workers are the parallelism."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.array(ids, np.int64) for ids in self.tokenizer.encode_all(texts)]
+def _encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """Encodes by `tokenizers`, in this process alone: the workers are the parallelism."""
+    return [np.array(ids, np.int64) for ids in tokenizer.encode_all(texts)]
 
 
 class _Gigatoken:
@@ -214,7 +210,7 @@ def describe_bad(piece: FileRange, bad: Bad) -> str:
     name = source.name or source.path
     if not bad.line:
         return f"{name}: {bad.reason}"
-    line = bad.line + source.first_line + lines_before(source.path, piece.start)
+    line = bad.line + source.first_line + count_lines(FileRange(source, 0, piece.start))
     return f"{name}:{line}: {bad.reason}"
 
 

@@ -20,7 +20,7 @@ def with_steps(config: RunConfig, tokenizer: str | Path | None) -> RunConfig:
     which: list[Which] = ["train", "valid"] if config.train.eval_every else ["train"]
     read = open_conversations if config.data.format == "conversations" else open_examples
     opened = (partial(read, config, tokenizer, name) for name in which)
-    per_epoch = collect_errors(*opened)[0].steps_per_epoch
+    per_epoch = collect_errors(*opened)[0].epochs.steps_per_epoch
     if not config.train.epochs:
         return config
     steps = max(1, math.ceil(config.train.epochs * per_epoch))

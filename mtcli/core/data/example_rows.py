@@ -9,7 +9,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.data.bad_lines import shown_skipped
 from mtcli.core.data.blend import split_range
 from mtcli.core.data.encoder_rows import EncoderRows, lay_out
-from mtcli.core.data.examples import Example, Examples
+from mtcli.core.data.examples import Examples
 from mtcli.core.data.loader import SampleId
 from mtcli.core.data.packing import EpochRows, pack
 from mtcli.core.data.special_tokens import SpecialTokens
@@ -64,11 +64,6 @@ class ExampleRows:
     def __len__(self) -> int:
         return self.num_samples
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Global batches of an epoch, the last one filled up."""
-        return self.epochs.steps_per_epoch
-
     def rows(self, start: int, count: int) -> EncoderRows:
         """Rows start .. start + count - 1."""
         items = [self.epochs.items(number) for number in range(start, start + count)]
@@ -79,9 +74,9 @@ class ExampleRows:
         weights = self.weights_of[np.concatenate(items)]
         return rows._replace(classes=labels, class_weights=weights)
 
-    def examples_of(self, number: int) -> list[Example]:
-        """The examples in a row, in order."""
-        return [self.examples[item] for item in self.epochs.items(number)]
+    def order(self) -> np.ndarray:
+        """The numbers of the examples in all rows, in order: int64."""
+        return np.concatenate([self.epochs.items(number) for number in range(len(self))])
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Identifies the examples in rows: (number of the example, 0, its tokens)."""

@@ -5,7 +5,7 @@ A token file knows its documents by number alone. Their ids are read again from 
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +78,8 @@ def _named(prefix: str, numbers: Collection[int]) -> dict[int, Named]:
     documents = (
         (source.path, text)
         for source in sources
-        for text in _texts(FileRange(source, 0, source.size), reading)
+        for text in read_documents(FileRange(source, 0, source.size), reading)
+        if isinstance(text, Text) and text.text  # those that became sequences
     )
     for number, (path, text) in enumerate(documents):
         if number in numbers:
@@ -88,10 +89,3 @@ def _named(prefix: str, numbers: Collection[int]) -> dict[int, Named]:
         if number >= last:
             break
     return named
-
-
-def _texts(piece: FileRange, reading: Reading) -> Iterator[Text]:
-    """The documents that became sequences: those with text."""
-    for item in read_documents(piece, reading):
-        if isinstance(item, Text) and item.text:
-            yield item

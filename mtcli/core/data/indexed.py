@@ -57,6 +57,10 @@ class Indexed:
         start = int(self.pointers[sequence]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[sequence])]
 
+    def tokens_of(self, sequences: range) -> int:
+        """Counts the tokens of some sequences."""
+        return int(self.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+
     def _header(self) -> tuple[np.dtype, int, int]:
         """Reads the dtype, S and D, once the file has exactly the size they say."""
         size = self.idx.stat().st_size

@@ -84,10 +84,7 @@ class Batches:
         blend, indexed = open_blend(paths)
         self.prefixes, self.weights = blend.prefixes, blend.weights
         owned = [_owned(data, split, which) for data in indexed]
-        self.tokens = [
-            int(data.lengths[part.start : part.stop].sum(dtype=np.int64))
-            for data, part in zip(indexed, owned, strict=True)
-        ]
+        self.tokens = [data.tokens_of(part) for data, part in zip(indexed, owned, strict=True)]
         weights, first = _plan(blend, self.tokens, self.planned, seq_len)
         sizes = first
         if num_samples > self.planned:  # with the same weights, so that a blend's order goes on
@@ -206,13 +203,19 @@ class Batches:
 
 def _owned(data: Indexed, split: str, which: Which) -> range:
     owned = range(*split_range(split, which, len(data)))
-    if not data.lengths[owned.start : owned.stop].any():
-        raise wrong(
-            f'split "{split}" of {len(data)} sequences gives {which} sequences '
-            f"{owned.start} to {owned.stop}, which hold no token, in {data.prefix}",
-            'give it a larger share of the split, e.g. "90,5,5", or data of its own',
-        )
+    if not data.tokens_of(owned):
+        raise no_tokens(data.prefix, f'split "{split}" of {len(data)}', which, owned, "sequences")
     return owned
+
+
+def no_tokens(prefix: Path, of: str, which: Which, owned: range, kind: str) -> MtcliError:
+    """The error of a split, and how much it is `of`, that gives sequences, or documents, without a
+    token."""
+    return wrong(
+        f"{of} {kind} gives {which} {kind} {owned.start} to {owned.stop}, which hold no token, in "
+        f"{prefix}",
+        'give it a larger share of the split, e.g. "90,5,5", or data of its own',
+    )
 
 
 def _plan(

@@ -22,7 +22,7 @@ from mtcli.core.data.blend import Blend, split_range
 from mtcli.core.data.blend_order import BlendOrder, blend_indices
 from mtcli.core.data.encoder_rows import EncoderRows, Segments, lay_out
 from mtcli.core.data.indexed import Indexed
-from mtcli.core.data.loader import SampleId, open_blend, token_files
+from mtcli.core.data.loader import SampleId, no_tokens, open_blend, token_files
 from mtcli.core.data.masking import mask
 from mtcli.core.data.special_tokens import SpecialTokens
 
@@ -256,14 +256,7 @@ def _owned(data: Indexed, split: str, which: Which, longest: int) -> OwnedSenten
     """A split's documents, as Megatron's BERT splits them."""
     count = len(data.documents) - 1
     owned = range(*split_range(split, which, count))
-    if not owned or data.documents[owned.start] == data.documents[owned.stop]:
-        sentences = None
-    else:
-        sentences = OwnedSentences(data, owned, longest)
-    if sentences is None or not len(sentences.length):
-        raise wrong(
-            f'split "{split}" of {count} documents gives {which} documents {owned.start} to '
-            f"{owned.stop}, which hold no token, in {data.prefix}",
-            'give it a larger share of the split, e.g. "90,5,5", or data of its own',
-        )
+    sentences = OwnedSentences(data, owned, longest)
+    if not len(sentences.length):
+        raise no_tokens(data.prefix, f'split "{split}" of {count}', which, owned, "documents")
     return sentences

@@ -10,17 +10,18 @@ no layout.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from mtcli.core.config.blend import Which, read_blend
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.blend import chosen, split_range
 from mtcli.core.data.chat_template import load_chat_template
-from mtcli.core.data.conversations import ChatExamples, ExampleTokenizer, read_all
+from mtcli.core.data.conversations import ExampleTokenizer, read_examples
 from mtcli.core.data.loader import SampleId
 from mtcli.core.data.tokenize import load_tokenizer
 
@@ -122,7 +123,8 @@ class PackedConversations:
         """Raises MtcliError where a file cannot be read, has bad lines, or the split gives none."""
         self.seq_len, self.weights = config.batch.seq_len, None
         self.prefixes = read_blend(paths, field)[0]
-        self.examples = read_all(self.prefixes, tokenize, field)
+        read = (partial(read_examples, Path(path), tokenize, field) for path in self.prefixes)
+        self.examples = collect_errors(*read)
         split = chosen(config.data, which)[1]
         owned = [range(*split_range(split, which, len(examples))) for examples in self.examples]
         self.source = np.repeat(np.arange(len(owned)), [len(part) for part in owned])
@@ -131,8 +133,10 @@ class PackedConversations:
             sizes = " + ".join(str(len(examples)) for examples in self.examples)
             message = f'split "{split}" of {sizes} examples gives {which} none'
             raise wrong(message, "give it a larger share, or data of its own", "data.split")
-        parts = [examples.lengths[part.start : part.stop] for examples, part in self._with(owned)]
-        self.lengths = np.concatenate(parts)
+        pairs = zip(self.examples, owned, strict=True)
+        self.lengths = np.concatenate(
+            [read.lengths[part.start : part.stop] for read, part in pairs]
+        )
         self.rows = pack(self.lengths, self.seq_len + 1)
         # the row of a mixture belongs to the source of its first example
         self.row_source = self.source[self.rows.order[self.rows.bounds[:-1]]]
@@ -142,16 +146,8 @@ class PackedConversations:
         self.num_samples = self.planned = 0
         self.epochs = EpochRows(self.rows, config.data_seed, config.batch.global_batch_size)
 
-    def _with(self, owned: list[range]) -> list[tuple[ChatExamples, range]]:
-        return list(zip(self.examples, owned, strict=True))
-
     def __len__(self) -> int:
         return self.num_samples
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Global batches of an epoch, the last one filled up."""
-        return self.epochs.steps_per_epoch
 
     @property
     def files(self) -> list[list[Path]]:
@@ -184,7 +180,7 @@ class PackedConversations:
         """Identifies rows by the file of their first example, with all their line numbers."""
         samples = []
         for number in range(start, start + count):
-            examples = self._row(number)
+            examples = self.epochs.items(number)
             spans = tuple(
                 (int(self.examples[self.source[e]].lines[self.number[e]]), 0, int(self.lengths[e]))
                 for e in examples
@@ -219,16 +215,12 @@ class PackedConversations:
         )
         return sum(int(c[self.number[self.source == i]].sum()) for i, c in enumerate(counts))
 
-    def _row(self, number: int) -> np.ndarray:
-        """The examples of sample `number`."""
-        return self.epochs.items(number)
-
     def _placed(self, start: int, count: int) -> list[tuple[int, slice, int, slice]]:
         """(row of the batch, its columns, source, tokens of the source) of each example."""
         placed = []
         for row in range(count):
             at = 0
-            for example in self._row(start + row):
+            for example in self.epochs.items(start + row):
                 length, source = int(self.lengths[example]), int(self.source[example])
                 end = int(self.examples[source].ends[self.number[example]])
                 placed.append((row, slice(at, at + length), source, slice(end - length, end)))

@@ -271,7 +271,7 @@ def _run(
             "is this the right input, and the right --text-key?",
         )
     facts = _facts(request, tokenizer, job, counts)
-    facts |= {"fingerprint": fingerprint(request, listing.sources), "left_out": listing.left_out}
+    facts |= {"fingerprint": space.fingerprint, "left_out": listing.left_out}
     return space.finish(facts, job.dtype)
 
 

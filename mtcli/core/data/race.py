@@ -1,13 +1,12 @@
 """RACE's own files (arXiv:1704.04683): an article, questions, four options each, answers."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
-from mtcli.core.config.untrusted import is_text, parse_json, shown
+from mtcli.core.config.untrusted import is_text, shown
 from mtcli.core.data.bad_lines import NAMED
-from mtcli.core.data.text_files import bad_line, read_text
+from mtcli.core.data.text_files import json_of, read_text
 
 LEVELS = ("high", "middle")
 LETTERS = "ABCD"
@@ -71,7 +70,7 @@ def _number(file: Path) -> tuple[int, str]:
 
 
 def _article(file: Path, field: str) -> Article:
-    row = _row(file, field)
+    row = json_of(read_text(file, field), file, 1, field)
     try:
         text, questions, options = row["article"], row["questions"], row["options"]
         answers = [list(LETTERS).index(letter) for letter in row["answers"]]
@@ -87,15 +86,6 @@ def _article(file: Path, field: str) -> Article:
             message = f"{len(choices)} options for a question, {len(LETTERS)} are needed"
             raise wrong(f"{file}, line 1: {message}", SHAPE, field)
     return Article(text, tuple(questions), tuple(map(tuple, options)), tuple(answers))
-
-
-def _row(file: Path, field: str) -> Any:
-    try:
-        return parse_json(read_text(file, field))
-    except json.JSONDecodeError as error:
-        raise bad_line(file, error.lineno, f"not JSON: {error.msg}", field) from error
-    except ValueError as error:
-        raise bad_line(file, 1, f"not JSON: {error}", field) from error
 
 
 def _require_texts(*lists: Any) -> None:

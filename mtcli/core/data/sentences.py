@@ -3,62 +3,14 @@
 import re
 
 # What ends with a dot and ends no sentence, in lower case.
-ABBREVIATIONS = frozenset(
-    [
-        "mr",
-        "mrs",
-        "ms",
-        "dr",
-        "prof",
-        "rev",
-        "gen",
-        "col",
-        "capt",
-        "lt",
-        "sgt",
-        "hon",
-        "st",
-        "mt",
-        "jr",
-        "sr",
-        "vs",
-        "etc",
-        "e.g",
-        "i.e",
-        "cf",
-        "al",
-        "fig",
-        "eq",
-        "no",
-        "vol",
-        "pp",
-        "ca",
-        "approx",
-        "inc",
-        "ltd",
-        "co",
-        "corp",
-        "dept",
-        "univ",
-        "jan",
-        "feb",
-        "mar",
-        "apr",
-        "jun",
-        "jul",
-        "aug",
-        "sep",
-        "sept",
-        "oct",
-        "nov",
-        "dec",
-        "u.s",
-        "u.k",
-        "u.n",
-        "a.m",
-        "p.m",
-    ]
-)
+# fmt: off
+ABBREVIATIONS = frozenset([
+    "mr", "mrs", "ms", "dr", "prof", "rev", "gen", "col", "capt", "lt", "sgt", "hon", "st", "mt",
+    "jr", "sr", "vs", "etc", "e.g", "i.e", "cf", "al", "fig", "eq", "no", "vol", "pp", "ca",
+    "approx", "inc", "ltd", "co", "corp", "dept", "univ", "jan", "feb", "mar", "apr", "jun", "jul",
+    "aug", "sep", "sept", "oct", "nov", "dec", "u.s", "u.k", "u.n", "a.m", "p.m",
+])
+# fmt: on
 END = re.compile(
     r"[.!?\u2026]+[\"'\u201d\u2019)\]]*(?=\s)"  # Latin scripts have a space after
     r"|[\u3002\uff01\uff1f]+[\u300d\u300f\u201d\uff09]*"  # Chinese and Japanese have none

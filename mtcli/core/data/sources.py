@@ -265,7 +265,8 @@ def spool(
     start = left.removeprefix(codecs.BOM_UTF8).lstrip()
     kind = kind or ("jsonl" if start.startswith(b"{") else "text")
     if kind != "jsonl" and not (kind == "text" and blank):
-        yield _write(folder / "0", kind, 0, _rest(left, stream))
+        rest = iter(partial(stream.read, BLOCK_BYTES), b"")
+        yield _write(folder / "0", kind, 0, chain([left], rest))
         return
     number, line = 0, 0
     while left:
@@ -296,12 +297,6 @@ class _SpooledBlock:
         self.lines += self.left.count(b"\n", 0, end)
         yield self.left[:end]
         self.left = self.left[end:] or self._stream.read(BLOCK_BYTES)
-
-
-def _rest(head: bytes, stream: BinaryIO) -> Iterator[bytes]:
-    while head:
-        yield head
-        head = stream.read(BLOCK_BYTES)
 
 
 def _write(path: Path, kind: FileKind, first_line: int, parts: Iterable[bytes]) -> SourceFile:

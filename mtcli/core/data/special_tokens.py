@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, Problem
-from mtcli.core.data.tokenize import Tokenizer
+from mtcli.core.data.tokenize import Tokenizer, configured_token
 
 # By tokenizer_config.json's names, and what families call them where it does not say.
 ROLES = {
@@ -41,10 +41,8 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
     ids, problems = {}, []
     for role, usual in ROLES.items():
-        name = tokenizer.config.get(role)
-        if isinstance(name, dict):  # older files store the AddedToken
-            name = name.get("content")
-        names = (name, *usual) if isinstance(name, str) else usual
+        name = configured_token(tokenizer.config, role)
+        names = usual if name is None else (name, *usual)
         known = [vocab[name] for name in names if name in vocab]
         if not known:
             problems.append(Problem(f"the tokenizer has no {role} ({' or '.join(names)})"))

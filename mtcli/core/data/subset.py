@@ -20,7 +20,6 @@ from mtcli.core.config.fields import Count, Positive, Section
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import load_json
 from mtcli.core.data.blend import chosen, split_range
-from mtcli.core.data.indexed import Indexed
 from mtcli.core.data.loader import Batches, SampleId, open_blend, token_files
 from mtcli.core.runtime.atomic_writes import aside
 
@@ -179,8 +178,8 @@ class TokenSequences:
         blend, self.indexed = open_blend(words, "--data")
         self.prefixes, self.shares, self.seq_len = blend.prefixes, blend.weights, seq_len
         self.owned = [range(*split_range(split, which, len(data))) for data in self.indexed]
-        pairs = list(zip(self.indexed, self.owned, strict=True))
-        self.tokens = [_num_tokens(data, owned) for data, owned in pairs]
+        pairs = zip(self.indexed, self.owned, strict=True)
+        self.tokens = [data.tokens_of(owned) for data, owned in pairs]
         self.counts = [max(0, tokens - 1) // seq_len for tokens in self.tokens]
         self.ends = np.cumsum(self.counts)
         problems = [
@@ -251,10 +250,6 @@ class TokenSequences:
         data = self.indexed[source]
         first = int(data.pointers[self.owned[source].start]) // data.dtype.itemsize
         return source, first + index * self.seq_len
-
-
-def _num_tokens(data: Indexed, owned: range) -> int:
-    return int(data.lengths[owned.start : owned.stop].sum(dtype=np.int64))
 
 
 class SubsetBatches:

@@ -1,10 +1,12 @@
 """Reads the files of published data sets, compressed or not, with errors that name the line."""
 
 from codecs import BOM_UTF8
+from json import JSONDecodeError
 from pathlib import Path
+from typing import Any
 
 from mtcli.core.config.errors import MtcliError, wrong
-from mtcli.core.config.untrusted import MAX_BYTES, open_untrusted, read_untrusted
+from mtcli.core.config.untrusted import MAX_BYTES, open_untrusted, parse_json, read_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS, DAMAGE, pieces
 
 WHICH = "is it the data set's own file, and whole? docs/eval.md says what each data set is"
@@ -38,6 +40,17 @@ def _decompressed(path: Path) -> bytes:
             if size > MAX_BYTES:
                 raise OSError(f"it holds more than {MAX_BYTES} bytes")
     return b"".join(parts)
+
+
+def json_of(text: str, path: Path, line: int, field: str) -> Any:
+    """Parses the JSON that begins in a line of a file. Raises MtcliError with its line."""
+    try:
+        return parse_json(text)
+    except JSONDecodeError as error:
+        at = line + error.lineno - 1
+        raise bad_line(path, at, f"not JSON: {error.msg}", field) from error
+    except ValueError as error:
+        raise bad_line(path, line, f"not JSON: {error}", field) from error
 
 
 def bad_line(path: Path, line: int, what: str, field: str = "--task") -> MtcliError:

@@ -9,8 +9,10 @@ is not listed as an added token and so cannot be written in a document.
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 from tokenizers import Tokenizer as HfTokenizer
@@ -56,7 +58,8 @@ class Tokenizer:
         self.config = dict(config or {})  # tokenizer_config.json, where there is one
         vocab = self.backend.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
-        self.eod_token = next((name for name in _end_names(self.config) if name in vocab), None)
+        ends = (configured_token(self.config, "eos_token"), *END_NAMES)
+        self.eod_token = next((name for name in ends if name in vocab), None)
         self.eod_id: int | None = vocab[self.eod_token] if self.eod_token else None
         self.is_bytes = self.vocab_size == 257 and (
             json.loads(self.definition) == json.loads(_bytes_backend().to_str())
@@ -110,10 +113,10 @@ class Tokenizer:
     def _with_specials(self) -> HfTokenizer:
         """The tokenizer with its end of document, and what its config names, as special tokens:
         as transformers loads it."""
-        named = (self.config.get(f"{kind}_token") for kind in ("bos", "eos", "pad", "unk"))
-        specials = [name for name in (self.eod_token, *named) if isinstance(name, str)]
+        roles = ("bos_token", "eos_token", "pad_token", "unk_token")
+        named = (self.eod_token, *(configured_token(self.config, role) for role in roles))
         backend = HfTokenizer.from_str(self.definition)
-        known = [name for name in specials if backend.token_to_id(name) is not None]
+        known = [name for name in named if name and backend.token_to_id(name) is not None]
         backend.add_special_tokens(known)
         return backend
 
@@ -170,6 +173,14 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(_bytes_backend())
 
 
+def configured_token(config: Mapping[str, object], role: str) -> str | None:
+    """Reads a special token, such as eos_token, of a tokenizer_config.json."""
+    token = config.get(role)
+    if isinstance(token, dict):  # older files store the AddedToken
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
 def require_trainable(vocab_size: int, pieces: bool = False) -> None:
     """Raises MtcliError where a vocabulary, of WordPieces or else bytes, is too small."""
     least = len(SPECIALS) + 2 if pieces else 257
@@ -213,31 +224,40 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Where the corpus has more letters than there is room for, the rarest are [UNK].
     """
     require_trainable(vocab_size, pieces=True)
-    backend = HfTokenizer(models.WordPiece(unk_token="[UNK]"))
-    backend.normalizer = normalizers.BertNormalizer()
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
+    normalizer, words = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    normal = [normalizer.normalize_str(text) for text in texts]
+    counts = Counter(chain.from_iterable(normal))
+    del counts[" "]
+    most = min(LETTERS, (vocab_size - len(SPECIALS)) // 2)
+    letters = sorted(letter for letter, _ in counts.most_common(most))
+    # Equal pairs merge in the order of their ids, and the trainer numbers letters further on in a
+    # word as a random hash has it: as special tokens their ids are fixed, and so is the vocabulary.
+    goes_on = [
+        f"##{letter}"
+        for letter in letters
+        if len(words.pre_tokenize_str(normalizer.normalize_str("a" + letter))) == 1
+    ]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        special_tokens=[*SPECIALS],
-        limit_alphabet=min(LETTERS, (vocab_size - len(SPECIALS)) // 2),
+        special_tokens=[*SPECIALS, *goes_on],
+        initial_alphabet=letters,
+        limit_alphabet=len(letters),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    trained = HfTokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.pre_tokenizer = words
+    trained.train_from_iterator(normal, trainer)
+    vocab = trained.get_vocab(with_added_tokens=False)
+    backend = HfTokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    backend.add_special_tokens([*SPECIALS])
+    backend.normalizer, backend.pre_tokenizer = normalizer, words
+    backend.decoder = decoders.WordPiece()
     cls, sep = (("[CLS]", 2), ("[SEP]", 3))
     backend.post_processor = processors.BertProcessing(sep, cls)
     roles = {f"{name.strip('[]').lower()}_token": name for name in SPECIALS}
     return Tokenizer(
         backend, {"tokenizer_class": "BertTokenizerFast", "do_lower_case": True} | roles
     )
-
-
-def _end_names(config: dict[str, object]) -> tuple[str, ...]:
-    """Names to look the end-of-document token up by: the configured one first."""
-    configured = config.get("eos_token")
-    if isinstance(configured, dict):  # older files store the AddedToken
-        configured = configured.get("content")
-    return (configured, *END_NAMES) if isinstance(configured, str) else END_NAMES
 
 
 def _bytes_backend() -> HfTokenizer:

@@ -22,7 +22,7 @@ from mtcli.core.config.fields import Count
 from mtcli.core.config.untrusted import append_untrusted, open_untrusted, parse_json, read_untrusted
 from mtcli.core.data.encoders import TextCounts
 from mtcli.core.data.indexed import with_suffix, write_index
-from mtcli.core.runtime.atomic_writes import lock_output, sync_folder, write_text
+from mtcli.core.runtime.atomic_writes import clear_folder, lock_output, sync_folder, write_text
 
 READY = ("tokenizer", "tokens.bin", "facts.json", "index.idx")  # in the order of FINAL
 SPILLED = ("tokens.bin", "lengths.i32", "documents.i32")
@@ -49,14 +49,16 @@ class Workspace:
     def __init__(self, prefix: Path, fingerprint: str, resume: bool) -> None:
         """Opens or begins. Raises MtcliError where another run writes here, or began otherwise."""
         self.prefix, self.folder = prefix, with_suffix(prefix, ".partial")
+        self.fingerprint = fingerprint
         self.blocks, self.counts = 0, TextCounts()
         self._hash, self._committed = hashlib.sha256(), time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_output(self.folder / "lock", prefix)
         self._journal = self.folder / "journal.jsonl"
-        journaled = self._last_line(fingerprint) if resume else None
+        journaled = self._last_line() if resume else None
         if journaled is None:
-            self._begin(fingerprint)
+            clear_folder(self.folder)
+            self._write_line({"fingerprint": fingerprint})
         self._files = [append_untrusted(self.folder / name) for name in SPILLED]
         if journaled is not None and not self.is_finished:
             self._take_up(journaled)
@@ -149,19 +151,11 @@ class Workspace:
         """Whether only the moves to the final names are left to do."""
         return self._lines()[-1:] == [{"finished": True}]
 
-    def _begin(self, fingerprint: str) -> None:
-        for path in self.folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != "lock":
-                path.unlink()
-        self._write_line({"fingerprint": fingerprint})
-
-    def _last_line(self, fingerprint: str) -> Journaled | None:
+    def _last_line(self) -> Journaled | None:
         lines = self._lines()
         if not lines:
             return None
-        if lines[0] != {"fingerprint": fingerprint}:
+        if lines[0] != {"fingerprint": self.fingerprint}:
             message = f"{self.folder} was begun with other inputs or options"
             raise wrong(message, "give the same ones, or leave --resume out to start over")
         last = next((line for line in reversed(lines) if "blocks" in line), {})

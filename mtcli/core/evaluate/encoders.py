@@ -22,11 +22,11 @@ from mtcli.core.data.masked_rows import MaskedRows
 from mtcli.core.data.preprocess import PreprocessRequest, preprocess
 from mtcli.core.data.race import LEVELS
 from mtcli.core.data.sources import find_sources
-from mtcli.core.data.special_tokens import special_tokens
+from mtcli.core.data.special_tokens import SpecialTokens, special_tokens
 from mtcli.core.data.tokenize import Tokenizer
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.statistics import accuracy_of
-from mtcli.core.evaluate.tasks.task import Advance, Record, Report, TaskRun, exp
+from mtcli.core.evaluate.tasks.task import Advance, Record, Report, TaskRun, exp, part_report
 from mtcli.core.inference.model import InferenceModel
 
 SEED = 1234  # of what is masked
@@ -79,7 +79,7 @@ def _rows(
 ) -> MaskedRows | ExampleRows:
     special, size = special_tokens(tokenizer), model.max_seq_len
     if name == "mlm":
-        return _masked(path, model, tokenizer, limit)
+        return _masked(path, model, tokenizer, special, limit)
     if name == "race":
         room = Room(race_limit(size), RACE_CHOICES * race_limit(size))
         size = room.row
@@ -93,9 +93,11 @@ def _rows(
     return ExampleRows([(str(path), examples)], size, special)
 
 
-def _masked(path: Path, model: ModelConfig, tokenizer: Tokenizer, limit: int | None) -> MaskedRows:
+def _masked(
+    path: Path, model: ModelConfig, tokenizer: Tokenizer, special: SpecialTokens, limit: int | None
+) -> MaskedRows:
     """The rows of a dataset of sentences, or of the documents in a text file, each once."""
-    special, about = special_tokens(tokenizer), (model.max_seq_len, SEED)
+    about = (model.max_seq_len, SEED)
 
     def opened(prefix: Path, samples: int) -> MaskedRows:
         order = model.sentence_order
@@ -178,22 +180,17 @@ def _probabilities(
     return probabilities
 
 
-def _packed(rows: ExampleRows) -> list[Example]:
-    """The examples in the order of the rows."""
-    return [example for number in range(len(rows)) for example in rows.examples_of(number)]
-
-
 def _records(rows: ExampleRows, probabilities: np.ndarray) -> Iterator[tuple[int, Record]]:
     """Yields each example's number and its line in the file of items."""
-    numbers = [item for number in range(len(rows)) for item in rows.epochs.items(number)]
-    for number, example, chances in zip(numbers, _packed(rows), probabilities, strict=True):
+    for number, chances in zip(rows.order().tolist(), probabilities, strict=True):
+        example = rows.examples[number]
         record: Record = {"hash": _hash(example), "id": example.name}
         record |= {name: getattr(example, name) for name in ("group", "cluster") if example.group}
         with np.errstate(divide="ignore"):
             record |= {"loglikelihoods": np.log(chances).clip(min=LEAST).tolist()}
         pick = int(chances.argmax())
         record |= {"answer": example.label, "pick": pick, "correct": pick == example.label}
-        yield int(number), record
+        yield number, record
 
 
 def _hash(example: Example) -> str:
@@ -204,7 +201,7 @@ def _hash(example: Example) -> str:
 
 def _report_classes(rows: ExampleRows, probabilities: Sequence[np.ndarray]) -> Report:
     """Accuracy over all examples, and of RACE per level; of an ensemble that of each member too."""
-    examples = _packed(rows)
+    examples = [rows.examples[number] for number in rows.order()]
     labels, groups = (np.array([getattr(e, name) for e in examples]) for name in ("label", "group"))
     correct = np.mean(probabilities, axis=0).argmax(1) == labels
     clusters = [example.cluster for example in examples] if groups[0] else None
@@ -212,9 +209,7 @@ def _report_classes(rows: ExampleRows, probabilities: Sequence[np.ndarray]) -> R
     report: Report = {"accuracy": accuracy.value, "interval": accuracy.interval}
     report |= {"standard_error": accuracy.standard_error}
     for level in LEVELS if groups[0] else ():
-        of_level = groups == level
-        report[level] = float(correct[of_level].mean()) if of_level.any() else None
-        report[f"{level}_total"] = int(of_level.sum())
+        report |= part_report(level, correct[groups == level].tolist())
     report |= {"correct": int(correct.sum()), "total": len(labels)}
     for number, output in enumerate(probabilities if len(probabilities) > 1 else (), start=1):
         report[f"accuracy_{number}"] = float((output.argmax(1) == labels).mean())

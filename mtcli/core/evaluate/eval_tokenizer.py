@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.data.tokenize import Tokenizer
+from mtcli.core.data.tokenize import Tokenizer, configured_token
 from mtcli.core.data.tokenizer_limits import no_panics
 from mtcli.core.evaluate.requests import Ids, Request, request
 
@@ -67,13 +67,8 @@ def eval_tokenizer(tokenizer: Tokenizer) -> EvalTokenizer:
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
     with no_panics("the tokenizer's template fails"):
         added = tokenizer.backend.encode("", add_special_tokens=True).ids[:1]  # Llama's: <s>
-    named = tokenizer.config.get("bos_token")
-    name = named.get("content") if isinstance(named, dict) else named
-    prefix_id = (
-        vocab[name]
-        if isinstance(name, str) and name in vocab
-        else next(iter(added), tokenizer.eod_id)
-    )
+    name = configured_token(tokenizer.config, "bos_token")
+    prefix_id = vocab.get(name, next(iter(added), tokenizer.eod_id))
     if prefix_id is None:
         message = f"the tokenizer has {len(vocab)} tokens, and none that begins or ends a text"
         hint = "name its eos_token or bos_token in tokenizer_config.json"

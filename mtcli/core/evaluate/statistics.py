@@ -17,7 +17,9 @@ CONFIDENCE = 0.95  # of intervals
 LEVEL = 1.0 - CONFIDENCE  # below which a p-value says that models differ
 POWER = 0.8  # of the minimum detectable effect
 RESAMPLES = 10_000
+SEED = 1234  # of resampling
 CHUNK = 1 << 24  # numbers drawn at once
+Z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 
 Floats = NDArray[np.float64]
 
@@ -48,12 +50,11 @@ def accuracy_of(right: Sequence[bool], clusters: Sequence[str] | None = None) ->
     )
 
 
-def wilson(correct: int, total: int, confidence: float = CONFIDENCE) -> list[float]:
+def wilson(correct: int, total: int) -> list[float]:
     """Wilson's score interval [low, high] of a share."""
-    z = _quantile(confidence)
-    share, extra = correct / total, z * z / total
+    share, extra = correct / total, Z * Z / total
     middle = (share + extra / 2) / (1 + extra)
-    half = z / (1 + extra) * math.sqrt(share * (1 - share) / total + extra / (4 * total))
+    half = Z / (1 + extra) * math.sqrt(share * (1 - share) / total + extra / (4 * total))
     return [max(0.0, middle - half), min(1.0, middle + half)]
 
 
@@ -86,9 +87,7 @@ def mcnemar(only_a: int, only_b: int) -> float:
     return min(1.0, 2 * tail / (1 << discordant)) if discordant else 1.0
 
 
-def bootstrap(
-    differences: ArrayLike, clusters: Sequence[str] | None = None, seed: int = 1234
-) -> list[float]:
+def bootstrap(differences: ArrayLike, clusters: Sequence[str] | None = None) -> list[float]:
     """The percentile interval [low, high] of the mean of paired differences, by resampling items,
     or clusters where there are some."""
     values = np.asarray(differences, np.float64)
@@ -96,7 +95,7 @@ def bootstrap(
     sizes = cluster_sums(np.ones_like(values), clusters)
     # Equal clusters are drawn as one kind: of accuracies there are few kinds, whatever their number
     kinds, counts = np.unique(np.stack([sums, sizes]), axis=1, return_counts=True)
-    draw, share = np.random.default_rng(seed), counts / counts.sum()
+    draw, share = np.random.default_rng(SEED), counts / counts.sum()
     means: list[Floats] = []
     step = max(1, CHUNK // len(counts))
     for start in range(0, RESAMPLES, step):
@@ -109,7 +108,7 @@ def bootstrap(
 def minimum_detectable(error: float) -> float:
     """The difference that a two-sided test at 5 % finds with a power of 80 %, by its standard
     error."""
-    return (_quantile(CONFIDENCE) + NormalDist().inv_cdf(POWER)) * error
+    return (Z + NormalDist().inv_cdf(POWER)) * error
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
@@ -134,7 +133,3 @@ def compare_accuracies(
         p_value,
         minimum_detectable(standard_error(differences, clusters)),
     )
-
-
-def _quantile(confidence: float) -> float:
-    return NormalDist().inv_cdf(0.5 + confidence / 2)

@@ -1,6 +1,7 @@
 """What an encoder's head says of rows: losses of masked tokens, logits of sequences."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -32,9 +33,7 @@ def head_outputs(model: InferenceModel, batches: Sequence[EncoderRows]) -> list[
     for rows in batches:
         labels = len(rows.classes)
         sizes.append((labels, classes.get(config.head, len(rows.firsts) // max(1, labels))))
-    ends = [0]
-    for labels, width in sizes:
-        ends.append(ends[-1] + 1 + labels * width)
+    ends = [*accumulate((1 + labels * width for labels, width in sizes), initial=0)]
     flat = torch.zeros(ends[-1], dtype=torch.float64, device=model.groups.device)
     answers = model.groups.axes["tp_grid"].rank == 0
     for number, rows in enumerate(batches):

@@ -61,6 +61,15 @@ def lock_output(path: Path, output: Path) -> IO[bytes]:
     return lock
 
 
+def clear_folder(folder: Path) -> None:
+    """Empties a run's work folder, but for its `lock`."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != "lock":
+            path.unlink()
+
+
 @contextmanager
 def aside(target: str | Path) -> Iterator[Path]:
     """As `atomic_file`, of a file that the user named. Raises MtcliError (exit 1) where it fails.

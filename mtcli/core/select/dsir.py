@@ -5,7 +5,7 @@ weight of a sequence is the likelihood ratio of its bag under the two corpora; w
 its logarithm the largest ones are a sample without replacement. No model is asked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -26,10 +26,8 @@ def resample(
     """
     ratios = np.log(_frequencies(target, advance)) - np.log(_frequencies(sequences, advance))
     scores = np.empty(len(sequences))
-    for start in range(0, len(sequences), ROWS):
-        some = np.arange(start, min(start + ROWS, len(sequences)))
-        scores[some] = ratios[buckets_of(sequences.rows(some))].sum(1)
-        advance(len(some))
+    for some, buckets in _bucketed(sequences, advance):
+        scores[some] = ratios[buckets].sum(1)
     noise = np.random.default_rng([seed, 2]).gumbel(size=len(scores))
     return np.argsort(-(scores + noise), kind="stable")[:size]
 
@@ -46,8 +44,16 @@ def buckets_of(rows: np.ndarray) -> np.ndarray:
 def _frequencies(sequences: TokenSequences, advance: Advance) -> np.ndarray:
     """The frequency of each bucket, none of which is 0: one is added to each count."""
     counts = np.ones(BUCKETS)
+    for _, buckets in _bucketed(sequences, advance):
+        counts += np.bincount(buckets.ravel(), minlength=BUCKETS)
+    return counts / counts.sum()
+
+
+def _bucketed(
+    sequences: TokenSequences, advance: Advance
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields (some candidates, their buckets) in turn."""
     for start in range(0, len(sequences), ROWS):
         some = np.arange(start, min(start + ROWS, len(sequences)))
-        counts += np.bincount(buckets_of(sequences.rows(some)).ravel(), minlength=BUCKETS)
+        yield some, buckets_of(sequences.rows(some))
         advance(len(some))
-    return counts / counts.sum()

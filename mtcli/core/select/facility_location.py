@@ -6,7 +6,7 @@ of their sums, the lowest index is picked. n points and candidates; b of them at
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -100,13 +100,8 @@ def naive_greedy(
     seed: int = 0,
 ) -> Picks:
     """The greedy picks, by the gains of all candidates at each: n^2 similarities a pick."""
-
-    def others() -> Iterator[Tensor]:
-        while True:
-            yield state.open.nonzero().flatten()
-
     state = _State(similarities, counts, goal)
-    return _scan(state, others(), goal, advance)
+    return _scan(state, lambda: state.open.nonzero().flatten(), goal, advance)
 
 
 def stochastic_greedy(
@@ -121,22 +116,21 @@ def stochastic_greedy(
     state, random = _State(similarities, counts, goal), np.random.default_rng(seed)
     sample = math.ceil(int(state.open.sum()) / goal.size * math.log(1.0 / LOSS))
 
-    def some() -> Iterator[Tensor]:
-        while True:
-            left = state.open.nonzero().flatten()
-            drawn = random.choice(len(left), min(sample, len(left)), replace=False)
-            yield left[torch.from_numpy(np.sort(drawn)).to(left.device)]
+    def some() -> Tensor:
+        left = state.open.nonzero().flatten()
+        drawn = random.choice(len(left), min(sample, len(left)), replace=False)
+        return left[torch.from_numpy(np.sort(drawn)).to(left.device)]
 
-    return _scan(state, some(), goal, advance)
+    return _scan(state, some, goal, advance)
 
 
 GREEDY = {"lazy": lazy_greedy, "naive": naive_greedy, "stochastic": stochastic_greedy}
 
 
-def _scan(state: "_State", candidates: Iterator[Tensor], goal: Goal, advance: Advance) -> Picks:
+def _scan(state: "_State", candidates: Callable[[], Tensor], goal: Goal, advance: Advance) -> Picks:
     """Picks the best of the candidates that are looked at each time."""
     while not state.reached(goal):
-        looked_at = next(candidates)
+        looked_at = candidates()
         gains = torch.full_like(state.best, -math.inf)
         gains[looked_at] = state.gains(looked_at)
         winner = state.first_of_best(looked_at, gains)

@@ -77,7 +77,6 @@ def example_proxies(model: InferenceModel, examples: ExampleRows, advance: Advan
     size = max(1, BATCH_TOKENS[model.groups.device.type] // examples.seq_len)
     size *= model.groups.layout.dp
     parts = []
-    order = np.concatenate([examples.epochs.items(row) for row in range(len(examples))])
     for start in range(0, len(examples), size):
         numbers = range(start, min(start + size, len(examples)))
         batches = [examples.rows(number, 1) for number in numbers]
@@ -86,7 +85,7 @@ def example_proxies(model: InferenceModel, examples: ExampleRows, advance: Advan
             p_MC[torch.arange(len(labels)), labels] -= 1.0
             parts.append(p_MC.float())
             advance(len(labels))
-    proxies = torch.cat(parts)[torch.from_numpy(order).argsort()]
+    proxies = torch.cat(parts)[torch.from_numpy(examples.order()).argsort()]
     if not proxies.isfinite().all():
         raise failed("the model gives logits that are not finite", "check the checkpoint")
     return proxies

@@ -12,6 +12,7 @@ from mtcli.core.config.loading import config_of as table_config
 from mtcli.core.config.model import CLASSIFIERS, ModelConfig
 from mtcli.core.config.rules import FORMATS, forward_config
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.blend import chosen
 from mtcli.core.data.loader import open_blend, require_stated_ids
 from mtcli.core.data.subset import TokenSequences
 from mtcli.core.select.budgets import budgets_of, total_of
@@ -155,12 +156,10 @@ def _require_labelled(request: SelectRequest, config: RunConfig) -> None:
         raise MtcliError(*refused)
 
 
-def open_tokens(config: RunConfig, words: tuple[str, ...] = ()) -> TokenSequences:
+def open_tokens(config: RunConfig, target: tuple[str, ...] = ()) -> TokenSequences:
     """The candidates of a config's token data, or the windows of a target's, all of them.
 
     Raises MtcliError for files that are missing, wrong or too short.
     """
-    if words:
-        return TokenSequences(words, "1,0,0", config.batch.seq_len)
-    split = "1,0,0" if config.data.valid else config.data.split
-    return TokenSequences(config.data.train, split, config.batch.seq_len)
+    words, split = (target, "1,0,0") if target else chosen(config.data, "train")
+    return TokenSequences(words, split, config.batch.seq_len)

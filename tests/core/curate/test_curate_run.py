@@ -16,6 +16,7 @@ import pytest
 from corpora import read_zst, refusal, removed, shards, tree, write_jsonl
 
 from mtcli.core.curate import documents as documents_module
+from mtcli.core.curate import engine as engine_module
 from mtcli.core.curate import pipeline as pipeline_module
 from mtcli.core.curate.config import load_config
 
@@ -126,20 +127,18 @@ def test_no_workers_no_order_of_files_and_no_kill_change_a_byte(
     assert tree(of("two", *files[::-1], workers=3)) == first
     assert tree(of("three", tmp_path / "*[012].jsonl", files[0])) == first  # named twice
 
-    from mtcli.core.curate.workers import Runner
+    calls, whole = [0], engine_module.run
 
-    calls, whole = [0], Runner.__call__
-
-    def dying(self, work, items, total, what, unit="it"):
+    def dying(workers, work, items, total, what, unit="it"):
         def mortal(item, progress):
             calls[0] += 1
             if calls[0] == dies_at:
                 raise KeyboardInterrupt
             return work(item, progress)
 
-        return whole(self, mortal, items, total, what, unit)
+        return whole(workers, mortal, items, total, what, unit)
 
-    monkeypatch.setattr(Runner, "__call__", dying)
+    monkeypatch.setattr(engine_module, "run", dying)
     for dies_at in (1, 2, 5, 12, 20, 35, 50, 10**6):
         calls[0] = 0
         if dies_at == 10**6:

@@ -143,7 +143,7 @@ def test_every_epoch_has_each_example_once_and_none_is_split(tmp_path, tokenizer
     path.write_text("\n".join(map(json.dumps, lines)))
     found = read_classes(path, tokenizer, Room(16, 16), 3, "data.train")
     rows = ExampleRows([("x", found)], 24, special_tokens(tokenizer), seed=1, global_batch_size=4)
-    size = 4 * rows.steps_per_epoch
+    size = 4 * rows.epochs.steps_per_epoch
     assert len(rows.epochs.rows) % 4, "an epoch is filled up"
     orders = []
     for epoch in (0, 1):

@@ -62,7 +62,7 @@ def config(home, *names, **data):
 def test_an_epoch_has_every_example_once_and_its_labels_are_its_own(home):
     run = config(home)
     data = open_conversations(run, None)
-    per_epoch = data.steps_per_epoch * 4
+    per_epoch = data.epochs.steps_per_epoch * 4
     data.num_samples = 3 * per_epoch
     decoder = load_tokenizer(home / "tokenizer")
     epochs = []
@@ -88,7 +88,7 @@ def test_an_epoch_has_every_example_once_and_its_labels_are_its_own(home):
 
 def test_the_last_batch_of_an_epoch_is_filled_up_with_rows_without_weight(home):
     data = open_conversations(config(home), None)
-    rows, per_epoch = len(data.rows), data.steps_per_epoch * 4
+    rows, per_epoch = len(data.rows), data.epochs.steps_per_epoch * 4
     assert rows % 4, "the case needs a last batch that is not full"
     data.num_samples = per_epoch
     assert not data.loss_weights(rows, per_epoch - rows).any()
@@ -107,7 +107,7 @@ def test_any_part_of_a_batch_is_the_same_however_it_is_asked_for(home):
 
 def test_steps_are_those_of_the_epochs_and_a_longer_warm_up_is_refused(home):
     run = config(home)
-    per_epoch = open_conversations(run, None).steps_per_epoch
+    per_epoch = open_conversations(run, None).epochs.steps_per_epoch
     assert with_steps(run, None).train.steps == 20  # no epochs are set
     for epochs, steps in ((1.0, per_epoch), (2.5, -(-5 * per_epoch // 2)), (0.001, 1)):
         train = TrainConfig(epochs=epochs, eval_every=run.train.eval_every)

@@ -1,6 +1,8 @@
 """Tokenizers against transformers, and round trips through their folders."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -163,6 +165,35 @@ def test_word_pieces_fill_a_small_vocabulary_and_no_larger_one(size):
     tokenizer = train_word_pieces([f"{letters} {letters[::-1]} aa a aa ba"] * 3, size)
     assert len(SPECIALS) < tokenizer.vocab_size <= size
     assert set(tokenizer.encode("a aa")) - set(range(len(SPECIALS)))  # not all of it is [UNK]
+
+
+TRAIN_THRICE = """
+from mtcli.core.data.tokenize import train_word_pieces
+alphabet = "abcdefghijklmnopqrstuvwxyz"
+words = [alphabet[i % 26] + alphabet[i * 7 % 26] + alphabet[i * 3 % 25] for i in range(200)]
+for size in (30, 90, 200):
+    print([train_word_pieces([" ".join(words)], size).sha256 for _ in range(3)])
+"""
+
+
+def test_word_pieces_of_the_same_text_are_the_same_in_each_process():
+    """Each process hashes by a seed of its own; words, pairs and letters are often as frequent."""
+    command = [sys.executable, "-c", TRAIN_THRICE]
+    told = [subprocess.run(command, capture_output=True, check=True).stdout for _ in range(2)]
+    assert told[0] == told[1]
+    for line in told[0].decode().splitlines():
+        assert len(set(json.loads(line.replace("'", '"')))) == 1
+
+
+def test_word_pieces_go_on_with_each_letter_that_can_be_inside_a_word():
+    tokenizer = train_word_pieces(["un1 日本, abc"] * 3, 60)
+    pieces = set(tokenizer.backend.get_vocab())
+    letters = set("un1日本,abc")
+    assert letters <= pieces
+    assert {f"##{letter}" for letter in letters} & pieces == {f"##{x}" for x in "un1abc"}
+    tokens = tokenizer.backend.encode("CAB, 日本", add_special_tokens=False).tokens
+    assert tokens == ["c", "##a", "##b", ",", "日", "本"]
+    assert sorted(tokenizer.backend.get_added_tokens_decoder()) == [*range(len(SPECIALS))]
 
 
 def test_truncation_and_padding_that_a_file_was_saved_with_change_no_ids(tmp_path):

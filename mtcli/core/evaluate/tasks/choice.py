@@ -4,16 +4,22 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mtcli.core.evaluate.contamination import is_contaminated
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.requests import Score
-from mtcli.core.evaluate.statistics import Accuracy, accuracy_of
+from mtcli.core.evaluate.statistics import accuracy_of
 from mtcli.core.evaluate.tasks.items import Asked, Shots, ask, read_items
-from mtcli.core.evaluate.tasks.task import PreparedTask, Record, Report, TaskOptions, exp
+from mtcli.core.evaluate.tasks.task import (
+    PreparedTask,
+    Record,
+    Report,
+    TaskOptions,
+    exp,
+    part_report,
+)
 from mtcli.core.evaluate.tasks.task_file import TaskFile, metric_name
 
 Lengths = Callable[[Asked], list[int]]
@@ -137,8 +143,8 @@ def _report(
     return report
 
 
-def _accuracy(right: Sequence[bool], clusters: Sequence[str] | None) -> dict[str, Any]:
-    accuracy: Accuracy = accuracy_of(right, clusters)
+def _accuracy(right: Sequence[bool], clusters: Sequence[str] | None) -> Report:
+    accuracy = accuracy_of(right, clusters)
     report = {"accuracy": accuracy.value, "interval": accuracy.interval}
     report |= {"standard_error": accuracy.standard_error}
     if clusters is not None:
@@ -146,23 +152,19 @@ def _accuracy(right: Sequence[bool], clusters: Sequence[str] | None) -> dict[str
     return report | {"correct": sum(right), "total": len(right)}
 
 
-def _by_group(task: TaskFile, asked: Sequence[Asked], right: Sequence[bool]) -> dict[str, Any]:
+def _by_group(task: TaskFile, asked: Sequence[Asked], right: Sequence[bool]) -> Report:
     """The accuracy of each group, None where it has no items, and its items."""
-    report: dict[str, Any] = {}
+    report: Report = {}
     for group in task.groups:
-        flags = [
-            is_right
-            for entry, is_right in zip(asked, right, strict=True)
-            if entry.item.group == group
-        ]
-        report |= {group: sum(flags) / len(flags) if flags else None, f"{group}_total": len(flags)}
+        pairs = zip(asked, right, strict=True)
+        report |= part_report(group, [x for entry, x in pairs if entry.item.group == group])
     return report
 
 
-def _by_contamination(asked: Sequence[Asked], right: Sequence[bool]) -> dict[str, Any]:
+def _by_contamination(asked: Sequence[Asked], right: Sequence[bool]) -> Report:
     """The accuracy of clean and of contaminated items, None where there are none."""
-    report: dict[str, Any] = {}
+    report: Report = {}
     for name, is_dirty in (("clean", False), ("contaminated", True)):
-        half = [x for entry, x in zip(asked, right, strict=True) if entry.contaminated is is_dirty]
-        report |= {name: sum(half) / len(half) if half else None, f"{name}_total": len(half)}
+        pairs = zip(asked, right, strict=True)
+        report |= part_report(name, [x for entry, x in pairs if entry.contaminated is is_dirty])
     return report if asked[0].contaminated is not None else {}

@@ -63,6 +63,11 @@ def find_file(path: Path, pattern: str) -> Path:
     return matches[0]
 
 
+def part_report(name: str, right: Sequence[bool]) -> Report:
+    """Reports the accuracy of a part of the items, None where it has none, and their number."""
+    return {name: sum(right) / len(right) if right else None, f"{name}_total": len(right)}
+
+
 def exp(nats: float) -> float:
     """e ** nats, infinite where float64 overflows: a broken model still gets its report."""
     return math.exp(nats) if nats < 709 else math.inf
