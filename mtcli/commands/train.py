@@ -1,6 +1,8 @@
 """`mtcli train`: pre-train or fine-tune, on one process or on every rank of a launcher."""
 
+import json
 from functools import partial
+from os.path import isdir  # false for names that no folder can have, where Path's raises
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +17,11 @@ if TYPE_CHECKING:
     from mtcli.core.runtime.launch import Runtime
 
 Resume = Annotated[
-    bool, typer.Option("--resume", help="go on from the newest checkpoint of train.output")
+    bool,
+    typer.Option(
+        "--resume",
+        help="go on from the newest checkpoint of train.output, or of CONFIG where that is a run",
+    ),
 ]
 MaxRestarts = Annotated[
     int,
@@ -46,6 +52,7 @@ def train(
 
     require_srun(nproc)
     overrides = [*overrides, "data.skip_bad=true"] if skip_bad else overrides
+    overrides = [*_own_folder(config), *overrides] if resume else overrides
     source = source_of(config, init)
     start = partial(_require_start, source, overrides, resume or times_restarted() > 0)
     run, *_ = collect_errors(
@@ -63,6 +70,16 @@ def train(
 
     if run_ranks(nproc, run.train, work, max_restarts) is False:  # it was told to stop
         raise KeyboardInterrupt
+
+
+def _own_folder(config: str | None) -> list[str]:
+    """Overrides by which a run goes on in the folder that is CONFIG: one that was moved, or was
+    named from another working directory, has another path in its config.toml."""
+    from mtcli.core.training.run_folder import holds_run
+
+    if config is None or not isdir(config) or not holds_run(Path(config)):
+        return []
+    return [f"train.output={json.dumps(config, ensure_ascii=False)}"]
 
 
 def _planned(source: "str | Table", overrides: list[str], world: int) -> "RunConfig":

@@ -108,6 +108,18 @@ def test_a_resume_with_nothing_to_do_says_so_and_writes_nothing(drill):
         assert contents(drill.output) == before
 
 
+def test_a_run_folder_that_was_moved_goes_on_where_it_is(drill):
+    """Its config.toml names the folder that it was in; from there it would begin at the seed."""
+    assert drill.train().codes == [0]
+    moved = drill.output.rename(drill.folder / 'mo"ved')
+    done = mtcli(
+        "train", moved.name, "--resume", "--set", f"train.steps={STEPS + 1}", folder=drill.folder
+    )
+    assert done.codes == [0] and f"checkpoints/step-{STEPS:08d}, step {STEPS}" in done.stdout
+    assert [row["step"] for row in metrics(moved)] == list(range(1, STEPS + 2))
+    assert not drill.output.exists()
+
+
 @pytest.fixture
 def machines(tmp_path):
     """Two folders, each a machine's own, with the same run of STEPS steps in run/; and a drill."""

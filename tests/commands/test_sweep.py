@@ -201,6 +201,18 @@ def test_arrays_over_data_ranks_are_runs_over_data_ranks(tmp_path):
     assert theirs["sync_bytes"] <= own["sync_bytes"] < 1.1 * theirs["sync_bytes"]
 
 
+def test_trials_on_data_ranks_end_early_where_they_do_on_one(tmp_path):
+    """One diverges at once, and the median rule stops another."""
+    config = write_run(tmp_path, train={"steps": 8, "precision": "fp64"})
+    words = ("--vary", "optimizer.lr=1e-6,1e-2,2e-2,1e6", "--median", "4")
+    for nproc in (1, 2):
+        done = sweep(config, *words, "--nproc", nproc, out=f"out{nproc}")
+        assert done.returncode == 0, done.stderr
+    one, two = (outcomes(tmp_path / out) for out in ("out1", "out2"))
+    assert {name: told[:2] for name, told in two.items()} == {n: t[:2] for n, t in one.items()}
+    assert sorted(told[0] for told in two.values())[0::3] == ["diverged", "stopped"]
+
+
 def test_seeds_of_shared_batches_are_runs_of_that_order(tmp_path):
     config = write_run(tmp_path, **RUN)
     words = ("--seeds", "2", "--shared-batches", "--vary", "optimizer.lr=1e-3")

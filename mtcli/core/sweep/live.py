@@ -211,7 +211,8 @@ class LiveArray:
         for index in ended:
             self.seats[index].saver.finish()
             self.seats[index].records.close()
-            self.locks[self.seats[index].record.name].close()
+            if self.runtime.rank == 0:  # which holds the folders
+                self.locks[self.seats[index].record.name].close()
         keep = [i for i in range(len(self.seats)) if i not in ended]
         self.seats = [self.seats[i] for i in keep]
         self.loader.compact(keep)
