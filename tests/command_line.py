@@ -3,7 +3,6 @@
 The workers of `--nproc` are forked too, and see the variables that torchrun sets.
 """
 
-import gc
 import io
 import os
 import socket
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
-from ranks import warm
+from ranks import begin_fork, warm
 
 DEADLINE = 120.0  # seconds a command may take before its processes are killed
 LAUNCHERS = ("train", "sweep", "eval", "generate", "profile", "select")  # with ranks
@@ -114,7 +113,7 @@ def free_port():
 
 
 def _run(words, folder, environ, names, fault):
-    gc.freeze()  # a collection would copy every page of the warm process: 0.2 s
+    begin_fork()
     rank = int(environ["RANK"])
     files = [os.open(names[0], os.O_RDONLY)]
     files += [os.open(_of(name, rank), os.O_WRONLY | os.O_CREAT, 0o600) for name in names[1:]]

@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -61,12 +62,18 @@ def warm():
 
 
 def _rank(rank: int, world: int, store: str, work: bytes, connection: Connection) -> None:
-    gc.freeze()  # a collection would copy every page of the warm process: 0.2 s
+    begin_fork()
     try:
         answer = pickle.dumps((True, _run(rank, world, store, work)))
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
     connection.send_bytes(answer)  # not send(): it would share tensors' memory
+
+
+def begin_fork():
+    """Makes a fork of the warm process as cheap as it can be."""
+    gc.freeze()  # a collection would copy every page of the warm process: 0.2 s
+    sys.dont_write_bytecode = False  # as conftest.py: each rank would compile its test's modules
 
 
 def _run(rank, world, store, work):
