@@ -1,6 +1,7 @@
 """What every test shares: one thread, no network, and properties that are the same each run."""
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # a plan for `cpu` is made with made-up numbers: tests measure no machine
 os.environ.setdefault("MTCLI_CALIBRATION", str(Path(__file__).parent / "calibration.json"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# what tests start keeps the bytecode of mtcli and tests, which each would compile for 0.3 s
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if not any(Path("/dev").glob("nvidia*")):  # before triton: what it makes is then interpreted
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -21,6 +25,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from slow import SLOW, is_kept  # noqa: E402
+
+LONG = re.compile(r"/test_(docs|fused_models)\.py")  # of few tests, by which xdist orders files
 
 settings.register_profile("mtcli", deadline=None, derandomize=True, database=None)
 settings.load_profile("mtcli")
@@ -44,13 +50,22 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """A file's tests share its fixtures, and so a process; pages and rows of parity share none."""
+    """A file's tests share its fixtures, and so a process; in parity those of a model its one-rank
+    run. Pages share none, and begin first: one may take longer than what is left at the end."""
     from xdist.scheduler import LoadScopeScheduling
 
     class OneProcessPerFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             path, *_ = nodeid.split("::")
-            return nodeid if path.endswith(("/test_docs.py", "/test_parity.py")) else path
+            if path.endswith("/test_parity.py"):
+                return nodeid.partition(": ")[0]
+            return nodeid if path.endswith("/test_docs.py") else path
+
+        def _assign_work_unit(self, node):
+            long = next((scope for scope in self.workqueue if LONG.search(scope)), None)
+            if long:
+                self.workqueue.move_to_end(long, last=False)
+            super()._assign_work_unit(node)
 
     return OneProcessPerFile(config, log)
 
