@@ -224,7 +224,7 @@ def _source(config: RunConfig) -> Checkpoint:
         for name, parameter in parameters(config.model).items()
         for kind, dtype in KINDS.items()
     }
-    return Checkpoint(Path(), config.model, config, 1, {}, tensors, {}, None)
+    return Checkpoint(Path(), config.model, tensors, None, config, step=1)
 
 
 def write_sparse(

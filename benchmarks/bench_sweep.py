@@ -41,12 +41,12 @@ from torch.nn.functional import cross_entropy
 from mtcli.core.config.loading import load_config
 from mtcli.core.runtime.atomic_writes import write_text
 from mtcli.core.runtime.launch import ALLOCATOR, Runtime, set_matmul
-from mtcli.core.sweep.array import ModelArray, array_groups
+from mtcli.core.sweep.array import ModelArray
 from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.sweep.rules import trains_in_turn
 from mtcli.core.training.loader import synthetic_loader
 from mtcli.core.training.state import initialise
-from mtcli.core.training.step import Trainer
+from mtcli.core.training.step import Trainer, run_groups
 
 # Overrides of the preset `tiny`, whose own sizes are hidden 256 and 2 x 2,048 tokens a step.
 MODELS = {
@@ -188,7 +188,7 @@ class Array:
             train = configs[0].train.model_copy(update={"compile": True})
             configs = [config.model_copy(update={"train": train}) for config in configs]
         self.models = len(configs)
-        self.array = ModelArray(configs, array_groups(configs[0], ALONE))
+        self.array = ModelArray(configs, run_groups(configs[0], ALONE))
         for member in self.array.members:
             initialise(member)
         self.loader = ArrayLoader([synthetic_loader(configs[0], self.array.groups)] * self.models)

@@ -64,8 +64,8 @@ def require_model(
     from pathlib import Path
 
     from mtcli.core.checkpoint.folder import find_checkpoint, model_of
-    from mtcli.core.config.errors import MtcliError, Problem
-    from mtcli.core.config.rules import forward_config, require_causal
+    from mtcli.core.config.errors import MtcliError
+    from mtcli.core.config.rules import forward_config, of_training, require_causal
 
     model = model_of(find_checkpoint(Path(checkpoint)))
     if model is None:
@@ -76,6 +76,5 @@ def require_model(
     fields = (override.partition("=")[0].strip() for override in overrides)
     unread = [field for field in fields if not field.startswith(FORWARD)]
     if unread:
-        what = "it is of a training run, and has no effect here"
-        raise MtcliError(*(Problem(what, "leave it out", field) for field in unread))
+        raise MtcliError(*map(of_training, unread))
     return model

@@ -61,12 +61,11 @@ def trust_ratios(squares: Tensor, bounds: tuple[float, float]) -> Tensor:
 
 def lamb_step_reference_(tensors: OptimizerTensors, ratios: Tensor, update: OptimizerStep) -> None:
     """Takes every tensor's step, times its ratio [tensors], and rounds the weights."""
-    for master, exp_avg, exp_avg_sq, weight, decays, ratio in zip(*tensors, ratios, strict=True):
+    for master, exp_avg, exp_avg_sq, _, decays, ratio in zip(*tensors, ratios, strict=True):
         for x, m, v in _slices(master, exp_avg, exp_avg_sq):
             u = _direction_reference(x, m, v, update.decay * decays, update.eps)
             x.sub_(u.mul_(update.lr * ratio))
-        if weight.dtype != master.dtype:
-            weight.copy_(master)
+    tensors.round_()
 
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -32,6 +32,12 @@ class OptimizerTensors(NamedTuple):
     weights: Sequence[Tensor]  # rounded from the masters, or the masters themselves
     decays: Sequence[bool]
 
+    def round_(self) -> None:
+        """Rounds the weights from their masters, where these are others."""
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            if master.dtype != weight.dtype:
+                weight.copy_(master)
+
 
 class OptimizerStep(NamedTuple):
     """The scalars of an update; gradients are multiplied by `factor` first, as for clipping."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mtcli.kernels.attention.tiles import contiguous_rows, empty_by_token, strides
 from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.launch import cdiv, kernel, power_of_two, runs_triton
 
@@ -85,28 +86,19 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
     return _rotate_op(q, k, cos, sin, False)
 
 
-def _by_token(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised tensors like q and k, [b, s, heads, d] in memory."""
-    q_out, k_out = (
-        x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (q, k)
-    )
-    return q_out, k_out
-
-
 # A rotation's transpose is the rotation back; angles get no gradient.
 @custom_op(
     "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
-    fake=lambda q, k, *others: _by_token(q, k),
+    fake=lambda q, k, *others: (empty_by_token(q), empty_by_token(k)),
     saved=lambda outputs, q, k, cos, sin, back: (cos, sin, back),
     backward=lambda of_q, of_k, cos, sin, back: _rotate_op(of_q, of_k, cos, sin, not back),
 )
 def _rotate_op(q, k, cos, sin, back):
-    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    q, k = contiguous_rows(q), contiguous_rows(k)
     cos, sin = cos.contiguous(), sin.contiguous()
     (b, h, s, d), g = q.shape, k.shape[1]
-    out = _by_token(q, k)
+    out = empty_by_token(q), empty_by_token(k)
     grid = lambda meta: (b * s, cdiv(h, meta["HEADS"]) + cdiv(g, meta["HEADS"]))  # noqa: E731
-    strides, sizes = (*q.stride()[:3], *k.stride()[:3]), (s, h, g)
-    sign = -1.0 if back else 1.0
-    _rotate[grid](q, k, cos, sin, *out, *sizes, sign, *strides, d // 2, power_of_two(d // 2))
+    layout, sign = (*strides(q), *strides(k)), -1.0 if back else 1.0
+    _rotate[grid](q, k, cos, sin, *out, s, h, g, sign, *layout, d // 2, power_of_two(d // 2))
     return out

@@ -75,7 +75,8 @@ def find_checkpoint(path: Path) -> CheckpointFolder:
     except OSError as error:  # of a name that is too long, or a folder that may not be read
         raise wrong(f"{path} cannot be opened: {error.strerror}", KINDS) from None
     if not path.is_dir():
-        raise wrong(f"there is no folder {path}", KINDS)
+        is_file = f"{path} is a file, and a checkpoint is a folder"
+        raise wrong(is_file if path.exists() else f"there is no folder {path}", KINDS)
     hint = f"a checkpoint has a {MANIFEST}, a run has {CHECKPOINTS}/step-..., "
     hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json"
     raise wrong(f"{path} holds no checkpoint", hint)

@@ -7,7 +7,6 @@ a stored tensor seen in another shape and order of dimensions.
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -66,12 +65,13 @@ class Checkpoint:
 
     folder: Path
     model: ModelConfig
-    config: RunConfig | None
-    step: int
-    extra: dict[str, Any]
     tensors: dict[str, StoredTensor]
-    files: dict[str, FileRecord]
     tokenizer_folder: Path | None
+    config: RunConfig | None = None
+    """of the run that wrote it; what follows is ours alone too"""
+    step: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
     world: int = 1
     lock: ReadLock = field(default_factory=ReadLock, repr=False, compare=False)
     """keeps the checkpoint from being pruned, as long as this is not collected"""
@@ -223,9 +223,6 @@ class Checkpoint:
             if isinstance(stored.boxes, StoredShards):
                 yield from ((name, box) for box in stored.boxes.in_files(chosen))
 
-    def _open(self, name: str) -> FileIO:
-        return self.open_files.get(self.folder / name)
-
     def new_head(self, model: ModelConfig) -> set[str]:
         """The parameters of another head than this model's, which are not here in their shapes."""
         if model.head == "lm":
@@ -291,7 +288,7 @@ class Checkpoint:
         inner = shared.moved(tuple(-start for start in source.start))
         view = Box(tuple(inner.start[d] for d in order), tuple(inner.size[d] for d in order))
         into, dtype = out.permute(order), DTYPE_OF_CODE[entry.code]
-        file = self._open(source.file)
+        file = self.open_files.get(self.folder / source.file)
         if dtype == out.dtype:
             read_box(file, entry.offset, source.view, view, into)
         else:
@@ -303,7 +300,7 @@ class Checkpoint:
         path = self.folder / source.file
         if source.file not in self.headers:
             try:
-                self.headers[source.file] = header_of(self._open(source.file))
+                self.headers[source.file] = header_of(self.open_files.get(path))
             except OSError as error:
                 raise damaged(path, f"it cannot be read ({error.strerror})") from None
         entry = self.headers[source.file].get(source.key)

@@ -121,6 +121,11 @@ def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> 
     return require(config, world, *more, without=NOT_OF_FORWARD_PASSES, known=known)
 
 
+def of_training(field: str) -> Problem:
+    """The problem of a field that an override sets, and that this command does not read."""
+    return Problem("it is of a training run, and has no effect here", "leave it out", field)
+
+
 def require_causal(path: str, model: ModelConfig) -> None:
     """Raises MtcliError where a checkpoint predicts no next token, or its tokens attend to those
     that they would predict."""

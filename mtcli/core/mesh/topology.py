@@ -94,12 +94,10 @@ class MixingGraph:
         together average as a ring of ranks sums.
         """
         n, m = self.n, self.machine_size
-        if self.name == "full":
+        if self.name in ("full", "star"):
             return 2.0 * (n - 1) / n
         if self.name == "hierarchical":
             return (2.0 * (m - 1) + self.machines.sent_per_replica) / m
-        if self.name == "star":
-            return 2.0 * (n - 1) / n
         if self.name == "grid":
             rows, columns = grid_shape(n)
             return 2.0 * (rows * (columns - 1) + columns * (rows - 1)) / n
@@ -130,10 +128,8 @@ class MixingGraph:
         """Tensors of a replica's size in the fullest one's memory, sent and received, in a mix."""
         if self.name == "full":
             return 1.0
-        if self.name == "hierarchical":
-            m = self.machine_size
-            return 1.0 + max(m - 1, self.machines.most_neighbours) / m
-        return 1.0 + self.most_neighbours
+        m = self.machine_size
+        return 1.0 + max(m - 1, self.machines.most_neighbours) / m
 
     @property
     def spectral_gap(self) -> float:

@@ -44,11 +44,8 @@ def build_stages(config: RunConfig, groups: Groups, on_meta: bool = False) -> di
 
 def activation_format(config: RunConfig) -> ActivationFormat:
     """How this config's activations travel between stages."""
-    dtype, parallel, hidden = (
-        DTYPES[config.train.precision],
-        config.parallel,
-        config.model.hidden_size,
-    )
+    dtype, hidden = DTYPES[config.train.precision], config.model.hidden_size
+    parallel = config.parallel
     if parallel.grid_rows > 1:
         return ActivationFormat(dtype, hidden * parallel.grid_rows // parallel.tp, 1, False)
     shards = parallel.tp if parallel.sequence_parallel else 1

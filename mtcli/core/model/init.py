@@ -68,16 +68,27 @@ def load_weights(
         initialise(begun, model, groups, new_head, dtype)
         shards = {name: shard for name, shard in shards.items() if name not in fresh}
     checkpoint = checkpoint.averaged()
-    table, stored = parameters(model), set(checkpoint.names())
+    table = parameters(model)
     for name, shard in shards.items():
         shard.tensor.zero_()  # rows that pad the vocabulary
         if checkpoint.begins_at_zero(table[name]):
             continue
-        source, master = name, f"{OPTIMIZER}master/{name}"
-        if from_masters and master in stored and checkpoint.dtype(name) != shard.tensor.dtype:
-            source = master
-        for box, view in shard.blocks(table[name], groups):
-            view.copy_(checkpoint.read(source, box))
+        load_shard(shard, table[name], groups, checkpoint, from_masters)
+
+
+def load_shard(
+    shard: OwnedShard,
+    described: Parameter,
+    groups: Groups,
+    checkpoint: Checkpoint,
+    from_masters: bool,
+) -> None:
+    """Fills a shard of one parameter; see `load_weights`."""
+    name, master = described.name, f"{OPTIMIZER}master/{described.name}"
+    has_master = from_masters and master in checkpoint.tensors
+    source = master if has_master and checkpoint.dtype(name) != shard.tensor.dtype else name
+    for box, view in shard.blocks(described, groups):
+        view.copy_(checkpoint.read(source, box))
 
 
 def initial_values(

@@ -25,9 +25,7 @@ def adamw(
         at = [i for i, flag in enumerate(parts.decays) if flag == decays]
         if at:
             _by_torch([[kind[i] for i in at] for kind in (*parts[:3], gradients)], decays, update)
-    for master, weight in zip(parts.masters, parts.weights, strict=True):
-        if master.dtype != weight.dtype:
-            weight.copy_(master)
+    parts.round_()
 
 
 def _by_torch(kinds: list[list[Tensor]], decays: bool, update: OptimizerStep) -> None:

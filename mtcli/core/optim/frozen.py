@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from mtcli.core.optim.optimizer import Optimizer
-from mtcli.core.optim.sgd import round_
 from mtcli.core.parallel.ownership import GlobalSums
 from mtcli.kernels.lamb import SLICE
 from mtcli.kernels.multi_tensor import OptimizerStep
@@ -29,7 +28,7 @@ def frozen_adam_(
         m.copy_(new)
         x.mul_(1.0 - update.lr * update.decay * decays)
         x.addcdiv_(m, (v.sqrt() / root).add_(update.eps), value=-length)
-    round_(parts)
+    parts.round_()
 
 
 class FrozenLamb:
@@ -78,7 +77,7 @@ class FrozenLamb:
                 step = torch.div(at[1], at[2].sqrt().add_(update.eps))
                 step.add_(at[0], alpha=update.decay * decays)
                 at[0].sub_(step.mul_(length))
-        round_(parts)
+        parts.round_()
 
     def _moments_(
         self, momenta: Mapping[str, Tensor], update: OptimizerStep

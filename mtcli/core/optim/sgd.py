@@ -28,7 +28,7 @@ class Sgd:
         """Updates masters, momenta and weights in place."""
         steps = self.steps_(parts, gradients, update)
         torch._foreach_add_(list(parts.masters), steps, alpha=-update.lr)
-        round_(parts)
+        parts.round_()
 
     def steps_(
         self, parts: OptimizerTensors, gradients: Sequence[Tensor], update: OptimizerStep
@@ -58,10 +58,3 @@ def decayed_gradients(
         torch.add(g, master, alpha=update.decay) if decays else g
         for g, master, decays in zip(scaled, parts.masters, parts.decays, strict=True)
     ]
-
-
-def round_(parts: OptimizerTensors) -> None:
-    """Rounds the weights from their masters, where these are others."""
-    for master, weight in zip(parts.masters, parts.weights, strict=True):
-        if master.dtype != weight.dtype:
-            weight.copy_(master)

@@ -73,42 +73,65 @@ class Pending:
         return self.work.is_completed()
 
 
-def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
+class Alone:
+    """The pending work of a rank alone: none."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+    def is_completed(self) -> bool:
+        """Always."""
+        return True
+
+
+def _start(
+    axis: Axis,
+    op: str,
+    x: Tensor,
+    start: Callable[[], PendingWork],
+    detail: object = None,
+    out: Tensor | None = None,
+) -> PendingWork:
+    """Starts a collective; of one rank it is the identity, and `out` a copy of x."""
+    if axis.size > 1:
+        return Pending(axis.recorder.call(op, axis, x, detail), start)
+    if out is not None:
+        out.copy_(x.view_as(out))
+    return Alone()
+
+
+def start_all_reduce(x: Tensor, axis: Axis) -> PendingWork:
     """Starts the sum over the axis, in place."""
-    call = axis.recorder.call("all_reduce", axis, x)
-    return Pending(call, lambda: axis.transport.all_reduce(x, dist.ReduceOp.SUM))
+    return _start(axis, "all_reduce", x, lambda: axis.transport.all_reduce(x, dist.ReduceOp.SUM))
 
 
-def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> PendingWork:
     """Starts x [n, ...] on each of n ranks -> out [...], row `rank` of the sum."""
-    call = axis.recorder.call("reduce_scatter", axis, x)
-    return Pending(call, lambda: axis.transport.reduce_scatter(out, x))
+    start = lambda: axis.transport.reduce_scatter(out, x)  # noqa: E731
+    return _start(axis, "reduce_scatter", x, start, out=out)
 
 
-def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> Pending:
+def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> PendingWork:
     """Starts x [...] on each of n ranks -> out [n, ...]."""
-    call = axis.recorder.call("all_gather", axis, x)
-    return Pending(call, lambda: axis.transport.all_gather(out, x))
+    return _start(axis, "all_gather", x, lambda: axis.transport.all_gather(out, x), out=out)
 
 
 def start_all_to_all_v(
     out: Tensor, x: Tensor, received: list[int], sent: list[int], axis: Axis
-) -> Pending:
+) -> PendingWork:
     """Starts x [sum(sent), ...] -> out [sum(received), ...]: sent[i] rows go to rank i."""
-    call = axis.recorder.call("all_to_all_v", axis, x, (sent, received))
-    return Pending(call, lambda: axis.transport.all_to_all(out, x, received, sent))
+    start = lambda: axis.transport.all_to_all(out, x, received, sent)  # noqa: E731
+    return _start(axis, "all_to_all_v", x, start, (sent, received), out)
 
 
-def start_broadcast(x: Tensor, axis: Axis, root: int) -> Pending:
+def start_broadcast(x: Tensor, axis: Axis, root: int) -> PendingWork:
     """Starts x of the axis's rank `root` -> x of all."""
-    call = axis.recorder.call("broadcast", axis, x, root)
-    return Pending(call, lambda: axis.transport.broadcast(x, root))
+    return _start(axis, "broadcast", x, lambda: axis.transport.broadcast(x, root), root)
 
 
-def start_reduce(x: Tensor, axis: Axis, root: int) -> Pending:
+def start_reduce(x: Tensor, axis: Axis, root: int) -> PendingWork:
     """Starts the sum over the axis -> x of its rank `root`; that of others is lost."""
-    call = axis.recorder.call("reduce", axis, x, root)
-    return Pending(call, lambda: axis.transport.reduce(x, root))
+    return _start(axis, "reduce", x, lambda: axis.transport.reduce(x, root), root)
 
 
 def start_send(x: Tensor, axis: Axis, peer: int, what: str) -> Pending:

@@ -42,9 +42,16 @@ def attention_over(mode: str) -> Attend:
     """Attention over a context sharded by `zigzag`, in one of three ways.
 
     Each takes q [b, h, n, d], k and v [b, g, n, d] of this rank's tokens, the axis and what a query
-    sees, and gives [b, h, n, d].
+    sees, and gives [b, h, n, d]. One rank has full rows in any case.
     """
-    return {"ring": _ring, "all_gather": _gathered, "a2a": _by_heads}[mode]
+    over_ranks = {"ring": _ring, "all_gather": _gathered, "a2a": _by_heads}[mode]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
+        if axis.size == 1:
+            return _local(q, k, v, masking)
+        return over_ranks(q, k, v, axis, masking)
+
+    return attend
 
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
@@ -74,15 +81,11 @@ def _by_rank(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
     """Ring attention (arXiv:2310.01889): keys and values go round while blocks are computed."""
-    if axis.size == 1:
-        return _local(q, k, v, masking)
     return _Ring.apply(q, torch.stack([k, v]), axis, masking)
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
     """Every rank gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2)."""
-    if axis.size == 1:
-        return _local(q, k, v, masking)
     k, v = gather_sequence(k, axis), gather_sequence(v, axis)
     queries = zigzag(k.shape[2], axis.size, axis.rank, q.device)
     keys = torch.arange(k.shape[2], device=q.device)
@@ -95,8 +98,6 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMas
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
     """Ulysses (arXiv:2309.14509): full sequences for 1/cp of the heads, and back."""
-    if axis.size == 1:
-        return _local(q, k, v, masking)
     mixed = _local(*(_to_heads(x, axis) for x in (q, k, v)), masking)
     return _to_tokens(mixed, axis)
 

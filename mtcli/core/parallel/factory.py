@@ -55,6 +55,7 @@ class TokenLoss(Protocol):
         self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: Any
     ) -> tuple[Tensor, Tensor]:
         """(sum of weight times cross entropy, scale times it to differentiate); None: weights 1."""
+        return weighted_sum(self.losses(x_TD, labels_T), weights_T, scale)
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """x_TD -> logits_TV, padding columns included."""
@@ -182,10 +183,8 @@ class LayerFactory(ABC):
 
     def my_tokens(self, x: Tensor) -> Tensor:
         """This rank's shard of dim 0 of a tensor that tp ranks replicate: [T] -> [T/tp]."""
-        if not self.sequence_parallel:
-            return x
         tp = self.groups.tp
-        return x.tensor_split(tp.size)[tp.rank] if tp.size > 1 else x
+        return x.tensor_split(tp.size)[tp.rank] if self.sequence_parallel and tp.size > 1 else x
 
     @property
     def token_shard(self) -> tuple[int, int]:
@@ -195,7 +194,8 @@ class LayerFactory(ABC):
 
     def activation_rows(self, x: Tensor) -> Tensor:
         """Of a tensor with a row for each of the inputs' tokens, the rows that x_TD has."""
-        return self.my_tokens(x)
+        rank, shards = self.token_shard
+        return x.tensor_split(shards)[rank] if shards > 1 else x
 
     def dropout_numbers(self, numbers_N: Tensor) -> Tensor:
         """The numbers of activations' rows, by which dropout is drawn for all of their columns."""

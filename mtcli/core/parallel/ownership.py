@@ -15,7 +15,8 @@ from mtcli.core.parallel.groups import Axis, Groups
 
 
 class OwnedShard(NamedTuple):
-    """A rank's memory of a parameter: `tensor` is some of the stored rows."""
+    """A rank's memory of a parameter: `tensor` is some of the stored rows, which may be wider than
+    the parameter: columns that follow its own are padding."""
 
     tensor: Tensor
     rows: slice
@@ -23,7 +24,7 @@ class OwnedShard(NamedTuple):
     def blocks(self, described: Parameter, groups: Groups) -> Iterator[tuple[Box, Tensor]]:
         """The boxes of the global tensor that are in this shard, and a view of each."""
         for rows, box in described.row_boxes(groups.layout, groups.rank, self.rows):
-            yield box, self.tensor[rows].view(box.size)
+            yield box, self.tensor[rows][..., : box.size[-1]].view(box.size)
 
 
 def unsharded(stages: Mapping[int, nn.Module]) -> dict[str, OwnedShard]:

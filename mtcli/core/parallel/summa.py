@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtcli.core.parallel.collectives import Pending, start_broadcast, start_reduce
+from mtcli.core.parallel.collectives import start_broadcast, start_reduce
 from mtcli.core.parallel.groups import Axis, Groups
+from mtcli.core.parallel.transport.process_group import PendingWork
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.gemm import add_matmul_, matmul
 
@@ -76,19 +77,18 @@ class TensorGrid:
             return
         own = x.chunk(self.panels // axis.size, dim)
 
-        def start(panel: int) -> tuple[Tensor, Pending | None]:
+        def start(panel: int) -> tuple[Tensor, PendingWork]:
             owner, index = divmod(panel, len(own))
             is_owner = owner == axis.rank
             values = own[index].contiguous() if is_owner else self._buffer(role, panel % 2, own[0])
-            return values, start_broadcast(values, axis, owner) if axis.size > 1 else None
+            return values, start_broadcast(values, axis, owner)
 
         following = start(0)
         for panel in range(self.panels):
             values, pending = following
             if panel + 1 < self.panels:
                 following = start(panel + 1)
-            if pending is not None:
-                pending.wait()
+            pending.wait()
             yield values
 
     def _buffer(self, role: str, parity: int, like: Tensor) -> Tensor:
@@ -105,15 +105,14 @@ class _Sums:
     def __init__(self, dim: int, axis: Axis, count: int) -> None:
         self.dim, self.axis, self.each = dim, axis, count // axis.size
         self.own: list[Tensor] = []
-        self.pending: list[tuple[Pending, Tensor]] = []
+        self.pending: list[tuple[PendingWork, Tensor]] = []
 
     def start(self, panel: int, partial: Tensor) -> None:
         """Sends this rank's part of a panel's sum, while the last panel's may be on its way."""
         owner, partial = panel // self.each, partial.contiguous()
         if owner == self.axis.rank:
             self.own.append(partial)
-        if self.axis.size > 1:
-            self.pending.append((start_reduce(partial, self.axis, owner), partial))
+        self.pending.append((start_reduce(partial, self.axis, owner), partial))
         self._wait(1)
 
     def finish(self) -> Tensor:

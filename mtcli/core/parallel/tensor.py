@@ -189,9 +189,21 @@ class Norm(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x_TD normalised and scaled; same shape."""
+        return self.normalised(x_TD, self.weight, self.bias)
+
+    def normalised(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x_TD normalised, times a weight and plus a bias."""
         if self.is_layer_norm:
-            return layer_norm(x_TD, self.weight, self.bias, self.eps)
-        return rms_norm(x_TD, self.weight, self.eps)
+            return layer_norm(x_TD, weight, bias, self.eps)
+        return rms_norm(x_TD, weight, self.eps)
+
+    def added(
+        self, x_TD: Tensor, y_TD: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(x + y, the `normalised` sum)."""
+        if self.is_layer_norm:
+            return add_layer_norm(x_TD, y_TD, weight, bias, self.eps)
+        return add_rms_norm(x_TD, y_TD, weight, self.eps)
 
 
 class AddNorm(Norm):
@@ -201,6 +213,4 @@ class AddNorm(Norm):
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
-        if self.is_layer_norm:
-            return add_layer_norm(x_TD, y_TD, self.weight, self.bias, self.eps)
-        return add_rms_norm(x_TD, y_TD, self.weight, self.eps)
+        return self.added(x_TD, y_TD, self.weight, self.bias)

@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
@@ -30,15 +29,11 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
     sum_out,
 )
-from mtcli.core.parallel.factory import Dense, weighted_sum
+from mtcli.core.parallel.factory import Dense
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.summa import TensorGrid, gemm, gemm_transposed
 from mtcli.core.parallel.tensor import Exchange, Norm, TensorParallelLayers
-from mtcli.core.parallel.vocab_parallel import (
-    VocabCrossEntropy,
-    VocabEmbedding,
-    VocabLoss,
-)
+from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
 
 
@@ -55,10 +50,7 @@ class GridLayers(TensorParallelLayers):
         """Nothing: the GEMM itself exchanges."""
         return _as_it_is
 
-    @property
-    def leave(self) -> Exchange:
-        """Nothing: the GEMM itself exchanges."""
-        return _as_it_is
+    leave = enter
 
     def column_gemm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(x [T, D/c], weight [F/c, D/r], bias [F/c]) -> x weight^T + bias [T, F/c]."""
@@ -104,10 +96,6 @@ class GridLayers(TensorParallelLayers):
     def token_shard(self) -> tuple[int, int]:
         """The only one: the inputs are those of this rank's row."""
         return 0, 1
-
-    def activation_rows(self, x: Tensor) -> Tensor:
-        """All: the inputs are those of this rank's row."""
-        return x
 
     def dropout_numbers(self, numbers_N: Tensor) -> Tensor:
         """Numbers n * c + j: of row n of D columns, this rank's D/c columns are that row of D/c."""
@@ -163,10 +151,7 @@ class GridEmbedding(VocabEmbedding):
         A rank looks up every row's tokens in its block, and sends each row its own. So [T, D]
         elements travel down columns and are summed along rows, however large the vocabulary is.
         """
-        local_RT, owned_RT = self.shard.owned(all_gather(tokens_T, self.down))
-        elsewhere = ~owned_RT
-        x = F.embedding(local_RT.masked_fill(elsewhere, 0), self.weight)
-        x = x.masked_fill(elsewhere[:, None], 0.0).unflatten(0, (self.down.size, -1))
+        x = self.own_rows(all_gather(tokens_T, self.down)).unflatten(0, (self.down.size, -1))
         x_TD = all_to_all(x, self.down).transpose(0, 1).flatten(1)
         parts = x_TD.unflatten(1, (self.shard.tp.size, -1)).transpose(0, 1).flatten(0, 1)
         return scatter_out(parts, self.shard.tp)
@@ -187,15 +172,9 @@ class GridLoss(VocabLoss):
         y_TV = gemm(x_TD, self.table.weight.mT, self.grid)
         return y_TV if self.bias is None else y_TV + self.bias
 
-    def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
-        """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
-        return VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
-
-    def loss(
-        self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """(sum of weight times cross entropy, scale times it to differentiate); None: weights 1."""
-        return weighted_sum(self.losses(x_TD, labels_T), weights_T, scale)
+    def _in_chunks(self, x_TD: Tensor) -> bool:
+        """Never: a sweep over the panels makes all logits."""
+        return False
 
 
 class _RowNorm(torch.autograd.Function):

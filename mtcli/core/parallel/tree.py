@@ -32,16 +32,13 @@ class Ranks(Protocol):
     @property
     def rank(self) -> int:
         """This rank's number."""
-        ...
 
     def merge(self, value: Any, merged: Merge) -> Any:
         """The values of all ranks on rank 0, None elsewhere; `merged` makes one of several that
         follow each other, on any rank and of its own results too."""
-        ...
 
     def tell(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
-        ...
 
 
 class Level(NamedTuple):

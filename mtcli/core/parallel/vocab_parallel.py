@@ -24,7 +24,7 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
     sum_out,
 )
-from mtcli.core.parallel.factory import LayerFactory, weighted_sum
+from mtcli.core.parallel.factory import LayerFactory, TokenLoss
 from mtcli.core.parallel.groups import Axis
 from mtcli.kernels.cross_entropy import (
     cross_entropy_backward_,
@@ -99,13 +99,17 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         """ids [T] -> x_TD [T/tp, D]; ids of other ranks' rows count as zero in the sum."""
+        return self.leave(self.own_rows(tokens_T), self.shard.tp)
+
+    def own_rows(self, tokens_T: Tensor) -> Tensor:
+        """The rows of ids [T] that this rank has; zeros for the others."""
         local_T, owned_T = self.shard.owned(tokens_T)
         elsewhere_T = ~owned_T
         x_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
-        return self.leave(x_TD.masked_fill(elsewhere_T[:, None], 0.0), self.shard.tp)
+        return x_TD.masked_fill(elsewhere_T[:, None], 0.0)
 
 
-class VocabLoss:
+class VocabLoss(TokenLoss):
     """Cross entropy of the logits that a token table, and maybe a bias [V] of this rank's columns,
     make of activations x_TD [T/tp, D]."""
 
@@ -118,7 +122,7 @@ class VocabLoss:
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
-        if not runs_triton(x_TD):
+        if not self._in_chunks(x_TD):
             return VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
         assert not torch.is_grad_enabled(), "on a GPU `loss` is what has a gradient"
         x_TD = self.table.enter(x_TD, self.tp)
@@ -128,13 +132,17 @@ class VocabLoss:
         self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         """(sum of weight times cross entropy, scale times it to differentiate); None: weights 1."""
-        if not runs_triton(x_TD):
-            return weighted_sum(self.losses(x_TD, labels_T), weights_T, scale)
+        if not self._in_chunks(x_TD):
+            return super().loss(x_TD, labels_T, weights_T, scale)
         x_TD = self.table.enter(x_TD, self.tp)
         losses_T, scaled = ChunkedLoss.apply(
             x_TD, self.table.weight, labels_T, weights_T, self.shard, scale, self.bias
         )
         return losses_T.sum(), scaled
+
+    def _in_chunks(self, x_TD: Tensor) -> bool:
+        """Whether logits are made with the loss, a chunk of tokens at a time."""
+        return runs_triton(x_TD)
 
     @torch.no_grad()
     def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,8 @@ def require_writable(target: str, flag: str, suffixes: tuple[str, ...] = ()) -> 
     if suffixes and path.suffix not in suffixes:
         message = f"it does not write {path.suffix or 'files without a suffix'}"
         raise wrong(message, f"a name that ends in {' or '.join(suffixes)}", flag)
+    if os.path.isfile(path.parent):
+        raise wrong(f"{path.parent} is a file, and no folder", "name another folder", flag)
     if not os.path.isdir(path.parent):
         raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", flag)
     if os.path.isdir(path):
@@ -92,9 +94,13 @@ def aside(target: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def folder_of(field: str, folder: Path) -> Iterator[None]:
-    """Raises MtcliError (exit 2) where the system refuses a folder that the user named."""
+    """Raises MtcliError (exit 2) where the system refuses a folder that the user named, or a folder
+    in it has the name of a file."""
     try:
         yield
+    except IsADirectoryError as error:
+        message = f"{error.filename2 or error.filename} is a folder, and a file is written there"
+        raise wrong(message, "remove it, or name another folder", field) from None
     except OSError as error:
         message = f"{folder} cannot be written: {error.strerror}"
         raise wrong(message, "name another folder", field) from None

@@ -10,7 +10,7 @@ from mtcli.core.checkpoint.folder import CheckpointFolder, config_in, find_check
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors
 from mtcli.core.config.loading import config_of as table_config
 from mtcli.core.config.model import CLASSIFIERS, ModelConfig
-from mtcli.core.config.rules import FORMATS, forward_config
+from mtcli.core.config.rules import FORMATS, forward_config, of_training
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.blend import chosen
 from mtcli.core.data.loader import open_blend, require_stated_ids
@@ -108,7 +108,7 @@ def _unused(request: SelectRequest) -> Iterator[Problem]:
         yield Problem("proxies are of a model, and there is none", hint, "--proxy")
     for field in (override.partition("=")[0].strip() for override in request.overrides):
         if field.partition(".")[0] in ("optimizer", "sync", "lora"):
-            yield Problem("it is of a training run, and has no effect here", "leave it out", field)
+            yield of_training(field)
         elif field == "data.train":
             yield Problem("--data names what is chosen from", "--data PREFIX", field)
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs
@@ -21,8 +20,7 @@ from mtcli.core.optim.grad_norm import clip_factor
 from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.engines import adapter_settings
-from mtcli.core.parallel.groups import Groups, make_groups
-from mtcli.core.runtime.launch import Runtime
+from mtcli.core.parallel.groups import Groups
 from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.sweep.layers import ArrayLayers
 from mtcli.core.sweep.member import Member
@@ -206,10 +204,3 @@ def _losses(stage: Stage) -> Losses:
         return stage.loss(stage(None, inputs), inputs, factor_B)
 
     return losses
-
-
-def array_groups(config: RunConfig, runtime: Runtime) -> Groups:
-    """The process groups of arrays of such models. Collective."""
-    layout = ParallelLayout.of_run(config, runtime.world)
-    train = config.train
-    return make_groups(layout, runtime.rank, runtime.device, train.timeout, runtime.recorder)

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.parallel.factory import LayerFactory, weighted_sum
+from mtcli.core.parallel.factory import LayerFactory, TokenLoss
 from mtcli.core.parallel.lora import AdapterSides, AdapterSite, output_blocks
+from mtcli.core.parallel.tensor import Norm
 from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.dropout import DropoutStream, dropout, dropout_stream
 from mtcli.kernels.gemm import linear, matmul, runs_in_float32
-from mtcli.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,16 +38,10 @@ class ArrayLayers(LayerFactory):
         return nn.Parameter(self.memory[name], requires_grad=self.table[name].trained)
 
     def column_linear(self, name: str) -> "ArrayLinear":
-        """A linear layer."""
+        """A linear layer of each model: as nothing is sharded, all of them are alike."""
         return ArrayLinear(name, self)
 
-    def heads_linear(self, name: str) -> "ArrayLinear":
-        """The fused projection to query, key and value."""
-        return ArrayLinear(name, self)
-
-    def row_linear(self, name: str) -> "ArrayLinear":
-        """A linear layer."""
-        return ArrayLinear(name, self)
+    heads_linear = row_linear = dense = column_linear  # type: ignore[assignment]
 
     def embedding(self, name: str) -> "ArrayEmbedding":
         """A token table of each model."""
@@ -65,17 +59,11 @@ class ArrayLayers(LayerFactory):
         """Cross entropy of each model."""
         return ArrayLoss(table, bias, self)
 
-    def dense(self, name: str) -> "ArrayLinear":  # type: ignore[override]
-        """A linear layer of the head."""
-        return ArrayLinear(name, self)
-
     def replicated_linear(self, x_TD: Tensor, weight: Tensor) -> Tensor:
         """The GEMM of each model."""
         return array_linear(x_TD, weight)
 
-    def gate(self, x_TD: Tensor, weight: Tensor) -> Tensor:
-        """The GEMM of each model, with a weight [1, D]."""
-        return array_linear(x_TD, weight)
+    gate = replicated_linear
 
     def lookup(self, ids_T: Tensor, weight: Tensor) -> Tensor:
         """The rows of each model's table."""
@@ -193,26 +181,18 @@ class ArrayEmbedding(nn.Module):
         return _rows(tokens_T, self.weight)
 
 
-class ArrayNorm(nn.Module):
+class ArrayNorm(Norm):
     """LayerNorm or RMSNorm with each model's scale and shift."""
 
     def __init__(self, name: str, model: ModelConfig, build: ArrayLayers) -> None:
-        super().__init__()
-        self.weight = build.parameter(f"{name}.weight")
-        self.bias = build.optional(f"{name}.bias")
-        self.is_layer_norm = model.norm == "layernorm"
-        self.eps = model.norm_eps
-        width = self.weight.shape[-1]
-        ones = torch.ones(width, dtype=self.weight.dtype, device=self.weight.device)
-        self.ones = ones
-        self.zeros = torch.zeros_like(ones)
+        super().__init__(name, model, build)
+        weight, width = self.weight, self.weight.shape[-1]
+        self.ones = torch.ones(width, dtype=weight.dtype, device=weight.device)
+        self.zeros = torch.zeros_like(self.ones)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x normalised and scaled; same shape."""
-        weight, bias = self._inner()
-        if self.is_layer_norm:
-            return self._scaled(layer_norm(x_TD, weight, bias, self.eps))
-        return self._scaled(rms_norm(x_TD, weight, self.eps))
+        return self._scaled(self.normalised(x_TD, *self._inner()))
 
     def _inner(self) -> tuple[Tensor, Tensor]:
         """The scale and shift that the norm itself applies: those of an only model."""
@@ -236,15 +216,11 @@ class ArrayAddNorm(ArrayNorm):
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
-        weight, bias = self._inner()
-        if self.is_layer_norm:
-            added, normal = add_layer_norm(x_TD, y_TD, weight, bias, self.eps)
-        else:
-            added, normal = add_rms_norm(x_TD, y_TD, weight, self.eps)
+        added, normal = self.added(x_TD, y_TD, *self._inner())
         return added, self._scaled(normal)
 
 
-class ArrayLoss:
+class ArrayLoss(TokenLoss):
     """Cross entropy of each model's logits, over its token table and maybe a bias [B, V]."""
 
     def __init__(
@@ -267,12 +243,6 @@ class ArrayLoss:
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         real_TV = logits_TV[:, : self.shard.valid].to(wide)
         return F.cross_entropy(real_TV, labels_T, reduction="none")
-
-    def loss(
-        self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """(each model's sum of weight times cross entropy [B], the sum of scale [B] times these)"""
-        return weighted_sum(self.losses(x_TD, labels_T), weights_T, scale)
 
 
 def by_model(x_TD: Tensor, weight: Tensor) -> Tensor:

@@ -12,24 +12,22 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-import torch
-
 from mtcli.core.checkpoint.progress import BaseRecord, planned_samples
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.health.traffic import REDUCED, SyncTraffic
 from mtcli.core.parallel.together import together
 from mtcli.core.parallel.tree import Tree
 from mtcli.core.runtime.launch import Runtime
-from mtcli.core.sweep.array import ModelArray, array_groups
+from mtcli.core.sweep.array import ModelArray
 from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.sweep.member import Member
 from mtcli.core.sweep.record import ArrayRecord, Status, TrialRecord
 from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunRecords, StepFacts
+from mtcli.core.training.rank_times import agreed
 from mtcli.core.training.run_lock import held
 from mtcli.core.training.save import Saver, saving_ranks
 from mtcli.core.training.state import (
@@ -41,7 +39,7 @@ from mtcli.core.training.state import (
     starting_point,
     with_tokenizer,
 )
-from mtcli.core.training.step import Step
+from mtcli.core.training.step import Step, run_groups
 
 DIVERGED = 10.0  # times the loss of a uniform guess, ln(vocab_size), from which no run comes back
 
@@ -76,7 +74,7 @@ class LiveArray:
         configs = [record.trial.config for record in trials]
         self.watcher, self.runtime, self.shape = watcher, runtime, configs[0]
         self.peak = peak * runtime.world
-        self.groups = array_groups(self.shape, runtime)
+        self.groups = run_groups(self.shape, runtime)
         world = self.groups.world
         self.traffic = SyncTraffic(REDUCED)
         world.recorder.sync_traffic = self.traffic
@@ -123,7 +121,7 @@ class LiveArray:
         while self.seats and self.array.step < until and not stopped:
             start = perf_counter()
             steps = self.array.train_step(self.loader)
-            stopped, sent = self._agreed()
+            stopped, sent, _ = agreed(self.groups, self.watcher.stops(), self.traffic.taken())
             ended = self._record(steps, sent // len(steps))
             train = self.shape.train
             due = train.save_every and self.array.step % train.save_every == 0
@@ -221,13 +219,6 @@ class LiveArray:
         if keep:
             self.array.compact(keep)
 
-    def _agreed(self) -> tuple[bool, int]:
-        """Whether any rank was told to stop, and the bytes that all sent for gradients."""
-        own = [float(self.watcher.stops()), float(self.traffic.taken())]
-        sums = torch.tensor(own, dtype=torch.float64).to(self.groups.device)
-        stops, sent = all_reduce(sums, self.groups.world).tolist()
-        return stops > 0.0, round(sent)
-
     def _seat(
         self,
         record: TrialRecord,
@@ -262,14 +253,16 @@ class LiveArray:
         self, configs: Sequence[RunConfig], starts: Sequence[StartingPoint]
     ) -> tuple[ArrayLoader, ArrayLoader | None]:
         """The data to train on, of each order once, and to validate on where that is asked for."""
-        dropping = max(configs, key=_most_dropped)
+        dropping = max(configs, key=_most_dropped)  # tokens are numbered where any model drops some
+        drops = {"model": dropping.model, "lora": dropping.lora}
         train: dict[tuple[int, int | None], MicroBatchLoader] = {}
         each = []
         for config, start in zip(configs, starts, strict=True):
             planned = planned_samples(start.checkpoint) if start.step and start.checkpoint else None
             key = config.data_seed, planned
             if key not in train:
-                train[key] = self._open(config, dropping, planned)
+                numbered = config.model_copy(update=drops)
+                train[key] = open_loader(numbered, self.groups, planned=planned)
             each.append(train[key])
         if not self.shape.train.eval_every:
             return ArrayLoader(each), None
@@ -279,13 +272,6 @@ class LiveArray:
             for seed, config in seeds.items()
         }
         return ArrayLoader(each), ArrayLoader([valid[config.data_seed] for config in configs])
-
-    def _open(
-        self, config: RunConfig, dropping: RunConfig, planned: int | None
-    ) -> MicroBatchLoader:
-        """A loader of one model's data, which numbers tokens where any model drops some."""
-        drops = {"model": dropping.model, "lora": dropping.lora}
-        return open_loader(config.model_copy(update=drops), self.groups, planned=planned)
 
 
 def _most_dropped(config: RunConfig) -> float:

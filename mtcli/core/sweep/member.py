@@ -6,14 +6,14 @@ It is the run that checkpoints capture and restore, with its own step, loss scal
 import torch
 from torch import Tensor
 
-from mtcli.core.config.schema import OptimizerConfig, RunConfig
+from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard, Ownership
-from mtcli.core.sweep.memory import ModelTensors, Tensors
+from mtcli.core.sweep.memory import ModelTensors
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.strategy import Strategy
 
@@ -27,9 +27,12 @@ class MemberStrategy(Strategy):
         self.ownership, self.stages = ownership, {}
 
     def bind(self, tensors: ModelTensors) -> None:
-        """Takes the tensors of the model, which move where an array is compacted."""
-        self.reduced = tensors.gradients
-        own = unpadded(tensors.weights, self.ownership) | tensors.frozen
+        """Takes the tensors of the model, which move where an array is compacted; of weights that
+        are as wide as the array's largest adapters, the part that is the model's own."""
+        table, layout = self.ownership.table, self.ownership.groups.layout
+        shapes = {name: table[name].stored_shape(layout) for name in tensors.weights}
+        own = {name: x[tuple(map(slice, shapes[name]))] for name, x in tensors.weights.items()}
+        self.reduced, own = tensors.gradients, own | tensors.frozen
         self.shards = {name: OwnedShard(x, slice(0, len(x))) for name, x in own.items()}
 
     @property
@@ -46,42 +49,18 @@ class MemberStrategy(Strategy):
         return self.ownership.answers_for(name)
 
 
-class MemberOptimizer(Optimizer):
-    """The optimizer of one model, over its tensors of the array; it has none until `bind`."""
-
-    def __init__(self, ownership: Ownership, config: OptimizerConfig, dtype: torch.dtype) -> None:
-        super().__init__({}, ownership, config, dtype)
-
-    def bind(self, tensors: ModelTensors) -> None:
-        """Takes the tensors of the model."""
-        self.set_tensors(tensors.weights, tensors.masters, tensors.moments)
-
-    def state(self) -> dict[str, Tensor]:
-        """The optimizer state for a checkpoint: `<kind>/<name>`."""
-        kinds = dict(self.moments)
-        if any(x.dtype != self.dtype for x in self.masters.values()):
-            kinds["master"] = self.masters
-        own = {kind: unpadded(named, self.ownership) for kind, named in kinds.items()}
-        return {f"{kind}/{name}": x for kind, named in own.items() for name, x in named.items()}
-
-
-def unpadded(tensors: Tensors, ownership: Ownership) -> Tensors:
-    """Views of one model's part of tensors that are as wide as the array's largest adapters: zeros
-    follow, whose gradients are zero."""
-    table, layout = ownership.table, ownership.groups.layout
-    shapes = {name: table[name].stored_shape(layout) for name in tensors}
-    return {name: x[tuple(map(slice, shapes[name]))] for name, x in tensors.items()}
-
-
 class Member:
-    """The state of one model's run, at the step of its array."""
+    """The state of one model's run, at the step of its array; it has no tensors until `bind`.
+
+    Those of adapters are as wide as the array's largest: zeros follow, whose gradients are zero.
+    """
 
     def __init__(self, config: RunConfig, groups: Groups, dtype: torch.dtype) -> None:
         self.config, self.groups, self.dtype = config, groups, dtype
         self.table = run_parameters(config.model, config.lora)
         ownership = Ownership(groups, self.table, config.parallel.sequence_parallel, shard=False)
         self.strategy = MemberStrategy(ownership)
-        self.optimizer = MemberOptimizer(ownership, config.optimizer, dtype)
+        self.optimizer = Optimizer({}, ownership, config.optimizer, dtype)
         self.exchange = ReplicaExchange(self.strategy, self.optimizer)
         self.loss_scale = LossScale.of(config.train)
         self.step = 0
@@ -89,7 +68,7 @@ class Member:
     def bind(self, tensors: ModelTensors) -> None:
         """Takes the tensors of this model, which move where an array is compacted."""
         self.strategy.bind(tensors)
-        self.optimizer.bind(tensors)
+        self.optimizer.set_tensors(tensors.weights, tensors.masters, tensors.moments)
 
     @property
     def layout(self) -> ParallelLayout:

@@ -137,7 +137,7 @@ class Sweep:
             self.world, lambda: Proposals(sampling, self.plan.output) if speaks else None
         )
         shape = self.plan.trials[0].config
-        size = self.plan.max_fused or min(self.capacity(shape), MOST_ASKED)
+        size = self.plan.max_fused or min(capacity(shape, self.runtime), MOST_ASKED)
         self._proposed(gather_values(study.done() if study else None, self.world)[0])
         while not self.interrupted:
             own = study.ask(size) if study else None
@@ -278,15 +278,11 @@ class Sweep:
         packed = []
         for same in by_step.values():
             largest = max((r.trial.config for r in same), key=lambda config: config.lora.rank)
-            most = self.plan.max_fused or self.capacity(largest)
+            most = self.plan.max_fused or capacity(largest, self.runtime)
             number = -(-len(same) // most)
             size = -(-len(same) // number)
             packed += [same[first : first + size] for first in range(0, len(same), size)]
         return packed
-
-    def capacity(self, config: RunConfig) -> int:
-        """The models of an array of such a config."""
-        return capacity(config, self.runtime)
 
     def _stops(self) -> bool:
         return self.signal.received > 0 or (self.plan.output / STOP_FILE).is_file()

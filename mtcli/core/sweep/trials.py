@@ -222,10 +222,7 @@ class SweepSpace:
             raise MtcliError(*(p._replace(field=f"--vary {p.field}") for p in own))
         if config is None:
             raise MtcliError(*problems)
-        value: Any = config
-        for key in field.split("."):
-            value = getattr(value, key)
-        return value
+        return attrgetter(field)(config)
 
     def _range(self, field: str, word: str) -> Range | None:
         match = re.fullmatch(r"([-+.\deE]+)\.\.([-+.\deE]+)", word)

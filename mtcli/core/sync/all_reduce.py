@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.parallel.collectives import (
-    Pending,
     all_reduce,
     start_all_gather,
     start_all_reduce,
@@ -28,6 +27,7 @@ from mtcli.core.parallel.collectives import (
 )
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ownership import Ownership, owned_rows, unsharded
+from mtcli.core.parallel.transport.process_group import PendingWork
 from mtcli.core.sync.strategy import Strategy, sum_tied_gradients_
 
 
@@ -59,8 +59,7 @@ class Bucket:
         self.columns = {
             n: self.flat[:, s.offset : s.offset + s.size] for n, s in self.slots.items()
         }
-        self.work: Pending | None = None
-        self.started = False
+        self.work: PendingWork | None = None  # of the reduction, once it is started
 
     def put(self, name: str, grad: Tensor, first: bool) -> None:
         """Adds a micro-batch's gradient; the first of a step replaces what was there."""
@@ -75,20 +74,17 @@ class Bucket:
 
     def start(self) -> None:
         """Starts the reduction, which overlaps what this rank computes next."""
-        self.started = True
         if self.owners.size > 1:
             self.work = start_reduce_scatter(self.owned, self.flat, self.owners)
-        elif self.rest.size > 1:
+        else:
             self.work = start_all_reduce(self.flat, self.rest)
 
     def finish(self) -> None:
         """Waits until the owned gradients are the sums."""
-        if not self.started:
+        if self.work is None:
             return
-        self.started = False
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        self.work.wait()
+        self.work = None
         if self.owners.size > 1:
             all_reduce(self.owned, self.rest)
 
@@ -118,7 +114,7 @@ class Bucket:
         return partial(self._finish_all_gather, work, own, gathered, parameters)
 
     def _finish_all_gather(
-        self, work: Pending, own: Tensor, gathered: Tensor, parameters: Mapping[str, Tensor]
+        self, work: PendingWork, own: Tensor, gathered: Tensor, parameters: Mapping[str, Tensor]
     ) -> None:
         """Waits and writes all owners' rows; `own`, which is sent, stays alive until then."""
         work.wait()

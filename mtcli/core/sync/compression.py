@@ -123,16 +123,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """The int64 codes of `pack`."""
     unit = bits if 8 % bits == 0 else 1
-    codes = (packed[:, None] >> _starts(unit, packed)) & ((1 << unit) - 1)
+    starts = torch.arange(0, 8, unit, dtype=torch.uint8, device=packed.device)  # in an octet
+    codes = (packed[:, None] >> starts) & ((1 << unit) - 1)
     flat = codes.flatten()[: count * bits // unit].long()
     if unit == bits:
         return flat
     return (flat.view(count, bits) << torch.arange(bits, device=packed.device)).sum(1)
-
-
-def _starts(bits: int, like: Tensor) -> Tensor:
-    """The first bit of each code in an octet."""
-    return torch.arange(0, 8, bits, dtype=torch.uint8, device=like.device)
 
 
 def pack_indices(at_RK: Tensor, form: Payload) -> list[Tensor]:

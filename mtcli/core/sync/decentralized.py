@@ -27,7 +27,7 @@ from torch import Tensor
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.topology import MixingGraph
 from mtcli.core.optim.optimizer import Optimizer
-from mtcli.core.optim.sgd import decayed_gradients, round_
+from mtcli.core.optim.sgd import decayed_gradients
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.mixing import Mix, mix_of
 from mtcli.core.sync.strategy import Strategy
@@ -151,7 +151,7 @@ class _Bucket:
             torch._foreach_mul_(m, b)
             torch._foreach_add_(m, mixed, alpha=-1 / lr if lr else 1.0)
             torch._foreach_add_(x, m, alpha=-lr)
-            return round_(self.parts)
+            return self.parts.round_()
         if self.method in ("dmsgd", "awc_dmsgd"):
             steps = _next_momenta(m, self._gradients(gradients), b)
             if m:
@@ -161,7 +161,7 @@ class _Bucket:
         elif self.method == "da_dmsgd":
             torch._foreach_copy_(m, mixed_momenta)
         torch._foreach_copy_(x, mixed)
-        return round_(self.parts)
+        return self.parts.round_()
 
     def drop(self) -> None:
         """Ends an exchange whose step made no update."""

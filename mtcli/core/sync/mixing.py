@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.mesh.topology import MixingGraph
-from mtcli.core.parallel.collectives import Messages, Pending, start_all_reduce
+from mtcli.core.parallel.collectives import Messages, start_all_reduce
 from mtcli.core.parallel.groups import Axis
 
 
@@ -43,16 +43,12 @@ class _Average(Mix):
 
     def __init__(self, graph: MixingGraph, axis: Axis, like: Tensor) -> None:
         self.axis, self.x = axis, torch.empty_like(like)
-        self.pending: Pending | None = None
 
     def start(self, step: int) -> None:
-        if self.axis.size > 1:
-            self.pending = start_all_reduce(self.x, self.axis)
+        self.pending = start_all_reduce(self.x, self.axis)
 
     def wait(self) -> None:
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
+        self.pending.wait()
         self.x /= self.axis.size
 
     def buffers(self) -> list[Tensor]:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.optim.optimizer import Optimizer
-from mtcli.core.optim.sgd import round_
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.strategy import Strategy
 
@@ -39,13 +38,10 @@ class PeriodicPulls(ReplicaExchange):
         """Whether there is an exchange after so many steps."""
         return steps % self.sync.steps_between == 0
 
-    def update(self, lr: float, factor: float) -> None:
-        """Makes a step of SGD, and the exchange that is due after it, unless workers only meet at
-        the end of a round."""
-        self.optimize(lr, factor)
+    def after_step(self) -> None:
+        """Makes the exchange that is due, unless workers only meet at the end of a round."""
         if not self.sync.asynchronous:
             self._exchange(self.optimizer.updates)
-        self.inside.after_update()
 
     def meet(self, steps: int) -> None:
         """Makes the exchange that is due when workers have made so many steps on average."""
@@ -56,7 +52,7 @@ class PeriodicPulls(ReplicaExchange):
     def _exchange(self, steps: int) -> None:
         if self.is_due(steps):
             self.pull(steps)
-            round_(self.optimizer.parts)
+            self.optimizer.parts.round_()
 
     def flat_masters(self) -> Tensor:
         """A copy of the master weights, one after the other."""

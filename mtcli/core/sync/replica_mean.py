@@ -12,7 +12,7 @@ of what they had, less the errors that are left.
 A replica can be absent: it sends zeros and does not count, and receives the average of the others.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
@@ -22,12 +22,12 @@ from torch import Tensor
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.config.sync_payload import COUNT_BYTES, Range, Segment, segment, segments
 from mtcli.core.parallel.collectives import (
-    Pending,
     start_all_gather,
     start_all_reduce,
     start_all_to_all_v,
 )
 from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.transport.process_group import PendingWork
 from mtcli.core.sync.compression import compress, decompress
 
 
@@ -53,11 +53,11 @@ class FullMean(ReplicaMean):
     def start(self, x: Tensor, present: bool) -> None:
         """Starts the sum of the values and of a 1 for each replica."""
         self.sums = torch.cat([x, x.new_tensor([float(present)])])
-        self.work = _begun(self.axis, lambda: start_all_reduce(self.sums, self.axis))
+        self.work = start_all_reduce(self.sums, self.axis)
 
     def finish(self) -> tuple[Tensor, float]:
         """Waits for the sums; see ReplicaMean."""
-        _wait(self.work)
+        self.work.wait()
         count = float(self.sums[-1])
         sums = self.sums[:-1]
         del self.sums
@@ -84,7 +84,7 @@ class LargestMean(ReplicaMean):
 
     def finish(self) -> tuple[Tensor, float]:
         """Waits and averages in the order of replicas; see ReplicaMean."""
-        _wait(self.work)
+        self.work.wait()
         mean = torch.zeros_like(self.error)
         count = sum(_add(self.segment, payload, mean) for payload in self.gathered)
         del self.sent, self.gathered
@@ -112,17 +112,14 @@ class QuantisedMean(ReplicaMean):
         sent, own = [each.bytes for each in self.segments], self.own.bytes
         self.sent = torch.cat(payloads)
         self.received, rows = self.sent.new_empty(self.axis.size, own), [own] * self.axis.size
-        into, axis = self.received.view(-1), self.axis
-        if axis.size == 1:
-            into.copy_(self.sent)
-        self.work = _begun(axis, lambda: start_all_to_all_v(into, self.sent, rows, sent, axis))
+        self.work = start_all_to_all_v(self.received.view(-1), self.sent, rows, sent, self.axis)
         self.advanced = False
 
     def advance(self) -> None:
         """Averages the own segment and starts sending it to all."""
         if self.advanced:
             return
-        _wait(self.work)
+        self.work.wait()
         mean = torch.zeros_like(self.error)
         count = sum(_add(self.own, payload, mean) for payload in self.received)
         mean.div_(max(1.0, count))
@@ -138,7 +135,7 @@ class QuantisedMean(ReplicaMean):
     def finish(self) -> tuple[Tensor, float]:
         """Waits for all segments; see ReplicaMean."""
         self.advance()
-        _wait(self.work)
+        self.work.wait()
         mean, count = torch.zeros_like(self.error), 0.0
         for each, payload in zip(self.segments, self.gathered, strict=True):
             count = _add(each, payload, mean)
@@ -169,19 +166,7 @@ def _views(x: Tensor, ranges: Iterable[Range]) -> list[Tensor]:
     return [x[at : at + length] for at, length in ranges]
 
 
-def _gather(own: Tensor, axis: Axis) -> tuple[Tensor, Pending | None]:
+def _gather(own: Tensor, axis: Axis) -> tuple[Tensor, PendingWork]:
     """Starts the all-gather of payloads [bytes] of equal length -> [n, bytes]."""
     out = own.new_empty(axis.size, len(own))
-    if axis.size == 1:
-        out.copy_(own)
-    return out, _begun(axis, lambda: start_all_gather(out, own, axis))
-
-
-def _begun(axis: Axis, start: Callable[[], Pending]) -> Pending | None:
-    """What was started, where there is somebody to exchange with."""
-    return start() if axis.size > 1 else None
-
-
-def _wait(work: Pending | None) -> None:
-    if work is not None:
-        work.wait()
+    return out, start_all_gather(out, own, axis)

@@ -6,14 +6,12 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-import torch
 import typer
 
 from mtcli.core.checkpoint.progress import planned_samples
 from mtcli.core.config.errors import collect_errors, failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
-from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups, world_axis
 from mtcli.core.parallel.together import together
 from mtcli.core.runtime.attempts import Attempt
@@ -22,7 +20,7 @@ from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
-from mtcli.core.training.rank_times import RankTimes, StepTimer, rank_times
+from mtcli.core.training.rank_times import StepTimer, agreed
 from mtcli.core.training.reselect import adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_lock import held
@@ -121,7 +119,8 @@ def _train(
                 valid_loss = trainer.evaluate(valid)
             told_now = step.step % config.train.log_every == 0
             times = timer.taken() if told_now else []
-            stopped, sync_bytes, ranks = _agreed(trainer, stop.received > 0, times)
+            own = stop.received > 0, trainer.sync_traffic.taken(), times
+            stopped, sync_bytes, ranks = agreed(trainer.groups, *own)
             told = StepFacts(trainer.consumed_samples, valid_loss, sync_bytes, distance, ranks)
             log.step(step, told)
             saver.poll()
@@ -162,14 +161,3 @@ def _skip(trainer: Trainer, step: Step, where: str) -> None:
     trainer.step = step.step
     if trainer.groups.rank == 0:
         sys.stderr.write(f"\nwarning: skipped {message}\n")
-
-
-def _agreed(
-    trainer: Trainer, stops: bool, times: list[float]
-) -> tuple[bool, int, RankTimes | None]:
-    """Whether any rank stops, so that all leave the loop after the same step; the bytes that all
-    ranks sent for data parallelism since the last call; and how long each took, where they tell."""
-    own = [float(stops), float(trainer.sync_traffic.taken()), *times]
-    sums = torch.tensor(own, dtype=torch.float64).to(trainer.groups.device)
-    stopped, sent, *of_ranks = all_reduce(sums, trainer.groups.world).tolist()
-    return stopped > 0.0, round(sent), rank_times(of_ranks)

@@ -4,9 +4,14 @@ A rank that is slow waits little, and all others wait for it. Waits are those of
 recorder: of a CPU rank the time in its collectives, of a GPU that of its stream.
 """
 
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+import torch
+
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 
 
@@ -62,3 +67,13 @@ def rank_times(sums: list[float]) -> RankTimes | None:
     """The seconds of all ranks, from the sum of what each has `taken`; None for one rank alone."""
     world = len(sums) // 2
     return RankTimes(sums[:world], sums[world:]) if world > 1 else None
+
+
+def agreed(
+    groups: Groups, stops: bool, sent: int, taken: Sequence[float] = ()
+) -> tuple[bool, int, RankTimes | None]:
+    """Whether any rank stops, so that all leave the loop after the same step; the bytes that all
+    ranks sent for data parallelism; and how long each took, where they tell. Collective."""
+    own = torch.tensor([float(stops), float(sent), *taken], dtype=torch.float64)
+    stopped, total, *of_ranks = all_reduce(own.to(groups.device), groups.world).tolist()
+    return stopped > 0.0, round(total), rank_times(of_ranks)

@@ -59,7 +59,8 @@ class RunLog:
             return
         row = self.records.step(step, told, self.flops_per_second)
         if step.outcome == "overflow":
-            self._warn_of_overflow(step)
+            what = f"gradients overflow at loss scale {step.loss_scale:,g}"
+            self.warn(f"step {step.step} skipped, {what}")
         if step.step % self.config.train.log_every == 0:
             self.bar.set_postfix_str(self._line(row), refresh=False)
         self.bar.update(step.step - self.bar.n)  # draws the line, so it comes last
@@ -72,10 +73,6 @@ class RunLog:
             self.loss_scale = row["loss_scale"]
             text += f" loss scale {self.loss_scale:,g}"
         return text + (f" valid {row['valid_loss']:.4f}" if "valid_loss" in row else "")
-
-    def _warn_of_overflow(self, step: Any) -> None:
-        message = f"step {step.step} skipped, gradients overflow at loss scale {step.loss_scale:,g}"
-        self.warn(message)
 
     def saved(self, save: SaveRecord) -> None:
         """Records a checkpoint, and how long training stood still for it."""

@@ -260,12 +260,8 @@ def _load_frozen(trainer: RunState, checkpoint: Checkpoint) -> None:
 def _load_adapters(trainer: RunState, own: Checkpoint, from_masters: bool = False) -> None:
     """Fills the adapters from a checkpoint's. Raises MtcliError where these are others."""
     require_adapters(own, trainer.config.model, trainer.config.lora)
-    stored = set(own.names())
     for name, shard in _adapter_shards(trainer).items():
-        master = f"{OPTIMIZER}master/{name}"
-        wider = from_masters and master in stored and own.dtype(name) != shard.tensor.dtype
-        for box, view in shard.blocks(trainer.table[name], trainer.groups):
-            view.copy_(own.read(master if wider else name, box))
+        init.load_shard(shard, trainer.table[name], trainer.groups, own, from_masters)
 
 
 def _adapter_shards(trainer: RunState) -> dict[str, OwnedShard]:

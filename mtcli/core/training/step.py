@@ -25,7 +25,7 @@ from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_reduce
-from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.groups import Groups, make_groups
 from mtcli.core.parallel.health.traffic import EXCHANGED, REDUCED, SyncTraffic
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.runtime.launch import Runtime
@@ -78,6 +78,12 @@ class Phases(NamedTuple):
     end: float  # the weights are updated
 
 
+def run_groups(config: RunConfig, runtime: Runtime) -> Groups:
+    """The process groups of a run. Collective."""
+    layout, timeout = ParallelLayout.of_run(config, runtime.world), config.train.timeout
+    return make_groups(layout, runtime.rank, runtime.device, timeout, runtime.recorder)
+
+
 class Trainer:
     """The state of a run on this rank: weights, gradients, optimizer and the step they are at.
 
@@ -86,10 +92,8 @@ class Trainer:
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
         self.config = config
-        self.layout = ParallelLayout.of_run(config, runtime.world)
-        self.groups = make_groups(
-            self.layout, runtime.rank, runtime.device, config.train.timeout, runtime.recorder
-        )
+        self.groups = run_groups(config, runtime)
+        self.layout = self.groups.layout
         b, p = config.batch, config.parallel
         self.dtype = DTYPES[config.train.precision]
         self.table = run_parameters(config.model, config.lora)

@@ -73,10 +73,18 @@ def test_steps_are_ordered_by_number_and_not_by_name(tmp_path):
     assert open_checkpoint(tmp_path).step == 100_000_000
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path, exists):
-    folder = tmp_path if exists else tmp_path / "none"
-    expected = "holds no checkpoint" if exists else "there is no folder"
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("", "holds no checkpoint"),
+        ("none", "there is no folder"),
+        ("file", "is a file, and a checkpoint is a folder"),
+    ],
+)
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path, name, expected):
+    folder = tmp_path / name
+    if name == "file":
+        folder.touch()
     with pytest.raises(MtcliError, match=expected) as error:
         open_checkpoint(folder)
     assert error.value.code == Exit.WRONG_INPUT

@@ -10,8 +10,10 @@ from mtcli.core.runtime import atomic_writes
 from mtcli.core.runtime.atomic_writes import (
     aside,
     atomic_folder,
+    folder_of,
     require_extra,
     require_writable,
+    write_text,
 )
 
 
@@ -24,6 +26,18 @@ def test_a_suffix_that_cannot_be_written_is_refused():
 def test_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(MtcliError, match="there is no folder"):
         require_writable(str(tmp_path / "no" / "a.png"), "--plot", (".png",))
+    (tmp_path / "file").touch()
+    with pytest.raises(MtcliError, match="file is a file, and no folder"):
+        require_writable(str(tmp_path / "file" / "a.png"), "--plot", (".png",))
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
+    taken = tmp_path / "metrics.jsonl"
+    taken.mkdir()
+    for write in (lambda: write_text(taken, "{}"), lambda: taken.open("w")):
+        expected = f"train.output: {taken} is a folder, and a file is written there"
+        with pytest.raises(MtcliError, match=expected), folder_of("train.output", tmp_path):
+            write()
 
 
 def test_a_folder_is_no_file(tmp_path):

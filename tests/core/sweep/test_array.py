@@ -22,11 +22,11 @@ from tiny import (
 
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep import array as array_module
-from mtcli.core.sweep.array import ModelArray, array_groups
+from mtcli.core.sweep.array import ModelArray
 from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
-from mtcli.core.training.step import Trainer
+from mtcli.core.training.step import Trainer, run_groups
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
 RATES = (
@@ -88,7 +88,7 @@ def samples(config):
 
 def as_array(runtime, configs, steps):
     """The array of these models and its steps."""
-    array = ModelArray(configs, array_groups(configs[0], runtime))
+    array = ModelArray(configs, run_groups(configs[0], runtime))
     for member in array.members:
         begin(member, array.members[0])
     widest = max(configs, key=lambda c: c.model.dropout + c.model.attention_dropout)
@@ -251,7 +251,7 @@ def compiled_difference(configs):
 def test_a_compiled_model_that_is_not_finite_stays_as_it_was(monkeypatch):
     compiled_by(monkeypatch, "aot_eager")
     configs = [compiled(config) for config in configs_of(GPT | SHALLOW)]
-    array = ModelArray(configs, array_groups(configs[0], ALONE))
+    array = ModelArray(configs, run_groups(configs[0], ALONE))
     for member in array.members:
         initialise(member)
     loader = ArrayLoader([MicroBatchLoader(Samples(c), c, array.groups) for c in configs])
@@ -273,7 +273,7 @@ def test_a_compiled_model_that_is_not_finite_stays_as_it_was(monkeypatch):
 def test_a_model_that_is_not_finite_stays_as_it_was_and_the_others_do_not_notice(precision):
     configs = configs_of(GPT, precision)
     sound, expected = as_array(ALONE, configs, 3)
-    array = ModelArray(configs, array_groups(configs[0], ALONE))
+    array = ModelArray(configs, run_groups(configs[0], ALONE))
     for member in array.members:
         initialise(member)
     loaders = [MicroBatchLoader(Samples(c), c, array.groups) for c in configs]
@@ -297,7 +297,7 @@ def test_a_model_that_is_not_finite_stays_as_it_was_and_the_others_do_not_notice
 def test_a_compacted_array_goes_on_as_before_with_the_models_that_are_left():
     configs = configs_of(LLAMA, "fp64")
     whole, expected = as_array(ALONE, configs, 4)
-    array = ModelArray(configs, array_groups(configs[0], ALONE))
+    array = ModelArray(configs, run_groups(configs[0], ALONE))
     for member in array.members:
         initialise(member)
     loader = ArrayLoader([MicroBatchLoader(Samples(c), c, array.groups) for c in configs])
@@ -360,7 +360,7 @@ def test_adapters_of_an_array_are_runs_of_their_own_on_one_base(case):
 @pytest.mark.parametrize("model", [GPT, BERT, BERT | CHOOSING], ids=["gpt", "masked", "choices"])
 def test_each_model_of_an_array_is_evaluated_as_alone(model):
     configs = configs_of(model)
-    array = ModelArray(configs, array_groups(configs[0], ALONE))
+    array = ModelArray(configs, run_groups(configs[0], ALONE))
     expected = []
     for member, config in zip(array.members, configs, strict=True):
         initialise(member)

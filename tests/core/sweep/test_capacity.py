@@ -11,7 +11,8 @@ from mtcli.core.plan.memory import memory
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep import run
-from mtcli.core.sweep.array import ModelArray, array_groups
+from mtcli.core.sweep.array import ModelArray
+from mtcli.core.training.step import run_groups
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 CONFIG = run_config(GPT | {"hidden_size": 64, "vocab_size": 1024}, lora={"rank": 2})
@@ -21,7 +22,7 @@ ADAPTER = 16 * count_adapters(CONFIG.model, CONFIG.lora)  # weights, gradients a
 
 def test_an_array_of_adapters_has_its_base_once():
     for count in (1, 2, 5):
-        array = ModelArray([CONFIG] * count, array_groups(CONFIG, ALONE))
+        array = ModelArray([CONFIG] * count, run_groups(CONFIG, ALONE))
         assert array.memory.bytes == BASE + count * ADAPTER
 
 

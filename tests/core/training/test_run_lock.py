@@ -246,6 +246,17 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path):
     assert (tmp_path / "mine").exists()
 
 
+def test_a_folder_in_the_place_of_the_lock_is_named(tmp_path):
+    lock = tmp_path / "run.lock"
+    lock.mkdir()
+    for start in (
+        held(tmp_path, resume=False).__enter__,
+        lambda: require_startable(tmp_path, False),
+    ):
+        with pytest.raises(MtcliError, match=f"{lock} is a folder, and a file is written there"):
+            start()
+
+
 def test_a_lock_that_was_removed_and_taken_by_another_is_left_to_it(tmp_path):
     lock = tmp_path / "run" / "run.lock"
     with held(tmp_path / "run", resume=False):

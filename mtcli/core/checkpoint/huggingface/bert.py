@@ -5,6 +5,7 @@ MLP and at the end (pre-LN): their tensors differ in the names of norms alone.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from mtcli.core.checkpoint.huggingface.family import (
     Family,
@@ -123,29 +124,23 @@ def with_heads(pre_training: Family, trunk: dict[str, TensorRule]) -> tuple[Fami
     shared = pre_training.constants | {"sentence_order": False}
     classifying = shared | {"tie_embeddings": False}
     free = tuple(field for field in pre_training.required if field.theirs != "tie_word_embeddings")
+
+    def with_head(kind: str, **changes: Any) -> Family:
+        return replace(pre_training, architecture=f"{name}For{kind}", told_by="", **changes)
+
     return (
         pre_training,
-        replace(
-            pre_training,
-            architecture=f"{name}ForMaskedLM",
-            told_by="",
-            constants=shared,
-            outer=trunk | MASKED,
-        ),
-        replace(
-            pre_training,
-            architecture=f"{name}ForSequenceClassification",
-            told_by="",
+        with_head("MaskedLM", constants=shared, outer=trunk | MASKED),
+        with_head(
+            "SequenceClassification",
             constants=classifying | {"head": "classification"},
             required=(*free, RequiredValue("problem_type", (None, "single_label_classification"))),
             outer=trunk | CLASSIFIER,
             read_more=read_labels,
             write_more=write_labels,
         ),
-        replace(
-            pre_training,
-            architecture=f"{name}ForMultipleChoice",
-            told_by="",
+        with_head(
+            "MultipleChoice",
             constants=classifying | {"head": "multiple_choice"},
             required=free,
             outer=trunk | CLASSIFIER,

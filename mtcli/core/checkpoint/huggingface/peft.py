@@ -5,6 +5,7 @@ A target's tensors are `base_model.model.<module>.lora_A.weight` [rank, in] and 
 """
 
 from collections.abc import Callable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,7 @@ def open_peft(folder: Path, open_base: Callable[[Path], Checkpoint]) -> Checkpoi
     own = Checkpoint(
         folder=folder,
         model=base.model,
-        config=None,
-        step=0,
-        extra={},
         tensors=tensors,
-        files={},
         tokenizer_folder=CheckpointFolder("peft", folder).tokenizer_folder,
         headers={WEIGHTS: header},
         format="peft",
@@ -134,10 +131,7 @@ def _of_b(key: str, shape: tuple[int, ...], target: str) -> StoredBox:
     """B of a target: rows of a fused projection are in our order, but those of GPT-2's c_attn,
     which has all queries first, then all keys and all values."""
     *outer, rank = shape
-    rows = 1
-    for size in outer:
-        rows *= size
-    zeros = (0,) * len(shape)
+    rows, zeros = prod(outer), (0,) * len(shape)
     if target == "c_attn":
         heads, slots, dim = outer
         return StoredBox(key, (rows, rank), (slots, heads, dim, rank), (1, 0, 2, 3), zeros)

@@ -48,11 +48,7 @@ def open_hf(folder: Path) -> Checkpoint:
     checkpoint = Checkpoint(
         folder=folder,
         model=model,
-        config=None,
-        step=0,
-        extra={},
         tensors=tensors,
-        files={},
         tokenizer_folder=CheckpointFolder("hf", folder).tokenizer_folder,
         headers=headers,
         format="hf",

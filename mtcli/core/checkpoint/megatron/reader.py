@@ -107,11 +107,8 @@ def open_megatron(folder: Path, model: ModelConfig | None) -> Checkpoint:
     return Checkpoint(
         folder=folder,
         model=model,
-        config=None,
         step=step if type(step) is int and step >= 0 else 0,
-        extra={},
         tensors=tensors,
-        files={},
         tokenizer_folder=None,
         headers=reader.headers,
         format="megatron",
@@ -159,8 +156,10 @@ class _Reader:
         """The boxes of a parameter in the chunks of a saved tensor."""
         name, layer = self._name(parameter)
         saved = self.saved[name]
-        self._check_chunks(name, saved)
-        self.used.add(name)
+        if name not in self.used:  # once for all layers
+            if fault := boxes_fault(saved.shape, [chunk.box for chunk in saved.chunks]):
+                raise damaged(self.folder / NAME, f"the chunks of {name} {fault}")
+            self.used.add(name)
         if saved.code not in DTYPE_OF_CODE:
             message = f"{name} is of a dtype in {self.folder} that cannot be loaded"
             raise wrong(message, "float64, float32, bfloat16 or float16")
@@ -182,13 +181,6 @@ class _Reader:
                 return name, layer
         message = f"{self.folder} has no tensor {options[0][0]}, which is {parameter.name}"
         raise wrong(message, "is the folder complete, and does --config say what it is?")
-
-    def _check_chunks(self, name: str, saved: ChunkedTensor) -> None:
-        """Raises MtcliError where elements are in no chunk or in two; once for all layers."""
-        if name in self.used:
-            return
-        if fault := boxes_fault(saved.shape, [chunk.box for chunk in saved.chunks]):
-            raise damaged(self.folder / NAME, f"the chunks of {name} {fault}")
 
     def _check_shape(
         self,

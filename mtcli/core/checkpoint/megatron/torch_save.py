@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 from mtcli.core.checkpoint.safetensors_file import CODE_BYTES, TensorEntry, damaged
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import open_untrusted
 
+Kind = TypeVar("Kind")
 Allowed = Callable[[str], bool]  # whether a global of a name such as "torch.Size" may occur
 
 NUMBERS_AND_TEXT = {
@@ -132,7 +133,7 @@ class _Decoder:
 
     def _append(self, values: list[Any]) -> None:
         target = self.stack[-1]
-        (target.items if isinstance(target, PickledObject) else _list(target)).extend(values)
+        (target.items if isinstance(target, PickledObject) else _of(list, target)).extend(values)
 
     def _set(self, values: list[Any]) -> None:
         pairs = [Pair(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
@@ -141,7 +142,7 @@ class _Decoder:
             target.items.extend(pairs)
             return
         for key, value in pairs:
-            _dict(target)[key if _is_plain(key) else _Key(key)] = value
+            _of(dict, target)[key if _is_plain(key) else _Key(key)] = value
 
     def _global(self, module: Any, name: Any) -> None:
         full = f"{module}.{name}"
@@ -152,14 +153,11 @@ class _Decoder:
 
     def _reduce(self, _: Any) -> None:
         function, arguments = self._pop(2)
-        self.stack.append(PickledObject(_named(function), arguments))
+        self.stack.append(PickledObject(_of(NamedClass, function).name, arguments))
 
     def _build(self, _: Any) -> None:
         (state,) = self._pop(1)
-        target = self.stack[-1]
-        if not isinstance(target, PickledObject):
-            raise TypeError
-        target.state = state
+        _of(PickledObject, self.stack[-1]).state = state
 
     def _persistent(self, _: Any) -> None:
         (key,) = self._pop(1)
@@ -220,29 +218,18 @@ HANDLERS: dict[str, Callable[[_Decoder, Any], None]] = {
 
 def pairs_of(value: Any) -> list[Pair]:
     """The pairs of a dictionary that was read."""
-    return [Pair(k.value if isinstance(k, _Key) else k, v) for k, v in _dict(value).items()]
+    return [Pair(k.value if isinstance(k, _Key) else k, v) for k, v in _of(dict, value).items()]
 
 
 def _is_plain(key: Any) -> bool:
     return isinstance(key, str | bytes | int | float | None)
 
 
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
+def _of(kind: type[Kind], value: Any) -> Kind:
+    """The value. Raises TypeError where it is of another kind."""
+    if not isinstance(value, kind):
         raise TypeError
     return value
-
-
-def _dict(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise TypeError
-    return value
-
-
-def _named(value: Any) -> str:
-    if not isinstance(value, NamedClass):
-        raise TypeError
-    return value.name
 
 
 class ByteRange(NamedTuple):

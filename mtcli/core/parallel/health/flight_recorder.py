@@ -36,11 +36,9 @@ class QueueMark(Protocol):
 
     def reached(self) -> bool:
         """Whether the device has got past it."""
-        ...
 
     def seconds_since(self, earlier: Any) -> float:
         """The device's seconds from an earlier mark; both are reached."""
-        ...
 
 
 class Members(Protocol):
@@ -49,22 +47,18 @@ class Members(Protocol):
     @property
     def name(self) -> str:
         """The axis."""
-        ...
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Ranks of the world, in grid order."""
-        ...
 
     @property
     def rank(self) -> int:
         """This rank's place in `ranks`."""
-        ...
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        ...
 
 
 class Call:
@@ -124,11 +118,9 @@ class CallObserver(Protocol):
 
     def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
         """Notes a collective on x, before it starts."""
-        ...
 
     def waited(self, call: Call, seconds: float) -> None:
         """Notes that a call has ended, for which its thread waited."""
-        ...
 
 
 class CallCounter(Protocol):
@@ -136,11 +128,9 @@ class CallCounter(Protocol):
 
     def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
         """Notes a collective on x, before it starts."""
-        ...
 
     def add(self, count: int) -> None:
         """Adds bytes that are sent by no collective of ours."""
-        ...
 
 
 Check = Callable[[Call, "Tensor | None", object], None]
@@ -167,9 +157,8 @@ class FlightRecorder:
         self.step = 0  # of training: the one that runs
         self.progress = 0  # parts of saves that this rank has written
         self.traffic: CallObserver | None = None  # profile counts bytes and waits of a step here
-        self.sync_traffic: CallCounter | None = (
-            None  # training counts data parallelism's bytes here
-        )
+        # Training counts data parallelism's bytes here.
+        self.sync_traffic: CallCounter | None = None
 
     def call(
         self,

@@ -52,8 +52,7 @@ class Traffic:
         """Adds what a collective on x makes this rank send."""
         if x is None or call.op == "recv":
             return
-        size, rows = x.numel() * x.element_size(), len(x) if x.dim() else 1
-        for peer, count in sent_by(call, size, rows, detail).items():
+        for peer, count in sent_by(call, x, detail).items():
             self._add(call.axis, peer, count)
 
     def add(self, axis: Members, size: int) -> None:
@@ -95,13 +94,12 @@ class SyncTraffic:
         """Adds what a collective on x makes this rank send, if it is data parallelism's."""
         if call.axis.name not in self.axes or x is None or call.op == "recv":
             return
-        size, rows = x.numel() * x.element_size(), len(x) if x.dim() else 1
-        self._bytes += sum(sent_by(call, size, rows, detail).values())
+        self._bytes += sum(sent_by(call, x, detail).values())
 
 
-def sent_by(call: Call, size: int, rows: int, detail: object) -> dict[int, int]:
-    """Bytes for each index in the axis that a call sends to; its tensor has `size` bytes."""
-    axis = call.axis
+def sent_by(call: Call, x: "Tensor", detail: object) -> dict[int, int]:
+    """Bytes for each index in the axis that a call on x sends to."""
+    axis, size, rows = call.axis, x.numel() * x.element_size(), len(x) if x.dim() else 1
     n, after = axis.size, (axis.rank + 1) % axis.size
     if call.op == "all_to_all_v":
         assert isinstance(detail, tuple), f"{call.op} tells its rows"

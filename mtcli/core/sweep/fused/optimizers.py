@@ -25,16 +25,23 @@ class FusedOptimizer:
     `only` chooses parameters by name: two optimizers may have different ones of one model.
     """
 
-    states: tuple[str, ...] = ()  # tensors like a parameter, zero at first
+    states: tuple[str, ...]  # tensors like a parameter, zero at first
+    defaults: dict[str, Any]  # hyper-parameters besides lr
 
     def __init__(
         self,
         model: FusedModels,
-        values: dict[str, Any],
+        lr: Values = 1e-3,
+        *,
         only: Callable[[str], bool] = lambda name: True,
+        **values: Any,
     ) -> None:
-        self.size = model.array.size
-        self.values = {name: per_model(value, self.size, name) for name, value in values.items()}
+        """`values` are hyper-parameters by name; those that are left out have their `defaults`."""
+        if unknown := sorted(set(values) - set(self.defaults)):
+            known = ", ".join(["lr", *self.defaults])
+            raise wrong(f"unknown hyper-parameters {', '.join(unknown)}", known)
+        self.size, every = model.array.size, {"lr": lr} | self.defaults | values
+        self.values = {name: per_model(value, self.size, name) for name, value in every.items()}
         slots = [s for s in model.named_slots() if s[1].requires_grad and only(s[0])]
         if not slots:
             raise wrong("no parameter to train has a name that `only` takes")
@@ -74,12 +81,18 @@ class FusedOptimizer:
             if flags[b] and parameters[b]:
                 self.counts[b] += 1
                 state = {kind: lists[b] for kind, lists in states.items()}
-                self.update(b, parameters[b], gradients[b], state)
+                settings = {name: values[b] for name, values in self.values.items()}
+                self.update(parameters[b], gradients[b], state, settings, self.counts[b])
 
     def update(
-        self, b: int, parameters: list[Tensor], gradients: list[Tensor], state: dict[str, list]
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        state: dict[str, list[Tensor]],
+        settings: dict[str, Any],
+        count: int,
     ) -> None:
-        """Updates model b in place."""
+        """Updates one model in place, for the `count`th time."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -102,68 +115,47 @@ class FusedOptimizer:
 
 
 class SGD(FusedOptimizer):
-    """torch.optim.SGD, each model with its lr, momentum, dampening, weight_decay and nesterov."""
+    """torch.optim.SGD, each model with its lr, momentum, dampening, weight_decay (0 each) and
+    nesterov (False)."""
 
     states = ("momentum_buffer",)
+    defaults = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 
-    def __init__(
-        self,
-        model: FusedModels,
-        lr: Values = 1e-3,
-        *,
-        only: Callable[[str], bool] = lambda name: True,
-        **values: Any,
-    ) -> None:
-        """`values`: momentum, dampening, weight_decay (0 each) and nesterov (False)."""
-        defaults = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
-        super().__init__(model, {"lr": lr} | _known(defaults, values), only)
-
-    def update(self, b, parameters, gradients, state) -> None:
-        """Updates model b in place."""
-        settings = {name: values[b] for name, values in self.values.items()}
+    def update(self, parameters, gradients, state, settings, count) -> None:
+        """Updates one model in place."""
         torch._fused_sgd_(
             parameters,
             gradients,
             state["momentum_buffer"] if settings["momentum"] else [],
             maximize=False,
-            is_first_step=self.counts[b] == 1,
+            is_first_step=count == 1,
             **settings,
         )
 
 
 class Adam(FusedOptimizer):
-    """torch.optim.Adam, each model with its lr, betas, eps, weight_decay and amsgrad."""
+    """torch.optim.Adam, each model with its lr, betas (0.9, 0.999), eps (1e-8), weight_decay (0)
+    and amsgrad (False)."""
 
-    states = ("exp_avg", "exp_avg_sq")
     kernel = staticmethod(torch._fused_adam_)
     defaults = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 
-    def __init__(
-        self,
-        model: FusedModels,
-        lr: Values = 1e-3,
-        *,
-        only: Callable[[str], bool] = lambda name: True,
-        **values: Any,
-    ) -> None:
-        """`values`: betas (0.9, 0.999), eps (1e-8), weight_decay and amsgrad (False)."""
-        chosen = _known(self.defaults, values)
-        if any(per_model(chosen["amsgrad"], model.array.size, "amsgrad")):
-            self.states = (*self.states, "max_exp_avg_sq")
-        super().__init__(model, {"lr": lr} | chosen, only)
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The moments, and with amsgrad the largest second one."""
+        return ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * any(self.values["amsgrad"]))
 
-    def update(self, b, parameters, gradients, state) -> None:
-        """Updates model b in place."""
-        settings = {name: values[b] for name, values in self.values.items()}
+    def update(self, parameters, gradients, state, settings, count) -> None:
+        """Updates one model in place."""
         beta1, beta2 = settings.pop("betas")
-        count = torch.full((), float(self.counts[b]), device=parameters[0].device)
+        updates = torch.full((), float(count), device=parameters[0].device)
         self.kernel(
             parameters,
             gradients,
             state["exp_avg"],
             state["exp_avg_sq"],
             state["max_exp_avg_sq"] if settings["amsgrad"] else [],
-            [count] * len(parameters),
+            [updates] * len(parameters),
             beta1=beta1,
             beta2=beta2,
             maximize=False,
@@ -181,27 +173,16 @@ class AdamW(Adam):
 class LAMB(FusedOptimizer):
     """LAMB (arXiv:1904.00962, algorithm 2) with a trust ratio per model and parameter.
 
-    Moments are without bias correction and ratios within bounds, as in `mtcli train`.
+    Moments are without bias correction and ratios within bounds, as in `mtcli train`. Models have
+    their lr, betas (0.9, 0.999), eps (1e-6), weight_decay (0.01) and trust_bounds (0.01, 10).
     """
 
     states = ("exp_avg", "exp_avg_sq")
+    defaults = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2}
+    defaults |= {"trust_bounds": (0.01, 10.0)}
 
-    def __init__(
-        self,
-        model: FusedModels,
-        lr: Values = 1e-3,
-        *,
-        only: Callable[[str], bool] = lambda name: True,
-        **values: Any,
-    ) -> None:
-        """`values`: betas, eps (1e-6), weight_decay (0.01), trust_bounds (0.01, 10)."""
-        defaults = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2}
-        defaults |= {"trust_bounds": (0.01, 10.0)}
-        super().__init__(model, {"lr": lr} | _known(defaults, values), only)
-
-    def update(self, b, parameters, gradients, state) -> None:
-        """Updates model b in place."""
-        settings = {name: values[b] for name, values in self.values.items()}
+    def update(self, parameters, gradients, state, settings, count) -> None:
+        """Updates one model in place."""
         (beta1, beta2), m, v = settings["betas"], state["exp_avg"], state["exp_avg_sq"]
         torch._foreach_lerp_(m, gradients, 1.0 - beta1)
         torch._foreach_mul_(v, beta2)
@@ -248,9 +229,3 @@ def _like(parameter: Tensor) -> Tensor:
     if gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)
-
-
-def _known(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(values) - set(defaults)):
-        raise wrong(f"unknown hyper-parameters {', '.join(unknown)}", ", ".join(["lr", *defaults]))
-    return defaults | values
