@@ -285,8 +285,8 @@ class Sweep:
         return packed
 
     def capacity(self, config: RunConfig) -> int:
-        """The models of an array of such a config."""
-        return capacity(config, self.runtime)
+        """The models of an array of such a config: what the rank with least memory takes."""
+        return min(gather_values(capacity(config, self.runtime), self.world))
 
     def _stops(self) -> bool:
         return self.signal.received > 0 or (self.plan.output / STOP_FILE).is_file()
