@@ -232,7 +232,6 @@ class Sweep:
                 self.interrupted = not live.train(until)
                 if not self.interrupted and until < live.shape.train.steps:
                     live.save()
-                    live.finish_saves()
                 self._close(live)
 
     def _keep_best(
@@ -262,7 +261,11 @@ class Sweep:
         return live
 
     def _close(self, live: LiveArray) -> None:
-        """Records what an array has trained, and which of its models are finished."""
+        """Records what an array has trained, and which of its models are finished.
+
+        Raises MtcliError where the last save of any failed.
+        """
+        live.finish_saves()
         for seat in live.seats:
             record = seat.record
             finished = len(record.losses) >= record.trial.config.train.steps
