@@ -147,6 +147,27 @@ def stop_after_two_steps(rank):
     board.Board.stepped = told
 
 
+def test_ranks_that_a_launcher_starts_again_go_on_with_their_sweep(tmp_path):
+    config = write_run(tmp_path, train={"steps": 4, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-3,3e-3")
+    job = {"TORCHELASTIC_RUN_ID": "one"}
+    assert sweep(config, *words, fault=stop_after_two_steps, **job).returncode == 130
+    refused = sweep(config, *words, TORCHELASTIC_RUN_ID="other", TORCHELASTIC_RESTART_COUNT="1")
+    assert refused.returncode == 2 and "--resume goes on with them" in refused.stderr
+    again = sweep(config, *words, **job, TORCHELASTIC_RESTART_COUNT="1")
+    assert again.returncode == 0 and "from step 2 of 4" in again.stderr
+
+
+def test_a_launcher_s_ranks_refuse_the_study_of_another_sweep(tmp_path):
+    pytest.importorskip("optuna")
+    config = write_run(tmp_path, train={"steps": 2, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-4..1e-2", "--sampler", "optuna")
+    assert sweep(config, *words, "--random", "2").returncode == 0
+    refused = sweep(config, *words, "--random", "3")
+    assert refused.returncode == 2 and "--resume" in refused.stderr
+    assert len(outcomes(tmp_path / "out")) == 2
+
+
 def outcomes(folder):
     trials = json.loads((folder / "sweep.json").read_text())["trials"]
     return {t["name"]: (t["status"], t["steps"], t["reason"]) for t in trials}

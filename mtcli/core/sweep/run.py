@@ -33,6 +33,7 @@ from mtcli.core.sweep.run_plan import SweepPlan, plan_notes, planned
 from mtcli.core.sweep.sampling import Proposals, SamplingPlan
 from mtcli.core.sweep.stopping import Hyperband, Rung, below_median, best
 from mtcli.core.sweep.trials import Trial, name_of, partitions
+from mtcli.core.training.run_lock import is_continued
 from mtcli.core.training.state import require_same_run
 
 MOST_ASKED = 8  # trials that a sampler is asked for at once, which know nothing of each other
@@ -46,6 +47,7 @@ class Sweep:
         self.plan, self.runtime, self.peak = plan, runtime, peak
         self.world = world_axis(runtime.rank, runtime.world, runtime.recorder)
         self.signal = StopSignal()
+        self.resumes = plan.resume or self._was_started_before()
         self.records = self._records()
         self.by_name = {record.name: record for record in self.records}
         self.arrays: list[ArrayRecord] = []
@@ -104,15 +106,19 @@ class Sweep:
             return about
         return records_of.write(self.plan.output, about, self.records)
 
+    def _was_started_before(self) -> bool:
+        """Whether the launcher starts this sweep's ranks again, as rank 0 finds it."""
+        folders, attempt = self.plan.output.iterdir(), self.runtime.attempt
+        return bool(gather_values(any(is_continued(f, attempt) for f in folders), self.world)[0])
+
     def _records(self) -> list[TrialRecord]:
         """The records of all trials, as rank 0 finds them."""
         plan = self.plan
-        if plan.sampling:
-            return []
 
         def found() -> list[TrialRecord]:
-            records_of.require_startable(plan.trials, plan.output, plan.resume)
-            return self._restored(plan.trials, plan.hyperband is None)
+            if not (plan.sampling and self.resumes):  # the trials that it had are the study's
+                records_of.require_startable(plan.trials, plan.output, self.resumes)
+            return [] if plan.sampling else self._restored(plan.trials, plan.hyperband is None)
 
         return together(self.world, found)
 
