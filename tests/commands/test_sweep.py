@@ -7,7 +7,10 @@ from chats import save_model, sums, write_lines
 from command_line import mtcli
 from tiny import metrics, write_run
 
+from mtcli.core.checkpoint.folder import step_folders, step_of
 from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.errors import failed
+from mtcli.core.training import save as saving
 
 RUN = {"train": {"steps": 6, "precision": "fp64", "save_every": 3}}
 
@@ -18,6 +21,12 @@ def sweep(config, *words, out="out", **options):
 
 def curves(folder):
     return [(row["step"], row["loss"], row["lr"], row["grad_norm"]) for row in metrics(folder)]
+
+
+def saved_steps(out):
+    """The names of trials, and the steps of their checkpoints."""
+    folders = sorted(out.glob("*/checkpoints"))
+    return [(f.parent.name, [step_of(step) for step in step_folders(f)]) for f in folders]
 
 
 def assert_same_run(made, wanted, tolerance=1e-10):
@@ -138,6 +147,27 @@ def stop_after_two_steps(rank):
     board.Board.stepped = told
 
 
+def test_ranks_that_a_launcher_starts_again_go_on_with_their_sweep(tmp_path):
+    config = write_run(tmp_path, train={"steps": 4, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-3,3e-3")
+    job = {"TORCHELASTIC_RUN_ID": "one"}
+    assert sweep(config, *words, fault=stop_after_two_steps, **job).returncode == 130
+    refused = sweep(config, *words, TORCHELASTIC_RUN_ID="other", TORCHELASTIC_RESTART_COUNT="1")
+    assert refused.returncode == 2 and "--resume goes on with them" in refused.stderr
+    again = sweep(config, *words, **job, TORCHELASTIC_RESTART_COUNT="1")
+    assert again.returncode == 0 and "from step 2 of 4" in again.stderr
+
+
+def test_a_launcher_s_ranks_refuse_the_study_of_another_sweep(tmp_path):
+    pytest.importorskip("optuna")
+    config = write_run(tmp_path, train={"steps": 2, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-4..1e-2", "--sampler", "optuna")
+    assert sweep(config, *words, "--random", "2").returncode == 0
+    refused = sweep(config, *words, "--random", "3")
+    assert refused.returncode == 2 and "--resume" in refused.stderr
+    assert len(outcomes(tmp_path / "out")) == 2
+
+
 def outcomes(folder):
     trials = json.loads((folder / "sweep.json").read_text())["trials"]
     return {t["name"]: (t["status"], t["steps"], t["reason"]) for t in trials}
@@ -211,6 +241,30 @@ def test_trials_on_data_ranks_end_early_where_they_do_on_one(tmp_path):
     one, two = (outcomes(tmp_path / out) for out in ("out1", "out2"))
     assert {name: told[:2] for name, told in two.items()} == {n: t[:2] for n, t in one.items()}
     assert sorted(told[0] for told in two.values())[0::3] == ["diverged", "stopped"]
+
+
+def saves_fail_at_step_two(rank):
+    def save(root, step, *arguments, **options):
+        if step == 2:
+            raise failed("no space left on device")
+        return saves(root, step, *arguments, **options)
+
+    saves, saving.save = saving.save, save
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_save_that_fails_leaves_a_sweep_going(nproc, tmp_path):
+    """Also where a rule compares trials at the step of that save, and one ends there unsaved."""
+    config = write_run(tmp_path, train={"steps": 6, "save_every": 2, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-6,1e-2,2e-2", "--median", "2", "--nproc", nproc)
+    done = sweep(config, *words, fault=saves_fail_at_step_two)
+    assert done.stderr.count("the run goes on") == 4
+    assert done.returncode == 1 and done.errors[0].count("error:") == 1
+    saved = {"lr=0.01": [4, 6], "lr=0.02": [4, 6]}
+    assert {name: steps for name, steps in saved_steps(tmp_path / "out") if steps} == saved
+    again = sweep(config, *words, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert dict(saved_steps(tmp_path / "out")) == saved | {"lr=1e-06": [2]}
 
 
 def test_seeds_of_shared_batches_are_runs_of_that_order(tmp_path):

@@ -124,6 +124,15 @@ def test_a_run_goes_on_bit_for_bit_on_the_same_layout(home, base, tmp_path):
     assert all(torch.equal(one.read(name), other.read(name)) for name in one.names())
 
 
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_run_prunes_the_checkpoint_that_it_has_resumed_from(nproc, home, base, tmp_path):
+    again = copied(base[0], tmp_path, 4)
+    flags = ["--resume", "--nproc", nproc]
+    done = train(home, to(again), "train.keep=1", flags=flags, by=launched)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (again / "checkpoints").iterdir()] == ["step-00000006"]
+
+
 def test_a_run_goes_on_with_the_same_curve_on_another_layout(home, base, tmp_path):
     again = copied(base[0], tmp_path, 4)
     layout = ["parallel.tp=2", "batch.micro_batch_size=2"]

@@ -89,6 +89,11 @@ class Checkpoint:
     adapters: "Adapters | None" = None
     """where the folder holds adapters alone: the tensors here are then the merged model's"""
 
+    def close(self) -> None:
+        """Closes its files, of which no more is read, and lets it be pruned."""
+        self.open_files.close()
+        self.lock.release()
+
     def names(self) -> list[str]:
         """The names of all tensors."""
         return list(self.tensors)

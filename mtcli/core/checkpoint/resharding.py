@@ -75,9 +75,14 @@ class OpenFiles:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return OpenFiles, ()  # another process opens its own
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Closes all."""
         for file in self._files.values():
             file.close()
+        self._files.clear()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def intersection(a: Box, b: Box) -> Box | None:

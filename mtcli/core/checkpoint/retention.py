@@ -1,7 +1,8 @@
 """Retention of a run's checkpoints, and the lock that keeps those that are being read.
 
-Whoever opens a checkpoint takes a shared lock on its manifest, which is released with the
-`Checkpoint` or the process. Pruning needs the lock alone, and passes over what it does not get.
+Whoever opens a checkpoint takes a shared lock on its manifest, which is released when the
+`Checkpoint` is closed or collected, and with the process. Pruning needs the lock alone, and passes
+over what it does not get.
 """
 
 import fcntl
@@ -29,6 +30,11 @@ class ReadLock:
 
     def __reduce__(self) -> tuple[type["ReadLock"], tuple[()]]:
         return ReadLock, ()
+
+    def release(self) -> None:
+        """Lets the checkpoint be pruned."""
+        if self._file:
+            self._file.close()
 
 
 def lock_for_reading(folder: Path) -> ReadLock:

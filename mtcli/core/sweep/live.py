@@ -92,6 +92,7 @@ class LiveArray:
         saving = saving_ranks(self.groups)
         pairs = zip(trials, self.array.members, starts, self.loader.loaders, strict=True)
         self.seats = [self._seat(*pair, saving) for pair in pairs]
+        self.savers = [seat.saver for seat in self.seats]
         self.first_step, self.seconds, self.tokens = self.array.step, 0.0, 0
         self.names = [record.name for record in trials]
 
@@ -134,7 +135,8 @@ class LiveArray:
             self.watcher.stepped([seat.record for seat in self.seats], tokens / steps[0].seconds)
             for seat in self.seats:
                 seat.saver.poll()
-        self.finish_saves()
+        for seat in self.seats:
+            seat.saver.wait()
         return not stopped
 
     def stop(self, names: Sequence[str], reason: str) -> None:
@@ -155,11 +157,14 @@ class LiveArray:
     def _save(self, seat: Seat) -> None:
         seat.saver.save(progress(seat.member, seat.samples, seat.base))
         if self.groups.world.size > 1:
-            seat.saver.finish()
+            seat.saver.wait()
 
     def finish_saves(self) -> None:
-        """Waits for saves. Raises MtcliError with those that failed."""
-        collect_errors(*(seat.saver.finish for seat in self.seats))
+        """Waits for the saves of all models, those that left included.
+
+        Raises MtcliError with those whose last one failed.
+        """
+        collect_errors(*(saver.finish for saver in self.savers))
 
     def facts(self) -> ArrayRecord:
         """What was trained."""
@@ -207,7 +212,7 @@ class LiveArray:
     def _leave(self, ended: Sequence[int]) -> None:
         """Goes on without some models, once their saves have ended."""
         for index in ended:
-            self.seats[index].saver.finish()
+            self.seats[index].saver.wait()
             self.seats[index].records.close()
             if self.runtime.rank == 0:  # which holds the folders
                 self.locks[self.seats[index].record.name].close()

@@ -107,21 +107,22 @@ def saved_step(trial: Trial) -> int:
 def restored(trials: Sequence[Trial], output: Path, keeps_stopped: bool) -> list[TrialRecord]:
     """The records of trials as the run folders and sweep.json of an earlier start have them.
 
-    Unless it `keeps_stopped`, what a rule has stopped is decided again, from the same losses.
+    Unless it `keeps_stopped`, what a rule has stopped is decided again, from the same losses; so it
+    is where the save of a trial as it was stopped failed.
     """
     known = _told(output)
     records = [TrialRecord(trial) for trial in trials]
     for record in records:
         before, step = known.get(record.name, {}), saved_step(record.trial)
         record.read_losses(step)
+        told = before.get("steps")
+        steps = told if type(told) is int else step
         if step >= record.trial.config.train.steps:
             record.end("finished")
         elif before.get("status") == "diverged":
-            steps = before.get("steps")
-            longest = record.trial.config.train.steps
-            record.read_losses(min(steps, longest) if type(steps) is int else step)
+            record.read_losses(min(steps, record.trial.config.train.steps))
             record.end("diverged", str(before.get("reason", "")))
-        elif keeps_stopped and before.get("status") == "stopped":
+        elif keeps_stopped and before.get("status") == "stopped" and step >= steps:
             record.end("stopped", str(before.get("reason", "")))
     return records
 

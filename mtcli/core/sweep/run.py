@@ -33,6 +33,7 @@ from mtcli.core.sweep.run_plan import SweepPlan, plan_notes, planned
 from mtcli.core.sweep.sampling import Proposals, SamplingPlan
 from mtcli.core.sweep.stopping import Hyperband, Rung, below_median, best
 from mtcli.core.sweep.trials import Trial, name_of, partitions
+from mtcli.core.training.run_lock import is_continued
 from mtcli.core.training.state import require_same_run
 
 MOST_ASKED = 8  # trials that a sampler is asked for at once, which know nothing of each other
@@ -46,6 +47,7 @@ class Sweep:
         self.plan, self.runtime, self.peak = plan, runtime, peak
         self.world = world_axis(runtime.rank, runtime.world, runtime.recorder)
         self.signal = StopSignal()
+        self.resumes = plan.resume or self._was_started_before()
         self.records = self._records()
         self.by_name = {record.name: record for record in self.records}
         self.arrays: list[ArrayRecord] = []
@@ -104,15 +106,19 @@ class Sweep:
             return about
         return records_of.write(self.plan.output, about, self.records)
 
+    def _was_started_before(self) -> bool:
+        """Whether the launcher starts this sweep's ranks again, as rank 0 finds it."""
+        folders, attempt = self.plan.output.iterdir(), self.runtime.attempt
+        return bool(gather_values(any(is_continued(f, attempt) for f in folders), self.world)[0])
+
     def _records(self) -> list[TrialRecord]:
         """The records of all trials, as rank 0 finds them."""
         plan = self.plan
-        if plan.sampling:
-            return []
 
         def found() -> list[TrialRecord]:
-            records_of.require_startable(plan.trials, plan.output, plan.resume)
-            return self._restored(plan.trials, plan.hyperband is None)
+            if not (plan.sampling and self.resumes):  # the trials that it had are the study's
+                records_of.require_startable(plan.trials, plan.output, self.resumes)
+            return [] if plan.sampling else self._restored(plan.trials, plan.hyperband is None)
 
         return together(self.world, found)
 
@@ -137,7 +143,7 @@ class Sweep:
             self.world, lambda: Proposals(sampling, self.plan.output) if speaks else None
         )
         shape = self.plan.trials[0].config
-        size = self.plan.max_fused or min(capacity(shape, self.runtime), MOST_ASKED)
+        size = self.plan.max_fused or min(self.capacity(shape), MOST_ASKED)
         self._proposed(gather_values(study.done() if study else None, self.world)[0])
         while not self.interrupted:
             own = study.ask(size) if study else None
@@ -232,7 +238,6 @@ class Sweep:
                 self.interrupted = not live.train(until)
                 if not self.interrupted and until < live.shape.train.steps:
                     live.save()
-                    live.finish_saves()
                 self._close(live)
 
     def _keep_best(
@@ -262,7 +267,11 @@ class Sweep:
         return live
 
     def _close(self, live: LiveArray) -> None:
-        """Records what an array has trained, and which of its models are finished."""
+        """Records what an array has trained, and which of its models are finished.
+
+        Raises MtcliError where the last save of any failed.
+        """
+        live.finish_saves()
         for seat in live.seats:
             record = seat.record
             finished = len(record.losses) >= record.trial.config.train.steps
@@ -278,11 +287,15 @@ class Sweep:
         packed = []
         for same in by_step.values():
             largest = max((r.trial.config for r in same), key=lambda config: config.lora.rank)
-            most = self.plan.max_fused or capacity(largest, self.runtime)
+            most = self.plan.max_fused or self.capacity(largest)
             number = -(-len(same) // most)
             size = -(-len(same) // number)
             packed += [same[first : first + size] for first in range(0, len(same), size)]
         return packed
+
+    def capacity(self, config: RunConfig) -> int:
+        """The models of an array of such a config: what the rank with least memory takes."""
+        return min(gather_values(capacity(config, self.runtime), self.world))
 
     def _stops(self) -> bool:
         return self.signal.received > 0 or (self.plan.output / STOP_FILE).is_file()

@@ -97,6 +97,7 @@ def _train(
     samples = ConsumedSamples(config, loader.batches, hashes, loader.subset)
     last_good = restore(trainer, samples, start)
     base = base_record(trainer, start)
+    start.close()
     adopt_current(loader, config, runtime, trainer.step)
     for note in starting_notes(config, start) if runtime.rank == 0 else ():
         sys.stderr.write(f"{note}\n")

@@ -72,7 +72,7 @@ def held(
     path = folder / LOCK
     with folder_of(FIELD, folder):
         made = not folder.exists()
-        own = attempt is not None and attempt.continues(_record(folder))
+        own = attempt is not None and is_continued(folder, attempt)
         file, before = _take_in_turn(path, patience if own else 0.0)
     try:
         _require_no_run(folder, resume or own)
@@ -84,6 +84,11 @@ def held(
             if made:
                 folder.rmdir()  # only where nothing was written
         os.close(file)
+
+
+def is_continued(folder: Path, attempt: Attempt) -> bool:
+    """Whether an earlier attempt of the same launch trained the run of a folder."""
+    return attempt.continues(_record(folder))
 
 
 def _require_no_run(folder: Path, resume: bool) -> None:

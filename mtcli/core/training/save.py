@@ -133,9 +133,13 @@ class Saver:
         if self.pending is not None and self.pending.is_done():
             self._collect()
 
+    def wait(self) -> None:
+        """Waits for the save in flight; one that fails is logged, and leaves the run going."""
+        self._collect(training=False)
+
     def finish(self) -> None:
         """Waits for the save in flight. Raises MtcliError where the last one failed."""
-        self._collect(training=False)
+        self.wait()
         if self.fault:
             good = f"the last good checkpoint is {self.last_good}"
             hint = f"{good if self.last_good else 'there is no good checkpoint'}; free some space, "

@@ -73,10 +73,20 @@ class StartingPoint(NamedTuple):
         """The steps that are done."""
         return self.checkpoint.step if self.checkpoint and self.is_own else 0
 
+    def close(self) -> None:
+        """Closes the run's own checkpoint, which its saves may then prune."""
+        if self.checkpoint and self.is_own:
+            _own(self.checkpoint).close()
+
     def __str__(self) -> str:
         if self.checkpoint is None:
             return "the seed"
         return f"{self.checkpoint.folder}, step {self.checkpoint.step}"
+
+
+def _own(checkpoint: Checkpoint) -> Checkpoint:
+    """What a run has saved: its adapters alone, where it trains adapters."""
+    return checkpoint.adapters.own if checkpoint.adapters else checkpoint
 
 
 def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
@@ -133,7 +143,7 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
 
     The rate of the routers' biases may change, not whether there are any.
     """
-    before = (checkpoint.adapters.own if checkpoint.adapters else checkpoint).config
+    before = _own(checkpoint).config
     if before is None:
         return
     fixed = {field: (attrgetter(field)(before), attrgetter(field)(config)) for field in FIXED}
@@ -279,7 +289,7 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     MtcliError where the manifest's counters make no sense.
     """
     model, groups, done = trainer.config.model, trainer.groups, progress_of(checkpoint)
-    saved = checkpoint.adapters.own if checkpoint.adapters else checkpoint
+    saved = _own(checkpoint)
     count, same = saved.replicas, saved.replicas in (1, groups.replicas.size)
     if saved.replicas > 1:
         saved = saved.replica(groups.replicas.rank) if same else saved.averaged()

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import torch
-from tiny import GPT, run_config
+from ranks import run_ranks
+from tiny import GPT, run_config, write_run
 
 from mtcli.core.mesh.parameters import count_adapters, count_parameters
 from mtcli.core.plan.hardware import HERE
@@ -12,6 +13,7 @@ from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep import run
 from mtcli.core.sweep.array import ModelArray
+from mtcli.core.sweep.run_plan import sweep_plan
 from mtcli.core.training.step import run_groups
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -35,6 +37,22 @@ def test_an_array_of_adapters_is_planned_with_its_base_once(monkeypatch):
     device = replace(HERE, memory_bytes=usable / share)
     monkeypatch.setattr(run, "_device", lambda runtime: device)
     assert run.capacity(CONFIG, ALONE) == 7
+
+
+def _arrays(runtime, config, output):
+    flags = ("random", "seeds", "shared_batches", "hyperband", "median", "max_fused", "sampler")
+    asked = dict.fromkeys((*flags, "init", "resume")) | {"vary": ["optimizer.lr=1e-3,2e-3,3e-3"]}
+    sweep = run.Sweep(sweep_plan(config, (), output, runtime.world, asked), runtime, 1.0)
+    run._device = lambda runtime: replace(HERE, memory_bytes=HERE.memory_bytes * 2**runtime.rank)
+    own = run.capacity(sweep.plan.trials[0].config, runtime)
+    return own, sweep.capacity(sweep.plan.trials[0].config)
+
+
+def test_ranks_agree_on_arrays_though_each_reads_other_free_memory(tmp_path):
+    (least, agreed), (most, same) = run_ranks(
+        2, _arrays, str(write_run(tmp_path)), tmp_path / "out"
+    )
+    assert agreed == same == least < most
 
 
 def test_models_whose_gemms_fill_a_core_are_trained_one_after_another():
