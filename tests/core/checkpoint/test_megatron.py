@@ -122,6 +122,25 @@ def test_all_arguments_that_we_have_no_way_of_are_named():
     ]
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"no_rope_freq": [0, 1]},
+        {"glu_linear_offset": 1.0},
+        {"activation_func_clamp_value": 7.0},
+        {"attention_output_gate": True},
+        {"moe_apply_probs_on_input": True},
+        {"moe_router_topk_limited_devices": 2},
+        {"moe_router_load_balancing_type": "sinkhorn"},
+    ],
+    ids=str,
+)
+def test_an_argument_that_changes_what_is_computed_is_refused(changed):
+    (name,) = changed
+    with pytest.raises(MtcliError, match=f"common.pt: {name}=.* cannot be represented"):
+        model_of(megatron_saves.MOE | changed, Path("x/common.pt"))
+
+
 def test_an_argument_that_refers_to_itself_many_times_is_shown_in_short():
     bomb = []
     for _ in range(100):  # 2**100 characters written out
