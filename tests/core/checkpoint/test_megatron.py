@@ -73,6 +73,16 @@ def test_a_run_s_folder_is_its_latest_iteration(saved, tmp_path):
     assert open_checkpoint(tmp_path).folder == tmp_path / "iter_0000012"
 
 
+@pytest.mark.parametrize("text", ["13\n", "release\n", "", "x"])
+def test_a_latest_iteration_that_is_not_there_is_named(tmp_path, text):
+    (tmp_path / "iter_0000012").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    name = "iter_0000013" if text.startswith("13") else "release"
+    with pytest.raises(MtcliError, match=f"txt says .*, and there is no .*{name}") as error:
+        open_checkpoint(tmp_path)
+    assert "the folder of a checkpoint: iter_0000012" in str(error.value)
+
+
 def test_rows_that_pad_the_vocabulary_are_left_out(saved):
     whole = open_checkpoint(saved / "gpt")
     fewer = open_checkpoint(saved / "gpt", whole.model.model_copy(update={"vocab_size": 61}))
