@@ -11,7 +11,7 @@ from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.untrusted import open_untrusted, shown
+from mtcli.core.config.untrusted import listed, open_untrusted, shown
 from mtcli.core.runtime.atomic_writes import folder_of
 
 CHECKPOINTS = "checkpoints"  # of a run folder
@@ -89,6 +89,12 @@ def _find_megatron(path: Path) -> Path | None:
         with open_untrusted(latest) as file:
             text = file.read(MAX_LATEST).decode(errors="replace").strip()
         name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else "release"
+        if not (path / name).is_dir():
+            there = [folder.name for folder in sorted(path.glob("iter_*"))]
+            message = f"{latest} says {shown(text)}, and there is no {path / name}"
+            raise wrong(
+                message, f"give the folder of a checkpoint: {listed(there) or 'none is here'}"
+            )
         return path / name
     is_legacy = path.is_dir() and any(path.glob(LEGACY))
     return path if is_legacy or (path / METADATA).is_file() else None

@@ -36,7 +36,7 @@ def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Doc
     A record of more than HELD_BYTES is bad; so is what a damaged file ends in.
     """
     warc = require("fastwarc.warc", "extract")
-    number = last = 0
+    number = last = end = 0
     with open_untrusted(source.path) as file:
         stream = _Stream(pieces(file, source.compression, source.path))
         records = warc.ArchiveIterator(stream, parse_http=True, auto_decode="all")
@@ -46,6 +46,7 @@ def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Doc
                 record = next(records, None)
                 if record is None:
                     break
+                end = _end(record)
                 document = _document(record, name, number)
             except Exception as error:  # a library's own, of many kinds, for a damaged record
                 ended = stream.error or error
@@ -56,8 +57,11 @@ def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Doc
             if document:
                 yield document
         progress(source.size - last)
-        if number == 1 or stream.error or stream.end != END:
-            # The library takes what is left of a record for the end of the file.
+        # The library takes what is left of a record for the end of the file; a length that is too
+        # long takes the records after it.
+        if end > stream.place:
+            yield BadRecord(name, number - 1, "the file ends inside a WARC record")
+        elif number == 1 or stream.error or stream.end != END:
             yield BadRecord(name, number, "the file ends inside a WARC record")
 
 
@@ -86,6 +90,14 @@ class _Stream(io.RawIOBase):
         taken, self.held = self.held[:size], self.held[size:]
         self.end, self.place = (self.end + taken[-len(END) :])[-len(END) :], self.place + len(taken)
         return taken
+
+
+def _end(record: Any) -> int:
+    """Where a record says that its content ends; with the shortest header that says what it has."""
+    headers = record.headers
+    lines = (headers.status_line, *(f"{name}: {value}" for name, value in headers.items()), "")
+    header = sum(len(line) + 2 for line in lines)
+    return int(record.stream_pos) + header + int(headers.get("Content-Length") or 0)
 
 
 def _document(record: Any, name: str, number: int) -> Document | BadRecord | None:

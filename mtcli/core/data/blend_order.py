@@ -25,8 +25,9 @@ def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
     """Chooses the dataset of each of `size` samples, and which of its own.
 
     Sample i goes to the dataset that is furthest behind its share: argmax of w * max(i, 1) - drawn,
-    the first where equal, in float64. Each pick depends on all before it, so this is a compiled
-    loop: `python benchmarks/bench_blend.py` prints its picks per second.
+    the first where equal, in float64. One of weight 0 is never chosen. Each pick depends on all
+    before it, so this is a compiled loop: `python benchmarks/bench_blend.py` prints its picks per
+    second.
     """
     if len(weights) > np.iinfo(np.int16).max:
         message = f"{len(weights)} datasets in a blend, and at most 32767 have a number"
@@ -42,7 +43,7 @@ def _pick(shares: np.ndarray, owner: np.ndarray, sample: np.ndarray) -> None:
         step, furthest, most = float(max(i, 1)), 0, -np.inf
         for k in range(len(shares)):
             behind = shares[k] * step - drawn[k]
-            if behind > most:
+            if behind > most and shares[k] > 0:
                 furthest, most = k, behind
         owner[i], sample[i] = furthest, drawn[furthest]
         drawn[furthest] += 1

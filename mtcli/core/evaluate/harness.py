@@ -149,12 +149,20 @@ def evaluate_harness(
             bootstrap_iters=BOOTSTRAP_ITERS,
             log_samples=False,
         )
-    except (OSError, ValueError) as error:  # datasets raises both for data it cannot find
+    except Exception as error:
+        if not _cannot_be_had(error):
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         message = f"lm-eval cannot run the task {name}: {reason}"
         hint = "its data comes from the Hugging Face hub: check the network, or fill the cache once"
         raise failed(message, hint) from error
     return {} if results is None else _flatten(name, results)  # None: not the printing rank
+
+
+def _cannot_be_had(error: Exception) -> bool:
+    """Whether datasets found no data, or the hub's client, httpx or httpx2, no network."""
+    is_network = any(base.__name__ == "TransportError" for base in type(error).__mro__)
+    return is_network or isinstance(error, (OSError, ValueError))
 
 
 def _find(name: str) -> tuple[TaskManager, str]:

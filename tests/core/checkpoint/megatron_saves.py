@@ -42,7 +42,9 @@ MOE = LLAMA | {
     "moe_shared_expert_intermediate_size": 40,
     "moe_shared_expert_gate": True,
 }
-MODELS = {"llama": LLAMA, "gpt": GPT, "moe": MOE}
+SIGMOID = MOE | {"moe_router_score_function": "sigmoid"}
+MODELS = {"llama": LLAMA, "gpt": GPT, "moe": MOE, "sigmoid": SIGMOID}
+MODELS |= {"sigmoid_top_1": SIGMOID | {"moe_router_topk": 1}}
 
 
 def main(root):
@@ -88,6 +90,7 @@ def build(arguments):
     names = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
     names += ("ffn_hidden_size", "moe_router_topk", "moe_ffn_hidden_size", "add_qkv_bias")
     names += ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate")
+    names += ("moe_router_score_function",)
     more = {"num_moe_experts": experts, "moe_token_dispatcher_type": "allgather"} if experts else {}
     config = TransformerConfig(
         **{name: arguments[name] for name in names if name in arguments},

@@ -73,6 +73,16 @@ def test_a_run_s_folder_is_its_latest_iteration(saved, tmp_path):
     assert open_checkpoint(tmp_path).folder == tmp_path / "iter_0000012"
 
 
+@pytest.mark.parametrize("text", ["13\n", "release\n", "", "x"])
+def test_a_latest_iteration_that_is_not_there_is_named(tmp_path, text):
+    (tmp_path / "iter_0000012").mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
+    name = "iter_0000013" if text.startswith("13") else "release"
+    with pytest.raises(MtcliError, match=f"txt says .*, and there is no .*{name}") as error:
+        open_checkpoint(tmp_path)
+    assert "the folder of a checkpoint: iter_0000012" in str(error.value)
+
+
 def test_rows_that_pad_the_vocabulary_are_left_out(saved):
     whole = open_checkpoint(saved / "gpt")
     fewer = open_checkpoint(saved / "gpt", whole.model.model_copy(update={"vocab_size": 61}))
@@ -120,6 +130,25 @@ def test_all_arguments_that_we_have_no_way_of_are_named():
         "x/common.pt: rotary_percent=0.5 cannot be represented",
         "x/common.pt: qk_layernorm=true cannot be represented",
     ]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"no_rope_freq": [0, 1]},
+        {"glu_linear_offset": 1.0},
+        {"activation_func_clamp_value": 7.0},
+        {"attention_output_gate": True},
+        {"moe_apply_probs_on_input": True},
+        {"moe_router_topk_limited_devices": 2},
+        {"moe_router_load_balancing_type": "sinkhorn"},
+    ],
+    ids=str,
+)
+def test_an_argument_that_changes_what_is_computed_is_refused(changed):
+    (name,) = changed
+    with pytest.raises(MtcliError, match=f"common.pt: {name}=.* cannot be represented"):
+        model_of(megatron_saves.MOE | changed, Path("x/common.pt"))
 
 
 def test_an_argument_that_refers_to_itself_many_times_is_shown_in_short():

@@ -229,6 +229,18 @@ def test_a_warc_file_that_ends_early_is_a_bad_record_and_none_without_extract(pa
     assert "the stages have no extract" in refusal(lambda: run(path, stages=["exact"]))
 
 
+@pytest.mark.parametrize("too_long", [100, 10**9])
+def test_a_record_whose_length_takes_those_after_it_is_named(too_long, pages, run, tmp_path):
+    plain = gzip.decompress(warc_bytes(pages))
+    said = f"WARC/1.0\r\nWARC-Type: metadata\r\nContent-Length: {len(plain) + too_long}\r\n\r\n"
+    path = tmp_path / "a.warc"
+    path.write_bytes(plain + said.encode() + plain)
+    found = refusal(lambda: run(path, stages=["extract"]))
+    damaged = plain.count(b"WARC/1.0") + 1
+    assert f"a.warc:{damaged}: the file ends inside a WARC record" in found
+    assert len(shards(run(path, stages=["extract"], skip_bad=True))) == len(pages)
+
+
 def test_a_missing_extra_is_told_with_what_installs_it(run, tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "in.jsonl", [{"text": "x"}])
     for stage, module in (("normalise", "ftfy"), ("language", "pycld2")):

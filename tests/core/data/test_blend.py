@@ -67,6 +67,12 @@ def test_a_blend_is_ordered_where_compiled_code_cannot_be_kept(monkeypatch):
     assert asked == [True, False]
 
 
+def test_a_dataset_of_weight_0_gives_no_sample():
+    owner, sample = blend_indices([0.0, 3.0, 0.0, 1.0], 8)
+    assert owner.tolist() == [1, 3, 1, 1, 1, 3, 1, 1]
+    assert sample.tolist() == [0, 0, 1, 2, 3, 1, 4, 5]
+
+
 @pytest.mark.parametrize("split", ["969,30,1", "90,5,5", "1", "0.5, 0.25", "1,1,1", "99,0,1"])
 @pytest.mark.parametrize("count", [1, 3, 25, 150, 1001, 99999])
 def test_splits_are_megatrons(split, count):

@@ -1,9 +1,11 @@
 """lm-eval's own evaluator gives the same results through our model as through its backend."""
 
 import json
+import sys
 
 import pytest
 import torch
+from huggingface_hub import get_session
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -164,6 +166,22 @@ def test_a_task_whose_data_is_not_there_fails(task_file, byte_scorer, tokenizer,
         )
     assert "lm-eval cannot run the task tiny_multiple_choice: " in caught.value.problems[0].message
     assert caught.value.code == 1
+
+
+def test_a_hub_that_does_not_answer_is_no_unexpected_error(
+    task_file, byte_scorer, tokenizer, monkeypatch
+):
+    client = sys.modules[type(get_session()).__module__.split(".")[0]]
+
+    def refused(*_, **__):
+        raise client.ConnectError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr("datasets.load_dataset", refused)
+    model = HarnessModel(byte_scorer, eval_tokenizer(tokenizer[0]), 64)
+    with pytest.raises(MtcliError, match="Name or service not known") as caught:
+        evaluate_harness(str(task_file("multiple_choice")), model, limit=2)
+    assert caught.value.code == 1
+    assert "check the network" in caught.value.problems[0].hint
 
 
 def test_without_lm_eval_the_hint_names_the_extra(monkeypatch, byte_scorer, tokenizer):

@@ -43,18 +43,25 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("learned_absolute", "rope", None),
     "rotary_percent": (1.0, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
+    "no_rope_freq": (None,),
     "window_size": (None,),
+    "glu_linear_offset": (0.0, None),
+    "activation_func_clamp_value": (None,),
     "softmax_type": ("vanilla", None),
     "mtp_num_layers": (None, 0),
     "moe_layer_freq": (1, None, "1"),
     "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_topk_limited_devices": (None,),
     "moe_router_num_groups": (None, 1),
     "moe_router_score_function": ("softmax", "sigmoid", None),
 }
 ABSENT = ("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "squared_relu")
 ABSENT += ("quick_geglu", "rotary_interleaved", "use_rope_scaling", "multi_latent_attention")
-ABSENT += ("qk_layernorm", "moe_router_enable_expert_bias")
+ABSENT += ("qk_layernorm", "attention_output_gate", "moe_router_enable_expert_bias")
+ABSENT += ("moe_apply_probs_on_input",)
 REQUIRED |= dict.fromkeys(ABSENT, (False, None))
+# Sinkhorn gives the weights of all experts' softmax; the others, and lists of them, are losses.
+REFUSED = {"moe_router_load_balancing_type": "sinkhorn"}
 
 OUTER = {
     "embedding.weight": ("embedding.word_embeddings.weight",),
@@ -100,13 +107,15 @@ def model_of(arguments: Arguments, path: Path) -> ModelConfig:
     if missing := [name for name, value in said.items() if value is None]:
         message = f"{path.parent} does not say its architecture: {', '.join(missing)}"
         raise wrong(f"{message} are not in the args of {path.name}", HINT)
-    problems = [
-        Problem(f"{path}: {name}={shown(arguments[name])} cannot be represented")
-        for name, values in REQUIRED.items()
-        if arguments.get(name) not in values
-    ]
-    if problems:
-        raise MtcliError(*problems)
+    unknown = [name for name, values in REQUIRED.items() if arguments.get(name) not in values]
+    unknown += [name for name, value in REFUSED.items() if arguments.get(name) == value]
+    if unknown:
+        raise MtcliError(
+            *(
+                Problem(f"{path}: {name}={shown(arguments[name])} cannot be represented")
+                for name in unknown
+            )
+        )
     values = said | _attention(arguments) | _layers(arguments) | _experts(arguments)
     try:
         return ModelConfig.model_validate(values)
@@ -147,15 +156,18 @@ def _experts(arguments: Arguments) -> Arguments:
     if not arguments.get("num_experts"):
         return {}
     score = arguments.get("moe_router_score_function") or "softmax"
+    top_k = arguments.get("moe_router_topk", 2)
+    # A softmax over the chosen logits is the softmax over all of them, rescaled to sum to 1.
+    # Megatron rescales no single sigmoid.
+    normalize = top_k != 1 if score == "sigmoid" else not arguments.get("moe_router_pre_softmax")
     return {
         "num_experts": arguments["num_experts"],
-        "top_k": arguments.get("moe_router_topk", 2),
+        "top_k": top_k,
         "moe_ffn_hidden_size": arguments.get("moe_ffn_hidden_size") or arguments["ffn_hidden_size"],
         "shared_expert_ffn_hidden_size": arguments.get("moe_shared_expert_intermediate_size") or 0,
         "shared_expert_gate": bool(arguments.get("moe_shared_expert_gate")),
         "router_score": score,
-        # A softmax over the chosen logits is the softmax over all of them, rescaled to sum to 1.
-        "normalize_top_k": score == "sigmoid" or not arguments.get("moe_router_pre_softmax"),
+        "normalize_top_k": normalize,
     }
 
 
