@@ -16,7 +16,7 @@ from typing import NamedTuple
 import psutil
 from ranks import begin_fork, warm
 
-DEADLINE = 120.0  # seconds a command may take before its processes are killed
+DEADLINE = 600.0  # seconds a command may take before its processes are killed
 LAUNCHERS = ("train", "sweep", "eval", "generate", "profile", "select")  # with ranks
 
 
