@@ -6,7 +6,9 @@ Linux, root and iproute2.
 
 What makes such links slower than they say: a bucket that is smaller than the 64 KiB that TCP hands
 to a device at once cuts each into frames, and a processor's time for 1,500-byte frames is more than
-a link of 1 Gbit/s takes. So frames are of 9,000 bytes, and a bucket is a millisecond of the rate.
+a link of 1 Gbit/s takes. So frames are of 9,000 bytes, and a bucket is a millisecond of the rate. A
+queue that is shorter than what two neighbours send one at once drops frames, and TCP then waits for
+200 ms: it holds four seconds of the rate.
 """
 
 import os
@@ -54,7 +56,7 @@ def linked(ranks: int, gbits: float) -> Iterator[list[list[str]]]:
             for where, device in ((name, "eth0"), (HUB, f"port{rank}")):
                 _ip(f"-n {where} link set {device} up mtu {FRAME}")
                 burst = max(2 * FRAME, round(gbits * 1e9 / 8 * BURST_SECONDS))
-                shape = f"rate {gbits * 1000:g}mbit burst {burst} latency 400ms"
+                shape = f"rate {gbits * 1000:g}mbit burst {burst} latency 4000ms"
                 _run(["tc", "-n", where, *f"qdisc add dev {device} root tbf {shape}".split()])
             _ip(f"-n {name} link set lo up")
             _ip(f"-n {HUB} link set port{rank} master {BRIDGE}")
