@@ -68,13 +68,13 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
     tokenizer_folder: Path | None
     config: RunConfig | None = None
-    """of the run that wrote it; what follows is ours alone too"""
+    """of the run that wrote it. Foreign formats have no configuration, and none of what follows"""
     step: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
     world: int = 1
     lock: ReadLock = field(default_factory=ReadLock, repr=False, compare=False)
-    """keeps the checkpoint from being pruned, as long as this is not collected"""
+    """keeps the checkpoint from being pruned until it is closed, or this is collected"""
     headers: dict[str, dict[str, TensorEntry]] = field(default_factory=dict, repr=False)
     """of the files, read when they are first needed"""
     open_files: OpenFiles = field(default_factory=OpenFiles, repr=False, compare=False)

@@ -127,7 +127,7 @@ class Corpus:
     def of_rows(
         self, numbers: Array, read: Callable[[Part], Callable[[int], Value]]
     ) -> list[Value]:
-        """What `read(part)(row)` says of some documents; one part is read at a time."""
+        """The value of `read(part)(row)` for each document; parts are read one at a time."""
         owners = self.owners(numbers)
         order, rows = np.argsort(owners, kind="stable"), numbers - self.bounds[owners]
         columns = owners[order].tolist(), order.tolist(), rows[order].tolist()

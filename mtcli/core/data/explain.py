@@ -79,7 +79,7 @@ def _named(prefix: str, numbers: Collection[int]) -> dict[int, Named]:
         (source.path, text)
         for source in sources
         for text in read_documents(FileRange(source, 0, source.size), reading)
-        if isinstance(text, Text) and text.text  # those that became sequences
+        if isinstance(text, Text) and text.text  # empty ones became no sequence
     )
     for number, (path, text) in enumerate(documents):
         if number in numbers:

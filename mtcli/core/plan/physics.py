@@ -12,21 +12,21 @@ class Physics:
     """
 
     gemm: float = 0.883
-    """of the sustained matrix rate, reached by a large product inside a training step"""
+    """share of the sustained matrix rate that a large product reaches inside a training step"""
     narrow_gemm: float = 0.993
-    """the same for 8- and 4-bit products, which also rescale their inputs"""
+    """the same share for 8- and 4-bit products, which also rescale their inputs"""
     fill: float = 128.0
     """inner dimension at which a product's prologue costs as much as its work: a tile's width"""
     attention: float = 0.391
-    """of the sustained rate, reached by flash attention"""
+    """share of the sustained matrix rate that flash attention reaches"""
     memory: float = 0.9
-    """of the memory bandwidth, reached by element-wise kernels: a copy's on any of the devices"""
+    """share of the memory bandwidth that element-wise kernels reach: a copy's on any device"""
     traffic: float = 2.43
     """memory traffic of element-wise work over that of perfectly fused kernels"""
     link: float = 0.8
-    """of the bandwidth inside a node, reached by collectives: about 235 of 300 GB/s on A100s"""
+    """share of a node's own bandwidth that collectives reach: about 235 of 300 GB/s on A100s"""
     network: float = 0.623
-    """of the bandwidth between nodes"""
+    """share of the bandwidth between nodes that collectives reach"""
     launch: float = 5e-6
     """seconds between kernels that the host can keep up"""
     data_overlap: float = 0.85

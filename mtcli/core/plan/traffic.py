@@ -29,7 +29,7 @@ class Transfer(NamedTuple):
     """`times` collectives, or hops, of groups of `size` ranks that are `stride` apart."""
 
     kind: Kind
-    moved: float  # bytes: of the global tensor, but of a hop those that a rank sends
+    moved: float  # bytes of the global tensor; of a hop, the bytes that a rank sends
     size: int
     stride: int = 1
     times: int = 1

@@ -193,8 +193,8 @@ def embedded(ctx: TapeContext, weight: Value) -> Value:
 
 
 def _looked_up(ctx: TapeContext, weight: Value, table: float, tokens: float, width: float) -> Value:
-    """Looks up the rows of tokens, and zeroes those that other ranks have; `table` bytes are the
-    gradient's."""
+    """Looks up tokens in a vocabulary shard, and zeroes the rows of other shards' tokens; the
+    gradient has `table` bytes."""
     size = tokens * width * ctx.t.size
     rows = ctx.tape.op([weight], [size], new_gradients(table), more=tokens * INDEX)[0]
     return then(ctx, rows, ctx.tape.op([rows], [size], new_gradients(size), more=tokens)[0])

@@ -36,7 +36,7 @@ class FusedOptimizer:
         only: Callable[[str], bool] = lambda name: True,
         **values: Any,
     ) -> None:
-        """`values` are hyper-parameters by name; those that are left out have their `defaults`."""
+        """`values` are hyper-parameters by name, each with its default in `defaults`."""
         if unknown := sorted(set(values) - set(self.defaults)):
             known = ", ".join(["lr", *self.defaults])
             raise wrong(f"unknown hyper-parameters {', '.join(unknown)}", known)
