@@ -299,7 +299,7 @@ def lower_bound(work: Workload, device: Device) -> float:
     for rank in range(pp):
         busy = m * sum(stage.total for stage in stages[rank::pp])
         bound = max(bound, around + busy - min(m, rank + 1) * weights[rank])
-        around += stages[rank].forward + stages[rank].backward - weights[rank] + 2 * costs.hop
+        around += stages[rank].total - weights[rank] + 2 * costs.hop
     return bound / costs.crowd + costs.gradients_exposed + costs.optimizer + costs.overhead
 
 
