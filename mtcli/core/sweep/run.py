@@ -108,8 +108,9 @@ class Sweep:
 
     def _was_started_before(self) -> bool:
         """Whether the launcher starts this sweep's ranks again, as rank 0 finds it."""
-        folders, attempt = self.plan.output.iterdir(), self.runtime.attempt
-        return bool(gather_values(any(is_continued(f, attempt) for f in folders), self.world)[0])
+        folders = self.plan.output.iterdir() if self.world.rank == 0 else ()
+        found = any(is_continued(folder, self.runtime.attempt) for folder in folders)
+        return bool(gather_values(found, self.world)[0])
 
     def _records(self) -> list[TrialRecord]:
         """The records of all trials, as rank 0 finds them."""
