@@ -230,16 +230,16 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     del counts[" "]
     most = min(LETTERS, (vocab_size - len(SPECIALS)) // 2)
     letters = sorted(letter for letter, _ in counts.most_common(most))
-    # Equal pairs merge in the order of their ids, and the trainer numbers letters further on in a
-    # word as a random hash has it: as special tokens their ids are fixed, and so is the vocabulary.
-    goes_on = [
-        f"##{letter}"
-        for letter in letters
-        if len(words.pre_tokenize_str(normalizer.normalize_str("a" + letter))) == 1
-    ]
+
+    def is_inside_words(letter: str) -> bool:
+        return len(words.pre_tokenize_str(normalizer.normalize_str("a" + letter))) == 1
+
+    # Equal pairs merge in the order of their ids, and the trainer numbers letters inside words as a
+    # random hash has it: as special tokens their ids are fixed, and so is the vocabulary.
+    inside = [f"##{letter}" for letter in letters if is_inside_words(letter)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=vocab_size,
-        special_tokens=[*SPECIALS, *goes_on],
+        special_tokens=[*SPECIALS, *inside],
         initial_alphabet=letters,
         limit_alphabet=len(letters),
         show_progress=False,

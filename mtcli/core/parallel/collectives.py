@@ -73,8 +73,8 @@ class Pending:
         return self.work.is_completed()
 
 
-class Alone:
-    """The pending work of a rank alone: none."""
+class NoWork:
+    """The pending work of a collective of one rank: it is done."""
 
     def wait(self) -> None:
         """Returns at once."""
@@ -97,7 +97,7 @@ def _start(
         return Pending(axis.recorder.call(op, axis, x, detail), start)
     if out is not None:
         out.copy_(x.view_as(out))
-    return Alone()
+    return NoWork()
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> PendingWork:
