@@ -113,20 +113,36 @@ def test_an_axis_of_one_rank_costs_no_copy():
         assert getattr(collectives, name)(x, axis) is x
 
 
+def by_both(axis):
+    """The axis by shared memory, and by its process group."""
+    if axis.group is None:
+        return axis, axis
+    return axis, axis._replace(transport=ProcessGroupTransport(axis.group, axis.ranks, axis.rank))
+
+
 def told(runtime, source):
-    """The tensor of one rank, through shared memory and through the process group."""
-    axis = axis_of(runtime)
-    network = axis
-    if axis.group is not None:
-        network = axis._replace(transport=ProcessGroupTransport(axis.group, axis.ranks, axis.rank))
+    """The tensor of one rank, by each transport."""
     x = given(runtime.rank, 2)
-    return [collectives.broadcast(x.clone(), one, source) for one in (axis, network)]
+    return [collectives.broadcast(x.clone(), one, source) for one in by_both(axis_of(runtime))]
 
 
 @pytest.mark.parametrize(("n", "source"), [(1, 0), (2, 1), (3, 0), (3, 2)])
 def test_a_broadcast_gives_all_what_its_source_has(n, source):
     for both in run_ranks(n, told, source):
         assert all(torch.equal(x, given(source, 2)) for x in both)
+
+
+def scattered(runtime):
+    return [
+        collectives.reduce_scatter(given(runtime.rank, 6), x) for x in by_both(axis_of(runtime))
+    ]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_rank_gets_its_rows_of_the_sum_by_either_transport(n):
+    rows = sum(given(rank, 6) for rank in range(n)).chunk(n)
+    for rank, both in enumerate(run_ranks(n, scattered)):
+        assert all(torch.allclose(x, rows[rank], rtol=1e-12) for x in both)
 
 
 def of_blocks(runtime, size):

@@ -40,7 +40,14 @@ class ProcessGroupTransport:
         return _gather_into(out.view(-1), x.view(-1), self.group, async_op=True)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> PendingWork:
-        """x [n, ...] on each rank -> out [...], row `rank` of the sum."""
+        """x [n, ...] on each rank -> out [...], row `rank` of the sum.
+
+        Gloo's own is an all-reduce, which sends twice as much.
+        """
+        if dist.get_backend(self.group) == "gloo":
+            rows = torch.empty_like(x).view(len(self.ranks), -1)
+            work = dist.all_to_all_single(rows, x.view_as(rows), group=self.group, async_op=True)
+            return _Summed(work, rows, out.view(-1), x)
         return _scatter_from(out.view(-1), x.view(-1), group=self.group, async_op=True)
 
     def all_to_all(
@@ -82,6 +89,22 @@ class _Several:
     def is_completed(self) -> bool:
         """Whether all are done."""
         return all(work.is_completed() for work in self.works)
+
+
+class _Summed:
+    """A work that brings rows, and the sum of them; what it sends stays in memory until then."""
+
+    def __init__(self, work: dist.Work, rows: Tensor, out: Tensor, sent: Tensor) -> None:
+        self.work, self.rows, self.out, self.kept = work, rows, out, sent
+
+    def wait(self) -> None:
+        """Returns when the sum is there."""
+        self.work.wait()
+        torch.sum(self.rows, 0, out=self.out)
+
+    def is_completed(self) -> bool:
+        """Whether the rows are there."""
+        return self.work.is_completed()
 
 
 # Starts collectives of n ranks; every tensor is contiguous.
