@@ -153,9 +153,10 @@ class _Bucket:
             torch._foreach_add_(x, m, alpha=-lr)
             return self.parts.round_()
         if self.method in ("dmsgd", "awc_dmsgd"):
-            steps = _next_momenta(m, self._gradients(gradients), b)
-            if m:
-                torch._foreach_copy_(m, steps)
+            steps = self._gradients(gradients)
+            for momentum, gradient in zip(m, steps, strict=False):  # there are none where b = 0
+                torch.add(gradient, momentum, alpha=b, out=momentum)
+            steps = m or steps
             if self.method == "awc_dmsgd":
                 torch._foreach_add_(mixed, steps, alpha=-lr)
         elif self.method == "da_dmsgd":

@@ -46,7 +46,13 @@ class Chunks:
         return rows
 
     def mean_(self, vector: Tensor, sent: torch.dtype) -> None:
-        """Overwrites a vector by the replicas' mean; its elements are rounded to `sent`."""
+        """Overwrites a vector by the replicas' mean; its elements are rounded to `sent`.
+
+        Elements that are narrower when sent than when summed go in two phases.
+        """
+        if sent == vector.dtype:
+            all_reduce(vector, self.replicas).div_(self.replicas.size)
+            return
         chunks = list(vector.split(self.lengths))
         received = to_servers([chunk.to(sent) for chunk in chunks], self.replicas)
         mean = received[0].to(vector.dtype)

@@ -8,7 +8,7 @@ from mtcli.core.plan.exchange.arithmetic import Arithmetic, passes
 from mtcli.core.plan.exchange.share import ExchangeCosts, ReplicaShare
 
 # Elementwise operations of a step beyond those of SGD with momentum.
-MORE_PASSES = {"dsgd": 1, "dmsgd": 3, "awc_dmsgd": 2, "da_dmsgd": 2, "decentlam": 2}
+MORE_PASSES = {"dsgd": 1, "dmsgd": 2, "awc_dmsgd": 1, "da_dmsgd": 2, "decentlam": 2}
 
 
 class DecentralizedCosts(ExchangeCosts):

@@ -35,8 +35,9 @@ class OneBitCosts(ExchangeCosts):
         """Yields a momentum as it is updated and scaled, added to the error and squared; signs are
         packed for all servers, and unpacked from all replicas, and from all servers."""
         elements, tensors, n = self.share.elements, len(self.share.sizes), self.share.replicas
-        # vector, chunks to servers, the mean of n of them and back
-        yield from times(self.warm, [passes(4 + 1 / n, elements), passes(1, elements, tensors)])
+        # vector and its mean; narrow ones as chunks to servers, the mean of n of them and back
+        vector = 2.0 if self.share.weight >= 4 else 4 + 1 / n
+        yield from times(self.warm, [passes(vector, elements), passes(1, elements, tensors)])
         compressed = [
             passes(5, elements, tensors),  # momentum, scaled; error and its square
             Arithmetic("sign", elements * (1 + 1 / n), n + 1),
