@@ -31,7 +31,7 @@ from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.launch import ALLOCATOR, cores
 from mtcli.core.runtime.private_folder import private_folder, user_cache
 
-VERSION = 7  # of the file, of what its numbers multiply, and of how steps are made
+VERSION = 8  # of the file, of what its numbers multiply, and of how steps are made
 BUDGET = 20.0  # seconds of processor time that a calibration takes at most, over all processes
 FIXED = "MTCLI_CALIBRATION"  # names a file to take instead of measuring
 RETRY = 3600.0  # seconds after which what failed is tried again
@@ -96,6 +96,7 @@ class Calibration:
     overhead: float  # seconds of a step outside of its micro-batches
     # of each: seconds, and seconds per byte that crosses
     links: Annotated[dict[Exchange, tuple[float, float]], Field(min_length=5)]
+    socket: float  # processor seconds of a byte by TCP over loopback, of both its ends
     # of each: seconds of a call, and seconds per element
     arithmetic: Annotated[dict[Kind, tuple[float, float]], Field(min_length=11)]
 

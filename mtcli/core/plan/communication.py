@@ -30,6 +30,11 @@ LINKS: dict[Kind, Exchange] = {  # what was measured on a CPU, by kind of transf
 }
 
 
+NETWORK_DEVICE = 2.3
+"""times the processor time of a byte over loopback that one through a network device takes: 2.1 to
+2.6 at 10 Gbit/s (benchmarks/bench_sockets.py)"""
+
+
 def group_bandwidth(size: int, stride: int, device: Device) -> float:
     """Bytes/s per rank that a group whose members are `stride` ranks apart reaches."""
     inside = _together(size, stride, device)
@@ -108,15 +113,16 @@ def _measured_seconds(sent: Transfer, device: Device) -> float:
 
 
 def _over_network(device: Device, sent: float, messages: int) -> float:
-    """Seconds in which a rank sends so many bytes over the network, in messages one after another:
-    as long as they cross, or as long as gloo's sockets take a core, as they do for hops.
+    """Seconds in which a rank sends so many bytes over the network, in messages one after another,
+    and receives as many: as long as they cross, or as long as its core is busy with them.
 
     Costs are made longer where ranks share a core, in which time the network goes on by itself.
     """
-    network, (latency, per_byte) = device.host_network, device.measured.links["hop"]
+    network, (latency, _) = device.host_network, device.measured.links["hop"]
     assert network is not None, f"the ranks of {device.name} have no network between them"
     crossing = sent / network.bandwidth + messages * network.latency
-    return max(latency * messages + per_byte * sent, crossing / device.crowd)
+    busy = latency * messages + NETWORK_DEVICE * device.measured.socket * sent
+    return max(busy, crossing / device.crowd)
 
 
 def transfer_seconds(sent: Iterable[Transfer], device: Device, crossing: float = 1.0) -> float:

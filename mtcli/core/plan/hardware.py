@@ -289,7 +289,8 @@ def measure_cpu() -> Device:
     source, target = np.ones(rows, dtype=np.float32), np.empty(rows, dtype=np.float32)
     gemm = min(timeit.repeat(lambda: a @ a, number=1, repeat=30))
     copy = min(timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=10))
-    sent = min(timeit.repeat(lambda: _send(source.data.cast("B")), number=1, repeat=10))
+    data = source.data.cast("B")
+    sent = min(timeit.repeat(lambda: send_over_loopback(data), number=1, repeat=10))
     rate = 2.0 * side**3 / gemm
     return replace(
         HERE,
@@ -301,12 +302,13 @@ def measure_cpu() -> Device:
     )
 
 
-def _send(data: memoryview) -> None:
-    """Moves bytes through a socket, as ranks do that share no memory."""
-    from socket import socketpair
+def send_over_loopback(data: memoryview) -> None:
+    """Sends bytes from one thread to another by TCP, as ranks do that share no memory."""
+    from socket import create_connection, create_server
     from threading import Thread
 
-    here, there = socketpair()
+    with create_server(("127.0.0.1", 0)) as server:
+        here, (there, _) = create_connection(server.getsockname()), server.accept()
     with here, there:
         sender = Thread(target=here.sendall, args=(data,))
         sender.start()

@@ -52,6 +52,7 @@ from mtcli.core.plan.calibration import (
     Kind,
 )
 from mtcli.core.plan.cpu_time import attention_seconds, stage_amounts
+from mtcli.core.plan.hardware import send_over_loopback
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime, set_matmul
 from mtcli.core.runtime.process_pool import end_with
@@ -73,6 +74,7 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048)
 SCORES, HEAD_DIM = 2**20, 32  # of an attention; of wider heads fewer scores do
 LEAST_SECONDS, LEAST_TIMES = 0.01, 3
 SMALL, LARGE = 2**12, 2**22  # bytes of a collective
+STREAM, STREAMS = 2**25, 7  # bytes through a socket, and how often
 TENSORS, ELEMENTS = 64, (2**12, 2**18)  # of an exchange's arithmetic
 LARGEST = 1 / 64  # share of the values that are selected
 
@@ -187,6 +189,7 @@ def calibrate(
         update=(0.0, 0.0),
         overhead=0.0,
         links=links(rank, ranks),
+        socket=socket_cost(),
         arithmetic=arithmetic(),
     )
     configs = [run_config(facts, shape) for shape in shapes]
@@ -460,6 +463,17 @@ def _exchange_seconds(run: Callable[[Tensor], Any], size: int, n: int) -> float:
         run(x)
         seconds.append(perf_counter() - begin)
     return sorted(seconds)[times // 4]
+
+
+def socket_cost() -> float:
+    """Measures processor seconds of a byte by TCP over loopback, of the thread that sends it and of
+    the one that receives it."""
+    seconds, data = [], memoryview(bytes(STREAM))
+    for _ in range(STREAMS):
+        begin = process_time()
+        send_over_loopback(data)
+        seconds.append((process_time() - begin) / STREAM)
+    return median(seconds)
 
 
 def _hop_and_back(x: Tensor, axis: Axis) -> None:

@@ -11,6 +11,7 @@ from mtcli.core.config.schema import LoraConfig
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.calibration import Amounts, AttentionRow, Calibration
+from mtcli.core.plan.communication import NETWORK_DEVICE
 from mtcli.core.plan.cpu_time import row_at
 from mtcli.core.plan.hardware import HERE, Link
 from mtcli.core.plan.predict import predict_workload
@@ -267,7 +268,7 @@ def test_ranks_that_share_a_core_share_no_link():
     free = priced(launches=1.0)
     for ranks in (4, 1):
         assert over_network(replace(free, ranks=ranks), 4, 1e6).gradients == pytest.approx(crossing)
-    sockets = replace(free, links=FREE.links | {"hop": (0.0, 3e-6)})
+    sockets = replace(free, socket=3e-6 / NETWORK_DEVICE)
     slower = over_network(replace(sockets, ranks=2), 4, 1e6).gradients
     assert slower == pytest.approx(2 * 3 * crossing), "two ranks on a core, each 3 us for a byte"
 
