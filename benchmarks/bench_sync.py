@@ -5,9 +5,10 @@ predicts for each. Links are made with network namespaces and tc (slow_links.py)
 need Linux, root and iproute2; without, they are left out and it says so.
 
 A timed step has one sequence per rank, so that the link decides and not this machine's cores: what
-replicas send does not depend on the batch. Steps of a run that send as much are of one kind. The
-seconds of a kind are those of its fastest step, since other programs keep ranks from a core; a
-run's are the mean over all of its steps.
+replicas send does not depend on the batch. Steps of a run that send as much, after steps that sent
+as much, are of one kind: what a socket has taken may arrive in the next step. The seconds of a kind
+are those of its fastest step, since other programs keep ranks from a core; a run's are the mean
+over all of its steps.
 
     python benchmarks/bench_sync.py --json FILE --plot docs/images/sync.png
     python benchmarks/bench_sync.py --read FILE --plot docs/images/sync.png
@@ -137,11 +138,13 @@ def over_link(arguments: list[str], output: Path, gbits: float) -> float:
     with slow_links.linked(RANKS, gbits) as prefixes:
         slow_links.train(prefixes, arguments, output.with_name(f"{output.name}.log"))
     steps = metrics(output)
-    of_kind: dict[int, list[float]] = {}
-    for step in steps[FIRST:]:
-        of_kind.setdefault(step["sync_bytes"], []).append(step["step_seconds"])
+    sent = [step["sync_bytes"] for step in steps]
+    kinds = list(zip(sent[:1] + sent, sent, strict=False))
+    of_kind: dict[tuple[int, int], list[float]] = {}
+    for kind, step in list(zip(kinds, steps, strict=True))[FIRST:]:
+        of_kind.setdefault(kind, []).append(step["step_seconds"])
     fastest = {kind: min(seconds) for kind, seconds in of_kind.items()}
-    return mean(fastest[step["sync_bytes"]] for step in steps if step["sync_bytes"] in fastest)
+    return mean(fastest[kind] for kind in kinds if kind in fastest)
 
 
 def planned(name: str, gbits: str, steps: int) -> float:
@@ -210,7 +213,7 @@ def plot(rows: dict[str, dict], path: str) -> None:
     """Draws the loss against the bytes that were sent so far, and seconds by link."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
+    figure = Figure(figsize=(13, 6), layout="constrained")
     left, right = figure.subplots(1, 2)
     colours = {name: f"C{i % 10}" for i, name in enumerate(rows)}
     for i, (name, row) in enumerate(rows.items()):
@@ -222,7 +225,7 @@ def plot(rows: dict[str, dict], path: str) -> None:
         left.plot(sent, losses, color=colours[name], ls="-" if i < 10 else "--", label=name)
     left.set(xscale="symlog", xlabel="MB sent for data parallelism so far", ylabel="training loss")
     left.grid(alpha=0.3)
-    left.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=7, fontsize=8)
     linked = {name: row["links"] for name, row in rows.items() if "links" in row}
     rates = sorted({rate for links in linked.values() for rate in links}, key=float)
     for i, rate in enumerate(rates):
@@ -239,6 +242,8 @@ def plot(rows: dict[str, dict], path: str) -> None:
     if linked:
         right.set_yticks([y + 0.25 for y in range(len(linked))], list(linked), fontsize=8)
         right.set(xscale="log", xlabel="seconds of a step")
+        right.set_xticks([0.03, 0.05, 0.1, 0.2, 0.5], ["0.03", "0.05", "0.1", "0.2", "0.5"])
+        right.set_xticks([], minor=True)
         right.invert_yaxis()
         right.legend(fontsize=8)
         right.grid(alpha=0.3, axis="x")

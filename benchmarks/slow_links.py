@@ -8,7 +8,8 @@ What makes such links slower than they say: a bucket that is smaller than the 64
 to a device at once cuts each into frames, and a processor's time for 1,500-byte frames is more than
 a link of 1 Gbit/s takes. So frames are of 9,000 bytes, and a bucket is a millisecond of the rate. A
 queue that is shorter than what two neighbours send one at once drops frames, and TCP then waits for
-200 ms: it holds four seconds of the rate.
+200 ms: it holds four seconds of the rate. BBR, where a host has it, sends as fast as it has
+measured, which is too little after a pause: TCP is Reno's, which every kernel allows.
 """
 
 import os
@@ -59,6 +60,7 @@ def linked(ranks: int, gbits: float) -> Iterator[list[list[str]]]:
                 shape = f"rate {gbits * 1000:g}mbit burst {burst} latency 4000ms"
                 _run(["tc", "-n", where, *f"qdisc add dev {device} root tbf {shape}".split()])
             _ip(f"-n {name} link set lo up")
+            _ip(f"netns exec {name} sysctl -w net.ipv4.tcp_congestion_control=reno")
             _ip(f"-n {HUB} link set port{rank} master {BRIDGE}")
         yield [["ip", "netns", "exec", f"mtcli-{rank}"] for rank in range(ranks)]
 
