@@ -194,6 +194,12 @@ def test_importing_the_whole_torch_free_zone_loads_no_torch():
     assert done.stdout == "False False\n"
 
 
+def test_training_loads_no_numba_before_it_has_a_loop_to_compile():
+    code = "import mtcli.core.training.loop, sys; print('numba' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_kernels_import_only_torch_and_triton():
     for path in in_rooms("kernels"):
         outside = {name.split(".")[0] for name in imports(path)} - sys.stdlib_module_names

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtcli.core.select import matrix_loops
-
 LOSS = 0.1  # of stochastic greedy: its expected value is 1 - 1/e - LOSS of the optimum
 TIES = 32.0  # roundings by which equal gains may differ
 FIRST_REFRESH = 8  # candidates whose gains lazy greedy computes again at once, at first
@@ -253,6 +251,8 @@ class _MatrixState(_State):
         bounds += slack
 
     def _take(self, bounds: Tensor, changed: np.ndarray, before: Tensor, best: Tensor) -> None:
+        from mtcli.core.select import matrix_loops  # whose import takes a quarter of a second
+
         points = before.numpy(), best.numpy(), self.counts.numpy()
         matrix_loops.take(self.similarities.matrix.numpy(), changed, *points, bounds.numpy())
 
