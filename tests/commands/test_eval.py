@@ -331,6 +331,15 @@ def test_every_bad_file_is_told_at_once(folder, tmp_path):
     assert f"{tmp_path} holds 0 RACE articles" in done.stderr
 
 
+def test_a_word_that_the_model_cannot_read_is_refused_by_its_task(folder, tmp_path):
+    texts = [*PASSAGES, "a word of " + 80 * "b"]
+    path = tmp_path / "lambada.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    done = mtcli("eval", folder / "model", "--task", f"lambada={path}")
+    assert done.returncode == 2
+    assert "error: lambada: request 3 scores 81 tokens, the model reads 64" in done.stderr
+
+
 def test_workers_refuse_a_layout_once_and_name_the_nearest_legal_ones(folder):
     flags = ["--nproc", 2, "--device", "cpu", "--set", "parallel.cp=2", "--set", "parallel.pp=2"]
     done = launched("eval", folder / "model", "--task", tasks_of(folder)[0], *flags)

@@ -40,6 +40,11 @@ class MtcliError(Exception):
         self.hint = hint
         self.code = code
 
+    def about(self, field: str) -> "MtcliError":
+        """The same of a field, where its problems name none."""
+        problems = (p if p.field else p._replace(field=field) for p in self.problems)
+        return MtcliError(*problems, code=self.code, hint=self.hint)
+
     def as_json(self) -> dict[str, Any]:
         """The problems as JSON, as any command answers them."""
         told = [{"field": p.field, "message": p.message, "hint": p.hint} for p in self.problems]

@@ -130,9 +130,11 @@ def _ours(evaluation: Evaluation, name: str, path: Path) -> TaskRun:
     for number, scores in known:
         done |= {spans[number][0] + i: Score(*score) for i, score in enumerate(scores)}
     left = [number for number in range(len(prepared.requests)) if number not in done]
-    planned = plan(
-        evaluation.scorer, [prepared.requests[number] for number in left], evaluation.batch_tokens
-    )
+    requests = [prepared.requests[number] for number in left]
+    try:
+        planned = plan(evaluation.scorer, requests, evaluation.batch_tokens)
+    except MtcliError as error:
+        raise error.about(name) from None
     item_of = [item for item, (start, end) in enumerate(spans) for _ in range(start, end)]
 
     def run(progress: Advance) -> Report:
