@@ -41,7 +41,7 @@ class MtcliError(Exception):
         self.code = code
 
     def about(self, field: str) -> "MtcliError":
-        """The same of a field, where its problems name none."""
+        """Names the field that its problems are about, where they name none."""
         problems = (p if p.field else p._replace(field=field) for p in self.problems)
         return MtcliError(*problems, code=self.code, hint=self.hint)
 
