@@ -45,7 +45,7 @@ class ProcessGroupTransport:
         Gloo's own is an all-reduce, which sends twice as much.
         """
         if dist.get_backend(self.group) == "gloo":
-            rows = torch.empty_like(x).view(len(self.ranks), -1)
+            rows = torch.empty_like(x).view(len(self.ranks), out.numel())
             work = dist.all_to_all_single(rows, x.view_as(rows), group=self.group, async_op=True)
             return _Summed(work, rows, out.view(-1), x)
         return _scatter_from(out.view(-1), x.view(-1), group=self.group, async_op=True)
