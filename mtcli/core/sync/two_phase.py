@@ -48,7 +48,7 @@ class Chunks:
     def mean_(self, vector: Tensor, sent: torch.dtype) -> None:
         """Overwrites a vector by the replicas' mean; its elements are rounded to `sent`.
 
-        Elements that are narrower when sent than when summed go in two phases.
+        An all-reduce sends them as wide as they are summed; narrower ones go in two phases.
         """
         if sent == vector.dtype:
             all_reduce(vector, self.replicas).div_(self.replicas.size)

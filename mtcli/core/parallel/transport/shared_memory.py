@@ -2,7 +2,7 @@
 
 Gloo's loopback takes every byte through the kernel four times; here a rank writes what it gives
 into memory of its own, tells its peers by one byte on a socket, and reads theirs. Two ranks, 2 MiB
-each, one core per rank: all-gather 1.13 -> 0.29 ms, reduce-scatter 2.21 -> 0.27 ms
+each, one core per rank: all-gather 1.15 -> 0.42 ms, reduce-scatter 2.51 -> 0.38 ms
 (benchmarks/bench_collectives.py).
 
 A collective is one or more rounds: write, tell, wait for all, read. Round w uses slot w % SLOTS of
