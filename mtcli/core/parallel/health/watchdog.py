@@ -2,8 +2,8 @@
 
 Two threads per rank. One asks the store about once a second whether an alarm was raised, raises it
 where this rank has waited for `timeout` or a collective broke, and answers where this rank is. The
-rank that raised it makes one error of all answers. The other thread needs no store: it speaks where
-that one cannot.
+rank that raised it makes one error of all answers, or where it stops before it has, another one.
+The other thread needs no store: it speaks where that one cannot.
 """
 
 import json
@@ -22,7 +22,7 @@ from mtcli.core.parallel.health.flight_recorder import SAVING, Call, FlightRecor
 
 KEPT = "the last good checkpoint is kept: run the same command with --resume"
 NAMED = 4  # ranks that an error describes one by one; the others are counted
-ALARM, REPORTED, PROGRESS = "alarm", "reported", "progress"
+ALARM, REPORTER, REPORTED, PROGRESS = "alarm", "reporter", "reported", "progress"
 PATIENCE = 20.0  # seconds for a rank whose peer has failed to end by itself
 LEAVING = 0.3  # seconds by which other ranks leave later: the launcher sees the first one's error
 
@@ -170,28 +170,43 @@ class Watchdog:
 
     def _respond(self, alarm: RankStatus) -> None:
         self._tell(self._answer())
-        if alarm.rank != self.rank:
-            self.answered = True
-            with suppress(dist.DistStoreError):  # one question, which the store answers when it can
-                self.store.wait([REPORTED], timedelta(seconds=self.grace))
-            if alarm.wait is None:
-                self._await(self._is_over, PATIENCE)
-            time.sleep(LEAVING)
-            if not self.stopped.is_set():
-                self.end(None, [], True)
+        if alarm.rank == self.rank:
+            self._report(alarm, self.rank)
             return
-        others = [rank for rank in range(self.world) if rank != self.rank]
-        keys = [f"answer/{rank}" for rank in others]
+        self.answered = True
+        if not self._is_reported() and alarm.wait is not None:
+            # The rank that was to report has stopped since: the first to say so reports instead.
+            if int(self.store.compare_set(REPORTER, "", str(self.rank))) == self.rank:
+                own = self._answer()
+                self._report(alarm if own.wait is None else own, alarm.rank)
+                return
+            self._is_reported()
+        if alarm.wait is None:
+            self._await(self._is_over, PATIENCE)
+        time.sleep(LEAVING)
+        if not self.stopped.is_set():
+            self.end(None, [], True)
+
+    def _is_reported(self) -> bool:
+        """Whether the rank that reports has made its error, for which it is given its time."""
+        with suppress(dist.DistStoreError):  # one question, which the store answers when it can
+            self.store.wait([REPORTED], timedelta(seconds=2.0 * self.grace))
+            return True
+        return False
+
+    def _report(self, late: RankStatus, raised_by: int) -> None:
+        """Ends this rank with an error about one that waits, from what all but one rank answer."""
+        keys = [f"answer/{rank}" for rank in range(self.world) if rank != raised_by]
         # A run that has broken down is not slow: its ranks look at their recorders every tick.
-        self._await(lambda: self.store.check(keys), self.poll + 0.5 if alarm.broke else self.grace)
+        self._await(lambda: self.store.check(keys), self.poll + 0.5 if late.broke else self.grace)
         told = values_of(self.store, keys)
         answers = {status.rank: status for status in map(RankStatus.load, told)}
-        error = error_of(alarm, answers, self.world, self.timeout)
-        left = [f"pid/{rank}" for rank in others if rank not in answers]
-        silent = [int(pid) for pid in values_of(self.store, left)]
+        error = error_of(late, answers, self.world, self.timeout)
+        left = [rank for rank in range(self.world) if rank != self.rank and rank not in answers]
+        silent = [int(pid) for pid in values_of(self.store, [f"pid/{rank}" for rank in left])]
         self.store.set(REPORTED, "")
         time.sleep(0.1)  # the others look every 0.05 s; the store may end with this rank
-        self.end(error, silent, bool(alarm.broke))
+        self.end(error, silent, bool(late.broke))
 
     def _is_over(self) -> bool:
         """Whether this rank ends by itself, or waits for the one that has failed: until then it may
@@ -243,8 +258,8 @@ class Watchdog:
         """Ends a rank whose store does not answer: its host may be what has stopped."""
         while not self.stopped.wait(self.poll):
             call = self.recorder.oldest()
-            if call is None or time.monotonic() - call.since < self.timeout + 2.0 * self.grace:
-                continue
+            if call is None or time.monotonic() - call.since < self.timeout + 4.0 * self.grace:
+                continue  # the rank that reports may still, or its successor
             wait, where = self._wait(call), calling(call.thread)
             message = f"{wait} has waited for {wait.seconds:.0f} s on rank {self.rank}, at {where}"
             message += "; no rank could be asked why: rank 0's store does not answer"

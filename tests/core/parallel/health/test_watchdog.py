@@ -4,6 +4,7 @@ import os
 import re
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,39 @@ def test_a_rank_that_does_not_answer_is_named_and_its_process_told(tmp_path):
     expected += r"rank 1 is absent: it does not answer \(stopped, dead, or its machine lost\)\n\n.*"
     assert re.fullmatch(expected, first[0]), first
     assert first[1] == [1234] and second[0] is None
+
+
+def tcp_store(rank):
+    """A store that rank 0 holds, as a run's."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
+    port = [host and host.port]
+    dist.broadcast_object_list(port, 0)
+    return host or dist.TCPStore("127.0.0.1", port[0])
+
+
+def succeeded(runtime, waits):
+    """(error, silent) of rank 0's watch, where rank 1 is to report and stops."""
+    ended, groups = Ended(), make_groups(ParallelLayout(2, tp=2), runtime.rank, "cpu")
+    timeout, store = (LONG, TIMEOUT)[runtime.rank], tcp_store(runtime.rank)
+    watch = Watchdog(groups.tp.recorder, store, runtime.rank, 2, timeout, ended)
+    if runtime.rank == 1:
+        watch._report = lambda *late: watch.stopped.set()
+    watch.start(1000 + runtime.rank)
+    with groups.tp.recorder.call("all_reduce", groups.tp) if waits[runtime.rank] else nullcontext():
+        assert runtime.rank == 1 or ended.wait(LONG)
+        dist.barrier()
+    return ended.error, ended.silent
+
+
+@pytest.mark.parametrize("waits", [(True, True), (False, True)])
+def test_a_rank_that_is_to_report_and_stops_is_reported_by_another(waits):
+    first, second = run_ranks(2, succeeded, waits)
+    expected = r"error: all_reduce number 1 on tp \(ranks 0, 1\) has waited for \d+ s on rank {}, "
+    expected += r"at \w+\.py:\d+ in \w+: rank {} is absent: {}\n\nhint: .*"
+    stopped = r"it does not answer \(stopped, dead, or its machine lost\)"
+    who = (0, 1, stopped) if waits[0] else (1, 0, r"it is at threading\.py:\d+ in wait")
+    assert re.fullmatch(expected.format(*who), first[0]), first
+    assert first[1] == [1001] and second == (None, [])
 
 
 def broken(runtime, path):
