@@ -27,7 +27,7 @@ class Fingerprint(NamedTuple):
     shape: list[int]  # without the rows, where splits say them
     dtype: str
     detail: str
-    place: str
+    location: str
     splits: Splits | None
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Fingerprint(NamedTuple):
             words.append(f"({self.detail})")
         if self.splits:
             words.append(f"that sends {self.splits[0]} and receives {self.splits[1]} rows")
-        return " ".join([*words, f"at {self.place}"])
+        return " ".join([*words, f"at {self.location}"])
 
 
 class ConsistencyGuard:
@@ -103,11 +103,11 @@ class ConsistencyGuard:
 def _fingerprint(call: Call, x: Tensor | None, detail: object) -> Fingerprint:
     shape = [] if x is None else list(x.shape)
     dtype = "" if x is None else str(x.dtype).removeprefix("torch.")
-    place = caller(sys._getframe())
+    location = caller(sys._getframe())
     if isinstance(detail, tuple):
-        return Fingerprint(call.op, shape[1:], dtype, "", place, detail)
+        return Fingerprint(call.op, shape[1:], dtype, "", location, detail)
     words = "" if detail is None else str(detail).removeprefix("RedOpType.")
-    return Fingerprint(call.op, shape, dtype, words, place, None)
+    return Fingerprint(call.op, shape, dtype, words, location, None)
 
 
 def _agree(call: Call, own: Fingerprint, theirs: Fingerprint, rank: int) -> bool:

@@ -54,7 +54,7 @@ class Members(Protocol):
 
     @property
     def rank(self) -> int:
-        """This rank's place in `ranks`."""
+        """This rank's index in `ranks`."""
 
     @property
     def size(self) -> int:
@@ -109,7 +109,7 @@ class Broken(NamedTuple):
     """A collective that ended in an error: mostly because another rank has died."""
 
     call: Call
-    place: str
+    location: str
     error: str
 
 
@@ -231,25 +231,25 @@ def caller(frame: FrameType | None) -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((*_COLLECTIVES, torch)):
-            return _words(frame)
+            return _location(frame)
         frame = frame.f_back
-    return _words(innermost)
+    return _location(innermost)
 
 
-def place(thread: int) -> str:
+def location(thread: int) -> str:
     """Where a thread of this process is: its innermost frame in this package, or at all."""
     frame = innermost = sys._current_frames().get(thread)
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
-    return _words(frame or innermost)
+    return _location(frame or innermost)
 
 
-def calling(thread: int) -> str:
+def call_site(thread: int) -> str:
     """Where a thread that waits in a collective has called it."""
     return caller(sys._current_frames().get(thread))
 
 
-def _words(frame: FrameType | None) -> str:
+def _location(frame: FrameType | None) -> str:
     if frame is None:
         return "the end of its thread"
     code = frame.f_code

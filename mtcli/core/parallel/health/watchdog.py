@@ -1,8 +1,8 @@
 """The watchdog: ends a run in which a rank waits longer than it may, and says for whom.
 
-Two threads per rank. One asks the store about once a second whether an alarm was raised, raises it
-where this rank has waited for `timeout` or a collective broke, and answers where this rank is. The
-rank that raised it makes one error of all answers, or where it stops before it has, another one.
+Two threads per rank. One asks the store about once a second whether a rank has stalled, says so
+where this one has waited for `timeout` or a collective broke, and answers where this rank is. The
+rank that said so makes one error of all answers, or where it stops before it has, another one does.
 The other thread needs no store: it speaks where that one cannot.
 """
 
@@ -18,11 +18,17 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from mtcli.core.config.errors import MtcliError, failed
-from mtcli.core.parallel.health.flight_recorder import SAVING, Call, FlightRecorder, calling, place
+from mtcli.core.parallel.health.flight_recorder import (
+    SAVING,
+    Call,
+    FlightRecorder,
+    call_site,
+    location,
+)
 
 KEPT = "the last good checkpoint is kept: run the same command with --resume"
 NAMED = 4  # ranks that an error describes one by one; the others are counted
-ALARM, REPORTER, REPORTED, PROGRESS = "alarm", "reporter", "reported", "progress"
+STALL, REPORTER, REPORTED, PROGRESS = "stall", "reporter", "reported", "progress"
 PATIENCE = 20.0  # seconds for a rank whose peer has failed to end by itself
 LEAVING = 0.3  # seconds by which other ranks leave later: the launcher sees the first one's error
 
@@ -53,7 +59,7 @@ class RankStatus(NamedTuple):
 
     rank: int
     step: int
-    place: str  # where the main thread is, or where the collective was called
+    location: str  # where the main thread is, or where the collective was called
     counts: dict[str, int]  # collectives so far, by channel
     wait: BlockedCall | None = None
     broke: str = ""  # the error that `wait` ended in
@@ -65,11 +71,11 @@ class RankStatus(NamedTuple):
     @staticmethod
     def load(text: str | bytes) -> "RankStatus":
         """What `dump` has written."""
-        rank, step, place, counts, wait, broke = json.loads(text)
+        rank, step, location, counts, wait, broke = json.loads(text)
         if wait is not None:
             op, channel, ranks, number, seconds = wait
             wait = BlockedCall(op, channel, tuple(ranks), number, seconds)
-        return RankStatus(rank, step, place, counts, wait, broke)
+        return RankStatus(rank, step, location, counts, wait, broke)
 
 
 class Watchdog:
@@ -90,7 +96,7 @@ class Watchdog:
         self.poll = 4.0 * self.tick  # between looks at the store: 70 us of it
         self.grace = self.poll + 1.5  # by then every rank that lives has answered
         self.main, self.stopped = threading.get_ident(), threading.Event()
-        self.answered = False  # an alarm: another rank reports
+        self.answered = False  # a stall that another rank reports
         self.published, self.progress = 0, 0  # of this rank's saves, and of all ranks'
         self.threads = [
             threading.Thread(target=work, name=f"mtcli-{work.__name__}", daemon=True)
@@ -114,7 +120,7 @@ class Watchdog:
         self.stop()
         with suppress(RuntimeError):  # the store may have ended first
             answer = RankStatus(self.rank, self.recorder.step, "the end of its run", {})
-            self.store.compare_set(ALARM, "", answer.dump())
+            self.store.compare_set(STALL, "", answer.dump())
             self.store.set(REPORTED, "")
 
     def leave(self) -> None:
@@ -140,9 +146,9 @@ class Watchdog:
                 due = now + self.poll
                 self._follow_saves()
                 if self._has_cause():
-                    self.store.compare_set(ALARM, "", self._answer().dump())
-                if self.store.check([ALARM]):
-                    self._respond(RankStatus.load(self.store.get(ALARM)))
+                    self.store.compare_set(STALL, "", self._answer().dump())
+                if self.store.check([STALL]):
+                    self._respond(RankStatus.load(self.store.get(STALL)))
                     return
             self._tell(RankStatus(self.rank, self.recorder.step, "the end of its run", {}))
         except RuntimeError:
@@ -168,20 +174,20 @@ class Watchdog:
             for call in waits:
                 call.since = time.monotonic()
 
-    def _respond(self, alarm: RankStatus) -> None:
+    def _respond(self, stall: RankStatus) -> None:
         self._tell(self._answer())
-        if alarm.rank == self.rank:
-            self._report(alarm, self.rank)
+        if stall.rank == self.rank:
+            self._report(stall, self.rank)
             return
         self.answered = True
-        if not self._is_reported() and alarm.wait is not None:
+        if not self._is_reported() and stall.wait is not None:
             # The rank that was to report has stopped since: the first to say so reports instead.
             if int(self.store.compare_set(REPORTER, "", str(self.rank))) == self.rank:
                 own = self._answer()
-                self._report(alarm if own.wait is None else own, alarm.rank)
+                self._report(stall if own.wait is None else own, stall.rank)
                 return
             self._is_reported()
-        if alarm.wait is None:
+        if stall.wait is None:
             self._await(self._is_over, PATIENCE)
         time.sleep(LEAVING)
         if not self.stopped.is_set():
@@ -194,19 +200,19 @@ class Watchdog:
             return True
         return False
 
-    def _report(self, late: RankStatus, raised_by: int) -> None:
+    def _report(self, stall: RankStatus, noticed_by: int) -> None:
         """Ends this rank with an error about one that waits, from what all but one rank answer."""
-        keys = [f"answer/{rank}" for rank in range(self.world) if rank != raised_by]
+        keys = [f"answer/{rank}" for rank in range(self.world) if rank != noticed_by]
         # A run that has broken down is not slow: its ranks look at their recorders every tick.
-        self._await(lambda: self.store.check(keys), self.poll + 0.5 if late.broke else self.grace)
+        self._await(lambda: self.store.check(keys), self.poll + 0.5 if stall.broke else self.grace)
         told = values_of(self.store, keys)
         answers = {status.rank: status for status in map(RankStatus.load, told)}
-        error = error_of(late, answers, self.world, self.timeout)
+        error = error_of(stall, answers, self.world, self.timeout)
         left = [rank for rank in range(self.world) if rank != self.rank and rank not in answers]
         silent = [int(pid) for pid in values_of(self.store, [f"pid/{rank}" for rank in left])]
         self.store.set(REPORTED, "")
         time.sleep(0.1)  # the others look every 0.05 s; the store may end with this rank
-        self.end(error, silent, bool(late.broke))
+        self.end(error, silent, bool(stall.broke))
 
     def _is_over(self) -> bool:
         """Whether this rank ends by itself, or waits for the one that has failed: until then it may
@@ -228,7 +234,7 @@ class Watchdog:
             answers = dict.fromkeys(range(1, self.world), own)
             self.end(error_of(own, answers, self.world, self.timeout), [], True)
         else:
-            message = f"rank {self.rank}, at {own.place}, has lost the run's store: its launcher"
+            message = f"rank {self.rank}, at {own.location}, has lost the run's store: its launcher"
             self.end(failed(f"{message}, or rank 0, has ended", KEPT), [], True)
 
     def _await(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -244,11 +250,11 @@ class Watchdog:
         step, counts = self.recorder.step, dict(self.recorder.counts)
         if broken := self.recorder.broken:
             wait = self._wait(broken.call)
-            return RankStatus(self.rank, step, broken.place, counts, wait, broken.error)
+            return RankStatus(self.rank, step, broken.location, counts, wait, broken.error)
         call = self.recorder.oldest()
         if call is None:
-            return RankStatus(self.rank, step, place(self.main), counts)
-        return RankStatus(self.rank, step, calling(call.thread), counts, self._wait(call))
+            return RankStatus(self.rank, step, location(self.main), counts)
+        return RankStatus(self.rank, step, call_site(call.thread), counts, self._wait(call))
 
     def _wait(self, call: Call) -> BlockedCall:
         waited = time.monotonic() - call.since
@@ -260,7 +266,7 @@ class Watchdog:
             call = self.recorder.oldest()
             if call is None or time.monotonic() - call.since < self.timeout + 4.0 * self.grace:
                 continue  # the rank that reports may still, or its successor
-            wait, where = self._wait(call), calling(call.thread)
+            wait, where = self._wait(call), call_site(call.thread)
             message = f"{wait} has waited for {wait.seconds:.0f} s on rank {self.rank}, at {where}"
             message += "; no rank could be asked why: rank 0's store does not answer"
             hint = "the last good checkpoint is kept: look at rank 0's machine, then use --resume"
@@ -287,40 +293,40 @@ def values_of(store: dist.Store, keys: list[str]) -> list[bytes]:
 
 
 def error_of(
-    alarm: RankStatus, answers: dict[int, RankStatus], world: int, timeout: float
+    stall: RankStatus, answers: dict[int, RankStatus], world: int, timeout: float
 ) -> MtcliError:
-    """Explains a run in which `alarm` waited too long; `answers` are those of ranks that live.
+    """Explains a run in which `stall` waited too long; `answers` are those of ranks that live.
 
-    Whoever raised the alarm is followed from rank to rank: those it waits for, those that they wait
+    Whoever noticed it is followed from rank to rank: those it waits for, those that they wait
     for, to the ranks that wait for nobody or do not answer.
     """
-    wait = alarm.wait
-    assert wait is not None, "an alarm is raised by a rank that waits"
-    answers = answers | {alarm.rank: alarm}
+    wait = stall.wait
+    assert wait is not None, "a stall is noticed by a rank that waits"
+    answers = answers | {stall.rank: stall}
     silent = [rank for rank in range(world) if rank not in answers]
-    if alarm.broke:
+    if stall.broke:
         # The first sentence of gloo's or NCCL's words, without its source file.
-        why = re.sub(r"^\[\S+\] ", "", alarm.broke.splitlines()[0]).partition(". ")[0]
-        head = f"{wait} broke on rank {alarm.rank}, at {_place(alarm)}: {why}"
+        why = re.sub(r"^\[\S+\] ", "", stall.broke.splitlines()[0]).partition(". ")[0]
+        head = f"{wait} broke on rank {stall.rank}, at {_location(stall)}: {why}"
         words = [_absence(rank, None, wait) for rank in silent]
         return failed("; ".join([head, *_at_most_named(words)]), KEPT)
-    met = _follow(alarm, answers)
+    met = _follow(stall, answers)
     roots = [rank for rank in met if rank not in answers or answers[rank].wait is None]
     roots = roots or silent
     if roots:
         # Whoever waits for the first of them says more than who was the first to complain.
-        alarm = met.get(roots[0], alarm)
-        words = [_absence(rank, answers.get(rank), met.get(rank, alarm).wait) for rank in roots]
+        stall = met.get(roots[0], stall)
+        words = [_absence(rank, answers.get(rank), met.get(rank, stall).wait) for rank in roots]
     else:
         stuck = [answers[rank] for rank in sorted({*met, *wait.ranks})]
-        words = [f"rank {s.rank} is in {s.wait or 'no collective'}, at {s.place}" for s in stuck]
+        words = [f"rank {s.rank} is in {s.wait or 'no collective'}, at {s.location}" for s in stuck]
         words[0] = f"no rank is absent, they wait for each other: {words[0]}"
-    assert alarm.wait is not None, "only those who wait lead to others"
-    head = f"{alarm.wait} has waited for {alarm.wait.seconds:.0f} s on rank {alarm.rank}"
+    assert stall.wait is not None, "only those who wait lead to others"
+    head = f"{stall.wait} has waited for {stall.wait.seconds:.0f} s on rank {stall.rank}"
     hint = f"{KEPT}; train.debug_collectives = true names the first call that differs"
     if roots:
         hint = f"{KEPT}; raise train.timeout ({timeout:g} s) if the rank was only slow"
-    return failed(f"{head}, at {_place(alarm)}: {'; '.join(_at_most_named(words))}", hint)
+    return failed(f"{head}, at {_location(stall)}: {'; '.join(_at_most_named(words))}", hint)
 
 
 def _at_most_named(words: list[str]) -> list[str]:
@@ -328,8 +334,8 @@ def _at_most_named(words: list[str]) -> list[str]:
     return [*words[:NAMED], f"and {more} more ranks"] if more > 0 else words
 
 
-def _place(answer: RankStatus) -> str:
-    return answer.place + (f" (step {answer.step})" if answer.step else "")
+def _location(answer: RankStatus) -> str:
+    return answer.location + (f" (step {answer.step})" if answer.step else "")
 
 
 def ranks_in_words(ranks: tuple[int, ...]) -> str:
@@ -338,9 +344,9 @@ def ranks_in_words(ranks: tuple[int, ...]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _follow(alarm: RankStatus, answers: dict[int, RankStatus]) -> dict[int, RankStatus]:
-    """The ranks met from the alarm on, in that order, and for each who waits for it."""
-    met, waiting = {alarm.rank: alarm}, [alarm]
+def _follow(stall: RankStatus, answers: dict[int, RankStatus]) -> dict[int, RankStatus]:
+    """The ranks met from the first on, in that order, and for each who waits for it."""
+    met, waiting = {stall.rank: stall}, [stall]
     while waiting:
         status = waiting.pop(0)
         assert status.wait is not None, "only those who wait are asked for whom"
@@ -360,7 +366,7 @@ def _absence(rank: int, answer: RankStatus | None, wait: BlockedCall | None) -> 
     """Why a rank is not where another one waits for it."""
     if answer is None:
         return f"rank {rank} is absent: it does not answer (stopped, dead, or its machine lost)"
-    said = f"rank {rank} is absent: it is at {answer.place}"
+    said = f"rank {rank} is absent: it is at {answer.location}"
     last = answer.counts.get(wait.channel, 0) if wait is not None else 0
     if not last or wait is None:
         return said

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mtcli.core.parallel.groups import Axis
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder, place
+from mtcli.core.parallel.health.flight_recorder import FlightRecorder, location
 
 
 def axis(recorder, name="tp", ranks=(2, 3), rank=0):
@@ -33,7 +33,7 @@ def test_a_rank_waits_only_between_the_start_and_the_end_of_a_call():
     assert recorder.oldest() is None
 
 
-def test_the_first_collective_that_breaks_is_kept_with_its_place():
+def test_the_first_collective_that_breaks_is_kept_with_its_location():
     recorder = FlightRecorder()
     for op in ("all_reduce", "all_gather"):
         with pytest.raises(RuntimeError), recorder.call(op, axis(recorder)):
@@ -42,7 +42,9 @@ def test_the_first_collective_that_breaks_is_kept_with_its_place():
         raise KeyError("of ours")
     assert recorder.oldest() is None
     assert recorder.broken.call.op == "all_reduce" and recorder.broken.error == "all_reduce lost"
-    assert re.fullmatch(r"test_flight_recorder\.py:\d+ in test_the_first\w+", recorder.broken.place)
+    assert re.fullmatch(
+        r"test_flight_recorder\.py:\d+ in test_the_first\w+", recorder.broken.location
+    )
 
 
 def test_of_several_threads_the_one_that_has_waited_longest_counts():
@@ -116,12 +118,12 @@ def test_a_place_is_the_innermost_frame_of_the_package_or_at_all():
         thread.start()
         assert inside.wait(60.0)
         end = time.monotonic() + 60.0
-        while not re.fullmatch(words, place(thread.ident)):  # it is on its way there
-            assert time.monotonic() < end, place(thread.ident)
+        while not re.fullmatch(words, location(thread.ident)):  # it is on its way there
+            assert time.monotonic() < end, location(thread.ident)
             time.sleep(0.01)
         done.set()
         thread.join()
-    assert place(0) == "the end of its thread"
+    assert location(0) == "the end of its thread"
 
 
 def test_a_thread_beside_training_is_seen_and_not_compared():

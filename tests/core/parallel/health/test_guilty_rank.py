@@ -24,14 +24,14 @@ def computing(rank, counts):
     return RankStatus(rank, 7, "loader.py:50 in step", counts)
 
 
-def told(alarm, *others, world=4):
-    error = error_of(alarm, {one.rank: one for one in others}, world, 10.0)
+def told(stall, *others, world=4):
+    error = error_of(stall, {one.rank: one for one in others}, world, 10.0)
     assert error.code == 1
     (problem,) = error.problems
     return problem
 
 
-def test_a_rank_that_is_busy_elsewhere_is_named_with_its_place_and_last_number():
+def test_a_rank_that_is_busy_elsewhere_is_named_with_its_location_and_last_number():
     problem = told(waiting(2, on_tp()), computing(3, {"tp": 11}), world=4)
     assert problem.message == (
         "all_reduce number 12 on tp (ranks 2, 3) has waited for 10 s on rank 2, "
@@ -67,8 +67,8 @@ def test_the_ranks_between_are_followed_to_the_one_that_waits_for_nobody():
 
 
 def test_a_rank_that_has_come_is_not_waited_for():
-    alarm = waiting(2, on_tp(ranks=(1, 2, 3)))
-    message = told(alarm, computing(1, {"tp": 12}), computing(3, {"tp": 11})).message
+    stall = waiting(2, on_tp(ranks=(1, 2, 3)))
+    message = told(stall, computing(1, {"tp": 12}), computing(3, {"tp": 11})).message
     assert "rank 3 is absent" in message and "rank 1" not in message
 
 
@@ -82,8 +82,8 @@ def test_a_message_names_its_two_ends():
 
 
 def test_ranks_that_wait_for_each_other_are_all_told():
-    alarm = waiting(0, on_tp(ranks=(0, 1)))
-    problem = told(alarm, waiting(1, on_tp(13, (0, 1)), {"tp": 13}), world=2)
+    stall = waiting(0, on_tp(ranks=(0, 1)))
+    problem = told(stall, waiting(1, on_tp(13, (0, 1)), {"tp": 13}), world=2)
     assert problem.message == (
         "all_reduce number 12 on tp (ranks 0, 1) has waited for 10 s on rank 0, "
         "at tp.py:60 in forward (step 7): no rank is absent, they wait for each other: "
@@ -93,23 +93,23 @@ def test_ranks_that_wait_for_each_other_are_all_told():
     assert problem.hint == KEPT + "train.debug_collectives = true names the first call that differs"
 
 
-def test_a_rank_that_has_come_and_gone_on_is_told_with_its_place():
-    alarm = waiting(0, on_tp(ranks=(0, 1)))
-    message = told(alarm, computing(1, {"tp": 12}), world=2).message
+def test_a_rank_that_has_come_and_gone_on_is_told_with_its_location():
+    stall = waiting(0, on_tp(ranks=(0, 1)))
+    message = told(stall, computing(1, {"tp": 12}), world=2).message
     assert message.endswith("; rank 1 is in no collective, at loader.py:50 in step")
 
 
 def test_where_nobody_who_is_waited_for_is_absent_the_silent_are():
-    alarm = waiting(0, on_tp(ranks=(0, 1)))
-    message = told(alarm, computing(1, {"tp": 12}), world=3).message
+    stall = waiting(0, on_tp(ranks=(0, 1)))
+    message = told(stall, computing(1, {"tp": 12}), world=3).message
     assert message.endswith(
         "rank 2 is absent: it does not answer (stopped, dead, or its machine lost)"
     )
 
 
 def test_of_many_absent_ranks_the_first_are_told_and_the_others_counted():
-    alarm = waiting(0, on_tp(ranks=tuple(range(12))))
-    message = told(alarm, world=12).message
+    stall = waiting(0, on_tp(ranks=tuple(range(12))))
+    message = told(stall, world=12).message
     assert "(ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more)" in message
     assert message.count("is absent") == 4 and message.endswith("; and 7 more ranks")
     assert ranks_in_words((1, 2)) == "ranks 1, 2"
@@ -119,8 +119,8 @@ GLOO = "[/__w/gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:45788.
 
 
 def test_a_collective_that_broke_is_told_with_the_ranks_that_are_gone():
-    alarm = waiting(2, on_tp())._replace(broke=GLOO)
-    problem = told(alarm, computing(0, {}), waiting(3, on_tp())._replace(broke=GLOO))
+    stall = waiting(2, on_tp())._replace(broke=GLOO)
+    problem = told(stall, computing(0, {}), waiting(3, on_tp())._replace(broke=GLOO))
     assert problem.message == (
         "all_reduce number 12 on tp (ranks 2, 3) broke on rank 2, at tp.py:62 in forward (step 7): "
         "Connection closed by peer [127.0.0.1]:45788; "
@@ -128,7 +128,7 @@ def test_a_collective_that_broke_is_told_with_the_ranks_that_are_gone():
     )
     assert problem.hint == KEPT.removesuffix("; ")
     alone = told(
-        alarm._replace(broke="ncclError\nof many lines"), *(computing(n, {}) for n in (0, 1, 3))
+        stall._replace(broke="ncclError\nof many lines"), *(computing(n, {}) for n in (0, 1, 3))
     )
     assert alone.message.endswith("(step 7): ncclError"), "all answer: none of them is the cause"
 

@@ -150,7 +150,7 @@ def succeeded(runtime, waits):
     timeout, store = (LONG, TIMEOUT)[runtime.rank], tcp_store(runtime.rank)
     watch = Watchdog(groups.tp.recorder, store, runtime.rank, 2, timeout, ended)
     if runtime.rank == 1:
-        watch._report = lambda *late: watch.stopped.set()
+        watch._report = lambda *stall: watch.stopped.set()
     watch.start(1000 + runtime.rank)
     with groups.tp.recorder.call("all_reduce", groups.tp) if waits[runtime.rank] else nullcontext():
         assert runtime.rank == 1 or ended.wait(LONG)
