@@ -25,10 +25,12 @@ PACED = Path(__file__).parent / "paced.py"
 
 
 class Nodes:
-    """Two nodes of a run, whose rendezvous is on a third."""
+    """Two nodes of a run, whose rendezvous is on a third and takes an agent for lost that says
+    nothing for `silence` seconds: on a busy machine one that lives may be silent for some."""
 
-    def __init__(self, folder, steps, **environ):
+    def __init__(self, folder, steps, silence=30, **environ):
         self.folder, self.pace, self.environ = folder, folder / "pace", environ
+        self.silence = silence
         self.folder.mkdir()
         self.drill = Drill(folder / "nodes", timeout=60.0)
         self.words = ["train", self.drill.config, "--set", f"train.steps={steps}"]
@@ -44,7 +46,7 @@ class Nodes:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", self.job]
         rendezvous += ["--local-addr", own_address()]
         rendezvous += ["--rdzv-endpoint", f"127.0.0.1:{self.store.port}", "--rdzv-conf"]
-        rendezvous += ["is_host=0,keep_alive_interval=1,keep_alive_max_attempt=2"]
+        rendezvous += [f"is_host=0,keep_alive_interval=1,keep_alive_max_attempt={self.silence}"]
         limits = ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", str(2 * KILLS + 6)]
         command = ["-m", "torch.distributed.run", *limits, "--monitor-interval", "0.1", *rendezvous]
         command = [sys.executable, *command, PACED, *self.words]
@@ -135,8 +137,8 @@ def two_nodes(tmp_path):
         pytest.skip("this machine has no address that another could reach")
     started = []
 
-    def start(steps, **environ):
-        nodes = Nodes(tmp_path / f"run-{len(started)}", steps, **environ)
+    def start(steps, **others):
+        nodes = Nodes(tmp_path / f"run-{len(started)}", steps, **others)
         started.append(nodes)
         for node in (0, 1):
             nodes.start(node)
@@ -181,7 +183,7 @@ def test_ranks_that_are_killed_in_turn_meet_again_and_have_the_undisturbed_curve
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_node_that_leaves_and_joins_again_has_the_undisturbed_curve(node, two_nodes, tmp_path):
     """An agent that stays tells one that joins nothing of a store that it shares with its ranks."""
-    nodes = two_nodes(9, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    nodes = two_nodes(9, silence=4, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     nodes.reach(5)
     nodes.leave(node)
     nodes.start(node)
