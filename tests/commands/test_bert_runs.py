@@ -179,6 +179,26 @@ def test_an_encoder_s_evaluation_goes_on_over_data_ranks(home):
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "spoilt"),
+    [("masked", {"num_tokens": "1"}), ("masked", {"loglikelihoods": []}),
+     ("ensemble", {"members": [0]}), ("classifier", {"loglikelihoods": [-1.0, "x"]})],
+)  # fmt: skip
+def test_an_item_that_an_ended_run_left_damaged_is_computed_again(name, spoilt, classifiers):
+    words = ("eval", *TASKS[name], "--json", "-", "--items")
+    run(classifiers, *words, "sound.jsonl")
+    run(classifiers, *words, "spoilt.jsonl", code=130, fault=Ends(4))
+    partial = classifiers / "spoilt.jsonl.partial"
+    head, *items = lines(partial)
+    partial.write_text(
+        "".join(json.dumps(one) + "\n" for one in (head, items[0] | spoilt, *items[1:]))
+    )
+    done = run(classifiers, *words, "spoilt.jsonl")
+    kept = int(re.search(r"; (\d+) items are kept", done.stderr)[1])
+    assert 0 < kept < len(items)
+    assert lines(classifiers / "spoilt.jsonl") == lines(classifiers / "sound.jsonl")
+
+
 def test_items_of_another_ensemble_are_not_taken(classifiers):
     words, items = ("eval", *TASKS["ensemble"], "--json", "-"), ("--items", "others.jsonl")
     run(classifiers, *words, *items, code=130, fault=Ends(3))
@@ -198,10 +218,12 @@ def test_every_row_of_masked_tokens_is_an_item_and_two_encoders_are_compared_by_
     for name in ("sop_correct", "sop_total"):
         assert sum(item[name] for item in items) == found[name] > 0
     grid = {"parallel.tp": 2, "parallel.tp_mode": "2d", "parallel.tp_rows": 2}
-    run(home, *words, "-", "--items", "grid.jsonl", "--nproc", 2, "--batch-tokens", 1, **grid)
-    for ours, theirs in zip(items, lines(home / "grid.jsonl"), strict=True):
-        assert ours.pop("loglikelihoods") == pytest.approx(theirs.pop("loglikelihoods"), rel=1e-5)
-        assert ours == theirs
+    for layout in (grid, {"parallel.tp": 2}):
+        run(home, *words, "-", "--items", "shards.jsonl", "--nproc", 2, **layout)
+        for ours, theirs in zip(items, lines(home / "shards.jsonl"), strict=True):
+            sums = theirs.pop("loglikelihoods")
+            assert ours | {"loglikelihoods": pytest.approx(sums, rel=1e-5)} == ours
+            assert theirs.items() <= ours.items()
     run(home, *words, "a.json")
     run(home, *words, "b.json", **{"train.precision": "bf16"})
     done = run(home, "eval", "--compare", "a.json", "b.json", "--json", "-")
