@@ -23,6 +23,16 @@ Prompt = Annotated[
     list[str], typer.Option("--prompt", help="text to continue; may be given several times")
 ]
 MaxTokens = Annotated[int, typer.Option(min=1, max=10**9, help="tokens to generate")]
+Stop = Annotated[
+    list[str],
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        default_factory=list,
+        show_default=False,
+        help="end a text before this string; may be given several times",
+    ),
+]
 Temperature = Annotated[float, typer.Option(min=0.0, max=1000.0, help="0 is greedy")]
 TopK = Annotated[
     int, typer.Option(min=0, max=10**9, help="keep the k likeliest tokens; 0 keeps all")
@@ -42,6 +52,7 @@ def generate(
     checkpoint: CheckpointPath,
     overrides: Overrides,
     prompt: Prompt,
+    stop: Stop,
     max_tokens: MaxTokens = 100,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -56,7 +67,8 @@ def generate(
     from mtcli.core.config.loading import train_settings
 
     *_, train, _ = collect_errors(
-        lambda: _require_text(prompt),
+        lambda: _require_text(prompt, "--prompt"),
+        lambda: _require_text(stop, "--stop"),
         lambda: _require_top_p(top_p),
         lambda: _require_draws(context, temperature),
         lambda: train_settings(overrides, device=device),
@@ -64,19 +76,18 @@ def generate(
     )
 
     def work(runtime: "Runtime") -> None:
-        from mtcli.core.inference.generate import Sampling
-        from mtcli.core.inference.generate import generate as generate_tokens
+        from mtcli.core.inference.generate import Ends, Sampling, generate_text
         from mtcli.core.inference.model import open_model
 
         model = open_model(checkpoint, overrides, runtime)
-        tokenizer, ends = model.require_tokenizer(), model.end_ids()
+        tokenizer = model.require_tokenizer()
+        ends = Ends(max_tokens, model.end_ids(), stop)
         sampling = Sampling(temperature, top_k, top_p, seed)
         generated = []
         for text in prompt:
             ids = tokenizer.encode_with_specials(text)
-            new = list(generate_tokens(model.scorer, ids, max_tokens, sampling, ends))
-            text_of_new = tokenizer.decode(new)
-            generated.append({"prompt": text, "text": text_of_new, "num_tokens": len(new)})
+            new = generate_text(model.scorer, tokenizer.decode, ids, sampling, ends)
+            generated.append({"prompt": text, **new._asdict()})
         if runtime.rank > 0:
             return
         answer({"checkpoint": checkpoint, "generated": generated}, json_out)
@@ -86,14 +97,14 @@ def generate(
     run_ranks(nproc, train, work)
 
 
-def _require_text(prompts: list[str]) -> None:
+def _require_text(texts: list[str], flag: str) -> None:
     """Raises MtcliError for command-line bytes that are no text: halves of surrogate pairs."""
-    for text in prompts:
+    for text in texts:
         try:
             text.encode()
         except UnicodeEncodeError:
             hint = "UTF-8, and a locale that has it, such as C.UTF-8"
-            raise wrong(f"{text!r} is not text in this locale", hint, "--prompt") from None
+            raise wrong(f"{text!r} is not text in this locale", hint, flag) from None
 
 
 def _require_draws(context: typer.Context, temperature: float) -> None:

@@ -248,6 +248,7 @@ def _announcement(source: "Checkpoint", target: Path, plan: "ConversionPlan", la
         line += f"each token: {count_parameters(model):,} parameters, {count_active(model):,} used"
     if dropped := left_out(source, plan):
         why = "the model is new" if plan.recipe else "Hugging Face has no place"
+        why = "it is of adapters" if source.adapters else why
         line += f"; leaving out {', '.join(dropped)}: {why}"
     if source.unread:
         line += f"; not reading {', '.join(source.unread)}"

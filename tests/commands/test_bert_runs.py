@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -20,9 +21,9 @@ SETTINGS |= {"optimizer.lr": 1e-3, "optimizer.warmup_steps": 1, "parallel.recomp
 ARTICLES = 5  # of each level
 
 
-def run(home, *words, code=0, **settings):
+def run(home, *words, code=0, fault=None, **settings):
     sets = [word for item in settings.items() for word in ("--set", "{}={}".format(*item))]
-    done = mtcli(*words, *sets, folder=home)
+    done = mtcli(*words, *sets, folder=home, fault=fault)
     assert done.returncode == code, done.stderr
     return done
 
@@ -105,6 +106,132 @@ def test_masked_tokens_are_evaluated_on_a_grid_as_on_one_rank(home):
     assert found == pytest.approx(alone, rel=1e-6)
 
 
+class Ends:
+    """A fault: the evaluation is interrupted when some calls of the encoder have been made."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, rank):
+        from mtcli.core.evaluate import encoders
+
+        head_outputs = encoders.head_outputs
+
+        def counted(*arguments):
+            if self.calls == 0:
+                raise KeyboardInterrupt
+            self.calls -= 1
+            return head_outputs(*arguments)
+
+        encoders.head_outputs = counted
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def classifiers(home):
+    """Two classifiers, `first` and `second`, of texts that all differ."""
+    texts = [{"text": "a cat or dogs "[: n % 9 + 4] + "x" * n, "label": n % 2} for n in range(30)]
+    write_lines(home / "texts.jsonl", texts)
+    labels = {"data.format": "classification", "data.train": "texts.jsonl", "train.epochs": 2}
+    for seed, name in enumerate(("first", "second")):
+        run(home, "train", "one", "--init", "one", **labels, **{"train.output": name, "seed": seed})
+    return home
+
+
+ONE = ("first", "--task", "classification=texts.jsonl", "--batch-tokens", CONTEXT)
+TASKS = {
+    "classifier": ONE,
+    "ensemble": (*ONE, "--ensemble", "second"),
+    "masked": ("one", "--task", "mlm=text", "--batch-tokens", CONTEXT),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_encoder_s_evaluation_that_was_ended_goes_on_where_it_was(name, classifiers):
+    home, words, whole = classifiers, ("eval", *TASKS[name], "--json", "-"), f"{name}.jsonl"
+    done = run(home, *words, "--items", whole)
+    expected, models = json.loads(done.stdout), 1 + (name == "ensemble")
+    passes = int(re.search(r"in (\d+) forward passes", done.stderr)[1])
+    ended = ("--items", f"{name}-ended.jsonl")
+    run(home, *words, *ended, code=130, fault=Ends(3))
+    partial = home / f"{name}-ended.jsonl.partial"
+    assert partial.exists() and not (home / ended[1]).exists()
+    kept = len(lines(partial)) - 1
+    done = run(home, *words, *ended, fault=Ends((passes - 3 // models) * models))
+    assert f"; {kept} items are kept from a run that was ended" in done.stderr and kept > 0
+    assert json.loads(done.stdout)["tasks"] == expected["tasks"]
+    assert lines(home / ended[1]) == lines(home / whole) and not partial.exists()
+
+
+def test_an_encoder_s_evaluation_goes_on_over_data_ranks(home):
+    words = ("eval", *TASKS["masked"], "--json", "-", "--items", "ranks.jsonl")
+    run(home, *words, code=130, fault=Ends(3))
+    done = run(home, *words, "--nproc", 2)
+    assert "; 3 items are kept from a run that was ended" in done.stderr
+    found, resumed = json.loads(done.stdout)["tasks"]["mlm"], lines(home / "ranks.jsonl")
+    alone = json.loads(run(home, *words).stdout)["tasks"]["mlm"]
+    assert found == pytest.approx(alone, rel=1e-6)
+    assert [item["hash"] for item in resumed] == [
+        item["hash"] for item in lines(home / "ranks.jsonl")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "spoilt"),
+    [("masked", {"num_tokens": "1"}), ("masked", {"loglikelihoods": []}),
+     ("ensemble", {"members": [0]}), ("classifier", {"loglikelihoods": [-1.0, "x"]})],
+)  # fmt: skip
+def test_an_item_that_an_ended_run_left_damaged_is_computed_again(name, spoilt, classifiers):
+    words = ("eval", *TASKS[name], "--json", "-", "--items")
+    run(classifiers, *words, "sound.jsonl")
+    run(classifiers, *words, "spoilt.jsonl", code=130, fault=Ends(4))
+    partial = classifiers / "spoilt.jsonl.partial"
+    head, *items = lines(partial)
+    partial.write_text(
+        "".join(json.dumps(one) + "\n" for one in (head, items[0] | spoilt, *items[1:]))
+    )
+    done = run(classifiers, *words, "spoilt.jsonl")
+    kept = int(re.search(r"; (\d+) items are kept", done.stderr)[1])
+    assert 0 < kept < len(items)
+    assert lines(classifiers / "spoilt.jsonl") == lines(classifiers / "sound.jsonl")
+
+
+def test_items_of_another_ensemble_are_not_taken(classifiers):
+    words, items = ("eval", *TASKS["ensemble"], "--json", "-"), ("--items", "others.jsonl")
+    run(classifiers, *words, *items, code=130, fault=Ends(3))
+    done = run(classifiers, "eval", *ONE, "--json", "-", *items)
+    assert "kept" not in done.stderr and "members" not in lines(classifiers / items[1])[0]
+
+
+def test_every_row_of_masked_tokens_is_an_item_and_two_encoders_are_compared_by_theirs(home):
+    words = ("eval", "one", "--task", "mlm=text", "--json")
+    found = json.loads(run(home, *words, "-", "--items", "rows.jsonl").stdout)["tasks"]["mlm"]
+    items = lines(home / "rows.jsonl")
+    assert [item["id"] for item in items] == [f"row {n}" for n in range(len(items))]
+    assert len({item["hash"] for item in items}) == len(items) > 4
+    assert sum(item["num_tokens"] for item in items) == found["masked"]
+    loss = -sum(sum(item["loglikelihoods"]) for item in items) / found["masked"]
+    assert loss == pytest.approx(found["loss"], rel=1e-12)
+    for name in ("sop_correct", "sop_total"):
+        assert sum(item[name] for item in items) == found[name] > 0
+    grid = {"parallel.tp": 2, "parallel.tp_mode": "2d", "parallel.tp_rows": 2}
+    for layout in (grid, {"parallel.tp": 2}):
+        run(home, *words, "-", "--items", "shards.jsonl", "--nproc", 2, **layout)
+        for ours, theirs in zip(items, lines(home / "shards.jsonl"), strict=True):
+            sums = theirs.pop("loglikelihoods")
+            assert ours | {"loglikelihoods": pytest.approx(sums, rel=1e-5)} == ours
+            assert theirs.items() <= ours.items()
+    run(home, *words, "a.json")
+    run(home, *words, "b.json", **{"train.precision": "bf16"})
+    done = run(home, "eval", "--compare", "a.json", "b.json", "--json", "-")
+    compared = json.loads(done.stdout)["tasks"]["mlm"]
+    assert (compared["metric"], compared["total"]) == ("loss", len(items))
+    assert compared["a"] == pytest.approx(found["loss"]) and compared["other_prompts"] == 0
+
+
 def test_documents_of_one_sentence_have_masked_tokens_and_no_order(home):
     (home / "short.txt").write_text("Cats sleep.\n\nDogs run.\n\nThey eat and sleep.\n")
     words = ("eval", "one", "--json", "-", "--task")
@@ -114,8 +241,8 @@ def test_documents_of_one_sentence_have_masked_tokens_and_no_order(home):
     done = run(home, *words, "mlm=unknown.txt", code=2)
     assert "unknown.txt may be masked: all are special ones" in done.stderr
     (home / "bad.jsonl").write_text("{\n")
-    done = run(home, *words, "mlm=bad.jsonl", "--items", "x", code=2)
-    assert "--items: mlm with head='mlm' has no use for it" in done.stderr
+    done = run(home, *words, "mlm=bad.jsonl", "--shots", 2, code=2)
+    assert "--shots: mlm with head='mlm' has no use for it" in done.stderr
     done = run(home, *words, "mlm=bad.jsonl", code=2)
     assert "error: --task: bad.jsonl:1: not JSON" in done.stderr
     assert "flags are those of `mtcli preprocess --sentences`" in done.stderr

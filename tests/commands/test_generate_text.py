@@ -40,7 +40,27 @@ def test_greedy_text_is_transformers_on_any_layout_and_for_every_prompt(model, f
     assert (table["ok"], table["problems"], table["checkpoint"]) == (True, [], str(folder))
     assert [one["prompt"] for one in table["generated"]] == ["The cat", "one"]
     expected = bytes(greedy).decode(errors="replace")
-    assert table["generated"][0] == {"prompt": "The cat", "text": expected, "num_tokens": 9}
+    first = {"prompt": "The cat", "text": expected, "num_tokens": 9}
+    assert table["generated"][0] == {**first, "finish_reason": "max_tokens"}
+
+
+@pytest.mark.parametrize("flags", [[], ["--nproc", "2", "--set", "parallel.tp=2"]], ids=str)
+def test_every_text_ends_before_its_own_stop_string(model, flags):
+    folder, greedy = model
+    prompts = ["--prompt", "The cat", "--prompt", "one", "--prompt", "a", "--max-tokens", "9"]
+    done = generate(folder, *prompts, "--stop", "iii", "--stop", 'O"', "--json", "-", *flags)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["generated"]
+    text = bytes(greedy).decode(errors="replace")
+    before = text[: text.index('O"')]
+    assert found[0] == {
+        "prompt": "The cat",
+        "text": before,
+        "num_tokens": greedy.index(ord("O")) + 2,
+        "finish_reason": "stop",
+    }
+    assert found[1]["text"] and "i" not in found[1]["text"] and found[1]["finish_reason"] == "stop"
+    assert (found[2]["text"], found[2]["num_tokens"]) == ("", 3)
 
 
 def test_a_prompt_gets_the_template_s_first_token_and_text_ends_at_any_end(model, tmp_path):
@@ -80,8 +100,10 @@ def test_plain_output_is_the_prompt_and_its_text(model):
         (["--prompt", "a", "--set", "parallel.tp=3"], "tp=3 does not divide num_kv_heads=2"),
         (["--prompt", "a", "--temperature", "-1"], "temperature"),
         (["--prompt", "caf\udce9"], "--prompt: 'caf\\udce9' is not text in this locale"),
+        (["--prompt", "a", "--stop", "\udce9"], "--stop: '\\udce9' is not text in this locale"),
+        (["--prompt", "a", "--stop", ""], "--stop: '' names nothing"),
     ],
-    ids=["top-p", "layout", "temperature", "bytes"],
+    ids=["top-p", "layout", "temperature", "bytes", "stop", "no stop"],
 )
 def test_wrong_input_ends_with_2_and_says_what_is_right(model, flags, message):
     done = generate(model[0], *flags)

@@ -8,6 +8,9 @@ from chats import fine_tune, save_model, sums, write_lines
 from command_line import mtcli
 from tiny import metrics
 
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.store import Shard, commit, dump_written, write_shards
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
@@ -88,6 +91,59 @@ def test_what_is_to_be_done_with_adapters_is_asked(home, run):
     assert done.returncode == 2 and "which has adapters alone" in done.stderr
     done = train(home, "tiny", **{"lora.rank": 4, "train.output": "none", "model.vocab_size": 300})
     assert done.returncode == 2 and "adapters are trained for weights" in done.stderr
+
+
+def test_verify_compares_two_runs_adapters_and_their_optimizer_state(home, run):
+    lora = {"lora.rank": 4, "lora.alpha": 8, "train.epochs": 2}
+    for name, seed in (("twin", 1234), ("other", 7)):
+        done = train(home, "llama", **lora, **{"train.output": name, "seed": seed})
+        assert done.returncode == 0, done.stderr
+
+    def verified(*words):
+        done = mtcli("shard", "verify", *words, "--json", "-", folder=home)
+        return done, json.loads(done.stdout)
+
+    own = open_checkpoint(home / "twin").adapters.own
+    kinds = sorted({name.partition("/")[0] for name in own.names() if name.startswith("optimizer")})
+    done, same = verified("twin", "twin", "--verify")
+    assert done.returncode == 0, done.stderr
+    assert len(kinds) > 1 and same["optimizer"] == "the same"
+    weights = open_checkpoint(home / "llama").names()
+    assert same["tensors_equal"] == len(own.names()) + len(weights)
+    tensors = {name: own.read(name) for name in own.names()}
+    next(tensors[name] for name in tensors if name.startswith(f"{kinds[0]}/")).view(-1)[0] += 1.0
+    write_again(own, tensors, home / "changed")
+    done, told = verified("twin", "changed")
+    (problem,) = told["problems"]
+    assert done.returncode == 1 and f": {kinds[0]}/" in problem["message"], problem
+    assert "differs in 1 of" in problem["message"]
+    done, told = verified("twin", "other")
+    assert done.returncode == 1
+    merged = mtcli("shard", "twin", "twin-merged", "--to", "mtcli", "--merge-lora", folder=home)
+    assert f"leaving out {', '.join(kinds)}: it is of adapters" in merged.stderr
+    done, told = verified("twin", "twin-merged")
+    only = f"not compared: only {own.folder.relative_to(home)} has {', '.join(kinds)}"
+    assert told["optimizer"] == only
+    source = open_checkpoint(home / "twin-merged")
+    tensors = {name: source.read(name) for name in source.names()}
+    state = {"optimizer.exp_avg/final_norm.weight": torch.zeros(4)}
+    write_again(source, tensors | state, home / "of-weights")
+    done, told = verified("twin", "of-weights")
+    assert told["optimizer"] == f"not compared: in {own.folder.relative_to(home)} it is of adapters"
+    assert mtcli("shard", "twin", "twin-peft", "--to", "peft", folder=home).returncode == 0
+    done, told = verified("twin", "twin-peft")
+    assert (done.returncode, told["optimizer"]) == (0, only)
+    inspected = json.loads(mtcli("shard", "inspect", "twin", "--json", "-", folder=home).stdout)
+    assert inspected["optimizer"] == kinds
+
+
+def write_again(source, tensors, folder):
+    """Writes a checkpoint like `source`, with these tensors, as one rank's."""
+    folder.mkdir()
+    shards = [Shard(n, t, (0,) * t.dim(), tuple(t.shape)) for n, t in tensors.items()]
+    written = dump_written(write_shards(folder, 0, shards))
+    about = {"step": source.step, "world": 1, "extra": source.extra}
+    commit(folder, written, about, (source.folder / "config.toml").read_text(), {})
 
 
 def test_the_plan_knows_that_frozen_weights_have_no_gradients(home):

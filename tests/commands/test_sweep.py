@@ -1,15 +1,18 @@
 """`mtcli sweep` from its command line: what its run folders hold, and how it refuses."""
 
+import fcntl
 import json
+import time
 
 import pytest
 from chats import save_model, sums, write_lines
-from command_line import mtcli
+from command_line import mtcli, start
 from tiny import metrics, write_run
 
 from mtcli.core.checkpoint.folder import step_folders, step_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import failed
+from mtcli.core.training import run_lock
 from mtcli.core.training import save as saving
 
 RUN = {"train": {"steps": 6, "precision": "fp64", "save_every": 3}}
@@ -17,6 +20,10 @@ RUN = {"train": {"steps": 6, "precision": "fp64", "save_every": 3}}
 
 def sweep(config, *words, out="out", **options):
     return mtcli("sweep", config, *words, "--output", config.parent / out, **options)
+
+
+def start_sweep(config, *words, out="out", **options):
+    return start("sweep", config, *words, "--output", config.parent / out, **options)
 
 
 def curves(folder):
@@ -156,6 +163,32 @@ def test_ranks_that_a_launcher_starts_again_go_on_with_their_sweep(tmp_path):
     assert refused.returncode == 2 and "--resume goes on with them" in refused.stderr
     again = sweep(config, *words, **job, TORCHELASTIC_RESTART_COUNT="1")
     assert again.returncode == 0 and "from step 2 of 4" in again.stderr
+
+
+def test_ranks_that_are_started_again_wait_for_an_earlier_rank_0_to_end(tmp_path):
+    config = write_run(tmp_path, train={"steps": 4, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-3,3e-3")
+    job = {"TORCHELASTIC_RUN_ID": "one"}
+    assert sweep(config, *words, fault=stop_after_two_steps, **job).returncode == 130
+    trial = tmp_path / "out" / "lr=0.003"
+    (saved,) = step_folders(trial / "checkpoints")
+    with open(trial / "run.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        json.dump(run_lock._this_process()._asdict(), lock)
+        lock.flush()
+        saved.rename(tmp_path / "being saved")
+        refused = sweep(config, *words, "--resume")
+        assert refused.returncode == 2 and "lr=0.003 is held by another run" in refused.stderr
+        again = start_sweep(config, *words, **job, TORCHELASTIC_RESTART_COUNT="1")
+        time.sleep(3.0)  # longer than it takes to read the trials
+        assert again.ranks[0].exitcode is None
+        (tmp_path / "being saved").rename(saved)
+    done = again.ended()
+    assert done.returncode == 0, done.stderr
+    assert f"note: took over {trial} from process" in done.stderr
+    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert [array["first_step"] for array in found["arrays"]] == [2], "both trials are one array"
+    assert [row["steps"] for row in found["trials"]] == [4, 4]
 
 
 def test_a_launcher_s_ranks_refuse_the_study_of_another_sweep(tmp_path):

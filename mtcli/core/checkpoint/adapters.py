@@ -32,6 +32,14 @@ def base_of(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint if checkpoint.adapters is None else checkpoint.adapters.base
 
 
+def with_adapters(checkpoint: Checkpoint) -> Checkpoint:
+    """The merged model besides the adapters and their optimizer state, of which a run's folder
+    holds no more; one without adapters is its own."""
+    if checkpoint.adapters is None:
+        return checkpoint
+    return replace(checkpoint, tensors=checkpoint.tensors | checkpoint.adapters.own.tensors)
+
+
 def weights_hash(base: Checkpoint) -> str:
     """A hash that other weights change: of the manifest, or of blocks of the tensors' files."""
     if base.format == "mtcli":

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+from mtcli.core.checkpoint.adapters import with_adapters
 from mtcli.core.checkpoint.manifest import is_optimizer
 from mtcli.core.checkpoint.progress import progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
@@ -47,8 +48,10 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def optimizer_kinds(checkpoint: Checkpoint) -> list[str]:
-    """The kinds of optimizer state that a checkpoint has, such as optimizer.exp_avg."""
-    return sorted({name.partition("/")[0] for name in checkpoint.names() if is_optimizer(name)})
+    """The kinds of optimizer state that a checkpoint has, such as optimizer.exp_avg; of a merged
+    model, its adapters'."""
+    names = with_adapters(checkpoint).names()
+    return sorted({name.partition("/")[0] for name in names if is_optimizer(name)})
 
 
 def progress_rows(checkpoint: Checkpoint) -> dict[str, str]:

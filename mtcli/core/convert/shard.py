@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mtcli.core.checkpoint.adapters import with_adapters
 from mtcli.core.checkpoint.folder import require_free
 from mtcli.core.checkpoint.manifest import is_optimizer
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -41,7 +42,8 @@ class ConversionPlan(NamedTuple):
 
 def left_out(source: Checkpoint, plan: ConversionPlan) -> list[str]:
     """Kinds of optimizer state that the conversion leaves out."""
-    return optimizer_kinds(source) if plan.to == "hf" or plan.recipe else []
+    is_kept = plan.to == "mtcli" and not plan.recipe and not source.adapters
+    return [] if is_kept else optimizer_kinds(source)
 
 
 def require_target(source: Checkpoint, target: Path, plan: ConversionPlan) -> None:
@@ -114,6 +116,8 @@ def compare(
     if a.replicas != b.replicas:
         a, b = a.averaged(), b.averaged()
         facts["averaged_replicas"] = max(a.averages, b.averages)
+    if a.adapters and b.adapters:
+        a, b = with_adapters(a), with_adapters(b)
     same, taken = _same(a, b, dtype, nproc)
     facts |= same | _spent(a, memory.or_more(taken).or_more(watch.read()))
     if logits:

@@ -36,8 +36,9 @@ class Difference(NamedTuple):
 
 
 def shared_names(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Tensors to compare: all of either; where one has no optimizer state, weights alone."""
-    both = bool(optimizer_kinds(a) and optimizer_kinds(b))
+    """Tensors to compare: all of either; where one has no optimizer state, or state of its adapters
+    and the other of weights, no optimizer state."""
+    both = all(any(map(is_optimizer, side.names())) for side in (a, b))
     names = dict.fromkeys([*a.names(), *b.names()])
     return [name for name in names if both or not is_optimizer(name)]
 
@@ -171,14 +172,22 @@ def require_same(
     if fields := differing_fields(a.model, b.model):
         hint = "one of the folders has the config of another model"
         raise failed(f"{sides}: their tensors are, and {', '.join(fields)}", hint)
-    optimizer, with_some = "none", [side for side in (a, b) if optimizer_kinds(side)]
-    if len(with_some) == 1:
-        kinds = ", ".join(optimizer_kinds(with_some[0]))
-        optimizer = f"not compared: only {with_some[0].folder} has {kinds}"
-    elif with_some:
-        optimizer = "the same"
-    facts = {"tensors_equal": len(shared_names(a, b)), "optimizer": optimizer}
+    facts = {"tensors_equal": len(shared_names(a, b)), "optimizer": _optimizer_compared(a, b)}
     return facts, memory.or_more(hashing)
+
+
+def _optimizer_compared(a: Checkpoint, b: Checkpoint) -> str:
+    """Words what of two checkpoints' optimizer state was found equal."""
+    with_some = [side for side in (a, b) if optimizer_kinds(side)]
+    if not with_some:
+        return "none"
+    if any(map(is_optimizer, shared_names(a, b))):
+        return "the same"
+    if len(with_some) == 2:
+        of_adapters = next(side for side in with_some if side.adapters)
+        return f"not compared: in {of_adapters.folder} it is of adapters"
+    kinds = ", ".join(optimizer_kinds(with_some[0]))
+    return f"not compared: only {with_some[0].folder} has {kinds}"
 
 
 def require_same_logits(

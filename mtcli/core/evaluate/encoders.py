@@ -5,16 +5,20 @@ mean of several ones' probabilities (arXiv:1909.08053, section 5.3).
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RACE_CHOICES
-from mtcli.core.data.encoder_rows import EncoderBatches
+from mtcli.core.config.untrusted import is_number
+from mtcli.core.data.encoder_rows import EncoderRows
 from mtcli.core.data.example_rows import ExampleRows
 from mtcli.core.data.examples import Example, Room, race_limit, read_classes, read_race_examples
 from mtcli.core.data.indexed import with_suffix
@@ -27,6 +31,7 @@ from mtcli.core.data.tokenize import Tokenizer
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.statistics import accuracy_of
 from mtcli.core.evaluate.tasks.task import Advance, Record, Report, TaskRun, exp, part_report
+from mtcli.core.inference.encoder import HeadOutput, head_outputs
 from mtcli.core.inference.model import InferenceModel
 
 SEED = 1234  # of what is masked
@@ -42,7 +47,7 @@ def encoder_runs(
     batch_tokens: int,
     journal: Journal,
 ) -> list[TaskRun]:
-    """Binds tasks to encoders of one head; a classifier's items go to the journal at the end.
+    """Binds tasks to encoders of one head. Collective.
 
     Raises MtcliError for all that is wrong with them.
     """
@@ -54,22 +59,13 @@ def encoder_runs(
             message = f"the task {name} is not for a model with head={model.head!r}"
             raise wrong(message, f"--task {tasks[0]}=PATH", "--task")
         rows = _rows(name, path, model, tokenizer, limit)
-        size = max(1, batch_tokens // rows.seq_len)
-        starts = range(0, len(rows), size)
-        spans = [(start, min(size, len(rows) - start)) for start in starts]
-        summary = f"{len(rows):,} rows of {rows.seq_len} tokens in {len(starts):,} forward passes"
-        if cut := rows.describe().get("cut"):
-            summary += f"; cut: {cut}"
-
-        def run(progress: Advance) -> Report:
-            if isinstance(rows, MaskedRows):
-                return _report_masked(rows, spans, models, progress, path)
-            probabilities = _probabilities(rows, spans, models, progress)
-            for number, record in _records(rows, np.mean(probabilities, axis=0)):
-                journal.keep(name, number, record)
-            return _report_classes(rows, probabilities)
-
-        return TaskRun(name, summary, len(rows) * len(models), run)
+        if isinstance(rows, ExampleRows):
+            task = _classes_task(rows, models)
+        elif len(models) > 1:
+            raise wrong("masked tokens have no ensemble", "leave --ensemble out", "--ensemble")
+        else:
+            task = _masked_task(rows, path)
+        return _bound(name, task, models, batch_tokens, journal)
 
     return collect_errors(*((lambda spec=spec: prepared(*spec)) for spec in specs))
 
@@ -124,73 +120,162 @@ def _masked(
         return whole(Path(folder) / "text")  # mapped, so that it may go
 
 
-Spans = Sequence[tuple[int, int]]  # (first row, rows) of each forward pass
+class EncoderTask(NamedTuple):
+    """A task of an encoder: rows, and the items that each of them holds."""
+
+    rows: MaskedRows | ExampleRows
+    items: list[Sequence[int]]  # of each row, by their numbers
+    hashes: Callable[[], Sequence[str]]  # of the items
+    records: Callable[[EncoderRows, Sequence[int], Sequence[HeadOutput]], list[Record]]
+    """the lines of a batch's items, by their numbers and the output of each model"""
+    restored: Callable[[int, Record], Record | None]
+    """an item's line by that of an earlier run; None where that is none"""
+    report: Callable[[Sequence[Record]], Report]  # of all lines
 
 
-def _report_masked(
-    rows: EncoderBatches,
-    spans: Spans,
+def _bound(
+    name: str,
+    task: EncoderTask,
     models: Sequence[InferenceModel],
-    progress: Advance,
-    path: Path,
-) -> Report:
-    """Perplexity of masked tokens, and accuracy of the order of sentences where there are two.
+    batch_tokens: int,
+    journal: Journal,
+) -> TaskRun:
+    """Binds a task to its models; what an earlier run finished is taken from the journal.
 
-    Raises MtcliError where the text of `path` has no token that may be masked.
+    A forward pass is left out where all of its items are known.
     """
-    from mtcli.core.inference.encoder import head_outputs
+    rows, dp = task.rows, models[0].groups.layout.dp
+    size = max(1, batch_tokens // rows.seq_len)
+    spans = [(start, min(size, len(rows) - start)) for start in range(0, len(rows), size)]
+    lines = journal.recorded(name, task.hashes()) if name in journal.known else {}
+    restored = {number: task.restored(number, line) for number, line in lines.items()}
+    known = dict(models[0].of_rank_0([pair for pair in restored.items() if pair[1] is not None]))
 
-    if len(models) > 1:
-        raise wrong("masked tokens have no ensemble", "leave --ensemble out", "--ensemble")
-    loss, masked, right, pairs = 0.0, 0, 0, 0
-    dp = models[0].groups.layout.dp
-    for at in range(0, len(spans), dp):
-        batches = [rows.rows(*span) for span in spans[at : at + dp]]
-        for read, output in zip(batches, head_outputs(models[0], batches), strict=True):
-            loss, masked = loss + output.loss, masked + int(read.weights.sum())
-            if output.logits_MC.numel():
-                counted = read.class_weights > 0
-                guessed = output.logits_MC.argmax(1).numpy()
-                right += int((guessed == read.classes)[counted].sum())
-                pairs += int(counted.sum())
-        progress(sum(len(read.tokens) for read in batches))
+    def items_of(span: tuple[int, int]) -> list[int]:
+        return [number for row in range(span[0], sum(span)) for number in task.items[row]]
+
+    left = [span for span in spans if not all(number in known for number in items_of(span))]
+    for number in chain.from_iterable(map(items_of, left)):
+        known.pop(number, None)
+    summary = f"{len(rows):,} rows of {rows.seq_len} tokens in {len(spans):,} forward passes"
+    if cut := rows.describe().get("cut"):
+        summary += f"; cut: {cut}"
+    if known:
+        summary += f"; {len(known):,} items are kept from a run that was ended"
+
+    def run(progress: Advance) -> Report:
+        done = dict(known)
+        for number, record in known.items():
+            journal.keep(name, number, record, kept=True)
+        for at in range(0, len(left), dp):
+            some = left[at : at + dp]
+            batches = [rows.rows(*span) for span in some]
+            outputs = zip(*(head_outputs(model, batches) for model in models), strict=True)
+            for span, read, of_models in zip(some, batches, outputs, strict=True):
+                numbers = items_of(span)
+                records = task.records(read, numbers, of_models)
+                for number, record in zip(numbers, records, strict=True):
+                    done[number] = record
+                    journal.keep(name, number, record)
+            journal.flush()
+            progress(sum(count for _, count in some) * len(models))
+        return task.report([done[number] for number in range(sum(map(len, task.items)))])
+
+    return TaskRun(name, summary, sum(count for _, count in left) * len(models), run)
+
+
+def _masked_task(rows: MaskedRows, path: Path) -> EncoderTask:
+    """Perplexity of masked tokens, and accuracy of the order of sentences where there are two: an
+    item is a row."""
+
+    def line(number: int, hashed: str, loss: float, counts: Mapping[str, Any]) -> Record:
+        return {"hash": hashed, "id": f"row {number}", **counts, "loglikelihoods": [-loss]}
+
+    def records(
+        read: EncoderRows, numbers: Sequence[int], outputs: Sequence[HeadOutput]
+    ) -> list[Record]:
+        (output,) = outputs
+        right_M, counted_M = np.zeros(len(read.classes), bool), read.class_weights > 0
+        if output.logits_MC.numel():
+            right_M = (output.logits_MC.argmax(1).numpy() == read.classes) & counted_M
+        row_M = read.firsts // rows.seq_len
+        counts = {
+            "num_tokens": read.weights.sum(1),
+            "sop_correct": np.bincount(row_M, right_M, len(numbers)),
+            "sop_total": np.bincount(row_M, counted_M, len(numbers)),
+        }
+        of_rows = [
+            {name: int(of[row]) for name, of in counts.items()} for row in range(len(numbers))
+        ]
+        about = zip(numbers, _row_hashes(read), output.losses_R.tolist(), of_rows, strict=True)
+        return [line(*one) for one in about]
+
+    def restored(number: int, earlier: Record) -> Record | None:
+        counts = {name: earlier.get(name) for name in ("num_tokens", "sop_correct", "sop_total")}
+        sums = _numbers(earlier, "loglikelihoods", 1)
+        if not sums or not all(type(count) is int for count in counts.values()):
+            return None
+        return line(number, earlier["hash"], -sums[0], counts)
+
+    def hashes() -> list[str]:
+        return [one for number in range(len(rows)) for one in _row_hashes(rows.rows(number, 1))]
+
+    items = [(number,) for number in range(len(rows))]
+    return EncoderTask(rows, items, hashes, records, restored, partial(_report_masked, path))
+
+
+def _row_hashes(read: EncoderRows) -> list[str]:
+    """Hashes what is asked in each row: its tokens, masked and as they are, and the predicted."""
+    every = zip(read.tokens, read.labels, read.weights, strict=True)
+    return [sha256(b"".join(part.tobytes() for part in row)).hexdigest()[:16] for row in every]
+
+
+def _report_masked(path: Path, records: Sequence[Record]) -> Report:
+    """Raises MtcliError where the text of `path` has no token that may be masked."""
+    masked, right, pairs = (
+        sum(record[name] for record in records)
+        for name in ("num_tokens", "sop_correct", "sop_total")
+    )
     if not masked:
         message = f"no token of {path} may be masked: all are special ones"
         raise wrong(message, "a text of which the tokenizer knows the letters", "--task")
-    report: Report = {"loss": loss / masked, "perplexity": exp(loss / masked), "masked": masked}
+    loss = -sum(record["loglikelihoods"][0] for record in records) / masked
+    report: Report = {"loss": loss, "perplexity": exp(loss), "masked": masked}
     report["sop_accuracy"] = right / pairs if pairs else None
     return report | {"sop_correct": right, "sop_total": pairs}
 
 
-def _probabilities(
-    rows: ExampleRows, spans: Spans, models: Sequence[InferenceModel], progress: Advance
-) -> list[np.ndarray]:
-    """Computes each model's probabilities [examples, C], in the order of the rows."""
-    from mtcli.core.inference.encoder import head_outputs
+def _classes_task(rows: ExampleRows, models: Sequence[InferenceModel]) -> EncoderTask:
+    """Accuracy of a classifier, or of the mean of several ones' probabilities: an item is an
+    example."""
+    hashes = [_hash(example) for example in rows.examples]
 
-    batches = [rows.rows(*span) for span in spans]
-    probabilities = []
-    for model in models:
-        parts = []
-        for at in range(0, len(batches), model.groups.layout.dp):
-            some = batches[at : at + model.groups.layout.dp]
-            parts += [one.logits_MC.softmax(1).numpy() for one in head_outputs(model, some)]
-            progress(sum(len(read.tokens) for read in some))
-        probabilities.append(np.concatenate(parts))
-    return probabilities
-
-
-def _records(rows: ExampleRows, probabilities: np.ndarray) -> Iterator[tuple[int, Record]]:
-    """Yields each example's number and its line in the file of items."""
-    for number, chances in zip(rows.order().tolist(), probabilities, strict=True):
-        example = rows.examples[number]
-        record: Record = {"hash": _hash(example), "id": example.name}
+    def line(number: int, logs: list[float], members: list[int]) -> Record:
+        example, pick = rows.examples[number], int(np.argmax(logs))
+        record: Record = {"hash": hashes[number], "id": example.name}
         record |= {name: getattr(example, name) for name in ("group", "cluster") if example.group}
+        record |= {"loglikelihoods": logs, "answer": example.label, "pick": pick}
+        record |= {"members": members} if len(models) > 1 else {}
+        return record | {"correct": pick == example.label}
+
+    def records(
+        read: EncoderRows, numbers: Sequence[int], outputs: Sequence[HeadOutput]
+    ) -> list[Record]:
+        chances = np.stack([output.logits_MC.softmax(1).numpy() for output in outputs])
         with np.errstate(divide="ignore"):
-            record |= {"loglikelihoods": np.log(chances).clip(min=LEAST).tolist()}
-        pick = int(chances.argmax())
-        record |= {"answer": example.label, "pick": pick, "correct": pick == example.label}
-        yield number, record
+            logs = np.log(chances.mean(0)).clip(min=LEAST).tolist()
+        of_items = zip(numbers, logs, chances.argmax(2).T.tolist(), strict=True)
+        return [line(number, *about) for number, *about in of_items]
+
+    def restored(number: int, earlier: Record) -> Record | None:
+        model = models[0].config.model
+        num_classes = model.num_labels or len(rows.examples[number].sequences)
+        logs = _numbers(earlier, "loglikelihoods", num_classes)
+        members = _numbers(earlier, "members", len(models)) if len(models) > 1 else [0]
+        return line(number, logs, list(map(int, members))) if logs and members else None
+
+    items = [rows.epochs.items(number).tolist() for number in range(len(rows))]
+    return EncoderTask(rows, items, lambda: hashes, records, restored, _report_classes)
 
 
 def _hash(example: Example) -> str:
@@ -199,18 +284,25 @@ def _hash(example: Example) -> str:
     return sha256(b"\0".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
 
-def _report_classes(rows: ExampleRows, probabilities: Sequence[np.ndarray]) -> Report:
+def _numbers(record: Record, name: str, count: int) -> list[float]:
+    """A field of an earlier run's line; empty where that is no list of as many numbers."""
+    values = record.get(name)
+    is_list = isinstance(values, list) and len(values) == count and all(map(is_number, values))
+    return list(map(float, values)) if is_list else []
+
+
+def _report_classes(records: Sequence[Record]) -> Report:
     """Accuracy over all examples, and of RACE per level; of an ensemble that of each member too."""
-    examples = [rows.examples[number] for number in rows.order()]
-    labels, groups = (np.array([getattr(e, name) for e in examples]) for name in ("label", "group"))
-    correct = np.mean(probabilities, axis=0).argmax(1) == labels
-    clusters = [example.cluster for example in examples] if groups[0] else None
-    accuracy = accuracy_of(correct.tolist(), clusters)
+    correct = [record["correct"] for record in records]
+    has_groups = "group" in records[0]
+    clusters = [record["cluster"] for record in records] if has_groups else None
+    accuracy = accuracy_of(correct, clusters)
     report: Report = {"accuracy": accuracy.value, "interval": accuracy.interval}
     report |= {"standard_error": accuracy.standard_error}
-    for level in LEVELS if groups[0] else ():
-        report |= part_report(level, correct[groups == level].tolist())
-    report |= {"correct": int(correct.sum()), "total": len(labels)}
-    for number, output in enumerate(probabilities if len(probabilities) > 1 else (), start=1):
-        report[f"accuracy_{number}"] = float((output.argmax(1) == labels).mean())
+    for level in LEVELS if has_groups else ():
+        report |= part_report(level, [r["correct"] for r in records if r["group"] == level])
+    report |= {"correct": sum(correct), "total": len(correct)}
+    for number in range(len(records[0].get("members", ()))):
+        right = [record["members"][number] == record["answer"] for record in records]
+        report[f"accuracy_{number + 1}"] = sum(right) / len(right)
     return report

@@ -23,7 +23,7 @@ from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.requests import Request, Score, request, rolling_windows
 from mtcli.core.evaluate.tasks.task import Advance, Report
-from mtcli.core.inference.generate import Sampling, generate
+from mtcli.core.inference.generate import Ends, Sampling, generate_text
 from mtcli.core.inference.model import InferenceModel
 
 BOOTSTRAP_ITERS = 100  # for standard errors without a closed form; lm-eval's 100,000 take minutes
@@ -112,17 +112,9 @@ class HarnessModel(TemplateLM):
         sampled = settings.get("do_sample", True)
         temperature = float(settings.get("temperature", 0.0)) if sampled else 0.0
         tops = int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0))
-        ids: list[int] = []
-        text = ""
-        sampling = Sampling(temperature, *tops)
-        for token in generate(self.scorer, prompt, limit, sampling, self.ends):
-            ids.append(token)
-            text = self.eval_tokenizer.decode(ids)
-            if any(stop and stop in text for stop in stops):
-                break
-        for stop in filter(None, stops):
-            text = text.split(stop)[0]
-        return text
+        ends = Ends(limit, self.ends, [stop for stop in stops if stop])
+        decode, sampling = self.eval_tokenizer.decode, Sampling(temperature, *tops)
+        return generate_text(self.scorer, decode, prompt, sampling, ends).text
 
     def _score(self, requests: list[Request]) -> list[Score]:
         return run(self.scorer, plan(self.scorer, requests, self.batch_tokens), self.progress)

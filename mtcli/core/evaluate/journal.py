@@ -35,15 +35,21 @@ class Journal:
         assert self.path is not None, "one rank writes"
         return self.path.with_name(self.path.name + PARTIAL)
 
+    def recorded(self, task: str, hashes: Sequence[str]) -> dict[int, Record]:
+        """The lines of items that an earlier run has finished, by the items' numbers."""
+        known = self.known.get(task, {})
+        return {number: known[name] for number, name in enumerate(hashes) if name in known}
+
     def scores(self, task: str, prepared: PreparedTask) -> dict[int, list[Score]]:
         """The scores of items that an earlier run has finished, by the items' numbers."""
-        known, finished = self.known.get(task, {}), {}
         starts = [0, *prepared.ends[:-1]]
-        for number, name in enumerate(prepared.hashes):
-            scores = _scores(known.get(name, {}))
-            if len(scores) == prepared.ends[number] - starts[number]:
-                finished[number] = scores
-        return finished
+        lines = self.recorded(task, prepared.hashes).items()
+        finished = {number: _scores(line) for number, line in lines}
+        return {
+            number: scores
+            for number, scores in finished.items()
+            if len(scores) == prepared.ends[number] - starts[number]
+        }
 
     def add(
         self,
@@ -53,13 +59,18 @@ class Journal:
         scores: Sequence[Score],
         kept: bool = False,
     ) -> None:
-        """Adds a finished item, `kept` where FILE.partial has it.
+        """Adds a finished item by its scores; see `keep`."""
+        record = {"hash": prepared.hashes[number], **prepared.record(number, scores)}
+        record["greedy"] = [score.is_greedy for score in scores]
+        self.keep(task, number, record, kept)
+
+    def keep(self, task: str, number: int, record: Record, kept: bool = False) -> None:
+        """Keeps the line of a finished item, `kept` where FILE.partial has it.
 
         Raises MtcliError (exit 1) where it cannot be written.
         """
-        record = {"hash": prepared.hashes[number], **prepared.record(number, scores)}
-        record["greedy"] = [score.is_greedy for score in scores]
-        record = self.keep(task, number, record)
+        record = {"task": task} | record
+        self.lines.append((task, number, record))
         if self.path is None or kept:
             return
         try:
@@ -68,11 +79,6 @@ class Journal:
             self._file.write(json.dumps(record).encode() + b"\n")
         except OSError as error:
             raise failed(f"{self._partial} cannot be written: {error.strerror}") from None
-
-    def keep(self, task: str, number: int, record: Record) -> Record:
-        """Keeps a finished item for `finish` alone; returns its line."""
-        self.lines.append((task, number, {"task": task} | record))
-        return self.lines[-1][-1]
 
     def flush(self) -> None:
         """Hands finished items to the system: they outlive this process."""

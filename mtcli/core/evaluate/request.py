@@ -62,7 +62,7 @@ USES = {  # flags that some tasks alone have a use for
     "choices": ("--shots", "--seed", "--contaminated", "--items"),
     "lm_eval": ("--shots", "--seed"),
     "labels": ("--ensemble", "--items"),
-    "masked": (),
+    "masked": ("--items",),
 }
 
 

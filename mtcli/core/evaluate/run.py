@@ -17,7 +17,7 @@ from mtcli.core.evaluate.packing import BATCH_TOKENS
 from mtcli.core.evaluate.request import EvalRequest
 from mtcli.core.evaluate.tasks.registry import Evaluation, task_runs
 from mtcli.core.evaluate.tasks.task import TaskOptions, TaskRun
-from mtcli.core.inference.model import OpenModel, open_model
+from mtcli.core.inference.model import InferenceModel, OpenModel, open_model
 from mtcli.core.runtime.launch import Runtime
 
 
@@ -30,8 +30,12 @@ def evaluate(
     """
     opened = open_model(request.checkpoint, request.overrides, runtime, encoders=True)
     read = replace(opened, tokenizer=_tokenizer(opened, request.tokenizer))
-    journal = Journal(request.items if runtime.rank == 0 else None, read.identity())
-    runs = _task_runs(request, read, journal, runtime)
+    others = [
+        open_model(path, request.overrides, runtime, encoders=True) for path in request.ensemble
+    ]
+    identity = "+".join(model.identity() for model in (read, *others))
+    journal = Journal(request.items if runtime.rank == 0 else None, identity)
+    runs = _task_runs(request, read, [model.scorer for model in others], journal, runtime)
     summary = {"checkpoint": request.checkpoint} | opened.facts()
     summary |= {"device": runtime.device.type}
     summary |= {"versions": {name: _version(name) for name in ("mtcli", "torch", "lm_eval")}}
@@ -45,7 +49,11 @@ def evaluate(
 
 
 def _task_runs(
-    request: EvalRequest, opened: OpenModel, journal: Journal, runtime: Runtime
+    request: EvalRequest,
+    opened: OpenModel,
+    ensemble: Sequence[InferenceModel],
+    journal: Journal,
+    runtime: Runtime,
 ) -> list[TaskRun]:
     tokens = request.batch_tokens or BATCH_TOKENS[runtime.device.type]
     scorer, tokenizer = opened.scorer, opened.require_tokenizer()
@@ -60,10 +68,7 @@ def _task_runs(
         )
         about = eval_tokenizer(tokenizer), options, tokens, journal, scorer.of_rank_0
         return task_runs(request.tasks, Evaluation(scorer, *about, opened.end_ids()))
-    others = [
-        open_model(path, request.overrides, runtime, encoders=True) for path in request.ensemble
-    ]
-    models = [scorer, *(other.scorer for other in others)]
+    models = [scorer, *ensemble]
     return encoder_runs(request.tasks, models, tokenizer, request.limit, tokens, journal)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,9 @@ from mtcli.core.parallel.collectives import all_reduce
 
 
 class HeadOutput(NamedTuple):
-    """Of a batch of rows: the sum of predicted tokens' losses, and the logits of sequences."""
+    """Of a batch of R rows: each one's sum of predicted tokens' losses, and sequences' logits."""
 
-    loss: float  # nats, weighted
+    losses_R: Tensor  # float64: nats, weighted
     logits_MC: Tensor  # float64; none where the head classifies no sequence
 
 
@@ -32,8 +33,9 @@ def head_outputs(model: InferenceModel, batches: Sequence[EncoderRows]) -> list[
     sizes = []
     for rows in batches:
         labels = len(rows.classes)
-        sizes.append((labels, classes.get(config.head, len(rows.firsts) // max(1, labels))))
-    ends = [*accumulate((1 + labels * width for labels, width in sizes), initial=0)]
+        shape = labels, classes.get(config.head, len(rows.firsts) // max(1, labels))
+        sizes.append((len(rows.tokens), shape))
+    ends = [*accumulate((count + prod(shape) for count, shape in sizes), initial=0)]
     flat = torch.zeros(ends[-1], dtype=torch.float64, device=model.groups.device)
     answers = model.groups.axes["tp_grid"].rank == 0
     for number, rows in enumerate(batches):
@@ -45,8 +47,8 @@ def head_outputs(model: InferenceModel, batches: Sequence[EncoderRows]) -> list[
                 flat[ends[number] : ends[number + 1]] = output
     flat = all_reduce(flat, model.groups.world).cpu()
     return [
-        HeadOutput(float(flat[start]), flat[start + 1 : end].view(size))
-        for start, end, size in zip(ends, ends[1:], sizes, strict=False)
+        HeadOutput(flat[start : start + count], flat[start + count : end].view(shape))
+        for start, end, (count, shape) in zip(ends, ends[1:], sizes, strict=False)
     ]
 
 
@@ -60,16 +62,16 @@ def class_logits(model: InferenceModel, tokens: Tensor) -> Tensor:
 
 
 def _outputs(model: InferenceModel, inputs: Inputs) -> Tensor | None:
-    """(the loss, the logits) in one row, on the last stage's ranks."""
+    """(the rows' losses, the logits) in one row, on the last stage's ranks."""
     outputs = model.forward([inputs])
     if not outputs:
         return None
     head = model.stages[model.groups.layout.num_stages - 1].head
     if model.config.model.head != "mlm":
         logits = head.logits(outputs[0], inputs)
-        return torch.cat([logits.new_zeros(1), logits.flatten()]).double()
+        return torch.cat([logits.new_zeros(inputs.shape[0]), logits.flatten()]).double()
     output = model.stages[model.groups.layout.num_stages - 1].output
-    parts = [head.token_losses(outputs[0], inputs, output).double().sum()[None]]
+    parts = [head.row_losses(outputs[0], inputs, output)]
     if head.order is not None:
         parts.append(head.order.logits(outputs[0], inputs).flatten().double())
     return torch.cat(parts)

@@ -1,7 +1,8 @@
 """Samples text from a model on any layout, one token at a time over cached keys and values."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,46 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+
+
+class Ends(NamedTuple):
+    """What ends a text before the model's longest context is full."""
+
+    max_tokens: int
+    ids: Collection[int] = ()  # tokens that are not given
+    stops: Collection[str] = ()  # strings, none empty
+
+
+class GeneratedText(NamedTuple):
+    """A generated text, and why it ended."""
+
+    text: str  # up to the stop string, without it
+    num_tokens: int  # those of the stop string included
+    finish_reason: Literal["stop", "end_token", "max_tokens", "context"]
+
+
+def generate_text(
+    model: InferenceModel,
+    decode: Callable[[Sequence[int]], str],
+    prompt: list[int],
+    sampling: Sampling,
+    ends: Ends,
+) -> GeneratedText:
+    """Generates text after a prompt, the same on every rank, up to the first stop string in it.
+
+    The text so far is searched after each token, so a stop string may begin and end within tokens.
+    Raises as `generate` does.
+    """
+    ids: list[int] = []
+    for token in generate(model, prompt, ends.max_tokens, sampling, ends.ids):
+        ids.append(token)
+        text = decode(ids) if ends.stops else ""
+        if found := [text.index(stop) for stop in ends.stops if stop in text]:
+            return GeneratedText(text[: min(found)], len(ids), "stop")
+    if len(ids) == ends.max_tokens:
+        return GeneratedText(decode(ids), len(ids), "max_tokens")
+    is_full = len(prompt) + len(ids) > model.max_seq_len
+    return GeneratedText(decode(ids), len(ids), "context" if is_full else "end_token")
 
 
 def generate(

@@ -129,6 +129,17 @@ class MaskedTokens(nn.Module):
         losses = output.losses(self.transformed(x_ND), labels_N)
         return losses if weights_N is None else losses * weights_N
 
+    def row_losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
+        """The weighted losses of each row's predicted tokens, summed in float64 [b]."""
+        weights_bS = inputs.weights
+        assert weights_bS is not None, "masked tokens have weights"
+        x_ND, labels_N, weights_N = self.predicted(x_TD, inputs)
+        assert weights_N is not None
+        losses_N = (output.losses(self.transformed(x_ND), labels_N) * weights_N).double()
+        # Predicted tokens are in the order of the rows, among some of weight 0.
+        losses_bS = weights_bS.new_zeros(weights_bS.shape, dtype=torch.float64)
+        return losses_bS.masked_scatter(weights_bS != 0, losses_N[weights_N != 0]).sum(1)
+
     def loss(
         self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss
     ) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,13 @@ rung's trials are packed anew from those that are left, unless they are all in o
 on with the rows that are left.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from mtcli.core.sweep.run_plan import SweepPlan, plan_notes, planned
 from mtcli.core.sweep.sampling import Proposals, SamplingPlan
 from mtcli.core.sweep.stopping import Hyperband, Rung, below_median, best
 from mtcli.core.sweep.trials import Trial, name_of, partitions
-from mtcli.core.training.run_lock import is_continued
+from mtcli.core.training.run_lock import PATIENCE, held, is_continued
 from mtcli.core.training.state import require_same_run
 
 MOST_ASKED = 8  # trials that a sampler is asked for at once, which know nothing of each other
@@ -47,7 +49,7 @@ class Sweep:
         self.plan, self.runtime, self.peak = plan, runtime, peak
         self.world = world_axis(runtime.rank, runtime.world, runtime.recorder)
         self.signal = StopSignal()
-        self.resumes = plan.resume or self._was_started_before()
+        self.resumes = self._was_started_before() or plan.resume
         self.records = self._records()
         self.by_name = {record.name: record for record in self.records}
         self.arrays: list[ArrayRecord] = []
@@ -107,10 +109,23 @@ class Sweep:
         return records_of.write(self.plan.output, about, self.records)
 
     def _was_started_before(self) -> bool:
-        """Whether the launcher starts this sweep's ranks again, as rank 0 finds it."""
-        folders = self.plan.output.iterdir() if self.world.rank == 0 else ()
-        found = any(is_continued(folder, self.runtime.attempt) for folder in folders)
-        return bool(gather_values(found, self.world)[0])
+        """Whether the launcher starts this sweep's ranks again, as rank 0 finds it.
+
+        What is read of the trials comes after this: first a rank of an earlier attempt that holds
+        any of their folders ends. Raises MtcliError on every rank where it does not.
+        """
+        attempt, timeout = self.runtime.attempt, self.plan.trials[0].config.train.timeout
+        end = monotonic() + PATIENCE * timeout
+
+        def outlive_earlier() -> bool:
+            folders = self.plan.output.iterdir() if self.world.rank == 0 else ()
+            continued = [folder for folder in folders if is_continued(folder, attempt)]
+            for folder in continued:
+                with held(folder, True, attempt, end - monotonic()) as notice:
+                    sys.stderr.write(f"note: {notice}\n" if notice else "")
+            return bool(continued)
+
+        return bool(gather_values(together(self.world, outlive_earlier), self.world)[0])
 
     def _records(self) -> list[TrialRecord]:
         """The records of all trials, as rank 0 finds them."""

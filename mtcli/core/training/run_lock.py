@@ -25,6 +25,8 @@ from mtcli.core.training.run_folder import FACTS, holds_run
 
 LOCK = "run.lock"
 FIELD = "train.output"
+# Of train.timeout, to wait for an earlier attempt's rank to end: watchdogs of who waits have more.
+PATIENCE = 0.5
 ATTEMPTS = 100  # to open a lock that other runs remove as they end
 MAX_BYTES = 4096
 # File systems whose flock is seen by every machine that can mount them; the options that undo it

@@ -13,7 +13,7 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.verify import logit_difference
-from mtcli.core.inference.generate import Sampling, choose, generate
+from mtcli.core.inference.generate import Ends, Sampling, choose, generate, generate_text
 from mtcli.core.inference.model import open_model
 from mtcli.core.runtime.launch import Runtime
 
@@ -106,6 +106,67 @@ def test_the_end_token_ends_and_is_not_given(model):
 def test_a_full_context_ends(model):
     _, folder = model
     assert len(tokens(ALONE, folder, count=100)) == 24 - len(PROMPT) + 1
+
+
+def in_pairs(ids):
+    """Decodes a token as two letters, so that most strings begin or end within one."""
+    return "".join(chr(97 + id % 26) + chr(65 + id // 26) for id in ids)
+
+
+def texts(runtime, folder, overrides, stops):
+    engine = open_model(folder, overrides, runtime).scorer
+    return [generate_text(engine, in_pairs, PROMPT, Sampling(), Ends(12, (), s)) for s in stops]
+
+
+@pytest.mark.parametrize("axes", [[], ["tp=2"], ["pp=2"], ["tp=2", "pp=2"]], ids=str)
+def test_text_ends_before_its_first_stop_string_on_every_rank_of_any_layout(model, axes):
+    theirs, folder = model
+    text, world = in_pairs(without_end(theirs)), 2 ** len(axes)
+    stops = [[text[7:10]], [text[6:8]], [text[:2]], ["no"], [text[19:], text[7:12], text[9:11]], []]
+    overrides = [f"parallel.{axis}" for axis in axes]
+    per_rank = run_ranks(world, texts, folder, overrides, stops) if axes else [
+        texts(ALONE, folder, (), stops)
+    ]  # fmt: skip
+    ends = [[text.find(stop) for stop in given if stop in text] for given in stops]
+    expected = [text[: min(end, default=None)] for end in ends]
+    assert per_rank == [per_rank[0]] * world
+    assert [found.text for found in per_rank[0]] == expected
+    assert len({len(found) for found in expected}) > 3, "the stop strings lie apart"
+
+
+def test_a_stop_string_ends_the_generation_where_transformers_does(model):
+    theirs, folder = model
+    text = in_pairs(greedy_of(theirs))
+    engine = open_model(folder, (), ALONE).scorer
+    for start, end in ((7, 10), (6, 8), (5, 11)):
+        # their criterion sees all ids: it is asked for the string in what is new
+        stop = text[start:end]
+        criterion = [lambda ids, _, stop=stop: torch.tensor([stop in in_pairs(ids[0, 5:])])]
+        ids = torch.tensor([PROMPT])
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        made = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), stopping_criteria=criterion, **options
+        )
+        found = generate_text(engine, in_pairs, PROMPT, Sampling(), Ends(12, (), [stop]))
+        assert found == (text[: text.index(stop)], made.shape[1] - len(PROMPT), "stop")
+
+
+def test_a_text_says_why_it_ended(model):
+    theirs, folder = model
+    greedy, engine = without_end(theirs), open_model(folder, (), ALONE).scorer
+    end, count = greedy[3], greedy.index(greedy[3])
+
+    def ended(*ends):
+        found = generate_text(engine, in_pairs, PROMPT, Sampling(), Ends(*ends))
+        return found.num_tokens, found.finish_reason
+
+    stop = in_pairs([end])
+    assert ended(12) == (12, "max_tokens")
+    assert ended(100) == (24 - len(PROMPT) + 1, "context")
+    assert ended(12, {end}) == (count, "end_token")
+    assert ended(12, {end}, [stop]) == (count, "end_token"), "an end token is no text"
+    assert ended(12, (), [stop]) == (count + 1, "stop")
+    assert ended(count + 1, (), [stop]) == (count + 1, "stop")
 
 
 @pytest.mark.parametrize("prompt", [[], [1] * 25])

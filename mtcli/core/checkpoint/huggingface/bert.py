@@ -91,6 +91,8 @@ BERT = Family(
         Field("attention_dropout", "attention_probs_dropout_prob", 0.1),
         Field("init_std", "initializer_range", 0.02),
     ),
+    defaults={"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12}
+    | {"intermediate_size": 3072, "vocab_size": 30522, "max_position_embeddings": 512},
     constants=CONSTANTS
     | {"norm_order": "post", "head": "mlm", "sentence_order": True, "tie_embeddings": True},
     required=(
@@ -152,6 +154,8 @@ MEGATRON_BERT = replace(
     BERT,
     model_type="megatron-bert",
     architecture="MegatronBertForPreTraining",
+    defaults={"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
+    | {"intermediate_size": 4096, "vocab_size": 29056, "max_position_embeddings": 512},
     constants=BERT.constants | {"norm_order": "pre"},
     outer=PRE | MASKED | ORDER,
     inner=LAYER | dense("attention_norm", "attention.ln") | dense("mlp_norm", "ln"),

@@ -83,6 +83,7 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
 def model_of(table: Table, path: Path, tensors: Collection[str] = ()) -> ModelConfig:
     """Converts config.json to a ModelConfig. Raises MtcliError with all that it cannot say."""
     family = family_in(table, path, tensors)
+    table = {**family.defaults, **table}
     required = UNSUPPORTED | {entry.theirs: entry.values for entry in family.required}
     problems = [
         _unmet(name, table.get(name), values)

@@ -23,7 +23,8 @@ TensorRule = Callable[[Parameter, ModelConfig], list[StoredBox]]
 class Field(NamedTuple):
     """A field of ModelConfig and its name in config.json.
 
-    Where config.json leaves it out it is `default`, or ModelConfig's own where that is None.
+    Where config.json, with the family's `defaults`, leaves it out or has null it is `default`, or
+    ModelConfig's own where that is None.
     `values` translates names, theirs to ours; the first of equal ones is written.
     """
 
@@ -55,6 +56,8 @@ class Family:
     block: str
     """the prefix of a layer's tensors, with {layer}"""
     fields: tuple[Field, ...]
+    defaults: Mapping[str, Any]
+    """fields of config.json that have these values where it leaves them out, as in transformers"""
     constants: Mapping[str, Any]
     """fields of ModelConfig that have one value in this family"""
     required: tuple[RequiredValue, ...]

@@ -27,7 +27,7 @@ def _require_one_meaning(theirs: Table) -> Table:
     for alias, name in ALIASES.items():
         if alias in theirs and theirs[alias] != theirs.get(name):
             message = f"{alias}={shown(theirs[alias])} and {name}={shown(theirs.get(name))} differ"
-            raise wrong(f"{message}, and are one number", f"leave {alias} out of config.json")
+            raise wrong(f"{message}, and are one number", f"name it {name} alone in config.json")
     after, embedded = theirs.get("resid_pdrop", 0.1), theirs.get("embd_pdrop", 0.1)
     if after != embedded:
         message = f"resid_pdrop={shown(after)} and embd_pdrop={shown(embedded)} differ"
@@ -58,6 +58,7 @@ GPT2 = Family(
         Field("attention_dropout", "attn_pdrop", 0.1),
         Field("init_std", "initializer_range", 0.02),
     ),
+    defaults={"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024},
     constants={"architecture": "gpt", "norm": "layernorm", "position": "learned"}
     | {"bias": True, "qkv_bias": True},
     required=(

@@ -30,6 +30,8 @@ SIZES = (
     Field("attention_dropout", "attention_dropout", 0.0),
     Field("init_std", "initializer_range", 0.02),
 )
+DEFAULTS = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32}
+DEFAULTS |= {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048}
 CONSTANTS = {"architecture": "llama", "norm": "rmsnorm", "position": "rope", "dropout": 0.0}
 CONSTANTS |= {"bias": False, "qkv_bias": False}
 NO_BIAS = (RequiredValue("attention_bias", (None, False)), RequiredValue("mlp_bias", (None, False)))
@@ -57,6 +59,7 @@ LLAMA = Family(
     base="model.",
     block="model.layers.{layer}.",
     fields=SIZES,
+    defaults=DEFAULTS,
     constants=CONSTANTS,
     required=NO_BIAS,
     outer=OUTER,

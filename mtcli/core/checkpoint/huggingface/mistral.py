@@ -11,11 +11,10 @@ from mtcli.core.checkpoint.huggingface.family import (
     same,
 )
 from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, SIZES
-from mtcli.core.checkpoint.huggingface.rope import read_windowed, write_rope
+from mtcli.core.checkpoint.huggingface.rope import write_rope
 from mtcli.core.config.model import ModelConfig
 
-WINDOW = 4096  # of Mistral, where config.json does not say
-THETA = 1e6  # of Mixtral, where config.json does not say
+SHARED = {"num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072}
 
 
 def write_windowless(model: ModelConfig) -> Table:
@@ -27,8 +26,8 @@ MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     architecture="MistralForCausalLM",
+    defaults={**LLAMA.defaults, **SHARED, "sliding_window": 4096},
     required=(),
-    read_more=lambda theirs: read_windowed({"sliding_window": WINDOW} | theirs),
     write_more=write_windowless,
 )
 
@@ -36,8 +35,9 @@ MIXTRAL = replace(
     MISTRAL,
     model_type="mixtral",
     architecture="MixtralForCausalLM",
+    defaults={**LLAMA.defaults, **SHARED, "rope_theta": 1e6}
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
     required=(RequiredValue("norm_topk_prob", (None, True)),),
-    read_more=lambda theirs: read_windowed({"rope_theta": THETA} | theirs),
     fields=(
         *(field for field in SIZES if field.ours != "norm_eps"),
         Field("norm_eps", "rms_norm_eps", 1e-5),

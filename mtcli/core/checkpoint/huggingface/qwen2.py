@@ -24,6 +24,8 @@ QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    defaults={**LLAMA.defaults, "num_key_value_heads": 32, "intermediate_size": 22016}
+    | {"vocab_size": 151936, "max_position_embeddings": 32768},
     constants=CONSTANTS | {"qkv_bias": True},
     required=(NO_WINDOW,),
     read_more=read_rope,
@@ -42,6 +44,10 @@ QWEN2_MOE = replace(
         Field("top_k", "num_experts_per_tok"),
         Field("normalize_top_k", "norm_topk_prob", False),
     ),
+    defaults={**QWEN2.defaults, "num_hidden_layers": 24, "hidden_size": 2048}
+    | {"num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 5632}
+    | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+    | {"num_experts": 60, "num_experts_per_tok": 4},
     constants=CONSTANTS
     | {"architecture": "qwen2-moe", "qkv_bias": True, "shared_expert_gate": True},
     required=(

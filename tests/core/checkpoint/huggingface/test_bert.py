@@ -70,7 +70,7 @@ def test_a_head_has_transformers_logits_on_packed_rows_and_gives_its_bytes_back(
     rows, spans = packed(head)
     ours = open_inference_model(open_checkpoint(tmp_path / "x"), (), ALONE)
     (found,) = head_outputs(ours, [rows])
-    loss, logits = 0.0, []
+    losses, logits = [0.0, 0.0], []
     for row, span in spans:
         ids, types = (torch.from_numpy(x[row : row + 1, span]) for x in (rows.tokens, rows[1]))
         if head == "MultipleChoice":
@@ -80,11 +80,11 @@ def test_a_head_has_transformers_logits_on_packed_rows_and_gives_its_bytes_back(
         if head in HEADS[:2]:
             predicted = said.prediction_logits if head == "PreTraining" else said.logits
             targets = torch.from_numpy(rows.labels[row, span])
-            losses = torch.nn.functional.cross_entropy(predicted[0], targets, reduction="none")
-            loss += float((losses * torch.from_numpy(rows.weights[row, span])).sum())
+            each = torch.nn.functional.cross_entropy(predicted[0], targets, reduction="none")
+            losses[row] += float((each * torch.from_numpy(rows.weights[row, span])).sum())
         if head != "MaskedLM":
             logits.append(said.seq_relationship_logits if head == HEADS[0] else said.logits)
-    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert found.losses_R.tolist() == pytest.approx(losses, rel=1e-5)
     if logits:
         expected = torch.cat(logits).double().view(found.logits_MC.shape)
         error = (found.logits_MC - expected).abs().max() / expected.abs().max()

@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tiny_hf import FAMILIES
 from mtcli.core.checkpoint import reader as our_reader
 from mtcli.core.checkpoint import resharding
 from mtcli.core.checkpoint.huggingface import reader
-from mtcli.core.checkpoint.huggingface.config_json import family_of
+from mtcli.core.checkpoint.huggingface.config_json import BY_TYPE, family_of, model_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import MtcliError
@@ -27,6 +28,7 @@ from mtcli.core.convert import to_mtcli as conversion
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_huggingface import to_hf
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
+from mtcli.core.convert.verify import logits_of
 from mtcli.core.data.tokenize import load_tokenizer
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import Box
@@ -279,6 +281,7 @@ CONFIGS = [
     ("gpt2", {"embd_pdrop": 0.2}, "resid_pdrop=0.1 and embd_pdrop=0.2 differ"),
     ("gpt2", {"n_embd": "wide"}, "n_embd: 'wide' should be a whole number"),
     ("gpt2", {"n_layer": None}, "has no n_layer"),
+    ("llama", {"max_position_embeddings": None}, "has no max_position_embeddings"),
     ("gpt2", {"n_head": 7}, "n_head=7 does not divide n_embd="),
     ("llama", {"attention_bias": True}, "attention_bias=true cannot be represented"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -367,6 +370,51 @@ def test_what_a_config_leaves_out_is_as_in_transformers(hf_folders, tmp_path):
         expected = getattr(transformers, f"{kind}Config")()
         assert found.norm_eps == expected.rms_norm_eps, name
         assert found.rope_theta == expected.rope_parameters["rope_theta"], name
+
+
+@pytest.mark.parametrize("kind", BY_TYPE)
+def test_a_config_that_says_its_type_alone_is_the_model_of_transformers_defaults(kind):
+    from transformers import AutoConfig
+
+    def read(table):
+        # their default window is shorter than their default context
+        return model_of(table | {"sliding_window": None}, Path("config.json"))
+
+    theirs = AutoConfig.for_model(kind).to_dict() | {"architectures": None}
+    assert read({"model_type": kind}) == read(theirs)
+    for field in BY_TYPE[kind].defaults:
+        silent = {name: value for name, value in theirs.items() if name != field}
+        assert read(silent) == read(theirs), field
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "mixtral", "qwen2", "qwen2_moe"])
+def test_a_folder_that_leaves_sizes_out_has_transformers_logits(tmp_path, name):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 300, "sliding_window": None}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **given, initializer_range=0.1)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    kept = given | {"model_type": name, "architectures": [type(model).__name__]}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    (tmp_path / "generation_config.json").unlink()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()  # by what the folder still says
+    ours = open_checkpoint(tmp_path)
+    assert ours.model.max_seq_len == model.config.max_position_embeddings
+    tokens = torch.randint(300, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs = model(tokens).logits[:, [0, 16, 31]]
+    assert float((logits_of(ours) - theirs).abs().max()) < 1e-4 * float(theirs.abs().max())
+
+
+def test_a_window_is_compared_with_the_context_that_a_config_leaves_out(hf_folders, tmp_path):
+    def silent(table):
+        table.pop("max_position_embeddings")
+        table["sliding_window"] = 2047
+
+    with pytest.raises(MtcliError, match="sliding_window=2047 is shorter than .*=2048"):
+        open_checkpoint(edited(hf_folders["llama"], tmp_path / "x", config=silent))
 
 
 @pytest.mark.parametrize(
