@@ -27,7 +27,7 @@ class Ends(NamedTuple):
 
     max_tokens: int
     ids: Collection[int] = ()  # tokens that are not given
-    stops: Collection[str] = ()  # strings, none empty
+    stops: Sequence[str] = ()  # none empty
 
 
 class GeneratedText(NamedTuple):
@@ -54,8 +54,10 @@ def generate_text(
     for token in generate(model, prompt, ends.max_tokens, sampling, ends.ids):
         ids.append(token)
         text = decode(ids) if ends.stops else ""
-        if found := [text.index(stop) for stop in ends.stops if stop in text]:
-            return GeneratedText(text[: min(found)], len(ids), "stop")
+        if any(stop in text for stop in ends.stops):
+            for stop in ends.stops:  # in turn, as lm-eval does: a token may end two that overlap
+                text = text.partition(stop)[0]
+            return GeneratedText(text, len(ids), "stop")
     if len(ids) == ends.max_tokens:
         return GeneratedText(decode(ids), len(ids), "max_tokens")
     is_full = len(prompt) + len(ids) > model.max_seq_len
