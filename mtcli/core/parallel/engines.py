@@ -11,7 +11,6 @@ from mtcli.core.parallel.lora import AdapterSettings
 from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.parallel.tensor_2d import GridLayers
 from mtcli.core.parallel.zero_bubble import WeightPasses
-from mtcli.kernels.gemm import DEFAULT_GEMMS
 
 ENGINES: dict[str, type[LayerFactory]] = {"1d": TensorParallelLayers, "2d": GridLayers}
 
@@ -36,7 +35,7 @@ def layer_factory(
         sequence_parallel=parallel.sequence_parallel or on_grid,
         cp_mode=parallel.cp_mode,
         dispatcher=parallel.dispatcher,
-        weight_passes=WeightPasses(gemms or DEFAULT_GEMMS) if splits else None,
+        weight_passes=WeightPasses() if splits else None,
         gemms=gemms,
         recompute_activations=parallel.recompute != "full",
         device=device,

@@ -21,9 +21,9 @@ from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.lora import Adapter, AdapterSettings, AdapterSides, AdapterSite
 from mtcli.core.parallel.zero_bubble import WeightPasses
-from mtcli.kernels.activation import Activation
+from mtcli.kernels.activation import ActivatedLinear, Activation
 from mtcli.kernels.dropout import DropoutStream, dropout_stream
-from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms
+from mtcli.kernels.gemm import DEFAULT_GEMMS, DeferGradient, LinearFunction, LinearGemms
 from mtcli.kernels.gemm import linear as plain_linear
 from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.launch import runs_triton
@@ -239,7 +239,10 @@ class LayerFactory(ABC):
         """As F.linear, with weight gradients that can wait where the schedule splits backwards."""
         if self.weight_passes is None and self.gemms is None:
             return plain_linear
-        return self._passes.linear
+        return self._linear
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return LinearFunction.apply(x, weight, bias, self.gemms or DEFAULT_GEMMS, self._defer)
 
     def activated_linear(
         self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
@@ -251,7 +254,8 @@ class LayerFactory(ABC):
         """
         if not self._recomputes(x):
             return self.linear(activation.forward(x, bias), weight)
-        return self._passes.activated_linear(activation, x, bias, weight)
+        gemms = self.gemms or DEFAULT_GEMMS
+        return ActivatedLinear.apply(x, bias, weight, activation, gemms, self._defer)
 
     def activated_experts(
         self, activation: Activation, x_NF: Tensor, weight_EDF: Tensor, counts_E: Tensor | None
@@ -259,16 +263,16 @@ class LayerFactory(ABC):
         """The same of all experts' rows on a GPU, sorted by expert; no schedule splits it."""
         if not self._recomputes(x_NF):
             return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts_E)
-        passes = WeightPasses(grouped_gemms(x_NF, weight_EDF, counts_E))
-        return passes.activated_linear(activation, x_NF, None, weight_EDF)
+        gemms = grouped_gemms(x_NF, weight_EDF, counts_E)
+        return ActivatedLinear.apply(x_NF, None, weight_EDF, activation, gemms)
 
     def _recomputes(self, x: Tensor) -> bool:
         kernel = runs_triton(x) and not torch.compiler.is_compiling()
         return kernel and self.recompute_activations
 
     @property
-    def _passes(self) -> WeightPasses:
-        return self.weight_passes or WeightPasses(self.gemms or DEFAULT_GEMMS)
+    def _defer(self) -> DeferGradient | None:
+        return None if self.weight_passes is None else self.weight_passes.gradient
 
 
 class Dense(nn.Module):
