@@ -135,9 +135,11 @@ class OptimizerConfig(Section):
     """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
 
     @property
-    def num_moments(self) -> int:
-        """Tensors of state per parameter, besides master weights."""
-        return int(self.momentum > 0.0) if self.name == "sgd" else 2
+    def moments(self) -> tuple[str, ...]:
+        """The kinds of state per parameter besides master weights, as checkpoints name them."""
+        if self.name == "sgd":
+            return ("momentum",) if self.momentum else ()
+        return "exp_avg", "exp_avg_sq"
 
 
 class DataConfig(Section):
