@@ -13,7 +13,7 @@ from mtcli.core.config.loading import config_of
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import load_weights
-from mtcli.core.model.inputs import Cache, make_inputs
+from mtcli.core.model.inputs import KVCache, make_inputs
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import unsharded
 
@@ -171,7 +171,7 @@ def llama_names(model, theirs):
 
 def test_cached_steps_are_the_whole_sequence_at_once(both):
     _, stage, model = both
-    ids, cache, outputs = tokens()[:, :S], Cache(), []
+    ids, cache, outputs = tokens()[:, :S], KVCache(), []
     for start, stop in ((0, 5), (5, 6), (6, 7), (7, S)):
         positions = torch.arange(start, stop).expand(B, -1)
         inputs = make_inputs(
