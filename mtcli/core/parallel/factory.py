@@ -146,6 +146,12 @@ class LayerFactory(ABC):
         """The parameter, or None where the model has none of that name, such as a bias."""
         return self.parameter(name) if name in self.table else None
 
+    def weight(self, name: str) -> nn.Module:
+        """A module that holds the parameter `<name>.weight`, and computes nothing."""
+        module = nn.Module()
+        module.weight = self.parameter(f"{name}.weight")
+        return module
+
     def adapter(self, name: str) -> Adapter | None:
         """The adapter of a linear layer, or None where the run trains none of its targets."""
         site = self.adapter_site(name)
