@@ -248,7 +248,7 @@ class OneBit(ReplicaExchange):
     def _reset_counters(self) -> None:
         self.frozen_at, count = 0, self.global_sums.num_rows
         device = self.inside.ownership.groups.device
-        names = ("ratio_sum", "ratio_weight", "factor", "scale", "live")
+        names = [name for name in OneBitCounters.model_fields if name != "frozen_at"]
         self.per_parameter = {
             name: torch.zeros(count, dtype=torch.float64, device=device) for name in names
         }
