@@ -40,6 +40,12 @@ PERIODIC: tuple[Method, ...] = ("local", "diloco")
 Pull = Annotated[Real, Field(ge=0.0, le=1.0)]
 
 
+def mixing_rule(method: Method, momentum: float) -> Method:
+    """The decentralized method that is run: without momentum dmsgd, da_dmsgd and decentlam are
+    dsgd."""
+    return method if momentum or method == "awc_dmsgd" else "dsgd"
+
+
 class SyncConfig(Section):
     """What data-parallel replicas exchange, and when."""
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.sync import mixing_rule
 from mtcli.core.mesh.topology import MixingGraph
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.optim.sgd import decayed_gradients
@@ -48,8 +49,7 @@ class Decentralized(ReplicaExchange):
         super().__init__(inside, optimizer)
         graph, method = MixingGraph.of(config.sync, self.replicas.size), config.sync.method
         self.starts_with_step = method == "awc_dmsgd"
-        # Without momentum dmsgd, da_dmsgd and decentlam are dsgd.
-        rule = METHODS[method if optimizer.config.momentum or self.starts_with_step else "dsgd"]
+        rule = METHODS[mixing_rule(method, optimizer.config.momentum)]
         buckets = [
             [name for name in names if name in optimizer.weights]
             for names in inside.gradient_buckets()
