@@ -8,7 +8,6 @@ embedding, a norm, or the loss of a token table. Which engine answers decides ho
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -172,12 +171,6 @@ class LayerFactory(ABC):
         )
         if not targets:
             return None
-        dim, layout = targets[0].dim, self.groups.layout
-        local = weight.local_shape(layout)
-        tp = self.groups.tp
-        shard = (tp.rank, tp.size) if weight.shard_axes[-1] == "tp" else (0, 1)
-        slots = 1 if dim is None else local[dim]
-        site = AdapterSite(targets, slots, prod(local[:dim]) if dim else 1, shard)
         parameters = {
             side: {
                 target.short: self.parameter(adapter_name(weight.name, side, target))
@@ -185,7 +178,7 @@ class LayerFactory(ABC):
             }
             for side in "ab"
         }
-        return site, parameters
+        return AdapterSite.of(weight, targets, self.groups), parameters
 
     def my_tokens(self, x: Tensor) -> Tensor:
         """This rank's shard of dim 0 of a tensor that tp ranks replicate: [T] -> [T/tp]."""
