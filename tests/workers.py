@@ -178,6 +178,6 @@ def as_saved(weights, trainer):
     for name, x in weights.items():
         described = trainer.table[name]
         found[name] = x.new_empty(described.shape)
-        for box, view in OwnedShard(x, slice(0, len(x))).blocks(described, trainer.groups):
+        for box, view in OwnedShard(described, x, slice(0, len(x))).blocks(trainer.groups):
             found[name][box.slices] = view
     return found

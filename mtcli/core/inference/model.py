@@ -21,7 +21,7 @@ from mtcli.core.config.untrusted import shown
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import count_parameters
+from mtcli.core.mesh.parameters import count_parameters, parameters
 from mtcli.core.model.build import DTYPES, activation_format, build_stages
 from mtcli.core.model.init import load_weights
 from mtcli.core.model.inputs import Inputs, KVCache, make_inputs
@@ -255,7 +255,8 @@ def open_inference_model(
     timeout = config.train.timeout
     groups = make_groups(layout, runtime.rank, runtime.device, timeout, runtime.recorder)
     stages = build_stages(config, groups)
-    load_weights(unsharded(stages), checkpoint, config.model, groups)
+    shards = unsharded(stages, parameters(config.model))
+    load_weights(shards, checkpoint, config.model, groups)
     for stage in stages.values():
         stage.requires_grad_(False)
     return InferenceModel(config, groups, stages)

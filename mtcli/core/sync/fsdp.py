@@ -51,11 +51,12 @@ class FullyShardedDataParallel(Strategy):
             for stage in stages.values()
             for name, parameter in ownership.trained(stage)
         }
-        self.shards = unsharded(stages) | {
-            name: OwnedShard(parameter.to_local().data, ownership.rows(name))
+        table = ownership.table
+        self.shards = unsharded(stages, table) | {
+            name: OwnedShard(table[name], parameter.to_local().data, ownership.rows(name))
             for name, parameter in self.parameters.items()
         }
-        for name, (tensor, rows) in self.shards.items():
+        for name, (_, tensor, rows) in self.shards.items():
             assert len(tensor) == rows.stop - rows.start, f"{name}: {len(tensor)} rows, not {rows}"
         self.before_step()
 

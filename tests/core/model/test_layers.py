@@ -104,7 +104,8 @@ def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model, ca
 def made(model, **sections):
     config = run_config(model, **sections)
     (stage,) = build_stages(config, alone()).values()
-    initialise(unsharded({0: stage}), config.model, alone(), config.seed, torch.float32)
+    shards = unsharded({0: stage}, parameters(config.model))
+    initialise(shards, config.model, alone(), config.seed, torch.float32)
     return config, stage
 
 

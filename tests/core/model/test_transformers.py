@@ -11,6 +11,7 @@ import torch
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import config_of
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import load_weights
 from mtcli.core.model.inputs import KVCache, make_inputs
@@ -75,7 +76,8 @@ def both(request, tmp_path):
     config = config_of({"model": model, "train": {"precision": "fp64"}})
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     stages = build_stages(config, groups)
-    load_weights(unsharded(stages), checkpoint, config.model, groups)
+    shards = unsharded(stages, parameters(config.model))
+    load_weights(shards, checkpoint, config.model, groups)
     return theirs.double(), stages[0], config.model
 
 

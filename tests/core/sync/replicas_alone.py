@@ -80,7 +80,7 @@ class Alone:
         return {
             name: view
             for name, shard in trainer.strategy.shards.items()
-            for _, view in shard.blocks(trainer.table[name], trainer.groups)
+            for _, view in shard.blocks(trainer.groups)
         }
 
     def close(self):
