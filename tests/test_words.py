@@ -97,12 +97,6 @@ ALLOWED = {
     ("feed", r"feed.?forward"): "the field's word",
     ("ledger", r"`samples`"): "a key of manifest.json",
 }
-# What the rebuild has still to rename: at most so many places. A word that has none is gone.
-TO_DO = {
-    "rectangle": 1,
-    "place": 7,
-    "held": 2,
-}
 
 
 def words_of(name):
@@ -177,7 +171,7 @@ def places(word):
 def test_a_retired_word_does_not_come_back(word):
     found = places(word)
     use = (RETIRED | RETIRED_NAMES)[word]
-    assert len(found) <= TO_DO.get(word, 0), f"write {use}, not {word}: {found[:5]}"
+    assert not found, f"write {use}, not {word}: {found[:5]}"
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def one_at_a_time(runtime, config, workers, dp=1, order=None, steps=5):
             tensor.copy_(x[worker][name])
         trainer.step, part = divmod(ticket, workers)
         loader = MicroBatchLoader(Part(alone, part, workers, dp), alone, trainer.groups)
-        loss_sum, batch, _ = trainer.forward_backward(loader)
+        loss_sum, batch = trainer.forward_backward(loader)
         loader.close()
         losses[worker].append(loss_sum / batch.weight)
         decayed = {name for name, described in trainer.table.items() if described.decays}
@@ -178,6 +178,6 @@ def as_saved(weights, trainer):
     for name, x in weights.items():
         described = trainer.table[name]
         found[name] = x.new_empty(described.shape)
-        for box, view in OwnedShard(x, slice(0, len(x))).blocks(described, trainer.groups):
+        for box, view in OwnedShard(described, x, slice(0, len(x))).blocks(trainer.groups):
             found[name][box.slices] = view
     return found

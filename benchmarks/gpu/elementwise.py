@@ -27,14 +27,7 @@ from mtcli.kernels.fp8 import (
     quantize_reference,
 )
 from mtcli.kernels.gelu import gelu, gelu_backward_, gelu_reference
-from mtcli.kernels.norm import (
-    add_layer_norm,
-    add_rms_norm,
-    layer_norm,
-    layer_norm_reference,
-    rms_norm,
-    rms_norm_reference,
-)
+from mtcli.kernels.norm import add_norm, norm, norm_reference
 from mtcli.kernels.random import normal, normal_reference
 from mtcli.kernels.rope import rotate, rotate_reference
 from mtcli.kernels.swiglu import swiglu, swiglu_backward_, swiglu_reference
@@ -176,14 +169,15 @@ def torch_swiglu_backward(mine, grad, gate_up):
     return torch.cat([of_gate, grad * silu], -1), silu * up
 
 
-def added(norm):
+def added(reference):
     def function(x, y, *weights):
-        return x + y, norm(x + y, *weights, EPS)
+        return x + y, reference(x + y, *weights)
 
     return function
 
 
-layer, rms = partial(layer_norm_reference, eps=EPS), partial(rms_norm_reference, eps=EPS)
+LAYER, RMS = {"eps": EPS, "centred": True}, {"eps": EPS, "centred": False}
+layer, rms = partial(norm_reference, **LAYER), partial(norm_reference, **RMS)
 
 CHOSEN = {"chosen": ("torch",)}
 
@@ -205,14 +199,13 @@ def with_dropout(softmax):
 
 # fmt: off
 ENTRIES = [
-    Entry("rms_norm", partial(rms_norm, eps=EPS), {"torch": rms, **liger("rms_norm")},
+    Entry("rms_norm", partial(norm, **RMS), {"torch": rms, **liger("rms_norm")},
         rows_and(1), WIDE, (5, 22), moved(2), moved(3), **CHOSEN),
-    Entry("layer_norm", partial(layer_norm, eps=EPS), {"torch": layer, **liger("layer_norm")},
+    Entry("layer_norm", partial(norm, **LAYER), {"torch": layer, **liger("layer_norm")},
         rows_and(2), WIDE, (5, 22), moved(2), moved(3), **CHOSEN),
-    Entry("add_rms_norm", partial(add_rms_norm, eps=EPS), {"torch": added(rms_norm_reference)},
+    Entry("add_rms_norm", partial(add_norm, **RMS), {"torch": added(rms)},
         rows_and(1, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
-    Entry("add_layer_norm", partial(add_layer_norm, eps=EPS),
-        {"torch": added(layer_norm_reference)},
+    Entry("add_layer_norm", partial(add_norm, **LAYER), {"torch": added(layer)},
         rows_and(2, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
     Entry("gelu", lambda x, b: gelu(x, b), {"torch": lambda x, b: gelu_reference(x, b)},
         rows_and(1), WIDE, (5, 22), moved(2), moved(3)),

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mtcli.kernels.gelu import gelu, gelu_backward_
+from mtcli.kernels.gemm import DeferGradient, LinearGemms, weight_gradient
 from mtcli.kernels.swiglu import swiglu, swiglu_backward_
 
 
@@ -33,3 +35,37 @@ ACTIVATIONS = {
     ),
     "swiglu": Activation(lambda gate_up, bias: swiglu(gate_up), _swiglu_backward_),
 }
+
+
+class ActivatedLinear(torch.autograd.Function):
+    """activation(x + bias) weight^T, which saves x alone.
+
+    x [T, F], of SwiGLU [T, 2F], weight [D, F] -> [T, D]. The activation is recomputed for the
+    weight's gradient, with its own gradient.
+    """
+
+    @staticmethod
+    def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        weight: Tensor,
+        activation: Activation,
+        gemms: LinearGemms,
+        defer: DeferGradient | None = None,
+    ) -> Tensor:
+        """Returns the layer's output, without a bias of its own."""
+        ctx.save_for_backward(x, bias, weight)
+        ctx.activation, ctx.gemms, ctx.defer = activation, gemms, defer
+        return gemms.forward(activation.forward(x, bias), weight, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of x, bias and, where it is wanted, weight."""
+        x, bias, weight = ctx.saved_tensors
+        of_y = ctx.gemms.dgrad(grad, weight)
+        of_x, of_bias, y = ctx.activation.backward_(of_y, x, bias)
+        of_weight = None
+        if ctx.needs_input_grad[2]:
+            of_weight = weight_gradient(ctx.gemms, ctx.defer, weight, grad, y)
+        return of_x, of_bias, of_weight, None, None, None

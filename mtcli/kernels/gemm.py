@@ -6,6 +6,7 @@ either way, and tensors stay in 16 bits between GEMMs.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,11 @@ class LinearGemms(NamedTuple):
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> [T, F]
     dgrad: Callable[[Tensor, Tensor], Tensor]  # (gradient, weight) -> [T, D]
     wgrad: Callable[[Tensor, Tensor], Tensor]  # (gradient, x) -> [F, D]
+
+
+# (weight, a function that makes its gradient) -> the gradient, or None where it is made later: in
+# the W pass of a zero-bubble schedule.
+DeferGradient = Callable[[Tensor, Callable[[], Tensor]], Tensor | None]
 
 
 def choose_gemm_dtype() -> None:
@@ -110,24 +116,40 @@ class LinearFunction(torch.autograd.Function):
     """A linear layer by given GEMMs, which saves its operands in the dtype they have."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemms: LinearGemms
+    def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gemms: LinearGemms,
+        defer: DeferGradient | None = None,
     ) -> Tensor:
         """x [T, D], weight [F, D] (or what `gemms` takes) -> [T, F]."""
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.gemms = gemms
+        ctx.gemms, ctx.defer = gemms, defer
         return gemms.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x, weight and bias, where they are wanted."""
-        (x, weight), (of_x, of_weight, of_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        (x, weight), (of_x, of_weight, of_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
         return (
             ctx.gemms.dgrad(grad, weight) if of_x else None,
-            ctx.gemms.wgrad(grad, x) if of_weight else None,
+            weight_gradient(ctx.gemms, ctx.defer, weight, grad, x) if of_weight else None,
             grad.sum(0) if of_bias else None,
             None,
+            None,
         )
+
+
+def weight_gradient(
+    gemms: LinearGemms, defer: DeferGradient | None, weight: Tensor, grad: Tensor, x: Tensor
+) -> Tensor | None:
+    """The gradient of a linear layer's weight, unless it is deferred."""
+    if defer is None:
+        return gemms.wgrad(grad, x)
+    # Detached: its graph leads to the stage's input and that one's gradient.
+    return defer(weight, partial(gemms.wgrad, grad, x.detach()))
 
 
 class _MatmulFunction(torch.autograd.Function):

@@ -30,13 +30,16 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension."""
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+def norm_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool
+) -> Tensor:
+    """LayerNorm where `centred`, else RMSNorm, which has no bias, over the last dimension.
 
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean square + eps) * weight, over the last dimension."""
+    (x - mean) / sqrt(variance + eps) * weight + bias, or x / sqrt(mean square + eps) * weight.
+    """
+    if centred:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    assert bias is None, "RMSNorm has no bias"
     return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
@@ -185,37 +188,23 @@ def _backward_in_chunks(
             tl.store(part + width + column, dbiases[c], mask=column < width)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """`layer_norm_reference`: 2 * N * D * itemsize bytes moved forward, 3 backward."""
-    if not prefers_kernel("layer_norm", x, x.shape[-1]):
-        return layer_norm_reference(x, weight, bias, eps)
-    return _norm(x, weight, bias, eps, True)[0]
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool
+) -> Tensor:
+    """`norm_reference`: 2 * N * D * itemsize bytes moved forward, 3 backward."""
+    if not prefers_kernel("layer_norm" if centred else "rms_norm", x, x.shape[-1]):
+        return norm_reference(x, weight, bias, eps=eps, centred=centred)
+    return _norm(x, weight, bias, eps, centred)[0]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm_reference`: 2 * N * D * itemsize bytes moved forward, 3 backward."""
-    if not prefers_kernel("rms_norm", x, x.shape[-1]):
-        return rms_norm_reference(x, weight, eps)
-    return _norm(x, weight, None, eps, False)[0]
-
-
-def add_layer_norm(
-    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+def add_norm(
+    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    """(x + y, its layer norm): 4 * N * D * itemsize bytes moved in each direction."""
+    """(x + y, its norm): 4 * N * D * itemsize bytes moved in each direction."""
     if not runs_triton(x):
         total = x + y
-        return total, layer_norm_reference(total, weight, bias, eps)
-    total, normed, _ = _add_norm(x, y, weight, bias, eps, True)
-    return total, normed
-
-
-def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + y, its RMS norm): 4 * N * D * itemsize bytes moved in each direction."""
-    if not runs_triton(x):
-        total = x + y
-        return total, rms_norm_reference(total, weight, eps)
-    total, normed, _ = _add_norm(x, y, weight, None, eps, False)
+        return total, norm_reference(total, weight, bias, eps=eps, centred=centred)
+    total, normed, _ = _add_norm(x, y, weight, bias, eps, centred)
     return total, normed
 
 

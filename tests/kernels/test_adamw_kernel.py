@@ -124,8 +124,8 @@ def test_the_optimizer_makes_the_updates_that_it_makes_on_a_cpu(device, dtype, r
     assert ours.updates == theirs.updates == 3
     for key, expected in theirs.state().items():
         assert distance(ours.state()[key], expected) < 2e-6
-    for name, expected in theirs.named.items():
-        assert distance(ours.named[name], expected) < 2 * TOLERANCE[dtype]
+    for name, expected in theirs.weights.items():
+        assert distance(ours.weights[name], expected) < 2 * TOLERANCE[dtype]
 
 
 class Operators(TorchDispatchMode):

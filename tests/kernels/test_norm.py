@@ -1,9 +1,15 @@
+from functools import partial
+
 import pytest
 import torch
 from exact import check, seeded
 
-from mtcli.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from mtcli.kernels.norm import add_norm, norm
 
+layer_norm, rms_norm = (partial(norm, eps=1e-3, centred=centred) for centred in (True, False))
+add_layer_norm, add_rms_norm = (
+    partial(add_norm, eps=1e-3, centred=centred) for centred in (True, False)
+)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Less than a tile, more than the programs hold, long, in whole and broken chunks.
 SHAPES = [(5, 7), (70, 130), (2, 1, 2051), (5, 9000)]
@@ -31,20 +37,20 @@ def inputs(shape, device, vectors):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_layer_norm_and_its_gradients_are_the_formula(device, shape, dtype):
     x, _, weight, bias = inputs(shape, device, 2)
-    check(lambda *a: layer_norm(*a, 1e-3), layer_formula, [x, weight, bias], dtype)
+    check(layer_norm, layer_formula, [x, weight, bias], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rms_norm_and_its_gradients_are_the_formula(device, shape, dtype):
     x, _, weight = inputs(shape, device, 1)
-    check(lambda *a: rms_norm(*a, 1e-3), rms_formula, [x, weight], dtype)
+    check(rms_norm, rms_formula, [x, weight], dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_sum_before_a_layer_norm_gets_both_gradients(device, shape):
     check(
-        lambda *a: add_layer_norm(*a, 1e-3),
+        add_layer_norm,
         lambda x, y, *weights: (x + y, layer_formula(x + y, *weights)),
         inputs(shape, device, 2),
         torch.float32,
@@ -58,25 +64,25 @@ def test_the_sum_before_an_rms_norm_gets_both_gradients(device, dtype):
         kept = total + (total.detach().to(dtype).double() - total.detach())  # as it is kept
         return kept, rms_formula(kept, weight)
 
-    check(lambda *a: add_rms_norm(*a, 1e-3), formula, inputs((9, 130), device, 1), dtype)
+    check(add_rms_norm, formula, inputs((9, 130), device, 1), dtype)
 
 
 def test_a_layer_norm_may_have_no_bias(device):
     x, _, weight = inputs((3, 20), device, 1)
     formula = lambda x, weight: layer_formula(x, weight, 0.0)  # noqa: E731
-    check(lambda x, w: layer_norm(x, w, None, 1e-3), formula, [x, weight], torch.float32)
+    check(layer_norm, formula, [x, weight], torch.float32)
 
 
 def test_one_result_alone_may_be_used(device):
     x, y, weight = inputs((4, 12), device, 1)
     check(
-        lambda *a: add_rms_norm(*a, 1e-3)[0],
+        lambda *a: add_rms_norm(*a)[0],
         lambda x, y, w: x + y + 0 * w.sum(),
         [x, y, weight],
         torch.float32,
     )
     check(
-        lambda *a: add_rms_norm(*a, 1e-3)[1],
+        lambda *a: add_rms_norm(*a)[1],
         lambda x, y, w: rms_formula(x + y, w),
         [x, y, weight],
         torch.float32,
@@ -86,13 +92,13 @@ def test_one_result_alone_may_be_used(device):
 def test_rows_may_lie_apart(device):
     x, _, weight = inputs((8, 12), device, 1)
     check(
-        lambda x, w: rms_norm(x[::2], w, 1e-3),
+        lambda x, w: rms_norm(x[::2], w),
         lambda x, w: rms_formula(x[::2], w),
         [x, weight],
         torch.float32,
     )
     check(
-        lambda x, w: rms_norm(x.t()[:, :5], w[:5], 1e-3),
+        lambda x, w: rms_norm(x.t()[:, :5], w[:5]),
         lambda x, w: rms_formula(x.t()[:, :5], w[:5]),
         [x, weight],
         torch.float32,

@@ -81,7 +81,7 @@ def _ends(shards: list[Shard]) -> list[int]:
     return ends
 
 
-def in_place(shards: list[Shard]) -> HostCopy:
+def on_host(shards: list[Shard]) -> HostCopy:
     """Returns shards in host memory without a copy where they are there already."""
     return HostCopy([shard._replace(tensor=shard.tensor.cpu()) for shard in shards], lambda: 0.0)
 

@@ -87,6 +87,10 @@ class ParallelConfig(Section):
         """The fewest ranks that hold both grids: pp times what tp*cp and ep*etp both divide."""
         return self.pp * lcm(self.tp * self.cp, self.ep * self.etp)
 
+    def most_replicas(self, world: int) -> int:
+        """The most copies of the model that `world` ranks can hold."""
+        return max(1, world // self.smallest_world)
+
 
 class BatchConfig(Section):
     """Sizes of a step, in sequences and tokens."""
@@ -135,9 +139,11 @@ class OptimizerConfig(Section):
     """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
 
     @property
-    def num_moments(self) -> int:
-        """Tensors of state per parameter, besides master weights."""
-        return int(self.momentum > 0.0) if self.name == "sgd" else 2
+    def moments(self) -> tuple[str, ...]:
+        """The kinds of state per parameter besides master weights, as checkpoints name them."""
+        if self.name == "sgd":
+            return ("momentum",) if self.momentum else ()
+        return "exp_avg", "exp_avg_sq"
 
 
 class DataConfig(Section):
@@ -260,8 +266,7 @@ class RunConfig(Section):
 
     def num_replicas(self, world: int) -> int:
         """Copies of the model that may differ on `world` ranks."""
-        p = self.parallel
-        return self.sync.num_replicas(world, p.pp, (p.tp * p.cp, p.ep * p.etp))
+        return self.sync.num_replicas(self.parallel.most_replicas(world))
 
     @property
     def overlaps_neighbours(self) -> bool:

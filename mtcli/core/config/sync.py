@@ -4,7 +4,6 @@ A replica is a copy of the model that trains on its own part of each global batc
 `all_reduce` every data rank belongs to the one replica there is. Any other method has several.
 """
 
-from math import lcm
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -39,6 +38,12 @@ ONE_SIDED: tuple[Topology, ...] = ("one_peer_exponential",)
 LEADERS: tuple[Method, ...] = ("lsgd", "easgd")
 PERIODIC: tuple[Method, ...] = ("local", "diloco")
 Pull = Annotated[Real, Field(ge=0.0, le=1.0)]
+
+
+def mixing_rule(method: Method, momentum: float) -> Method:
+    """The decentralized method that is run: without momentum dmsgd, da_dmsgd and decentlam are
+    dsgd."""
+    return method if momentum or method == "awc_dmsgd" else "dsgd"
 
 
 class SyncConfig(Section):
@@ -118,13 +123,8 @@ class SyncConfig(Section):
         near = (size for size in range(1, replicas + 1) if replicas % size == 0)
         return self.group_size or min(near, key=lambda size: abs(size - replicas**0.5))
 
-    def num_replicas(self, world: int, pp: int, inside: tuple[int, int]) -> int:
-        """Copies of the model that may differ on `world` ranks; see `most_replicas`."""
+    def num_replicas(self, most: int) -> int:
+        """Copies of the model that may differ, where the ranks can hold `most`."""
         if self.method == "all_reduce":
             return 1
-        return self.replicas or most_replicas(world, pp, inside)
-
-
-def most_replicas(world: int, pp: int, inside: tuple[int, int]) -> int:
-    """The most replicas of a world: each has all stages, and `inside` it tp*cp and ep*etp."""
-    return max(1, world // (pp * lcm(*inside)))
+        return self.replicas or most

@@ -1,12 +1,11 @@
 """The rules of the sync section: which replicas there can be, and what each method takes."""
 
 from collections.abc import Iterator
-from math import lcm
 
 from mtcli.core.config.errors import Problem
 from mtcli.core.config.fields import divisors, listing
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.sync import DECENTRALIZED, LEADERS, ONE_SIDED, PERIODIC, most_replicas
+from mtcli.core.config.sync import DECENTRALIZED, LEADERS, ONE_SIDED, PERIODIC
 
 # The update rules that a method takes, where it does not take all.
 TAKES = {"onebit": ("lamb", "adamw")} | dict.fromkeys((*DECENTRALIZED, *LEADERS), ("sgd",))
@@ -21,16 +20,16 @@ def replicas_divide(config: RunConfig, world: int) -> Iterator[Problem]:
             hint = "sync.method = 'diloco', or another, or leave sync.replicas out"
             yield Problem(message, hint, "sync.replicas")
         return
-    inside = lcm(p.tp * p.cp, p.ep * p.etp)
-    if world % (p.pp * inside):
+    inside = p.smallest_world // p.pp
+    if world % p.smallest_world:
         yield Problem(
             f"a replica has pp * lcm(tp*cp, ep*etp) = {p.pp} * {inside} ranks, which do not divide "
             f"the world of {world}",
-            f"ranks (--nproc) that are a multiple of {p.pp * inside}",
+            f"ranks (--nproc) that are a multiple of {p.smallest_world}",
             "sync.method",
         )
         return
-    most = most_replicas(world, p.pp, (p.tp * p.cp, p.ep * p.etp))
+    most = p.most_replicas(world)
     if s.replicas and most % s.replicas:
         message = f"replicas={s.replicas} does not divide the {most} that {world} ranks can hold"
         yield Problem(message, listing(divisors(most)), "sync.replicas")

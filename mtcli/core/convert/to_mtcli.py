@@ -134,7 +134,7 @@ def _saved_parameters(config: RunConfig, layout: ParallelLayout, rank: int) -> l
         parameter
         for stage in layout.stages(layout.coordinates(rank)["pp"])
         for parameter in stage_parameters(table, layers[stage], stage == 0, stage == last)
-        if parameter.owner != "first" or stage == 0
+        if parameter.layer != "first" or stage == 0
     ]
 
 

@@ -20,7 +20,7 @@ from mtcli.core.convert.inspect import optimizer_kinds
 from mtcli.core.inference.encoder import class_logits
 from mtcli.core.inference.model import open_inference_model
 from mtcli.core.mesh.sharding import BOX_BYTES, boxes_of_at_most
-from mtcli.core.model.inputs import Cache
+from mtcli.core.model.inputs import KVCache
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.runtime.process_pool import ProcessMemory, Progress, run_parts, shares
 
@@ -131,7 +131,7 @@ def logits_of(checkpoint: Checkpoint) -> Tensor:
 
     def last_logits(tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-        return model.next_logits(tokens, positions, Cache())
+        return model.next_logits(tokens, positions, KVCache())
 
     if checkpoint.model.head in CLASSIFIERS:
         return class_logits(model, tokens)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.inference.model import InferenceModel
-from mtcli.core.model.inputs import Cache
+from mtcli.core.model.inputs import KVCache
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def generate(
         message = f"the prompt has {len(prompt)} tokens and the model takes 1 to {limit}"
         raise wrong(message, "give a shorter prompt, and not an empty one", "--prompt")
     generator = torch.Generator().manual_seed(sampling.seed)
-    cache, new, position = Cache(), prompt, 0
+    cache, new, position = KVCache(), prompt, 0
     for _ in range(max_tokens):
         positions = torch.arange(position, position + len(new))[None]
         logits = model.next_logits(torch.tensor([new]), positions, cache)[0]

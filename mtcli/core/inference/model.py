@@ -21,10 +21,10 @@ from mtcli.core.config.untrusted import shown
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import count_parameters
+from mtcli.core.mesh.parameters import count_parameters, parameters
 from mtcli.core.model.build import DTYPES, activation_format, build_stages
 from mtcli.core.model.init import load_weights
-from mtcli.core.model.inputs import Cache, Inputs, make_inputs
+from mtcli.core.model.inputs import Inputs, KVCache, make_inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.collectives import all_reduce, gather_values
 from mtcli.core.parallel.groups import Groups, make_groups, world_axis
@@ -41,7 +41,7 @@ class ReadPrefix(NamedTuple):
     """Tokens that were read, and their keys and values in this rank's layers."""
 
     length: int
-    cache: Cache
+    cache: KVCache
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class InferenceModel:
         """Reads tokens [P] once that many rows begin with, after those of `after`."""
         start = 0 if after is None else after.length
         positions = torch.arange(start, start + len(tokens))[None]
-        cache, before = Cache(), None if after is None else after.cache
+        cache, before = KVCache(), None if after is None else after.cache
         given = self._inputs(tokens[None], positions=positions, cache=cache, prefix=before)
         self.forward([given])
         return ReadPrefix(start + len(tokens), cache if before is None else cache.after(before))
@@ -114,7 +114,7 @@ class InferenceModel:
         scores = all_reduce(scores, self.groups.world).cpu()
         return scores[0], scores[1] > 0.5
 
-    def next_logits(self, tokens: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    def next_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
         """Computes the logits [b, V] that follow the last token of each sequence, on every rank."""
         b, s = tokens.shape
         inputs = self._inputs(tokens, positions=positions, cache=cache)
@@ -128,7 +128,7 @@ class InferenceModel:
             logits = stage.output.all_logits(stage.output.logits(last), self.vocab_size).float()
         return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
 
-    def _score(self, batch: ScoreBatch, most: int, prefix: Cache | None) -> Tensor:
+    def _score(self, batch: ScoreBatch, most: int, prefix: KVCache | None) -> Tensor:
         """Scores [2, N]: log-probabilities and whether greedy; zeros but on the last stage.
 
         `most` is the largest N of all ranks, as many as take part in the logits' GEMM.
@@ -255,7 +255,8 @@ def open_inference_model(
     timeout = config.train.timeout
     groups = make_groups(layout, runtime.rank, runtime.device, timeout, runtime.recorder)
     stages = build_stages(config, groups)
-    load_weights(unsharded(stages), checkpoint, config.model, groups)
+    shards = unsharded(stages, parameters(config.model))
+    load_weights(shards, checkpoint, config.model, groups)
     for stage in stages.values():
         stage.requires_grad_(False)
     return InferenceModel(config, groups, stages)

@@ -70,5 +70,5 @@ def adapter_parameters(
             shape[target.dim] = target.num_slots
         a, b = (adapter_name(weight.name, side, target) for side in "ab")
         sizes = (lora.rank, inputs), (*shape, lora.rank)
-        yield Parameter(a, sizes[0], (None, input_axis), "adapter", weight.owner, of_adapter=True)
-        yield Parameter(b, sizes[1], (*axes, None), "zeros", weight.owner, of_adapter=True)
+        yield Parameter(a, sizes[0], (None, input_axis), "adapter", weight.layer, of_adapter=True)
+        yield Parameter(b, sizes[1], (*axes, None), "zeros", weight.layer, of_adapter=True)

@@ -13,17 +13,14 @@ dimension of weights, and tp that of what is added to activations or multiplied 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Literal
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.adapters import adapter_parameters
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.sharding import Init, Parameter
+from mtcli.core.mesh.sharding import Init, Layer, Parameter
 
 TOKEN_TYPES = "token_type_embedding.weight"
-
-StageOwner = int | Literal["first", "last"]
 
 
 @cache
@@ -91,9 +88,9 @@ def stage_parameters(
     return [
         p
         for p in table.values()
-        if p.owner in layers
-        or (first and p.owner == "first")
-        or (last and (p.owner == "last" or p.tied))
+        if p.layer in layers
+        or (first and p.layer == "first")
+        or (last and (p.layer == "last" or p.tied))
     ]
 
 
@@ -121,9 +118,9 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     return 2.0 * weights + attention
 
 
-def _vocabulary(model: ModelConfig, name: str, owner: StageOwner, tied: bool = False) -> Parameter:
+def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False) -> Parameter:
     shape = (model.vocab_size, model.hidden_size)
-    return Parameter(name, shape, ("tp", "tp_row"), "normal", owner, padded=0, tied=tied)
+    return Parameter(name, shape, ("tp", "tp_row"), "normal", layer, padded=0, tied=tied)
 
 
 def _head(model: ModelConfig) -> Iterator[Parameter]:
@@ -155,12 +152,12 @@ def _dense(name: str, hidden: int) -> Iterator[Parameter]:
     yield Parameter(f"{name}.bias", (hidden,), ("tp_columns",), "zeros", "last")
 
 
-def _norm(model: ModelConfig, name: str, owner: StageOwner) -> list[Parameter]:
+def _norm(model: ModelConfig, name: str, layer: Layer) -> list[Parameter]:
     kinds: list[tuple[str, Init]] = [("weight", "ones")]
     if model.norm == "layernorm":
         kinds.append(("bias", "zeros"))
     return [
-        Parameter(f"{name}.{kind}", (model.hidden_size,), ("tp_columns",), init, owner)
+        Parameter(f"{name}.{kind}", (model.hidden_size,), ("tp_columns",), init, layer)
         for kind, init in kinds
     ]
 

@@ -21,10 +21,11 @@ VOCAB_MULTIPLE = 128  # rows of a vocabulary shard: tensor cores want multiples 
 BOX_BYTES = 32 << 20  # of a tensor that is gone through box by box: the memory of one box
 
 Init = Literal["normal", "residual", "adapter", "ones", "zeros"]
+Layer = int | Literal["first", "last"]  # the number of a block, or an end of the pipeline
 
 
 class Box(NamedTuple):
-    """A sub-rectangle of a global tensor: where it starts and its size, per dimension."""
+    """Consecutive indices of each dimension of a global tensor: where they start, how many."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -103,24 +104,20 @@ class Parameter:
     is left: 4 ranks of ("tp", None, "tp") share 2 heads, half of the columns of a head each.
     Axis "tp_row" is there where tp ranks form a grid of several rows, and "tp_columns" is axis tp
     there and none elsewhere: the columns of activations.
-    `owner` is the block that has it, or "first" / "last" for the pipeline's ends. A vocabulary
-    dimension is padded on the ranks so that it shards evenly: `padded` says which dimension that
-    is. One that is not `trained` has no gradient and no optimizer state, and stays in at least
-    float32 unless it is `frozen`, a weight that adapters are trained on. Each rank of tp has a part
-    of the sum that is the gradient of a replicated one `of_adapter`. Of one that is `tied` the last
-    stage has a second copy.
+    A parameter that is not `trained` has no gradient and no optimizer state, and stays in at least
+    float32 unless it is `frozen`.
     """
 
     name: str
     shape: tuple[int, ...]
     shard_axes: tuple[str | None, ...]
     init: Init
-    owner: int | Literal["first", "last"]
-    padded: int | None = None
+    layer: Layer
+    padded: int | None = None  # the vocabulary dimension, which is padded to shard evenly
     trained: bool = True
-    tied: bool = False
-    frozen: bool = False
-    of_adapter: bool = False
+    tied: bool = False  # the last stage has a second copy
+    frozen: bool = False  # a weight that adapters are trained on
+    of_adapter: bool = False  # if replicated, each tp rank's gradient is a part of the sum
 
     def axes(self, layout: ParallelLayout) -> tuple[str | None, ...]:
         """The axis of a layout that shards each dimension."""

@@ -13,15 +13,12 @@ from torch import Tensor
 from mtcli.core.checkpoint.manifest import OPTIMIZER
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.schema import LoraConfig
-from mtcli.core.mesh.parameters import parameters, run_parameters
 from mtcli.core.mesh.sharding import BOX_BYTES, Box, Parameter, boxes_of_at_most
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.kernels.random import BLOCK, normal, stream_key
 
 CPU = torch.device("cpu")
-NO_ADAPTERS = LoraConfig()
 
 
 @torch.no_grad()
@@ -31,16 +28,14 @@ def initialise(
     groups: Groups,
     seed: int,
     dtype: torch.dtype,
-    lora: LoraConfig = NO_ADAPTERS,
 ) -> None:
     """Fills a rank's shards with initial weights, rounded to `dtype`, some BOX_BYTES at a time."""
-    table = run_parameters(model, lora)
-    for name, shard in shards.items():
+    for shard in shards.values():
         shard.tensor.zero_()  # rows that pad the vocabulary stay zero
-        for box, view in shard.blocks(table[name], groups):
+        for box, view in shard.blocks(groups):
             on = view.device if view.is_cuda else CPU
             for part in boxes_of_at_most(box.size, BOX_BYTES // 4):
-                values = initial_values(table[name], model, part.moved(box.start), seed, on)
+                values = initial_values(shard.parameter, model, part.moved(box.start), seed, on)
                 view[part.slices] = values.to(dtype)
 
 
@@ -68,26 +63,21 @@ def load_weights(
         initialise(begun, model, groups, new_head, dtype)
         shards = {name: shard for name, shard in shards.items() if name not in fresh}
     checkpoint = checkpoint.averaged()
-    table = parameters(model)
-    for name, shard in shards.items():
+    for shard in shards.values():
         shard.tensor.zero_()  # rows that pad the vocabulary
-        if checkpoint.begins_at_zero(table[name]):
-            continue
-        load_shard(shard, table[name], groups, checkpoint, from_masters)
+        if not checkpoint.begins_at_zero(shard.parameter):
+            load_shard(shard, groups, checkpoint, from_masters)
 
 
 def load_shard(
-    shard: OwnedShard,
-    described: Parameter,
-    groups: Groups,
-    checkpoint: Checkpoint,
-    from_masters: bool,
+    shard: OwnedShard, groups: Groups, checkpoint: Checkpoint, from_masters: bool
 ) -> None:
     """Fills a shard of one parameter; see `load_weights`."""
-    name, master = described.name, f"{OPTIMIZER}master/{described.name}"
+    name = shard.parameter.name
+    master = f"{OPTIMIZER}master/{name}"
     has_master = from_masters and master in checkpoint.tensors
     source = master if has_master and checkpoint.dtype(name) != shard.tensor.dtype else name
-    for box, view in shard.blocks(described, groups):
+    for box, view in shard.blocks(groups):
         view.copy_(checkpoint.read(source, box))
 
 

@@ -13,8 +13,8 @@ from mtcli.core.parallel.factory import Scale
 
 
 @dataclass(frozen=True)
-class Cache:
-    """Keys and values of the tokens seen so far, by layer, for generation."""
+class KVCache:
+    """Keys and values of the tokens read so far, by layer, for generation."""
 
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -26,14 +26,14 @@ class Cache:
         self.layers[layer] = (k, v)
         return k, v
 
-    def after(self, before: "Cache") -> "Cache":
+    def after(self, before: "KVCache") -> "KVCache":
         """This cache, of tokens that follow those of `before`, joined to that one."""
         layers = {
             layer: (torch.cat([before.layers[layer][0], k], 2),
                     torch.cat([before.layers[layer][1], v], 2))
             for layer, (k, v) in self.layers.items()
         }  # fmt: skip
-        return Cache(layers)
+        return KVCache(layers)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Inputs:
     token_types: Tensor | None = None  # [b, s] int64; None is 0 each
     sentences: Sentences | None = None
     rotation: RotaryTable | None = None
-    cache: Cache | None = None
-    prefix: Cache | None = None  # of one sequence, which each of the b goes on from; not extended
+    cache: KVCache | None = None
+    prefix: KVCache | None = None  # of one sequence, which each of the b goes on from; not extended
     aux_scale: Scale = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
 
     @property

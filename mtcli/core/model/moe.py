@@ -27,12 +27,10 @@ class ExpertArray(nn.Module):
         super().__init__()
         # No schedule splits its backward, and float8 would multiply experts one after another.
         build = replace(build, weight_passes=None, gemms=None)
-        up = "gate_up" if model.is_gated else "up"
-        self.up_name, self.count = up, model.num_experts // build.groups.axes["ep"].size
-        for kind in (up, "down"):
-            holder = nn.Module()
-            holder.weight = build.parameter(f"{name}.{kind}.weight")
-            setattr(self, kind, holder)
+        self.up_name = "gate_up" if model.is_gated else "up"
+        self.add_module(self.up_name, build.weight(f"{name}.{self.up_name}"))
+        self.down = build.weight(f"{name}.down")
+        self.count = model.num_experts // build.groups.axes["ep"].size
         self.activation, self.build = ACTIVATIONS[model.activation], build
 
     def forward(self, x_ND: Tensor, counts_E: Tensor | None) -> Tensor:
@@ -42,8 +40,8 @@ class ExpertArray(nn.Module):
         """
         build, activation = self.build, self.activation
         up_EFD, down_EDF = (
-            build.expert_weights(holder.weight, self.count)
-            for holder in (self.get_submodule(self.up_name), self.down)
+            build.expert_weights(module.weight, self.count)
+            for module in (self.get_submodule(self.up_name), self.down)
         )
         if runs_triton(x_ND):
             inner_NF = grouped_linear(x_ND, up_EFD, counts_E)
@@ -74,8 +72,7 @@ class MixtureOfExperts(nn.Module):
             shared = GatedMlp if model.is_gated else Mlp
             self.shared_expert = shared(f"{name}.shared_expert", model, build)
         if self.has_gate:
-            self.shared_expert_gate = nn.Module()
-            self.shared_expert_gate.weight = build.parameter(f"{name}.shared_expert_gate.weight")
+            self.shared_expert_gate = build.weight(f"{name}.shared_expert_gate")
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mtcli.core.config.model import CLASSIFIERS, ModelConfig
-from mtcli.core.mesh.parameters import TOKEN_TYPES
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.heads import HEADS, Head, NextTokens
@@ -91,11 +90,9 @@ class Stage(nn.Module):
         if self.is_first or (self.is_last and tied):
             self.embedding = build.embedding("embedding")
         if self.is_first and model.position == "learned":
-            self.position_embedding = nn.Module()
-            self.position_embedding.weight = build.parameter("position_embedding.weight")
+            self.position_embedding = build.weight("position_embedding")
         if self.is_first and model.token_types:
-            self.token_type_embedding = nn.Module()
-            self.token_type_embedding.weight = build.parameter(TOKEN_TYPES)
+            self.token_type_embedding = build.weight("token_type_embedding")
         if self.is_first and model.norm_order == "post":
             self.embedding_norm = build.norm("embedding_norm", model)
         self.embedding_dropout = Dropout(build.dropout("embedding", model.dropout, seed))

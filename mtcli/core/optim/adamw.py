@@ -13,19 +13,20 @@ from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTa
 
 
 def adamw(
-    parts: OptimizerTensors,
+    tensors: OptimizerTensors,
     gradients: Sequence[Tensor],
     update: OptimizerStep,
-    packed: TensorTable | None,
+    table: TensorTable | None,
 ) -> None:
-    """Updates in place, by our kernel where `packed` is given."""
-    if packed is not None:
-        return adamw_(packed, parts, gradients, update)
+    """Updates in place, by our kernel where the `table` of the tensors is given."""
+    if table is not None:
+        return adamw_(table, tensors, gradients, update)
     for decays in (True, False):
-        at = [i for i, flag in enumerate(parts.decays) if flag == decays]
+        at = [i for i, flag in enumerate(tensors.decays) if flag == decays]
         if at:
-            _by_torch([[kind[i] for i in at] for kind in (*parts[:3], gradients)], decays, update)
-    parts.round_()
+            kinds = (*tensors[:3], gradients)
+            _by_torch([[kind[i] for i in at] for kind in kinds], decays, update)
+    tensors.round_()
 
 
 def _by_torch(kinds: list[list[Tensor]], decays: bool, update: OptimizerStep) -> None:

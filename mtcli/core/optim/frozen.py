@@ -21,14 +21,14 @@ def frozen_adam_(
     optimizer: Optimizer, momenta: Mapping[str, Tensor], update: OptimizerStep, frozen_at: int
 ) -> None:
     """Takes AdamW's step of new momenta, with the variance of update `frozen_at`."""
-    parts = optimizer.parts
+    tensors = optimizer.tensors
     root = (1.0 - update.betas[1] ** frozen_at) ** 0.5
     length = update.lr / (1.0 - update.betas[0] ** update.count)
-    for x, m, v, decays, new in zip(*parts[:3], parts.decays, momenta.values(), strict=True):
+    for x, m, v, decays, new in zip(*tensors[:3], tensors.decays, momenta.values(), strict=True):
         m.copy_(new)
         x.mul_(1.0 - update.lr * update.decay * decays)
         x.addcdiv_(m, (v.sqrt() / root).add_(update.eps), value=-length)
-    parts.round_()
+    tensors.round_()
 
 
 class FrozenLamb:
@@ -62,7 +62,7 @@ class FrozenLamb:
     ) -> None:
         """Updates momenta and weights; `ratio` and the last `factor`, which is overwritten, are of
         every trained parameter of the model. Collective."""
-        parts = self.optimizer.parts
+        tensors = self.optimizer.tensors
         peaks, squares = self._moments_(momenta, update)
         peak = self.global_sums.of_model(peaks, ReduceOp.MAX)[:, 0]
         of_momentum, of_step = self.global_sums.of_model(squares).sqrt().unbind(1)
@@ -72,12 +72,12 @@ class FrozenLamb:
         lowest, highest = factor * (1.0 - self.threshold), factor * (1.0 + self.threshold)
         factor.copy_(new.clamp(lowest, highest))
         lengths = (update.lr * ratio * factor)[self.global_sums.rows]
-        for x, m, v, decays, length in zip(*parts[:3], parts.decays, lengths, strict=True):
+        for x, m, v, decays, length in zip(*tensors[:3], tensors.decays, lengths, strict=True):
             for at in _slices(x, m, v):
                 step = torch.div(at[1], at[2].sqrt().add_(update.eps))
                 step.add_(at[0], alpha=update.decay * decays)
                 at[0].sub_(step.mul_(length))
-        parts.round_()
+        tensors.round_()
 
     def _moments_(
         self, momenta: Mapping[str, Tensor], update: OptimizerStep
@@ -88,11 +88,11 @@ class FrozenLamb:
         without and with decay [tensors, 2].
         """
         (beta1, beta2), eps = update.betas, update.eps
-        masters, exp_avgs, exp_avg_sqs, _, decay_flags = self.optimizer.parts
-        tensors = masters, exp_avgs, exp_avg_sqs, self.fresh.values(), momenta.values()
+        *state, _, decay_flags = self.optimizer.tensors
+        tensors = *state, self.fresh.values(), momenta.values()
         device = self.global_sums.rows.device
-        peaks = torch.zeros(len(masters), 1, dtype=torch.float64, device=device)
-        squares = torch.zeros(len(masters), 2, dtype=torch.float64, device=device)
+        peaks = torch.zeros(len(decay_flags), 1, dtype=torch.float64, device=device)
+        squares = torch.zeros(len(decay_flags), 2, dtype=torch.float64, device=device)
         for row, (*of_one, decays) in enumerate(zip(*tensors, decay_flags, strict=True)):
             for x, m, v, fresh, new in _slices(*of_one):
                 gradient = torch.sub(new, m, alpha=beta1).div_(1.0 - beta1)

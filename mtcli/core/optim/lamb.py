@@ -33,18 +33,18 @@ class Lamb:
 
     def __call__(
         self,
-        parts: OptimizerTensors,
+        tensors: OptimizerTensors,
         gradients: Sequence[Tensor],
         update: OptimizerStep,
-        packed: TensorTable | None,
+        table: TensorTable | None,
     ) -> None:
-        """Updates in place, by our kernels where `packed` is given."""
-        if packed is None:
-            ratios = self._ratios(lamb_moments_reference_(parts, gradients, update))
-            lamb_step_reference_(parts, ratios, update)
+        """Updates in place, by our kernels where the `table` of the tensors is given."""
+        if table is None:
+            ratios = self._ratios(lamb_moments_reference_(tensors, gradients, update))
+            lamb_step_reference_(tensors, ratios, update)
         else:
-            ratios = self._ratios(lamb_moments_(packed, parts, gradients, update))
-            lamb_step_(packed, parts, ratios, update)
+            ratios = self._ratios(lamb_moments_(table, tensors, gradients, update))
+            lamb_step_(table, tensors, ratios, update)
 
     def _ratios(self, squares: Tensor) -> Tensor:
         """The trust ratios of this rank's parameters; those of the whole model are kept."""

@@ -53,10 +53,15 @@ class LossScale:
         """The state of a dynamic scale for a checkpoint; None of a fixed one."""
         if math.isinf(self.window):
             return None
-        return {name: getattr(self, name) for name in ("scale", "good_steps", "patience")}
+        return {
+            "scale": self.scale,
+            "good_steps": self.good_steps,
+            "patience": self.patience,
+        }
 
     def load(self, state: Mapping[str, float] | None) -> None:
         """Restores a state. A fixed scale stays as it is, and so does one without a state, as from
         a run in another precision."""
         if state and not math.isinf(self.window):
-            vars(self).update(state)
+            self.scale = state["scale"]
+            self.good_steps, self.patience = int(state["good_steps"]), int(state["patience"])

@@ -25,63 +25,58 @@ class Optimizer:
 
     def __init__(
         self,
-        named: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
         ownership: Ownership,
         config: OptimizerConfig,
         dtype: torch.dtype,
     ) -> None:
-        """`named` are the owned rows of parameters; the model computes in `dtype`."""
+        """`weights` are the owned rows of parameters; the model computes in `dtype`."""
         self.ownership, self.config, self.dtype = ownership, config, dtype
         self.updates = 0  # made so far, which AdamW's bias correction depends on
-        named = {name: part for name, part in named.items() if part.numel()}
-        masters = {name: _master(part) for name, part in named.items()}
+        weights = {name: weight for name, weight in weights.items() if weight.numel()}
+        masters = {name: _master(weight) for name, weight in weights.items()}
         moments = {
             kind: {name: torch.zeros_like(m) for name, m in masters.items()}
-            for kind in moment_kinds(config)
+            for kind in config.moments
         }
-        self.set_tensors(named, masters, moments)
+        self.set_tensors(weights, masters, moments)
 
     def set_tensors(
         self,
-        named: dict[str, Tensor],
+        weights: dict[str, Tensor],
         masters: dict[str, Tensor],
         moments: dict[str, dict[str, Tensor]],
     ) -> None:
         """Sets the tensors that are updated from now on; moments by kind."""
-        config = self.config
-        self.named, self.masters, self.moments = named, masters, moments
-        decays = [self.ownership.table[name].decays for name in named]
-        first, second = [*(list(kind.values()) for kind in moments.values()), [], []][:2]
-        wide, weights = list(masters.values()), list(named.values())
-        self.parts = OptimizerTensors(wide, first, second, weights, decays)
-        self.rule: UpdateRule = adamw
-        if config.name == "lamb":
-            self.rule = Lamb(named, self.ownership, config.trust_bounds)
-        elif config.name == "sgd":
-            self.rule = Sgd(config.momentum, config.nesterov)
-        alike = len({part.dtype for part in weights}) == 1
-        has_kernels, tensors = config.name != "sgd", (*wide, *weights)
-        self.by_kernels = (
-            has_kernels and alike and all(runs_triton(x) and x.is_contiguous() for x in tensors)
-        )
-        self.packed: TensorTable | None = None
+        self.weights, self.masters, self.moments = weights, masters, moments
+        of_kind = [list(moment.values()) for moment in moments.values()]
+        first, second = (*of_kind, [], [])[:2]  # sgd has one kind or none
+        decays = [self.ownership.table[name].decays for name in weights]
+        wide, narrow = list(masters.values()), list(weights.values())
+        self.tensors = OptimizerTensors(wide, first, second, narrow, decays)
+        self.rule = self._rule()
+        self.by_kernels = self.config.name != "sgd" and _share_a_launch(self.tensors)
+        self.launch_table: TensorTable | None = None  # made in the first step by kernels
+
+    def _rule(self) -> UpdateRule:
+        if self.config.name == "lamb":
+            return Lamb(self.weights, self.ownership, self.config.trust_bounds)
+        if self.config.name == "sgd":
+            return Sgd(self.config.momentum, self.config.nesterov)
+        return adamw
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
         """Updates with the reduced gradients, times a factor where kernels apply it."""
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
-        if self.by_kernels and self.packed is None:
-            self.packed = tensor_table(self.parts)
-        update, grads = self.begin(lr, factor), [gradients[n].contiguous() for n in self.named]
-        self.rule(self.parts, grads, update, self.packed)
+        if self.by_kernels and self.launch_table is None:
+            self.launch_table = tensor_table(self.tensors)
+        ordered = [gradients[name].contiguous() for name in self.weights]
+        self.rule(self.tensors, ordered, self.begin(lr, factor), self.launch_table)
 
     def begin(self, lr: float, factor: float = 1.0) -> OptimizerStep:
         """Counts an update; returns its scalars."""
         self.updates += 1
-        return self.scalars(lr, factor)
-
-    def scalars(self, lr: float, factor: float = 1.0) -> OptimizerStep:
-        """The scalars of the update that was counted last."""
         c = self.config
         return OptimizerStep(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
 
@@ -89,7 +84,7 @@ class Optimizer:
     def reset_masters(self) -> None:
         """Copies the master weights from the parameters, after these were filled."""
         for name, master in self.masters.items():
-            master.copy_(self.named[name])
+            master.copy_(self.weights[name])
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer state for a checkpoint: `<kind>/<name>`."""
@@ -101,13 +96,13 @@ class Optimizer:
         return tensors
 
 
-def moment_kinds(config: OptimizerConfig) -> tuple[str, ...]:
-    """The kinds of state that an update rule keeps besides master weights."""
-    if config.name == "sgd":
-        return ("momentum",) if config.momentum else ()
-    return ("exp_avg", "exp_avg_sq")
+def _share_a_launch(tensors: OptimizerTensors) -> bool:
+    """Whether one launch of our kernels can update all tensors."""
+    alike = len({weight.dtype for weight in tensors.weights}) == 1
+    every = (*tensors.masters, *tensors.weights)
+    return alike and all(runs_triton(x) and x.is_contiguous() for x in every)
 
 
-def _master(part: Tensor) -> Tensor:
+def _master(weight: Tensor) -> Tensor:
     """The weight itself, or a float32 copy of a 16-bit one."""
-    return part.to(torch.promote_types(part.dtype, torch.float32))
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))

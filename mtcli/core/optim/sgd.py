@@ -20,41 +20,39 @@ class Sgd:
 
     def __call__(
         self,
-        parts: OptimizerTensors,
+        tensors: OptimizerTensors,
         gradients: Sequence[Tensor],
         update: OptimizerStep,
-        packed: TensorTable | None,
+        table: TensorTable | None,
     ) -> None:
-        """Updates masters, momenta and weights in place."""
-        steps = self.steps_(parts, gradients, update)
-        torch._foreach_add_(list(parts.masters), steps, alpha=-update.lr)
-        parts.round_()
+        """Updates masters, momenta and weights in place; it has no kernel of ours."""
+        decayed = decayed_gradients(tensors, gradients, update.decay)
+        steps = momentum_steps_(decayed, tensors.exp_avgs, self.momentum, self.nesterov)
+        torch._foreach_add_(list(tensors.masters), steps, alpha=-update.lr)
+        tensors.round_()
 
-    def steps_(
-        self, parts: OptimizerTensors, gradients: Sequence[Tensor], update: OptimizerStep
-    ) -> list[Tensor]:
-        """Updates the momenta; returns the steps, which the learning rate is to be times."""
-        decayed = decayed_gradients(parts, gradients, update)
-        if not self.momentum:
-            return decayed
-        momenta = list(parts.exp_avgs)
-        torch._foreach_mul_(momenta, self.momentum)
-        torch._foreach_add_(momenta, decayed)
-        if not self.nesterov:
-            return momenta
-        return list(torch._foreach_add(decayed, momenta, alpha=self.momentum))
+
+def momentum_steps_(
+    gradients: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float, nesterov: bool
+) -> list[Tensor]:
+    """Updates the momenta; returns the steps, which the learning rate is to be times."""
+    gradients, momenta = list(gradients), list(momenta)
+    if not momentum:
+        return gradients
+    torch._foreach_mul_(momenta, momentum)
+    torch._foreach_add_(momenta, gradients)
+    if not nesterov:
+        return momenta
+    return list(torch._foreach_add(gradients, momenta, alpha=momentum))
 
 
 def decayed_gradients(
-    parts: OptimizerTensors, gradients: Sequence[Tensor], update: OptimizerStep
+    tensors: OptimizerTensors, gradients: Sequence[Tensor], weight_decay: float
 ) -> list[Tensor]:
-    """The gradients times the update's factor, plus weight decay."""
-    scaled = list(gradients)
-    if update.factor != 1.0:
-        scaled = list(torch._foreach_mul(scaled, update.factor))
-    if not update.decay:
-        return scaled
+    """The gradients plus weight decay, of the parameters that decay."""
+    if not weight_decay:
+        return list(gradients)
     return [
-        torch.add(g, master, alpha=update.decay) if decays else g
-        for g, master, decays in zip(scaled, parts.masters, parts.decays, strict=True)
+        torch.add(g, master, alpha=weight_decay) if decays else g
+        for g, master, decays in zip(gradients, tensors.masters, tensors.decays, strict=True)
     ]

@@ -131,7 +131,7 @@ def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
 
 
 class _Ring(torch.autograd.Function):
-    """Partial attention against one rank's keys at a time, merged by log-sum-exp.
+    """Attention to one rank's keys at a time, merged by log-sum-exp.
 
     Of another rank's block a causal mask leaves half: all queries see the early half of an earlier
     rank's keys, and the late half of the queries sees all of a later rank's. Full attention sees
@@ -144,15 +144,15 @@ class _Ring(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         mixed = torch.zeros(q.shape, dtype=wide, device=q.device)
         lse = torch.full(q.shape[:-1], float("-inf"), dtype=wide, device=q.device)
-        block = kv
+        received = kv
         for step in range(axis.size):
-            coming = RingShift(block, axis) if step + 1 < axis.size else None
-            if met := _meeting(q, step, axis, masking):
-                at, keys, causal, mask = met
-                k, v = block[:, :, :, keys]
-                part, part_lse = attention(q[:, :, at], k, v, causal, mask)
-                merge_(mixed[:, :, at], lse[:, :, at], part, part_lse)
-            block = coming.wait() if coming else block
+            shift = RingShift(received, axis) if step + 1 < axis.size else None
+            if block := _block(q, step, axis, masking):
+                queries, keys, causal, mask = block
+                k, v = received[:, :, :, keys]
+                part, part_lse = attention(q[:, :, queries], k, v, causal, mask)
+                merge_(mixed[:, :, queries], lse[:, :, queries], part, part_lse)
+            received = shift.wait() if shift else received
         out = mixed.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
         ctx.axis, ctx.masking = axis, masking
@@ -164,25 +164,26 @@ class _Ring(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         axis, grad = ctx.axis, grad.contiguous()
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        block, dkv = kv, torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
+        received, dkv = kv, torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
         for step in range(axis.size):
-            coming = RingShift(block, axis) if step + 1 < axis.size else None
-            if met := _meeting(q, step, axis, ctx.masking):
-                at, keys, causal, mask = met
-                saved = q[:, :, at], *block[:, :, :, keys], out[:, :, at]
-                parts = attention_backward(grad[:, :, at], saved, lse[:, :, at], causal, mask)
-                dq[:, :, at] += parts[0]
+            shift = RingShift(received, axis) if step + 1 < axis.size else None
+            if block := _block(q, step, axis, ctx.masking):
+                queries, keys, causal, mask = block
+                saved = q[:, :, queries], *received[:, :, :, keys], out[:, :, queries]
+                own_grad, own_lse = grad[:, :, queries], lse[:, :, queries]
+                parts = attention_backward(own_grad, saved, own_lse, causal, mask)
+                dq[:, :, queries] += parts[0]
                 dkv[:, :, :, keys] += torch.stack(parts[1:])
                 del parts  # before the next step's are there
             # Waited for at once: to receive it beside the next block's backward would take the
             # memory of another float32 sum. It is a sum over ranks, so it is not rounded between.
             dkv = RingShift(dkv, axis).wait()
-            block = coming.wait() if coming else block
+            received = shift.wait() if shift else received
         return dq.to(q.dtype), dkv.to(kv.dtype), None, None
 
 
-class _Meeting(NamedTuple):
-    """Which of this rank's queries meet which of another's keys, and who sees whom."""
+class _Block(NamedTuple):
+    """Some of this rank's queries, some of another rank's keys, and the mask between them."""
 
     queries: slice
     keys: slice
@@ -190,7 +191,7 @@ class _Meeting(NamedTuple):
     mask: Tensor | KeyRanges | None
 
 
-def _meeting(q: Tensor, step: int, axis: Axis, masking: AttentionMask) -> _Meeting | None:
+def _block(q: Tensor, step: int, axis: Axis, masking: AttentionMask) -> _Block | None:
     """Selects the queries and keys of a ring's step, whose keys are those of rank - step.
 
     None where no query attends to a key. A GPU is not asked: its kernel skips hidden keys.
@@ -198,19 +199,19 @@ def _meeting(q: Tensor, step: int, axis: Axis, masking: AttentionMask) -> _Meeti
     tokens, square = q.shape[2], (slice(None), slice(None))
     queries, keys = _visible_half(tokens, step, axis) if masking.causal else square
     if masking.documents is None:
-        return _Meeting(queries, keys, masking.causal and step == 0, None)
+        return _Block(queries, keys, masking.causal and step == 0, None)
     ranks = axis.rank, (axis.rank - step) % axis.size
     device = masking.documents.device
     of_queries, of_keys = (zigzag(tokens * axis.size, axis.size, rank, device) for rank in ranks)
     if runs_triton(q):
-        return _Meeting(queries, keys, False, masking.spans(of_queries[queries], of_keys[keys]))
+        return _Block(queries, keys, False, masking.spans(of_queries[queries], of_keys[keys]))
     mask = masking.mask(of_queries[queries], of_keys[keys])
     assert mask is not None, "documents make a mask"
-    return _Meeting(queries, keys, False, mask) if mask.any() else None
+    return _Block(queries, keys, False, mask) if mask.any() else None
 
 
 def _visible_half(tokens: int, step: int, axis: Axis) -> tuple[slice, slice]:
-    """(queries, keys) that see each other causally when this rank meets the keys of rank - step."""
+    """(queries, keys) between which a causal mask leaves any: of this rank, and of rank - step."""
     if step == 0:
         return slice(None), slice(None)
     if step <= axis.rank:  # an earlier rank

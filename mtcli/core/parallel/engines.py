@@ -1,4 +1,4 @@
-"""The engines that answer a model's layer factory, by the rows of the grid of tp ranks."""
+"""Picks the engine that answers a model's layer factory, by the rows of the grid of tp ranks."""
 
 import torch
 
@@ -11,9 +11,6 @@ from mtcli.core.parallel.lora import AdapterSettings
 from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.parallel.tensor_2d import GridLayers
 from mtcli.core.parallel.zero_bubble import WeightPasses
-from mtcli.kernels.gemm import DEFAULT_GEMMS
-
-ENGINES: dict[str, type[LayerFactory]] = {"1d": TensorParallelLayers, "2d": GridLayers}
 
 
 def layer_factory(
@@ -29,14 +26,15 @@ def layer_factory(
         gemms = fp8_gemms(config.train.fp8_scaling)
     splits = parallel.schedule == "zero_bubble"
     on_grid = parallel.grid_rows > 1
-    return ENGINES["2d" if on_grid else "1d"](
+    engine = GridLayers if on_grid else TensorParallelLayers
+    return engine(
         table=run_parameters(config.model, config.lora),
         groups=groups,
         dtype=dtype,
         sequence_parallel=parallel.sequence_parallel or on_grid,
         cp_mode=parallel.cp_mode,
         dispatcher=parallel.dispatcher,
-        weight_passes=WeightPasses(gemms or DEFAULT_GEMMS) if splits else None,
+        weight_passes=WeightPasses() if splits else None,
         gemms=gemms,
         recompute_activations=parallel.recompute != "full",
         device=device,

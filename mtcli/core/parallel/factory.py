@@ -8,7 +8,6 @@ embedding, a norm, or the loss of a token table. Which engine answers decides ho
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -21,9 +20,9 @@ from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.lora import Adapter, AdapterSettings, AdapterSides, AdapterSite
 from mtcli.core.parallel.zero_bubble import WeightPasses
-from mtcli.kernels.activation import Activation
+from mtcli.kernels.activation import ActivatedLinear, Activation
 from mtcli.kernels.dropout import DropoutStream, dropout_stream
-from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearGemms
+from mtcli.kernels.gemm import DEFAULT_GEMMS, DeferGradient, LinearFunction, LinearGemms
 from mtcli.kernels.gemm import linear as plain_linear
 from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.launch import runs_triton
@@ -146,6 +145,12 @@ class LayerFactory(ABC):
         """The parameter, or None where the model has none of that name, such as a bias."""
         return self.parameter(name) if name in self.table else None
 
+    def weight(self, name: str) -> nn.Module:
+        """A module that holds the parameter `<name>.weight`, and computes nothing."""
+        module = nn.Module()
+        module.weight = self.parameter(f"{name}.weight")
+        return module
+
     def adapter(self, name: str) -> Adapter | None:
         """The adapter of a linear layer, or None where the run trains none of its targets."""
         site = self.adapter_site(name)
@@ -166,12 +171,6 @@ class LayerFactory(ABC):
         )
         if not targets:
             return None
-        dim, layout = targets[0].dim, self.groups.layout
-        local = weight.local_shape(layout)
-        tp = self.groups.tp
-        shard = (tp.rank, tp.size) if weight.shard_axes[-1] == "tp" else (0, 1)
-        slots = 1 if dim is None else local[dim]
-        site = AdapterSite(targets, slots, prod(local[:dim]) if dim else 1, shard)
         parameters = {
             side: {
                 target.short: self.parameter(adapter_name(weight.name, side, target))
@@ -179,7 +178,7 @@ class LayerFactory(ABC):
             }
             for side in "ab"
         }
-        return site, parameters
+        return AdapterSite.of(weight, targets, self.groups), parameters
 
     def my_tokens(self, x: Tensor) -> Tensor:
         """This rank's shard of dim 0 of a tensor that tp ranks replicate: [T] -> [T/tp]."""
@@ -239,7 +238,10 @@ class LayerFactory(ABC):
         """As F.linear, with weight gradients that can wait where the schedule splits backwards."""
         if self.weight_passes is None and self.gemms is None:
             return plain_linear
-        return self._passes.linear
+        return self._linear
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return LinearFunction.apply(x, weight, bias, self.gemms or DEFAULT_GEMMS, self._defer)
 
     def activated_linear(
         self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
@@ -251,7 +253,8 @@ class LayerFactory(ABC):
         """
         if not self._recomputes(x):
             return self.linear(activation.forward(x, bias), weight)
-        return self._passes.activated_linear(activation, x, bias, weight)
+        gemms = self.gemms or DEFAULT_GEMMS
+        return ActivatedLinear.apply(x, bias, weight, activation, gemms, self._defer)
 
     def activated_experts(
         self, activation: Activation, x_NF: Tensor, weight_EDF: Tensor, counts_E: Tensor | None
@@ -259,16 +262,16 @@ class LayerFactory(ABC):
         """The same of all experts' rows on a GPU, sorted by expert; no schedule splits it."""
         if not self._recomputes(x_NF):
             return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts_E)
-        passes = WeightPasses(grouped_gemms(x_NF, weight_EDF, counts_E))
-        return passes.activated_linear(activation, x_NF, None, weight_EDF)
+        gemms = grouped_gemms(x_NF, weight_EDF, counts_E)
+        return ActivatedLinear.apply(x_NF, None, weight_EDF, activation, gemms)
 
     def _recomputes(self, x: Tensor) -> bool:
         kernel = runs_triton(x) and not torch.compiler.is_compiling()
         return kernel and self.recompute_activations
 
     @property
-    def _passes(self) -> WeightPasses:
-        return self.weight_passes or WeightPasses(self.gemms or DEFAULT_GEMMS)
+    def _defer(self) -> DeferGradient | None:
+        return None if self.weight_passes is None else self.weight_passes.gradient
 
 
 class Dense(nn.Module):

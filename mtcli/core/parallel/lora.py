@@ -9,6 +9,7 @@ row layer a part of A x, whose B (A x) is summed with the layer's own partial re
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.adapters import LoraTarget
+from mtcli.core.mesh.sharding import Parameter
+from mtcli.core.parallel.groups import Groups
 from mtcli.kernels.dropout import dropout
 from mtcli.kernels.gemm import linear, runs_in_float32
 
@@ -40,6 +43,16 @@ class AdapterSite(NamedTuple):
     slots: int  # of the dim that targets share; 1 where one target has the weight
     outer: int  # sizes before that dim, on this rank
     shard: tuple[int, int]  # (rank, ranks) that share the columns of x
+
+    @classmethod
+    def of(
+        cls, weight: Parameter, targets: tuple[LoraTarget, ...], groups: Groups
+    ) -> "AdapterSite":
+        """The site of some targets in a weight on this rank."""
+        dim, local, tp = targets[0].dim, weight.local_shape(groups.layout), groups.tp
+        slots = 1 if dim is None else local[dim]
+        shard = (tp.rank, tp.size) if weight.shard_axes[-1] == "tp" else (0, 1)
+        return cls(targets, slots, prod(local[:dim]) if dim else 1, shard)
 
     def ordered(self, side: nn.ParameterDict) -> list[nn.Parameter]:
         """The parameters of one side in the targets' order."""

@@ -15,22 +15,27 @@ from mtcli.core.parallel.groups import Axis, Groups
 
 
 class OwnedShard(NamedTuple):
-    """A rank's memory of a parameter: `tensor` is some of the stored rows, which may be wider than
-    the parameter: columns that follow its own are padding."""
+    """A rank's memory of a parameter, or of state that is sharded as it is.
 
+    `tensor` has some of the stored rows, and may be wider: columns that follow are padding.
+    """
+
+    parameter: Parameter
     tensor: Tensor
     rows: slice
 
-    def blocks(self, described: Parameter, groups: Groups) -> Iterator[tuple[Box, Tensor]]:
+    def blocks(self, groups: Groups) -> Iterator[tuple[Box, Tensor]]:
         """The boxes of the global tensor that are in this shard, and a view of each."""
-        for rows, box in described.row_boxes(groups.layout, groups.rank, self.rows):
+        for rows, box in self.parameter.row_boxes(groups.layout, groups.rank, self.rows):
             yield box, self.tensor[rows][..., : box.size[-1]].view(box.size)
 
 
-def unsharded(stages: Mapping[int, nn.Module]) -> dict[str, OwnedShard]:
+def unsharded(
+    stages: Mapping[int, nn.Module], table: Mapping[str, Parameter]
+) -> dict[str, OwnedShard]:
     """Every parameter of some stages by name, each with all rows."""
     return {
-        name: OwnedShard(parameter.data, slice(0, len(parameter)))
+        name: OwnedShard(table[name], parameter.data, slice(0, len(parameter)))
         for stage in stages.values()
         for name, parameter in stage.named_parameters()
     }

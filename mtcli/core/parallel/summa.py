@@ -176,5 +176,5 @@ class _Gemm(torch.autograd.Function):
             made = sweep(of, blocks)
             return None, None, made[of[0]], made[of[1]], None, None
         rest = {letter: block for letter, block in blocks.items() if letter != of[1]}
-        ctx.passes.leave(b, lambda: sweep(of[1], rest)[of[1]])
-        return None, None, sweep(of[0], blocks)[of[0]], None, None, None
+        left = ctx.passes.gradient(b, lambda: sweep(of[1], rest)[of[1]])
+        return None, None, sweep(of[0], blocks)[of[0]], left, None, None

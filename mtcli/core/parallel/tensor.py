@@ -16,7 +16,7 @@ from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
-from mtcli.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from mtcli.kernels.norm import add_norm, norm
 
 Exchange = Callable[[Tensor, Axis], Tensor]
 
@@ -184,26 +184,11 @@ class Norm(nn.Module):
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
-        self.is_layer_norm = model.norm == "layernorm"
-        self.eps = model.norm_eps
+        self.eps, self.centred = model.norm_eps, model.norm == "layernorm"
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x_TD normalised and scaled; same shape."""
-        return self.normalised(x_TD, self.weight, self.bias)
-
-    def normalised(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x_TD normalised, times a weight and plus a bias."""
-        if self.is_layer_norm:
-            return layer_norm(x_TD, weight, bias, self.eps)
-        return rms_norm(x_TD, weight, self.eps)
-
-    def added(
-        self, x_TD: Tensor, y_TD: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """(x + y, the `normalised` sum)."""
-        if self.is_layer_norm:
-            return add_layer_norm(x_TD, y_TD, weight, bias, self.eps)
-        return add_rms_norm(x_TD, y_TD, weight, self.eps)
+        return norm(x_TD, self.weight, self.bias, eps=self.eps, centred=self.centred)
 
 
 class AddNorm(Norm):
@@ -213,4 +198,4 @@ class AddNorm(Norm):
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
-        return self.added(x_TD, y_TD, self.weight, self.bias)
+        return add_norm(x_TD, y_TD, self.weight, self.bias, eps=self.eps, centred=self.centred)

@@ -126,7 +126,7 @@ class GridNorm(Norm):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x_TD normalised and scaled; same shape."""
-        return _RowNorm.apply(x_TD, self.weight, self.bias, self.eps, self.is_layer_norm, self.tp)
+        return _RowNorm.apply(x_TD, self.weight, self.bias, self.eps, self.centred, self.tp)
 
 
 class GridAddNorm(GridNorm):

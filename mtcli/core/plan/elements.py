@@ -165,10 +165,10 @@ def _parts(run: Run, layers: int, ends: tuple[bool, bool]) -> Iterable[tuple[Par
     """Yields each parameter of a pipeline rank with its number of copies; all blocks are alike."""
     (first, last), (model, lora) = ends, run
     for parameter in run_parameters(model.model_copy(update={"num_layers": 1}), lora).values():
-        if parameter.owner == "first":
+        if parameter.layer == "first":
             yield parameter, int(first or (last and parameter.tied))
         else:
-            yield parameter, int(last) if parameter.owner == "last" else layers
+            yield parameter, int(last) if parameter.layer == "last" else layers
 
 
 def update_bytes(work: Workload, pp_rank: int) -> float:
@@ -224,10 +224,10 @@ def _in_order(run: Run, layers: int, ends: tuple[bool, bool], copied: bool) -> I
         for parameter in run_parameters(model.model_copy(update={"num_layers": 1}), lora).values()
         if parameter.trained
     ]
-    block = [p for p in trained if p.owner not in ("first", "last")]
+    block = [p for p in trained if p.layer not in ("first", "last")]
     for p in trained:
-        if p.owner == "first" and (first or (last and copied and p.name == "embedding.weight")):
+        if p.layer == "first" and (first or (last and copied and p.name == "embedding.weight")):
             yield p
     for _ in range(layers):
         yield from block
-    yield from (p for p in trained if p.owner == "last" and last)
+    yield from (p for p in trained if p.layer == "last" and last)

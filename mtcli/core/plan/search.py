@@ -306,10 +306,10 @@ def lower_bound(work: Workload, device: Device) -> float:
 def _with(work: Workload, choice: AxisSizes, parallel: ParallelConfig) -> Workload:
     """Builds `Workload.of(apply(config, choice), world)` without building the config."""
     axes = {axis: choice[axis] for axis in AXES}
-    inside = (choice["tp"] * choice["cp"], choice["ep"] * choice["etp"])
-    replicas = work.sync.num_replicas(work.layout.world, choice["pp"], inside)
+    sizes = parallel.model_copy(update=axes)
+    replicas = work.sync.num_replicas(sizes.most_replicas(work.layout.world))
     tokens = choice["micro_batch_size"] * work.seq_len // choice["cp"]
-    rows = parallel.model_copy(update={"tp": choice["tp"]}).grid_rows
+    rows = sizes.grid_rows
     divides = rows > 1 or tokens % choice["tp"] == 0
     return replace(
         work,

@@ -38,7 +38,7 @@ def rank_sync_bytes(work: Workload, pp_rank: int) -> SentBytes:
     for stage, parameter in trained_of_rank(work, pp_rank):
         # FSDP2 gathers weights for both passes of a micro-batch; those of the first stage's ends
         # stay until the backward, where no head reads them.
-        stays = parameter.owner == "first" and stage != last
+        stays = parameter.layer == "first" and stage != last
         inside += _inside(parameter, work, gathers=1 if stays else 2)
     return SentBytes(inside, exchange_of(work, pp_rank).sent_bytes())
 

@@ -79,7 +79,7 @@ class Workload:
             "optimizer": config.optimizer.name,
             "sync": config.sync,
             "overlaps_neighbours": config.overlaps_neighbours,
-            "num_moments": config.optimizer.num_moments,
+            "num_moments": len(config.optimizer.moments),
             "schedule_name": p.schedule,
             "sequence_parallel": p.sequence_parallel or p.grid_rows > 1,
             "stage_sizes": () if p.stage_layers == even else p.stage_layers,

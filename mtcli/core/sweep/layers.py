@@ -23,6 +23,7 @@ from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.dropout import DropoutStream, dropout, dropout_stream
 from mtcli.kernels.gemm import linear, matmul, runs_in_float32
+from mtcli.kernels.norm import add_norm, norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,13 +193,13 @@ class ArrayNorm(Norm):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x normalised and scaled; same shape."""
-        return self._scaled(self.normalised(x_TD, *self._inner()))
+        return self._scaled(norm(x_TD, *self._inner(), eps=self.eps, centred=self.centred))
 
-    def _inner(self) -> tuple[Tensor, Tensor]:
+    def _inner(self) -> tuple[Tensor, Tensor | None]:
         """The scale and shift that the norm itself applies: those of an only model."""
         if len(self.weight) > 1:
-            return self.ones, self.zeros
-        return self.weight.flatten(), self.zeros if self.bias is None else self.bias.flatten()
+            return self.ones, None if self.bias is None else self.zeros
+        return self.weight.flatten(), None if self.bias is None else self.bias.flatten()
 
     def _scaled(self, x_TD: Tensor) -> Tensor:
         if len(self.weight) == 1:
@@ -216,8 +217,9 @@ class ArrayAddNorm(ArrayNorm):
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
-        added, normal = self.added(x_TD, y_TD, *self._inner())
-        return added, self._scaled(normal)
+        inner = self._inner()
+        total, normal = add_norm(x_TD, y_TD, *inner, eps=self.eps, centred=self.centred)
+        return total, self._scaled(normal)
 
 
 class ArrayLoss(TokenLoss):

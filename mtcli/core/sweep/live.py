@@ -28,7 +28,7 @@ from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunRecords, StepFacts
 from mtcli.core.training.rank_times import agreed
-from mtcli.core.training.run_lock import held
+from mtcli.core.training.run_lock import lock_folder
 from mtcli.core.training.save import Saver, saving_ranks
 from mtcli.core.training.state import (
     StartingPoint,
@@ -247,7 +247,7 @@ class LiveArray:
 
         def take(config: RunConfig) -> None:
             stack = self.stack.enter_context(ExitStack())
-            notice = stack.enter_context(held(Path(config.train.output), resume=True))
+            notice = stack.enter_context(lock_folder(Path(config.train.output), resume=True))
             self.locks[Path(config.train.output).name] = stack
             if notice:
                 self.watcher.say(f"note: {notice}")

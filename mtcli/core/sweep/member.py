@@ -33,7 +33,7 @@ class MemberStrategy(Strategy):
         shapes = {name: table[name].stored_shape(layout) for name in tensors.weights}
         own = {name: x[tuple(map(slice, shapes[name]))] for name, x in tensors.weights.items()}
         self.reduced, own = tensors.gradients, own | tensors.frozen
-        self.shards = {name: OwnedShard(x, slice(0, len(x))) for name, x in own.items()}
+        self.shards = {n: OwnedShard(table[n], x, slice(0, len(x))) for n, x in own.items()}
 
     @property
     def gradients(self) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from torch import Tensor
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
-from mtcli.core.optim.optimizer import moment_kinds
 
 ALIGNMENT = 16  # elements: 64 bytes of float32, a cache line
 
@@ -84,9 +83,7 @@ class ArrayMemory:
         if wide.dtype != like.dtype:
             self.masters = ParameterArray(shapes, models, wide)
         self.gradients = ParameterArray(shapes, models, wide)
-        self.moments = {
-            kind: ParameterArray(shapes, models, wide) for kind in moment_kinds(optimizer)
-        }
+        self.moments = {kind: ParameterArray(shapes, models, wide) for kind in optimizer.moments}
 
     @property
     def parameters(self) -> Tensors:

@@ -35,7 +35,7 @@ from mtcli.core.sweep.run_plan import SweepPlan, plan_notes, planned
 from mtcli.core.sweep.sampling import Proposals, SamplingPlan
 from mtcli.core.sweep.stopping import Hyperband, Rung, below_median, best
 from mtcli.core.sweep.trials import Trial, name_of, partitions
-from mtcli.core.training.run_lock import PATIENCE, held, is_continued
+from mtcli.core.training.run_lock import PATIENCE, is_continued, lock_folder
 from mtcli.core.training.state import require_same_run
 
 MOST_ASKED = 8  # trials that a sampler is asked for at once, which know nothing of each other
@@ -121,7 +121,7 @@ class Sweep:
             folders = self.plan.output.iterdir() if self.world.rank == 0 else ()
             continued = [folder for folder in folders if is_continued(folder, attempt)]
             for folder in continued:
-                with held(folder, True, attempt, end - monotonic()) as notice:
+                with lock_folder(folder, True, attempt, end - monotonic()) as notice:
                     sys.stderr.write(f"note: {notice}\n" if notice else "")
             return bool(continued)
 

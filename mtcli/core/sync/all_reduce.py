@@ -135,7 +135,8 @@ class BucketedDataParallel(Strategy):
     def __init__(
         self, stages: Mapping[int, nn.Module], ownership: Ownership, bucket_bytes: float
     ) -> None:
-        self.stages, self.ownership, self.shards = stages, ownership, unsharded(stages)
+        self.stages, self.ownership = stages, ownership
+        self.shards = unsharded(stages, ownership.table)
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[str, Bucket] = {}
         for index, stage in stages.items():

@@ -19,19 +19,25 @@ bucket of weights as soon as its gradients are reduced, while the backward goes 
 gradients are to be clipped, or may overflow in fp16, all follow their norm.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.sync import mixing_rule
 from mtcli.core.mesh.topology import MixingGraph
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.optim.sgd import decayed_gradients
+from mtcli.core.parallel.groups import Axis
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.flat import unflatten
 from mtcli.core.sync.mixing import Mix, mix_of
 from mtcli.core.sync.strategy import Strategy
 from mtcli.kernels.multi_tensor import OptimizerTensors
+
+Gradients = Mapping[str, Tensor]
 
 AHEAD = 2  # buckets under way, where none waits in memory of its own
 
@@ -41,21 +47,20 @@ class Decentralized(ReplicaExchange):
 
     def __init__(self, inside: Strategy, optimizer: Optimizer, config: RunConfig) -> None:
         super().__init__(inside, optimizer)
-        self.graph = MixingGraph.of(config.sync, self.replicas.size)
-        self.is_awc = config.sync.method == "awc_dmsgd"
+        graph, method = MixingGraph.of(config.sync, self.replicas.size), config.sync.method
+        self.starts_with_step = method == "awc_dmsgd"
+        rule = METHODS[mixing_rule(method, optimizer.config.momentum)]
         buckets = [
-            [name for name in names if name in optimizer.named]
+            [name for name in names if name in optimizer.weights]
             for names in inside.gradient_buckets()
         ]
-        self.buckets = [
-            _Bucket(names, optimizer, config.sync.method, self) for names in buckets if names
-        ]
+        self.buckets = [rule(names, optimizer, graph, self.replicas) for names in buckets if names]
         self.bucket_of = {bucket.names[0]: bucket for bucket in self.buckets}
         self.lr = 0.0
         if config.overlaps_neighbours:
             for bucket in self.buckets:
                 bucket.keep()
-            if not self.is_awc:
+            if not self.starts_with_step:
                 inside.when_reduced(self._start_early)
 
     def before_step(self, lr: float) -> None:
@@ -63,7 +68,7 @@ class Decentralized(ReplicaExchange):
         self.lr = lr
         for bucket in self.buckets:
             bucket.drop()
-            if self.is_awc:
+            if self.starts_with_step:
                 bucket.start({}, lr)
 
     @torch.no_grad()
@@ -87,82 +92,63 @@ class Decentralized(ReplicaExchange):
         return [x for bucket in self.buckets if bucket.kept for x in bucket.kept.buffers()]
 
     @torch.no_grad()
-    def _start_early(self, gradients: Mapping[str, Tensor]) -> None:
+    def _start_early(self, gradients: Gradients) -> None:
         bucket = next((self.bucket_of[name] for name in gradients if name in self.bucket_of), None)
         if bucket is not None:
             bucket.start(gradients, self.lr)
 
 
 class _Bucket:
-    """Parameters that are exchanged together, as a flat tensor."""
+    """Parameters that are exchanged together, as a flat tensor; a method is a subclass.
+
+    x are the masters, m the momenta (none without momentum), g the gradients with weight decay, and
+    b momentum's factor.
+    """
+
+    copies = 1  # of the parameters' size, in the flat tensor
 
     def __init__(
-        self, names: Sequence[str], optimizer: Optimizer, method: str, exchange: Decentralized
+        self, names: Sequence[str], optimizer: Optimizer, graph: MixingGraph, replicas: Axis
     ) -> None:
-        self.names, self.optimizer, self.exchange = names, optimizer, exchange
-        self.momentum = optimizer.config.momentum
-        # Without momentum dmsgd, da_dmsgd and decentlam are dsgd.
-        self.method = method if self.momentum or method == "awc_dmsgd" else "dsgd"
-        of = [list(optimizer.named).index(name) for name in names]
-        parts = optimizer.parts
-        momenta = [parts.exp_avgs[i] for i in of] if self.momentum else []
-        columns = ([column[i] for i in of] for column in (parts.masters, parts.weights))
-        masters, weights = columns
-        self.parts = OptimizerTensors(masters, momenta, [], weights, [parts.decays[i] for i in of])
+        self.names, self.optimizer, self.graph, self.replicas = names, optimizer, graph, replicas
+        self.b = optimizer.config.momentum
+        momenta = optimizer.moments.get("momentum", {})
+        self.x = [optimizer.masters[name] for name in names]
+        self.m = [momenta[name] for name in names] if momenta else []
+        weights = [optimizer.weights[name] for name in names]
+        decays = [optimizer.ownership.table[name].decays for name in names]
+        self.tensors = OptimizerTensors(self.x, self.m, [], weights, decays)
         self.kept: Mix | None = None  # where it overlaps the step
         self.under_way: Mix | None = None
+
+    @abstractmethod
+    def fill(self, sent: list[Tensor], gradients: Gradients, lr: float) -> None:
+        """Writes what the method mixes, `copies` tensors of each parameter; changes nothing."""
+
+    @abstractmethod
+    def update(self, mixed: list[Tensor], gradients: Gradients, lr: float) -> None:
+        """Updates masters and momenta by what was mixed, which it may overwrite."""
 
     def keep(self) -> None:
         """Keeps the memory of an exchange from step to step."""
         self.kept = self._mix()
 
-    def start(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """Starts the exchange of what the method mixes, if it is not under way; changes nothing."""
+    def start(self, gradients: Gradients, lr: float) -> None:
+        """Starts the exchange, if it is not under way."""
         if self.under_way is not None:
             return
         mix = self.kept or self._mix()
-        sent, momenta = self._views(mix)
-        if self.method == "awc_dmsgd":
-            torch._foreach_copy_(sent, list(self.parts.masters))
-        else:
-            steps = self._gradients(gradients)
-            if self.method in ("dmsgd", "da_dmsgd"):
-                steps = _next_momenta(self.parts.exp_avgs, steps, self.momentum)
-            if momenta:
-                torch._foreach_copy_(momenta, steps)
-            if self.method == "decentlam" and not lr:
-                torch._foreach_copy_(sent, steps)
-            else:
-                for view, x, step in zip(sent, self.parts.masters, steps, strict=True):
-                    torch.add(x, step, alpha=-lr, out=view)
+        self.fill(self._views(mix), gradients, lr)
         mix.start(self.optimizer.updates)
         self.under_way = mix
 
-    def finish(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """Waits for what it mixes, and updates masters, momenta and weights."""
+    def finish(self, gradients: Gradients, lr: float) -> None:
+        """Waits for the exchange, and updates masters, momenta and weights."""
         mix, self.under_way = self.under_way, None
         assert mix is not None, "every bucket is started before it is finished"
         mix.wait()
-        mixed, mixed_momenta = self._views(mix)
-        x, m, b = list(self.parts.masters), list(self.parts.exp_avgs), self.momentum
-        if self.method == "decentlam":
-            if lr:
-                torch._foreach_sub_(mixed, x)  # -lr times the mixed gradients
-            torch._foreach_mul_(m, b)
-            torch._foreach_add_(m, mixed, alpha=-1 / lr if lr else 1.0)
-            torch._foreach_add_(x, m, alpha=-lr)
-            return self.parts.round_()
-        if self.method in ("dmsgd", "awc_dmsgd"):
-            steps = self._gradients(gradients)
-            for momentum, gradient in zip(m, steps, strict=False):  # there are none where b = 0
-                torch.add(gradient, momentum, alpha=b, out=momentum)
-            steps = m or steps
-            if self.method == "awc_dmsgd":
-                torch._foreach_add_(mixed, steps, alpha=-lr)
-        elif self.method == "da_dmsgd":
-            torch._foreach_copy_(m, mixed_momenta)
-        torch._foreach_copy_(x, mixed)
-        return self.parts.round_()
+        self.update(self._views(mix), gradients, lr)
+        self.tensors.round_()
 
     def drop(self) -> None:
         """Ends an exchange whose step made no update."""
@@ -170,30 +156,105 @@ class _Bucket:
             self.under_way.wait()
             self.under_way = None
 
-    def _mix(self) -> Mix:
-        like, copies = self.parts.masters[0], 1 + (self.method == "da_dmsgd")
-        size = copies * sum(master.numel() for master in self.parts.masters)
-        return mix_of(self.exchange.graph, self.exchange.replicas, like.new_empty(size))
-
-    def _views(self, mix: Mix) -> tuple[list[Tensor], list[Tensor]]:
-        """The weights in a flat tensor, and the momenta where they are exchanged too."""
-        masters = list(self.parts.masters)
-        sizes = [master.numel() for master in masters]
-        both = masters if len(mix.x) == sum(sizes) else masters + masters
-        parts = mix.x.split([master.numel() for master in both])
-        views = [part.view_as(master) for part, master in zip(parts, both, strict=True)]
-        return views[: len(masters)], views[len(masters) :]
-
-    def _gradients(self, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+    def decayed(self, gradients: Gradients) -> list[Tensor]:
         """The gradients with weight decay."""
-        scalars = self.optimizer.scalars(lr=0.0)
-        return decayed_gradients(self.parts, [gradients[name] for name in self.names], scalars)
+        own = [gradients[name] for name in self.names]
+        return decayed_gradients(self.tensors, own, self.optimizer.config.weight_decay)
+
+    def next_momenta(self, gradients: Gradients) -> list[Tensor]:
+        """b m + g, in new tensors."""
+        return list(torch._foreach_add(self.decayed(gradients), self.m, alpha=self.b))
+
+    def add_to_momenta_(self, gradients: list[Tensor]) -> None:
+        """m <- b m + g."""
+        for momentum, gradient in zip(self.m, gradients, strict=True):
+            torch.add(gradient, momentum, alpha=self.b, out=momentum)
+
+    def _mix(self) -> Mix:
+        size = self.copies * sum(x.numel() for x in self.x)
+        return mix_of(self.graph, self.replicas, self.x[0].new_empty(size))
+
+    def _views(self, mix: Mix) -> list[Tensor]:
+        return unflatten(mix.x, [x.shape for x in self.x] * self.copies)
 
 
-def _next_momenta(
-    momenta: Sequence[Tensor], gradients: list[Tensor], factor: float
-) -> list[Tensor]:
-    """b m + g, in new tensors; g alone without momentum."""
-    if not factor:
-        return gradients
-    return list(torch._foreach_add(gradients, list(momenta), alpha=factor))
+class _Dsgd(_Bucket):
+    """x <- W (x - lr g)."""
+
+    def fill(self, sent: list[Tensor], gradients: Gradients, lr: float) -> None:
+        _step_to(sent, self.x, self.decayed(gradients), lr)
+
+    def update(self, mixed: list[Tensor], gradients: Gradients, lr: float) -> None:
+        torch._foreach_copy_(self.x, mixed)
+
+
+class _Dmsgd(_Bucket):
+    """m <- b m + g, x <- W (x - lr m)."""
+
+    def fill(self, sent: list[Tensor], gradients: Gradients, lr: float) -> None:
+        _step_to(sent, self.x, self.next_momenta(gradients), lr)
+
+    def update(self, mixed: list[Tensor], gradients: Gradients, lr: float) -> None:
+        self.add_to_momenta_(self.decayed(gradients))
+        torch._foreach_copy_(self.x, mixed)
+
+
+class _AwcDmsgd(_Bucket):
+    """m <- b m + g, x <- W x - lr m; without momentum m is g."""
+
+    def fill(self, sent: list[Tensor], gradients: Gradients, lr: float) -> None:
+        torch._foreach_copy_(sent, self.x)
+
+    def update(self, mixed: list[Tensor], gradients: Gradients, lr: float) -> None:
+        steps = self.decayed(gradients)
+        if self.m:
+            self.add_to_momenta_(steps)
+            steps = self.m
+        torch._foreach_add_(mixed, steps, alpha=-lr)
+        torch._foreach_copy_(self.x, mixed)
+
+
+class _DaDmsgd(_Bucket):
+    """m <- W (b m + g), x <- W (x - lr (b m + g)): momenta follow weights in the flat tensor."""
+
+    copies = 2
+
+    def fill(self, sent: list[Tensor], gradients: Gradients, lr: float) -> None:
+        momenta, count = self.next_momenta(gradients), len(self.x)
+        torch._foreach_copy_(sent[count:], momenta)
+        _step_to(sent[:count], self.x, momenta, lr)
+
+    def update(self, mixed: list[Tensor], gradients: Gradients, lr: float) -> None:
+        torch._foreach_copy_([*self.x, *self.m], mixed)
+
+
+class _DecentLam(_Bucket):
+    """m <- b m + (x - W (x - lr g)) / lr, x <- x - lr m."""
+
+    def fill(self, sent: list[Tensor], gradients: Gradients, lr: float) -> None:
+        if lr:
+            _step_to(sent, self.x, self.decayed(gradients), lr)
+        else:
+            torch._foreach_copy_(sent, self.decayed(gradients))
+
+    def update(self, mixed: list[Tensor], gradients: Gradients, lr: float) -> None:
+        if lr:
+            torch._foreach_sub_(mixed, self.x)  # -lr times the mixed gradients
+        torch._foreach_mul_(self.m, self.b)
+        torch._foreach_add_(self.m, mixed, alpha=-1 / lr if lr else 1.0)
+        torch._foreach_add_(self.x, self.m, alpha=-lr)
+
+
+METHODS: dict[str, type[_Bucket]] = {
+    "dsgd": _Dsgd,
+    "dmsgd": _Dmsgd,
+    "awc_dmsgd": _AwcDmsgd,
+    "da_dmsgd": _DaDmsgd,
+    "decentlam": _DecentLam,
+}
+
+
+def _step_to(out: list[Tensor], x: list[Tensor], steps: list[Tensor], lr: float) -> None:
+    """out <- x - lr step."""
+    for target, master, step in zip(out, x, steps, strict=True):
+        torch.add(master, step, alpha=-lr, out=target)

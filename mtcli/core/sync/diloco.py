@@ -24,13 +24,13 @@ from mtcli.core.config.errors import failed
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.config.sync_payload import exchange_steps, fragment_of
 from mtcli.core.optim.optimizer import Optimizer
-from mtcli.core.optim.sgd import Sgd
+from mtcli.core.optim.sgd import momentum_steps_
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.flat import flatten, unflatten
 from mtcli.core.sync.replica_mean import FullMean, LargestMean, QuantisedMean, ReplicaMean
 from mtcli.core.sync.strategy import Strategy
-from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors
 
 OWN_SHARE = 0.5  # of a replica's own weights after an overlapped exchange: the paper's alpha
 EQUAL = ("outer", "outer_momentum")  # kinds of state that all replicas have the same
@@ -161,15 +161,15 @@ class Fragment:
     ) -> None:
         self.ownership, axis = ownership, ownership.groups.replicas
         self.masters = [optimizer.masters[name] for name in names]
-        self.weights = [optimizer.named[name] for name in names]
+        self.weights = [optimizer.weights[name] for name in names]
         self.sizes = {name: optimizer.masters[name].numel() for name in names}
-        self.lr, momentum = sync.outer_rule
-        self.sgd = Sgd(momentum, sync.outer_nesterov)
+        self.lr, self.momentum = sync.outer_rule
+        self.nesterov = sync.outer_nesterov
         self.under_way = False
         self.tensors: dict[str, Tensor] = {}
         if not names:
             return
-        kinds = ["outer"] + ["outer_momentum"] * bool(momentum) + ["error"] * sync.compressed
+        kinds = ["outer"] + ["outer_momentum"] * bool(self.momentum) + ["error"] * sync.compressed
         like = self.masters[0]
         length = sum(self.sizes.values())
         self.tensors = {kind: like.new_zeros(length) for kind in kinds}
@@ -187,7 +187,7 @@ class Fragment:
         """Starts the exchange of pseudo-gradients, the outer weights less the replica's own."""
         if not self.sizes:
             return
-        own = torch.cat([master.flatten() for master in self.masters])
+        own = flatten(self.masters)
         # Of an absent replica it is zero, as its own weights are the outer ones again.
         self.mean.start(self.tensors["outer"] - own, present)
         self.under_way = True
@@ -210,11 +210,9 @@ class Fragment:
         ends = self.ownership.groups.axes["ends"]
         if self.ownership.tied in copies and ends.size > 1:  # sums may round differently there
             all_reduce(copies[self.ownership.tied], ends).div_(ends.size)
-        outer = [self.tensors["outer"]]
-        momenta = [self.tensors[kind] for kind in ("outer_momentum",) if kind in self.tensors]
-        step = OptimizerStep(self.lr, (0.0, 0.0), 0.0, decay=0.0, count=0)
-        tensors = OptimizerTensors(outer, momenta, [], outer, [False])
-        self.sgd(tensors, [pseudo_gradient], step, None)
+        momenta = [self.tensors["outer_momentum"]] if self.momentum else []
+        steps = momentum_steps_([pseudo_gradient], momenta, self.momentum, self.nesterov)
+        torch._foreach_add_([self.tensors["outer"]], steps, alpha=-self.lr)
 
     def mix(self, own_share: float) -> None:
         """Replaces the replica's weights by the outer ones, but for a share of its own."""
@@ -246,5 +244,4 @@ class Fragment:
         return self._views("outer") if self.sizes else []
 
     def _views(self, kind: str) -> list[Tensor]:
-        parts = self.tensors[kind].split(list(self.sizes.values()))
-        return [part.view_as(m) for part, m in zip(parts, self.masters, strict=True)]
+        return unflatten(self.tensors[kind], [master.shape for master in self.masters])

@@ -14,6 +14,7 @@ from torch import Tensor
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.sync.flat import flatten
 from mtcli.core.sync.pulls import PeriodicPulls, move_
 from mtcli.core.sync.strategy import Strategy
 
@@ -30,7 +31,7 @@ class ElasticPulls(PeriodicPulls):
         if not self.sync.pull or not self.masters:
             return
         centre = list(self.centre.values())
-        before = torch.cat([x.flatten() for x in centre])
+        before = flatten(centre)
         mean = all_reduce(self.flat_masters(), self.replicas) / self.replicas.size
         move_(self.masters, before, self.sync.pull)
         move_(centre, mean, self.sync.pull * self.replicas.size)

@@ -31,6 +31,7 @@ from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.parallel.ownership import OwnedShard, Ownership, unsharded
+from mtcli.core.sync.flat import flatten, unflatten
 from mtcli.core.sync.strategy import Strategy, sum_tied_gradients_
 
 
@@ -50,11 +51,12 @@ class FullyShardedDataParallel(Strategy):
             for stage in stages.values()
             for name, parameter in ownership.trained(stage)
         }
-        self.shards = unsharded(stages) | {
-            name: OwnedShard(parameter.to_local().data, ownership.rows(name))
+        table = ownership.table
+        self.shards = unsharded(stages, table) | {
+            name: OwnedShard(table[name], parameter.to_local().data, ownership.rows(name))
             for name, parameter in self.parameters.items()
         }
-        for name, (tensor, rows) in self.shards.items():
+        for name, (_, tensor, rows) in self.shards.items():
             assert len(tensor) == rows.stop - rows.start, f"{name}: {len(tensor)} rows, not {rows}"
         self.before_step()
 
@@ -90,10 +92,9 @@ class FullyShardedDataParallel(Strategy):
             if axis.size > 1:
                 partial.setdefault(axis.name, (axis, []))[1].append(gradient)
         for axis, parts in partial.values():
-            flat = all_reduce(torch.cat([part.flatten() for part in parts]), axis)
-            sums = flat.split([part.numel() for part in parts])
+            sums = unflatten(all_reduce(flatten(parts), axis), [part.shape for part in parts])
             for part, summed in zip(parts, sums, strict=True):
-                part.copy_(summed.view_as(part))
+                part.copy_(summed)
         sum_tied_gradients_(gradients, self.ownership)
 
     def after_update(self) -> None:

@@ -20,6 +20,7 @@ from mtcli.core.optim.lamb import Lamb
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.ownership import GlobalSums
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.flat import flatten
 from mtcli.core.sync.strategy import Strategy
 from mtcli.core.sync.two_phase import Chunks, CompressedMean
 
@@ -142,7 +143,7 @@ class OneBit(ReplicaExchange):
         if self.frozen_at or self.replicas.size == 1:
             return
         gradients = self.inside.gradients
-        vector = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
+        vector = flatten(gradients.values())
         narrow = self.optimizer.dtype.itemsize == 2
         self.gradient_chunks.mean_(vector, torch.bfloat16 if narrow else vector.dtype)
         for name, mean in self.gradient_chunks.views(vector).items():
@@ -247,7 +248,7 @@ class OneBit(ReplicaExchange):
     def _reset_counters(self) -> None:
         self.frozen_at, count = 0, self.global_sums.num_rows
         device = self.inside.ownership.groups.device
-        names = ("ratio_sum", "ratio_weight", "factor", "scale", "live")
+        names = [name for name in OneBitCounters.model_fields if name != "frozen_at"]
         self.per_parameter = {
             name: torch.zeros(count, dtype=torch.float64, device=device) for name in names
         }

@@ -15,6 +15,7 @@ from torch import Tensor
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.flat import flatten, unflatten
 from mtcli.core.sync.strategy import Strategy
 
 
@@ -52,11 +53,11 @@ class PeriodicPulls(ReplicaExchange):
     def _exchange(self, steps: int) -> None:
         if self.is_due(steps):
             self.pull(steps)
-            self.optimizer.parts.round_()
+            self.optimizer.tensors.round_()
 
     def flat_masters(self) -> Tensor:
         """A copy of the master weights, one after the other."""
-        return torch.cat([master.flatten() for master in self.masters])
+        return flatten(self.masters)
 
 
 def move_(tensors: Sequence[Tensor], towards: Tensor, share: float) -> None:
@@ -64,6 +65,6 @@ def move_(tensors: Sequence[Tensor], towards: Tensor, share: float) -> None:
 
     Exact where x is there already, and at a share of 1.
     """
-    targets = towards.split([x.numel() for x in tensors])
+    targets = unflatten(towards, [x.shape for x in tensors])
     for x, target in zip(tensors, targets, strict=True):
-        x.lerp_(target.view_as(x), share)
+        x.lerp_(target, share)

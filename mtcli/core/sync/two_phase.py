@@ -15,6 +15,7 @@ from torch import Tensor
 from mtcli.core.parallel.collectives import all_gather, all_gather_v, all_reduce, all_to_all_v
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ownership import GlobalSums, Ownership
+from mtcli.core.sync.flat import unflatten
 from mtcli.kernels.onebit import add_, pack_, square_sum, unpack
 
 
@@ -31,8 +32,7 @@ class Chunks:
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """The tensors of a vector, by name."""
-        parts = zip(self.shapes.items(), vector.split(self.sizes), strict=True)
-        return {name: part.view(tuple(shape)) for (name, shape), part in parts}
+        return dict(zip(self.shapes, unflatten(vector, self.shapes.values()), strict=True))
 
     def own_rows(self) -> dict[str, slice]:
         """The rows of each tensor that are in this rank's chunk; maybe none."""
@@ -99,13 +99,9 @@ class CompressedMean:
         vector = torch.zeros(sum(self.chunks.sizes), dtype=dtype, device=groups.device)
         self.error, self.server_error = vector, torch.zeros_like(vector[self.chunks.own])
         self.errors, self.rows = self.chunks.views(self.error), self.chunks.own_rows()
-        pieces = {
-            name: torch.Size((rows.stop - rows.start, *like[name].shape[1:]))
-            for name, rows in self.rows.items()
-        }
-        sizes = [prod(shape) for shape in pieces.values()]
-        parts = zip(pieces.items(), self.server_error.split(sizes), strict=True)
-        self.server_errors = {name: part.view(shape) for (name, shape), part in parts}
+        shapes = [(rows.stop - rows.start, *like[n].shape[1:]) for n, rows in self.rows.items()]
+        errors = unflatten(self.server_error, shapes)
+        self.server_errors = dict(zip(self.rows, errors, strict=True))
 
     def reset(self) -> None:
         """Forgets the errors."""

@@ -67,9 +67,8 @@ class MicroBatchLoader:
         self.positions = positions.to(groups.device)  # of this rank's part of each sequence
         layers = stage_layers(config.model, groups.layout, config.parallel.stage_layers)
         self.has_blocks = any(layers[stage] for stage in groups.layout.stages(groups.pp_rank))
-        self.inputs: TokenInputs | EncoderInputs = TokenInputs(config, positions, self.positions)
-        if config.model.head != "lm":
-            self.inputs = EncoderInputs(config, groups, positions)
+        kind = TokenInputs if config.model.head == "lm" else EncoderInputs
+        self.inputs: TokenInputs | EncoderInputs = kind(config, groups, positions)
         self.share = groups.replicas.rank  # of each global batch, which this replica reads
         # Asks no other replica, and reads nothing ahead.
         self.is_asynchronous = config.sync.asynchronous

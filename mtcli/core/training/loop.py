@@ -23,7 +23,7 @@ from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.rank_times import StepTimer, agreed
 from mtcli.core.training.reselect import adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
-from mtcli.core.training.run_lock import PATIENCE, held
+from mtcli.core.training.run_lock import PATIENCE, lock_folder
 from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.save import Saver
 from mtcli.core.training.state import (
@@ -73,7 +73,7 @@ def _locked(config: RunConfig, resumes: bool, attempt: Attempt, world: Axis) -> 
             if world.rank:
                 return ""
             folder, patience = Path(config.train.output), PATIENCE * config.train.timeout
-            return stack.enter_context(held(folder, resumes, attempt, patience))
+            return stack.enter_context(lock_folder(folder, resumes, attempt, patience))
 
         checked_later = partial(require_data, config)
         (notice,) = together(world, lambda: collect_errors(take, otherwise=checked_later))

@@ -17,15 +17,16 @@ from mtcli.core.runtime.json_text import finite
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.rank_times import RankTimes
 from mtcli.core.training.run_folder import EVENTS, FACTS, METRICS, step_records
+from mtcli.core.training.step import Step
 from mtcli.core.training.trackers import open_trackers
 
 
 class SaveRecord(NamedTuple):
-    """A checkpoint that was written."""
+    """A checkpoint that was written; seconds are those of the slowest rank."""
 
     step: int
     folder: Path
-    bytes: int  # of its tensors
+    bytes: int  # of all ranks' tensors
     stall_seconds: float  # in which training stood still for it
     write_seconds: float  # until it was durable
 
@@ -67,7 +68,7 @@ class RunRecords:
             self.event("resumed", {"step": step, "world": runtime.world})
         self.trackers = open_trackers(self.config)
 
-    def step(self, step: Any, told: StepFacts, peak: float) -> dict[str, Any]:
+    def step(self, step: Step, told: StepFacts, peak: float) -> dict[str, Any]:
         """Records a step, and returns its row; `peak` are the FLOP/s of all ranks' devices."""
         row = _row(self.config, step, told, peak)
         if not self.writes:
@@ -116,7 +117,7 @@ class RunRecords:
             self.behind = True
 
 
-def _row(config: RunConfig, step: Any, told: StepFacts, peak: float) -> dict[str, Any]:
+def _row(config: RunConfig, step: Step, told: StepFacts, peak: float) -> dict[str, Any]:
     """The record of a step; `peak` are the FLOP/s of all ranks' devices."""
     batch = config.batch
     tokens = batch.tokens_per_step

@@ -51,17 +51,17 @@ class Holder(NamedTuple):
 def require_startable(folder: Path, resume: bool) -> None:
     """Raises MtcliError where a run could not start in a folder now; takes nothing.
 
-    Only a holder that is known to live is refused: `held` decides on any other.
+    Only a holder that is known to live is refused: `lock_folder` decides on any other.
     """
     with folder_of(FIELD, folder):
         holder = _read(folder / LOCK)
         if holder and _lives(holder) is True:
-            raise _is_held(folder, holder)
+            raise _refusal(folder, holder)
         _require_no_run(folder, resume)
 
 
 @contextmanager
-def held(
+def lock_folder(
     folder: Path, resume: bool, attempt: Attempt | None = None, patience: float = 0.0
 ) -> Iterator[str]:
     """Holds a run folder, which is made where there is none.
@@ -143,7 +143,7 @@ def _write_holder(file: int, path: Path) -> Holder | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return _replace_holder(file, path, locked=True)
     except BlockingIOError:
-        raise _is_held(path.parent, _read(path)) from None
+        raise _refusal(path.parent, _read(path)) from None
     except FileNotFoundError:
         raise
     except OSError:  # the file system has no locks
@@ -157,7 +157,7 @@ def _replace_holder(file: int, path: Path, locked: bool) -> Holder | None:
     before = _read(path)
     is_proof = locked and before is not None and _would_be_seen(path, before)
     if before is not None and not is_proof and _lives(before) is not False:
-        raise _is_held(path.parent, before)
+        raise _refusal(path.parent, before)
     os.ftruncate(file, 0)
     os.pwrite(file, json.dumps(_this_process()._asdict()).encode(), 0)
     os.fsync(file)
@@ -184,7 +184,7 @@ def _is_file_of(file: int, path: Path) -> bool:
     return os.path.samestat(os.fstat(file), path.stat())
 
 
-def _is_held(folder: Path, holder: Holder | None) -> MtcliError:
+def _refusal(folder: Path, holder: Holder | None) -> MtcliError:
     who = f" ({holder})" if holder else ""
     other = "set train.output to another folder"
     if holder is None or _lives(holder):

@@ -14,6 +14,7 @@ from mtcli.core.config.sync import DECENTRALIZED
 from mtcli.core.mesh.parameters import count_adapters, count_parameters
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.metrics import RunRecords, SaveRecord, StepFacts
+from mtcli.core.training.step import Step
 
 
 class RunLog:
@@ -53,7 +54,7 @@ class RunLog:
             total=config.train.steps, initial=self.first_step, unit="step", file=sys.stderr
         )
 
-    def step(self, step: Any, told: StepFacts) -> None:
+    def step(self, step: Step, told: StepFacts) -> None:
         """Records a step."""
         if not self.speaks:
             return

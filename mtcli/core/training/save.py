@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-from mtcli.core.checkpoint.async_save import HostCopy, Snapshot, in_place
+from mtcli.core.checkpoint.async_save import HostCopy, Snapshot, on_host
 from mtcli.core.checkpoint.fine_tuning import starting_folder, starting_tokenizer
 from mtcli.core.checkpoint.folder import CHECKPOINTS, HUGGINGFACE, TOKENIZER, require_inside
 from mtcli.core.checkpoint.huggingface import config_json
@@ -33,20 +33,11 @@ from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.state import RunState, saved_replicas, shards
 
 
-class SaveSeconds(NamedTuple):
-    """A finished save; seconds are those of the slowest rank."""
-
-    folder: Path
-    bytes: int  # of all ranks' tensors
-    snapshot_seconds: float
-    write_seconds: float
-
-
 class BackgroundWrite:
     """A save under way in a thread."""
 
-    def __init__(self, work: Callable[[], SaveSeconds]) -> None:
-        self._future: Future[SaveSeconds] = Future()
+    def __init__(self, work: Callable[[], SaveRecord]) -> None:
+        self._future: Future[SaveRecord] = Future()
         self._thread = Thread(target=self._run, args=(work,), name="mtcli-save", daemon=True)
         self._thread.start()
 
@@ -54,7 +45,7 @@ class BackgroundWrite:
         """Whether it has ended."""
         return self._future.done()
 
-    def result(self) -> SaveSeconds:
+    def result(self) -> SaveRecord:
         """Returns its result, or raises its error, once it has ended.
 
         The thread has ended too: one that frees tensors while the interpreter ends aborts it.
@@ -62,7 +53,7 @@ class BackgroundWrite:
         self._thread.join()
         return self._future.result()
 
-    def _run(self, work: Callable[[], SaveSeconds]) -> None:
+    def _run(self, work: Callable[[], SaveRecord]) -> None:
         try:
             self._future.set_result(work())
         except BaseException as error:
@@ -117,7 +108,7 @@ class Saver:
         self._collect()
         start, config = perf_counter(), self.config.train
         self.step = self.trainer.step
-        keep = self.snapshot.take if config.async_save else in_place
+        keep = self.snapshot.take if config.async_save else on_host
         try:
             taken = keep(shards(self.trainer))
         except MemoryError as error:
@@ -151,19 +142,16 @@ class Saver:
             return
         pending, self.pending, start = self.pending, None, perf_counter()
         try:
-            written = pending.result()
+            record = pending.result()
         except MtcliError as error:
             self.fault = error.problems[0].message
             self.log.save_failed(self.step, self.fault, self.last_good)
             return
-        self.fault, self.last_good = "", written.folder
-        stall = written.snapshot_seconds + (perf_counter() - start) * training
-        seconds = stall, written.write_seconds
-        self.log.saved(SaveRecord(self.step, written.folder, written.bytes, *seconds))
+        self.fault, self.last_good = "", record.folder
+        stall = record.stall_seconds + (perf_counter() - start) * training
+        self.log.saved(record._replace(stall_seconds=stall))
 
-    def _write(
-        self, taken: HostCopy, step: int, extra: dict[str, Any], stall: float
-    ) -> SaveSeconds:
+    def _write(self, taken: HostCopy, step: int, extra: dict[str, Any], stall: float) -> SaveRecord:
         """Writes a snapshot, in the thread: it shares nothing with training but its arguments."""
         start, config, ranks = perf_counter(), self.config, self.ranks
         device_seconds = save_together(ranks, taken.wait)
@@ -184,7 +172,7 @@ class Saver:
         )
         num_bytes = sum(shard.tensor.nbytes for shard in taken.shards)
         own = [num_bytes, max(stall, device_seconds), perf_counter() - start]
-        return SaveSeconds(folder, *ranks.tell(ranks.merge(own, _slowest)))
+        return SaveRecord(step, folder, *ranks.tell(ranks.merge(own, _slowest)))
 
     def _warn_once(self, text: str) -> None:
         if text not in self.warned:

@@ -183,55 +183,51 @@ def shards(trainer: RunState) -> list[Shard]:
     owner, differing state from each. A LoRA run writes adapters only.
     """
     own_shards = []
-    strategy, exchange, table = trainer.strategy, trainer.exchange, trainer.table
+    strategy, exchange = trainer.strategy, trainer.exchange
     is_first = trainer.groups.replicas.rank == 0
     writes = is_first or exchange.weights_differ
-    for name, (tensor, rows) in strategy.shards.items():
-        if writes and strategy.saves(name) and not table[name].frozen:
-            weight = tensor.to(trainer.dtype) if table[name].trained else tensor
-            shard = OwnedShard(weight, rows)
-            own_shards += _boxes(trainer, name, name, shard, exchange.weights_differ)
-    for key, name, shard in _owned_state(trainer):
-        kind = key.partition("/")[0]
+    for name, shard in strategy.shards.items():
+        if writes and strategy.saves(name) and not shard.parameter.frozen:
+            if shard.parameter.trained:
+                shard = shard._replace(tensor=shard.tensor.to(trainer.dtype))
+            own_shards += _boxes(trainer, name, shard, exchange.weights_differ)
+    for key, shard in _owned_state(trainer).items():
+        kind, _, name = key.partition("/")
         differs, shared_out = exchange.differs(kind), exchange.rows_here(kind, name) is not None
         if strategy.ownership.answers_for(name) and (is_first or differs or shared_out):
-            own_shards += _boxes(trainer, f"{OPTIMIZER}{key}", name, shard, differs)
+            own_shards += _boxes(trainer, f"{OPTIMIZER}{key}", shard, differs)
     return own_shards
 
 
 def saved_replicas(trainer: RunState) -> int:
     """The number of replicas that a checkpoint holds: 1 where all of its tensors are equal."""
-    kinds = {key.partition("/")[0] for key, _, _ in _owned_state(trainer)}
+    kinds = {key.partition("/")[0] for key in _owned_state(trainer)}
     differ = trainer.exchange.weights_differ or any(map(trainer.exchange.differs, kinds))
     return trainer.layout.replicas if differ else 1
 
 
-def _boxes(
-    trainer: RunState, stored: str, name: str, shard: OwnedShard, differs: bool
-) -> list[Shard]:
-    """The boxes of a parameter's shard, or of its state's, under the name it is `stored` by."""
-    described, replica = trainer.table[name], trainer.groups.replicas.rank if differs else None
+def _boxes(trainer: RunState, name: str, shard: OwnedShard, differs: bool) -> list[Shard]:
+    """The boxes of a shard of a parameter, or of its state, by its name in a checkpoint."""
+    replica = trainer.groups.replicas.rank if differs else None
     return [
-        Shard(stored, view, box.start, described.shape, replica)
-        for box, view in shard.blocks(described, trainer.groups)
+        Shard(name, view, box.start, shard.parameter.shape, replica)
+        for box, view in shard.blocks(trainer.groups)
     ]
 
 
-def _owned_state(trainer: RunState) -> list[tuple[str, str, OwnedShard]]:
-    """(`<kind>/<parameter>`, parameter, shard) of the optimizer's and the exchange's state."""
-    state = []
+def _owned_state(trainer: RunState) -> dict[str, OwnedShard]:
+    """The shards of the optimizer's and the exchange's state, by `<kind>/<parameter>`."""
+    state = {}
     for key, tensor in (trainer.optimizer.state() | trainer.exchange.state()).items():
         kind, _, name = key.partition("/")
         rows = trainer.exchange.rows_here(kind, name) or trainer.strategy.ownership.rows(name)
-        state.append((key, name, OwnedShard(tensor, rows)))
+        state[key] = OwnedShard(trainer.table[name], tensor, rows)
     return state
 
 
 def initialise(trainer: RunState) -> None:
     """Fills the weights from the config's seed."""
-    config = trainer.config
-    where = trainer.strategy.shards, config.model, trainer.groups
-    init.initialise(*where, config.seed, trainer.dtype, config.lora)
+    _fill_from_seed(trainer, trainer.strategy.shards)
     trainer.optimizer.reset_masters()
     trainer.exchange.begin()
 
@@ -243,7 +239,7 @@ def load_weights(trainer: RunState, checkpoint: Checkpoint) -> None:
     Where adapters are trained, they are the checkpoint's, of weights that stay as they are, or the
     seed's where it has none.
     """
-    config, adapters = trainer.config, _adapter_shards(trainer)
+    config = trainer.config
     if not config.lora.rank:
         where = trainer.strategy.shards, checkpoint, config.model, trainer.groups
         init.load_weights(*where, new_head=config.seed)
@@ -253,16 +249,20 @@ def load_weights(trainer: RunState, checkpoint: Checkpoint) -> None:
             _load_adapters(trainer, checkpoint.adapters.own.averaged())
             require_scale(checkpoint.adapters, config.lora)
         else:
-            where = adapters, config.model, trainer.groups, config.seed, trainer.dtype
-            init.initialise(*where, config.lora)
+            _fill_from_seed(trainer, _adapter_shards(trainer))
     trainer.optimizer.reset_masters()
     trainer.exchange.begin()
 
 
+def _fill_from_seed(trainer: RunState, shards: Mapping[str, OwnedShard]) -> None:
+    config = trainer.config
+    init.initialise(shards, config.model, trainer.groups, config.seed, trainer.dtype)
+
+
 def _load_frozen(trainer: RunState, checkpoint: Checkpoint) -> None:
     """Fills the weights that adapters are trained for."""
-    shards, table = trainer.strategy.shards, trainer.table
-    frozen = {name: shard for name, shard in shards.items() if not table[name].of_adapter}
+    shards = trainer.strategy.shards
+    frozen = {name: shard for name, shard in shards.items() if not shard.parameter.of_adapter}
     init.load_weights(frozen, base_of(checkpoint), trainer.config.model, trainer.groups)
 
 
@@ -270,13 +270,13 @@ def _load_frozen(trainer: RunState, checkpoint: Checkpoint) -> None:
 def _load_adapters(trainer: RunState, own: Checkpoint, from_masters: bool = False) -> None:
     """Fills the adapters from a checkpoint's. Raises MtcliError where these are others."""
     require_adapters(own, trainer.config.model, trainer.config.lora)
-    for name, shard in _adapter_shards(trainer).items():
-        init.load_shard(shard, trainer.table[name], trainer.groups, own, from_masters)
+    for shard in _adapter_shards(trainer).values():
+        init.load_shard(shard, trainer.groups, own, from_masters)
 
 
 def _adapter_shards(trainer: RunState) -> dict[str, OwnedShard]:
-    shards, table = trainer.strategy.shards, trainer.table
-    return {name: shard for name, shard in shards.items() if table[name].of_adapter}
+    shards = trainer.strategy.shards
+    return {name: shard for name, shard in shards.items() if shard.parameter.of_adapter}
 
 
 @torch.no_grad()
@@ -299,14 +299,14 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     else:
         init.load_weights(trainer.strategy.shards, saved, model, groups, from_masters=True)
     known, optional = set(saved.names()), trainer.exchange.state()
-    for key, name, shard in _owned_state(trainer):
+    for key, shard in _owned_state(trainer).items():
         stored = f"{OPTIMIZER}{key}"
         if stored not in known and key.startswith("master/"):
-            stored = name
+            stored = shard.parameter.name
         shard.tensor.zero_()
         if stored not in known and key in optional:
             continue
-        for box, view in shard.blocks(trainer.table[name], groups):
+        for box, view in shard.blocks(groups):
             view.copy_(saved.read(stored, box))
     trainer.optimizer.updates = checkpoint.step if done.updates is None else done.updates
     trainer.loss_scale.load(done.loss_scale and done.loss_scale.model_dump())

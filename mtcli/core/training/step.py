@@ -121,6 +121,7 @@ class Trainer:
         self.is_asynchronous = config.sync.asynchronous
         self.micro_batch_tokens = b.micro_batch_size * b.seq_len // (p.cp * p.grid_rows)
         self.step = 0
+        self._phase_ends: dict[str, float] = {}
         self.phases: Phases | None = None  # of the last step, for profile
 
     def state_bytes(self) -> int:
@@ -149,11 +150,11 @@ class Trainer:
         """One optimizer step on the next global batch; `outcome` says whether it was made."""
         config, start = self.config, perf_counter()
         self.groups.world.recorder.step = self.step + 1
-        loss_sum, batch, marks = self.forward_backward(loader)
+        loss_sum, batch = self.forward_backward(loader)
         squares = square_sum(self.strategy.counted_gradients())
-        marks.append(self.pipeline.clock())
+        self._end_phase("norm")
         loss_sums, scaled_norms = self._global(loss_sum, squares, self.is_asynchronous)
-        marks.append(self.pipeline.clock())
+        self._end_phase("agree")
         step, scale = self.step + 1, self.loss_scale.scale
         lr = learning_rate(config.optimizer, step, config.train.steps)
         norms = [norm / scale for norm in scaled_norms]
@@ -170,34 +171,37 @@ class Trainer:
                 self.exchange.note_loss(loss_sums[own] / batch.replica_weight)
             self.exchange.update(lr, clip_factor(norms[own], config.optimizer.clip) / scale)
             expert_load = self.balance.move_biases()
-        self.phases = Phases(*marks, self.pipeline.clock())
+        self._end_phase("end")
+        self.phases = Phases(**self._phase_ends)
         seconds = perf_counter() - start
         return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load, batch.weight)
 
     def forward_backward(
         self, loader: MicroBatchLoader, as_written: bool = False
-    ) -> tuple[float, StepBatch, list[float]]:
-        """(sum of this rank's weighted losses, its batch, when its phases ended), with the
-        gradients reduced.
+    ) -> tuple[float, StepBatch]:
+        """(sum of this rank's weighted losses, its batch), with the gradients reduced.
 
         `as_written` replays nothing, so that hooks of modules are called.
         """
-        clock = self.pipeline.clock
-        marks = [clock()]
+        self._end_phase("begin")
         batch = loader.step(self.step, self.loss_scale.scale)
         gradient_scale = self.loss_scale.scale / batch.replica_weight
-        marks.append(clock())
+        self._end_phase("data")
         optimizer, steps = self.config.optimizer, self.config.train.steps
         self.exchange.before_step(learning_rate(optimizer, self.step + 1, steps))
         self.strategy.before_step()
         self.balance.begin()
         with compiler_errors(self.config.train.compile):
             loss_sum = self._micro_batches(batch.load, gradient_scale, as_written)
-        marks.append(clock())
+        self._end_phase("pipeline")
         self.strategy.after_backward()
         self.exchange.after_backward()
-        marks.append(clock())
-        return loss_sum, batch, marks
+        self._end_phase("reduce")
+        return loss_sum, batch
+
+    def _end_phase(self, name: str) -> None:
+        """Notes that a phase of the step, a field of Phases, ends now."""
+        self._phase_ends[name] = self.pipeline.clock()
 
     def _micro_batches(
         self, load: Callable[[int], Inputs], gradient_scale: float, as_written: bool

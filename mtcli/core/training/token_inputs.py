@@ -15,6 +15,7 @@ from mtcli.core.data.loader import SampleId, require_ids
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.attention_mask import restarted
+from mtcli.core.parallel.groups import Groups
 
 Hosted = Callable[[np.ndarray], np.ndarray | Tensor]
 
@@ -50,10 +51,10 @@ class TokenRead(NamedTuple):
 class TokenInputs:
     """Makes this rank's inputs of rows of tokens."""
 
-    def __init__(self, config: RunConfig, host_positions: Tensor, positions: Tensor) -> None:
-        """The positions of full rows are this rank's, on the host and on the device."""
-        self.config, self.device = config, positions.device
-        self.host_positions, self.positions = host_positions, positions
+    def __init__(self, config: RunConfig, groups: Groups, positions: Tensor) -> None:
+        """`positions` of full rows are this rank's, on the host."""
+        self.config, self.device = config, groups.device
+        self.host_positions, self.positions = positions, positions.to(groups.device)
 
     def read(self, batches: TokenBatches, start: int, count: int, hosted: Hosted) -> TokenRead:
         """Rows where the device can fetch them, with the sum of their labels' weights.

@@ -90,8 +90,8 @@ def write_layout(folder, tensors, model, text):
             parameter = table[name.rpartition("/")[2]]
             last = layout.num_stages - 1
             ends = {"first": 0, "last": last}
-            owner = parameter.owner
-            stage = ends[owner] if owner in ends else owner // per_stage
+            layer = parameter.layer
+            stage = ends[layer] if layer in ends else layer // per_stage
             here = stage % layout.pp == layout.coordinates(rank)["pp"]
             if here and parameter.is_primary(layout, rank):
                 box = parameter.box(layout, rank)

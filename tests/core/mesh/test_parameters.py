@@ -37,7 +37,7 @@ def test_names_are_the_same_for_every_block_and_shapes_too():
         {
             p.name.removeprefix(f"blocks.{layer}."): p.shape
             for p in parameters(GPT).values()
-            if p.owner == layer
+            if p.layer == layer
         }
         for layer in range(4)
     ]

@@ -8,6 +8,7 @@ from tiny import BIASED, GPT, LLAMA, MOE, run_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import make_inputs
@@ -71,7 +72,8 @@ def losses_and_gradients(model):
     config = run_config(model)
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     (stage,) = build_stages(config, groups).values()
-    initialise(unsharded({0: stage}), config.model, groups, config.seed, torch.float32)
+    shards = unsharded({0: stage}, parameters(config.model))
+    initialise(shards, config.model, groups, config.seed, torch.float32)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in stage.parameters():  # biases and gains that make a difference

@@ -63,7 +63,7 @@ def test_matrices_are_normal_residual_ones_smaller_norms_one_and_biases_zero(mod
 
 def test_weights_differ_by_seed_and_by_name():
     a, b = (
-        p for p in parameters(MODEL).values() if p.name.endswith("mlp.up.weight") and p.owner < 2
+        p for p in parameters(MODEL).values() if p.name.endswith("mlp.up.weight") and p.layer < 2
     )
     assert not torch.equal(whole(a, seed=7), whole(a, seed=8))
     assert not torch.equal(whole(a), whole(b))

@@ -14,7 +14,7 @@ from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import initialise
-from mtcli.core.model.inputs import Cache, make_inputs, token_positions
+from mtcli.core.model.inputs import KVCache, make_inputs, token_positions
 from mtcli.core.model.transformer import Dropout
 from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.groups import make_groups
@@ -104,7 +104,8 @@ def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model, ca
 def made(model, **sections):
     config = run_config(model, **sections)
     (stage,) = build_stages(config, alone()).values()
-    initialise(unsharded({0: stage}), config.model, alone(), config.seed, torch.float32)
+    shards = unsharded({0: stage}, parameters(config.model))
+    initialise(shards, config.model, alone(), config.seed, torch.float32)
     return config, stage
 
 
@@ -132,7 +133,7 @@ def test_precision_is_the_dtype_of_weights_and_activations(precision, dtype):
 
 def test_several_tokens_after_a_cache_are_not_let_see_those_to_come():
     config, stage = made(LLAMA)
-    ids, cache = torch.arange(S).view(1, S), Cache()
+    ids, cache = torch.arange(S).view(1, S), KVCache()
     stage(None, make_inputs(config.model, torch.float32, ids[:, :3], cache=cache))
     more = make_inputs(config.model, torch.float32, ids[:, 3:5], positions=ids[:, 3:5], cache=cache)
     with pytest.raises(AssertionError, match="2 tokens after a cache need a mask"):

@@ -15,6 +15,7 @@ from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import config_of
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import load_weights
 from mtcli.core.parallel.groups import make_groups
@@ -49,7 +50,8 @@ def opened(family, folder, prefix, causal):
     config = config_of(sections)
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     stages = build_stages(config, groups)
-    load_weights(unsharded(stages), replace(checkpoint, model=model), config.model, groups)
+    shards = unsharded(stages, parameters(config.model))
+    load_weights(shards, replace(checkpoint, model=model), config.model, groups)
     loader = open_loader(config, groups)
     inputs = loader.step(0, 1.0).load(0)
     loader.close()

@@ -11,9 +11,10 @@ import torch
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import config_of
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import load_weights
-from mtcli.core.model.inputs import Cache, make_inputs
+from mtcli.core.model.inputs import KVCache, make_inputs
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import unsharded
 
@@ -75,7 +76,8 @@ def both(request, tmp_path):
     config = config_of({"model": model, "train": {"precision": "fp64"}})
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     stages = build_stages(config, groups)
-    load_weights(unsharded(stages), checkpoint, config.model, groups)
+    shards = unsharded(stages, parameters(config.model))
+    load_weights(shards, checkpoint, config.model, groups)
     return theirs.double(), stages[0], config.model
 
 
@@ -171,7 +173,7 @@ def llama_names(model, theirs):
 
 def test_cached_steps_are_the_whole_sequence_at_once(both):
     _, stage, model = both
-    ids, cache, outputs = tokens()[:, :S], Cache(), []
+    ids, cache, outputs = tokens()[:, :S], KVCache(), []
     for start, stop in ((0, 5), (5, 6), (6, 7), (7, S)):
         positions = torch.arange(start, stop).expand(B, -1)
         inputs = make_inputs(

@@ -102,19 +102,19 @@ def test_state_is_there_before_the_first_step_and_restores_the_run():
     with torch.no_grad():
         for key, tensor in other.state().items():
             tensor.copy_(one.state()[key])
-        for name, parameter in other.named.items():
-            parameter.copy_(one.named[name])
+        for name, parameter in other.weights.items():
+            parameter.copy_(one.weights[name])
     other.updates = one.updates
     for optimizer in (one, other):
         optimizer.step(gradients(3), 1e-2)
-    for name, parameter in one.named.items():
-        assert torch.equal(parameter, other.named[name])
+    for name, parameter in one.weights.items():
+        assert torch.equal(parameter, other.weights[name])
 
 
 def test_masters_follow_weights_that_were_loaded():
     ours = adamw(named(torch.bfloat16), torch.bfloat16)
     with torch.no_grad():
-        ours.named["up.bias"].fill_(0.5)
+        ours.weights["up.bias"].fill_(0.5)
     ours.reset_masters()
     ours.step({name: torch.zeros(p.shape) for name, p in TABLE.items()}, 0.0)
-    assert (ours.named["up.bias"] == 0.5).all()
+    assert (ours.weights["up.bias"] == 0.5).all()

@@ -87,7 +87,7 @@ class DenseLoss:
 
 
 def train_densely(runtime, config, steps, samples):
-    engines.ENGINES["1d"] = DenseLayers  # of this forked process
+    engines.TensorParallelLayers = DenseLayers  # of this forked process
     return train_on(runtime, config, steps, samples)
 
 

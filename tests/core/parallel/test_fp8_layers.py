@@ -17,6 +17,7 @@ from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.tensor import ColumnLinear, RowLinear, TensorParallelLayers
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels import fp8 as kernels
+from mtcli.kernels.gemm import LinearFunction
 
 T, D, H = 256, 256, 512  # tokens, columns, inner columns
 SCALINGS = ["rowwise", "blockwise", "tensorwise"]
@@ -43,6 +44,12 @@ def operands(rows=H, columns=D, tokens=T):
     )
 
 
+def linear(scaling, work=None):
+    """The layer of x, weight and bias, whose weight pass is among `work`."""
+    defer = work and work.gradient
+    return lambda *given: LinearFunction.apply(*given, fp8_gemms(scaling), defer)
+
+
 def backward(linear, x, weight, bias, grad):
     """(y, gradients of x, weight and bias)."""
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
@@ -54,7 +61,7 @@ def backward(linear, x, weight, bias, grad):
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_layer_and_its_gradients_are_off_by_the_rounding_of_float8_operands(scaling):
     given = operands(tokens=200)
-    found = backward(WeightPasses(fp8_gemms(scaling)).linear, *given)
+    found = backward(linear(scaling), *given)
     exact = backward(F.linear, *(t.double() for t in given))
     rounding = [E4M3, E5M2 if scaling == "tensorwise" else E4M3]
     expected = [(E4M3**2 + one**2) ** 0.5 for one in (rounding[0], rounding[1], rounding[1])]
@@ -86,21 +93,21 @@ def test_each_operand_is_cut_and_rounded_as_its_scaling_says(monkeypatch, scalin
         return kernels.quantize(x, block, dtype)
 
     monkeypatch.setattr(fp8, "quantize", noted)
-    backward(WeightPasses(fp8_gemms(scaling)).linear, *operands())
+    backward(linear(scaling), *operands())
     assert cuts == CUTS[scaling]
 
 
 def test_a_split_backward_multiplies_the_same():
     given = operands()
-    work = WeightPasses(fp8_gemms("rowwise"))
+    work = WeightPasses()
     x, weight, bias = (t.clone().requires_grad_() for t in given[:3])
-    y = work.linear(x, weight, bias)
+    y = linear("rowwise", work)(x, weight, bias)
     with work.collecting() as pending:
         y.backward(given[3])
     assert weight.grad is None
     for run in pending:
         run()
-    expected = backward(WeightPasses(fp8_gemms("rowwise")).linear, *given)
+    expected = backward(linear("rowwise"), *given)
     for ours, theirs in zip([y, x.grad, weight.grad, bias.grad], expected, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -119,7 +126,7 @@ SIZES = [  # scaling, rows, columns, tokens: one that float8 does not take, or n
 def test_a_size_that_float8_does_not_take_is_multiplied_in_bfloat16(size):
     scaling, *shape = size
     given = operands(*shape)
-    found = backward(WeightPasses(fp8_gemms(scaling)).linear, *given)
+    found = backward(linear(scaling), *given)
     for ours, theirs in zip(found, backward(F.linear, *given), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=1e-8)
 

@@ -9,13 +9,18 @@ from torch.utils.checkpoint import checkpoint
 
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.core.plan.dry_run import LiveMemory
-from mtcli.kernels.activation import ACTIVATIONS
+from mtcli.kernels.activation import ACTIVATIONS, ActivatedLinear
+from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearFunction
 
 
 def made(gated):
     generator = torch.Generator().manual_seed(4)
     sizes = (7, 12 if gated else 6), (6,), (5, 6), (7, 5)  # x, bias, weight, gradient
     return [torch.randn(*size, generator=generator, dtype=torch.float64) for size in sizes]
+
+
+def linear(x, weight, work):
+    return LinearFunction.apply(x, weight, None, DEFAULT_GEMMS, work.gradient)
 
 
 def swiglu(x, bias):
@@ -54,7 +59,8 @@ def test_a_linear_layer_of_an_activation_has_its_gradients_and_keeps_no_product(
     leaves[1] = None if formula is swiglu else bias
     work, kept = WeightPasses(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        out = work.activated_linear(ACTIVATIONS[formula.__name__], *leaves)
+        activation = ACTIVATIONS[formula.__name__]
+        out = ActivatedLinear.apply(*leaves, activation, DEFAULT_GEMMS, work.gradient)
     assert [x.shape for x in kept] == [leaf.shape for leaf in leaves if leaf is not None]
     if later:
         with work.collecting() as pending:
@@ -76,7 +82,7 @@ def test_a_wide_copy_of_a_weight_is_made_again_and_never_waits():
         x, weight, work = x.requires_grad_(), weight.float().requires_grad_(), WeightPasses()
         leaves = live.bytes
         again = partial(checkpoint, use_reentrant=False)
-        out = again(lambda x: work.linear(x, weight.double()), x)
+        out = again(lambda x: linear(x, weight.double(), work), x)
         assert live.bytes == leaves + out.nbytes
         with work.collecting() as pending:
             out.backward(grad)
@@ -90,7 +96,7 @@ def test_a_gradient_that_waited_becomes_the_parameters_without_a_copy():
     with LiveMemory() as live:
         x, _, weight, grad = made(gated=False)
         weight, work = weight.requires_grad_(), WeightPasses()
-        out = work.linear(x.requires_grad_(), weight)
+        out = linear(x.requires_grad_(), weight, work)
         with work.collecting() as pending:
             out.backward(grad)
         waiting = live.bytes
@@ -105,7 +111,7 @@ def test_a_half_that_waits_holds_what_it_multiplies_and_not_the_stages_input():
         x, _, weight, grad = made(gated=False)
         x, weight, work = x.requires_grad_(), weight.requires_grad_(), WeightPasses()
         kept = live.bytes
-        out = work.linear(2.0 * x, weight)
+        out = linear(2.0 * x, weight, work)
         with work.collecting() as pending:
             out.backward(grad)
         del x, out

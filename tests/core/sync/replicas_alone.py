@@ -54,7 +54,7 @@ class Alone:
         losses, norms, gradients = [], [], []
         o, number = self.config.optimizer, self.trainers[0].step + 1
         for trainer, loader in zip(self.trainers, self.loaders, strict=True):
-            loss, batch, _ = trainer.forward_backward(loader)
+            loss, batch = trainer.forward_backward(loader)
             found = trainer.strategy.gradients
             norm = sum(float((g.double() ** 2).sum()) for g in found.values()) ** 0.5
             factor = clip_factor(norm, o.clip)
@@ -80,7 +80,7 @@ class Alone:
         return {
             name: view
             for name, shard in trainer.strategy.shards.items()
-            for _, view in shard.blocks(trainer.table[name], trainer.groups)
+            for _, view in shard.blocks(trainer.groups)
         }
 
     def close(self):

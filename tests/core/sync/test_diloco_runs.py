@@ -121,9 +121,8 @@ def whole(trainer, weights):
     for name, weight in weights.items():
         described = trainer.table[name]
         found[name] = weight.new_zeros(described.shape)
-        for box, view in OwnedShard(weight, slice(0, len(weight))).blocks(
-            described, trainer.groups
-        ):
+        shard = OwnedShard(described, weight, slice(0, len(weight)))
+        for box, view in shard.blocks(trainer.groups):
             found[name][box.slices] = view
     return found
 

@@ -56,7 +56,7 @@ def run(runtime, config, shares=None):
     boxes = {
         (name, box): view.clone()
         for name, shard in trainer.strategy.shards.items()
-        for box, view in shard.blocks(trainer.table[name], trainer.groups)
+        for box, view in shard.blocks(trainer.groups)
     }
     distance = trainer.exchange.distance()
     return trainer.groups.replicas.rank, boxes, [(s.loss, s.grad_norm) for s in steps], distance

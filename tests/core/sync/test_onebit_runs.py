@@ -206,7 +206,7 @@ def trained(runtime, config, folder=None, start=0, stop=STEPS):
     boxes = {
         (name, box): view.clone()
         for name, shard in trainer.strategy.shards.items()
-        for box, view in shard.blocks(trainer.table[name], trainer.groups)
+        for box, view in shard.blocks(trainer.groups)
     }
     if folder and stop < STEPS:
         save_to(folder, trainer)

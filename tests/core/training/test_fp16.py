@@ -12,7 +12,7 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import token_dtype, write_dataset
 from mtcli.core.inference.model import open_model
 from mtcli.core.inference.scoring import ScoreBatch
-from mtcli.core.model.inputs import Cache
+from mtcli.core.model.inputs import KVCache
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
@@ -215,6 +215,6 @@ def test_evaluation_and_generation_in_float16_are_float64_to_rounding(gpt2):
     expected = exact.log_softmax(-1).flatten(0, 1)[:-1].gather(1, tokens.flatten()[1:, None])[:, 0]
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), expected, rtol=2.0**-10, atol=0.0)
-    logits = scorer.next_logits(tokens, positions, Cache()).double()
+    logits = scorer.next_logits(tokens, positions, KVCache()).double()
     error = (logits - exact[:, -1]).norm() / exact[:, -1].norm()
     assert error < 4 * 2.0**-11

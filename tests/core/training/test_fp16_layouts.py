@@ -54,7 +54,7 @@ def begun(runtime, config):
     trainer = Trainer(config, runtime)
     initialise(trainer)
     with torch.no_grad():
-        for tensor, _ in trainer.strategy.shards.values():
+        for _, tensor, _ in trainer.strategy.shards.values():
             tensor.copy_(tensor.half())
     trainer.optimizer.reset_masters()
     return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
@@ -74,8 +74,8 @@ def first_step(runtime, config):
     loader.close()
     found = []
     for name, view in trainer.strategy.gradients.items():
-        kept = OwnedShard(view, trainer.strategy.ownership.rows(name))
-        for box, part in kept.blocks(trainer.table[name], trainer.groups):
+        kept = OwnedShard(trainer.table[name], view, trainer.strategy.ownership.rows(name))
+        for box, part in kept.blocks(trainer.groups):
             found.append((name, box, part.double().clone()))
     return First(found, norm)
 

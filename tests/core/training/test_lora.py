@@ -173,7 +173,7 @@ def test_frozen_weights_have_no_gradients_and_no_state(home):
     save_model(home / "llama")
     trainer = Trainer(config(home, "llama", "train.precision=bf16", "parallel.zero=1"), ALONE)
     adapters = {name for name, one in trainer.table.items() if one.of_adapter}
-    assert set(trainer.strategy.gradients) == set(trainer.optimizer.named) == adapters
+    assert set(trainer.strategy.gradients) == set(trainer.optimizer.weights) == adapters
     frozen = {n: s.tensor for n, s in trainer.strategy.shards.items() if n not in adapters}
     assert {tensor.dtype for tensor in frozen.values()} == {torch.bfloat16}
     assert {shard.name for shard in shards(trainer) if "optimizer" not in shard.name} == adapters

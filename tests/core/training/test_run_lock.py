@@ -16,16 +16,16 @@ import pytest
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.training import run_lock
-from mtcli.core.training.run_lock import Holder, held, require_startable
+from mtcli.core.training.run_lock import Holder, lock_folder, require_startable
 
 HOLD = """
 import sys
 from pathlib import Path
-from mtcli.core.training.run_lock import held
+from mtcli.core.training.run_lock import lock_folder
 from mtcli.core.config.errors import MtcliError
 sys.stdin.readline()
 try:
-    with held(Path(sys.argv[1]), resume=True) as notice:
+    with lock_folder(Path(sys.argv[1]), resume=True) as notice:
         print("held" + notice, flush=True)
         sys.stdin.readline()
 except MtcliError as error:
@@ -73,10 +73,10 @@ def flock(request, monkeypatch):
         monkeypatch.setattr(fcntl, "flock", no_locks)
 
 
-def refusal(folder, resume=True, by=held):
+def refusal(folder, resume=True, by=lock_folder):
     with pytest.raises(MtcliError) as caught:
-        if by is held:
-            with held(folder, resume):
+        if by is lock_folder:
+            with lock_folder(folder, resume):
                 pytest.fail("it is held twice")
         else:
             by(folder, resume)
@@ -84,7 +84,7 @@ def refusal(folder, resume=True, by=held):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("by", [held, require_startable])
+@pytest.mark.parametrize("by", [lock_folder, require_startable])
 def test_a_held_folder_is_refused_and_its_holder_named(tmp_path, other, by, flock):
     said = refusal(tmp_path / "run", by=by)
     assert f"error: train.output: {tmp_path}/run is held by another run (process " in said
@@ -95,7 +95,7 @@ def test_a_held_folder_is_refused_and_its_holder_named(tmp_path, other, by, floc
 def test_a_dead_holders_lock_is_taken_over_and_it_is_named(tmp_path, other, flock):
     other.kill()
     require_startable(tmp_path / "run", resume=False)
-    with held(tmp_path / "run", resume=False) as notice:
+    with lock_folder(tmp_path / "run", resume=False) as notice:
         assert notice.startswith(f"took over {tmp_path}/run from process {other.process.pid} on ")
         assert notice.endswith(", which has died")
     assert not (tmp_path / "run" / "run.lock").exists()
@@ -105,7 +105,7 @@ def test_nobody_is_named_where_the_holder_before_has_left(tmp_path, other, flock
     (tmp_path / "run" / "config.toml").touch()
     other.go()
     other.process.wait()
-    with held(tmp_path / "run", resume=True) as notice:
+    with lock_folder(tmp_path / "run", resume=True) as notice:
         assert notice == ""
 
 
@@ -124,12 +124,12 @@ def test_a_lock_that_is_taken_again_and_again_is_held_by_one_at_a_time(tmp_path)
     count = """
 import sys
 from pathlib import Path
-from mtcli.core.training.run_lock import held
+from mtcli.core.training.run_lock import lock_folder
 from mtcli.core.config.errors import MtcliError
 folder, done = Path(sys.argv[1]), 0
 while done < 150:
     try:
-        with held(folder, resume=True):
+        with lock_folder(folder, resume=True):
             (folder / "inside").mkdir()
             (folder / "inside").rmdir()
             done += 1
@@ -169,7 +169,7 @@ def test_another_machines_holder_is_dead_only_where_its_lock_would_be_seen(
     here = {Path("/proc/self/mountinfo"): mount}
     monkeypatch.setattr(Path, "read_text", lambda p, *a: here[p] if p in here else read(p, *a))
     if is_proof:
-        with held(tmp_path / "run", resume=True) as notice:
+        with lock_folder(tmp_path / "run", resume=True) as notice:
             assert str(holder) in notice
     else:
         said = refusal(tmp_path / "run")
@@ -196,7 +196,7 @@ def test_a_holder_of_this_machine_is_dead_by_its_id_its_start_or_the_machines(
     foreign(tmp_path / "run", **here)
     assert "is held by another run" in refusal(tmp_path / "run"), "this very process lives"
     foreign(tmp_path / "run", **here | dead)
-    with held(tmp_path / "run", resume=True) as notice:
+    with lock_folder(tmp_path / "run", resume=True) as notice:
         assert notice
 
 
@@ -204,7 +204,7 @@ def test_a_zombie_holds_nothing(tmp_path, monkeypatch, other):
     monkeypatch.setattr(fcntl, "flock", no_locks)
     other.process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, other.process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not reaped
-    with held(tmp_path / "run", resume=True) as notice:
+    with lock_folder(tmp_path / "run", resume=True) as notice:
         assert notice
 
 
@@ -220,28 +220,28 @@ def test_without_locks_one_process_at_a_time_looks(tmp_path, monkeypatch):
 def test_a_lock_that_names_nobody_is_free(tmp_path, text):
     (tmp_path / "run.lock").write_text(text)
     require_startable(tmp_path, resume=False)
-    with held(tmp_path, resume=False) as notice:
+    with lock_folder(tmp_path, resume=False) as notice:
         assert notice == ""
 
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "run.json", "checkpoints/step-00000003"])
-@pytest.mark.parametrize("by", [held, require_startable])
+@pytest.mark.parametrize("by", [lock_folder, require_startable])
 def test_a_folder_with_a_run_is_refused_but_to_resume_it(tmp_path, trace, by):
     (tmp_path / trace).mkdir(parents=True)
     said = refusal(tmp_path, resume=False, by=by)
     assert f"error: train.output: {tmp_path} already holds a run\n" in said
     assert "hint: --resume goes on from it" in said
     require_startable(tmp_path, resume=True)
-    with held(tmp_path, resume=True):
+    with lock_folder(tmp_path, resume=True):
         pass
 
 
 def test_a_refused_start_leaves_nothing_behind(tmp_path):
-    with held(tmp_path / "run", resume=False):
+    with lock_folder(tmp_path / "run", resume=False):
         assert (tmp_path / "run" / "run.lock").exists()
     assert not (tmp_path / "run").exists()
     (tmp_path / "mine").mkdir()
-    with held(tmp_path / "mine", resume=False):
+    with lock_folder(tmp_path / "mine", resume=False):
         pass
     assert (tmp_path / "mine").exists()
 
@@ -250,7 +250,7 @@ def test_a_folder_in_the_place_of_the_lock_is_named(tmp_path):
     lock = tmp_path / "run.lock"
     lock.mkdir()
     for start in (
-        held(tmp_path, resume=False).__enter__,
+        lock_folder(tmp_path, resume=False).__enter__,
         lambda: require_startable(tmp_path, False),
     ):
         with pytest.raises(MtcliError, match=f"{lock} is a folder, and a file is written there"):
@@ -259,7 +259,7 @@ def test_a_folder_in_the_place_of_the_lock_is_named(tmp_path):
 
 def test_a_lock_that_was_removed_and_taken_by_another_is_left_to_it(tmp_path):
     lock = tmp_path / "run" / "run.lock"
-    with held(tmp_path / "run", resume=False):
+    with lock_folder(tmp_path / "run", resume=False):
         lock.unlink()
         lock.write_text("another's")
     assert lock.read_text() == "another's"
@@ -284,18 +284,18 @@ def run_of(folder, attempt):
 
 def refused_to(attempt, folder):
     """What an attempt without --resume is told, which has a minute's patience."""
-    with pytest.raises(MtcliError) as caught, held(folder, False, attempt, patience=60.0):
+    with pytest.raises(MtcliError) as caught, lock_folder(folder, False, attempt, patience=60.0):
         pass
     return str(caught.value)
 
 
 def test_an_attempt_goes_on_in_the_folder_of_its_own_launch_alone(tmp_path):
     run_of(tmp_path / "run", FIRST)
-    with held(tmp_path / "run", False, AGAIN):
+    with lock_folder(tmp_path / "run", False, AGAIN):
         pass
     for stranger in (FIRST, AGAIN._replace(launch="b")):
         assert "already holds a run" in refused_to(stranger, tmp_path / "run")
-        with held(tmp_path / "run", True, stranger):
+        with lock_folder(tmp_path / "run", True, stranger):
             pass
     (tmp_path / "run" / "run.json").write_text("[1")
     assert "already holds a run" in refused_to(AGAIN, tmp_path / "run")
@@ -309,5 +309,5 @@ def test_an_attempt_waits_for_a_rank_of_its_launch_to_end_and_for_no_other(
         patched.setattr(run_lock, "sleep", lambda _: pytest.fail("it waits for another's run"))
         assert "is held by another run" in refused_to(AGAIN._replace(launch="b"), tmp_path / "run")
     threading.Timer(0.2, other.kill).start()
-    with held(tmp_path / "run", False, AGAIN, patience=60.0) as notice:
+    with lock_folder(tmp_path / "run", False, AGAIN, patience=60.0) as notice:
         assert "which has died" in notice

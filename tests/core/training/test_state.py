@@ -238,7 +238,7 @@ def test_a_model_without_biases_starts_one_with_them_at_zero_and_not_the_other_w
     checkpoint = checkpoint_of(tmp_path, STOP)
     trainer = Trainer(config_of(BIASED, (1, {}, {})), ALONE)
     load_weights(trainer, checkpoint)
-    for name, (tensor, _) in trainer.strategy.shards.items():
+    for name, (_, tensor, _) in trainer.strategy.shards.items():
         stored = checkpoint.read(name) if trainer.table[name].trained else torch.zeros(8)
         stored = stored.flatten(0, -2) if stored.dim() > 1 else stored
         assert torch.equal(tensor[: len(stored)], stored), name

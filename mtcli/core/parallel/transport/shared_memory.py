@@ -87,47 +87,47 @@ class SharedMemory:
     def _gathered(self, out_nN: Tensor, x_N: Tensor) -> Rounds:
         for part in _parts(x_N):
             slot = self._write()
-            self._place(self.rank, slot, x_N[part]).copy_(x_N[part])
+            self._view(self.rank, slot, x_N[part]).copy_(x_N[part])
             out_nN[self.rank, part] = x_N[part]
             yield
             for peer in self.peers:
-                out_nN[peer, part] = self._place(peer, slot, x_N[part])
+                out_nN[peer, part] = self._view(peer, slot, x_N[part])
 
     def _scattered(self, out_N: Tensor, x_nN: Tensor) -> Rounds:
         for part in _parts(x_nN):
             slot, like = self._write(), x_nN[:, part]
-            outgoing = self._place(self.rank, slot, like)
+            outgoing = self._view(self.rank, slot, like)
             for peer in self.peers:
                 outgoing[peer] = like[peer]
             yield
-            terms = [self._place(peer, slot, like)[self.rank] for peer in self.peers]
+            terms = [self._view(peer, slot, like)[self.rank] for peer in self.peers]
             _combine(out_N[part], [like[self.rank], *terms], torch.add)
 
     def _reduced(self, x_N: Tensor, combine: Callable[..., Tensor]) -> Rounds:
         slot = self._write()
-        self._place(self.rank, slot, x_N).copy_(x_N)
+        self._view(self.rank, slot, x_N).copy_(x_N)
         yield
-        terms = [self._place(rank, slot, x_N) for rank in range(self.size)]
+        terms = [self._view(rank, slot, x_N) for rank in range(self.size)]
         _combine(x_N, terms, combine)
 
     def _reduced_in_parts(self, x_N: Tensor, combine: Callable[..., Tensor]) -> Rounds:
         """Each rank combines 1/n of a part and gives it to all."""
         for part in _parts(x_N):
             slot, like = self._write(), x_N[part]
-            self._place(self.rank, slot, like).copy_(like)
+            self._view(self.rank, slot, like).copy_(like)
             yield
             share = like.tensor_split(self.size)[self.rank]
             terms = [
-                self._place(rank, slot, like).tensor_split(self.size)[self.rank]
+                self._view(rank, slot, like).tensor_split(self.size)[self.rank]
                 for rank in range(self.size)
             ]
             _combine(share, terms, combine)
             slot = self._write()
-            self._place(self.rank, slot, share).copy_(share)
+            self._view(self.rank, slot, share).copy_(share)
             yield
             for peer in self.peers:
                 peer_share = like.tensor_split(self.size)[peer]
-                peer_share.copy_(self._place(peer, slot, peer_share))
+                peer_share.copy_(self._view(peer, slot, peer_share))
 
     def _exchanged(self, out: list[Tensor], x: list[Tensor]) -> Rounds:
         """Every round gives each rank an equal share of the slot; the first says how many come."""
@@ -140,42 +140,42 @@ class SharedMemory:
             slot, part = self._write(), slice(done * step, (done + 1) * step)
             self.slots[self.rank][slot, -8:].view(torch.int64)[0] = own_rounds
             for peer in self.peers:
-                self._place(self.rank, slot, x[peer][part], peer * share).copy_(x[peer][part])
+                self._view(self.rank, slot, x[peer][part], peer * share).copy_(x[peer][part])
             yield
             if done == 0:
                 ends = [self.slots[rank][slot, -8:].view(torch.int64) for rank in range(self.size)]
                 rounds = max(int(end) for end in ends)
             for peer in self.peers:
                 received = out[peer][part]
-                received.copy_(self._place(peer, slot, received, self.rank * share))
+                received.copy_(self._view(peer, slot, received, self.rank * share))
             done += 1
 
     def _broadcasted(self, x_N: Tensor, root: int) -> Rounds:
         for part in _parts(x_N):
             slot = self._write()
             if self.rank == root:
-                self._place(root, slot, x_N[part]).copy_(x_N[part])
+                self._view(root, slot, x_N[part]).copy_(x_N[part])
             yield
             if self.rank != root:
-                x_N[part] = self._place(root, slot, x_N[part])
+                x_N[part] = self._view(root, slot, x_N[part])
 
     def _summed_at(self, x_N: Tensor, root: int) -> Rounds:
         for part in _parts(x_N):
             slot = self._write()
             if self.rank != root:
-                self._place(self.rank, slot, x_N[part]).copy_(x_N[part])
+                self._view(self.rank, slot, x_N[part]).copy_(x_N[part])
             yield
             if self.rank == root:
-                terms = [self._place(peer, slot, x_N[part]) for peer in self.peers]
+                terms = [self._view(peer, slot, x_N[part]) for peer in self.peers]
                 _combine(x_N[part], [x_N[part], *terms], torch.add)
 
     def _shifted(self, out_N: Tensor, x_N: Tensor) -> Rounds:
         before = (self.rank - 1) % self.size
         for part in _parts(x_N):
             slot = self._write()
-            self._place(self.rank, slot, x_N[part]).copy_(x_N[part])
+            self._view(self.rank, slot, x_N[part]).copy_(x_N[part])
             yield
-            out_N[part] = self._place(before, slot, x_N[part])
+            out_N[part] = self._view(before, slot, x_N[part])
 
     def _start(self, rounds: Rounds, count: int) -> "Operation":
         while self.under_way and (len(self.under_way) > 1 or self.under_way[0].count + count > 2):
@@ -222,8 +222,8 @@ class SharedMemory:
     def _gone(self, peer: int) -> RuntimeError:
         return RuntimeError(f"rank {self.names[peer]} has gone")
 
-    def _place(self, rank: int, slot: int, like: Tensor, offset: int = 0) -> Tensor:
-        """Memory of a rank, of the shape and dtype of `like`."""
+    def _view(self, rank: int, slot: int, like: Tensor, offset: int = 0) -> Tensor:
+        """A view of a rank's slot, of the shape and dtype of `like`."""
         size = like.numel() * like.element_size()
         return self.slots[rank][slot, offset : offset + size].view(like.dtype).view(like.shape)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from mtcli.core.config.sync import SyncConfig
+from mtcli.core.config.sync import SyncConfig, mixing_rule
 from mtcli.core.mesh.topology import MixingGraph
 from mtcli.core.plan.exchange.arithmetic import Arithmetic, passes
 from mtcli.core.plan.exchange.share import ExchangeCosts, ReplicaShare
@@ -16,9 +16,8 @@ class DecentralizedCosts(ExchangeCosts):
 
     def __init__(self, share: ReplicaShare) -> None:
         self.share, self.graph = share, MixingGraph.of(share.sync, share.replicas)
-        method, has_momentum = share.sync.method, share.num_moments > 0
-        self.rule = method if has_momentum or method == "awc_dmsgd" else "dsgd"
-        self.mixed = (1 + (method == "da_dmsgd" and has_momentum)) * share.elements
+        self.rule = mixing_rule(share.sync.method, share.num_moments)
+        self.mixed = (1 + (self.rule == "da_dmsgd")) * share.elements
 
     def sent_bytes(self) -> float:
         """See ExchangeCosts."""

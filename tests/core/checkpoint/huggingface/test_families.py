@@ -15,7 +15,7 @@ from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_huggingface import to_hf
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.inference.model import open_inference_model
-from mtcli.core.model.inputs import Cache
+from mtcli.core.model.inputs import KVCache
 from mtcli.core.runtime.launch import Runtime
 
 EXAMPLES = int(os.environ.get("MTCLI_EXAMPLES", "2"))
@@ -174,7 +174,7 @@ def assert_logits(theirs, folder, vocab_size):
         expected = theirs(ids).logits
     for end in (1, 2, 9, 17):
         positions = torch.arange(end).expand(2, end)
-        found = engine.next_logits(ids[:, :end], positions, Cache())
+        found = engine.next_logits(ids[:, :end], positions, KVCache())
         assert found.shape == (2, vocab_size)
         error = (found - expected[:, end - 1]).abs().max() / expected.abs().max()
         assert error < 1e-4, (end, float(error))
