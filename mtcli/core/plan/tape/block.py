@@ -5,7 +5,6 @@ Which kernel runs is decided as the engine decides it: by the device, the dtype 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import NamedTuple
 
 from mtcli.core.plan.tape.autograd import (
@@ -13,7 +12,6 @@ from mtcli.core.plan.tape.autograd import (
     Storage,
     Tape,
     Value,
-    leaf,
     new_gradients,
     same_gradient,
 )
@@ -39,7 +37,6 @@ from mtcli.core.plan.tape.ops import (
     reused,
     row_linear,
     saved_by,
-    then,
     trained,
     views,
 )
@@ -83,35 +80,27 @@ def _block(ctx: TapeContext, x: Value) -> Value:
     if ctx.work.block_bytes:  # of code that is not ours, as a whole
         more = ctx.work.block_bytes - x.size
         return tape.op([x], [x.size], new_gradients(x.size), saved=[x], more=more)[0]
+    width = m.ffn_hidden_size / ctx.work.columns
     if m.norm_order == "post":
         y = _norm_of_sum(ctx, x, attention(ctx, x))
-        return then(ctx, y, _norm_of_sum(ctx, y, mlp(ctx, y, m.ffn_hidden_size / ctx.work.columns)))
-    normed = norm(ctx, x)
-    y = then(ctx, normed, attention(ctx, normed))
+        return _norm_of_sum(ctx, y, mlp(ctx, y, width))
+    y = attention(ctx, norm(ctx, x))
     if m.dropout:
-        total = then(ctx, y, dropout(ctx, y, x))
+        total = dropout(ctx, y, x)
+        del y
         normed = norm(ctx, total)
     else:
         total, normed = add_norm(ctx, x, y)
-        tape.free(y)
-    if m.num_experts:
-        part = mixture(ctx, normed)
-    else:
-        part = mlp(ctx, normed, m.ffn_hidden_size / ctx.work.columns)
-    out = dropout(ctx, part, total)
-    tape.free(part, normed, total)
-    return out
+        del y
+    part = mixture(ctx, normed) if m.num_experts else mlp(ctx, normed, width)
+    return dropout(ctx, part, total)
 
 
 def _norm_of_sum(ctx: TapeContext, x: Value, y: Value) -> Value:
-    """norm(x + dropout(y)), which frees y."""
+    """norm(x + dropout(y))."""
     if ctx.work.model.dropout:
-        total = dropout(ctx, y, x)
-        normed = norm(ctx, total)
-    else:
-        total, normed = add_norm(ctx, x, y)
-    ctx.tape.free(total, y)
-    return normed
+        return norm(ctx, dropout(ctx, y, x))
+    return add_norm(ctx, x, y)[1]
 
 
 def mlp(ctx: TapeContext, x: Value, width: float, name: str = "mlp") -> Value:
@@ -119,8 +108,7 @@ def mlp(ctx: TapeContext, x: Value, width: float, name: str = "mlp") -> Value:
     m = ctx.work.model
     up = "gate_up" if m.is_gated else "up"
     inner = column_linear(ctx, x, (m.up_factor * width, ctx.t.inner), f"{name}.{up}")
-    down = row_linear(ctx, inner, (ctx.t.hidden, width), f"{name}.down", activated_linear)
-    return then(ctx, inner, down)
+    return row_linear(ctx, inner, (ctx.t.hidden, width), f"{name}.down", activated_linear)
 
 
 def attention(ctx: TapeContext, x: Value) -> Value:
@@ -131,8 +119,8 @@ def attention(ctx: TapeContext, x: Value) -> Value:
         mixed = tape.recompute(lambda x: _mix(ctx, x), qkv)
     else:
         mixed = _mix(ctx, qkv)
-    tape.free(qkv)
-    return then(ctx, mixed, row_linear(ctx, mixed, (t.hidden, t.queries), "attention.out"))
+    del qkv
+    return row_linear(ctx, mixed, (t.hidden, t.queries), "attention.out")
 
 
 def _heads(ctx: TapeContext, x: Value) -> Value:
@@ -146,27 +134,24 @@ def _heads(ctx: TapeContext, x: Value) -> Value:
     summed = new_gradients(columns.size, moment=own_keys + columns.size)
     sent = tape.op([columns], [size], summed)[0]
     exchanged = new_gradients(size, moment=2 * size)  # laid out by receiver, and what comes
-    parts = then(ctx, sent, tape.op([sent], [size], exchanged)[0])
-    full_heads = then(ctx, parts, copied(ctx, parts, size))
-    return then(ctx, columns, full_heads)
+    parts = tape.op([sent], [size], exchanged)[0]
+    del sent
+    return copied(ctx, parts, size)
 
 
 def _mix(ctx: TapeContext, qkv: Value) -> Value:
     tape, m, heads = ctx.tape, ctx.work.model, HeadSizes(ctx, ctx.t.size)
     q, k, v = tape.op([qkv], [qkv, qkv, qkv], new_gradients(qkv.size))
     if heads.grouped and m.num_kv_heads > ctx.work.columns:
-        q = then(ctx, q, copied(ctx, q, heads.q))
+        q = copied(ctx, q, heads.q)
     if m.position == "rope":
         q, k = _rotated(ctx, q, k, heads)
     if m.attention_dropout:
-        y = _with_dropout(ctx, (q, k, v), heads)
-    elif ctx.work.layout.cp == 1:
-        y = full_rows(ctx, (q, k, v), heads)
-    else:
-        ways = {"ring": ring, "all_gather": gathered, "a2a": heads_exchanged}
-        y = ways[ctx.work.cp_mode](ctx, (q, k, v), heads)
-    tape.free(q, k, v)
-    return y
+        return _with_dropout(ctx, (q, k, v), heads)
+    if ctx.work.layout.cp == 1:
+        return full_rows(ctx, (q, k, v), heads)
+    ways = {"ring": ring, "all_gather": gathered, "a2a": heads_exchanged}
+    return ways[ctx.work.cp_mode](ctx, (q, k, v), heads)
 
 
 def _rotated(ctx: TapeContext, q: Value, k: Value, heads: HeadSizes) -> tuple[Value, Value]:
@@ -176,7 +161,6 @@ def _rotated(ctx: TapeContext, q: Value, k: Value, heads: HeadSizes) -> tuple[Va
         rotated = [moved(ctx, x, n, n, 2.5 * n) for x, n in zip((q, k), sizes, strict=True)]
     else:
         rotated = ctx.tape.op([q, k], sizes, new_gradients(*sizes))
-    ctx.tape.free(q, k)
     return rotated[0], rotated[1]
 
 
@@ -188,12 +172,12 @@ def _with_dropout(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
     visible = Value(tape.new(mask_numel(ctx)))
     scaled = moved(ctx, q, heads.q, heads.q, heads.q)
     scores = batched_gemm(ctx, (scaled, k), heads.scores * size)
-    tape.free(scaled, k)
+    del scaled, k
     left = _dropped_softmax(ctx, scores, visible, heads)
-    tape.free(scores)
+    del scores
     mixed = batched_gemm(ctx, (left, v), heads.q)
-    tape.free(left, v, visible)
-    return then(ctx, mixed, copied(ctx, mixed, heads.q))
+    del left, v, visible
+    return copied(ctx, mixed, heads.q)
 
 
 def _dropped_softmax(ctx: TapeContext, scores: Value, visible: Value, heads: HeadSizes) -> Value:
@@ -207,15 +191,14 @@ def _dropped_softmax(ctx: TapeContext, scores: Value, visible: Value, heads: Hea
     probabilities = masked_softmax(ctx, scores, heads.scores)
     tape.moment(random_bytes(heads.scores, ctx.work.seq_len, ctx.cpu))
     size = probabilities.size
-    left = tape.op([probabilities], [size], new_gradients(size), more=size)[0]
-    return then(ctx, probabilities, left)
+    return tape.op([probabilities], [size], new_gradients(size), more=size)[0]
 
 
 def _per_head(ctx: TapeContext, x: Value, heads: HeadSizes, size: float) -> Value:
     if ctx.work.layout.cp == 1:
         return moved(ctx, x, size, heads.k)
     gathered = in_order(ctx, x, heads)
-    return then(ctx, gathered, moved(ctx, gathered, size, gathered.size))
+    return moved(ctx, gathered, size, gathered.size)
 
 
 def full_rows(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
@@ -243,9 +226,7 @@ def _by_document(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
         q, k, v = (reused(ctx, x) for x in qkv)
     split = [views(ctx, x, rows, size) for x, size in zip((q, k, v), sizes, strict=True)]
     parts = [_of_rows(ctx, row, document, copies=False) for row in zip(*split, strict=True)]
-    mixed = concatenated(ctx, parts, heads.q)
-    ctx.tape.free(q, k, v, *chain(*split), *parts)
-    return mixed
+    return concatenated(ctx, parts, heads.q)
 
 
 def _of_rows(ctx: TapeContext, qkv: QKV, heads: HeadSizes, copies: bool) -> Value:
@@ -257,16 +238,14 @@ def _of_rows(ctx: TapeContext, qkv: QKV, heads: HeadSizes, copies: bool) -> Valu
         sizes = ((heads.q, wide.q), (heads.k, wide.k), (heads.k, wide.k))
         q, k, v = (moved(ctx, x, to, of) for x, (of, to) in zip(qkv, sizes, strict=True))
         mixed = fused(ctx, (q, k, v), wide, wide.k)
-        ctx.tape.free(q, k, v)
-        return then(ctx, mixed, resized(ctx, mixed, heads.q))
+        del q, k, v
+        return resized(ctx, mixed, heads.q)
     if not ctx.cpu and heads.size > 4:
         return plain(ctx, qkv, heads)
     if not ctx.cpu and heads.grouped and heads.size == 4:
         q, *kv = qkv
         k, v = (moved(ctx, x, heads.q, heads.k) for x in kv)
-        mixed = fused(ctx, (q, k, v), heads, heads.q)
-        ctx.tape.free(k, v)
-        return mixed
+        return fused(ctx, (q, k, v), heads, heads.q)
     return fused(ctx, qkv, heads, heads.k)
 
 
@@ -297,24 +276,22 @@ def _in_blocks(
 ) -> Value:
     """Runs CPU attention, some heads at a time, maybe of one `document`; several sequences are
     copied by head and back."""
-    saved = () if copies else qkv[: 1 if heads.grouped else 3]
+    kept = () if copies else qkv[: 1 if heads.grouped else 3]
     more = (3 if copies else 2 * heads.grouped) * heads.q
     forward, backward = head_blocks_bytes(ctx, document or heads, ctx.work.seq_len)
 
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
         laid = [tape.new(heads.q)] if copies else []
-        gradients = [tape.new(heads.q) for _ in qkv]
+        gradients: Gradients = [tape.new(heads.q) for _ in "qkv"]
         tape.moment(backward)
-        tape.free(*laid)
+        del laid
         if heads.grouped:
-            summed = [tape.new(heads.k), tape.new(heads.k)]
-            tape.free(*gradients[1:])
-            gradients[1:] = summed
+            gradients[1:] = [tape.new(heads.k), tape.new(heads.k)]
         return gradients
 
     ctx.tape.moment(heads.q + forward)
-    mixed = ctx.tape.op(qkv, [heads.q], back, saved=saved, saves_results=[0], more=more)[0]
-    return then(ctx, mixed, copied(ctx, mixed, heads.q)) if copies else mixed
+    mixed = ctx.tape.op(qkv, [heads.q], back, saved=kept, saves_results=[0], more=more)[0]
+    return copied(ctx, mixed, heads.q) if copies else mixed
 
 
 def head_blocks_bytes(ctx: TapeContext, heads: HeadSizes, rows: int) -> tuple[float, float]:
@@ -333,19 +310,19 @@ def plain(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
 
     Values are copied where heads share them or where they are of one row among others.
     """
-    tape, (q, *kv) = ctx.tape, qkv
+    q, *kv = qkv
     times = ctx.work.layout.cp if ctx.work.cp_mode == "all_gather" else 1
     scaled = moved(ctx, q, heads.q, heads.q)
     several = heads.grouped or ctx.work.row_sequences > heads.rows
     k = moved(ctx, kv[0], times * heads.q, times * heads.k)
     v = moved(ctx, kv[1], times * heads.q, times * heads.k) if several else reused(ctx, kv[1])
     scores = batched_gemm(ctx, (scaled, k), heads.scores * heads.size)
-    tape.free(scaled, k)
+    del scaled, k
     probabilities = _softmax(ctx, scores)
-    tape.free(scores)
+    del scores
     mixed = batched_gemm(ctx, (probabilities, v), heads.q, used=times * heads.q)
-    tape.free(probabilities, v)
-    return then(ctx, mixed, copied(ctx, mixed, heads.q))
+    del probabilities, v
+    return copied(ctx, mixed, heads.q)
 
 
 def _softmax(ctx: TapeContext, scores: Value, *saved: Value) -> Value:
@@ -361,14 +338,11 @@ def masked_softmax(ctx: TapeContext, scores: Value, numel: float) -> Value:
     unseen = Value(ctx.tape.new(mask_numel(ctx)))
     filled = moved(ctx, scores, wide, scores.size, wide)
     probabilities = _softmax(ctx, filled, unseen)
-    ctx.tape.free(filled, unseen)
-    if unseen.size:  # what sees nothing gets zeros
-        probabilities = then(ctx, probabilities, moved(ctx, probabilities, wide, wide))
-    return (
-        probabilities
-        if wide == scores.size
-        else then(ctx, probabilities, resized(ctx, probabilities, scores.size))
-    )
+    masked = unseen.size > 0
+    del filled, unseen
+    if masked:  # what sees nothing gets zeros
+        probabilities = moved(ctx, probabilities, wide, wide)
+    return probabilities if wide == scores.size else resized(ctx, probabilities, scores.size)
 
 
 def mask_numel(ctx: TapeContext) -> float:
@@ -386,8 +360,8 @@ def batched_gemm(
     (first, second), copies = factors, 2 * ctx.slow
     sizes = first.size, used or second.size
 
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        gradients = []
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
+        gradients: Gradients = []
         for operand, other in (sizes, sizes[::-1]):
             tape.moment(gemm_bytes(ctx, copies * (size + other), operand))
             gradients.append(tape.new(operand))
@@ -403,21 +377,20 @@ def ring(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
     both, backward_bytes = 2 * heads.k, _ring_backward_bytes(ctx, heads)
     passing = min(2, ctx.work.layout.cp - 1) * both  # a block that has come, and one on its way
 
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        grad, sums = tape.new(heads.q), (tape.new(wide * heads.q), tape.new(wide * both))
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
+        sums = tape.new(heads.q), tape.new(wide * heads.q), tape.new(wide * both)
         tape.moment(passing + heads.q + 2 * both)
         tape.moment(passing + backward_bytes)
         tape.moment(passing + wide * both)
-        gradients = [tape.new(heads.q), tape.new(both)]
-        tape.free(grad, *sums)
+        gradients: Gradients = [tape.new(heads.q), tape.new(both)]
+        del sums
         return gradients
 
-    kv = concatenated(ctx, [k, v], both)
+    taken = [q, concatenated(ctx, [k, v], both)]
     tape.moment(passing + wide * heads.q + max(heads.q, 3 * _scores(ctx, heads)))
-    taken = [q, kv]
     mixed = tape.op(taken, [heads.q], back, saved=taken, saves_results=[0], more=heads.lse)[0]
-    tape.free(kv)
-    return then(ctx, mixed, copied(ctx, mixed, heads.q))
+    del taken
+    return copied(ctx, mixed, heads.q)
 
 
 def _scores(ctx: TapeContext, heads: HeadSizes) -> float:
@@ -443,15 +416,11 @@ def _ring_backward_bytes(ctx: TapeContext, heads: HeadSizes) -> float:
 
 def gathered(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention over all-gathered keys and values, put in order."""
-    tape, cp = ctx.tape, ctx.work.layout.cp
     q, *kv = qkv
     k, v = (in_order(ctx, x, heads) for x in kv)
     if heads.size > 4 and not ctx.cpu:
-        mixed = plain(ctx, (q, k, v), heads)
-    else:
-        mixed = fused(ctx, (q, k, v), heads, cp * heads.k, _mask_bytes(ctx, heads))
-    tape.free(k, v)
-    return mixed
+        return plain(ctx, (q, k, v), heads)
+    return fused(ctx, (q, k, v), heads, ctx.work.layout.cp * heads.k, _mask_bytes(ctx, heads))
 
 
 def _mask_bytes(ctx: TapeContext, heads: HeadSizes) -> float:
@@ -463,18 +432,17 @@ def in_order(ctx: TapeContext, x: Value, heads: HeadSizes) -> Value:
     """All-gathers keys or values and indexes them by position."""
     own, size = moved(ctx, x, heads.k, heads.k), ctx.work.layout.cp * heads.k
     parts = moved(ctx, own, size, heads.k)
-    ctx.tape.free(own)
-    return then(ctx, parts, moved(ctx, parts, size, size))
+    del own
+    return moved(ctx, parts, size, size)
 
 
 def heads_exchanged(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention of full sequences of some heads, with an all-to-all before and after."""
-    tape = ctx.tape
     sizes = (heads.q, heads.k, heads.k)
     q, k, v = (_exchanged(ctx, x, size) for x, size in zip(qkv, sizes, strict=True))
     mixed = full_rows(ctx, (q, k, v), heads)
-    tape.free(q, k, v)
-    return then(ctx, mixed, _exchanged(ctx, mixed, heads.q))
+    del q, k, v
+    return _exchanged(ctx, mixed, heads.q)
 
 
 def _exchanged(ctx: TapeContext, x: Value, size: float) -> Value:
@@ -487,28 +455,29 @@ def mixture(ctx: TapeContext, x: Value) -> Value:
     own = replace(ctx, of_experts=True)
     entered = moved(ctx, x, x.size, x.size, x.size) if on_grid else x
     routed, weights = _routed(own, entered)
-    y = then(ctx, weights, dispatched(own, routed, weights))
+    y = dispatched(own, routed, weights)
+    del weights
     if on_grid:
-        ctx.tape.free(routed, entered)
-        y = then(ctx, y, moved(ctx, y, x.size, x.size, x.size))
+        del routed, entered
+        y = moved(ctx, y, x.size, x.size, x.size)
     x = reused(ctx, x) if on_grid else routed
     if m.shared_expert_ffn_hidden_size:
         width = m.shared_expert_ffn_hidden_size / ctx.work.columns
         shared = mlp(ctx, x, width, "mlp.shared_expert")
         if m.shared_expert_gate:
-            gate = saved_by(ctx, x, ctx.t.rows * ctx.t.size)
-            shared = then(ctx, shared, then(ctx, gate, _gated(ctx, gate, shared)))
-        y = then(ctx, shared, then(ctx, y, add(ctx, y, shared)))
-    return then(ctx, x, y)
+            shared = _gated(ctx, saved_by(ctx, x, ctx.t.rows * ctx.t.size), shared)
+        y = add(ctx, y, shared)
+    return y
 
 
 def _gated(ctx: TapeContext, gate: Value, x: Value) -> Value:
     """Multiplies x by its gate, a number per row."""
+    sizes = gate.size, x.size
 
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        of_gate, of_x = tape.new(gate.size), tape.new(x.size)
-        tape.moment(x.size)
-        return [of_gate, of_x]
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
+        gradients: Gradients = [tape.new(size) for size in sizes]
+        tape.moment(sizes[1])
+        return gradients
 
     return ctx.tape.op([gate, x], [x.size], back, saved=[gate, x])[0]
 
@@ -518,10 +487,9 @@ def _routed(ctx: TapeContext, x: Value) -> tuple[Value, Value]:
     tape, t, m = ctx.tape, ctx.t, ctx.work.model
     table, chosen = t.rows * m.num_experts * t.wide, t.rows * m.top_k
     wide = resized(ctx, x, x.size / t.size * t.wide) if t.size < 4 else x
-    saved = [] if ctx.work.lora.rank else [wide]
-    logits = tape.op([wide], [table], new_gradients(wide.size), saved=saved)[0]
-    if wide is not x:
-        tape.free(wide)
+    kept = [] if ctx.work.lora.rank else [wide]
+    logits = tape.op([wide], [table], new_gradients(wide.size), saved=kept)[0]
+    del wide, kept
     tape.moment(2 * table * (1 + ctx.by_torch))
     more = table + chosen * (t.wide + INDEX)
     if m.aux_loss_coeff or m.sequence_aux_loss_coeff:
@@ -530,7 +498,8 @@ def _routed(ctx: TapeContext, x: Value) -> tuple[Value, Value]:
         sharers = ctx.work.layout.cp * ctx.work.sequence_shards
         tape.moment(more + (2 + 4 * sharers) * table)
     weights = tape.op([logits], [chosen * t.wide], new_gradients(table), more=more)[0]
-    return reused(ctx, x), then(ctx, logits, weights)
+    del logits
+    return reused(ctx, x), weights
 
 
 def _gathered_experts(ctx: TapeContext, x: Value) -> Value:
@@ -550,16 +519,15 @@ def _experts(ctx: TapeContext, x: Value) -> Value:
         return _one_by_one(ctx, x, tables, number)
     inner = _grouped_gemm(ctx, x, tables[0], gated * width / hidden, gated * down)
     if recomputes_activation(ctx):
-        return then(
-            ctx, inner, _grouped_activated_gemm(ctx, inner, tables[1], hidden / width, down)
-        )
-    active = then(ctx, inner, saved_by(ctx, inner, inner.size / gated))
-    return then(ctx, active, _grouped_gemm(ctx, active, tables[1], hidden / width, down))
+        return _grouped_activated_gemm(ctx, inner, tables[1], hidden / width, down)
+    active = saved_by(ctx, inner, inner.size / gated)
+    del inner
+    return _grouped_gemm(ctx, active, tables[1], hidden / width, down)
 
 
 def _table(ctx: TapeContext, rows: float) -> Value:
     """Views all experts' weights of a kind as [experts, rows, columns]."""
-    return ctx.tape.op([leaf(rows)], [0.0], same_gradient)[0]
+    return ctx.tape.op([ctx.tape.leaf(rows)], [0.0], same_gradient)[0]
 
 
 def _grouped_gemm(ctx: TapeContext, x: Value, table: Value, times: float, size: float) -> Value:
@@ -572,13 +540,11 @@ def _grouped_activated_gemm(
     ctx: TapeContext, x: Value, table: Value, times: float, size: float
 ) -> Value:
     """Runs a grouped GEMM of activation(x), recomputed in the backward in its gradient's memory."""
-    given = x.size / ctx.work.model.up_factor
+    entered, given = x.size, x.size / ctx.work.model.up_factor
 
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        result = tape.new(given)
-        gradient, of_weight = tape.new(x.size), tape.new(trained(ctx, size))
-        tape.free(result)
-        return [gradient, of_weight]
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
+        tape.moment(given + entered + trained(ctx, size))  # the activation, recomputed
+        return [tape.new(entered), tape.new(trained(ctx, size))]
 
     ctx.tape.moment(given + times * given)
     return ctx.tape.op([x, table], [times * given], back, saved=[x])[0]
@@ -586,7 +552,7 @@ def _grouped_activated_gemm(
 
 def _one_by_one(ctx: TapeContext, x: Value, tables: Sequence[Value], number: int) -> Value:
     """Runs each expert's rows through its own GEMMs; weight gradients are joined at the end."""
-    tape, m, size = ctx.tape, ctx.work.model, ctx.t.size
+    m, size = ctx.work.model, ctx.t.size
     hidden, width = ctx.t.hidden, m.moe_ffn_hidden_size / ctx.work.layout.etp
     gated, rows = m.up_factor, ctx.work.expert_rows / number
     weight_bytes = hidden * width * size
@@ -596,10 +562,9 @@ def _one_by_one(ctx: TapeContext, x: Value, tables: Sequence[Value], number: int
     parts = []
     for expert_rows, up, down in zip(split, ups, downs, strict=True):
         inner = linear(ctx, expert_rows, (gated * width, hidden), rows, up)
-        parts.append(then(ctx, inner, activated_linear(ctx, inner, (hidden, width), down)))
-    y = concatenated(ctx, parts, x.size)
-    tape.free(*parts, *split)
-    return y
+        parts.append(activated_linear(ctx, inner, (hidden, width), down))
+        del inner
+    return concatenated(ctx, parts, x.size)
 
 
 class Routed(NamedTuple):
@@ -636,39 +601,34 @@ def _by_all_to_all(ctx: TapeContext, x: Value, weights: Value) -> Value:
     order, back = (Value(tape.new(INDEX * work.expert_rows * travels)) for _ in range(2))
     rows = _spread(ctx, x, routed)
     if layout.ep > 1:
-        rows = then(ctx, rows, moved(ctx, rows, received, sent))
+        rows = moved(ctx, rows, received, sent)
     if layout.etp > 1:
         gathered = moved(ctx, rows, here, received, here)
-        rows = then(ctx, gathered, then(ctx, rows, _reordered(ctx, gathered, order)))
+        rows = _reordered(ctx, gathered, order)
+        del gathered
     elif travels:
-        rows = then(ctx, rows, _reordered(ctx, rows, order))
+        rows = _reordered(ctx, rows, order)
     results = _gathered_experts(ctx, rows)
     if travels:
-        results = then(ctx, results, _reordered(ctx, results, back))
+        results = _reordered(ctx, results, back)
     if layout.etp > 1:
-        results = then(ctx, results, moved(ctx, results, received, here, here))
+        results = moved(ctx, results, received, here, here)
     if layout.ep > 1:
-        results = then(ctx, results, moved(ctx, results, sent, received))
-    y = _summed(ctx, results, weights, routed)
-    tape.free(results, rows, order, back)
-    return y
+        results = moved(ctx, results, sent, received)
+    return _summed(ctx, results, weights, routed)
 
 
 def _by_all_gather(ctx: TapeContext, x: Value, weights: Value) -> Value:
     """All-gathers an expert group's tokens, and reduce-scatters the results."""
-    tape, work = ctx.tape, ctx.work
+    work = ctx.work
     ranks = work.layout.ep * work.layout.etp
     everyone = Routed.of(ctx, ranks, work.expert_copies, work.expert_rows)
     gathered = moved(ctx, x, ranks * x.size, x.size) if ranks > 1 else x
     rows = _spread(ctx, gathered, everyone)
-    results = then(ctx, rows, _gathered_experts(ctx, rows))
+    results = _gathered_experts(ctx, rows)
+    del rows
     summed = _summed(ctx, results, weights, everyone)
-    if ranks == 1:
-        tape.free(results)
-        return summed
-    y = moved(ctx, summed, x.size, summed.size)
-    tape.free(summed, results, gathered)
-    return y
+    return summed if ranks == 1 else moved(ctx, summed, x.size, summed.size)
 
 
 def _reordered(ctx: TapeContext, rows: Value, order: Value) -> Value:
@@ -691,14 +651,14 @@ def _summed(ctx: TapeContext, rows: Value, weights: Value, routed: Routed) -> Va
             [rows, weights], [routed.tokens], new_gradients(rows.size, weights.size), saved=[rows]
         )[0]
 
-    def by_torch(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        of_copies = tape.new(routed.copies)
+    of_rows, of_weights = rows.size, weights.size
+
+    def by_torch(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
+        gradient = tape.new(routed.copies)
         tape.moment(routed.padding + routed.copies)  # taken from the rows, and times the gradient
-        if not routed.padding:
-            return [of_copies, tape.new(weights.size)]
-        of_rows = tape.new(rows.size)
-        tape.free(of_copies)
-        return [of_rows, tape.new(weights.size)]
+        if routed.padding:
+            gradient = tape.new(of_rows)
+        return [gradient, tape.new(of_weights)]
 
     ctx.tape.moment(routed.padding + routed.copies + routed.tokens)
     indices = routed.num_copies * (2 + (routed.padding > 0))

@@ -1,6 +1,6 @@
 """The ops that layers are made of, on a tape: GEMMs, collectives, norms, and FSDP2's all-gathers.
 
-Each makes its result and leaves its input to the caller. T are a micro-batch's tokens on a context
+T are a micro-batch's tokens on a context
 parallel rank, R those between the tensor parallel regions (T/tp under sequence parallelism).
 """
 
@@ -20,8 +20,6 @@ from mtcli.core.plan.tape.autograd import (
     Tape,
     Value,
     WeightPass,
-    leaf,
-    named_again,
     new_gradients,
     same_gradient,
 )
@@ -117,14 +115,14 @@ class Gathering:
         if group.name in self.gathered:
             return
         buffer = self._gather(group)
-        self.gathered[group.name] = self.tape.hold(group.weights)
+        self.gathered[group.name] = self.tape.new(group.weights)
         self.settle()
         self.deferred = buffer
 
     def forward_done(self, group: Group) -> None:
         """Frees it after its forward, but in a recomputation: the backward needs the weights."""
         if self.tape.last_op < 0:
-            self.free(group)
+            self.gathered.pop(group.name, None)
         else:
             self.settle()
         if group not in self.order:
@@ -132,42 +130,33 @@ class Gathering:
 
     def settle(self) -> None:
         """Frees the last buffer of a forward."""
-        if self.deferred is not None:
-            self.tape.free(self.deferred)
-            self.deferred = None
-
-    def free(self, group: Group) -> None:
-        """Frees gathered weights."""
-        if group.name in self.gathered:
-            self.tape.free(self.gathered.pop(group.name))
+        self.deferred = None
 
     def backward(self, group: Group) -> None:
         """Gathers a group before its backward, and prefetches the one that follows."""
         self.tape.waiting.append([])
         if group.name not in self.gathered:
             buffer = self._gather(group)
-            self.gathered[group.name] = self.tape.hold(group.weights)
-            if buffer is not None:
-                self.tape.free(buffer)
+            self.gathered[group.name] = self.tape.new(group.weights)
+            del buffer
         if group in self.order:
             self.order.remove(group)
         if self.order and self.order[-1].name not in self.coming:
             ahead = self.order[-1]
-            buffer = self._gather(ahead)
-            if buffer is not None:
-                self.coming[ahead.name] = buffer
+            coming = self._gather(ahead)
+            if coming is not None:
+                self.coming[ahead.name] = coming
 
     def reduced(self, group: Group) -> None:
         """Reduce-scatters a group's gradients after its backward.
 
         A name of FSDP2's keeps the last one alive, unless a single rank copies them.
         """
-        tape, grads = self.tape, self.tape.waiting.pop()
-        self.free(group)
-        if self.reducing is not None:
-            tape.free(self.reducing)
-        self.reducing = tape.hold(group.wide)
-        tape.free(*grads)
+        tape = self.tape
+        self.gathered.pop(group.name, None)
+        self.reducing = None
+        self.reducing = tape.new(group.wide)
+        tape.waiting.pop()
         tape.moment(group.wide / group.ranks + group.last * (group.ranks > 1))
 
     def _gather(self, group: Group) -> Storage | None:
@@ -176,19 +165,17 @@ class Gathering:
         if group.name in self.coming:
             return self.coming.pop(group.name)
         self.tape.moment(group.weights * (1 + 1 / group.ranks))
-        return self.tape.hold(group.weights)
+        return self.tape.new(group.weights)
 
 
 def marked(tape: Tape, x: Value, event: Callable[[], None]) -> Value:
     """Returns x with an event when the backward comes by."""
 
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
         event()
-        return [named_again(grads[0])]
+        return [grads[0]]
 
-    value = tape.op([x], [x], back)[0]
-    tape.free(x)  # it has the memory of x, which its caller names
-    return value
+    return tape.op([x], [x], back)[0]
 
 
 class Kernels(NamedTuple):
@@ -271,7 +258,8 @@ def views(ctx: TapeContext, x: Value, number: int, size: float) -> list[Value]:
 
 def concatenated(ctx: TapeContext, parts: Sequence[Value], size: float) -> Value:
     """Concatenates the parts in new memory, all of whose gradients are the result's."""
-    return ctx.tape.op(parts, [size], lambda tape, grads: [named_again(grads[0]) for _ in parts])[0]
+    count = len(parts)
+    return ctx.tape.op(parts, [size], lambda tape, grads, saved: count * [grads[0]])[0]
 
 
 def saved_by(ctx: TapeContext, x: Value, size: float) -> Value:
@@ -309,20 +297,21 @@ def linear(
     given = rows * inner * size or x.size
     out, weight_bytes = given / inner * width, width * inner * size
     of_input = min(given, x.size)
-    table = leaf(width) if weight is None else weight
+    table = ctx.tape.leaf(width) if weight is None else weight
     narrow = weight is None and _is_narrow(ctx, shape)
     of_x, of_w, of_y = (_copied(ctx, full, narrow) for full in (given, weight_bytes, out))
+    of_parameter, table_rows = weight is None, table.edge.rows
     rank = ctx.work.lora.rank
 
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
         tape.moment(gemm_bytes(ctx, of_y + of_w, of_input, narrow))
         gradient = tape.new(of_input)
         if rank:
             tape.moment((adapters > 0) * of_input)
             return [gradient, None]
         moment = gemm_bytes(ctx, of_y + of_x, weight_bytes, narrow)
-        half = WeightPass(weight_bytes, table.rows, (x.storage, grads[0]), moment)
-        return [gradient, tape.weight(half, later=weight is None)]
+        half = WeightPass(weight_bytes, table_rows, (*saved, grads[0]), moment)
+        return [gradient, tape.weight(half, later=of_parameter)]
 
     copies = of_x + of_w
     if copies:
@@ -330,8 +319,8 @@ def linear(
     by_torch = not copies and not (ctx.tape.splits and weight is None)
     made = 0.0 if by_torch and ctx.tape.ends_next else out  # torch's keeps x before it runs
     low = adapters * rank * (given / inner + (adapters > 1) * width * size)  # A x, and B in blocks
-    saved = [x] if adapters or not rank else []
-    return ctx.tape.op([x, table], [made], back, saved=saved, more=low)[0]
+    kept = [x] if adapters or not rank else []
+    return ctx.tape.op([x, table], [made], back, saved=kept, more=low)[0]
 
 
 def _is_narrow(ctx: TapeContext, shape: tuple[float, float]) -> bool:
@@ -370,25 +359,23 @@ def activated_linear(
     """
     if adapters or not recomputes_activation(ctx):
         active = saved_by(ctx, x, x.size / ctx.work.model.up_factor)
-        return then(ctx, active, linear(ctx, active, shape, 0.0, weight, adapters))
+        return linear(ctx, active, shape, 0.0, weight, adapters)
     (width, inner), size = shape, ctx.work.sizes.weight
-    given, weight_bytes = x.size / ctx.work.model.up_factor, width * inner * size
+    entered, weight_bytes = x.size, width * inner * size
+    given = entered / ctx.work.model.up_factor
     out = given / inner * width
     narrow = weight is None and _is_narrow(ctx, shape)
     of_x, of_w, of_y = (_copied(ctx, full, narrow) for full in (given, weight_bytes, out))
-    table = leaf(width) if weight is None else weight
+    table = ctx.tape.leaf(width) if weight is None else weight
+    of_parameter, table_rows = weight is None, table.edge.rows
 
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
         tape.moment(of_y + of_w + given)
-        result = tape.new(given)
-        gradient = tape.new(x.size)
+        result, gradient = tape.new(given), tape.new(entered)
         if ctx.work.lora.rank:
-            tape.free(result)
             return [gradient, None]
-        half = WeightPass(weight_bytes, table.rows, (result, grads[0]), of_y + of_x + weight_bytes)
-        of_weight = tape.weight(half, later=weight is None)
-        tape.free(result)
-        return [gradient, of_weight]
+        half = WeightPass(weight_bytes, table_rows, (result, grads[0]), of_y + of_x + weight_bytes)
+        return [gradient, tape.weight(half, later=of_parameter)]
 
     ctx.tape.moment(given + max(of_x + of_w, out))
     return ctx.tape.op([x, table], [out], back, saved=[x])[0]
@@ -423,9 +410,7 @@ def column_linear(ctx: TapeContext, x: Value, shape: tuple[float, float], layer:
     """Runs this rank's columns of a GEMM, of a block's layer."""
     if ctx.work.layout.tp_rows > 1:
         return grid_gemm(ctx, x, shape)
-    gathered = enter(ctx, x)
-    y = linear(ctx, gathered, shape, adapters=targets(ctx, layer))
-    return then(ctx, gathered, y)
+    return linear(ctx, enter(ctx, x), shape, adapters=targets(ctx, layer))
 
 
 def row_linear(
@@ -434,11 +419,8 @@ def row_linear(
     """Sums every rank's partial GEMMs, of a block's layer, and adds a bias."""
     if ctx.work.layout.tp_rows > 1:
         return _row_gemm(ctx, x, shape, multiply)
-    partial = multiply(ctx, x, shape, adapters=targets(ctx, layer))
-    y = then(ctx, partial, leave(ctx, partial))
-    if ctx.work.model.bias:
-        y = then(ctx, y, reused(ctx, y))
-    return y
+    y = leave(ctx, multiply(ctx, x, shape, adapters=targets(ctx, layer)))
+    return reused(ctx, y) if ctx.work.model.bias else y
 
 
 class Panels(NamedTuple):
@@ -502,16 +484,17 @@ def grid_gemm(
     wide = (out / t.size * t.wide) * (t.size < 4)
     copied = u.copied + v.copied
     ctx.tape.moment(wide + out + copied)
-    table = leaf(width) if weight is None else weight
+    table = ctx.tape.leaf(width) if weight is None else weight
+    of_parameter, table_rows, entered = weight is None, table.edge.rows, x.size
 
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        if tape.splits and weight is None:
-            needs, half = (x.storage, grads[0]), v.summed + u.copied
-            of_weight = tape.weight(WeightPass(weight_bytes, table.rows, needs, half))
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
+        if tape.splits and of_parameter:
+            needs, half = (*saved, grads[0]), v.summed + u.copied
+            of_weight = tape.weight(WeightPass(weight_bytes, table_rows, needs, half))
             tape.moment(u.summed + v.copied)
-            return [tape.new(x.size), of_weight]
+            return [tape.new(entered), of_weight]
         tape.moment(_both_summed(u, v) + copied)
-        return [tape.new(x.size), tape.new(weight_bytes)]
+        return [tape.new(entered), tape.new(weight_bytes)]
 
     return ctx.tape.op([x, table], [out], back, saved=[x])[0]
 
@@ -521,29 +504,26 @@ def _row_gemm(ctx: TapeContext, x: Value, shape: tuple[float, float], multiply: 
     t, active = ctx.t, x
     if multiply is activated_linear:
         active = saved_by(ctx, x, x.size / ctx.work.model.up_factor)
-    out, weight_bytes = t.stream, t.inner * shape[1] * t.size
+    out, weight_bytes, entered = t.stream, t.inner * shape[1] * t.size, active.size
     u, v = _panels(ctx.work, out, weight_bytes)  # rows of W are contiguous, and are not copied
-    table = leaf(t.inner)
-    wide = (active.size / t.size * t.wide) * (t.size < 4)
+    table = ctx.tape.leaf(t.inner)
+    wide, table_rows = (entered / t.size * t.wide) * (t.size < 4), table.edge.rows
 
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
         if tape.splits:
-            needs, half = (active.storage, grads[0]), v.summed + u.copied
-            of_weight = tape.weight(WeightPass(weight_bytes, table.rows, needs, half))
-            tape.moment(wide + active.size + u.copied)
-            return [tape.new(active.size), of_weight]
-        summing = (wide or active.size) + v.block + v.leaving + v.next_leaving
-        rounding = wide + active.size + v.block + v.leaving
-        tape.moment(max(summing, rounding, active.size + v.joined) + u.copied)
-        return [tape.new(active.size), tape.new(weight_bytes)]
+            needs, half = (*saved, grads[0]), v.summed + u.copied
+            of_weight = tape.weight(WeightPass(weight_bytes, table_rows, needs, half))
+            tape.moment(wide + entered + u.copied)
+            return [tape.new(entered), of_weight]
+        summing = (wide or entered) + v.block + v.leaving + v.next_leaving
+        rounding = wide + entered + v.block + v.leaving
+        tape.moment(max(summing, rounding, entered + v.joined) + u.copied)
+        return [tape.new(entered), tape.new(weight_bytes)]
 
     ctx.tape.moment(u.summed)
     y = ctx.tape.op([active, table], [out], back, saved=[active])[0]
-    if active is not x:
-        ctx.tape.free(active)
-    if ctx.work.model.bias:
-        y = then(ctx, y, copied(ctx, y, y.size))
-    return y
+    del active
+    return copied(ctx, y, y.size) if ctx.work.model.bias else y
 
 
 def panel_buffers(work: Workload, pp_rank: int) -> float:
@@ -567,12 +547,6 @@ def moved(ctx: TapeContext, x: Value, size: float, back_size: float, beside: flo
     return ctx.tape.op([x], [size], new_gradients(back_size, moment=beside + back_size))[0]
 
 
-def then(ctx: TapeContext, old: Value, new: Value) -> Value:
-    """Frees the old value and returns the new one."""
-    ctx.tape.free(old)
-    return new
-
-
 def norm(ctx: TapeContext, x: Value) -> Value:
     """Runs LayerNorm or RMSNorm of x, with statistics in float32."""
     t = ctx.t
@@ -590,12 +564,14 @@ def add_norm(ctx: TapeContext, x: Value, y: Value) -> tuple[Value, Value]:
         total = add(ctx, x, y)
         return total, norm(ctx, total)
 
-    def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-        both = tape.new(x.size)
-        return [both, named_again(both)]
+    size = x.size
+
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
+        both = tape.new(size)
+        return [both, both]
 
     stats = 2 * t.rows * t.wide
-    total, normed = ctx.tape.op([x, y], [x.size, x.size], back, saves_results=[0], more=stats)
+    total, normed = ctx.tape.op([x, y], [size, size], back, saves_results=[0], more=stats)
     return total, normed
 
 
@@ -615,33 +591,31 @@ def _rms_norm_on_cpu(ctx: TapeContext, x: Value) -> Value:
     wide_size, row = x.size / t.size * t.wide, t.rows * t.wide
     wide = resized(ctx, x, wide_size) if t.size < 4 else reused(ctx, x)
 
-    def of_square(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+    def of_square(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
         powers = tape.new(wide_size), tape.new(wide_size)
         out = tape.new(wide_size)
-        tape.free(*powers)
+        del powers
         return [out]
 
-    def of_scaled(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+    def of_scaled(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
         of_x = tape.new(wide_size)
         tape.moment(wide_size + row)
         return [of_x, tape.new(row)]
 
-    def of_weighted(tape: Tape, grads: Sequence[Storage]) -> Gradients:
+    def of_weighted(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
         out = tape.new(wide_size)
         tape.moment(wide_size)
         return [out]
 
     square = tape.op([wide], [wide_size], of_square, saved=[wide])[0]
     scale = tape.op([square], [row], new_gradients(wide_size), saves_results=[0])[0]
-    tape.free(square)
+    del square
     scaled = tape.op([wide, scale], [wide_size], of_scaled, saved=[wide, scale])[0]
-    tape.free(wide, scale)
-    saved = [] if ctx.work.lora.rank else [scaled]  # for the gradient of a weight that is trained
-    weighted = tape.op([scaled], [wide_size], of_weighted, saved=saved)[0]
-    tape.free(scaled)
-    if t.size >= 4:
-        return weighted
-    return then(ctx, weighted, resized(ctx, weighted, x.size))
+    del wide, scale
+    kept = [] if ctx.work.lora.rank else [scaled]  # for the gradient of a weight that is trained
+    weighted = tape.op([scaled], [wide_size], of_weighted, saved=kept)[0]
+    del scaled, kept
+    return weighted if t.size >= 4 else resized(ctx, weighted, x.size)
 
 
 def dropout(ctx: TapeContext, y: Value, onto: Value | None) -> Value:
@@ -651,14 +625,13 @@ def dropout(ctx: TapeContext, y: Value, onto: Value | None) -> Value:
         assert onto is not None, "nothing to do"
         return add(ctx, onto, y)
     if not ctx.by_torch:
-        taken = [y] if onto is None else [y, onto]
+        inputs, size = [y] if onto is None else [y, onto], y.size
+        added = len(inputs) - 1
 
-        def back(tape: Tape, grads: Sequence[Storage]) -> Gradients:
-            return [tape.new(y.size), *(named_again(grads[0]) for _ in taken[1:])]
+        def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
+            return [tape.new(size), *(added * [grads[0]])]
 
-        return tape.op(taken, [y.size], back)[0]
+        return tape.op(inputs, [size], back)[0]
     tape.moment(random_bytes(y.size / ctx.t.size, round(ctx.t.hidden), ctx.cpu))
     dropped = tape.op([y], [y.size], new_gradients(y.size), more=y.size)[0]
-    if onto is None:
-        return dropped
-    return then(ctx, dropped, add(ctx, onto, dropped))
+    return dropped if onto is None else add(ctx, onto, dropped)
