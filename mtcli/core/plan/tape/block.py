@@ -21,7 +21,7 @@ from mtcli.core.plan.tape.ops import (
     EXPERTS,
     INDEX,
     TapeContext,
-    activated_linear,
+    Weight,
     add,
     add_norm,
     column_linear,
@@ -108,7 +108,7 @@ def mlp(ctx: TapeContext, x: Value, width: float, name: str = "mlp") -> Value:
     m = ctx.work.model
     up = "gate_up" if m.is_gated else "up"
     inner = column_linear(ctx, x, (m.up_factor * width, ctx.t.inner), f"{name}.{up}")
-    return row_linear(ctx, inner, (ctx.t.hidden, width), f"{name}.down", activated_linear)
+    return row_linear(ctx, inner, (ctx.t.hidden, width), f"{name}.down", activated=True)
 
 
 def attention(ctx: TapeContext, x: Value) -> Value:
@@ -561,8 +561,8 @@ def _one_by_one(ctx: TapeContext, x: Value, tables: Sequence[Value], number: int
     downs = views(ctx, tables[1], number, trained(ctx, weight_bytes * number))
     parts = []
     for expert_rows, up, down in zip(split, ups, downs, strict=True):
-        inner = linear(ctx, expert_rows, (gated * width, hidden), rows, up)
-        parts.append(activated_linear(ctx, inner, (hidden, width), down))
+        inner = linear(ctx, expert_rows, Weight(gated * width, hidden, up), rows)
+        parts.append(linear(ctx, inner, Weight(hidden, width, down), activated=True))
         del inner
     return concatenated(ctx, parts, x.size)
 

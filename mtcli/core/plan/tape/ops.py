@@ -280,53 +280,67 @@ def trained(ctx: TapeContext, size: float) -> float:
     return 0.0 if ctx.work.lora.rank else size
 
 
-def linear(
-    ctx: TapeContext,
-    x: Value,
-    shape: tuple[float, float],
-    rows: float = 0.0,
-    weight: Value | None = None,
-    adapters: int = 0,
-) -> Value:
-    """Runs x W^T of a weight [width, inner]: a parameter's, which may be multiplied in float8.
+class Weight(NamedTuple):
+    """A weight [width, inner] of a GEMM x W^T: a layer's own, or a `value` that others have too."""
 
-    `weight` is the head's or an expert's, of `rows` of x, which never is. Where a run trains
-    adapters, the weight is frozen, and x is saved for so many of those.
+    width: float
+    inner: float
+    value: Value | None = None  # the head's or an expert's, which is never multiplied in float8
+    adapters: int = 0  # trained in the place of the weight, which is frozen
+
+    def table(self, tape: Tape) -> Value:
+        """Its value, or a leaf."""
+        return tape.leaf(self.width) if self.value is None else self.value
+
+
+def linear(
+    ctx: TapeContext, x: Value, weight: Weight, rows: float = 0.0, activated: bool = False
+) -> Value:
+    """Runs x W^T, or activation(x) W^T; `rows` of x where it is a view of some.
+
+    A GPU's kernels save what they activate alone, and recompute the activation in its gradient's
+    memory. Where a run trains adapters, x is saved for those.
     """
-    (width, inner), size = shape, ctx.work.sizes.weight
-    given = rows * inner * size or x.size
+    width, inner, value, adapters = weight
+    size, lora = ctx.work.sizes.weight, ctx.work.lora.rank
+    recomputes = activated and not adapters and recomputes_activation(ctx)
+    if activated and not recomputes:
+        return linear(ctx, saved_by(ctx, x, x.size / ctx.work.model.up_factor), weight)
+    given = rows * inner * size or x.size / (ctx.work.model.up_factor if recomputes else 1)
     out, weight_bytes = given / inner * width, width * inner * size
-    of_input = min(given, x.size)
-    table = ctx.tape.leaf(width) if weight is None else weight
-    narrow = weight is None and _is_narrow(ctx, shape)
+    of_input, entered = min(given, x.size), x.size
+    table, is_parameter = weight.table(ctx.tape), value is None
+    table_rows = table.edge.rows
+    narrow = is_parameter and _is_narrow(ctx, width, inner)
     of_x, of_w, of_y = (_copied(ctx, full, narrow) for full in (given, weight_bytes, out))
-    of_parameter, table_rows = weight is None, table.edge.rows
-    rank = ctx.work.lora.rank
 
     def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
         tape.moment(gemm_bytes(ctx, of_y + of_w, of_input, narrow))
-        gradient = tape.new(of_input)
-        if rank:
+        operand = [tape.new(given)] if recomputes else saved
+        gradient = tape.new(entered if recomputes else of_input)
+        if lora:
             tape.moment((adapters > 0) * of_input)
             return [gradient, None]
         moment = gemm_bytes(ctx, of_y + of_x, weight_bytes, narrow)
-        half = WeightPass(weight_bytes, table_rows, (*saved, grads[0]), moment)
-        return [gradient, tape.weight(half, later=of_parameter)]
+        half = WeightPass(weight_bytes, table_rows, (*operand, grads[0]), moment)
+        return [gradient, tape.weight(half, later=is_parameter)]
 
     copies = of_x + of_w
-    if copies:
+    if recomputes:
+        ctx.tape.moment(given + max(copies, out))
+    elif copies:
         ctx.tape.moment(gemm_bytes(ctx, copies, out, narrow))
-    by_torch = not copies and not (ctx.tape.splits and weight is None)
+    by_torch = not (copies or recomputes) and not (ctx.tape.splits and is_parameter)
     made = 0.0 if by_torch and ctx.tape.ends_next else out  # torch's keeps x before it runs
-    low = adapters * rank * (given / inner + (adapters > 1) * width * size)  # A x, and B in blocks
-    kept = [x] if adapters or not rank else []
+    low = adapters * lora * (given / inner + (adapters > 1) * width * size)  # A x, and B in blocks
+    kept = [x] if adapters or recomputes or not lora else []
     return ctx.tape.op([x, table], [made], back, saved=kept, more=low)[0]
 
 
-def _is_narrow(ctx: TapeContext, shape: tuple[float, float]) -> bool:
+def _is_narrow(ctx: TapeContext, width: float, inner: float) -> bool:
     """Whether a parameter's GEMM is made in float8."""
     fp8 = ctx.work.sizes.gemm == "fp8"
-    return fp8 and is_narrow(ctx.work.fp8_scaling, round(shape[0]), round(shape[1]))
+    return fp8 and is_narrow(ctx.work.fp8_scaling, round(width), round(inner))
 
 
 def _copied(ctx: TapeContext, size: float, narrow: bool) -> float:
@@ -341,44 +355,6 @@ def gemm_bytes(ctx: TapeContext, operands: float, result: float, narrow: bool = 
     if narrow or not ctx.slow:
         return operands + result
     return 2 * result + max(operands, result)
-
-
-Multiply = Callable[..., Value]
-
-
-def activated_linear(
-    ctx: TapeContext,
-    x: Value,
-    shape: tuple[float, float],
-    weight: Value | None = None,
-    adapters: int = 0,
-) -> Value:
-    """Runs activation(x) W^T; `weight` is an expert's, `adapters` as of `linear`.
-
-    A GPU's kernels save x alone, and recompute the activation in its gradient's memory.
-    """
-    if adapters or not recomputes_activation(ctx):
-        active = saved_by(ctx, x, x.size / ctx.work.model.up_factor)
-        return linear(ctx, active, shape, 0.0, weight, adapters)
-    (width, inner), size = shape, ctx.work.sizes.weight
-    entered, weight_bytes = x.size, width * inner * size
-    given = entered / ctx.work.model.up_factor
-    out = given / inner * width
-    narrow = weight is None and _is_narrow(ctx, shape)
-    of_x, of_w, of_y = (_copied(ctx, full, narrow) for full in (given, weight_bytes, out))
-    table = ctx.tape.leaf(width) if weight is None else weight
-    of_parameter, table_rows = weight is None, table.edge.rows
-
-    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
-        tape.moment(of_y + of_w + given)
-        result, gradient = tape.new(given), tape.new(entered)
-        if ctx.work.lora.rank:
-            return [gradient, None]
-        half = WeightPass(weight_bytes, table_rows, (result, grads[0]), of_y + of_x + weight_bytes)
-        return [gradient, tape.weight(half, later=of_parameter)]
-
-    ctx.tape.moment(given + max(of_x + of_w, out))
-    return ctx.tape.op([x, table], [out], back, saved=[x])[0]
 
 
 def recomputes_activation(ctx: TapeContext) -> bool:
@@ -409,17 +385,18 @@ def leave(ctx: TapeContext, x: Value) -> Value:
 def column_linear(ctx: TapeContext, x: Value, shape: tuple[float, float], layer: str) -> Value:
     """Runs this rank's columns of a GEMM, of a block's layer."""
     if ctx.work.layout.tp_rows > 1:
-        return grid_gemm(ctx, x, shape)
-    return linear(ctx, enter(ctx, x), shape, adapters=targets(ctx, layer))
+        return grid_gemm(ctx, x, Weight(*shape))
+    return linear(ctx, enter(ctx, x), Weight(*shape, adapters=targets(ctx, layer)))
 
 
 def row_linear(
-    ctx: TapeContext, x: Value, shape: tuple[float, float], layer: str, multiply: Multiply = linear
+    ctx: TapeContext, x: Value, shape: tuple[float, float], layer: str, activated: bool = False
 ) -> Value:
     """Sums every rank's partial GEMMs, of a block's layer, and adds a bias."""
     if ctx.work.layout.tp_rows > 1:
-        return _row_gemm(ctx, x, shape, multiply)
-    y = leave(ctx, multiply(ctx, x, shape, adapters=targets(ctx, layer)))
+        return _row_gemm(ctx, x, shape[1], activated)
+    weight = Weight(*shape, adapters=targets(ctx, layer))
+    y = leave(ctx, linear(ctx, x, weight, activated=activated))
     return reused(ctx, y) if ctx.work.model.bias else y
 
 
@@ -474,21 +451,19 @@ def _both_summed(u: Panels, v: Panels) -> float:
     return max(u.block + v.block + leaving, u.joined + v.block + v.leaving, u.block + v.joined)
 
 
-def grid_gemm(
-    ctx: TapeContext, x: Value, shape: tuple[float, float], weight: Value | None = None
-) -> Value:
+def grid_gemm(ctx: TapeContext, x: Value, weight: Weight) -> Value:
     """Runs x W^T [T, F] on a grid, whose panels come in buffers of `panel_buffers`: W is [F, D]."""
-    (width, inner), t = shape, ctx.t
+    (width, inner, value, _), t = weight, ctx.t
     out, weight_bytes = t.tokens * width * t.size, width * inner * t.size
     u, v = _panels(ctx.work, x.size, weight_bytes)
     wide = (out / t.size * t.wide) * (t.size < 4)
     copied = u.copied + v.copied
     ctx.tape.moment(wide + out + copied)
-    table = ctx.tape.leaf(width) if weight is None else weight
-    of_parameter, table_rows, entered = weight is None, table.edge.rows, x.size
+    table, is_parameter = weight.table(ctx.tape), value is None
+    table_rows, entered = table.edge.rows, x.size
 
     def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
-        if tape.splits and of_parameter:
+        if tape.splits and is_parameter:
             needs, half = (*saved, grads[0]), v.summed + u.copied
             of_weight = tape.weight(WeightPass(weight_bytes, table_rows, needs, half))
             tape.moment(u.summed + v.copied)
@@ -499,12 +474,12 @@ def grid_gemm(
     return ctx.tape.op([x, table], [out], back, saved=[x])[0]
 
 
-def _row_gemm(ctx: TapeContext, x: Value, shape: tuple[float, float], multiply: Multiply) -> Value:
-    """Runs x W^T [T, D] on a grid, of x or, where it is that `multiply`'s, of activation(x)."""
+def _row_gemm(ctx: TapeContext, x: Value, inner: float, activated: bool) -> Value:
+    """Runs x W^T or activation(x) W^T [T, D] on a grid."""
     t, active = ctx.t, x
-    if multiply is activated_linear:
+    if activated:
         active = saved_by(ctx, x, x.size / ctx.work.model.up_factor)
-    out, weight_bytes, entered = t.stream, t.inner * shape[1] * t.size, active.size
+    out, weight_bytes, entered = t.stream, t.inner * inner * t.size, active.size
     u, v = _panels(ctx.work, out, weight_bytes)  # rows of W are contiguous, and are not copied
     table = ctx.tape.leaf(t.inner)
     wide, table_rows = (entered / t.size * t.wide) * (t.size < 4), table.edge.rows

@@ -25,6 +25,7 @@ from mtcli.core.plan.tape.ops import (
     Group,
     Kernels,
     TapeContext,
+    Weight,
     add,
     concatenated,
     copied,
@@ -256,9 +257,9 @@ def _dense(ctx: TapeContext, x: Value) -> Value:
     """Runs a square layer of the head."""
     t = ctx.t
     if ctx.work.layout.tp_rows > 1:
-        y = grid_gemm(ctx, x, (t.hidden, t.inner))
+        y = grid_gemm(ctx, x, Weight(t.hidden, t.inner))
         return copied(ctx, y, y.size)
-    return linear(ctx, x, (t.hidden, t.hidden))
+    return linear(ctx, x, Weight(t.hidden, t.hidden))
 
 
 def out_of_stage(ctx: TapeContext, y: Value) -> Value:
@@ -289,7 +290,7 @@ def _loss_by_torch(ctx: TapeContext, x: Value, weight: Value) -> Value:
     are made from a wide copy of two blocks' columns, without the vocabulary's padding."""
     tape, t, columns = ctx.tape, ctx.t, vocabulary(ctx.work)
     multiply = grid_gemm if ctx.work.layout.tp_rows > 1 else linear
-    logits = multiply(ctx, x, (columns, t.inner), weight=weight)
+    logits = multiply(ctx, x, Weight(columns, t.inner, weight))
     valid = min(1.0, ctx.work.model.vocab_size / columns)
     copied = valid * min(logits.size, 2 * CPU_BLOCK_BYTES) / t.size
     copy = 0.0 if t.size >= 4 else copied * t.wide
