@@ -10,7 +10,7 @@ from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters, stage_parameters
 from mtcli.core.mesh.sharding import Parameter, owner_axes, shards_parameters
-from mtcli.core.plan.tape.ops import Group
+from mtcli.core.plan.tape.fsdp import Group
 from mtcli.core.plan.workload import Workload
 
 Run = tuple[ModelConfig, LoraConfig]  # a model, and what of it is trained

@@ -17,31 +17,21 @@ from mtcli.core.plan.tape.autograd import (
     same_gradient,
 )
 from mtcli.core.plan.tape.block import block
+from mtcli.core.plan.tape.context import INDEX, Kernels, TapeContext, trained, vocabulary
+from mtcli.core.plan.tape.fsdp import ENDS, HEAD, Gathering, Group, marked
+from mtcli.core.plan.tape.gemm import Weight, linear
 from mtcli.core.plan.tape.ops import (
-    ENDS,
-    HEAD,
-    INDEX,
-    Gathering,
-    Group,
-    Kernels,
-    TapeContext,
-    Weight,
     add,
     concatenated,
     copied,
     dropout,
-    enter,
-    grid_gemm,
-    leave,
-    linear,
-    marked,
     norm,
     resized,
     reused,
     saved_by,
-    trained,
-    vocabulary,
 )
+from mtcli.core.plan.tape.tensor import enter, leave
+from mtcli.core.plan.tape.tensor_2d import grid_gemm
 from mtcli.core.plan.workload import Workload
 from mtcli.kernels.limits import CPU_BLOCK_BYTES, chunk_rows
 
