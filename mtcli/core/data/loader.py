@@ -411,5 +411,5 @@ class CountedTokens:
         """Returns None: every token's loss weighs 1."""
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Returns None: these samples come from no data set."""
+        """Returns none: these samples come from no data set."""
         return []

@@ -221,7 +221,7 @@ def _how_sure(p: Prediction) -> str:
 
 
 def _grid(p: Prediction) -> str:
-    """What the blocks of a rank of a grid send."""
+    """Bytes that the blocks of a grid's rank send."""
     if p.work.tp_mode == "1d":
         return ""
     along, down = grid_bytes_per_step(p.work)

@@ -319,7 +319,7 @@ class Pass:
 
     @property
     def total(self) -> float:
-        """Seconds of both."""
+        """Seconds of both passes."""
         return self.forward + self.backward
 
     def __add__(self, other: "Pass") -> "Pass":

@@ -182,8 +182,9 @@ def summary_of(run: FinishedRun) -> dict[str, Any]:
 
 
 def ranks_of(rows: Sequence[Row]) -> dict[str, Any]:
-    """How long ranks computed and waited: by kind the median over steps of the ranks' largest and
-    median seconds, and the ranks that had the largest, by how often. Empty where no row tells."""
+    """Summarises how long ranks computed and waited: by kind the median over steps of the ranks'
+    largest and median seconds, and the ranks that had the largest, by how often. Empty where no row
+    tells."""
     told = [row for row in rows if row.keys() >= OF_RANKS]
     if not told:
         return {}

@@ -19,7 +19,7 @@ from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, partitioning_fiel
 
 
 class SweepPlan(NamedTuple):
-    """What is to be trained, and how."""
+    """The trials of a sweep, and how they are trained."""
 
     trials: list[Trial]
     output: Path

@@ -54,7 +54,7 @@ def prepare_task(
 
 
 def _hash(task: TaskFile, asked: Asked) -> str:
-    """What names an item's texts, whatever tokens they become."""
+    """Hashes an item's texts, which names them whatever tokens they become."""
     parts = (asked.context, *asked.item.prompts, task.delimiter, *asked.item.choices)
     if "unconditional" in task.normalisations:
         parts = (*parts, task.unconditional)

@@ -81,7 +81,7 @@ def _problem(spec: str) -> Problem | None:
 
 
 class Evaluation(NamedTuple):
-    """What tasks are run on, and where each item's result is kept."""
+    """The model and tokenizer that tasks are run on, and where each item's result is kept."""
 
     scorer: "InferenceModel"
     tokenizer: EvalTokenizer

@@ -18,7 +18,7 @@ class Weight(NamedTuple):
     adapters: int = 0  # trained in the place of the weight, which is frozen
 
     def table(self, tape: Tape) -> Value:
-        """Its value, or a leaf."""
+        """The value that is multiplied: its own, or a new leaf of the tape."""
         return tape.leaf(self.width) if self.value is None else self.value
 
 
