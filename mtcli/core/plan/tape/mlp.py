@@ -96,11 +96,10 @@ def _experts(ctx: TapeContext, x: Value) -> Value:
     if ctx.by_torch:
         return _one_by_one(ctx, x, tables, number)
     inner = _grouped_gemm(ctx, x, tables[0], gated * width / hidden, gated * down)
-    if recomputes_activation(ctx):
-        return _grouped_activated_gemm(ctx, inner, tables[1], hidden / width, down)
-    active = saved_by(ctx, inner, inner.size / gated)
-    del inner
-    return _grouped_gemm(ctx, active, tables[1], hidden / width, down)
+    recomputes = recomputes_activation(ctx)
+    if not recomputes:
+        inner = saved_by(ctx, inner, inner.size / gated)
+    return _grouped_gemm(ctx, inner, tables[1], hidden / width, down, recomputes)
 
 
 def _table(ctx: TapeContext, rows: float) -> Value:
@@ -108,24 +107,17 @@ def _table(ctx: TapeContext, rows: float) -> Value:
     return ctx.tape.op([ctx.tape.leaf(rows)], [0.0], same_gradient)[0]
 
 
-def _grouped_gemm(ctx: TapeContext, x: Value, table: Value, times: float, size: float) -> Value:
-    grads = new_gradients(x.size, trained(ctx, size))
-    saved = [] if ctx.work.lora.rank else [x]
-    return ctx.tape.op([x, table], [times * x.size], grads, saved=saved)[0]
-
-
-def _grouped_activated_gemm(
-    ctx: TapeContext, x: Value, table: Value, times: float, size: float
+def _grouped_gemm(
+    ctx: TapeContext, x: Value, table: Value, times: float, size: float, activated: bool = False
 ) -> Value:
-    """Runs a grouped GEMM of activation(x), recomputed in the backward in its gradient's memory."""
-    entered, given = x.size, x.size / ctx.work.model.up_factor
-
-    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
-        tape.moment(given + entered + trained(ctx, size))  # the activation, recomputed
-        return [tape.new(entered), tape.new(trained(ctx, size))]
-
-    ctx.tape.moment(given + times * given)
-    return ctx.tape.op([x, table], [times * given], back, saved=[x])[0]
+    """Runs a grouped GEMM of x, or of activation(x), whose backward recomputes it in its gradient's
+    memory. A row gets `times` as long; the weights have `size` bytes."""
+    given = x.size / (ctx.work.model.up_factor if activated else 1)
+    of_x, of_weight = x.size, trained(ctx, size)
+    back = new_gradients(of_x, of_weight, moment=activated * (given + of_x + of_weight))
+    ctx.tape.moment(activated * (given + times * given))
+    kept = [x] if activated or not ctx.work.lora.rank else []
+    return ctx.tape.op([x, table], [times * given], back, saved=kept)[0]
 
 
 def _one_by_one(ctx: TapeContext, x: Value, tables: Sequence[Value], number: int) -> Value:
