@@ -9,7 +9,7 @@ import numpy as np
 
 from mtcli.core.evaluate.contamination import is_contaminated
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
-from mtcli.core.evaluate.requests import Score
+from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.statistics import accuracy_of
 from mtcli.core.evaluate.tasks.items import Asked, Shots, ask, read_items
 from mtcli.core.evaluate.tasks.task import (
