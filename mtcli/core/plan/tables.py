@@ -6,6 +6,7 @@ first one says it all, and so do the first and the last group of an axis.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from mtcli.core.config.sync import DECENTRALIZED
@@ -336,6 +337,23 @@ def rank_coordinates(layout: ParallelLayout) -> list[dict[str, dict[str, int]]]:
     return [
         {name: coordinates(grid, rank) for name, grid in grids.items()}
         for rank in range(layout.world)
+    ]
+
+
+def rank_map(work: Workload) -> list[dict[str, Any]]:
+    """Coordinates of each rank on both grids, and the layers of its stages."""
+    layers = list(accumulate(work.layers_of_stage, initial=0))
+    return [
+        {
+            "rank": rank,
+            **places,
+            "layers": [
+                layer
+                for stage in work.layout.stages(places["attention"]["pp"])
+                for layer in range(layers[stage], layers[stage + 1])
+            ],
+        }
+        for rank, places in enumerate(rank_coordinates(work.layout))
     ]
 
 
