@@ -346,14 +346,14 @@ def rank_map(work: Workload) -> list[dict[str, Any]]:
     return [
         {
             "rank": rank,
-            **places,
+            **coordinates,
             "layers": [
                 layer
-                for stage in work.layout.stages(places["attention"]["pp"])
+                for stage in work.layout.stages(coordinates["attention"]["pp"])
                 for layer in range(layers[stage], layers[stage + 1])
             ],
         }
-        for rank, places in enumerate(rank_coordinates(work.layout))
+        for rank, coordinates in enumerate(rank_coordinates(work.layout))
     ]
 
 

@@ -22,7 +22,7 @@ Normalisation = Literal["token", "character", "byte", "unconditional"]
 
 
 class DataLayout(Section):
-    """The places of a data set's rows: of each list, the first file that the folder has is read."""
+    """The files of a data set's rows: of each list, the first file that the folder has is read."""
 
     format: Literal["jsonl", "tsv", "lines", "race"] = "jsonl"
     """a JSON object a line, a table with a header, a text a line, or RACE's articles; a file's

@@ -15,7 +15,7 @@ class Weight(NamedTuple):
     width: float
     inner: float
     value: Value | None = None  # the head's or an expert's, which is never multiplied in float8
-    adapters: int = 0  # trained in the place of the weight, which is frozen
+    adapters: int = 0  # trained instead of the weight, which is frozen
 
     def table(self, tape: Tape) -> Value:
         """The value that is multiplied: its own, or a new leaf of the tape."""

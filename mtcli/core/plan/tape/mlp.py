@@ -1,4 +1,4 @@
-"""A block's MLP on a tape, and the mixture of experts in its place."""
+"""A block's MLP on a tape, or the mixture of experts instead of it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
