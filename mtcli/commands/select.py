@@ -166,7 +166,7 @@ def _console(quiet: bool) -> "tuple[Callable[[str], None], Bar]":
 
 
 def _facts(subset: "Subset") -> dict[str, str]:
-    """What a person wants to know of a subset, by name."""
+    """Lists the facts of a subset that a table shows, by name."""
     size, total = len(subset.indices), subset.num_candidates
     rows = {"sequences": f"{size:,} of {total:,}, of {subset.seq_len:,} tokens each"}
     rows["chosen_by"] = subset.method + (f", {subset.proxy}" if subset.proxy else "")

@@ -92,15 +92,24 @@ def sweep(
     """Train many models of one shape as one array, each with the run folder of a run alone."""
     from mtcli.core.runtime.launch import environment_world
     from mtcli.core.sweep.record import require_startable
-    from mtcli.core.sweep.run_plan import sweep_plan
+    from mtcli.core.sweep.run_plan import SweepRequest, sweep_plan
 
-    asked = {
-        "vary": vary, "random": random, "seeds": seeds, "shared_batches": shared_batches,
-        "hyperband": hyperband, "median": median, "max_fused": max_fused, "resume": resume,
-        "sampler": sampler, "init": init,
-    }  # fmt: skip
-    overrides = [*overrides, "data.skip_bad=true"] if skip_bad else overrides
-    plan = sweep_plan(config, overrides, Path(output), num_ranks(nproc), asked)
+    request = SweepRequest(
+        config=config,
+        overrides=[*overrides, "data.skip_bad=true"] if skip_bad else overrides,
+        output=Path(output),
+        vary=vary,
+        random=random,
+        seeds=seeds,
+        shared_batches=shared_batches,
+        hyperband=hyperband,
+        median=median,
+        max_fused=max_fused,
+        resume=resume,
+        sampler=sampler,
+        init=init,
+    )
+    plan = sweep_plan(request, num_ranks(nproc))
     if environment_world() is None and not (resume and plan.sampling):
         require_startable(plan.trials, plan.output, resume)
 

@@ -159,14 +159,14 @@ class Manifest(ManifestSection):
         return cls.model_validate(about | {"version": 5})
 
     def as_tables(self) -> "Manifest":
-        """The same in version 5, which is the smaller and the quicker to read."""
+        """Converts it to version 5, which is the smaller and the quicker to read."""
         if self.version == 5:
             return self
         about = self.model_dump(include={"step", "world", "replicas", "extra"})
         return Manifest.of(self.index, self.files, **about)
 
     def as_short(self) -> "Manifest":
-        """The same in records, where these are few and no block of hashes is large."""
+        """Converts it to records, where these are few and no block of hashes is large."""
         large = any(record.block_bytes > BLOCK_BYTES for record in self.files.values())
         if large or self.index.num_shards() > MAX_RECORDS:
             return self

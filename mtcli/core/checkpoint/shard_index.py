@@ -231,7 +231,7 @@ def tiling_fault(shape: tuple[int, ...], starts: Table, sizes: Table) -> str:
 
 
 def _overlap(starts: Table, ends: Table) -> str:
-    """Where two boxes share an element. Counts boxes by cells of the grid of all their edges."""
+    """Says where boxes share an element; they are counted by cells of the grid of all edges."""
     split = ((starts != starts[0]) | (ends != ends[0])).any(axis=0)  # other dims are alike in all
     split[0] |= not split.any()
     empty = (starts == ends).any(axis=1)
@@ -301,7 +301,7 @@ class StoredShards(Sequence[StoredBox]):
         return StoredShards(self.index, self.tensor, self.code, index)
 
     def meeting(self, box: Box, replica: int | None) -> Iterator[StoredBox]:
-        """Those of a replica, or of all, that share elements with a box."""
+        """Yields the boxes of a replica, or of all, that share elements with a box."""
         dims, rows = len(box.start), self.rows
         low = np.maximum(rows[:, BOX : BOX + dims], box.start)
         high = np.minimum(

@@ -41,7 +41,7 @@ class Tokens(NamedTuple):
 
     @property
     def counts(self) -> Array:
-        """How many a document has [documents]."""
+        """Counts the elements of each document [documents]."""
         return np.diff(self.bounds)
 
 

@@ -321,7 +321,7 @@ def _unique(rows: Sequence[Ref]) -> tuple[Array, Array]:
 
 
 def _edges(size: int, threshold: float, item: tuple[Ref, Ref, Sequence[Ref]]) -> tuple:
-    """Those of the pairs that are duplicates; none whose documents are one component by then."""
+    """Selects the pairs that are duplicates; none whose documents are one component by then."""
     components, edges = Components(), []
     similar = _Similarity(size, item)
     for pair in item[0]().tolist():
@@ -400,7 +400,7 @@ def _by_group(starts: Array, wanted: Ref) -> tuple[Array, ...]:
 
 
 def _rows(read: Callable[[Group, Array], Any], item: tuple[Group, Sequence[Ref]]) -> tuple:
-    """What `read` says of all numbers that were asked for, for each partition that asked."""
+    """Reads the rows of all numbers that were asked for, for each partition that asked."""
     group, refs = item
     asked = [ref() for ref in refs]
     rows = read(group, np.concatenate(asked))

@@ -17,7 +17,7 @@ from mtcli.core.runtime.process_pool import Progress
 
 
 class _CutJob(NamedTuple):
-    """What a worker needs to cut documents; `common` says which n-grams are spared."""
+    """The input of a worker that cuts documents; `common` says which n-grams are spared."""
 
     config: DecontaminateConfig
     ngrams: TaskNgrams
@@ -53,7 +53,7 @@ def cut_removals(corpus: Corpus, changed: dict[int, ChangedLines]) -> Removals:
 
 
 def count_matches(corpus: Corpus) -> Array:
-    """How often the corpus has each n-gram [n-grams, up to the last that it has]."""
+    """Counts each n-gram in the corpus [n-grams, up to the last that it has]."""
     counts = np.zeros(0, np.int64)
     for part, left, _ in corpus.new_slices().values():
         alive = np.repeat(left, part.array("num_matches"))
@@ -65,7 +65,7 @@ def count_matches(corpus: Corpus) -> Array:
 
 
 def _hit(view: Slice, common: Array) -> Array:
-    """Which documents of a part are left and have an n-gram that is not common."""
+    """Selects a part's documents that are left and have an n-gram that is not common."""
     part, alive = view.part, view.alive
     owners = np.repeat(np.arange(part.count), part.array("num_matches"))
     matches = part.array("matches")[alive[owners]]

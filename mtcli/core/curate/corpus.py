@@ -23,7 +23,8 @@ OPEN_PARTS = 64  # of which texts are read: a process may have 1,024 files open
 
 
 class Removals(NamedTuple):
-    """What a corpus stage left out: numbers of documents [removed] each, ascending in the first."""
+    """The documents that a corpus stage left out: numbers of documents [removed] each, ascending in
+    the first."""
 
     removed: Array  # int64
     kept: Array  # int64: the one that stays instead, or -1
@@ -200,7 +201,8 @@ def table_of(removed: Array) -> Removals:
 
 
 class PassResult(NamedTuple):
-    """What a pass left: the corpus, what corpus stages removed, and what they cut, by part."""
+    """The result of a pass: the corpus that is left, what corpus stages removed, and what they cut,
+    by part."""
 
     corpus: Corpus
     removals: dict[Stage, Removals]

@@ -129,7 +129,8 @@ def _filter_of(hashes: Array) -> Array:
 
 
 def make_matches(config: DecontaminateConfig) -> Callable[[list[Document], Batch], dict]:
-    """What gathers `num_matches` int32 [documents] and `matches` int32 [all of them in order]."""
+    """Makes a builder of `num_matches` int32 [documents] and `matches` int32 [all of them in
+    order]."""
     ngrams = TaskNgrams(config)
 
     def find(documents: list[Document], batch: Batch) -> dict[str, Array]:
@@ -141,7 +142,7 @@ def make_matches(config: DecontaminateConfig) -> Callable[[list[Document], Batch
 
 
 class Cut(NamedTuple):
-    """What is left of a document, how often it was cut, and the n-grams that it was cut for."""
+    """The rest of a document, how often it was cut, and the n-grams that it was cut for."""
 
     text: str
     cuts: int

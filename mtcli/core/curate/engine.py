@@ -1,4 +1,4 @@
-"""Where the work of a run is done: on this machine's processes (here), or on a cluster.
+"""Runs the work of a pipeline: on this machine's processes (here), or on a cluster.
 
 An engine maps over items, makes files, and does what needs documents of all parts at once:
 duplicates, and the shards. All engines write the same bytes.
@@ -23,7 +23,7 @@ Make = Callable[[Any, Path, Progress], None]  # writes the files of an item into
 
 
 class Engine(Protocol):
-    """What a pipeline runs on."""
+    """The processes or the cluster that a pipeline runs on."""
 
     def map(
         self, work: Work, items: Sequence[Any], total: float, what: str, unit: str = "it"

@@ -1,4 +1,4 @@
-"""What a run would take: documents, bytes, memory and disk, from a sample of the input.
+"""Estimates what a run takes: documents, bytes, memory and disk, from a sample of the input.
 
 The memory is that of the arrays a phase holds (per document and per worker), which are written
 down here beside the phases that make them.

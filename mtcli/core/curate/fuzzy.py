@@ -48,8 +48,8 @@ class Buckets(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What tells likely pairs: documents' signatures by their numbers, which documents are new (the
-    first `num_new`), and the fewest values that a likely pair shares."""
+    """The facts that tell likely pairs: documents' signatures by their numbers, which documents are
+    new (the first `num_new`), and the fewest values that a likely pair shares."""
 
     signatures: Callable[[Array], Array]
     num_new: int
@@ -142,7 +142,7 @@ def _small_buckets(buckets: Buckets) -> Iterator[tuple[Array, Array]]:
 
 
 def _likely(known: Known, first: Array, second: Array) -> Pairs:
-    """Those of the pairs whose signatures say that they may be duplicates; none of two old ones."""
+    """Selects the pairs whose signatures say that they may be duplicates; none of two old ones."""
     new = first < known.num_new
     first, second = first[new], second[new]
     if not first.size:
@@ -191,7 +191,7 @@ def _band_file(folder: Path, band: int) -> Path:
 
 
 def unique_pairs(parts: Sequence[Pairs]) -> Pairs:
-    """All pairs once, the most alike first."""
+    """Lists all pairs once, the most alike first."""
     first, second, matches = map(np.concatenate, zip(*parts, strict=True))
     order = np.lexsort((second, first, -matches))
     first, second, matches = first[order], second[order], matches[order]

@@ -44,7 +44,7 @@ def changes(values: Array) -> Array:
 
 
 def runs(values: Array) -> tuple[Array, Array]:
-    """Where each run of equal values begins, and how many it has."""
+    """Finds where each run of equal values begins, and how many it has."""
     begins = np.flatnonzero(changes(values))
     return begins, np.diff(np.append(begins, len(values)))
 

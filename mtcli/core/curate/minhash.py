@@ -30,7 +30,8 @@ def bands_of(config: FuzzyConfig) -> tuple[int, int]:
 
 
 def make_signatures(config: FuzzyConfig) -> Callable[[list[Document], Batch], dict[str, Array]]:
-    """What gathers `signatures` uint8 [documents, hashes] and `bands` uint64 [documents, bands]."""
+    """Makes a builder of `signatures` uint8 [documents, hashes] and `bands` uint64 [documents,
+    bands]."""
     signatures = partial(_signatures, config, *bands_of(config))
     for text in ("warm", "\U0001f525"):  # loads the loops before workers fork
         signatures([Document(b"", "", text, 4)], Batch([]))

@@ -82,6 +82,6 @@ def _is_odd(text: str, rest: str) -> bool:
 
 
 def _surroundings(text: str) -> str:
-    """What stands near characters that are not ASCII: all that tells mojibake."""
+    """Cuts out the text near characters that are not ASCII: all that tells mojibake."""
     spans = (match.span() for match in NOT_ASCII.finditer(text))
     return "\n".join([text[max(0, start - NEAR) : stop + NEAR] for start, stop in spans])

@@ -129,7 +129,7 @@ class Part:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """What the worker counted."""
+        """The worker's counts."""
         summary = parse_json(bytes(self.files.data(SUMMARY)))
         assert isinstance(summary, dict), "written by PartWriter"
         return summary

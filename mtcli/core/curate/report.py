@@ -174,7 +174,7 @@ def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
 
 
 def _cuts(result: PassResult) -> dict[int, dict[str, Any]]:
-    """What was cut of each document that had an n-gram of a task, by number."""
+    """Lists what was cut of each document that had an n-gram of a task, by number."""
     cuts = {}
     for index, (rows, files) in sorted(result.changed.items()):
         told = parse_json(bytes(files.data("cuts.json")))
@@ -189,7 +189,7 @@ def _ngrams(cut: dict[str, Any] | None) -> dict[str, Any]:
 def _contamination(
     corpus: Corpus, cuts: dict[int, dict[str, Any]], removals: Removals
 ) -> dict[str, Any]:
-    """By task, the documents that had an n-gram of it, and which."""
+    """Lists by task the documents that had an n-gram of it, and which."""
     numbers = np.array(list(cuts), np.int64)
     ids = dict(zip(numbers.tolist(), _ids(corpus, numbers), strict=True))
     dropped = set(removals.removed.tolist())

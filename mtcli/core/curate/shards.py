@@ -27,7 +27,7 @@ MOST_NAME_BYTES = 200  # of a source, in file names of at most 255 with number a
 
 
 class ShardPlan(NamedTuple):
-    """Where shards begin: the first sort key of each but the first, and their file names."""
+    """The beginnings of shards: the first sort key of each but the first, and their file names."""
 
     splitters: tuple[bytes, ...]
     names: tuple[str, ...]
@@ -93,7 +93,7 @@ def file_stem(source: str) -> str:
 
 
 def sort_keys(part: Part, by_source: bool) -> list[bytes]:
-    """What the documents of a part are sorted by [documents]."""
+    """Builds the keys that a part's documents are sorted by [documents]."""
     keys = part.keys()
     if not by_source:
         return keys

@@ -1,4 +1,4 @@
-"""What a worker does to a block: the per-document stages, then what corpus stages will look at."""
+"""Runs a worker's part on a block: the per-document stages, then what corpus stages look at."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator

@@ -93,7 +93,8 @@ class _Stream(io.RawIOBase):
 
 
 def _end(record: Any) -> int:
-    """Where a record says that its content ends; with the shortest header that says what it has."""
+    """Finds where a record says that its content ends, with the shortest header that says what it
+    has."""
     headers = record.headers
     lines = (headers.status_line, *(f"{name}: {value}" for name, value in headers.items()), "")
     header = sum(len(line) + 2 for line in lines)

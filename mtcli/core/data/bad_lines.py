@@ -89,7 +89,7 @@ def refusal(faults: Sequence[tuple[str, BadLine]], source: Path, field: str = ""
 
 
 def shown_skipped(kinds: Mapping[str, Sequence[str]]) -> str:
-    """What was left out: how many of each kind, and where the first ones are."""
+    """Words for a user what was left out: how many of each kind, and where the first ones are."""
     return "; ".join(
         f"{len(places)} {kind}, {', '.join(places[:NAMED])}{', ...' * (len(places) > NAMED)}"
         for kind, places in kinds.items()

@@ -62,7 +62,7 @@ class ChatExamples(NamedTuple):
 
 
 class ExampleTokenizer(NamedTuple):
-    """How lines become tokens: those of at most `most` are examples."""
+    """Turns lines into tokens: those of at most `most` are examples."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None

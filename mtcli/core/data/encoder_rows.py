@@ -59,13 +59,13 @@ class EncoderBatches(Protocol):
         """Rows start .. start + count - 1."""
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Where their tokens come from."""
+        """Identifies the samples of rows by where their tokens come from."""
 
     def describe(self) -> dict[str, str]:
-        """What a run says first of its data, by name."""
+        """Describes the data in the words that a run says first, by name."""
 
     def drawn(self, start: int, stop: int) -> list[int]:
-        """How many of the samples each dataset gives."""
+        """Counts the samples that each dataset gives."""
 
 
 class CountedRows:

@@ -1,4 +1,4 @@
-"""How many steps the epochs of a run are, for data that is read example by example."""
+"""Counts the steps of a run's epochs, for data that is read example by example."""
 
 import math
 from functools import partial

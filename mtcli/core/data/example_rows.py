@@ -101,7 +101,7 @@ class ExampleRows:
         return lines | ({"bad": "; ".join(skipped)} if skipped else {})
 
     def drawn(self, start: int, stop: int) -> list[int]:
-        """How many of the rows start .. stop - 1 the one dataset gives."""
+        """Counts the rows start .. stop - 1, all of which the one dataset gives."""
         return [stop - start]
 
 

@@ -19,7 +19,7 @@ from mtcli.core.data.subset import require_subset, token_batches
 
 
 class Named(NamedTuple):
-    """What a record says of itself: its id, made of file and line where it has none, and source."""
+    """The names that a record has: its id, made of file and line where it has none, and source."""
 
     id: Any
     source: Any

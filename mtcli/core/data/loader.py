@@ -1,16 +1,14 @@
-"""Reads batches of token arrays ahead, and checks that they fit the model.
+"""Reads batches of token arrays, and checks that they fit the model.
 
 Sample i of a run depends on the seed and on how many samples were consumed, no more: it is the same
 tokens on every layout, after every restart, in micro-batches of any size. A rank asks for the ids
 it owns; the tokens are copied from memory-mapped files.
 """
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from queue import Queue
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -331,61 +329,6 @@ def _unknown_id(what: str, token: int, vocab_size: int) -> MtcliError:
     return wrong(message, hint, "model.vocab_size")
 
 
-END = object()
-Ready = TypeVar("Ready")
-
-
-class Prefetcher(Generic[Ready]):
-    """Reads ahead: iterates over `read(start, count)`, such as `Batches.batch`, for all `wanted`.
-
-    A thread keeps up to `depth` results ready; copying tokens leaves the interpreter to others.
-    What it meets (a disk that fails) is raised where the result would have come. Close it, or use
-    `with`.
-    """
-
-    def __init__(
-        self, read: Callable[[int, int], Ready], wanted: Iterable[tuple[int, int]], depth: int = 4
-    ) -> None:
-        self._ready: Queue[object] = Queue(depth)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=self._fill, args=(read, wanted), name="prefetch", daemon=True
-        )
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[Ready]:
-        """Yields what was read, in the order of `wanted`."""
-        while (item := self._ready.get()) is not END:
-            if isinstance(item, BaseException):
-                raise item
-            yield cast(Ready, item)
-
-    def __enter__(self) -> "Prefetcher[Ready]":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stops the thread and drops what is ready."""
-        self._stopped.set()
-        while self._thread.is_alive():
-            while not self._ready.empty():
-                self._ready.get_nowait()
-            self._thread.join(0.01)
-
-    def _fill(self, read: Callable[[int, int], Ready], wanted: Iterable[tuple[int, int]]) -> None:
-        last: object = END
-        try:
-            for start, count in wanted:
-                if self._stopped.is_set():
-                    return
-                self._ready.put(read(start, count))
-        except BaseException as error:  # handed to the thread that iterates
-            last = error
-        self._ready.put(last)
-
-
 class CountedTokens:
     """A data set of tokens 0, 1, 2, ..., each sample one document; read as `Batches` are.
 
@@ -411,5 +354,5 @@ class CountedTokens:
         """Returns None: every token's loss weighs 1."""
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Returns None: these samples come from no data set."""
+        """Returns none: these samples come from no data set."""
         return []

@@ -78,7 +78,7 @@ class PackedRows:
         return self._epoch(number).row(sample - (self._ends[number - 1] if number else 0))
 
     def rows_of_epoch(self, number: int) -> int:
-        """How many rows an epoch has: it depends on its order."""
+        """Counts the rows of an epoch: they depend on its order."""
         return len(self._epoch(number).order)
 
     def _epoch(self, number: int) -> Epoch:

@@ -1,4 +1,4 @@
-"""Which tokens a masked language model predicts, and what it sees instead.
+"""Chooses which tokens a masked language model predicts, and what it sees instead.
 
 n-grams of whole words, n of 1 to 3 with P ~ 1/n, until 15 % of the tokens are chosen; of those 80 %
 become the mask, 10 % a random token and 10 % stay (arXiv:1810.04805, section 3.1; n-grams as in

@@ -311,7 +311,7 @@ class SubsetBatches:
         return np.bincount(sources, minlength=len(self.prefixes)).tolist()
 
     def describe(self) -> dict[str, str]:
-        """What a run says first of its subset."""
+        """Describes the subset in the words that a run says first."""
         subset, size = self.subset, len(self.members)
         of = f"{size:,} of {subset.num_candidates:,} sequences, chosen by {subset.method}"
         return {"subset": of}

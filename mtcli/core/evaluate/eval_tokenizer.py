@@ -12,7 +12,7 @@ import numpy as np
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.tokenize import Tokenizer, configured_token
 from mtcli.core.data.tokenizer_limits import no_panics
-from mtcli.core.evaluate.requests import Ids, Request, request
+from mtcli.core.evaluate.loglikelihood import Ids, Request, request
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from mtcli.core.config.errors import failed, wrong
 from mtcli.core.config.synonyms import closest
 from mtcli.core.data.text_files import read_text
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
+from mtcli.core.evaluate.loglikelihood import Request, Score, request, rolling_windows
 from mtcli.core.evaluate.packing import plan, run
-from mtcli.core.evaluate.requests import Request, Score, request, rolling_windows
 from mtcli.core.evaluate.tasks.task import Advance, Report
 from mtcli.core.inference.generate import Ends, Sampling, generate_text
 from mtcli.core.inference.model import InferenceModel

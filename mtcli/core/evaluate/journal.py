@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from mtcli.core.config.errors import failed
 from mtcli.core.config.untrusted import append_untrusted, is_number, open_untrusted, parse_json
-from mtcli.core.evaluate.requests import Score
+from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.tasks.task import PreparedTask, Record
 from mtcli.core.runtime.atomic_writes import PARTIAL, aside
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from mtcli.core.config.errors import failed
-from mtcli.core.evaluate.requests import Ids, Request, Score, fit
+from mtcli.core.evaluate.loglikelihood import Ids, Request, Score, fit
 from mtcli.core.evaluate.tasks.task import Advance
 from mtcli.core.inference.scoring import ScoreBatch, Scorer
 

@@ -30,7 +30,7 @@ class EvalRequest(NamedTuple):
     json_out: str | None
 
     def items_beside_json(self) -> str:
-        """How a result names its file of items: without the folder where both are in one."""
+        """Names a result's file of items: without the folder where both are in one."""
         out = self.json_out
         of_json = Path(out).resolve().parent if out and out != "-" else None
         items = self.items.resolve()
@@ -38,8 +38,8 @@ class EvalRequest(NamedTuple):
 
 
 def items_file(items: str | None, json_out: str | None, checkpoint: str) -> Path:
-    """Where each item's result goes: the file that --items names, one beside that of --json, or one
-    in the user's cache."""
+    """Chooses where each item's result goes: the file that --items names, one beside that of
+    --json, or one in the user's cache."""
     if items is not None:
         require_writable(items, "--items")
         return Path(items)

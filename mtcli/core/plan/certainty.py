@@ -1,4 +1,4 @@
-"""How sure a predicted step time is: the range that holds 8 of 10 published runs of its kind.
+"""Gives the range of a predicted step time that holds 8 of 10 published runs of its kind.
 
 A run's kind is what most divides the errors: the narrowest format that the GPU multiplies (which
 tells its generation), and whether the model is a mixture of experts. Each range is of runs that

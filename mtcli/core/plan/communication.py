@@ -13,11 +13,12 @@ from math import ceil, log2
 
 from mtcli.core.plan import traffic
 from mtcli.core.plan.calibration import Exchange
+from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.exchange.arithmetic import arithmetic_seconds
 from mtcli.core.plan.exchange.methods import exchange_of
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.traffic import HOPS, Kind, PassTransfers, Transfer
-from mtcli.core.plan.workload import Pass, Workload
+from mtcli.core.plan.workload import Workload
 
 LINKS: dict[Kind, Exchange] = {  # what was measured on a CPU, by kind of transfer
     "all_gather": "gather",

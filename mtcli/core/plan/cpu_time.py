@@ -21,11 +21,12 @@ from mtcli.core.plan.communication import (
     tensor_parallel,
     transfer_seconds,
 )
+from mtcli.core.plan.costs import Costs, Pass
 from mtcli.core.plan.elements import block_elements, rank_elements
 from mtcli.core.plan.gpu_time import dense_gemms
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.traffic import Transfer
-from mtcli.core.plan.workload import Costs, Pass, Workload
+from mtcli.core.plan.workload import Workload
 
 Ways = tuple[Amounts, Amounts]  # of a forward pass, and of its backward pass
 

@@ -9,8 +9,9 @@ from functools import singledispatch
 from math import ceil
 
 from mtcli.core.config.fp8 import is_narrow
+from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.workload import Pass, Workload
+from mtcli.core.plan.workload import Workload
 
 TILE = 128  # rows and columns of an output tile
 BLOCK_KERNELS = 24  # launches of a dense block's forward pass

@@ -14,6 +14,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.rules import require
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import forward_flops
+from mtcli.core.plan.costs import Costs, Pass
 from mtcli.core.plan.hardware import Device, device_named, for_run
 from mtcli.core.plan.memory import Memory, memory
 from mtcli.core.plan.step_time import (
@@ -22,7 +23,7 @@ from mtcli.core.plan.step_time import (
     pipeline_timeline,
     step_costs,
 )
-from mtcli.core.plan.workload import Costs, Pass, Workload
+from mtcli.core.plan.workload import Workload
 from mtcli.core.schedule.timeline import Timeline
 
 

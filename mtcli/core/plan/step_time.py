@@ -13,6 +13,7 @@ from mtcli.core.plan.communication import (
     passes,
     tensor_parallel,
 )
+from mtcli.core.plan.costs import Costs, Pass
 from mtcli.core.plan.cpu_time import host_block, host_step
 from mtcli.core.plan.elements import block_elements, rank_elements
 from mtcli.core.plan.gpu_time import (
@@ -23,7 +24,7 @@ from mtcli.core.plan.gpu_time import (
 )
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.traffic import gradient_reduction, pipeline_hop, sharded_block
-from mtcli.core.plan.workload import Costs, Pass, Workload, schedule_of
+from mtcli.core.plan.workload import Workload, schedule_of
 from mtcli.core.schedule.timeline import Timeline, simulate
 
 STATE_PASSES = 2  # the optimizer reads and writes masters and moments

@@ -21,7 +21,7 @@ class SentBytes(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Bytes of both."""
+        """Bytes sent inside a replica and to others."""
         return self.inside + self.across
 
 

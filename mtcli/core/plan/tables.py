@@ -6,6 +6,7 @@ first one says it all, and so do the first and the last group of an axis.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from mtcli.core.config.sync import DECENTRALIZED
@@ -221,7 +222,7 @@ def _how_sure(p: Prediction) -> str:
 
 
 def _grid(p: Prediction) -> str:
-    """What the blocks of a rank of a grid send."""
+    """Bytes that the blocks of a grid's rank send."""
     if p.work.tp_mode == "1d":
         return ""
     along, down = grid_bytes_per_step(p.work)
@@ -336,6 +337,23 @@ def rank_coordinates(layout: ParallelLayout) -> list[dict[str, dict[str, int]]]:
     return [
         {name: coordinates(grid, rank) for name, grid in grids.items()}
         for rank in range(layout.world)
+    ]
+
+
+def rank_map(work: Workload) -> list[dict[str, Any]]:
+    """Coordinates of each rank on both grids, and the layers of its stages."""
+    layers = list(accumulate(work.layers_of_stage, initial=0))
+    return [
+        {
+            "rank": rank,
+            **coordinates,
+            "layers": [
+                layer
+                for stage in work.layout.stages(coordinates["attention"]["pp"])
+                for layer in range(layers[stage], layers[stage + 1])
+            ],
+        }
+        for rank, coordinates in enumerate(rank_coordinates(work.layout))
     ]
 
 

@@ -36,7 +36,7 @@ class Transfer(NamedTuple):
 
 
 class PassTransfers(NamedTuple):
-    """Those of a forward pass, and of its backward pass by itself."""
+    """The transfers of a forward pass, and of its backward pass by itself."""
 
     forward: list[Transfer]
     backward: list[Transfer]

@@ -1,4 +1,4 @@
-"""Describes a training step for the cost model: its work on a layout, and its parts' seconds.
+"""Describes a training step for the cost model: its work on a layout.
 
 A `RunConfig` becomes a `Workload`, and so does a published record (`published/software.py`), which
 may use precisions that the engine does not train in.
@@ -13,6 +13,7 @@ from mtcli.core.config.model import SEQUENCES, ModelConfig
 from mtcli.core.config.schema import Fp8Scaling, LoraConfig, OptimizerName, RunConfig
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan.costs import Pass
 from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.ops import Schedule
 
@@ -109,7 +110,7 @@ class Workload:
         return self.sizes.weight + width + again
 
     @property
-    def hiding_passes(self) -> "Pass":
+    def hiding_passes(self) -> Pass:
         """Shares of the passes that hide what data ranks exchange: gradients are reduced bucket by
         bucket behind the last backward passes; zero=1's gather of weights goes before the next
         forward pass."""
@@ -308,56 +309,6 @@ class Workload:
         uneven = self.layout.vpp > 1 and len(set(self.layers_of_stage)) > 1
         rounds = UNEVEN_ROUNDS if self.stage_sizes or uneven else rounds
         return m if m < (rounds + 1) * pp else rounds * pp + m % pp
-
-
-@dataclass(frozen=True)
-class Pass:
-    """Seconds of a forward pass and of its backward pass, nothing recomputed."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Seconds of both."""
-        return self.forward + self.backward
-
-    def __add__(self, other: "Pass") -> "Pass":
-        return Pass(self.forward + other.forward, self.backward + other.backward)
-
-    def __mul__(self, times: float) -> "Pass":
-        return Pass(self.forward * times, self.backward * times)
-
-    def beyond(self, hiding: "Pass") -> "Pass":
-        """The seconds that are left of each pass where so many of it are hidden."""
-        left = self.forward - hiding.forward, self.backward - hiding.backward
-        return Pass(*(max(0.0, seconds) for seconds in left))
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of a step's parts on one rank; a `Pass` is of one block and one micro-batch."""
-
-    block: Pass  # what a block takes on its rank, exposed communication included
-    compute: Pass
-    tensor: Pass
-    context: Pass
-    expert: Pass
-    first: Pass  # the embedding, on stage 0
-    last: Pass  # the head and the loss, on the last stage
-    recomputed: float  # of `block.backward`, spent on recomputing the forward pass
-    sharded: Pass = Pass()
-    hop: float = 0.0
-    gradients: float = 0.0
-    gradients_exposed: float = 0.0
-    optimizer: float = 0.0
-    crowd: float = 1.0  # ranks on a core
-    overhead: float = 0.0  # outside of the micro-batches: data, logging, the host's bookkeeping
-
-    def crowded(self, crowd: float) -> "Costs":
-        """The costs where so many ranks share what one had to itself: all take so much longer."""
-        longer = {name: value * crowd for name, value in vars(self).items()}
-        return Costs(**longer | {"crowd": crowd})
 
 
 @lru_cache(maxsize=16)  # a search asks for the same ones again and again

@@ -16,10 +16,9 @@ from mtcli.core.plan.hardware import NAMES, device_named, for_run
 from mtcli.core.plan.memory import memory_by_stage
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload, recomputed_share
 from mtcli.core.plan.step_time import simulated
-from mtcli.core.plan.tables import layout_of
+from mtcli.core.plan.tables import layout_of, rank_map
 from mtcli.core.plan.workload import Workload
 from mtcli.core.profile import breakdown
-from mtcli.core.profile.finished_run import rank_map
 from mtcli.core.profile.records import RankRecord
 from mtcli.core.schedule.ops import Schedule
 from mtcli.core.schedule.timeline import Timeline

@@ -49,7 +49,7 @@ class MemorySample(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of both."""
+        """Bytes of activations and temporaries."""
         return self.activations + self.temporary
 
 

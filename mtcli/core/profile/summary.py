@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from mtcli.core.parallel.health.traffic import Traffic
 from mtcli.core.profile import trace as traces
+from mtcli.core.profile.intervals import Interval, common, length, union, without
 from mtcli.core.profile.records import MemorySample, Profiled, StepRecord, WaitSeconds
 
 MEMORY_POINTS = 1000
@@ -31,20 +32,20 @@ def summarized(
     events = traces.complete(trace["traceEvents"])
     mark = next(e["ts"] / 1e6 for e in events if e["name"] == traces.STEP)
     waits = [(w.start - began[1] + mark, w.end - began[1] + mark) for w in traffic.waits]
-    waiting = traces.union(waits)
-    computing = traces.without(traces.computing(events), waiting)
+    waiting = union(waits)
+    computing = without(traces.computing(events), waiting)
     # Of FSDP2's collectives the trace tells more than the host's waits do.
     sharded = any(event["name"].startswith("FSDP::") for event in events)
     traced = events if sharded or not traffic.waits else []
-    exchanges = traces.union([*traces.spans_of(traced, traces.is_exchange), *waiting])
+    exchanges = union([*traces.spans_of(traced, traces.is_exchange), *waiting])
     waited = traces.summed((w.op, w.end - w.start) for w in traffic.waits)
     ops = [(s.op.kind, s.start - began[0] + mark, s.end - began[0] + mark) for s in step.spans]
     curve = over_time(allocations(trace["traceEvents"], mark), traces.op_bounds(events, mark))
     return Profiled(
         step=step,
-        exchanging=shares_inside(ops, traces.without(exchanges, computing)),
+        exchanging=shares_inside(ops, without(exchanges, computing)),
         communication=waited | traces.exchanges(traced),
-        overlapped=traces.length(traces.common(exchanges, computing)),
+        overlapped=length(common(exchanges, computing)),
         kernels=traces.kernels(events),
         memory=thinned(curve, MEMORY_POINTS),
         by_axis=traces.seconds_by_axis(events) or _seconds_on_host(traced, traffic),
@@ -54,19 +55,19 @@ def summarized(
 
 def waiting_of(step: StepRecord, traffic: Traffic, offset: float) -> WaitSeconds:
     """Seconds that the host waited for collectives in a step whose stamps are `offset` later."""
-    waits = traces.union((w.start + offset, w.end + offset) for w in traffic.waits)
+    waits = union((w.start + offset, w.end + offset) for w in traffic.waits)
     ops = [(span.op.kind, span.start, span.end) for span in step.spans]
     return WaitSeconds(shares_inside(ops, waits), _waited(traffic))
 
 
 def shares_inside(
-    ops: Sequence[tuple[str, float, float]], exposed: list[traces.Interval]
+    ops: Sequence[tuple[str, float, float]], exposed: list[Interval]
 ) -> dict[str, float]:
     """Shares, by kind, of the seconds of (kind, start, end) ops that lie in `exposed`."""
     shares = {}
     for kind in sorted({kind for kind, _, _ in ops}):
-        of_kind = traces.union((a, b) for k, a, b in ops if k == kind)
-        shares[kind] = traces.length(traces.common(of_kind, exposed)) / traces.length(of_kind)
+        of_kind = union((a, b) for k, a, b in ops if k == kind)
+        shares[kind] = length(common(of_kind, exposed)) / length(of_kind)
     return shares
 
 

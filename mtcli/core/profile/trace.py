@@ -8,15 +8,15 @@ written one opens in Perfetto and in chrome://tracing: ops are those of the prof
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from math import inf, prod
+from math import prod
 from typing import Any
 
 from mtcli.core.profile.breakdown import speakers
+from mtcli.core.profile.intervals import Interval, union
 from mtcli.core.profile.records import KernelTime, RankRecord
 from mtcli.core.runtime.atomic_writes import aside
 
 Event = dict[str, Any]
-Interval = tuple[float, float]
 
 STEP = "mtcli: step"  # the annotation that ties the profiler's clock to ours
 OP = "mtcli: op "  # begins the annotation of an op of the pipeline
@@ -29,42 +29,6 @@ PROCESS = 10**9  # above any process id, so that our tracks have a process of th
 def spans_of(events: Iterable[Event], wanted: Callable[[Event], bool]) -> list[Interval]:
     """The union of the wanted events' intervals, in order and disjoint."""
     return union((e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if wanted(e))
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merges points into disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def common(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """The points that two lists of disjoint ordered intervals share."""
-    shared, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if start < end:
-            shared.append((start, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return shared
-
-
-def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
-    """The points of `a` that are not in `b`; both are disjoint and in order."""
-    edges = [-inf, *(edge for interval in b for edge in interval), inf]
-    return common(a, list(zip(edges[::2], edges[1::2], strict=True)))
-
-
-def length(intervals: list[Interval]) -> float:
-    """The sum of the intervals' lengths."""
-    return sum(end - start for start, end in intervals)
 
 
 def complete(events: Iterable[Event]) -> list[Event]:

@@ -36,7 +36,7 @@ NAMED = 4  # ranks that an error describes one by one; the others are counted
 
 
 class Attempt(NamedTuple):
-    """Which attempt of which launch the ranks are."""
+    """The attempt of a launch that the ranks are."""
 
     launch: str  # random, as long as the launcher's store lives
     job: str  # the launcher's name for the run: torchrun's rendezvous id, or Slurm's job id
@@ -44,7 +44,7 @@ class Attempt(NamedTuple):
     restarted: bool  # whether ranks were started before this attempt
 
     def record(self) -> dict[str, str]:
-        """What a run folder keeps of it."""
+        """The facts that a run folder keeps of it."""
         return {"launch": self.launch, "job": self.job}
 
     def continues(self, record: Mapping[str, Any]) -> bool:
@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 class Join(NamedTuple):
-    """What a rank says of itself when it joins."""
+    """The facts that a rank tells when it joins."""
 
     token: str  # random
     restarts: int
@@ -185,8 +185,8 @@ def differing(joins: Sequence[Join]) -> str:
 
 
 def times_restarted(environ: Mapping[str, str] = os.environ) -> int:
-    """How often this rank's launcher says that it has started ranks before: torch's elastic one on
-    this node, or Slurm that has requeued the job."""
+    """Counts how often this rank's launcher has started ranks before: torch's elastic one on this
+    node, or Slurm that has requeued the job."""
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return sum(int(environ.get(name) or 0) for name in names)
 

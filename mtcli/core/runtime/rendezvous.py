@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other, and which network interfaces they listen on.
+"""Lets the ranks of a run find each other, on the right network interfaces.
 
 Nobody proves who they are to a store, to gloo or to NCCL, so a run listens no further than it must:
 on loopback where all ranks are on one machine, else on the one interface by which MASTER_ADDR is

@@ -7,7 +7,7 @@ from mtcli.core.config.errors import wrong
 
 
 def total_of(fraction: float | None, size: int | None, candidates: int) -> int:
-    """How many of the candidates to choose: a share of them, at least one, or so many.
+    """Counts the candidates to choose: a share of them, at least one, or so many.
 
     Raises MtcliError where there are fewer.
     """

@@ -38,7 +38,7 @@ class Chosen(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """How much to choose of each group: `budgets`, or, by `cover`, as many as bring L to at most
+    """The numbers to choose of each group: `budgets`, or, by `cover`, as many as bring L to at most
     that part of the sum of its proxies' norms."""
 
     budgets: Sequence[int]
@@ -47,7 +47,7 @@ class Quota(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """Who works, where, by which seed, and whom to tell of picks."""
+    """The context of a choice: the ranks, their device, the seed, and whom to tell of picks."""
 
     world: Axis
     device: torch.device
@@ -115,7 +115,7 @@ def unjudged(orders: Sequence[list[int]]) -> Chosen:
 
 
 def evenly_weighed(chosen: Chosen, groups: Sequence[np.ndarray]) -> Chosen:
-    """The same candidates, of which those of a group weigh the same and sum to its size."""
+    """Weighs the chosen candidates of a group the same, so that they sum to its size."""
     weights = np.empty(len(chosen.indices))
     for ids in groups:
         of_group = np.isin(chosen.indices, ids)

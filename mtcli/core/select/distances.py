@@ -47,7 +47,8 @@ class Points:
         return max(1, BLOCK[self.left.device.type] // len(self))
 
     def distances(self, rows: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Those of some points [b] to others [c], or to all [n], in memory that the next ones take.
+        """Computes the distances of some points [b] to others [c], or to all [n], in memory that
+        the next ones take.
 
         Blocks that came and went beside small results would leave gaps between these in the heap.
         """
@@ -77,7 +78,7 @@ class BlockSimilarities:
         self.size, self.block = len(points), points.block
 
     def rows(self, candidates: Tensor) -> Tensor:
-        """Those of all points to some candidates [b, n]."""
+        """Computes the distances of all points to some candidates [b, n]."""
         return self.points.distances(candidates).neg_().add_(self.reach)
 
 
@@ -94,7 +95,7 @@ def similarities(points: Points, reach: float, in_memory: bool) -> Similarities:
 
 
 class Nearest(NamedTuple):
-    """Of each point the nearest chosen one, as its place among them, and its distance."""
+    """The nearest chosen point of each point, as its place among them, and its distance."""
 
     place: Tensor  # int64 [n]
     distance: Tensor  # [n]

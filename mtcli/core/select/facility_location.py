@@ -27,8 +27,8 @@ class Similarities(Protocol):
     block: int  # candidates whose rows are in memory at once
 
     def rows(self, candidates: Tensor) -> Tensor:
-        """Those of all points to some candidates [b, n], which the caller may write over, and the
-        next call does."""
+        """Computes the similarities of all points to some candidates [b, n], which the caller may
+        write over, and the next call does."""
 
 
 class MatrixSimilarities:
@@ -150,7 +150,7 @@ class _State:
         self.refreshed = 0  # gains by the last pick, or half of those of the one before
 
     def gains(self, candidates: Tensor) -> Tensor:
-        """What each of some candidates [b] would add to F."""
+        """Computes what each of some candidates [b] would add to F."""
         gains = []
         for block in candidates.split(self.similarities.block):
             rows = self.similarities.rows(block)
@@ -218,7 +218,7 @@ class _State:
 
 
 class _MatrixState(_State):
-    """The same for a matrix in a CPU's memory: compiled loops read each row once and copy none, so
+    """The state of a matrix in a CPU's memory: compiled loops read each row once and copy none, so
     that lowering all bounds at every pick is the least work."""
 
     def gains(self, candidates: Tensor) -> Tensor:

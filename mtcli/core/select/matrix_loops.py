@@ -17,7 +17,7 @@ summed = partial(compiled, fastmath={"reassoc", "contract", "nsz", "nnan"})
 
 @summed
 def taken(row: float, low: float, high: float) -> float:
-    """How far a similarity lies between two others, from the lower one on."""
+    """Computes how far a similarity lies between two others, from the lower one on."""
     return min(max(row, low), high) - low
 
 

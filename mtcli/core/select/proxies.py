@@ -136,7 +136,7 @@ def _of_batch(model: InferenceModel, rows: np.ndarray, kind: Proxy) -> Tensor:
 
 
 def _outputs(model: InferenceModel, tokens: Tensor) -> Iterator[_Output]:
-    """What the last stage's ranks have of rows [b, s + 1]; other ranks have nothing."""
+    """Yields the outputs of rows [b, s + 1] on the last stage's ranks; nothing on others."""
     device, pp = model.groups.device, model.groups.layout.pp
     dtype, size = DTYPES[model.config.train.precision], len(tokens)
     size = size // pp if size % pp == 0 else size

@@ -1,4 +1,4 @@
-"""What `mtcli select` was asked for, checked before torch is loaded."""
+"""Reads what `mtcli select` was asked for, and checks it before torch is loaded."""
 
 import json
 from collections.abc import Iterator

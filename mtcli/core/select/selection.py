@@ -1,4 +1,4 @@
-"""What `mtcli select` does: candidates, their proxies, the core-set, and a random one beside it."""
+"""Runs `mtcli select`: candidates, their proxies, the core-set, and a random one beside it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -42,7 +42,7 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Candidates:
-    """What there is to choose from."""
+    """The sequences or documents to choose from."""
 
     data: TokenSequences | ExampleRows
     format: str
@@ -85,7 +85,8 @@ class Judge(NamedTuple):
 
 @dataclass(frozen=True)
 class Console:
-    """Whom to tell: of the numbers of the work before it is done, and how far it is."""
+    """The callbacks of a selection: told of the work in numbers before it is done, and how far it
+    is."""
 
     say: Callable[[str], object]
     bar: Callable[[str, int], AbstractContextManager[Advance]]  # of a name, and so many units
@@ -181,7 +182,7 @@ def _at_random(
 def _evenly(
     candidates: Candidates, proxies: Tensor | None, orders: list[list[int]], work: Work
 ) -> Chosen:
-    """What was chosen without weights: those of a group weigh the same."""
+    """Weighs what was chosen without weights: the members of a group weigh the same."""
     chosen = (
         unjudged(orders) if proxies is None else judge(proxies, candidates.groups, orders, work)
     )

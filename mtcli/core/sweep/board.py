@@ -1,4 +1,4 @@
-"""What people look at while a sweep runs: a table of its models on a terminal, elsewhere a line."""
+"""Shows a sweep while it runs: a table of its models on a terminal, elsewhere a line."""
 
 import math
 import sys

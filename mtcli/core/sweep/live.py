@@ -56,7 +56,7 @@ class Seat(NamedTuple):
 
 
 class Watcher(NamedTuple):
-    """What a sweep is told while an array trains."""
+    """The callbacks by which a sweep follows an array that trains."""
 
     say: Callable[[str], None]
     stepped: Callable[[Sequence[TrialRecord], float], None]  # each step, and tokens per second
@@ -167,7 +167,7 @@ class LiveArray:
         collect_errors(*(saver.finish for saver in self.savers))
 
     def facts(self) -> ArrayRecord:
-        """What was trained."""
+        """Records what the array has trained."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         where = self.first_step, self.first_step
         if self.seats:
@@ -285,7 +285,7 @@ def _most_dropped(config: RunConfig) -> float:
 
 
 def _starting_points(configs: Sequence[RunConfig], world: Axis) -> list[StartingPoint]:
-    """Where each model of an array starts: at its own checkpoint, or all at the same weights, which
-    are opened and verified once."""
+    """Finds where each model of an array starts: at its own checkpoint, or all at the same weights,
+    which are opened and verified once."""
     first = starting_point(configs[0], world)
     return [first, *(starting_point(c, world) if first.is_own else first for c in configs[1:])]

@@ -1,4 +1,4 @@
-"""What a sweep knows of its trials, and `sweep.json`, which keeps it. Imports no torch."""
+"""Records a sweep's trials, and writes `sweep.json`. Imports no torch."""
 
 import math
 from collections.abc import Sequence
@@ -54,7 +54,8 @@ class TrialRecord:
 
     @property
     def score(self) -> float:
-        """What trials are compared by: the validation loss where there is one, else the loss."""
+        """The number that trials are compared by: the validation loss where there is one, else the
+        loss."""
         return self.loss if self.valid_loss is None else self.valid_loss
 
     def end(self, status: Status, reason: str = "") -> None:

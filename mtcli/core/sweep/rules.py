@@ -1,4 +1,4 @@
-"""What an array of models does not train, each with its reason. Imports no torch."""
+"""Refuses what an array of models does not train, each with its reason. Imports no torch."""
 
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +17,7 @@ SHARDED = {
 
 
 def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
-    """What keeps a config's models out of an array on `world` ranks."""
+    """Lists what keeps a config's models out of an array on `world` ranks."""
     p, train = config.parallel, config.train
     for axis, reason in SHARDED.items():
         size = getattr(p, axis)

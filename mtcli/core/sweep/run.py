@@ -49,7 +49,7 @@ class Sweep:
         self.plan, self.runtime, self.peak = plan, runtime, peak
         self.world = world_axis(runtime.rank, runtime.world, runtime.recorder)
         self.signal = StopSignal()
-        self.resumes = self._was_started_before() or plan.resume
+        self.resumes = self._was_started_before() or plan.request.resume
         self.records = self._records()
         self.by_name = {record.name: record for record in self.records}
         self.arrays: list[ArrayRecord] = []
@@ -82,7 +82,7 @@ class Sweep:
         """Says where models are no array for their size."""
         device = self.runtime.device.type
         large = any(trains_in_turn(trial.config, device) for trial in self.plan.trials)
-        if self.plan.max_fused or not large:
+        if self.plan.request.max_fused or not large:
             return []
         return [
             "models whose GEMMs fill a CPU core are trained one after another: --max-fused B fuses"
@@ -102,7 +102,7 @@ class Sweep:
 
     def write(self) -> dict[str, Any]:
         """Writes sweep.json; returns what it holds."""
-        about = {"output": str(self.plan.output), **self.plan.asked}
+        about = {"output": str(self.plan.output), **self.plan.request.flags()}
         about |= {"arrays": [array._asdict() for array in self.arrays]}
         if self.runtime.rank:
             return about
@@ -159,7 +159,7 @@ class Sweep:
             self.world, lambda: Proposals(sampling, self.plan.output) if speaks else None
         )
         shape = self.plan.trials[0].config
-        size = self.plan.max_fused or min(self.capacity(shape), MOST_ASKED)
+        size = self.plan.request.max_fused or min(self.capacity(shape), MOST_ASKED)
         self._proposed(gather_values(study.done() if study else None, self.world)[0])
         while not self.interrupted:
             own = study.ask(size) if study else None
@@ -176,7 +176,7 @@ class Sweep:
 
     def _proposed(self, points: Sequence[Mapping[str, Any]]) -> list[Trial]:
         """The trials of a sampler's values, whose records join the sweep's."""
-        shared, world = self.plan.asked["shared_batches"], self.runtime.world
+        shared, world = self.plan.request.shared_batches, self.runtime.world
         trials = planned(self.plan.space.checked(points, shared, world), resume=True)
         new = [trial for trial in trials if trial.name not in self.by_name]
         self.records += self._restored(new)
@@ -194,21 +194,21 @@ class Sweep:
     def _to_the_end(self, live: LiveArray) -> None:
         """Trains to the end of the run, with the median rule at its steps: before the next one, as
         a sweep may have been told to stop at one of them."""
-        steps, every = live.shape.train.steps, self.plan.median
+        steps, every = live.shape.train.steps, self.plan.request.median
         while live.seats and not self.interrupted and live.array.step < steps:
             step, until = live.array.step, steps
             if every:
-                self._apply_median(live, step)
+                self._apply_median(live, step, every)
                 until = min(steps, (step // every + 1) * every)
             self.interrupted = not live.train(until)
         self._close(live)
 
-    def _apply_median(self, live: LiveArray, step: int) -> None:
-        if step == 0 or step % self.plan.median:
+    def _apply_median(self, live: LiveArray, step: int, every: int) -> None:
+        if step == 0 or step % every:
             return
         losses = {record.name: record.losses for record in self.records}
         here = {seat.record.name for seat in live.seats}
-        stopped = [n for n in below_median(losses, step, self.plan.median) if n in here]
+        stopped = [n for n in below_median(losses, step, every) if n in here]
         if stopped:
             live.stop(stopped, f"above the median of the others at step {step}")
 
@@ -303,7 +303,7 @@ class Sweep:
         packed = []
         for same in by_step.values():
             largest = max((r.trial.config for r in same), key=lambda config: config.lora.rank)
-            most = self.plan.max_fused or self.capacity(largest)
+            most = self.plan.request.max_fused or self.capacity(largest)
             number = -(-len(same) // most)
             size = -(-len(same) // number)
             packed += [same[first : first + size] for first in range(0, len(same), size)]

@@ -1,6 +1,6 @@
 """Reads a sweep's command line into its trials, and refuses what is none. Imports no torch."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,72 +18,85 @@ from mtcli.core.sweep.stopping import Hyperband
 from mtcli.core.sweep.trials import Budget, SweepSpace, Trial, partitioning_fields, partitions
 
 
-class SweepPlan(NamedTuple):
-    """What is to be trained, and how."""
+class SweepRequest(NamedTuple):
+    """The command line of `mtcli sweep`."""
 
-    trials: list[Trial]
+    config: str | None
+    overrides: Sequence[str]
     output: Path
-    max_fused: int  # models of an array; 0: as many as memory allows
-    resume: bool
+    vary: Sequence[str] = ()
+    random: int | None = None
+    seeds: int | None = None
+    shared_batches: bool = False
+    hyperband: str | None = None
+    median: int | None = None
+    max_fused: int | None = None  # None: as many models to an array as memory allows
+    resume: bool = False
+    sampler: str | None = None
+    init: str | None = None
+
+    @property
+    def varied_fields(self) -> list[str]:
+        """The fields of --vary, which may be unknown ones."""
+        return [item.partition("=")[0].strip() for item in self.vary]
+
+    def flags(self) -> dict[str, Any]:
+        """The flags by name that sweep.json keeps."""
+        kept_elsewhere = ("config", "overrides", "output")
+        return {name: v for name, v in self._asdict().items() if name not in kept_elsewhere}
+
+
+class SweepPlan(NamedTuple):
+    """The trials of a sweep, and how they are trained."""
+
+    request: SweepRequest
+    trials: list[Trial]
     hyperband: Hyperband | None
-    median: int  # steps between applications of the median rule; 0: none
     space: SweepSpace
     sampling: SamplingPlan | None  # where trials are proposed as the sweep goes on; `trials` is one
     fields: tuple[str, ...]  # that are varied
-    asked: Mapping[str, Any]  # by the command line, for sweep.json
+
+    @property
+    def output(self) -> Path:
+        """The sweep's folder, with those of its trials."""
+        return self.request.output
 
 
-def sweep_plan(
-    config: str | None,
-    overrides: Sequence[str],
-    output: Path,
-    world: int,
-    asked: Mapping[str, Any],
-) -> SweepPlan:
-    """The plan of a command line; `asked` are its flags by name.
+def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
+    """The plan of a command line on `world` ranks.
 
     Raises MtcliError with all that is wrong: unknown fields and values, configs that no array
     trains, and data that is not there.
     """
-    resume, shared = asked["resume"], asked["shared_batches"]
     flags = (
-        lambda: read_sampler(asked["sampler"]),
-        lambda: read_hyperband(asked["hyperband"]),
-        lambda: _require_flags(asked),
+        lambda: read_sampler(request.sampler),
+        lambda: read_hyperband(request.hyperband),
+        lambda: _require_flags(request),
     )
+    source = partial(source_of, request.config, request.init)
     (space,) = collect_errors(
-        lambda: SweepSpace(source_of(config, asked["init"]), overrides, output),
+        lambda: SweepSpace(source(), request.overrides, request.output),
         otherwise=lambda: collect_errors(*flags),
     )
-    draws = bool(asked["random"] or asked["hyperband"])
+    draws = bool(request.random or request.hyperband)
     sampler, rule, _, varied = collect_errors(
         *flags,
-        lambda: space.read(asked["vary"], draws),
-        otherwise=lambda: _require_base(space, asked, world),
+        lambda: space.read(request.vary, draws),
+        otherwise=lambda: _require_base(space, request, world),
     )
     ranges = any(option.range for option in varied)
-    drawn = asked["random"] or (rule.trials() if rule and ranges else 0)
+    drawn = request.random or (rule.trials() if rule and ranges else 0)
     sampling = None
     if sampler:
-        sampling = SamplingPlan(sampler, varied, asked["random"], space.base.seed)
+        sampling = SamplingPlan(sampler, varied, request.random, space.base.seed)
         drawn = 1
-    points = space.points(varied, Budget(drawn, asked["seeds"] or 0))
-    trials = planned(space.checked(points, shared, world), resume)
-    _require_rules(trials, rule, asked["median"])
-    with folder_of("--output", output):
-        make_folder(output.absolute())
-    return SweepPlan(
-        trials=trials,
-        output=output,
-        max_fused=asked["max_fused"] or 0,
-        resume=resume,
-        hyperband=rule,
-        median=asked["median"] or 0,
-        space=space,
-        sampling=sampling,
-        fields=tuple(dict.fromkeys(field for point in points for field in point)),
-        asked=asked,
-    )
+    points = space.points(varied, Budget(drawn, request.seeds or 0))
+    trials = planned(space.checked(points, request.shared_batches, world), request.resume)
+    _require_rules(trials, rule, request.median)
+    with folder_of("--output", request.output):
+        make_folder(request.output.absolute())
+    fields = tuple(dict.fromkeys(field for point in points for field in point))
+    return SweepPlan(request, trials, rule, space, sampling, fields)
 
 
 def planned(trials: Sequence[Trial], resume: bool) -> list[Trial]:
@@ -114,15 +127,15 @@ def _require_start(config: RunConfig, resume: bool) -> None:
     collect_errors(*(partial(check, config) for check in checks))
 
 
-def _require_base(space: SweepSpace, asked: Mapping[str, Any], world: int) -> None:
+def _require_base(space: SweepSpace, request: SweepRequest, world: int) -> None:
     """Raises MtcliError with what is wrong with the config, but for the fields that are varied."""
     try:
         collect_errors(
             lambda: require_array(space.base, space.problems, world),
-            lambda: _require_start(space.base, asked["resume"]),
+            lambda: _require_start(space.base, request.resume),
         )
     except MtcliError as error:
-        if left := [p for p in error.problems if p.field not in _varied_fields(asked)]:
+        if left := [p for p in error.problems if p.field not in request.varied_fields]:
             raise MtcliError(*left) from None
 
 
@@ -133,7 +146,7 @@ def plan_notes(plan: SweepPlan) -> list[str]:
         return []
     fields, sets = partitioning_fields(plan.trials, plan.fields), len(partitions(plan.trials))
     notes, count = [], len(plan.trials)
-    asked = (plan.asked["random"] or 0) * (plan.asked["seeds"] or 1)
+    asked = (plan.request.random or 0) * (plan.request.seeds or 1)
     if asked > count:
         notes += [f"{asked} trials are asked for, and {count} of them differ"]
     if fields:
@@ -156,34 +169,30 @@ def read_hyperband(text: str | None) -> Hyperband | None:
     raise wrong(f"{text!r} is no R,ETA", hint, "--hyperband")
 
 
-def _varied_fields(asked: Mapping[str, Any]) -> list[str]:
-    return [item.partition("=")[0].strip() for item in asked["vary"]]
-
-
-def _require_flags(asked: Mapping[str, Any]) -> None:
+def _require_flags(request: SweepRequest) -> None:
     """Raises MtcliError with the flags that contradict each other, or have no use."""
-    fields, problems = _varied_fields(asked), []
-    if asked["hyperband"] and asked["median"]:
+    fields, problems = request.varied_fields, []
+    if request.hyperband and request.median:
         message = "Hyperband and the median rule both stop trials"
         problems += [Problem(message, "leave one of them out", "--median")]
-    if asked["seeds"] and "seed" in fields:
+    if request.seeds and "seed" in fields:
         hint = "leave out --seeds, or --vary seed"
         problems += [Problem("seed is varied, and --seeds varies it too", hint, "--seeds")]
-    if asked["shared_batches"] and "data.seed" in fields:
+    if request.shared_batches and "data.seed" in fields:
         message = "data.seed is varied, and with --shared-batches all trials have one"
         hint = "leave out --shared-batches, or --vary data.seed"
         problems += [Problem(message, hint, "--shared-batches")]
-    elif asked["shared_batches"] and not (asked["seeds"] or "seed" in fields):
+    elif request.shared_batches and not (request.seeds or "seed" in fields):
         message = "all trials have one seed, and read the same data without it"
         hint = "leave it out; or --seeds K, or --vary seed=A,B"
         problems += [Problem(message, hint, "--shared-batches")]
-    if asked["random"] and not fields:
+    if request.random and not fields:
         hint = "--vary section.field=A,B or LOW..HIGH"
         problems += [Problem("trials are drawn, and no field is varied", hint, "--random")]
-    if asked["sampler"] and not asked["random"]:
+    if request.sampler and not request.random:
         problems += [Problem("a sampler proposes any number of trials", "--random N", "--sampler")]
-    for flag in ("hyperband", "seeds"):
-        if asked["sampler"] and asked[flag]:
+    for flag, given in (("hyperband", request.hyperband), ("seeds", request.seeds)):
+        if request.sampler and given:
             message = f"--{flag} takes all trials at once, and a sampler proposes some at a time"
             problems += [Problem(message, f"leave out --{flag}", "--sampler")]
     if problems:

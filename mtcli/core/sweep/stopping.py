@@ -1,4 +1,4 @@
-"""Which models of a sweep go on: Hyperband's rungs, and the median rule. Imports no torch.
+"""Decides which models of a sweep go on: Hyperband's rungs, and the median rule. Imports no torch.
 
 Both compare training losses at the same step, which the run folders hold; so a sweep that resumes
 decides as it did.
@@ -13,7 +13,7 @@ Losses = Sequence[float]  # of steps 1, 2, ...
 
 
 class Rung(NamedTuple):
-    """So many of a bracket's trials train until a step."""
+    """A rung of a bracket: so many of its trials train until a step."""
 
     trials: int
     step: int

@@ -99,7 +99,7 @@ class Trial(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """How many trials there are: all of a grid, or so many drawn; and seeds of each."""
+    """The number of trials: all of a grid, or so many drawn; and seeds of each."""
 
     drawn: int = 0
     seeds: int = 0
@@ -294,7 +294,7 @@ def partitions(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def partitioning_fields(trials: Sequence[Trial], varied: Sequence[str]) -> list[str]:
-    """Those of the varied fields that partition the trials."""
+    """Selects the varied fields that partition the trials."""
 
     def parts(field: str) -> bool:
         return (

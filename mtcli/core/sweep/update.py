@@ -58,7 +58,7 @@ class CompiledAdamW:
 
 
 def _numbers(model: ModelUpdate | None) -> list[float]:
-    """What `_update` reads of a model."""
+    """The numbers that `_update` reads of a model."""
     if model is None:
         return [0.0] * 8
     (beta1, beta2), lr = model.optimizer.betas, model.lr

@@ -22,14 +22,9 @@ from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.encoder_batches import encoder_batches
 from mtcli.core.data.encoder_rows import CountedRows, EncoderBatches
-from mtcli.core.data.loader import (
-    CountedTokens,
-    Prefetcher,
-    SampleId,
-    require_named,
-    require_stated_ids,
-)
+from mtcli.core.data.loader import CountedTokens, SampleId, require_named, require_stated_ids
 from mtcli.core.data.packing import open_conversations
+from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.data.subset import Subset, TokenSequences, require_subset, token_batches
 from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.inputs import Inputs

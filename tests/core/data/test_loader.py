@@ -14,7 +14,8 @@ import mtcli.core.data.loader as batches_module
 import mtcli.core.data.samples as cache
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import Indexed, describe, max_token_id, tokenizer_folder, write_dataset
-from mtcli.core.data.loader import Batches, Prefetcher, require_ids, require_stated_ids
+from mtcli.core.data.loader import Batches, require_ids, require_stated_ids
+from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.data.preprocess import PreprocessRequest, preprocess
 
 

@@ -5,7 +5,8 @@ import pytest
 
 import mtcli.core.data.loader as batches_module
 from mtcli.core.data.indexed import write_dataset
-from mtcli.core.data.loader import Batches, Prefetcher
+from mtcli.core.data.loader import Batches
+from mtcli.core.data.prefetch import Prefetcher
 
 SEQ_LEN, SAMPLES = 16, 400
 

@@ -9,7 +9,7 @@ from eval_data import make_data, path_of
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.contamination import read_ngrams
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
-from mtcli.core.evaluate.requests import Score
+from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.items import Shots, ask, read_items
 from mtcli.core.evaluate.tasks.registry import TASKS, parse_tasks

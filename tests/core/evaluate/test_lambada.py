@@ -9,8 +9,8 @@ import pytest
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
+from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.packing import score_requests
-from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.items import Renderer
 from mtcli.core.evaluate.tasks.rows import Row, Split

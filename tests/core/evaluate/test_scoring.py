@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from transformers_scorer import TransformersScorer, gpt2
 
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.evaluate.loglikelihood import Request, fit, request
 from mtcli.core.evaluate.packing import batches, pack, plan, run, score_requests
-from mtcli.core.evaluate.requests import Request, fit, request
 
 LENGTH = 24  # of the scorers
 

@@ -8,8 +8,8 @@ from lm_eval.utils import get_rolling_token_windows
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
+from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.packing import score_requests
-from mtcli.core.evaluate.requests import Score
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.wikitext import detokenise, prepare_wikitext, split_pages
 

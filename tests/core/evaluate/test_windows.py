@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from mtcli.core.evaluate.requests import overlapping_windows, rolling_windows
+from mtcli.core.evaluate.loglikelihood import overlapping_windows, rolling_windows
 
 
 def scored(windows):

@@ -3,8 +3,8 @@
 import pytest
 
 from mtcli.core.config.loading import config_of, load_config
+from mtcli.core.plan.tables import rank_map
 from mtcli.core.plan.workload import Workload
-from mtcli.core.profile.finished_run import rank_map
 from mtcli.core.profile.render import charts
 from mtcli.core.profile.render.charts import curves, step_histogram
 from mtcli.core.schedule.generators import one_f_one_b

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from mtcli.core.profile.finished_run import Curve, curves_of, histogram, once, quantiles, thinned
+from mtcli.core.profile.curves import Curve, curves_of, histogram, quantiles, thinned
+from mtcli.core.profile.finished_run import once
 
 
 def test_steps_that_were_run_twice_count_as_they_were_run_last():

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtcli.core.profile import trace
+from mtcli.core.profile import intervals, trace
 
 
 def event(name, ts, dur, cat="cpu_op", tid=1):
@@ -21,17 +21,17 @@ def covered(pairs):
 @given(POINTS)
 def test_a_union_covers_the_same_points_once(pairs):
     pairs = [(min(p), max(p)) for p in pairs]
-    found = trace.union(pairs)
+    found = intervals.union(pairs)
     assert covered(found) == covered(pairs)
-    assert trace.length(found) == len(covered(pairs))
+    assert intervals.length(found) == len(covered(pairs))
     assert all(a[1] < b[0] for a, b in zip(found, found[1:], strict=False))
 
 
 @given(POINTS, POINTS)
 def test_what_two_unions_share_is_the_intersection_of_their_points(a, b):
-    a = trace.union((min(p), max(p)) for p in a)
-    b = trace.union((min(p), max(p)) for p in b)
-    assert trace.length(trace.common(a, b)) == len(covered(a) & covered(b))
+    a = intervals.union((min(p), max(p)) for p in a)
+    b = intervals.union((min(p), max(p)) for p in b)
+    assert intervals.length(intervals.common(a, b)) == len(covered(a) & covered(b))
 
 
 def test_an_operators_own_time_leaves_out_those_it_calls():
@@ -53,7 +53,7 @@ def test_on_a_gpu_kernels_are_the_devices():
     events = [event("aten::mm", 0, 9), event("sm90_gemm", 5, 50, cat="kernel", tid=7)]
     assert trace.kernels(events) == [("sm90_gemm", 1, pytest.approx(50e-6))]
     nccl = event("ncclDevKernel_AllReduce", 20, 60, cat="kernel", tid=8)
-    assert trace.length(trace.computing([*events, nccl])) == pytest.approx(50e-6)
+    assert intervals.length(trace.computing([*events, nccl])) == pytest.approx(50e-6)
     assert trace.exchanges([*events, nccl]) == {nccl["name"]: pytest.approx(60e-6)}
 
 
@@ -75,8 +75,8 @@ def test_a_send_that_nobody_took_yet_is_not_waited_for():
 
 
 def test_points_without_others_are_those_of_one_set_alone():
-    assert trace.without([(0, 5), (7, 9)], [(1, 2), (4, 8)]) == [(0, 1), (2, 4), (8, 9)]
-    assert trace.without([(0, 5)], []) == [(0, 5)]
+    assert intervals.without([(0, 5), (7, 9)], [(1, 2), (4, 8)]) == [(0, 1), (2, 4), (8, 9)]
+    assert intervals.without([(0, 5)], []) == [(0, 5)]
 
 
 def test_nccls_kernels_are_counted_by_the_axis_of_their_communicator():

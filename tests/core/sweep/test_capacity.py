@@ -13,7 +13,7 @@ from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep import run
 from mtcli.core.sweep.array import ModelArray
-from mtcli.core.sweep.run_plan import sweep_plan
+from mtcli.core.sweep.run_plan import SweepRequest, sweep_plan
 from mtcli.core.training.step import run_groups
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -40,9 +40,8 @@ def test_an_array_of_adapters_is_planned_with_its_base_once(monkeypatch):
 
 
 def _arrays(runtime, config, output):
-    flags = ("random", "seeds", "shared_batches", "hyperband", "median", "max_fused", "sampler")
-    asked = dict.fromkeys((*flags, "init", "resume")) | {"vary": ["optimizer.lr=1e-3,2e-3,3e-3"]}
-    sweep = run.Sweep(sweep_plan(config, (), output, runtime.world, asked), runtime, 1.0)
+    request = SweepRequest(config, (), output, ["optimizer.lr=1e-3,2e-3,3e-3"])
+    sweep = run.Sweep(sweep_plan(request, runtime.world), runtime, 1.0)
     run._device = lambda runtime: replace(HERE, memory_bytes=HERE.memory_bytes * 2**runtime.rank)
     own = run.capacity(sweep.plan.trials[0].config, runtime)
     return own, sweep.capacity(sweep.plan.trials[0].config)

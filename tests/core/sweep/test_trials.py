@@ -9,19 +9,14 @@ from tiny import GPT, documents, run_config, write_run
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.data.indexed import token_dtype, write_dataset
-from mtcli.core.sweep.run_plan import plan_notes, sweep_plan
+from mtcli.core.sweep.run_plan import SweepRequest, plan_notes, sweep_plan
 from mtcli.core.sweep.trials import Range, partitions, split_values
-
-NOTHING = {
-    **dict.fromkeys(("random", "seeds", "hyperband", "median", "max_fused", "sampler", "init")),
-    **{"shared_batches": False, "resume": False},
-}
 
 
 def plan_of(folder, *vary, overrides=(), world=1, **asked):
     config = write_run(folder)
-    told = NOTHING | {"vary": list(vary)} | asked
-    return sweep_plan(str(config), list(overrides), folder / "out", world, told)
+    request = SweepRequest(str(config), list(overrides), folder / "out", list(vary), **asked)
+    return sweep_plan(request, world)
 
 
 def refusal(folder, *vary, **asked):
@@ -171,9 +166,8 @@ def test_all_flags_that_are_wrong_are_told_with_the_config_s_and_the_data_s_prob
     words += ["--vary data.seed", "no field 'optimizer.lrr'", "unknown key 'step'", "-1 should be"]
     words += ["tp=2 shards layers", "gone", "--seeds takes all trials at once"]
     assert [word for word in words if word not in said] == []
-    nowhere = NOTHING | wrong | {"vary": []}
     with pytest.raises(MtcliError) as error:
-        sweep_plan("nowhere", [], tmp_path / "out", 1, nowhere)
+        sweep_plan(SweepRequest("nowhere", [], tmp_path / "out", **wrong), 1)
     assert "named 'nowhere'" in str(error.value) and "both stop trials" in str(error.value)
 
 

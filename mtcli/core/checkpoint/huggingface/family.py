@@ -10,6 +10,7 @@ E experts.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 from mtcli.core.checkpoint.safetensors_file import StoredBox
@@ -95,11 +96,7 @@ def nothing_written(_: ModelConfig) -> Table:
 
 def same(name: str) -> TensorRule:
     """Maps a tensor to the same one under another name."""
-
-    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
-        return [_in_order(name, parameter.shape, parameter.shape)]
-
-    return rule
+    return stacked(name)
 
 
 def transposed(name: str) -> TensorRule:
@@ -144,40 +141,33 @@ def separate_qkv(template: str, names: Sequence[str] = "qkv") -> TensorRule:
     return rule
 
 
-def gate_and_up(gate: str, up: str) -> TensorRule:
-    """Maps Llama's gate_proj and up_proj [F, H]: ours [2, F, H]."""
+def stacked(*names: str) -> TensorRule:
+    """Maps tensors that ours stacks: one of each name, where there are several, per {expert}.
+
+    Llama's gate_proj and up_proj [F, H] are our [2, F, H], and those of experts our [E, 2, F, H].
+    """
+    of_experts, several = "{expert}" in names[0], len(names) > 1
 
     def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
-        shape = parameter.shape[1:]
-        names = enumerate((gate, up))
-        return [_in_order(name, shape, (1, *shape), (i,)) for i, name in names]
+        dims = of_experts + several
+        shape, boxes = parameter.shape[dims:], []
+        for index in product(*map(range, parameter.shape[:dims])):
+            name = names[index[-1] if several else 0]
+            key = name.format(expert=index[0]) if of_experts else name
+            boxes.append(_in_order(key, shape, (1,) * dims + shape, index))
+        return boxes
 
     return rule
 
 
-def expert_gate_and_up(gate: str, up: str) -> TensorRule:
-    """Maps a gate and an up tensor [F, H] of each {expert}: ours [E, 2, F, H]."""
-
-    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
-        shape = parameter.shape[2:]
-        return [
-            _in_order(name.format(expert=e), shape, (1, 1, *shape), (e, i))
-            for e in range(parameter.shape[0])
-            for i, name in enumerate((gate, up))
-        ]
-
-    return rule
-
-
-def expert(name: str) -> TensorRule:
-    """Maps one tensor [H, F] of each {expert}: ours [E, H, F]."""
-
-    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
-        experts, *shape = parameter.shape
-        view = (1, *shape)
-        return [_in_order(name.format(expert=e), view[1:], view, (e,)) for e in range(experts)]
-
-    return rule
+def gated_mlp(
+    ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> dict[str, TensorRule]:
+    """Maps the three weights of an MLP with a gate, or of each {expert}."""
+    return {
+        f"{ours}.gate_up.weight": stacked(f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"),
+        f"{ours}.down.weight": stacked(f"{theirs}.{down}.weight"),
+    }
 
 
 def _in_order(

@@ -8,7 +8,7 @@ from mtcli.core.checkpoint.huggingface.family import (
     Family,
     Field,
     RequiredValue,
-    gate_and_up,
+    gated_mlp,
     same,
     separate_qkv,
 )
@@ -48,10 +48,7 @@ ATTENTION = {
     "attention.out.weight": same("self_attn.o_proj.weight"),
     "mlp_norm.weight": same("post_attention_layernorm.weight"),
 }
-MLP = {
-    "mlp.gate_up.weight": gate_and_up("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    "mlp.down.weight": same("mlp.down_proj.weight"),
-}
+MLP = gated_mlp("mlp", "mlp")
 
 LLAMA = Family(
     model_type="llama",

@@ -6,8 +6,7 @@ from mtcli.core.checkpoint.huggingface.family import (
     Field,
     RequiredValue,
     Table,
-    expert,
-    expert_gate_and_up,
+    gated_mlp,
     same,
 )
 from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, SIZES
@@ -47,12 +46,6 @@ MIXTRAL = replace(
     ),
     constants=CONSTANTS | {"architecture": "mixtral", "normalize_top_k": True},
     inner=ATTENTION
-    | {
-        "mlp.router.weight": same("block_sparse_moe.gate.weight"),
-        "mlp.experts.gate_up.weight": expert_gate_and_up(
-            "block_sparse_moe.experts.{expert}.w1.weight",
-            "block_sparse_moe.experts.{expert}.w3.weight",
-        ),
-        "mlp.experts.down.weight": expert("block_sparse_moe.experts.{expert}.w2.weight"),
-    },
+    | {"mlp.router.weight": same("block_sparse_moe.gate.weight")}
+    | gated_mlp("mlp.experts", "block_sparse_moe.experts.{expert}", "w1", "w3", "w2"),
 )

@@ -8,9 +8,7 @@ from dataclasses import replace
 from mtcli.core.checkpoint.huggingface.family import (
     Field,
     RequiredValue,
-    expert,
-    expert_gate_and_up,
-    gate_and_up,
+    gated_mlp,
     same,
     separate_qkv,
 )
@@ -60,14 +58,8 @@ QWEN2_MOE = replace(
     | QKV_BIAS
     | {
         "mlp.router.weight": same("mlp.gate.weight"),
-        "mlp.experts.gate_up.weight": expert_gate_and_up(
-            "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"
-        ),
-        "mlp.experts.down.weight": expert("mlp.experts.{expert}.down_proj.weight"),
-        "mlp.shared_expert.gate_up.weight": gate_and_up(
-            "mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"
-        ),
-        "mlp.shared_expert.down.weight": same("mlp.shared_expert.down_proj.weight"),
         "mlp.shared_expert_gate.weight": same("mlp.shared_expert_gate.weight"),
-    },
+    }
+    | gated_mlp("mlp.experts", "mlp.experts.{expert}")
+    | gated_mlp("mlp.shared_expert", "mlp.shared_expert"),
 )

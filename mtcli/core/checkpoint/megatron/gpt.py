@@ -184,7 +184,7 @@ def alternatives(name: str) -> Iterator[tuple[str, int | None]]:
 
 
 def factors(parameter: Parameter, shape: tuple[int, ...]) -> Factors:
-    """For each dimension of their tensor, the dimensions of ours that it joins."""
+    """Finds, for each dimension of their tensor, the dimensions of ours that it joins."""
     ours = parameter.shape
     if parameter.name in PADDED and shape:
         return ((shape[0],), *((size,) for size in ours[1:]))

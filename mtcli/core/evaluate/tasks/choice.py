@@ -9,7 +9,7 @@ import numpy as np
 
 from mtcli.core.evaluate.contamination import is_contaminated
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
-from mtcli.core.evaluate.requests import Score
+from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.statistics import accuracy_of
 from mtcli.core.evaluate.tasks.items import Asked, Shots, ask, read_items
 from mtcli.core.evaluate.tasks.task import (
@@ -54,7 +54,7 @@ def prepare_task(
 
 
 def _hash(task: TaskFile, asked: Asked) -> str:
-    """What names an item's texts, whatever tokens they become."""
+    """Hashes an item's texts, which names them whatever tokens they become."""
     parts = (asked.context, *asked.item.prompts, task.delimiter, *asked.item.choices)
     if "unconditional" in task.normalisations:
         parts = (*parts, task.unconditional)

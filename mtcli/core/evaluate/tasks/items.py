@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.text_files import bad_line
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
-from mtcli.core.evaluate.requests import Request
+from mtcli.core.evaluate.loglikelihood import Request
 from mtcli.core.evaluate.tasks.rows import Row, Split, read_test, read_train, require_texts
 from mtcli.core.evaluate.tasks.task_file import TaskFile, several
 from mtcli.core.evaluate.tasks.templates import Templates

@@ -14,7 +14,7 @@ from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.synonyms import closest
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.journal import Journal
-from mtcli.core.evaluate.requests import Score
+from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.task import Advance, PreparedTask, Report, TaskOptions, TaskRun
 from mtcli.core.evaluate.tasks.task_file import SUFFIX, load_task, task_names
@@ -81,7 +81,7 @@ def _problem(spec: str) -> Problem | None:
 
 
 class Evaluation(NamedTuple):
-    """What tasks are run on, and where each item's result is kept."""
+    """The model and tokenizer that tasks are run on, and where each item's result is kept."""
 
     scorer: "InferenceModel"
     tokenizer: EvalTokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.evaluate.requests import Request, Score
+from mtcli.core.evaluate.loglikelihood import Request, Score
 
 Report = dict[str, Any]  # numbers, None for what there is none of, and what they were made of
 Record = dict[str, Any]  # of one item, as JSON

@@ -22,7 +22,7 @@ Normalisation = Literal["token", "character", "byte", "unconditional"]
 
 
 class DataLayout(Section):
-    """Where a data set's rows are: of each list, the first file that the folder has is read."""
+    """The files of a data set's rows: of each list, the first file that the folder has is read."""
 
     format: Literal["jsonl", "tsv", "lines", "race"] = "jsonl"
     """a JSON object a line, a table with a header, a text a line, or RACE's articles; a file's
@@ -103,7 +103,7 @@ def load_task(name: str) -> TaskFile:
 
 
 def metric_name(normalisation: str) -> str:
-    """What results call the accuracy under a normalisation."""
+    """Names the accuracy under a normalisation, as results do."""
     return f"accuracy_{'' if normalisation == 'unconditional' else 'per_'}{normalisation}"
 
 

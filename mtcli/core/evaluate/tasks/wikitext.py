@@ -18,7 +18,7 @@ import numpy as np
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.text_files import read_text
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
-from mtcli.core.evaluate.requests import (
+from mtcli.core.evaluate.loglikelihood import (
     Request,
     Score,
     overlapping_windows,

@@ -71,5 +71,5 @@ class EasgdCosts(ExchangeCosts):
         yield passes(2 * self.times, self.share.elements, len(self.share.sizes))
 
     def state_bytes(self) -> float:
-        """The centre's."""
+        """Bytes of the centre's copy of the weights."""
         return float(self.bytes)

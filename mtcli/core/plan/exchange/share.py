@@ -23,7 +23,7 @@ class ReplicaShare(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Those of all parameters."""
+        """Elements of all parameters that its optimizer updates."""
         return sum(self.sizes.values())
 
     @property

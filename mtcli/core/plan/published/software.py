@@ -10,10 +10,11 @@ from functools import cache
 from math import ceil, log2
 
 from mtcli.core.plan.communication import group_bandwidth, tensor_parallel
+from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.gpu_time import attention_flops, attention_rate, attention_seconds, dense_gemms
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.physics import Physics
-from mtcli.core.plan.workload import Pass, Workload
+from mtcli.core.plan.workload import Workload
 
 # Years and months from which a source's own code may have them.
 FUSED_SOFTMAX = 2104  # scale, mask and softmax in one kernel of 16 bits: arXiv:2104.04473, 4.2

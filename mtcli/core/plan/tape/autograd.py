@@ -1,33 +1,44 @@
 """Counts the bytes alive through a forward and its backward: autograd without tensors or torch.
 
-A recipe runs ops on a `Tape`. A result is alive while somebody names it or it is saved for
-backward; then the tape goes back through the ops, each of which makes the gradients of its inputs.
-So a peak follows from which sizes are alive together, as in the engine.
+A recipe runs ops on a `Tape`. As in torch, a result is alive while a Python name refers to it or an
+op has saved it for backward; then the tape goes back through the ops, each of which makes the
+gradients of its inputs. So a peak follows from which sizes are alive together, as in the engine.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class Storage:
-    """Bytes that are alive as long as something names them."""
+    """Bytes of a tape's memory, which live as long as something refers to them."""
 
-    __slots__ = ("holders", "size")
+    __slots__ = ("size", "tape")
 
-    def __init__(self, size: float) -> None:
-        self.size, self.holders = size, 1
+    def __init__(self, tape: "Tape", size: float) -> None:
+        self.tape, self.size = tape, size
+        tape.live += size
+        tape.peak = max(tape.peak, tape.live)
+
+    def __del__(self) -> None:
+        self.tape.live -= self.size
+
+
+class Edge(NamedTuple):
+    """A source of a tensor, to which its gradient goes: a result of an op, or a weight's rows."""
+
+    node: "Node | None" = None  # None for a stage's input and for weights
+    result: int = 0  # of the op's
+    rows: int = 0  # of a weight
 
 
 class Value:
-    """A tensor: its memory, the op that made it, and its index among the op's results."""
+    """A tensor: its memory, and where it came from."""
 
-    __slots__ = ("index", "made_by", "rows", "storage")
+    __slots__ = ("edge", "storage")
 
-    def __init__(
-        self, storage: Storage, made_by: "Node | None" = None, index: int = 0, rows: int = 0
-    ) -> None:
-        self.storage, self.made_by, self.index, self.rows = storage, made_by, index, rows
+    def __init__(self, storage: Storage, edge: Edge | None = None) -> None:
+        self.storage, self.edge = storage, edge or Edge()
 
     @property
     def size(self) -> float:
@@ -35,18 +46,26 @@ class Value:
         return self.storage.size
 
 
-Gradients = Sequence[Storage | None]
-Back = Callable[["Tape", list[Storage]], Gradients]  # of results -> of what the op took
+Gradients = list[Storage | None]
 PendingGradients = dict["Node | None", dict[int, Storage]]  # gradients that wait for their op
+
+
+class Back(Protocol):
+    """An op's backward, which may refer to memory by its arguments alone."""
+
+    def __call__(
+        self, tape: "Tape", grads: list[Storage], saved: Sequence[Storage], /
+    ) -> Gradients:
+        """Makes the gradients of an op's inputs from those of its results and what it saved."""
 
 
 class Node:
     """An op that has run: its inputs, what it saved for backward, and its backward."""
 
-    __slots__ = ("back", "saved", "saves", "taken")
+    __slots__ = ("back", "inputs", "saved", "saves")
 
-    def __init__(self, taken: Sequence[Value], saved: list[Storage], saves: bool, back: Back):
-        self.taken, self.saved, self.saves, self.back = taken, saved, saves, back
+    def __init__(self, inputs: list[Edge], saved: list[Storage], saves: bool, back: Back) -> None:
+        self.inputs, self.saved, self.saves, self.back = inputs, saved, saves, back
 
 
 class WeightPass(NamedTuple):
@@ -74,33 +93,18 @@ class Tape:
         self.live = self.peak = 0.0
         self.owners, self.splits = owners, splits
         self.nodes: list[Node] = []
-        self.made: list[Storage] = []
         self.weight_passes: list[WeightPass] = []
         self.waiting: list[list[Storage]] = []  # gradients of groups of weights, as they come
         self.saves = True  # False in the first forward of what is recomputed
         self.last_op = -1  # of a recomputation; -1 outside one
 
     def new(self, size: float) -> Storage:
-        """Allocates memory, under one name."""
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        storage = Storage(size)
-        self.made.append(storage)
-        return storage
+        """Allocates memory."""
+        return Storage(self, size)
 
-    def hold(self, size: float) -> Storage:
-        """Allocates memory that outlives a recomputation around it."""
-        storage = self.new(size)
-        self.made.pop()
-        return storage
-
-    def free(self, *named: Storage | Value) -> None:
-        """Drops one name of each; memory that no name is left of is freed."""
-        for value in named:
-            storage = value.storage if isinstance(value, Value) else value
-            storage.holders -= 1
-            if not storage.holders:
-                self.live -= storage.size
+    def leaf(self, rows: float) -> Value:
+        """A weight of some rows, whose gradient is collected as soon as it is there."""
+        return Value(self.new(0.0), Edge(rows=max(1, round(rows))))
 
     def moment(self, size: float) -> None:
         """Counts bytes that are alive for a moment only."""
@@ -108,7 +112,7 @@ class Tape:
 
     def op(
         self,
-        taken: Sequence[Value],
+        inputs: Sequence[Value],
         results: Sequence[float | Value],
         back: Back,
         saved: Sequence[Value] = (),
@@ -119,26 +123,14 @@ class Tape:
 
         Saved for backward are the values `saved`, the results at `saves_results`, and `more` bytes.
         """
-        storages = []
-        for result in results:
-            if isinstance(result, Value):
-                result.storage.holders += 1
-                storages.append(result.storage)
-            else:
-                storages.append(self.new(result))
+        storages = [r.storage if isinstance(r, Value) else self.new(r) for r in results]
         kept = [*(value.storage for value in saved), *(storages[index] for index in saves_results)]
-        node = Node(taken, [], bool(kept or more), back)
-        extra = [self.new(more)] if more else []
-        if self.saves:
-            for storage in kept:
-                storage.holders += 1
-            node.saved = kept + extra
-        else:
-            self.free(*extra)
+        kept += [self.new(more)] if more else []
+        node = Node([x.edge for x in inputs], kept if self.saves else [], bool(kept), back)
         self.nodes.append(node)
         if len(self.nodes) == self.last_op:
             raise _AllSaved
-        return [Value(storage, node, index) for index, storage in enumerate(storages)]
+        return [Value(storage, Edge(node, index)) for index, storage in enumerate(storages)]
 
     @property
     def ends_next(self) -> bool:
@@ -151,39 +143,30 @@ class Tape:
         y = forward(x)
         inner, self.nodes, self.saves = self.nodes, outside, True
         last = max((index for index, node in enumerate(inner) if node.saves), default=-1)
+        of_x, of_y = x.edge, y.edge
 
-        def back(tape: Tape, grads: list[Storage]) -> Gradients:
-            pending: PendingGradients = {y.made_by: {y.index: grads.pop()}}
+        def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
+            pending: PendingGradients = {of_y.node: {of_y.result: grads.pop()}}
             for index in range(len(inner) - 1, -1, -1):
                 if index == last:
-                    tape._rerun(forward, x, inner[: last + 1])
+                    tape._rerun(forward, Value(saved[0], of_x), inner[: last + 1])
                 if inner[index] in pending:
                     tape.step(inner[index], pending)
-            return [pending[x.made_by].pop(x.index)]
+            return [pending[of_x.node].pop(of_x.result)]
 
-        x.storage.holders += 1
-        node = Node([x], [x.storage], True, back)
+        node = Node([of_x], [x.storage], True, back)
         self.nodes.append(node)
-        return Value(y.storage, node)
+        return Value(y.storage, Edge(node))
 
     def _rerun(self, forward: Callable[[Value], Value], x: Value, inner: Sequence[Node]) -> None:
         """Recomputes what `inner` ops save; the ops after the last that saves do not run."""
-        outside, made, named = (self.nodes, self.last_op), self.made, x.storage.holders
-        self.nodes, self.last_op, self.made = [], len(inner), []
+        outside = self.nodes, self.last_op
+        self.nodes, self.last_op = [], len(inner)
         with suppress(_AllSaved):
             forward(x)
-        fresh, (self.nodes, self.last_op) = self.nodes, outside
-        waits: dict[Storage, int] = {}
-        for old, new in zip(inner, fresh, strict=True):
-            old.saved, old.back = new.saved, new.back
-            for storage in new.saved:
-                waits[storage] = waits.get(storage, 0) + 1
-        for storage in self.made:  # names end where the last op has run
-            if storage.holders and not waits.get(storage):
-                self.live -= storage.size
-            storage.holders = waits.get(storage, 0)
-        x.storage.holders = named + waits.get(x.storage, 0)
-        self.made = made
+        again, (self.nodes, self.last_op) = self.nodes, outside
+        for node, recomputed in zip(inner, again, strict=True):
+            node.saved = recomputed.saved
 
     def backward(self, nodes: Sequence[Node], pending: PendingGradients) -> None:
         """Goes back through the ops, from gradients of results to those of leaves."""
@@ -193,76 +176,60 @@ class Tape:
 
     def step(self, node: Node, pending: PendingGradients) -> None:
         """Runs one op's backward."""
-        given = pending.pop(node)
-        grads = [given[index] for index in sorted(given)]
-        gradients = node.back(self, grads)
-        self.free(*node.saved, *grads)
+        by_index = pending.pop(node)
+        grads = [by_index.pop(index) for index in sorted(by_index)]
+        gradients = node.back(self, grads, node.saved)
         node.saved = []
-        leaves = []
-        for value, grad in zip(node.taken, gradients, strict=True):
+        grads.clear()
+        of_weights = []
+        for edge in node.inputs:
+            grad = gradients.pop(0)  # so that no list refers to what is summed
             if grad is None:
                 continue
-            if value.rows:
-                leaves.append((grad, value.rows))
+            if edge.rows:
+                of_weights.append((grad, edge.rows))
                 continue
-            slot = pending.setdefault(value.made_by, {})
-            if value.index in slot:  # autograd sums into new memory
-                other, total = slot[value.index], self.new(grad.size)
-                self.free(other, grad)
-                slot[value.index] = total
-            else:
-                slot[value.index] = grad
-        self._collect(leaves)
+            slot = pending.setdefault(edge.node, {})
+            summed = edge.result in slot  # by autograd, in new memory
+            slot[edge.result] = self.new(grad.size) if summed else grad
+        grad = None
+        self._collect(of_weights)
 
     def weight(self, half: WeightPass, later: bool = True) -> Storage | None:
         """Makes a weight's gradient, or leaves it for `later` where backwards are split."""
         if not (later and self.splits):
             self.moment(half.moment)
             return self.new(half.size)
-        for storage in half.needs:
-            storage.holders += 1
         self.weight_passes.append(half)
         return None
 
     def weights(self) -> None:
         """Runs the weight passes that were left for later, one after another."""
-        for weight_pass in self.weight_passes:
+        while self.weight_passes:
+            weight_pass = self.weight_passes.pop(0)
             self.moment(weight_pass.moment)
             self._collect([(self.new(weight_pass.size), weight_pass.rows)])
-            self.free(*weight_pass.needs)
-        self.weight_passes = []
 
-    def _collect(self, leaves: Sequence[tuple[Storage, int]]) -> None:
-        for grad, rows in leaves:
+    def _collect(self, of_weights: list[tuple[Storage, int]]) -> None:
+        """Takes weights' gradients, each of which is freed before the next."""
+        while of_weights:
+            grad, rows = of_weights.pop(0)
             if self.waiting:
                 self.waiting[-1].append(grad)
-                continue
-            if rows % self.owners:
+            elif rows % self.owners:
                 self.moment(grad.size / rows * -(-rows // self.owners) * self.owners)
-            self.free(grad)
-
-
-def leaf(rows: float) -> Value:
-    """A weight of some rows, whose gradient is collected as soon as it is there."""
-    return Value(Storage(0.0), rows=max(1, round(rows)))
-
-
-def named_again(storage: Storage) -> Storage:
-    """Adds a name to a storage, such as of a gradient that is passed on as it is."""
-    storage.holders += 1
-    return storage
 
 
 def new_gradients(*sizes: float, moment: float = 0.0) -> Back:
     """A backward that makes gradients of these sizes; `moment` bytes are alive just before."""
 
-    def back(tape: Tape, grads: list[Storage]) -> Gradients:
+    def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
         tape.moment(moment)
         return [tape.new(size) for size in sizes]
 
     return back
 
 
-def same_gradient(tape: Tape, grads: list[Storage]) -> Gradients:
+def same_gradient(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
     """A backward that passes the result's gradient on as it is."""
-    return [named_again(grads[0])]
+    return [grads[0]]

@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from mtcli.core.profile.finished_run import CURVES, histogram
+from mtcli.core.profile.curves import CURVES, histogram
 from mtcli.core.profile.render.pictures import (
     BLUE,
     DARK,

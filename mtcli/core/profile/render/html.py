@@ -17,8 +17,9 @@ from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.plan.memory import state_bytes
 from mtcli.core.plan.workload import Workload
+from mtcli.core.profile.curves import MOST_POINTS
 from mtcli.core.profile.figures import Profile, fullest_stage, planned_memory
-from mtcli.core.profile.finished_run import MOST_POINTS, FinishedRun, planned_of
+from mtcli.core.profile.finished_run import FinishedRun, planned_of
 from mtcli.core.profile.render.text import rank_rows, run_rows, summary_rows
 from mtcli.core.runtime.atomic_writes import aside
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mtcli.core.plan.published.validate import Scored
 from mtcli.core.profile.breakdown import KINDS
+from mtcli.core.profile.curves import CURVES
 from mtcli.core.profile.figures import Profile, memory_over_time
-from mtcli.core.profile.finished_run import CURVES
 from mtcli.core.runtime.atomic_writes import aside
 from mtcli.core.schedule.timeline import Timeline
 

@@ -81,7 +81,8 @@ class MultiheadAttention(FusedOperator):
 
 
 def _float_mask(attn_mask: Tensor | None, padding: Tensor | None, like: Tensor) -> Tensor | None:
-    """What is added to scores [R, H, T, S]: masks [T, S] and [R, S], True being masked."""
+    """Builds the bias that is added to scores [R, H, T, S]: masks [T, S] and [R, S], True being
+    masked."""
     masks = []
     if attn_mask is not None:
         if attn_mask.dim() != 2:

@@ -291,7 +291,8 @@ def _batch_dim(module: nn.Module, inherited: int) -> int:
 
 
 def _prefers_samples_outermost(model: nn.Module) -> bool:
-    """Which order of rows makes fewer copies: by the operators that want one or the other."""
+    """Whether rows with samples outermost make fewer copies: by the operators that want one or the
+    other."""
     kinds = [operator_of(module) for module in model.modules()]
     of_channels = sum(issubclass(operator, OF_CHANNELS) for operator in kinds if operator)
     of_rows = sum(issubclass(o, operators.Linear | MultiheadAttention) for o in kinds if o)

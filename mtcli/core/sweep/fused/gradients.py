@@ -26,7 +26,7 @@ def grad_norms(model: FusedModels, order: float = 2.0) -> Tensor:
 
 
 def finite(model: FusedModels) -> Tensor:
-    """Which models have gradients without inf and NaN, [B]: what `step(active=...)` takes."""
+    """Whether each model's gradients are finite, [B]: what `step(active=...)` takes."""
     return grad_norms(model, float("inf")).isfinite()
 
 

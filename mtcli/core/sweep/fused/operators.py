@@ -30,7 +30,7 @@ CONVOLUTIONS = {
 
 
 class FusedOperator(nn.Module):
-    """What `fuse` sets on every operator."""
+    """The attributes that `fuse` sets on every operator."""
 
     array: Array
     batch_dim: int

@@ -20,7 +20,8 @@ Lists = list[list[Tensor]]  # of each model, its slices of all parameters
 
 
 class FusedOptimizer:
-    """What all share: slices of each model, hyper-parameters `values[name][b]`, and counts.
+    """The base of fused optimizers: slices of each model, hyper-parameters `values[name][b]`, and
+    counts.
 
     `only` chooses parameters by name: two optimizers may have different ones of one model.
     """

@@ -1,0 +1,60 @@
+"""Reads batches ahead in a thread."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from queue import Queue
+from typing import Generic, TypeVar, cast
+
+END = object()
+Ready = TypeVar("Ready")
+
+
+class Prefetcher(Generic[Ready]):
+    """Reads ahead: iterates over `read(start, count)`, such as `Batches.batch`, for all `wanted`.
+
+    A thread keeps up to `depth` results ready; copying tokens leaves the interpreter to others.
+    What it meets (a disk that fails) is raised where the result would have come. Close it, or use
+    `with`.
+    """
+
+    def __init__(
+        self, read: Callable[[int, int], Ready], wanted: Iterable[tuple[int, int]], depth: int = 4
+    ) -> None:
+        self._ready: Queue[object] = Queue(depth)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._fill, args=(read, wanted), name="prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Ready]:
+        """Yields what was read, in the order of `wanted`."""
+        while (item := self._ready.get()) is not END:
+            if isinstance(item, BaseException):
+                raise item
+            yield cast(Ready, item)
+
+    def __enter__(self) -> "Prefetcher[Ready]":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops the thread and drops what is ready."""
+        self._stopped.set()
+        while self._thread.is_alive():
+            while not self._ready.empty():
+                self._ready.get_nowait()
+            self._thread.join(0.01)
+
+    def _fill(self, read: Callable[[int, int], Ready], wanted: Iterable[tuple[int, int]]) -> None:
+        last: object = END
+        try:
+            for start, count in wanted:
+                if self._stopped.is_set():
+                    return
+                self._ready.put(read(start, count))
+        except BaseException as error:  # handed to the thread that iterates
+            last = error
+        self._ready.put(last)
