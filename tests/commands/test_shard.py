@@ -296,6 +296,17 @@ def test_wrong_input_is_refused_before_a_word_and_nothing_is_written(
     assert not list(tmp_path.iterdir())
 
 
+def test_all_parts_of_a_layout_that_are_none_are_told_at_once(gpt2, tmp_path):
+    with pytest.raises(MtcliError) as error:
+        run(gpt2, tmp_path / "dst", "--layout", "tp=2,foo=2,pp=x,tp=4,zero=2")
+    assert [(problem.field, problem.message) for problem in error.value.problems] == [
+        ("--layout", "'foo=2' is not a part of a layout"),
+        ("--layout", "'pp=x' is not a part of a layout"),
+        ("--layout", "tp is given twice: 2 and 4"),
+        ("--layout", "zero=2 is no way to share"),
+    ]
+
+
 def test_all_that_is_wrong_is_told_at_once_and_as_json(tmp_path):
     flags = ["--dtype", "int8", "--layout", "zz=3", "--max-shard-size", "big"]
     with pytest.raises(MtcliError) as error:

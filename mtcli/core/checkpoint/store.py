@@ -106,7 +106,9 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
             return dump_written(write_shards(partial, ranks.rank, shards, read, block_bytes))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+                # A write that is refused knows no name, and a sweep saves many models.
+                name = error.filename or str(partial)
+                raise OSError(error.errno, error.strerror, name) from None
             message = f"{error.filename or root}: {error.strerror}: the checkpoint takes {needed}"
             raise failed(f"{message} bytes and {shutil.disk_usage(root).free} are free") from None
 

@@ -377,10 +377,13 @@ def subsets_are_of_sequences(config: RunConfig, world: int) -> Iterator[Problem]
     without = []
     without += [] if d.subset else ["no data.subset, which says how many to choose"]
     without += [f"data.format={d.format!r}"] if d.format != "tokens" else []
-    without += ["sync.asynchronous=true"] if config.sync.asynchronous else []
+    hints = ["data.subset = a file of `mtcli select` of token data"] if without else []
+    if config.sync.asynchronous:
+        without.append("sync.asynchronous=true")
+        hints.append("sync.asynchronous = false")
     if without:
         message = f"reselect_every={d.reselect_every} with {' and '.join(without)}"
-        hint = "data.subset = a file of `mtcli select` of token data, or reselect_every = 0"
+        hint = f"{' and '.join(hints)}, or reselect_every = 0"
         yield Problem(message, hint, "data.reselect_every")
 
 

@@ -27,19 +27,23 @@ def parse_layout(text: str) -> tuple[ParallelConfig, int]:
     Raises MtcliError that names the axes.
     """
     sizes: dict[str, int] = {}
+    problems = []
     for item in filter(None, text.split(",")):
         axis, _, number = item.strip().partition("=")
         least = 0 if axis == "zero" else 1
         is_size = number.isdecimal() and len(number) <= MAX_DIGITS and int(number) >= least
         if axis not in LAYOUT_AXES or not is_size:
             hint = f"sizes of {', '.join(LAYOUT_AXES)}, such as tp=2,pp=2"
-            raise wrong(f"{shown(item.strip())} is not a part of a layout", hint, "--layout")
-        if axis in sizes:
-            message = f"{axis} is given twice: {sizes[axis]} and {number}"
-            raise wrong(message, "leave one of them out", "--layout")
-        sizes[axis] = int(number)
+            problems.append((f"{shown(item.strip())} is not a part of a layout", hint))
+        elif axis in sizes:
+            twice = f"{axis} is given twice: {sizes[axis]} and {number}"
+            problems.append((twice, "leave one of them out"))
+        else:
+            sizes[axis] = int(number)
     if sizes.get("zero", 0) not in ZEROS:
-        raise wrong(f"zero={sizes['zero']} is no way to share", "zero 0, 1 or 3", "--layout")
+        problems.append((f"zero={sizes['zero']} is no way to share", "zero 0, 1 or 3"))
+    if problems:
+        raise MtcliError(*(Problem(*problem, "--layout") for problem in problems))
     dp = sizes.pop("dp", 1)
     schedule = "interleaved" if sizes.get("vpp", 1) > 1 else "1f1b"
     mode = "2d" if "tp_rows" in sizes else "1d"

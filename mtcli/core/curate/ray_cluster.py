@@ -139,6 +139,11 @@ def ray_cluster(address: str | None, cores: int) -> Iterator[RayCluster]:
         if "AuthToken" in str(error):
             hint = "set RAY_AUTH_MODE=token where `ray start` made a token, or disabled where not"
         raise wrong(said, hint, "--address") from error
+    except Exception as error:  # Ray raises no other class where a node does not start in time
+        hint = "run it again when the machine is less busy, or with --engine local"
+        reason = str(error).partition("\n")[0]
+        said = f"Ray did not start at {address or 'this machine'}: {reason}"
+        raise failed(said, hint) from error
     try:
         yield RayCluster()
     finally:

@@ -162,7 +162,9 @@ def _folder(folder: Path, kind_of: KindOf, left_out: Counter[str]) -> list[Sourc
             left_out[_ending(path) if path.is_file() else "pipes, devices and broken links"] += 1
     if not files:
         others = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
-        raise wrong(f"{folder} holds no file to read{others}", ACCEPTED)
+        described = f"; a folder's {', '.join(sorted(BESIDE))} files are read where they or a "
+        hint = ACCEPTED + (f"{described}--format are named" if BESIDE & left_out.keys() else "")
+        raise wrong(f"{folder} holds no file to read{others}", hint)
     return [_source(path, kind_of) for path in files]
 
 

@@ -33,6 +33,11 @@ def require_writable(target: str, flag: str, suffixes: tuple[str, ...] = ()) -> 
         raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", flag)
     if os.path.isdir(path):
         raise wrong(f"{target} is a folder", "name a file", flag)
+    # A file is replaced in its folder; what `aside` writes through is written itself.
+    written = path if path.exists() and not path.is_file() else path.parent
+    if not os.access(written, os.W_OK):
+        message = f"{written} cannot be written: it is read-only, or another user's"
+        raise wrong(message, "name another folder", flag)
 
 
 def require_picture(target: str, flag: str) -> None:

@@ -400,6 +400,10 @@ ALSO = {  # further branches of the same rules
         ["parallel.pp=2", "parallel.schedule=interleaved"], 2, "parallel.schedule",
         "vpp=1 with schedule='interleaved'",
         "vpp > 1 takes schedule = 'interleaved', and the other schedules take vpp = 1"),
+    "sequences that are chosen again while replicas take turns": (
+        [*LSGD, "sync.asynchronous=true", "data.reselect_every=5", "data.subset=a.json"], 4,
+        "data.reselect_every", "reselect_every=5 with sync.asynchronous=true",
+        "sync.asynchronous = false, or reselect_every = 0"),
     "a batch smaller than one micro-batch each": (
         ["batch.global_batch_size=1"], 1, "batch.global_batch_size",
         "micro_batch_size*dp = 8*1 = 8 does not divide global_batch_size=1",

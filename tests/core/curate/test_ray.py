@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from corpora import refusal, tree, write_jsonl
 
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.curate import documents as documents_module
 from mtcli.core.curate.cluster import ClusterEngine
 
@@ -80,3 +81,18 @@ def test_an_error_in_a_task_is_the_user_s_as_on_one_machine(run, tmp_path):
     with ray_cluster(None, 1) as cluster:
         assert refusal(lambda: run(path, engine=ClusterEngine(cluster), force=True)) == one
         os.environ.pop("RAY_ADDRESS", None)
+
+
+def test_a_node_that_does_not_start_is_told_without_a_trace(monkeypatch):
+    import ray
+
+    def slow(**where):
+        raise Exception("The current node timed out during startup.\nIt could be overloaded.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", slow)
+    expected = "Ray did not start at this machine: The current node timed out during startup"
+    with pytest.raises(MtcliError, match=expected) as caught, ray_cluster(None, 1):
+        pass
+    assert caught.value.code == 1
+    assert "--engine local" in str(caught.value)

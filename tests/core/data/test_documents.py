@@ -254,7 +254,8 @@ def test_stdlib_is_source_without_tests():
             lambda p: [(p / name).touch() for name in ("a.md", "b.csv", "c.csv", "d.csv.gz", "e")],
             "",
             r"no file to read, and 5 others: 2 .csv, 1 .csv.gz, 1 .md, 1 without an ending\n"
-            r"\nhint: files end in .* or --format text\|jsonl\|csv\|tsv\|parquet",
+            r"\nhint: files end in .* or --format text\|jsonl\|csv\|tsv\|parquet; "
+            r"a folder's .csv, .md, .tsv files are read where they or a --format are named",
         ),
         (lambda p: os.mkfifo(p / "a.txt"), "a.txt", "a.txt cannot be read: it is a named pipe"),
         (lambda p: None, "absent.txt", "no input .*absent.txt"),

@@ -1,6 +1,7 @@
 """Files of a profile: refused before the work, or whole."""
 
 import os
+import subprocess
 import threading
 
 import pytest
@@ -44,6 +45,24 @@ def test_a_folder_is_no_file(tmp_path):
     (tmp_path / "a.html").mkdir()
     with pytest.raises(MtcliError, match="is a folder"):
         require_writable(str(tmp_path / "a.html"), "--report", (".html",))
+
+
+def test_a_folder_that_takes_no_files_is_refused_before_the_work(tmp_path):
+    folder = tmp_path / "read-only"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(folder)], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a read-only disk takes root")
+    try:
+        with pytest.raises(MtcliError, match="--output: .*read-only cannot be written") as caught:
+            require_writable(str(folder / "a.json"), "--output")
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+    assert caught.value.code == 2
+    os.symlink(tmp_path / "elsewhere.json", tmp_path / "link.json")
+    for takes in ("link.json", "new.json"):
+        require_writable(str(tmp_path / takes), "--output")
+    require_writable("/dev/null", "--output")
 
 
 def test_a_missing_extra_says_how_to_install_it():

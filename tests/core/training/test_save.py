@@ -145,6 +145,16 @@ def full_at_4(runtime, output):
     before_writing(refuse)
 
 
+def too_large_at_4(runtime, output):
+    """Rank 1 may write no file so large at step 4; a write that is refused knows no name."""
+
+    def refuse(path):
+        if step(4) in str(path) and runtime.rank == 1:
+            raise OSError(27, "File too large")
+
+    before_writing(refuse)
+
+
 def no_memory_at_4(runtime, output):
     """Rank 1 has no memory for its second snapshot."""
     take = Snapshot.take
@@ -163,6 +173,7 @@ def no_memory_at_4(runtime, output):
     ("fault", "reason"),
     [
         (full_at_4, r"No space left on device: the checkpoint takes \d+ bytes and \d+ are free"),
+        (too_large_at_4, rf"/run/checkpoints/{step(4)}\.partial: File too large\)"),
         (no_memory_at_4, r"there is no room for a snapshot of 5 bytes of host memory"),
     ],
 )
