@@ -403,19 +403,22 @@ LABELS = {
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Draws every cost against the number of ranks."""
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator
 
-    figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(10, 8.5), layout="constrained")
     for (title, names), axis in zip(PANELS.items(), axes.flat, strict=True):
         for index, name in enumerate(names):
             x, y = [row["ranks"] for row in rows], [row[name] for row in rows]
             (line,) = axis.plot(x, y, marker="o", ms=4, color=f"C{index}", label=LABELS[name])
             if isinstance(limit := MOST.get(name), float):
-                axis.axhline(limit, color=line.get_color(), ls=":", lw=1)
+                axis.axhline(limit, color=line.get_color(), ls=":", lw=1, label="its limit")
         axis.set(title=title, xlabel="ranks", xscale="log", yscale="log")
-        axis.set_xticks(x, [f"{n:,}" for n in x], rotation=30)
+        axis.set_xticks(x, [f"{n:,}" for n in x])
         axis.minorticks_off()
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y / 1e6:g} M" if y >= 1e6 else f"{y:,g}")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18))
     figure.savefig(path, dpi=110)
 
 

@@ -194,7 +194,7 @@ def told(row: dict) -> str:
 def table(rows: dict[str, dict]) -> str:
     """The rows as Markdown: bytes also as a share of all_reduce's."""
     rates = sorted({rate for row in rows.values() for rate in row.get("links", {})}, key=float)
-    head = ["strategy", "loss", "valid", "MB per step", "of all_reduce"]
+    head = ["strategy", "training loss", "validation loss", "MB per step", "of all_reduce"]
     head += [f"s at {rate} Gbit/s (planned)" for rate in rates]
     lines = [head, ["---"] * len(head)]
     plain = next((sum(row["bytes"]) for name, row in rows.items() if "all_reduce" in name), None)

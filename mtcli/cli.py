@@ -201,7 +201,7 @@ COMMANDS: dict[str, Target] = {
         ("plan", "Check a run config; predict its memory, step time and bubble"),
         ("train", "Train or fine-tune a model from a config"),
         ("sweep", "Train many models of one shape as one array"),
-        ("eval", "Evaluate a checkpoint on WikiText-103, LAMBADA, RACE"),
+        ("eval", "Evaluate a checkpoint on published tasks or your own"),
         ("generate", "Sample text from a checkpoint"),
         ("profile", "Run a few steps of a config with timers"),
         ("shard", "Convert and reshard checkpoints"),

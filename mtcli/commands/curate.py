@@ -36,24 +36,24 @@ Inputs = Annotated[
     list[str],
     typer.Argument(
         metavar="INPUT...",
-        help="Files, folders and globs of .warc .jsonl .txt (also under .gz .zst .xz .bz2) and "
-        ".parquet; or train-quality, with --good and --bad, to train a quality classifier.",
+        help="files, folders and globs of .warc .jsonl .txt (also under .gz .zst .xz .bz2) and "
+        ".parquet; or train-quality, with --good and --bad, to train a quality classifier",
     ),
 ]
 Output = Annotated[
     Path,
     typer.Option(
         metavar="DIR",
-        help="Write shards, removed.jsonl.zst and the report here; of train-quality, a file.",
+        help="where shards, removed.jsonl.zst and the report go; with train-quality, a file",
     ),
 ]
 ConfigPath = Annotated[
     str | None,
-    typer.Option("--config", metavar="FILE", help="A TOML file of stages and their settings."),
+    typer.Option("--config", metavar="FILE", help="a TOML file of stages and their settings"),
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(min=1, max=1024, help="Processes.", show_default="one per core"),
+    typer.Option(min=1, max=1024, help="worker processes", show_default="one per core"),
 ]
 Against = Annotated[
     list[str],
@@ -61,15 +61,15 @@ Against = Annotated[
         metavar="DIR",
         default_factory=list,
         show_default=False,
-        help="An older corpus: what it has is removed from the new one, and it stays as it is.",
+        help="an older corpus, whose documents are removed from the new one",
     ),
 ]
 Format = Annotated[
     Literal["text", "jsonl", "csv", "tsv", "parquet", "warc"] | None,
-    typer.Option("--format", help="What all inputs are.", show_default="by their endings"),
+    typer.Option("--format", help="format of all inputs", show_default="by their endings"),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print documents, bytes, memory and disk; do nothing.")
+    bool, typer.Option("--dry-run", help="print documents, bytes, memory and disk; do nothing")
 ]
 Good = Annotated[
     list[str],
@@ -77,7 +77,7 @@ Good = Annotated[
         metavar="INPUT",
         default_factory=list,
         show_default=False,
-        help="curate train-quality: curated text, such as Wikipedia; any number of times.",
+        help="curate train-quality: curated text, such as Wikipedia; any number of times",
     ),
 ]
 Bad = Annotated[
@@ -86,18 +86,18 @@ Bad = Annotated[
         metavar="INPUT",
         default_factory=list,
         show_default=False,
-        help="curate train-quality: crawled text; any number of times.",
+        help="curate train-quality: crawled text; any number of times",
     ),
 ]
 EngineName = Annotated[
     Literal["local", "ray"],
-    typer.Option(help="local: processes of this machine; ray: tasks of a Ray cluster."),
+    typer.Option(help="local: processes of this machine; ray: tasks of a Ray cluster"),
 ]
 Address = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="--engine ray: join this cluster.",
+        help="--engine ray: join this cluster",
         show_default="one of --workers cores is started here",
     ),
 ]

@@ -29,10 +29,10 @@ Tasks = Annotated[
         metavar="NAME=PATH",
         default_factory=list,
         show_default=False,
-        help="wikitext103=FILE, lambada=FILE, piqa=FOLDER and so on (docs/tasks.md lists them), or "
-        "FILE.toml=PATH for one of your own, any number of times; of encoders mlm=PREFIX, "
-        "race=FOLDER or classification=FILE; or lm_eval:NAME (or lm_eval:FILE.yaml) for a task of "
-        "lm-evaluation-harness",
+        help="wikitext103=FILE, lambada=FILE, piqa=FOLDER and so on (docs/tasks.md lists them); "
+        "FILE.toml=PATH, a task of your own; with encoders mlm=PREFIX, race=FOLDER or "
+        "classification=FILE; lm_eval:NAME or lm_eval:FILE.yaml, a task of lm-evaluation-harness; "
+        "any number of times",
     ),
 ]
 Harness = Annotated[
@@ -45,13 +45,13 @@ Harness = Annotated[
 Shots = Annotated[
     int, typer.Option(min=0, max=10**4, help="solved examples before each item, or as many as fit")
 ]
-Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of the examples' draw")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the examples' draw")]
 Items = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="every item's result, a JSON line each; default: FILE.items.jsonl beside --json "
-        "FILE.json, else in ~/.cache/mtcli",
+        help="where each item's result goes, a JSON line each; default: FILE.items.jsonl next to "
+        "--json FILE.json, else in ~/.cache/mtcli",
     ),
 ]
 Contaminated = Annotated[
@@ -59,7 +59,7 @@ Contaminated = Annotated[
     typer.Option(
         metavar="REPORT",
         show_default=False,
-        help="the report of `mtcli curate`: accuracies of clean and contaminated items too",
+        help="a report of `mtcli curate`: adds the accuracies of clean and contaminated items",
     ),
 ]
 Compare = Annotated[
@@ -126,9 +126,11 @@ def eval(
     items: Items = None,
     json_out: JsonOut = None,
 ) -> None:
-    """Evaluate a checkpoint on WikiText-103, LAMBADA, RACE, PIQA and other published tasks or your
-    own, with or without examples, on tasks of lm-evaluation-harness or, with an encoder's head, on
-    masked tokens and labelled texts; or compare two results."""
+    """Evaluate a checkpoint on published tasks or your own; or compare two results.
+
+    Tasks are WikiText-103, LAMBADA, RACE, PIQA and others, those of lm-evaluation-harness and, with
+    an encoder's head, masked tokens and labelled texts.
+    """
     of_evaluation = [name for name in context.params if name not in ("compare", "json_out")]
     if compare is not None:
         refuse_flags(context, of_evaluation, "is of an evaluation, and --compare does none")

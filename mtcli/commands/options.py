@@ -75,18 +75,18 @@ NoCalibrate = Annotated[
     ),
 ]
 SkipBad = Annotated[
-    bool, typer.Option("--skip-bad", help="Leave out and count what cannot be read.")
+    bool, typer.Option("--skip-bad", help="leave out and count what cannot be read")
 ]
 # Of `mtcli preprocess` and `mtcli curate`, which read text.
 TextKey = Annotated[
-    str, typer.Option(help="The key of JSON lines, or the column of a table, with the text.")
+    str, typer.Option(help="the key of JSON lines, or the column of a table, with the text")
 ]
 SplitOn = Annotated[
     Literal["blank"] | None,
-    typer.Option(help="blank: plain text holds a document per block between blank lines."),
+    typer.Option(help="blank: plain text holds a document per block between blank lines"),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on where an interrupted run stopped.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace outputs that exist.")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on where an interrupted run stopped")]
+Force = Annotated[bool, typer.Option("--force", help="replace outputs that exist")]
 
 
 def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:

@@ -23,12 +23,16 @@ Fixed = Annotated[
         metavar="SECTION.FIELD=VALUE",
         default_factory=list,
         show_default=False,
-        help="search with this field as it is, such as parallel.tp=8; may be given several times",
+        help="search layouts with this value, such as parallel.tp=8; may be given several times",
     ),
 ]
 Gpus = Annotated[
     int | None,
-    typer.Option(min=1, max=2**20, help="devices; a bare preset is then searched [fewest]"),
+    typer.Option(
+        min=1,
+        max=2**20,
+        help="number of devices; for a bare preset, search layouts [the fewest that hold it]",
+    ),
 ]
 DeviceKind = Annotated[
     str | None,
@@ -44,7 +48,9 @@ GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", min=1, max=10**9, help="sequences of a step")
 ]
 Seq = Annotated[int | None, typer.Option(min=1, max=10**9, help="tokens of a sequence")]
-RankMaps = Annotated[bool, typer.Option("--ranks", help="show both rank maps, all groups")]
+RankMaps = Annotated[
+    bool, typer.Option("--ranks", help="show each rank's placement on both grids, and all groups")
+]
 Draw = Annotated[bool, typer.Option("--draw", help="draw the pipeline's timeline")]
 Plot = Annotated[
     str | None,

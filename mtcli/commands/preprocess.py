@@ -12,43 +12,43 @@ InputPaths = Annotated[
     list[str],
     typer.Argument(
         metavar="INPUT...",
-        help="Files, folders and globs of .txt .md .tokens .jsonl .csv .tsv (also under .gz .zst "
+        help="files, folders and globs of .txt .md .tokens .jsonl .csv .tsv (also under .gz .zst "
         ".xz .bz2) and .parquet; - for standard input; stdlib for the running Python's standard "
-        "library.",
+        "library",
     ),
 ]
 Output = Annotated[
-    Path, typer.Option(metavar="PREFIX", help="Write PREFIX.bin, .idx, .json, .tokenizer/.")
+    Path, typer.Option(metavar="PREFIX", help="write PREFIX.bin, .idx, .json and .tokenizer/")
 ]
 TokenizerName = Annotated[
     str,
     typer.Option(
-        help="A tokenizer.json, a folder with one or with vocab.json and merges.txt, "
-        "a Hugging Face name, bytes, or train:N for a new byte-level BPE of N ids."
+        help="a tokenizer.json, a folder with one or with vocab.json and merges.txt, "
+        "a Hugging Face name, bytes, or train:N for a new byte-level BPE of N ids"
     ),
 ]
 Format = Annotated[
     Literal["text", "jsonl", "csv", "tsv", "parquet"] | None,
-    typer.Option("--format", help="What all inputs are.", show_default="by their endings"),
+    typer.Option("--format", help="format of all inputs", show_default="by their endings"),
 ]
 MaxDocumentBytes = Annotated[
     int | None,
     typer.Option(
         min=1,
         max=2**40,
-        help="The largest document, in bytes of UTF-8.",
+        help="the largest document, in bytes of UTF-8",
         show_default="64 MiB; any size for plain text that is encoded in parts",
     ),
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(min=1, max=1024, help="Processes that encode.", show_default="one per core"),
+    typer.Option(min=1, max=1024, help="worker processes that encode", show_default="one per core"),
 ]
 AppendEod = Annotated[
     bool | None,
     typer.Option(
         "--append-eod/--no-append-eod",
-        help="End every document with the tokenizer's end-of-document token.",
+        help="end every document with the tokenizer's end-of-document token",
         show_default="where it has one",
     ),
 ]
@@ -56,7 +56,7 @@ Sentences = Annotated[
     bool,
     typer.Option(
         "--sentences",
-        help="Write a document as its sentences, as BERT reads them; train:N makes WordPieces.",
+        help="write a document as its sentences, as BERT reads them; train:N makes WordPieces",
     ),
 ]
 

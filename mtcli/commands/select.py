@@ -38,10 +38,10 @@ Model = Annotated[
 ]
 Fraction = Annotated[
     float | None,
-    typer.Option("--fraction", min=0.0, max=1.0, help="choose this part of the sequences"),
+    typer.Option("--fraction", min=0.0, max=1.0, help="choose this fraction of the sequences"),
 ]
 Size = Annotated[
-    int | None, typer.Option("--size", min=1, max=10**9, help="choose so many sequences")
+    int | None, typer.Option("--size", min=1, max=10**9, help="choose this many sequences")
 ]
 Cover = Annotated[
     float | None,

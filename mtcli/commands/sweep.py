@@ -28,7 +28,9 @@ Vary = Annotated[
 ]
 Random = Annotated[
     int | None,
-    typer.Option("--random", metavar="N", min=1, max=10_000, help="draw N trials, not all"),
+    typer.Option(
+        "--random", metavar="N", min=1, max=10_000, help="draw N trials instead of taking all"
+    ),
 ]
 Seeds = Annotated[
     int | None,
@@ -39,7 +41,7 @@ HyperbandRule = Annotated[
     typer.Option(
         "--hyperband",
         metavar="R,ETA",
-        help="a run is R units; of a rung 1 in ETA trials goes on to ETA times as many",
+        help="a run is R units; of each rung 1 in ETA trials goes on, to ETA times its units",
     ),
 ]
 Median = Annotated[
@@ -55,7 +57,11 @@ Median = Annotated[
 MaxFused = Annotated[
     int | None,
     typer.Option(
-        "--max-fused", metavar="B", min=1, max=10_000, help="models of an array at most [memory]"
+        "--max-fused",
+        metavar="B",
+        min=1,
+        max=10_000,
+        help="largest number of models in an array [as many as fit in memory]",
     ),
 ]
 Sampler = Annotated[
@@ -66,7 +72,7 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="go on from the newest checkpoint of each trial")
 ]
 SharedBatches = Annotated[
-    bool, typer.Option("--shared-batches", help="all seeds read the same data, once")
+    bool, typer.Option("--shared-batches", help="all seeds read the data in the same order")
 ]
 
 

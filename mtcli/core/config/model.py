@@ -115,7 +115,7 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = None
     """Llama 3's scaling of the rotary frequencies"""
     causal: bool = True
-    """false: every token sees all of its sequence, as encoders do, whose head is not lm"""
+    """false: tokens attend to all of their sequence, as in encoders; not with head = lm"""
     tie_embeddings: bool
     """the head shares the token embedding's weight [false for heads that read no vocabulary]"""
     bias: bool

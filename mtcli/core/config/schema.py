@@ -40,13 +40,13 @@ class ParallelConfig(Section):
     tp_mode: Literal["1d", "2d"] = "1d"
     """1d is Megatron-LM's; 2d is Optimus', on a grid of tp ranks"""
     tp_rows: Whole = 0
-    """rows of 2d's grid of tp ranks, which cut the batch; 1 is Megatron-LM's layout [sqrt(tp)]"""
+    """rows of 2d's grid of tp ranks, which shard the batch; 1 is Megatron-LM's layout [sqrt(tp)]"""
     sequence_parallel: bool = True
-    """norms, dropout and residuals hold 1/tp of the tokens; 2d cuts sequences and columns always"""
+    """norms, dropout and residuals have 1/tp of the tokens; 2d always shards sequences, columns"""
     cp: Ranks = 1
     """context parallel size"""
     cp_mode: Literal["ring", "all_gather", "a2a"] = "ring"
-    """how context parallel attention sees other ranks' keys and values"""
+    """how context parallel attention gets other ranks' keys and values"""
     pp: Ranks = 1
     """pipeline parallel size"""
     vpp: Annotated[Int, Field(ge=1, le=10_000)] = 1
@@ -112,7 +112,7 @@ class OptimizerConfig(Section):
     """The optimizer and its learning-rate curve, a pure function of the step."""
 
     name: OptimizerName = "adamw"
-    """update rule; lamb scales each parameter's step by a trust ratio, for large batches; sgd"""
+    """update rule; lamb scales each parameter's step by a trust ratio, for large batches"""
     lr: Rate = 3e-4
     """peak learning rate"""
     min_lr: Rate = 0.0
@@ -157,7 +157,7 @@ class DataConfig(Section):
     valid: Sources = ()
     """the same for validation [the valid part of split]"""
     split: str = "969,30,1"
-    """shares of train, valid, test where one set serves all three [all but tokens: 1,0,0]"""
+    """shares of train, valid, test of each dataset [other formats than tokens: 1,0,0]"""
     subset: PathText | None = None
     """a file of `mtcli select`: train on its sequences, with its weights, and on no others"""
     reselect_every: Whole = 0
@@ -196,7 +196,7 @@ class TrainConfig(Section):
     steps: Positive = 100
     """optimizer steps"""
     epochs: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
-    """all data but tokens: passes over it, which set steps [1 where no steps are set]"""
+    """other formats than tokens: passes over the data, which set steps [1 without steps]"""
     init: PathText | None = None
     """start from these weights, a checkpoint or Hugging Face folder; the flag --init sets it"""
     output: PathText = "runs/run"
@@ -204,7 +204,7 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one"""
     precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """of weights and activations, fp8 of products; sums and optimizer: fp32, or fp64 in fp64"""
+    """of weights and activations, fp8 of GEMMs; sums and optimizer: fp32, or fp64 in fp64"""
     fp8_scaling: Fp8Scaling = "rowwise"
     """fp8: what shares a scale: rows, blocks of 128 (1 by 128 of activations), or whole tensors"""
     loss_scale: Annotated[Real, Field(ge=0.0, le=1e15)] = 0.0

@@ -52,7 +52,7 @@ class SyncConfig(Section):
     method: Method = "all_reduce"
     """all_reduce sums gradients; the others keep a model per replica, or compress what is sent"""
     replicas: Whole = 0
-    """copies of the model that differ; 0: as many as there can be. Ranks of one sum gradients"""
+    """copies of the model; 0: as many as possible. The data ranks of one sum gradients"""
     warmup_steps: Whole = 0
     """onebit: steps with uncompressed gradients, after which the variance is frozen; 0: a fifth"""
     topology: Topology = "ring"
