@@ -28,7 +28,10 @@ SLOW = {
     },
     "test_bert_runs.py": {
         "test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout": (),
+        "test_an_encoder_s_evaluation_goes_on_over_data_ranks": (),
         "test_an_ensemble_is_of_classifiers_of_one_kind": (),
+        "test_an_item_that_an_ended_run_left_damaged_is_computed_again": ("ensemble-*",),
+        "test_every_row_of_masked_tokens_is_an_item_and_two_encoders_are_compared_by_theirs": (),
         "test_seeds_of_a_head_are_swept_at_once_and_each_is_a_run_alone": (),
     },
     "test_curate.py": {
@@ -461,6 +464,7 @@ SLOW = {
     "test_profile.py": {"test_memory_at_its_peak_is_what_plan_says": ()},
     "test_watchdog.py": {
         "test_a_rank_that_another_waits_for_is_named": ("tensor-*", "message-*"),
+        "test_a_rank_that_is_to_report_and_stops_is_reported_by_another": ("waits0",),
     },
     "test_independent_replicas.py": {
         "test_a_replica_is_the_one_rank_run_on_its_samples": ("*-4-{'tp*", "*-4-{'cp*"),

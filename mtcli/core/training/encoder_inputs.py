@@ -29,7 +29,7 @@ class EncoderInputs:
     """Makes this rank's inputs of rows; sequences of a row do not see each other."""
 
     def __init__(self, config: RunConfig, groups: Groups, positions: Tensor) -> None:
-        """`positions` of full rows are this rank's, on the host."""
+        """`positions` in a full row are those of this rank's part, on the host."""
         self.model, self.dtype = config.model, DTYPES[config.train.precision]
         self.groups, self.size = groups, config.batch.seq_len
         self.host_positions = np.array(positions.tolist())  # of fake tensors in a dry run, too

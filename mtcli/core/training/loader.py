@@ -59,7 +59,6 @@ class MicroBatchLoader:
         self.subset = subset
         cp = groups.cp
         positions = zigzag(config.batch.seq_len, cp.size, cp.rank)
-        self.positions = positions.to(groups.device)  # of this rank's part of each sequence
         layers = stage_layers(config.model, groups.layout, config.parallel.stage_layers)
         self.has_blocks = any(layers[stage] for stage in groups.layout.stages(groups.pp_rank))
         kind = TokenInputs if config.model.head == "lm" else EncoderInputs
@@ -173,7 +172,7 @@ class MicroBatchLoader:
         if not (loss_scale and drops):
             return None
         ids = torch.arange(first, first + self._mbs, device=self.groups.device)
-        return ids[:, None] * self.config.batch.seq_len + self.positions
+        return ids[:, None] * self.config.batch.seq_len + self.inputs.positions
 
     def _aux_scale(self, loss_scale: float) -> float:
         return loss_scale * self.groups.layout.replicas / self.config.batch.tokens_per_step

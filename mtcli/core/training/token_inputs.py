@@ -52,7 +52,7 @@ class TokenInputs:
     """Makes this rank's inputs of rows of tokens."""
 
     def __init__(self, config: RunConfig, groups: Groups, positions: Tensor) -> None:
-        """`positions` of full rows are this rank's, on the host."""
+        """`positions` in a full row are those of this rank's part, on the host."""
         self.config, self.device = config, groups.device
         self.host_positions, self.positions = positions, positions.to(groups.device)
 
