@@ -68,7 +68,7 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
     tokenizer_folder: Path | None
     config: RunConfig | None = None
-    """of the run that wrote it; other formats leave this and all later fields as they are here"""
+    """of the run that wrote it; only mtcli's own format sets this field and those below"""
     step: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from mtcli.core.parallel.collectives import all_reduce
 
 
 class HeadOutput(NamedTuple):
-    """Of a batch of R rows: each one's sum of predicted tokens' losses, and sequences' logits."""
+    """What a head gives for R rows: summed losses of predicted tokens, and logits of sequences."""
 
     losses_R: Tensor  # float64: nats, weighted
     logits_MC: Tensor  # float64; none where the head classifies no sequence

@@ -23,7 +23,7 @@ class Sampling:
 
 
 class Ends(NamedTuple):
-    """What ends a text before the model's longest context is full."""
+    """Limits a text: the number of its tokens, tokens that end it, and stop strings."""
 
     max_tokens: int
     ids: Collection[int] = ()  # tokens that are not given

@@ -297,8 +297,8 @@ def error_of(
 ) -> MtcliError:
     """Explains a run in which `stall` waited too long; `answers` are those of ranks that live.
 
-    Whoever noticed it is followed from rank to rank: those it waits for, those that they wait
-    for, to the ranks that wait for nobody or do not answer.
+    Starts at the rank that noticed the stall, and goes on to the ranks it waits for, and so on, up
+    to ranks that wait for nobody or do not answer.
     """
     wait = stall.wait
     assert wait is not None, "a stall is noticed by a rank that waits"
