@@ -30,12 +30,14 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatch
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SPILL_BYTES, ROWS_OF_WGMMA, NARROW_BITS = 32, 64, 64
+GROUP = 8  # cases of a task: enough that their disassembler starts but once
 FAILING = {"error", "smem", "registers"}
 HEAD = ["case", "kernel", "config", "registers", "spills st/ld, B", "shared, KiB", "programs/SM"]
 HEAD += ["ld/st, bits", "in flight, KiB", "units", "verdict"]
@@ -144,24 +146,39 @@ def compile_cases(names: list[str], args: argparse.Namespace) -> Iterator[Kernel
     from recipes import CASES
 
     asked = [getattr(torch, DTYPES[name]) for name in args.dtype]
-    tasks = [
-        (arch, name, dtype, not args.all_configs)
-        for arch in args.arch
-        for name in names
-        if CASES[name].runs_on(arch)
-        for dtype in CASES[name].dtypes(asked)
-    ]
+    groups = []
+    for arch in args.arch:
+        cases = [
+            (name, dtype)
+            for name in names
+            if CASES[name].runs_on(arch)
+            for dtype in CASES[name].dtypes(asked)
+        ]
+        groups += [(arch, cases[i : i + GROUP]) for i in range(0, len(cases), GROUP)]
     # Forked, so that torch is imported once.
     with ProcessPoolExecutor(args.jobs, get_context("fork")) as pool:
-        for kernels in pool.map(compile_case, *zip(*tasks, strict=True)):
+        for kernels in pool.map(partial(compile_group, not args.all_configs), groups):
             yield from kernels
 
 
-def compile_case(arch: int, name: str, dtype: Any, default_only: bool) -> list[Kernel]:
-    """The kernels of one case, each once in a pass."""
+def compile_group(default_only: bool, group: tuple[int, list[tuple[str, Any]]]) -> list[Kernel]:
+    """The kernels of some cases, with what they cost on the group's architecture."""
+    from machine_code import machine_codes
+
+    arch, cases = group
+    found = [each for case in cases for each in compile_case(arch, *case, default_only)]
+    unique = {compiled.hash: compiled for _, compiled in found if compiled}
+    codes = dict(zip(unique, machine_codes([*unique.values()], arch), strict=True))
+    for kernel, compiled in found:
+        if compiled:
+            kernel.code = codes[compiled.hash]
+    return [kernel for kernel, _ in found]
+
+
+def compile_case(arch: int, name: str, dtype: Any, default_only: bool) -> list[tuple[Kernel, Any]]:
+    """The kernels of one case, each once in a pass, and what Triton made of them, or None."""
     import torch
     from harness import passes
-    from machine_code import machine_code
     from recipes import CASES
 
     from mtcli.kernels.ahead_of_time import compiled_for
@@ -169,8 +186,7 @@ def compile_case(arch: int, name: str, dtype: Any, default_only: bool) -> list[K
     torch.set_num_threads(1)
     entry, size, _ = CASES[name]
     spelling = {getattr(torch, long): short for short, long in DTYPES.items()}[dtype]
-    found: dict[Any, Kernel] = {}
-    codes: dict[str, Any] = {}
+    found: dict[Any, tuple[Kernel, Any]] = {}
     with compiled_for("cuda", arch, 32, default_only=default_only) as compilations:
         arguments = entry.make("cpu", dtype, *size)
         for phase, make in passes(entry).items():
@@ -182,13 +198,10 @@ def compile_case(arch: int, name: str, dtype: Any, default_only: bool) -> list[K
                 kernel = Kernel(arch, name, spelling, phase, each.name, config, each.is_default)
                 if each.compiled is None:
                     kernel.error = " ".join(each.error.split())
-                    found.setdefault((phase, each.name, str(config)), kernel)
-                    continue
-                digest = each.compiled.hash
-                if digest not in codes:
-                    codes[digest] = machine_code(each.compiled, arch)
-                kernel.code, kernel.constants = codes[digest], constants(each.compiled)
-                found.setdefault((phase, digest), kernel)
+                    found.setdefault((phase, each.name, str(config)), (kernel, None))
+                else:
+                    kernel.constants = constants(each.compiled)
+                    found.setdefault((phase, each.compiled.hash), (kernel, each.compiled))
     return list(found.values())
 
 

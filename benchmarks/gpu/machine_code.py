@@ -6,11 +6,14 @@ reach arrays, such as the 28 bytes of a sine's slow path, for angles above 10561
 """
 
 import re
+import struct
 import subprocess
 import tempfile
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +58,14 @@ LOADS, STORES = ("LDG", "LDGSTS"), ("STG",)
 BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # of an access; others have 4
 
 
+class Instruction(NamedTuple):
+    """A line of machine code; `target` is where a branch goes, and behind it for all others."""
+
+    address: int
+    name: str  # with its modifiers
+    target: int
+
+
 @dataclass(frozen=True)
 class Loop:
     """One iteration of a program: cycles that a whole SM would take for each part, and bytes."""
@@ -87,19 +98,20 @@ class MachineCode:
     loop: Loop  # that multiplies most or, without any, loads most; the whole kernel without loops
 
 
-def machine_code(compiled: Any, arch: int) -> MachineCode:
-    """The costs of a kernel that Triton compiled for an architecture, such as 90."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        used = _tool("cuobjdump", "-res-usage", file.name)
-        lines = list(_instructions(_tool("nvdisasm", "-c", file.name)))
+def machine_codes(kernels: Sequence[Any], arch: int) -> list[MachineCode]:
+    """The costs of kernels that Triton compiled for an architecture, such as 90."""
+    lines = disassemble([kernel.asm["cubin"] for kernel in kernels], arch)
+    return [_machine_code(*each, DEVICES[arch]) for each in zip(kernels, lines, strict=True)]
+
+
+def _machine_code(compiled: Any, lines: list[Instruction], device: Device) -> MachineCode:
+    used = _tool("cuobjdump", compiled.asm["cubin"], "-res-usage")
     registers, static = (int(re.search(rf"{key}:(\d+)", used)[1]) for key in ("REG", "SHARED"))
-    data, code = compiled.metadata, Counter(name for name, _ in lines if name[0] != ".")
+    data, code = compiled.metadata, Counter(line.name for line in lines)
     warps, shared = data.num_warps, max(data.shared, static)
-    programs, limited_by = occupancy(DEVICES[arch], registers, warps, shared)
+    programs, limited_by = occupancy(device, registers, warps, shared)
     units = {kind: _count(code, names) for kind, names in KINDS.items()}
-    loop = _busiest([*loops(lines), code], warps, DEVICES[arch])
+    loop = _busiest([*loops(lines), code], warps, device)
     return MachineCode(
         warps=warps,
         registers=registers,
@@ -139,16 +151,16 @@ def array_bytes(ptx: str, access: str) -> int:
     return sum(int(count or 1) * int(bits) // 8 for count, bits in found)
 
 
-def loops(lines: list[tuple[str, str]]) -> list[Counter[str]]:
+def loops(lines: list[Instruction]) -> list[Counter[str]]:
     """The instructions of every loop, innermost ones first, without those of loops inside."""
-    labels = {name: i for i, (name, _) in enumerate(lines) if name[0] == "."}
-    spans = [(labels[to], i) for i, (_, to) in enumerate(lines) if labels.get(to, i) < i]
+    at = {line.address: i for i, line in enumerate(lines)}
+    spans = [(at[line.target], i) for i, line in enumerate(lines) if line.target <= line.address]
     taken: set[int] = set()
     found = []
     for first, last in sorted(spans, key=lambda span: span[1] - span[0]):
         inside = [i for i in range(first, last + 1) if i not in taken]
         taken.update(inside)
-        found.append(Counter(lines[i][0] for i in inside if lines[i][0][0] != "."))
+        found.append(Counter(lines[i].name for i in inside))
     return found
 
 
@@ -209,18 +221,45 @@ def _bits(code: Counter[str], words: tuple[str, ...]) -> float:
     return 8 * sum(code[name] * width**2 for name, width in widths.items()) / max(1, total)
 
 
-def _instructions(text: str) -> Iterator[tuple[str, str]]:
-    """(instruction with its modifiers, or a label; the label that it branches to), in order."""
-    pattern = re.compile(
-        r"^(\.L\w+):|/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Zx0-9_.]+)([^;]*)", re.M
-    )
-    for label, name, rest in pattern.findall(text):
-        target = re.search(r"`\((\.L\w+)\)", rest) if name.startswith("BRA") else None
-        yield label or name, target[1] if target else ""
+def disassemble(cubins: Sequence[bytes], arch: int) -> list[list[Instruction]]:
+    """The instructions of each binary, all by one call of nvdisasm, which starts for 0.2 s."""
+    if not cubins:
+        return []
+    codes = [_code(cubin) for cubin in cubins]
+    family = f"SM{arch}" + "a" * (arch >= 90)
+    text = _tool("nvdisasm", b"".join(codes), "--no-dataflow", "--binary", family)
+    pattern = r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Zx0-9_.]+)([^;]*)"
+    found: list[list[Instruction]] = [[] for _ in codes]
+    ends = list(accumulate(map(len, codes)))
+    for address, name, operands in re.findall(pattern, text):
+        at = int(address, 16)
+        target = re.search(r"0x([0-9a-f]+)\s*$", operands) if name.startswith("BRA") else None
+        line = Instruction(at, name, int(target[1], 16) if target else at + 1)
+        found[bisect_right(ends, at)].append(line)
+    return found
 
 
-def _tool(name: str, *arguments: str) -> str:
+def _code(cubin: bytes) -> bytes:
+    """The instructions of a binary's functions: its ELF sections `.text.*`."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
+    (*_, strings, _) = headers[names]
+    sections = [
+        cubin[at : at + n]
+        for name, _, _, _, at, n in headers
+        if cubin.startswith(b".text.", strings + name)
+    ]
+    return b"".join(sections)
+
+
+def _tool(name: str, file: bytes, *arguments: str) -> str:
+    """What one of NVIDIA's tools prints of a file."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as written:
+        written.write(file)
+        written.flush()
+        command = [path, *arguments, written.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installe
 SPILLING = """
 import re, subprocess, sys, torch, triton
 from pathlib import Path
-from machine_code import machine_code
+from machine_code import machine_codes
 from mtcli.kernels.ahead_of_time import compiled_for
 from mtcli.kernels.launch import kernel
 
@@ -36,7 +36,7 @@ _centre.function.__annotations__["BLOCK"] = "tl.constexpr"
 with compiled_for("cuda", 90, 32) as (compilations):
     _centre[1,](torch.empty(16384), BLOCK=16384)
 compiled = compilations[0].compiled
-code = machine_code(compiled, 90)
+(code,) = machine_codes([compiled], 90)
 print(code.registers, code.spill_stores, code.spill_loads)
 source = Path(sys.argv[1])
 source.write_text(compiled.asm["ptx"])
@@ -106,10 +106,11 @@ def test_an_sm_holds_as_many_programs_as_fit(scripts, arch, registers, warps, sh
 
 
 def test_the_instructions_of_a_loop_are_without_those_of_loops_inside(scripts):
-    from machine_code import loops
+    from machine_code import Instruction, loops
 
-    outer = [(".L_1", ""), ("LDG.E.128", ""), (".L_2", ""), ("FADD", ""), ("BRA", ".L_2")]
-    lines = [("MOV", ""), *outer, ("STG.E", ""), ("BRA", ".L_1"), ("BRA", ".L_3"), (".L_3", "")]
+    names = ["MOV", "LDG.E.128", "FADD", "BRA", "STG.E", "BRA", "BRA", "EXIT"]
+    targets = {3: 2, 5: 1, 6: 7}  # the inner loop, the outer one, and a branch ahead
+    lines = [Instruction(i, name, targets.get(i, i + 1)) for i, name in enumerate(names)]
     inner = Counter({"FADD": 1, "BRA": 1})
     assert loops(lines) == [inner, Counter({"LDG.E.128": 1, "STG.E": 1, "BRA": 1})]
 
