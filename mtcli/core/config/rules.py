@@ -8,9 +8,9 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mtcli.core.config.blend import read_blend, read_split
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
@@ -472,16 +472,24 @@ def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
         has = attrgetter(setting)(config)
         if has in values or (not values and has > 0):
             continue
-        cure = f"{setting} = {either(map(repr, values))}" if values else f"{setting} of 1 or more"
-        lacking = f"{setting.partition('.')[2]}={has!r}, {otherwise}"
-        for field in fields:
-            section, _, name = field.partition(".")
-            part = getattr(config, section)
-            value, default = getattr(part, name), type(part).model_fields[name].get_default()
+        for section, name, default in _defaults(fields):
+            value = getattr(getattr(config, section), name)
             if value not in (default, by_name.get(name, default)):
                 said = shown(list(value) if isinstance(value, tuple) else value)
-                hint = f"{cure}, or leave {field} out"
-                yield Problem(f"{name}={said} with {lacking}", hint, field)
+                lacking = f"{setting.partition('.')[2]}={has!r}, {otherwise}"
+                needed = " = " + either(map(repr, values)) if values else " of 1 or more"
+                hint = f"{setting}{needed}, or leave {section}.{name} out"
+                yield Problem(f"{name}={said} with {lacking}", hint, f"{section}.{name}")
+
+
+@cache
+def _defaults(fields: tuple[str, ...]) -> list[tuple[str, str, Any]]:
+    """(section, name, default) of each field."""
+    found = []
+    for section, name in (field.split(".") for field in fields):
+        kind: Any = RunConfig.model_fields[section].annotation
+        found.append((section, name, kind.model_fields[name].default))
+    return found
 
 
 def _whole_sequences(config: RunConfig, world: int) -> Iterator[Problem]:
