@@ -26,7 +26,8 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from slow import SLOW, is_kept  # noqa: E402
 
-LONG = re.compile(r"/test_(docs|fused_models)\.py")  # of few tests, by which xdist orders files
+# Files of few tests, by which xdist orders them, that would be the last to end
+LONG = re.compile(r"/test_(docs|fused_models|bench_gpu|two_agents|ray|cluster_files)\.py")
 
 settings.register_profile("mtcli", deadline=None, derandomize=True, database=None)
 settings.load_profile("mtcli")
