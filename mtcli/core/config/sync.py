@@ -41,9 +41,8 @@ Pull = Annotated[Real, Field(ge=0.0, le=1.0)]
 
 
 def mixing_rule(method: Method, momentum: float) -> Method:
-    """The decentralized method that is run: without momentum dmsgd, da_dmsgd and decentlam are
-    dsgd."""
-    return method if momentum or method == "awc_dmsgd" else "dsgd"
+    """The method that is run: without momentum dmsgd, da_dmsgd and decentlam are dsgd."""
+    return method if momentum or method not in ("dmsgd", "da_dmsgd", "decentlam") else "dsgd"
 
 
 class SyncConfig(Section):

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.sync import DECENTRALIZED
+from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
 from mtcli.core.mesh.parameters import count_adapters, count_parameters
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.metrics import RunRecords, SaveRecord, StepFacts
@@ -134,6 +134,8 @@ def _sync(config: RunConfig, world: int) -> str:
     if replicas == 1:
         return config.sync.method
     graph = f" ({config.sync.topology})" if config.sync.method in DECENTRALIZED else ""
+    if mixing_rule(config.sync.method, config.optimizer.momentum) != config.sync.method:
+        graph += " as dsgd, since optimizer.momentum is 0"
     differ = config.sync.method != "onebit"
     averaged = "; what is evaluated and exported is their average" if differ else ""
     return f"{config.sync.method}{graph}, {replicas} replicas{each}{averaged}"

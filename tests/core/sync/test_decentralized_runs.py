@@ -126,8 +126,9 @@ def test_a_run_says_that_its_average_is_evaluated_and_every_command_reads_it(tmp
     assert told["valid_loss"] == pytest.approx(rows[-1]["valid_loss"], rel=1e-5)
 
     more = ("--set", "parallel.tp=1", "--set", "train.steps=4")
-    resumed = mtcli("train", run, "--resume", "--nproc", 4, *more)
+    other = ("--set", "sync.method=dmsgd", "--set", "optimizer.momentum=0")
+    resumed = mtcli("train", run, "--resume", "--nproc", 4, *more, *other)
     assert resumed.returncode == 0, resumed.stderr
     note = "the checkpoint has 2 replicas: all 4 replicas start from their average"
     assert note in resumed.stderr and words not in resumed.stderr  # said once
-    assert "4 replicas" in resumed.stdout
+    assert "dmsgd (ring) as dsgd, since optimizer.momentum is 0, 4 replicas" in resumed.stdout
