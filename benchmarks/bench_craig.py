@@ -295,7 +295,7 @@ def plot_language(found: dict[str, dict[str, list[float]]], target: str) -> None
         axis.set_xticks(range(len(found)), [name.replace(" ", "\n") for name in found])
     losses.set_ylabel("held-out loss, five seeds")
     shares.set_ylabel("weight of each kind of text")
-    shares.legend()
+    shares.legend(ncols=len(KINDS), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     figure.savefig(target, dpi=120)
 
 

@@ -187,7 +187,7 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
     if not answer(facts, json_out):
         return
     layout = ", ".join(f"{axis}={size}" for axis, size in facts["layout"].items())
-    largest = facts["largest_tensor"]
+    largest, files = facts["largest_tensor"], len(facts["files"])
     print_facts(
         {
             "path": facts["path"],
@@ -196,16 +196,24 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
             "architecture": facts["model"]["architecture"],
             "shape": _shape(facts["model"]),
             "parameters": f"{facts['parameters']:,}",
+            "adapters": _words(facts["adapters"]),
             "dtype": facts["dtype"],
             "optimizer state": ", ".join(facts["optimizer"]) or "none",
             "tokenizer": "yes" if facts["tokenizer"] else "none",
             "layout": layout,
-            "tensors": f"{len(facts['tensors']):,} in {len(facts['files']):,} files",
+            "tensors": f"{len(facts['tensors']):,} in {files:,} file{'s' * (files != 1)}",
             "largest tensor": f"{largest}, {facts['largest_tensor_bytes']:,} bytes",
             "bytes": f"{facts['bytes']:,}",
         }
         | progress_rows(source)
     )
+
+
+def _words(adapters: dict[str, Any] | None) -> str:
+    if adapters is None:
+        return "none"
+    sizes = f"{adapters['parameters']:,} of rank {adapters['rank']}, alpha {adapters['alpha']:g}"
+    return f"{sizes}, on {', '.join(adapters['targets']) or 'all layers'} of {adapters['base']}"
 
 
 def _shape(model: dict[str, Any]) -> str:

@@ -1,6 +1,8 @@
 """LoRA from the command line: train on tp=2, resume, evaluate, merge, export, train on peft's."""
 
 import json
+from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +137,11 @@ def test_verify_compares_two_runs_adapters_and_their_optimizer_state(home, run):
     assert (done.returncode, told["optimizer"]) == (0, only)
     inspected = json.loads(mtcli("shard", "inspect", "twin", "--json", "-", folder=home).stdout)
     assert inspected["optimizer"] == kinds
+    assert inspected["tensors"].keys() == set(own.names()), "what its folder holds"
+    assert list(inspected["files"]) == ["rank-00000.safetensors"]
+    adapters, sizes = inspected["adapters"], [t["shape"] for t in inspected["tensors"].values()]
+    assert adapters["rank"] == 4 and Path(adapters["base"]).parts[0] == "llama"
+    assert 3 * adapters["parameters"] == sum(map(prod, sizes)), "each with two moments"
 
 
 def write_again(source, tensors, folder):

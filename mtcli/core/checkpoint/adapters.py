@@ -32,6 +32,12 @@ def base_of(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint if checkpoint.adapters is None else checkpoint.adapters.base
 
 
+def held_by(checkpoint: Checkpoint) -> Checkpoint:
+    """What the checkpoint's folder itself holds: of a merged model, adapters and their optimizer
+    state."""
+    return checkpoint if checkpoint.adapters is None else checkpoint.adapters.own
+
+
 def with_adapters(checkpoint: Checkpoint) -> Checkpoint:
     """The merged model besides the adapters and their optimizer state, of which a run's folder
     holds no more; one without adapters is its own."""

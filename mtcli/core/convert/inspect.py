@@ -3,22 +3,24 @@
 from collections import Counter
 from typing import Any
 
-from mtcli.core.checkpoint.adapters import with_adapters
+from mtcli.core.checkpoint.adapters import held_by
 from mtcli.core.checkpoint.manifest import is_optimizer
 from mtcli.core.checkpoint.progress import progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.resharding import dtype_name
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import count_parameters
+from mtcli.core.mesh.parameters import count_adapters, count_parameters
 
 SHOWN = 8  # steps of skipped batches
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Lists format, step, layout, sizes, dtypes, optimizer, files, progress and tensors."""
-    names, stored = checkpoint.names(), checkpoint.tensors
-    dtypes = Counter(dtype_name(checkpoint.dtype(n)) for n in names if not is_optimizer(n))
-    largest = max(names, key=checkpoint.num_bytes)
+    """Lists format, step, layout, sizes, dtypes, optimizer, files, progress and tensors: those that
+    the folder holds. The model of adapters is that with their base."""
+    held = held_by(checkpoint)
+    names, stored = held.names(), held.tensors
+    dtypes = Counter(dtype_name(held.dtype(n)) for n in names if not is_optimizer(n))
+    largest = max(names, key=held.num_bytes)
     files = sorted({box.file for tensor in stored.values() for box in tensor.boxes})
     return {
         "path": str(checkpoint.folder),
@@ -28,18 +30,19 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "replicas": checkpoint.replicas,
         "model": checkpoint.model.model_dump(mode="json"),
         "parameters": count_parameters(checkpoint.model),
-        "bytes": sum(checkpoint.num_bytes(name) for name in names),
+        "adapters": _adapters(checkpoint),
+        "bytes": sum(held.num_bytes(name) for name in names),
         "dtype": dtypes.most_common(1)[0][0],
         "optimizer": optimizer_kinds(checkpoint),
         "largest_tensor": largest,
-        "largest_tensor_bytes": checkpoint.num_bytes(largest),
+        "largest_tensor_bytes": held.num_bytes(largest),
         "tokenizer": checkpoint.tokenizer_folder is not None,
         "files": {file: (checkpoint.folder / file).stat().st_size for file in files},
         "progress": checkpoint.extra,
         "tensors": {
             name: {
-                "shape": list(checkpoint.shape(name)),
-                "dtype": dtype_name(checkpoint.dtype(name)),
+                "shape": list(held.shape(name)),
+                "dtype": dtype_name(held.dtype(name)),
                 "pieces": len(stored[name].boxes),
             }
             for name in names
@@ -47,10 +50,19 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+def _adapters(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The adapters of a merged model: their scale, what they are for, and their base."""
+    if checkpoint.adapters is None:
+        return None
+    lora, base = checkpoint.adapters.lora, checkpoint.adapters.base
+    number = count_adapters(checkpoint.model, lora)
+    return lora.model_dump(mode="json") | {"parameters": number, "base": str(base.folder)}
+
+
 def optimizer_kinds(checkpoint: Checkpoint) -> list[str]:
     """The kinds of optimizer state that a checkpoint has, such as optimizer.exp_avg; of a merged
     model, its adapters'."""
-    names = with_adapters(checkpoint).names()
+    names = held_by(checkpoint).names()
     return sorted({name.partition("/")[0] for name in names if is_optimizer(name)})
 
 
