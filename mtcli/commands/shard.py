@@ -255,7 +255,7 @@ def _announcement(source: "Checkpoint", target: Path, plan: "ConversionPlan", la
         line += f"; {model.num_experts} experts of {model.moe_ffn_hidden_size}, {model.top_k} for "
         line += f"each token: {count_parameters(model):,} parameters, {count_active(model):,} used"
     if dropped := left_out(source, plan):
-        why = "the model is new" if plan.recipe else "Hugging Face has no place"
+        why = "the model is new" if plan.recipe else "Hugging Face's format has no place for it"
         why = "it is of adapters" if source.adapters else why
         line += f"; leaving out {', '.join(dropped)}: {why}"
     if source.unread:
