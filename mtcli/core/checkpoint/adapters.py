@@ -32,7 +32,7 @@ def base_of(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint if checkpoint.adapters is None else checkpoint.adapters.base
 
 
-def held_by(checkpoint: Checkpoint) -> Checkpoint:
+def own_of(checkpoint: Checkpoint) -> Checkpoint:
     """What the checkpoint's folder itself holds: of a merged model, adapters and their optimizer
     state."""
     return checkpoint if checkpoint.adapters is None else checkpoint.adapters.own

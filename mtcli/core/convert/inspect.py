@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from mtcli.core.checkpoint.adapters import held_by
+from mtcli.core.checkpoint.adapters import own_of
 from mtcli.core.checkpoint.manifest import is_optimizer
 from mtcli.core.checkpoint.progress import progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
@@ -17,10 +17,10 @@ SHOWN = 8  # steps of skipped batches
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Lists format, step, layout, sizes, dtypes, optimizer, files, progress and tensors: those that
     the folder holds. The model of adapters is that with their base."""
-    held = held_by(checkpoint)
-    names, stored = held.names(), held.tensors
-    dtypes = Counter(dtype_name(held.dtype(n)) for n in names if not is_optimizer(n))
-    largest = max(names, key=held.num_bytes)
+    own = own_of(checkpoint)
+    names, stored = own.names(), own.tensors
+    dtypes = Counter(dtype_name(own.dtype(n)) for n in names if not is_optimizer(n))
+    largest = max(names, key=own.num_bytes)
     files = sorted({box.file for tensor in stored.values() for box in tensor.boxes})
     return {
         "path": str(checkpoint.folder),
@@ -31,18 +31,18 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "model": checkpoint.model.model_dump(mode="json"),
         "parameters": count_parameters(checkpoint.model),
         "adapters": _adapters(checkpoint),
-        "bytes": sum(held.num_bytes(name) for name in names),
+        "bytes": sum(own.num_bytes(name) for name in names),
         "dtype": dtypes.most_common(1)[0][0],
         "optimizer": optimizer_kinds(checkpoint),
         "largest_tensor": largest,
-        "largest_tensor_bytes": held.num_bytes(largest),
+        "largest_tensor_bytes": own.num_bytes(largest),
         "tokenizer": checkpoint.tokenizer_folder is not None,
         "files": {file: (checkpoint.folder / file).stat().st_size for file in files},
         "progress": checkpoint.extra,
         "tensors": {
             name: {
-                "shape": list(held.shape(name)),
-                "dtype": dtype_name(held.dtype(name)),
+                "shape": list(own.shape(name)),
+                "dtype": dtype_name(own.dtype(name)),
                 "pieces": len(stored[name].boxes),
             }
             for name in names
@@ -62,7 +62,7 @@ def _adapters(checkpoint: Checkpoint) -> dict[str, Any] | None:
 def optimizer_kinds(checkpoint: Checkpoint) -> list[str]:
     """The kinds of optimizer state that a checkpoint has, such as optimizer.exp_avg; of a merged
     model, its adapters'."""
-    names = held_by(checkpoint).names()
+    names = own_of(checkpoint).names()
     return sorted({name.partition("/")[0] for name in names if is_optimizer(name)})
 
 

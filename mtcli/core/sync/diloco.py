@@ -116,7 +116,7 @@ class OuterExchange(ReplicaExchange):
         """Restores `counters`; without, the run had no outer weights and begins with the mean."""
         if "outer_due" not in counters:
             for master in self.optimizer.masters.values():
-                wide = all_reduce(master.double().contiguous(), self._measured_axis)
+                wide = all_reduce(master.double().contiguous(), self.measured_axis)
                 master.copy_(wide / self.replicas.size)
             self.begin()
             self._restart()

@@ -6,17 +6,13 @@ exchanged; every other method is a subclass in a file of its own. Ranks that hol
 in different replicas exchange them along the axis `replicas`; every rank makes the same calls.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mtcli.core.optim.optimizer import Optimizer
-from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis
-from mtcli.core.sync.sketch import sketch
 from mtcli.core.sync.strategy import Strategy
 
 
@@ -37,7 +33,7 @@ class ReplicaExchange:
         return self.replicas.size > 1
 
     @property
-    def _measured_axis(self) -> Axis:
+    def measured_axis(self) -> Axis:
         """The replicas axis under another name, so that measuring does not count as the method's
         traffic."""
         return self.replicas._replace(name="replicas_measured")
@@ -104,43 +100,3 @@ class ReplicaExchange:
     def buffers(self) -> list[Tensor]:
         """Lists the memory that the exchange takes besides the optimizer's."""
         return list(self.state().values())
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Gives every replica the average of all replicas' weights for a while."""
-        if not self.weights_differ:
-            yield
-            return
-        own = {name: shard.tensor.clone() for name, shard in self.inside.shards.items()}
-        self._average()
-        try:
-            yield
-        finally:
-            for name, shard in self.inside.shards.items():
-                shard.tensor.copy_(own[name])
-
-    @torch.no_grad()
-    def distance(self) -> float | None:
-        """The root of the replicas' mean squared distance from their average; None where they are
-        equal.
-
-        Known to about 1 % from sketches of 8,191 numbers, which is all that is sent for it.
-        """
-        if not self.weights_differ:
-            return None
-        ownership = self.inside.ownership
-        weights = self.inside.weights()
-        counted = [x for name, x in weights.items() if x.numel() and ownership.answers_for(name)]
-        own = sketch(counted, ownership.groups.device)
-        mean = all_reduce(own.clone(), self._measured_axis) / self.replicas.size
-        squares = (own - mean).square().sum().view(1)
-        total = all_reduce(squares, ownership.groups.world)
-        return float(total / self.replicas.size) ** 0.5
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        axis = self._measured_axis
-        for shard in self.inside.shards.values():
-            wide = shard.tensor.to(torch.promote_types(shard.tensor.dtype, torch.float32))
-            mean = all_reduce(wide.clone(), axis) / axis.size
-            shard.tensor.copy_(mean)

@@ -59,7 +59,7 @@ class LeaderPulls(PeriodicPulls):
 
     def counters(self) -> dict[str, Any]:
         """The last losses of each worker, by whose average leaders are elected."""
-        return {"losses": gather_values(list(self.losses), self._measured_axis)}
+        return {"losses": gather_values(list(self.losses), self.measured_axis)}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Restores this worker's losses, where its run had as many workers.

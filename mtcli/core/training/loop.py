@@ -16,6 +16,7 @@ from mtcli.core.parallel.groups import Axis, Groups, world_axis
 from mtcli.core.parallel.together import together
 from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.runtime.launch import Runtime, StopSignal
+from mtcli.core.sync.replica_average import distance
 from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import StepFacts
@@ -114,14 +115,14 @@ def _train(
                 _skip(trainer, step, first_nonfinite(trainer, loader))
             if step.outcome != "updated":
                 samples.skip(step.step, step.outcome)
-            valid_loss, distance = None, trainer.exchange.distance()
+            valid_loss, apart = None, distance(trainer.exchange)
             if valid and step.step % config.train.eval_every == 0:
                 valid_loss = trainer.evaluate(valid)
             told_now = step.step % config.train.log_every == 0
             times = timer.taken() if told_now else []
             own = stop.received > 0, trainer.sync_traffic.taken(), times
             stopped, sync_bytes, ranks = agreed(trainer.groups, *own)
-            told = StepFacts(trainer.consumed_samples, valid_loss, sync_bytes, distance, ranks)
+            told = StepFacts(trainer.consumed_samples, valid_loss, sync_bytes, apart, ranks)
             log.step(step, told)
             saver.poll()
             every = config.train.save_every or config.train.steps

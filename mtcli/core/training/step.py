@@ -33,6 +33,7 @@ from mtcli.core.schedule.generators import schedule_for
 from mtcli.core.schedule.ops import Schedule
 from mtcli.core.schedule.validate import problems
 from mtcli.core.sync.methods import allocates_shards, replica_exchange, strategy_for
+from mtcli.core.sync.replica_average import averaged
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader, StepBatch
@@ -250,7 +251,7 @@ class Trainer:
             total.add_(last.losses(x_TD, inputs).double().sum())
 
         weight = 0.0
-        with self.exchange.averaged():
+        with averaged(self.exchange):
             for step in range(steps):
                 batch = loader.step(step, loss_scale=0.0)
                 pipeline.forward(batch.load, self.micro_batch_tokens, add)

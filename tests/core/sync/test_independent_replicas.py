@@ -6,6 +6,7 @@ from ranks import run_ranks
 from tiny import GPT, MOE, Samples, run_config
 
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.replica_average import distance
 from mtcli.core.training import step
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
@@ -58,8 +59,8 @@ def run(runtime, config, shares=None):
         for name, shard in trainer.strategy.shards.items()
         for box, view in shard.blocks(trainer.groups)
     }
-    distance = trainer.exchange.distance()
-    return trainer.groups.replicas.rank, boxes, [(s.loss, s.grad_norm) for s in steps], distance
+    apart = distance(trainer.exchange)
+    return trainer.groups.replicas.rank, boxes, [(s.loss, s.grad_norm) for s in steps], apart
 
 
 @pytest.mark.parametrize(
@@ -97,4 +98,4 @@ def test_a_replica_is_the_one_rank_run_on_its_samples(model, world, parallel, re
     assert not torch.equal(*(torch.cat([x.flatten() for x in w[1].values()]) for w in whole[:2]))
     flat = torch.stack([torch.cat([x.flatten() for x in w[1].values()]) for w in whole])
     exact = float((flat - flat.mean(0)).square().sum(1).mean().sqrt())
-    assert [distance for *_, distance in found] == [pytest.approx(exact, rel=0.04)] * world
+    assert [apart for *_, apart in found] == [pytest.approx(exact, rel=0.04)] * world

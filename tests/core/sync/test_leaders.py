@@ -128,13 +128,14 @@ def test_a_run_that_resumes_has_the_bits_of_one_that_was_not_stopped(tmp_path, m
 
 def resumed(runtime, config, folder, start, stop):
     """The replica distances before and after, the losses known, and the leader then elected."""
+    from mtcli.core.sync.replica_average import distance
     from mtcli.core.training.state import resume
     from mtcli.core.training.step import Trainer
 
     trainer = Trainer(config, runtime)
     resume(trainer, checkpoint_of(folder, start))
     known = getattr(trainer.exchange, "losses", None)
-    before = trainer.exchange.distance(), known and list(known)
+    before = distance(trainer.exchange), known and list(known)
     done = train_workers(runtime, config, folder, start, stop)
     return before, [step.loss for step in done]
 
@@ -153,8 +154,8 @@ def test_a_run_whose_leader_has_gone_or_that_a_worker_joins_goes_on_from_the_ave
         for name in weights_of(tmp_path, 3)[0]
     }
     found = run_ranks(world, resumed, config, tmp_path, 3, 9)
-    for (distance, known), losses in found:
-        assert distance == pytest.approx(0.0, abs=1e-12) and not known
+    for (apart, known), losses in found:
+        assert apart == pytest.approx(0.0, abs=1e-12) and not known
         assert losses == found[0][1] and len(losses) == 6
     after = weights_of(tmp_path, 9)
     assert len(after) == world

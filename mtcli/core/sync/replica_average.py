@@ -1,0 +1,47 @@
+"""Averages the weights of replicas for a while, and measures how far from it they are."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.sketch import sketch
+
+
+@contextmanager
+@torch.no_grad()
+def averaged(exchange: ReplicaExchange) -> Iterator[None]:
+    """Gives every replica the average of all replicas' weights for a while."""
+    if not exchange.weights_differ:
+        yield
+        return
+    shards, axis = exchange.inside.shards, exchange.measured_axis
+    own = {name: shard.tensor.clone() for name, shard in shards.items()}
+    for shard in shards.values():
+        wide = shard.tensor.to(torch.promote_types(shard.tensor.dtype, torch.float32))
+        shard.tensor.copy_(all_reduce(wide.clone(), axis) / axis.size)
+    try:
+        yield
+    finally:
+        for name, shard in shards.items():
+            shard.tensor.copy_(own[name])
+
+
+@torch.no_grad()
+def distance(exchange: ReplicaExchange) -> float | None:
+    """The root of the replicas' mean squared distance from their average; None where they are
+    equal.
+
+    Known to about 1 % from sketches of 8,191 numbers, which is all that is sent for it.
+    """
+    if not exchange.weights_differ:
+        return None
+    ownership, weights = exchange.inside.ownership, exchange.inside.weights()
+    counted = [x for name, x in weights.items() if x.numel() and ownership.answers_for(name)]
+    own = sketch(counted, ownership.groups.device)
+    mean = all_reduce(own.clone(), exchange.measured_axis) / exchange.replicas.size
+    squares = (own - mean).square().sum().view(1)
+    total = all_reduce(squares, ownership.groups.world)
+    return float(total / exchange.replicas.size) ** 0.5
