@@ -42,6 +42,7 @@ from torch.distributed.tensor import Shard as DtensorShard
 from torch.distributed.tensor import distribute_tensor, empty
 
 from mtcli.core.checkpoint.async_save import Snapshot
+from mtcli.core.checkpoint.integrity import verify_hashes
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Shard, save
 from mtcli.core.config.loading import dump_toml
@@ -211,7 +212,7 @@ def load_ours(folder, tensors):
 
 
 def load_verified(folder, tensors):
-    open_checkpoint(folder).verify_hashes()
+    verify_hashes(open_checkpoint(folder))
     return load_ours(folder, tensors)
 
 

@@ -25,6 +25,7 @@ from mtcli.core.checkpoint.folder import (
 )
 from mtcli.core.checkpoint.huggingface.peft import open_peft
 from mtcli.core.checkpoint.huggingface.reader import open_hf
+from mtcli.core.checkpoint.integrity import check_headers, check_sizes
 from mtcli.core.checkpoint.manifest import Manifest, read_manifest, seal_of
 from mtcli.core.checkpoint.megatron.reader import open_megatron
 from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
@@ -95,8 +96,8 @@ def _opens(folder: Path) -> bool:
 def _open_ours(folder: Path) -> Checkpoint:
     lock = lock_for_reading(folder)
     checkpoint = _described(folder, read_manifest(folder), lock)
-    checkpoint.check_sizes()
-    checkpoint.check_headers()
+    check_sizes(checkpoint)
+    check_headers(checkpoint)
     return checkpoint
 
 
@@ -180,7 +181,7 @@ def _open_ours_together(source: CheckpointFolder, axis: Axis) -> Checkpoint:
             return None
         with about(folder):
             lock, manifest = lock_for_reading(folder), read_manifest(folder)
-            _described(folder, manifest, lock).check_sizes()
+            check_sizes(_described(folder, manifest, lock))
         return lock, manifest
 
     own = together(axis, read)
@@ -192,17 +193,17 @@ def _open_ours_together(source: CheckpointFolder, axis: Axis) -> Checkpoint:
             return _described(folder, own[1], own[0]), seal_of(folder)
         lock, seal = lock_for_reading(folder), seal_of(folder)
         checkpoint = _described(folder, Manifest.model_validate_json(told or b""), lock)
-        checkpoint.check_sizes(axis.rank, axis.size)
+        check_sizes(checkpoint, axis.rank, axis.size)
         return checkpoint, seal
 
     checkpoint, seal = together(axis, lambda: _as_rank_0(axis, describe))
     require_alike(axis, f"{folder} of step {checkpoint.step} with the hash {seal}", "has opened")
 
-    def check_headers() -> None:
+    def check_share() -> None:
         with about(folder):
-            checkpoint.check_headers(axis.rank, axis.size)
+            check_headers(checkpoint, axis.rank, axis.size)
 
-    together(axis, check_headers)
+    together(axis, check_share)
     return checkpoint
 
 

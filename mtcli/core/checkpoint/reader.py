@@ -11,21 +11,18 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from mtcli.core.checkpoint.blocks import verify_file
 from mtcli.core.checkpoint.manifest import FileRecord, is_optimizer
 from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, OpenFiles, intersection, read_box
 from mtcli.core.checkpoint.retention import ReadLock
 from mtcli.core.checkpoint.safetensors_file import StoredBox, TensorEntry, damaged, header_of
 from mtcli.core.checkpoint.shard_index import StoredShards
-from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.errors import wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig, RunConfig
-from mtcli.core.mesh.parameters import parameters
-from mtcli.core.mesh.sharding import Box, Parameter
+from mtcli.core.mesh.sharding import Box
 
 HEAD = "head."  # what the names of a head's parameters begin with
 
@@ -174,113 +171,6 @@ class Checkpoint:
                 self._read_stored(source, shared, out[at.slices])
         return out
 
-    def verify_hashes(self, rank: int = 0, world: int = 1) -> None:
-        """Checks the hashes of a rank's share of the files, of which each is read by one rank.
-        Hugging Face folders have none.
-
-        Raises MtcliError that names the first damaged file.
-        """
-        for name in self._share(rank, world):
-            verify_file(self.folder / name, self.files[name])
-
-    def verify_weights(self, rank: int = 0, world: int = 1) -> None:
-        """Checks the hashes of the blocks that hold weights; see `verify_hashes`."""
-        if self.adapters is not None:
-            self.adapters.own.verify_weights(rank, world)
-            return self.adapters.base.verify_weights(rank, world)
-        blocks: dict[str, set[int]] = {}
-        for tensor, box in self._boxes_in(rank, world):
-            of_file, size = blocks.setdefault(box.file, set()), self.files[box.file].block_bytes
-            entry = self._entry(box)
-            if entry.bytes and not is_optimizer(tensor):
-                last = (entry.offset + entry.bytes - 1) // size
-                of_file.update(range(entry.offset // size, last + 1))
-        for name in self._share(rank, world):
-            verify_file(self.folder / name, self.files[name], blocks.get(name))
-
-    def check_sizes(self, rank: int = 0, world: int = 1) -> None:
-        """Raises MtcliError that names the first file of a rank's share that is missing or of
-        another size."""
-        for name in self._share(rank, world):
-            path, record = self.folder / name, self.files[name]
-            try:
-                size = path.stat().st_size
-            except OSError as error:
-                raise damaged(path, f"it cannot be opened ({error.strerror})") from None
-            if size != record.bytes:
-                raise damaged(path, f"it has {size} bytes and the manifest says {record.bytes}")
-
-    def check_headers(self, rank: int = 0, world: int = 1) -> None:
-        """Raises MtcliError where a header, of a rank's share of the files, does not agree with
-        what is expected of it."""
-        for _, box in self._boxes_in(rank, world):
-            self._entry(box)
-
-    def _share(self, rank: int, world: int) -> list[str]:
-        """The files that a rank checks: on the layout that wrote them its own."""
-        return list(self.files)[rank::world]
-
-    def _boxes_in(self, rank: int, world: int) -> Iterable[tuple[str, StoredBox]]:
-        """Tensors and their boxes in a rank's share of the files."""
-        share = set(self._share(rank, world))
-        chosen = np.array([name in share for name in self.files])  # as tables count them
-        for name, stored in self.tensors.items():
-            if isinstance(stored.boxes, StoredShards):
-                yield from ((name, box) for box in stored.boxes.in_files(chosen))
-
-    def new_head(self, model: ModelConfig) -> set[str]:
-        """The parameters of another head than this model's, which are not here in their shapes."""
-        if model.head == "lm":
-            return set()
-        shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
-        return {
-            name
-            for name, parameter in parameters(model).items()
-            if name.startswith(HEAD) and shapes.get(name) != parameter.shape
-        }
-
-    def require_model(self, model: ModelConfig, but_head: bool = False) -> None:
-        """Raises MtcliError with every parameter of `model` that is not here in its shape, and
-        every one that is here and not in `model`; `but_head` of those of a `new_head`.
-
-        Untrained parameters that its own model does not have may be missing (`begins_at_zero`).
-        """
-        problems, free = [], self.new_head(model) if but_head else set()
-        for name, parameter in parameters(model).items():
-            if self.begins_at_zero(parameter) or name in free:
-                continue
-            if name not in self.tensors:
-                problems.append(Problem(f"{self.folder} has no tensor {name}"))
-            elif self.tensors[name].shape != parameter.shape:
-                shape = self.tensors[name].shape
-                message = f"{name} is {shape} in {self.folder} and {parameter.shape} in the model"
-                problems.append(Problem(message))
-        for name in sorted(parameters(self.model).keys() - parameters(model).keys()):
-            if but_head and name.startswith(HEAD) and model.head != "lm":
-                continue
-            problems.append(Problem(f"{self.folder} has the tensor {name}, and the model has not"))
-        if not problems:
-            return
-        hint = "the checkpoint is of another model; compare its config.toml with yours"
-        if model.num_experts and not self.model.num_experts:
-            sizes = f"num_experts={model.num_experts},top_k={model.top_k}"
-            slices = self.model.ffn_hidden_size // max(1, model.moe_ffn_hidden_size)
-            sizes += f",granularity={slices}" * (slices > 1)
-            made = f"`mtcli shard {self.folder} DST --to mtcli --upcycle {sizes}`"
-            hint = f"the checkpoint is dense: {made} makes a mixture of experts of it"
-        raise MtcliError(*problems[:-1][:8], problems[-1]._replace(hint=hint))
-
-    def begins_at_zero(self, parameter: Parameter) -> bool:
-        """Whether a parameter is missing because this model was made without it: the bias of a
-        router, whose zeros change nothing."""
-        return not parameter.trained and parameter.name not in parameters(self.model)
-
-    def keeps_dtype(self, name: str) -> bool:
-        """Whether a tensor keeps its dtype where weights are converted: optimizer state, and what
-        is moved by steps without being trained."""
-        table = parameters(self.model)
-        return is_optimizer(name) or (name in table and not table[name].trained)
-
     def _stored(self, name: str) -> StoredTensor:
         if name not in self.tensors:
             near = difflib.get_close_matches(name, self.tensors, n=1)
@@ -289,7 +179,7 @@ class Checkpoint:
 
     def _read_stored(self, source: StoredBox, shared: Box, out: Tensor) -> None:
         """Fills `out` with a box of a global tensor that lies in a stored one."""
-        entry, order = self._entry(source), source.order
+        entry, order = self.entry(source), source.order
         inner = shared.moved(tuple(-start for start in source.start))
         view = Box(tuple(inner.start[d] for d in order), tuple(inner.size[d] for d in order))
         into, dtype = out.permute(order), DTYPE_OF_CODE[entry.code]
@@ -301,7 +191,8 @@ class Checkpoint:
             read_box(file, entry.offset, source.view, view, uncast)
             into.copy_(uncast)
 
-    def _entry(self, source: StoredBox) -> TensorEntry:
+    def entry(self, source: StoredBox) -> TensorEntry:
+        """What its file says of a stored box. Raises MtcliError where that is not as expected."""
         path = self.folder / source.file
         if source.file not in self.headers:
             try:

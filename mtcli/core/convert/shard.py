@@ -21,7 +21,7 @@ from mtcli.core.convert.to_huggingface import to_hf
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.upcycle import rounding, upcycled
 from mtcli.core.convert.upcycle_recipe import UpcycleRecipe
-from mtcli.core.convert.verify import require_same, require_same_logits, verify_hashes
+from mtcli.core.convert.verify import require_same, require_same_logits, verify_in_processes
 from mtcli.core.runtime.process_pool import MemoryWatch, ProcessMemory, Progress
 
 Json = dict[str, Any]
@@ -63,7 +63,9 @@ def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
         raise wrong(message, "write to another folder, and remove this one afterwards")
     start, watch, source = perf_counter(), MemoryWatch(), replicas_kept(source, plan)
     new = _new_model(source, plan)
-    memory = verify_hashes(source, plan.nproc, lambda _: None)  # else damage would get new hashes
+    memory = verify_in_processes(
+        source, plan.nproc, lambda _: None
+    )  # else damage would get new hashes
     memory = memory.or_more(_write(new, target, plan))
     after = open_checkpoint(target)
     described = describe(after)
@@ -112,7 +114,7 @@ def compare(
     """
     start, watch = perf_counter(), MemoryWatch()
     facts: Json = {"a": str(a.folder), "b": str(b.folder)}
-    memory = verify_hashes(a, nproc, lambda _: None)
+    memory = verify_in_processes(a, nproc, lambda _: None)
     if a.replicas != b.replicas:
         a, b = a.averaged(), b.averaged()
         facts["averaged_replicas"] = max(a.averages, b.averages)

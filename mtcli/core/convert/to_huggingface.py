@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from mtcli.core.checkpoint.blocks import write_bytes, write_tensors
+from mtcli.core.checkpoint.compatibility import require_model
 from mtcli.core.checkpoint.folder import require_free, require_inside
 from mtcli.core.checkpoint.huggingface import config_json
 from mtcli.core.checkpoint.huggingface.family import Family, Table
@@ -34,7 +35,7 @@ def to_hf(
     model that no family has.
     """
     source = source.averaged()
-    source.require_model(source.model)
+    require_model(source, source.model)
     original = original_config(source)
     if original is None:
         family = config_json.family_of(source.model)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtcli.core.checkpoint.compatibility import keeps_dtype
 from mtcli.core.checkpoint.folder import (
     HUGGINGFACE,
     TOKENIZER,
@@ -106,7 +107,7 @@ def rank_shards(
         names.setdefault(parameter_of(name), []).append(name)
 
     def shards(name: str, boxes: list[Box]) -> Iterator[Shard]:
-        keep = dtype is None or source.keeps_dtype(name)
+        keep = dtype is None or keeps_dtype(source, name)
         kind = source.dtype(name) if keep else dtype
         for box in boxes:
             tensor = torch.empty(box.size, dtype=kind, device="meta")

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mtcli.core.checkpoint.compatibility import require_model
 from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
 from mtcli.core.convert.upcycle_recipe import UpcycleRecipe
 from mtcli.core.mesh.parameters import parameters
@@ -23,7 +24,7 @@ def upcycled(dense: Checkpoint, recipe: UpcycleRecipe) -> Checkpoint:
     Of replicas that differ it takes the average. Raises MtcliError where the dense checkpoint lacks
     a tensor.
     """
-    dense.require_model(dense.model)
+    require_model(dense, dense.model)
     dense = dense.averaged()
     table = parameters(recipe.model)
     return replace(

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtcli.core.checkpoint.compatibility import keeps_dtype
 from mtcli.core.checkpoint.huggingface.config_json import differing_fields
+from mtcli.core.checkpoint.integrity import verify_hashes
 from mtcli.core.checkpoint.manifest import is_optimizer
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.resharding import dtype_name
@@ -55,7 +57,7 @@ def differences(
     With `dtype`, weights of `a` are first converted to it. A box of each is in memory at a time.
     """
     for name in shared_names(a, b) if names is None else names:
-        if what := _difference(a, b, name, None if a.keeps_dtype(name) else dtype):
+        if what := _difference(a, b, name, None if keeps_dtype(a, name) else dtype):
             yield Difference(name, what)
         if name in a.tensors:
             progress(a.num_bytes(name))
@@ -79,15 +81,15 @@ def _first(
     return next(differences(a, b, dtype, names, progress), None)
 
 
-def verify_hashes(a: Checkpoint, nproc: int, progress: Progress) -> ProcessMemory:
-    """Runs `Checkpoint.verify_hashes` in `nproc` processes; returns their peak memory."""
+def verify_in_processes(a: Checkpoint, nproc: int, progress: Progress) -> ProcessMemory:
+    """Runs `verify_hashes` in `nproc` processes; returns their peak memory."""
     weights = [record.bytes for _, record in sorted(a.files.items())]
     return run_parts(partial(_verify, a), shares(weights, nproc), progress)[1]
 
 
 def _verify(a: Checkpoint, files: list[int], progress: Progress) -> None:
     for index in files:
-        a.verify_hashes(index, len(a.files))
+        verify_hashes(a, index, len(a.files))
         progress(0)
 
 
@@ -163,7 +165,7 @@ def require_same(
     Raises MtcliError (exit 1) that names the first tensor that differs, the fields by which the
     models do where no tensor does, or a damaged file of `b`.
     """
-    hashing = verify_hashes(b, nproc, progress)
+    hashing = verify_in_processes(b, nproc, progress)
     difference, memory = first_difference(a, b, dtype, nproc, progress)
     sides = f"{a.folder} and {b.folder} are not the same"
     if difference is not None:

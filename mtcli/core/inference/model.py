@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtcli.core.checkpoint.folder import HUGGINGFACE
 from mtcli.core.checkpoint.huggingface.config_json import GENERATION, NAME, read_json
+from mtcli.core.checkpoint.integrity import verify_weights
 from mtcli.core.checkpoint.opening import open_agreed
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import wrong
@@ -237,7 +238,7 @@ def open_model(
     checkpoint = open_agreed(Path(path), world)
     if not (encoders and checkpoint.model.head != "lm"):
         require_causal(path, checkpoint.model)
-    together(world, lambda: checkpoint.verify_weights(runtime.rank, runtime.world))
+    together(world, lambda: verify_weights(checkpoint, runtime.rank, runtime.world))
     if checkpoint.replicas > 1 and runtime.rank == 0:
         sys.stderr.write(f"note: {checkpoint.averaging}\n")
     scorer = open_inference_model(checkpoint, overrides, runtime)

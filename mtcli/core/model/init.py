@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mtcli.core.checkpoint.compatibility import begins_at_zero, missing_head, require_model
 from mtcli.core.checkpoint.manifest import OPTIMIZER
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.model import ModelConfig
@@ -55,9 +56,9 @@ def load_weights(
     master weights, where it has them, which lose nothing in a wider dtype. Of replicas that differ
     their average is taken.
     """
-    checkpoint.require_model(model, but_head=new_head is not None)
+    require_model(checkpoint, model, but_head=new_head is not None)
     if new_head is not None:
-        fresh = checkpoint.new_head(model)
+        fresh = missing_head(checkpoint, model)
         begun = {name: shard for name, shard in shards.items() if name in fresh}
         dtype = next(iter(shards.values())).tensor.dtype
         initialise(begun, model, groups, new_head, dtype)
@@ -65,7 +66,7 @@ def load_weights(
     checkpoint = checkpoint.averaged()
     for shard in shards.values():
         shard.tensor.zero_()  # rows that pad the vocabulary
-        if not checkpoint.begins_at_zero(shard.parameter):
+        if not begins_at_zero(checkpoint, shard.parameter):
             load_shard(shard, groups, checkpoint, from_masters)
 
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from mtcli.core.checkpoint.adapters import base_of, require_adapters, require_scale, weights_hash
+from mtcli.core.checkpoint.compatibility import missing_head
 from mtcli.core.checkpoint.fine_tuning import no_base
 from mtcli.core.checkpoint.folder import CHECKPOINTS
+from mtcli.core.checkpoint.integrity import verify_hashes, verify_weights
 from mtcli.core.checkpoint.manifest import OPTIMIZER
 from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed
 from mtcli.core.checkpoint.progress import BaseRecord, RandomState, RunProgress, progress_of
@@ -100,14 +102,14 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
 
         def verify() -> None:
             with offering_earlier(checkpoint.folder):
-                checkpoint.verify_hashes(world.rank, world.size)
+                verify_hashes(checkpoint, world.rank, world.size)
 
         together(world, verify)
         require_same_run(config, checkpoint)
         return StartingPoint(checkpoint, is_own=True)
     if config.train.init:
         checkpoint = open_agreed(Path(config.train.init), world)
-        together(world, lambda: checkpoint.verify_weights(world.rank, world.size))
+        together(world, lambda: verify_weights(checkpoint, world.rank, world.size))
         return StartingPoint(checkpoint, is_own=False)
     if config.lora.rank:
         raise no_base(config.lora)
@@ -119,7 +121,7 @@ def starting_notes(config: RunConfig, start: StartingPoint) -> list[str]:
     are the average of replicas that differ. `resume` speaks of a run's own."""
     if start.checkpoint is None or start.is_own:
         return []
-    fresh = ", ".join(sorted(start.checkpoint.new_head(config.model)))
+    fresh = ", ".join(sorted(missing_head(start.checkpoint, config.model)))
     notes = [f"note: {fresh} begin from the seed"] if fresh else []
     if start.checkpoint.weights_differ:
         notes.append(f"note: {start.checkpoint.averaging}")

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from saving import MODEL, save_halves, values
 
 from mtcli.core.checkpoint import safetensors_file
+from mtcli.core.checkpoint.compatibility import require_model
+from mtcli.core.checkpoint.integrity import verify_hashes, verify_weights
 from mtcli.core.checkpoint.manifest import BLOCK_BYTES, Manifest, read_manifest
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import Exit, MtcliError
@@ -129,7 +131,7 @@ def test_every_flipped_bit_is_found_by_opening_or_by_the_hashes(tmp_path_factory
     path.write_bytes(bad)
     try:
         with pytest.raises(MtcliError) as error:
-            open_checkpoint(folder).verify_hashes()
+            verify_hashes(open_checkpoint(folder))
         assert path.name in str(error.value) or "config" in path.name
     finally:
         path.write_bytes(good)
@@ -144,7 +146,7 @@ def test_ranks_share_the_files_to_hash(run):
     found = []
     for part in range(4):
         try:
-            checkpoint.verify_hashes(part, 4)
+            verify_hashes(checkpoint, part, 4)
         except MtcliError as error:
             found.append(str(error))
     assert len(found) == 1
@@ -165,24 +167,24 @@ def test_who_reads_weights_alone_hashes_no_optimizer_state(tmp_path):
         checkpoint = open_checkpoint(folder)
         if name == "x":
             with pytest.raises(MtcliError, match=f"the bytes from {BLOCK_BYTES} do not"):
-                checkpoint.verify_weights()
+                verify_weights(checkpoint)
         else:
-            checkpoint.verify_weights()
+            verify_weights(checkpoint)
             with pytest.raises(MtcliError, match=f"{RANK} is damaged"):
-                checkpoint.verify_hashes()
+                verify_hashes(checkpoint)
 
 
 def test_a_file_with_too_few_hashes_is_refused(run):
     edit_manifest(newest(run), lambda m: m["files"][RANK].update(xxh3_128=[]))
     with pytest.raises(MtcliError, match="it has 1 blocks and 0 hashes"):
-        open_checkpoint(newest(run)).verify_hashes()
+        verify_hashes(open_checkpoint(newest(run)))
 
 
 def test_a_file_that_goes_while_it_is_hashed_is_named(run):
     checkpoint = open_checkpoint(newest(run))
     (newest(run) / RANK).unlink()
     with pytest.raises(MtcliError, match=f"{RANK} is damaged: it cannot be read .No such file"):
-        checkpoint.verify_hashes()
+        verify_hashes(checkpoint)
 
 
 def test_a_header_that_disagrees_with_the_manifest_is_refused(run):
@@ -297,11 +299,11 @@ def test_any_flipped_bit_of_a_manifest_is_laid_on_the_manifest(run):
             text[at] ^= 1 << bit
             path.write_bytes(text)
             with pytest.raises(MtcliError) as error:
-                open_checkpoint(newest(run)).verify_hashes()
+                verify_hashes(open_checkpoint(newest(run)))
             assert str(error.value).startswith(f"error: {path} is "), (at, bit)
             assert RANK not in error.value.problems[0].message
     path.write_bytes(whole)
-    open_checkpoint(newest(run)).verify_hashes()
+    verify_hashes(open_checkpoint(newest(run)))
 
 
 def test_a_manifest_of_version_2_has_no_hash_of_its_own_and_is_read(run):
@@ -313,7 +315,7 @@ def test_a_manifest_of_version_2_has_no_hash_of_its_own_and_is_read(run):
         open_checkpoint(run)
     path.write_text(json.dumps(table | {"version": 2}))
     assert open_checkpoint(run).step == 2
-    open_checkpoint(run).verify_hashes()
+    verify_hashes(open_checkpoint(run))
 
 
 def test_a_box_is_read_across_pieces(run):
@@ -339,10 +341,10 @@ def test_an_unknown_tensor_is_answered_with_a_near_name(run):
 
 def test_a_checkpoint_of_another_model_is_refused_with_what_differs(run):
     checkpoint = open_checkpoint(run)
-    checkpoint.require_model(MODEL)
+    require_model(checkpoint, MODEL)
     other = ModelConfig.model_validate(MODEL.model_dump() | {"num_layers": 3, "vocab_size": 14})
     with pytest.raises(MtcliError) as error:
-        checkpoint.require_model(other)
+        require_model(checkpoint, other)
     message = str(error.value)
     assert (
         f"embedding.weight is (13, 12) in {checkpoint.folder} and (14, 12) in the model" in message

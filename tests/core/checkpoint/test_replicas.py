@@ -9,6 +9,7 @@ from hostile import write_manifest
 from safetensors.torch import load_file
 from saving import CONFIG, MODEL, on_ranks, save_halves, values
 
+from mtcli.core.checkpoint.integrity import verify_hashes
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Shard, save
 from mtcli.core.config.errors import Exit, MtcliError
@@ -85,7 +86,7 @@ def test_each_replica_is_read_back_as_it_was(folder):
             assert digest(alone.read(name)) == digest(tensor), name
     assert not torch.equal(checkpoint.read(W, replica=0), checkpoint.read(W, replica=1))
     assert digest(checkpoint.read(EQUAL)) == digest(expected[1][EQUAL])
-    checkpoint.verify_hashes()
+    verify_hashes(checkpoint)
 
 
 def test_a_tensor_that_replicas_share_is_written_once(folder):
@@ -146,7 +147,7 @@ def test_damage_to_one_replica_is_found(folder):
     path = folder / "rank-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with pytest.raises(MtcliError, match=r"rank-00002\.safetensors is damaged"):
-        open_checkpoint(folder).verify_hashes()
+        verify_hashes(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=2,tp=2,pp=2", "dp=2,zero=1", "dp=2,zero=3"])
@@ -158,7 +159,7 @@ def test_a_layout_of_as_many_replicas_copies_each_to_one(folder, tmp_path, layou
         for name, tensor in tensors.items():
             assert digest(found.read(name, replica=replica)) == digest(tensor), name
     assert not found.tensors[EQUAL].differs
-    found.verify_hashes()
+    verify_hashes(found)
 
 
 def mean_of(replicas, name):

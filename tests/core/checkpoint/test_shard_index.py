@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from saving import save_halves, values
 
 from mtcli.core.checkpoint import manifest, shard_index, store
+from mtcli.core.checkpoint.integrity import verify_hashes
 from mtcli.core.checkpoint.manifest import BLOCK_BYTES, MAX_BLOCKS, read_manifest
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.shard_index import boxes_fault, pack, unpack
@@ -85,7 +86,7 @@ def test_a_manifest_of_tables_opens_to_the_same_tensors(folder):
     table = json.loads((folder / "manifest.json").read_text())
     assert table["version"] == 5 and "pieces" not in table["tensors"]["embedding.weight"]
     checkpoint = open_checkpoint(folder)
-    checkpoint.verify_hashes()
+    verify_hashes(checkpoint)
     for name, tensor in values().items():
         assert torch.equal(checkpoint.read(name), tensor), name
     box = Box((5, 3), (4, 2))  # rows of both ranks
@@ -173,9 +174,9 @@ def test_blocks_of_hashes_grow_so_that_a_checkpoint_has_a_bounded_number(tmp_pat
     folder = save_halves(tmp_path, tensors=ones)[0]
     record = json.loads((folder / "manifest.json").read_text())["files"]["rank-00000.safetensors"]
     assert record["block_bytes"] == 4 * BLOCK_BYTES and len(record["xxh3_128"]) == 1
-    open_checkpoint(folder).verify_hashes()
+    verify_hashes(open_checkpoint(folder))
     with (folder / "rank-00001.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"!")
     with pytest.raises(MtcliError, match="rank-00001.safetensors is damaged: the bytes from 0 do"):
-        open_checkpoint(folder).verify_hashes()
+        verify_hashes(open_checkpoint(folder))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from saving import CONFIG, MODEL, on_ranks, save_halves, values
 
 from mtcli.core.checkpoint import store
+from mtcli.core.checkpoint.integrity import verify_hashes
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.safetensors_file import read_header
 from mtcli.core.checkpoint.store import Shard, save
@@ -102,7 +103,7 @@ def test_the_tokenizer_is_copied_and_hashed(tmp_path):
     assert names(checkpoint.tokenizer_folder) == ["tokenizer.json"]
     (folder / "tokenizer" / "tokenizer.json").write_text("[]")
     with pytest.raises(MtcliError, match=r"tokenizer\.json is damaged: the bytes from 0"):
-        open_checkpoint(folder).verify_hashes()
+        verify_hashes(open_checkpoint(folder))
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path):
@@ -157,7 +158,7 @@ def test_a_full_disk_on_one_rank_fails_every_rank_and_keeps_the_last_checkpoint(
         assert "No space left on device" in str(error)
         assert "the checkpoints saved before are whole" in str(error)
     assert names(tmp_path) == ["step-00000001"]
-    open_checkpoint(tmp_path).verify_hashes()
+    verify_hashes(open_checkpoint(tmp_path))
 
 
 def test_a_disk_with_too_little_room_fails_before_a_byte_is_written(tmp_path, monkeypatch):

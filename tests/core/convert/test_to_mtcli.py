@@ -17,6 +17,7 @@ from safetensors import safe_open
 from saving import MODEL, save_halves, values
 
 from mtcli.core.checkpoint.folder import require_free
+from mtcli.core.checkpoint.integrity import verify_hashes
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import (
     Shard,
@@ -277,7 +278,7 @@ def test_a_replacement_that_cannot_get_its_name_leaves_what_it_would_replace(tmp
     monkeypatch.setattr(atomic_writes, "_swap", lambda one, other: False)  # as on NFS
     with pytest.raises(MtcliError, match="dst was not written: Input/output error"):
         to_mtcli(source, tmp_path / "dst", *parse_layout("tp=2"), WriteOptions(force=True))
-    open_checkpoint(tmp_path / "dst").verify_hashes()
+    verify_hashes(open_checkpoint(tmp_path / "dst"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
 
 

@@ -7,6 +7,7 @@ import torch
 from saving import save_halves, values
 from tiny import BIASED, MOE, run_config
 
+from mtcli.core.checkpoint.compatibility import require_model
 from mtcli.core.checkpoint.huggingface.config_json import family_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import MtcliError
@@ -45,7 +46,7 @@ def test_a_checkpoint_that_lost_its_biases_is_refused(source):
     checkpoint, tensors = source
     rest = {n: t for n, t in checkpoint.tensors.items() if n not in BIASES}
     with pytest.raises(MtcliError, match=r"has no tensor blocks\.0\.mlp\.router\.bias"):
-        replace(checkpoint, tensors=rest).require_model(CONFIG.model)
+        require_model(replace(checkpoint, tensors=rest), CONFIG.model)
 
 
 def test_no_hugging_face_family_takes_a_model_with_biases(source, tmp_path):

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from saving import save_halves, values
 from tiny import GPT
 
+from mtcli.core.checkpoint.compatibility import require_model
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.safetensors_file import damaged
 from mtcli.core.config.errors import MtcliError
@@ -165,11 +166,11 @@ def test_a_dense_checkpoint_that_lacks_a_tensor_is_refused(plain):
 @pytest.mark.parametrize("text", [WHOLE, SLICES])
 def test_a_dense_checkpoint_for_a_mixture_is_answered_with_the_way_there(plain, text):
     with pytest.raises(MtcliError) as error:
-        open_checkpoint(plain).require_model(mixture(plain, text).model)
+        require_model(open_checkpoint(plain), mixture(plain, text).model)
     hint = error.value.problems[-1].hint
     assert f"`mtcli shard {plain} DST --to mtcli --upcycle {text}`" in hint
     with pytest.raises(MtcliError, match="the checkpoint is of another model"):
-        mixture(plain, text).require_model(mixture(plain, "num_experts=2,top_k=2").model)
+        require_model(mixture(plain, text), mixture(plain, "num_experts=2,top_k=2").model)
 
 
 def test_a_family_that_has_no_such_mixture_is_named_before_anything_is_written(

@@ -17,6 +17,7 @@ from tiny import GPT, LLAMA, documents, metrics, run_config
 
 from mtcli.core.checkpoint import async_save, store
 from mtcli.core.checkpoint.async_save import Snapshot
+from mtcli.core.checkpoint.integrity import verify_hashes
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError
@@ -287,7 +288,7 @@ def test_a_run_killed_while_its_thread_writes_goes_on_from_the_checkpoint_before
     folder = Path(config.train.output)
     assert saved(folder) == [step(2), step(4) + ".partial"]
     checkpoint = open_checkpoint(folder)
-    checkpoint.verify_hashes()
+    verify_hashes(checkpoint)
     assert checkpoint.step == 2
     answer, events, _ = run_ranks(1, told, config, None, True)[0]
     assert answer is True and saved(folder) == [step(2), step(4), step(6)]
@@ -301,7 +302,7 @@ def test_an_error_in_training_waits_for_the_save_in_flight(config_for):
     (message, code), events, _ = run_ranks(1, told, config, slow)[0]
     assert code == 1 and message.startswith("error: step 2: loss nan")
     assert [(event["event"], event["step"]) for event in events] == [("saved", 1)]
-    open_checkpoint(Path(config.train.output)).verify_hashes()
+    verify_hashes(open_checkpoint(Path(config.train.output)))
 
 
 def test_a_snapshot_is_a_copy_in_memory_that_is_used_again():

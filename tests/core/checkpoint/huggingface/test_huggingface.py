@@ -17,6 +17,7 @@ from tiny_hf import FAMILIES
 
 from mtcli.core.checkpoint import reader as our_reader
 from mtcli.core.checkpoint import resharding
+from mtcli.core.checkpoint.compatibility import require_model
 from mtcli.core.checkpoint.huggingface import reader
 from mtcli.core.checkpoint.huggingface.config_json import BY_TYPE, family_of, model_of
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -179,7 +180,7 @@ def test_a_box_of_a_translated_tensor_is_the_slice_of_the_whole(hf_folders, name
 def test_every_parameter_is_read_in_its_shape(hf_folders):
     for folder in hf_folders.values():
         checkpoint = open_checkpoint(folder)
-        checkpoint.require_model(checkpoint.model)
+        require_model(checkpoint, checkpoint.model)
         for name, parameter in parameters(checkpoint.model).items():
             assert checkpoint.read(name).shape == parameter.shape
 
