@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Processes of the suite: most tests use one core, some start ranks of their own, and many wait. So three
-# are quicker than two on two cores: by a seventh, and `make test` takes 5 min 49 s.
+# are quicker than two on two cores: by a seventh, and `make test` takes about 6 minutes.
 WORKERS ?= 3
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
