@@ -37,7 +37,7 @@ from typing import Any
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 SPILL_BYTES, ROWS_OF_WGMMA, NARROW_BITS = 32, 64, 64
-GROUP = 8  # cases of a task: enough that their disassembler starts but once
+GROUP = 8  # cases of a task, whose kernels one call of nvdisasm disassembles
 FAILING = {"error", "smem", "registers"}
 HEAD = ["case", "kernel", "config", "registers", "spills st/ld, B", "shared, KiB", "programs/SM"]
 HEAD += ["ld/st, bits", "in flight, KiB", "units", "verdict"]

@@ -59,11 +59,11 @@ BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}  # of an acce
 
 
 class Instruction(NamedTuple):
-    """A line of machine code; `target` is where a branch goes, and behind it for all others."""
+    """A line of machine code."""
 
     address: int
     name: str  # with its modifiers
-    target: int
+    target: int  # address that a branch goes to; of all else one after its own
 
 
 @dataclass(frozen=True)

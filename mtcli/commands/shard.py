@@ -196,7 +196,7 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
             "architecture": facts["model"]["architecture"],
             "shape": _shape(facts["model"]),
             "parameters": f"{facts['parameters']:,}",
-            "adapters": _words(facts["adapters"]),
+            "adapters": _adapters(facts["adapters"]),
             "dtype": facts["dtype"],
             "optimizer state": ", ".join(facts["optimizer"]) or "none",
             "tokenizer": "yes" if facts["tokenizer"] else "none",
@@ -209,7 +209,8 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
     )
 
 
-def _words(adapters: dict[str, Any] | None) -> str:
+def _adapters(adapters: dict[str, Any] | None) -> str:
+    """Words the adapters' number, scale, layers and base in a line."""
     if adapters is None:
         return "none"
     sizes = f"{adapters['parameters']:,} of rank {adapters['rank']}, alpha {adapters['alpha']:g}"

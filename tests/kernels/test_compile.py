@@ -36,7 +36,8 @@ _centre.function.__annotations__["BLOCK"] = "tl.constexpr"
 with compiled_for("cuda", 90, 32) as (compilations):
     _centre[1,](torch.empty(16384), BLOCK=16384)
 compiled = compilations[0].compiled
-(code,) = machine_codes([compiled], 90)
+code, again = machine_codes([compiled, compiled], 90)
+assert code == again
 print(code.registers, code.spill_stores, code.spill_loads)
 source = Path(sys.argv[1])
 source.write_text(compiled.asm["ptx"])

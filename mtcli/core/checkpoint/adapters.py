@@ -33,8 +33,8 @@ def base_of(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def own_of(checkpoint: Checkpoint) -> Checkpoint:
-    """What the checkpoint's folder itself holds: of a merged model, adapters and their optimizer
-    state."""
+    """The checkpoint of a merged model's adapters and their optimizer state; one without adapters
+    is its own."""
     return checkpoint if checkpoint.adapters is None else checkpoint.adapters.own
 
 

@@ -65,7 +65,7 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
     tokenizer_folder: Path | None
     config: RunConfig | None = None
-    """of the run that wrote it; only mtcli's own format sets this field and those below"""
+    """of the run that wrote it; None in other formats than mtcli's"""
     step: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -192,7 +192,8 @@ class Checkpoint:
             into.copy_(uncast)
 
     def entry(self, source: StoredBox) -> TensorEntry:
-        """What its file says of a stored box. Raises MtcliError where that is not as expected."""
+        """Finds a stored box in its file's header. Raises MtcliError where the header has another
+        dtype or shape, or no such tensor."""
         path = self.folder / source.file
         if source.file not in self.headers:
             try:

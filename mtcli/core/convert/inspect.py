@@ -15,8 +15,10 @@ SHOWN = 8  # steps of skipped batches
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Lists format, step, layout, sizes, dtypes, optimizer, files, progress and tensors: those that
-    the folder holds. The model of adapters is that with their base."""
+    """Lists format, step, layout, sizes, dtypes, optimizer, files, progress and tensors.
+
+    Of a merged model, the tensors and files are those of its adapters.
+    """
     own = own_of(checkpoint)
     names, stored = own.names(), own.tensors
     dtypes = Counter(dtype_name(own.dtype(n)) for n in names if not is_optimizer(n))

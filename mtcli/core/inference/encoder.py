@@ -16,7 +16,7 @@ from mtcli.core.parallel.collectives import all_reduce
 
 
 class HeadOutput(NamedTuple):
-    """What a head gives for R rows: summed losses of predicted tokens, and logits of sequences."""
+    """A head's outputs for R rows: summed losses of predicted tokens, and logits of sequences."""
 
     losses_R: Tensor  # float64: nats, weighted
     logits_MC: Tensor  # float64; none where the head classifies no sequence

@@ -1,4 +1,4 @@
-"""Averages the weights of replicas for a while, and measures how far from it they are."""
+"""Averages the weights of replicas for a while, and measures their distance from the average."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
