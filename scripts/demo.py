@@ -47,7 +47,7 @@ def main() -> None:
     start = time.perf_counter()
     shutil.rmtree(DEMO, ignore_errors=True)
     DEMO.mkdir()
-    HELD_OUT.write_text("\n".join(p.read_text() for p in sorted(Path("mtcli").rglob("spec/*.py"))))
+    HELD_OUT.write_text(held_out_text())
     seconds = {name: run(command) for name, command in COMMANDS.items()}
     table = Table("step", "seconds", "measured", title="What the demo measured")
     for name, measured in results().items():
@@ -55,6 +55,11 @@ def main() -> None:
     Console(highlight=False).print("\n", table)
     say(f"wrote {', '.join(str(path) for path in sorted(DEMO.iterdir()))}")
     say(f"in {time.perf_counter() - start:.0f} s")
+
+
+def held_out_text() -> str:
+    """Source of mtcli's own, which no standard library has."""
+    return "\n".join(path.read_text() for path in sorted(Path("mtcli/core/mesh").glob("*.py")))
 
 
 def say(line: str) -> None:
