@@ -61,8 +61,10 @@ class Command(TyperCommand):
             problems.append(Problem(f"got unexpected extra argument {rest[0]!r}", _usage(ctx)))
         if not problems:
             return super().parse_args(ctx, args)
+        from mtcli.commands.options import config_problems
         from mtcli.commands.output import refusing
 
+        problems += [] if misread else config_problems(self.get_params(ctx), given)
         target = given.get("json_out")
         broken = any(problem.field == "--json" for problem in problems)
         with refusing(target if isinstance(target, str) and not broken else None):

@@ -182,21 +182,21 @@ def test_an_unexpected_exception_is_one_line_and_a_way_to_see_more(probed, capsy
     (["finetune"], "there is no command 'finetune'", "did you mean 'train'?"),
     (["zzz"], "there is no command 'zzz'", "`mtcli --help` lists the commands"),
     (["probe"], "CONFIG: it is missing", "`mtcli probe --help` shows its usage"),
-    (["probe", "x", "--jsn", "-"], "--jsn: there is no such option", "did you mean --json?"),
-    (["probe", "x", "--zzz"], "--zzz: there is no such option", "--help` shows its usage"),
-    (["probe", "x", "-z"], "-z: there is no such option", "`mtcli probe --help` shows its usage"),
-    (["probe", "x", "--gpus=2"], "--gpus: there is no such option", "did you mean --nproc?"),
-    (["probe", "x", "--lr", "1"], "--lr: there is no such option", "--set optimizer.lr=VALUE?"),
+    (["probe", "tiny", "--jsn", "-"], "--jsn: there is no such option", "did you mean --json?"),
+    (["probe", "tiny", "--zzz"], "--zzz: there is no such option", "--help` shows its usage"),
+    (["probe", "tiny", "-z"], "-z: there is no such option", "--help` shows its usage"),
+    (["probe", "tiny", "--gpus=2"], "--gpus: there is no such option", "did you mean --nproc?"),
+    (["probe", "tiny", "--lr", "1"], "--lr: there is no such option", "--set optimizer.lr=VALUE?"),
     (["probe", "--config", "x"], "--config: there is no such option", "did you mean CONFIG?"),
-    (["probe", "x", "y"], "got unexpected extra argument 'y'", "--help` shows its usage"),
-    (["probe", "x", "--set"], "--set: option '--set' requires an argument", "` shows its usage"),
-    (["probe", "x", "--nproc=2", "--nproc", "2"], "--nproc: it is given 2 times", "give it once"),
-    (["probe", "x", "--nproc=0"], "--nproc: 0 should be at least 1",
+    (["probe", "tiny", "y"], "got unexpected extra argument 'y'", "--help` shows its usage"),
+    (["probe", "tiny", "--set"], "--set: option '--set' requires an argument", "` shows its usage"),
+    (["probe", "tiny", "--nproc=2", "--nproc", "2"], "--nproc: it is given 2", "give it once"),
+    (["probe", "tiny", "--nproc=0"], "--nproc: 0 should be at least 1",
      "a whole number from 1 to 1024, such as 1"),
-    (["probe", "x", "--nproc", "two"], "--nproc: 'two' should be a whole number",
+    (["probe", "tiny", "--nproc", "two"], "--nproc: 'two' should be a whole number",
      "a whole number from 1 to 1024, such as 1"),
-    (["probe", "x", "--device=tpu"], "--device: 'tpu' should be 'auto', 'cpu'", "'cuda'?"),
-    (["probe", "x", "--device=gpu"], "--device: 'gpu' should be 'auto', 'cpu' or 'cuda'",
+    (["probe", "tiny", "--device=tpu"], "--device: 'tpu' should be 'auto', 'cpu'", "'cuda'?"),
+    (["probe", "tiny", "--device=gpu"], "--device: 'gpu' should be 'auto', 'cpu' or 'cuda'",
      "did you mean 'cuda'?"),
     (["--verbose"], "no such option: --verbose", "`mtcli --help` shows its usage"),
 ])
@@ -421,3 +421,25 @@ def test_a_flag_s_value_that_is_wrong_is_told_whatever_it_is(capsys):
         "error: --top-p: 1.5 should be at most 1",
         "error: --seed: 1.5 should be a whole number",
     ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "CONFIG", "--gpus=0"],
+        ["plan", "CONFIG", "--device=h10"],
+        ["train", "CONFIG", "--nproc=0"],
+        ["sweep", "CONFIG", "--vary=optimizer.lr=1,2"],  # without --output
+        ["profile", "CONFIG", "--steps=0"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_wrong_with_the_config_is_told_beside_a_flag(words, tmp_path, monkeypatch, capsys):
+    """An unknown key, an illegal value and a broken rule, whatever is wrong with the flags."""
+    monkeypatch.chdir(tmp_path)
+    Path("CONFIG").write_text("[model]\npreset = 'tiny'\nno = 1\n[train]\nsteps = -1\n")
+    assert run([*words, "--set", "parallel.tp=3"]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    fields = [line.split(": ")[1] for line in told]
+    assert len(told) == len(set(told)) and len([f for f in fields if f.startswith("--")]) == 1
+    assert {"model.no", "train.steps", "parallel.tp"} < set(fields)

@@ -6,9 +6,12 @@ empty list.
 """
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from mtcli.core.config.errors import Problem
 
 _CONFIG = typer.Argument(
     metavar="CONFIG", help="a TOML file, a run folder, or the name of a preset"
@@ -97,6 +100,25 @@ def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:
     }
     sources = ((words[name], context.get_parameter_source(name)) for name in names)
     return [word for word, source in sources if source and source.name == "COMMANDLINE"]
+
+
+def config_problems(params: Iterable[Any], given: dict[str, Any]) -> "list[Problem]":
+    """Finds what is wrong with the config that a refused command line names, so that it is told
+    beside the flags: on as few ranks as its layout needs, as their number may be what is wrong."""
+    source = given.get("config")
+    if source is None or "overrides" not in {param.name for param in params}:
+        return []
+    from mtcli.core.checkpoint.fine_tuning import source_of
+    from mtcli.core.config.errors import MtcliError
+    from mtcli.core.config.loading import read_config
+    from mtcli.core.config.rules import problems
+
+    try:
+        table = source_of(source, given.get("init"))
+        config, known = read_config(table, given.get("overrides") or ())
+    except MtcliError as error:
+        return list(error.problems)
+    return [*known, *(problems(config, config.parallel.smallest_world) if config else [])]
 
 
 def refuse_flags(context: typer.Context, names: Iterable[str], why: str) -> None:

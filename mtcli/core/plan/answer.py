@@ -112,11 +112,11 @@ def read_request(
 ) -> PlanRequest:
     """The request of a config file or preset with `--set` and `--fix` on top.
 
-    Raises MtcliError where the source cannot be read or the device is unknown; what is wrong inside
-    the config is in `problems`.
+    Raises MtcliError where the source cannot be read; what is wrong inside the config, or with the
+    device's name, is in `problems`.
     """
     table = with_overrides(table_of(source, overrides), fixed, "--fix")
-    chosen = device_named(device or ("cpu" if gpus is None else "h100"))
+    chosen, unknown = _chosen_device(device, "cpu" if gpus is None else "h100")
     own_layout = any(item.strip().startswith("parallel.") for item in overrides)
     own_batch = any(item.strip().startswith("batch.global_") for item in (*overrides, *fixed))
     bare = source in preset_names() and gpus is not None and not own_layout
@@ -125,7 +125,7 @@ def read_request(
     pinned = frozenset(item.partition("=")[0].strip() for item in fixed)
     return PlanRequest(
         config=config,
-        problems=(*problems, *_not_searched(pinned)),
+        problems=(*problems, *unknown, *_not_searched(pinned)),
         gpus=gpus,
         world=gpus or (config.parallel.smallest_world if config else 1),
         device=chosen,
@@ -134,6 +134,14 @@ def read_request(
         keeps_batch=own_batch or source not in preset_names(),
         calibrates=calibrates,
     )
+
+
+def _chosen_device(name: str | None, usual: str) -> tuple[Device, tuple[Problem, ...]]:
+    """The device of that name, or the usual one and what is wrong with the name."""
+    try:
+        return device_named(name or usual), ()
+    except MtcliError as error:
+        return device_named(usual), error.problems
 
 
 def _filled(table: Table, gpus: int | None, device: Device) -> Table:
