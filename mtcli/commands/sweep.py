@@ -11,7 +11,7 @@ from mtcli.commands.ranks import num_ranks, run_ranks
 
 if TYPE_CHECKING:
     from mtcli.core.runtime.launch import Runtime
-    from mtcli.core.sweep.run import Sweep
+    from mtcli.core.sweep.sweep import Sweep
 
 Output = Annotated[
     str, typer.Option("--output", metavar="DIR", help="where each trial has a run folder")
@@ -121,10 +121,11 @@ def sweep(
 
     def work(runtime: "Runtime") -> bool:
         from mtcli.core.profile.measure import peak_flops
-        from mtcli.core.sweep.run import Sweep
+        from mtcli.core.sweep.run import train
+        from mtcli.core.sweep.sweep import Sweep
 
         sweep = Sweep(plan, runtime, peak_flops(plan.trials[0].config, runtime))
-        finished = sweep.run()
+        finished = train(sweep)
         if runtime.rank == 0:
             _report(sweep, json_out)
         return finished

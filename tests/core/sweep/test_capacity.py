@@ -11,9 +11,11 @@ from mtcli.core.plan.hardware import HERE
 from mtcli.core.plan.memory import memory
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime
-from mtcli.core.sweep import run
+from mtcli.core.sweep import capacity
 from mtcli.core.sweep.array import ModelArray
+from mtcli.core.sweep.rules import trains_in_turn
 from mtcli.core.sweep.run_plan import SweepRequest, sweep_plan
+from mtcli.core.sweep.sweep import Sweep
 from mtcli.core.training.step import run_groups
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -35,15 +37,17 @@ def test_an_array_of_adapters_is_planned_with_its_base_once(monkeypatch):
     usable = HERE.reserved_bytes + BASE + 7.5 * (ADAPTER + steps)
     share = HERE.usable_bytes / HERE.memory_bytes
     device = replace(HERE, memory_bytes=usable / share)
-    monkeypatch.setattr(run, "_device", lambda runtime: device)
-    assert run.capacity(CONFIG, ALONE) == 7
+    monkeypatch.setattr(capacity, "_device", lambda runtime: device)
+    assert capacity.capacity(CONFIG, ALONE) == 7
 
 
 def _arrays(runtime, config, output):
     request = SweepRequest(config, (), output, ["optimizer.lr=1e-3,2e-3,3e-3"])
-    sweep = run.Sweep(sweep_plan(request, runtime.world), runtime, 1.0)
-    run._device = lambda runtime: replace(HERE, memory_bytes=HERE.memory_bytes * 2**runtime.rank)
-    own = run.capacity(sweep.plan.trials[0].config, runtime)
+    sweep = Sweep(sweep_plan(request, runtime.world), runtime, 1.0)
+    capacity._device = lambda runtime: replace(
+        HERE, memory_bytes=HERE.memory_bytes * 2**runtime.rank
+    )
+    own = capacity.capacity(sweep.plan.trials[0].config, runtime)
     return own, sweep.capacity(sweep.plan.trials[0].config)
 
 
@@ -58,7 +62,7 @@ def test_models_whose_gemms_fill_a_core_are_trained_one_after_another():
     sizes = {"hidden_size": 256, "ffn_hidden_size": 1024, "vocab_size": 8192, "max_seq_len": 256}
     batch = {"seq_len": 256, "micro_batch_size": 8, "global_batch_size": 16}
     large, small = run_config(GPT | sizes, batch=batch), run_config(GPT)
-    assert run.capacity(large, ALONE) == 1 < run.capacity(small, ALONE)
-    assert not run.trains_in_turn(large, "cuda")
+    assert capacity.capacity(large, ALONE) == 1 < capacity.capacity(small, ALONE)
+    assert not trains_in_turn(large, "cuda")
     adapters = large.model_copy(update={"lora": CONFIG.lora})
-    assert not run.trains_in_turn(adapters, "cpu")
+    assert not trains_in_turn(adapters, "cpu")

@@ -1,0 +1,38 @@
+"""How many models an array takes, by the memory that this rank has left."""
+
+from dataclasses import replace
+
+import torch
+
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.plan.hardware import GPUS, HERE, Device, shared
+from mtcli.core.plan.memory import frozen_bytes, memory
+from mtcli.core.plan.workload import Workload
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.sweep.rules import trains_in_turn
+
+
+def capacity(config: RunConfig, runtime: Runtime) -> int:
+    """The models of an array: as many as the plan says that a rank has memory for, at least 1; 1
+    where `trains_in_turn`.
+
+    The weights that adapters are trained for are there once for all of them.
+    """
+    if trains_in_turn(config, runtime.device.type):
+        return 1
+    device, work = _device(runtime), Workload.of(config, runtime.world)
+    once = device.reserved_bytes + frozen_bytes(work)
+    each = memory(work, device).total - once
+    return max(1, int((device.usable_bytes - once) / each))
+
+
+def _device(runtime: Runtime) -> Device:
+    """This rank's device as plans know it, with the memory that it has left."""
+    if runtime.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(runtime.device)
+        return replace(GPUS["h100"], memory_bytes=float(total), reserved_bytes=float(total - free))
+    import psutil
+
+    here = shared(HERE, runtime.local_world)
+    left = psutil.virtual_memory().available / runtime.local_world
+    return replace(here, memory_bytes=min(here.memory_bytes, left))
