@@ -10,8 +10,7 @@ SLOW = {
     "test_parity.py": {
         "test_every_layout_is_the_one_rank_run": (
             "llama documents: world=8 tp=4 cp=2 *", "gpt deep: world=4 pp=4 vpp=2 *",
-            "moe capped: world=4 * zero=3 *", "bert choices: world=4 tp=2 tp_mode=2d *",
-            "bert dropout: world=4 tp=4 tp_mode=2d *",
+            "moe capped: world=4 * zero=3 *", "bert dropout: world=4 tp=4 tp_mode=2d *",
         ),
         "test_any_legal_layout_of_four_or_eight_ranks_has_the_one_rank_gradients": (),
     },
@@ -38,6 +37,9 @@ SLOW = {
     "test_curate.py": {
         "test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes": (),
     },
+    "test_cluster.py": {
+        "test_a_cluster_of_any_size_writes_the_bytes_of_one_machine": ("3",),
+    },
     "test_curate_run.py": {
         "test_near_duplicates_are_those_of_exact_all_pairs": ("0.8",),
     },
@@ -54,6 +56,8 @@ SLOW = {
         "test_the_whole_runs_on_a_cpu_and_what_it_chose_is_shipped_and_read": (),
         "test_without_a_gpu_each_script_says_so_and_ends_with_2": (),
     },
+    "test_browser.py": {"test_a_run_is_drawn_on_a_dark_and_narrow_screen": ()},
+    "test_megatron.py": {"test_our_logits_are_megatron_s": ()},
     "test_budgets.py": {
         "test_a_kernel_keeps_its_budget": (
             "sm_90 bf16 flash 128 *", "sm_90 bf16 layer_norm 4096 *",
@@ -75,9 +79,7 @@ SLOW = {
     "test_diloco_runs.py": {
         "test_another_number_of_replicas_starts_from_the_outer_weights": (),
         "test_a_run_that_changes_to_diloco_starts_from_its_weights": (),
-        "test_replicas_of_any_layout_are_one_rank_runs_that_exchange": (
-            "tp, fragments", "moe ep edp zero 1",
-        ),
+        "test_replicas_of_any_layout_are_one_rank_runs_that_exchange": ("moe ep edp zero 1",),
         "test_a_run_resumed_between_events_and_amid_an_exchange_is_bit_for_bit_the_same": (
             "overlap of bits",
         ),
@@ -161,12 +163,15 @@ SLOW = {
         "test_a_rank_whose_store_has_stopped_still_ends": (),
     },
     "test_train.py": {
+        "test_a_run_prunes_the_checkpoint_that_it_has_resumed_from": ("1",),
         "test_a_signal_saves_and_ends_with_130": ("ctrl-c with workers",),
         "test_an_id_that_the_vocabulary_lacks_ends_all_ranks_with_its_place": (),
         "test_slurm_tasks_find_each_other": (),
         "test_torchrun_starts_it_and_bf16_keeps_float32_masters": (),
     },
     "test_sweep.py": {
+        "test_a_sampler_s_sweep_that_resumes_has_all_trials_in_its_table": (),
+        "test_a_save_that_fails_leaves_a_sweep_going": ("2",),
         "test_hyperband_stops_the_same_trials_in_one_array_or_in_many": (),
         "test_arrays_over_data_ranks_are_runs_over_data_ranks": (),
         "test_the_median_rule_stops_trials_and_a_run_goes_on_from_there": (),
@@ -181,22 +186,21 @@ SLOW = {
         "test_figures_are_lm_evals_own": ("hellaswag-2", "winogrande-2", "race-0", "piqa-2"),
     },
     "test_array.py": {
+        "test_a_compiled_model_that_is_not_finite_stays_as_it_was": (),
         "test_compiled_models_of_an_array_are_runs_of_their_own": ("gpt fp64",),
         "test_generated_code_trains_the_models_of_an_array_as_runs_of_their_own": (),
         "test_models_of_an_array_are_runs_of_their_own": (
             "gpt fp64", "llama fp32", "lamb", "dropout", "mixture with a capacity",
             "masked tokens", "masked fp32", "classes",
         ),
-        "test_adapters_of_an_array_are_runs_of_their_own_on_one_base": (
-            "gpt fp32", "llama fp32", "gpt bf16", "lamb", "recomputed",
-        ),
+        "test_adapters_of_an_array_are_runs_of_their_own_on_one_base": ("llama fp32", "lamb"),
     },
     "test_aux_losses.py": {
         "test_gradients_are_those_of_the_formulas": ("4-*", "2-{'pp': 2*"),
     },
     "test_leaders.py": {
         "test_replicas_of_any_layout_are_workers_trained_one_at_a_time": (
-            "lsgd-four workers", "lsgd-pp=2", "easgd-zero=1",
+            "lsgd-pp=2", "easgd-zero=1",
         ),
         "test_a_pull_of_1_makes_all_workers_equal_their_leader_and_leaves_that_as_it_was": (
             "bf16",
@@ -242,6 +246,9 @@ SLOW = {
         ),
     },
     "test_harness.py": {
+        "test_lm_eval_gets_the_same_metrics_from_us_and_from_its_own_backend": (
+            "multiple_choice",
+        ),
         "test_an_unknown_name_a_missing_file_and_a_nameless_one_are_refused": (),
     },
     "test_fuse.py": {"test_a_compiled_array_computes_the_same": ()},
@@ -313,7 +320,7 @@ SLOW = {
     "test_decentralized.py": {
         "test_a_ring_trains_as_the_reference": ("decentlam-overlapped", "awc_dmsgd-clip"),
         "test_each_topology_trains_as_its_matrix": ("dmsgd-one_peer_exponential-matrices3",),
-        "test_replicas_of_any_layout_train_as_the_reference": ("tp", "zero=1"),
+        "test_replicas_of_any_layout_train_as_the_reference": ("tp",),
         "test_four_replicas_of_two_ranks_exchange_in_the_backward": (),
         "test_the_average_of_all_in_every_step_is_parallel_momentum_sgd": (),
         "test_one_replica_is_plain_momentum_sgd": ("decentlam",),
@@ -416,6 +423,7 @@ SLOW = {
         ),
     },
     "test_consumed_samples.py": {
+        "test_one_rank_of_a_machine_hashes_the_data_and_the_others_take_rank_0s": (),
         "test_a_run_made_longer_across_an_epoch_keeps_its_samples": (),
     },
     "test_save.py": {
