@@ -1,9 +1,9 @@
 """Plants every fault of parity_faults.py in a copy of the package and sees rows turn red.
 
 `python tests/plant_faults.py` prints docs/parity.md's table, and ends with 1 where a fault was not
-seen, or a row saw none. A fault is run on FEW of its rows, those first that saw none yet. Each is a
-process of its own on its own copy (`--on COPY NUMBERS` runs rows there), since a package is
-imported once. The one-rank run has the fault too, as it would have.
+seen, or a row saw none. A fault is run on FEW of its rows, those first that saw none yet; a row
+that saw none in the end, on each of its faults. Each run is a process that imports its own copy
+of the package (`--on COPY NUMBERS` runs rows there). The one-rank run has the fault too.
 """
 
 import json
@@ -23,7 +23,7 @@ EXACT = 1e-10
 
 
 def main():
-    """Prints a row of the table for each fault, then what nobody saw."""
+    """Prints the table, then what nobody saw."""
     from test_parity import ROWS
 
     seen, unseen = set(), []
@@ -31,20 +31,31 @@ def main():
     print("|---|---|---|---|---|")
     for fault in FAULTS:
         concerned = [n for n, row in enumerate(ROWS) if fault.on(facts(row))]
-        chosen = sorted(concerned, key=lambda n: n in seen)[:FEW]
-        found = damage(fault, chosen)
-        red = [n for n in chosen if not found[n] or not all(value < EXACT for value in found[n])]
+        red = tried(fault, sorted(concerned, key=lambda n: n in seen)[:FEW])
         seen.update(red)
         if not red:
             unseen.append(fault.what)
-        told = [found[n] for n in red if found[n]]
-        worst = [f"{max(values):.1g}" for values in zip(*told, strict=True)] if told else ["fails"]
-        names = "; ".join(str(ROWS[n]) for n in red)
-        cells = [fault.what, f"{len(red)} of {len(chosen)}", *(worst * 2)[:2], names]
-        print(f"| {' | '.join(cells)} |", flush=True)
+    for number, row in enumerate(ROWS):  # those that no fault has come to, or that saw none
+        for fault in FAULTS:
+            if number not in seen and fault.on(facts(row)):
+                seen.update(tried(fault, [number]))
     unseen += [str(row) for n, row in enumerate(ROWS) if n not in seen]
     print("\n".join(f"not red: {name}" for name in unseen) or "every fault and every row was red")
     return 1 if unseen else 0
+
+
+def tried(fault, numbers):
+    """Prints what a fault does to some rows, by their numbers; returns those that are red."""
+    from test_parity import ROWS
+
+    found = damage(fault, numbers)
+    red = [n for n in numbers if not found[n] or not all(value < EXACT for value in found[n])]
+    told = [found[n] for n in red if found[n]]
+    worst = [f"{max(values):.1g}" for values in zip(*told, strict=True)] if told else ["fails"]
+    names = "; ".join(str(ROWS[n]) for n in red)
+    cells = [fault.what, f"{len(red)} of {len(numbers)}", *(worst * 2)[:2], names]
+    print(f"| {' | '.join(cells)} |", flush=True)
+    return red
 
 
 def damage(fault, numbers):
