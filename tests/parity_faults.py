@@ -70,9 +70,10 @@ FAULTS = [
     Fault("missing gather: zero = 1 keeps updated rows to itself", "sync/exchange.py",
         "self.inside.after_update()", "pass",
         lambda f: f.p.zero == 1 and f.dp * f.p.cp > 1),
-    Fault("lost row: zero = 1 leaves the last of each parameter to nobody", "parallel/ownership.py",
-        "return owned_rows(rows, self.owners(name))",
-        "return owned_rows(rows - self.shard, self.owners(name))",
+    Fault("lost update: zero = 1 updates a copy of its rows", "sync/all_reduce.py",
+        "return {n: self.shards[n].tensor[self.ownership.rows(n)] for n in self.bucket_of}",
+        "own = {n: self.shards[n].tensor[self.ownership.rows(n)] for n in self.bucket_of}; "
+        "return {n: t.clone() if self.ownership.shard else t for n, t in own.items()}",
         lambda f: f.p.zero == 1),
     Fault("wrong scale: zero = 3 averages gradients", "sync/fsdp.py",
         "module.set_gradient_divide_factor(1.0)", "module.set_gradient_divide_factor(2.0)",
