@@ -170,20 +170,24 @@ def test_a_rank_whose_store_has_stopped_still_ends(config):
     assert "; no rank could be asked why: rank 0's store does not answer\n" in error
 
 
-@pytest.fixture
-def launched(config):
-    """A launcher of two workers, and the process ids of those by rank, in their third step."""
+def stopped(config, timeout):
+    """(exit code, errors) of a launcher of two workers, of which the second is stopped in a step,
+    and whether that is still there; None where the run ends before it can be stopped."""
     command = [sys.executable, "-m", "mtcli", "train", str(config), "--nproc", "2"]
+    command += flags_of(config, f"train.timeout={timeout}", "parallel.pp=2")
     options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    for timeout in TIMEOUTS:
-        flags = flags_of(config, f"train.timeout={timeout}", "parallel.pp=2")
-        launcher = subprocess.Popen([*command, *flags], stdout=subprocess.DEVNULL, **options)
-        if trains(launcher, config.parent / "run" / "metrics.jsonl"):
-            break
-    assert launcher.poll() is None, launcher.communicate()[1]
-    yield launcher, workers(launcher)
-    os.killpg(launcher.pid, signal.SIGKILL) if launcher.poll() is None else None
-    launcher.communicate()
+    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, **options)
+    try:
+        if not trains(launcher, config.parent / "run" / "metrics.jsonl"):
+            return None
+        rank_1 = workers(launcher)[1]
+        os.kill(rank_1, signal.SIGSTOP)
+        _, errors = launcher.communicate(timeout=AT_ONCE + timeout)
+        return launcher.returncode, errors, Path(f"/proc/{rank_1}").exists()
+    finally:
+        if launcher.poll() is None:
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.communicate()
 
 
 def trains(launcher, metrics):
@@ -206,12 +210,11 @@ def workers(launcher):
     return found
 
 
-def test_our_launcher_says_what_a_rank_found_and_ends_the_one_that_is_stopped(launched):
-    launcher, ranks = launched
-    os.kill(ranks[1], signal.SIGSTOP)
-    start = time.monotonic()
-    _, errors = launcher.communicate(timeout=120)
-    assert time.monotonic() - start < AT_ONCE + TIMEOUTS[-1], errors
-    error = said(launcher.returncode, errors)
-    assert re.fullmatch(STOPPED, error), error
-    assert not Path(f"/proc/{ranks[1]}").exists()
+def test_our_launcher_says_what_a_rank_found_and_ends_the_one_that_is_stopped(config):
+    for timeout in TIMEOUTS:
+        done = stopped(config, timeout)
+        if done and "no rank is absent" not in done[1]:  # they were not slow before
+            break
+    code, errors, is_there = done
+    assert re.fullmatch(STOPPED, said(code, errors)), errors
+    assert not is_there
