@@ -103,8 +103,11 @@ def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:
 
 
 def config_problems(params: Iterable[Any], given: dict[str, Any]) -> "list[Problem]":
-    """Finds what is wrong with the config that a refused command line names, so that it is told
-    beside the flags: on as few ranks as its layout needs, as their number may be what is wrong."""
+    """Lists the problems of the config on a command line whose flags are wrong, to report both.
+
+    The number of ranks may be one of those flags, so the config is checked on the fewest ranks that
+    its layout needs.
+    """
     source = given.get("config")
     if source is None or "overrides" not in {param.name for param in params}:
         return []

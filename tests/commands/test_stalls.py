@@ -171,8 +171,8 @@ def test_a_rank_whose_store_has_stopped_still_ends(config):
 
 
 def stopped(config, timeout):
-    """(exit code, errors) of a launcher of two workers, of which the second is stopped in a step,
-    and whether that is still there; None where the run ends before it can be stopped."""
+    """(exit code, errors, whether rank 1 is still there) of a launcher whose rank 1 is stopped in a
+    step; None where the run ends before that."""
     command = [sys.executable, "-m", "mtcli", "train", str(config), "--nproc", "2"]
     command += flags_of(config, f"train.timeout={timeout}", "parallel.pp=2")
     options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
@@ -182,7 +182,7 @@ def stopped(config, timeout):
             return None
         rank_1 = workers(launcher)[1]
         os.kill(rank_1, signal.SIGSTOP)
-        _, errors = launcher.communicate(timeout=AT_ONCE + timeout)
+        _, errors = launcher.communicate(timeout=AT_ONCE + TIMEOUTS[-1])
         return launcher.returncode, errors, Path(f"/proc/{rank_1}").exists()
     finally:
         if launcher.poll() is None:

@@ -65,7 +65,7 @@ class Checkpoint:
     tensors: dict[str, StoredTensor]
     tokenizer_folder: Path | None
     config: RunConfig | None = None
-    """of the run that wrote it; None in other formats than mtcli's"""
+    """config of the run that saved the checkpoint; None if that was not an mtcli run"""
     step: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)

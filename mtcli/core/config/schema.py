@@ -204,7 +204,7 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one"""
     precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """of computation; fp8: GEMMs in fp8, others in bf16. Sums and optimizer: fp32 or wider"""
+    """number format; fp8 is for GEMMs, beside bf16. Sums and optimizer state are fp32 or wider"""
     fp8_scaling: Fp8Scaling = "rowwise"
     """fp8: what shares a scale: rows, blocks of 128 (1 by 128 of activations), or whole tensors"""
     loss_scale: Annotated[Real, Field(ge=0.0, le=1e15)] = 0.0

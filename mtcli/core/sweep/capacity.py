@@ -13,10 +13,9 @@ from mtcli.core.sweep.rules import trains_in_turn
 
 
 def capacity(config: RunConfig, runtime: Runtime) -> int:
-    """The models of an array: as many as the plan says that a rank has memory for, at least 1; 1
-    where `trains_in_turn`.
+    """Counts the models that an array takes: as many as `plan` says fit in this rank's memory.
 
-    The weights that adapters are trained for are there once for all of them.
+    It is at least 1, and 1 where `trains_in_turn`. All adapters of an array share one base.
     """
     if trains_in_turn(config, runtime.device.type):
         return 1

@@ -1,7 +1,7 @@
-"""Trains the trials of a sweep in order: as arrays one after another, by rungs, or as proposed.
+"""Trains a sweep's trials: array after array, in Hyperband's rungs, or as a sampler proposes them.
 
-With Hyperband a rung's trials are packed anew from those that are left, unless they are all in one
-array: that goes on with the rows that are left.
+Hyperband packs the trials that go on to a rung into new arrays. Where one array has all of them, it
+goes on itself, without the trials that were stopped.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A sweep under way on this rank: its records, its arrays and its files."""
+"""The state of a sweep on this rank: its trials' records, its arrays and its files."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ STOP_FILE = "stop"  # in the sweep's folder: it is told to stop where there is o
 
 
 class Sweep:
-    """A sweep under way on this rank: what `run.py` trains in order."""
+    """The state of a sweep on this rank; `run.py` trains its trials in order."""
 
     def __init__(self, plan: SweepPlan, runtime: Runtime, peak: float) -> None:
         self.plan, self.runtime, self.peak = plan, runtime, peak
@@ -148,7 +148,7 @@ class Sweep:
         return [[self.by_name[trial.name] for trial in group] for group in groups]
 
     def notes(self) -> list[str]:
-        """Says what is trained otherwise than the command line may let one expect."""
+        """Lists what a user may not expect: fewer trials, several sets, no fusion, ended trials."""
         notes = plan_notes(self.plan)
         device = self.runtime.device.type
         large = any(trains_in_turn(trial.config, device) for trial in self.plan.trials)

@@ -45,8 +45,8 @@ LATE = 0.2  # seconds that rank 1 comes later
 
 
 def in_a_collective(runtime):
-    """(computed, waited, before, all) of each of six steps of a rank: what it is told, and what the
-    clock says that went by before its collective, and in the whole step."""
+    """(computed, waited, before, whole) of each of six steps of a rank: the seconds it is told,
+    and those that the clock shows before its collective and in the whole step."""
     axis = _connected(world_axis(runtime.rank, runtime.world, runtime.recorder), 60.0)
     timer, steps = StepTimer(runtime.recorder, runtime.rank, runtime.world), []
     for _ in range(6):
@@ -64,8 +64,8 @@ def in_a_collective(runtime):
 
 
 def test_a_rank_that_comes_late_computes_and_its_peer_waits():
-    """Whatever else the machine does: what is before a collective is computed and the rest is the
-    whole step's; and in a step that it let alone, the two ranks are told the same delay."""
+    """Time before a collective is computing, and the two kinds add up to the step. On a busy
+    machine delays are longer, so one step of six has to show the delay as it is."""
     early, late = run_ranks(2, in_a_collective)
     for computed, waited, before, whole in early + late:
         assert computed >= before and computed + waited == pytest.approx(whole)
