@@ -21,9 +21,8 @@ from mtcli.core.plan.elements import (
 )
 from mtcli.core.plan.exchange.methods import exchange_of
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.tape.context import Kernels, Shapes
+from mtcli.core.plan.tape.ops import Kernels, Shapes, panel_buffers
 from mtcli.core.plan.tape.stage import StageBytes, stage_bytes
-from mtcli.core.plan.tape.tensor_2d import panel_buffers
 from mtcli.core.plan.workload import Workload, schedule_of
 from mtcli.core.plan.zero_buffers import gathered_groups, update_bytes
 from mtcli.core.schedule.ops import Op

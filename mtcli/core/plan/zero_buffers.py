@@ -10,7 +10,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.sharding import Parameter, owner_axes
 from mtcli.core.plan.elements import Run, is_sharded, parameter_copies
-from mtcli.core.plan.tape.fsdp import Group
+from mtcli.core.plan.tape.ops import Group
 from mtcli.core.plan.workload import Workload
 
 

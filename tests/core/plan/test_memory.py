@@ -16,8 +16,8 @@ from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.hardware import GPUS, HERE
 from mtcli.core.plan.memory import memory, memory_by_stage, state_bytes
 from mtcli.core.plan.published.software import PublishedWork
-from mtcli.core.plan.tape import attention
-from mtcli.core.plan.tape.context import Kernels
+from mtcli.core.plan.tape import block
+from mtcli.core.plan.tape.ops import Kernels
 from mtcli.core.plan.tape.stage import stage_bytes
 from mtcli.core.plan.workload import Workload, spread
 
@@ -283,7 +283,7 @@ def test_a_cpus_wide_copy_of_narrow_logits_has_no_column_of_padding():
 
 
 def test_attention_of_both_sides_has_no_mask_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(attention, "CPU_ATTENTION_ROW_BYTES", 2048)  # as on CPUs but Intel's
+    monkeypatch.setattr(block, "CPU_ATTENTION_ROW_BYTES", 2048)  # as on CPUs but Intel's
     one = step(gpt(num_layers=1), precision="bf16", seq_len=256)
     both = replace(one, model=gpt(num_layers=1, causal=False))
     causal, free = (

@@ -4,7 +4,7 @@ import pytest
 
 from mtcli.core.config.loading import config_of
 from mtcli.core.plan.tape.autograd import Storage, Tape, Value, WeightPass
-from mtcli.core.plan.tape.context import Kernels
+from mtcli.core.plan.tape.ops import Kernels
 from mtcli.core.plan.tape.stage import stage_bytes
 from mtcli.core.plan.workload import Workload
 
