@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from progress import each, say
 
-from mtcli.core.data.indexed import write_dataset
+from mtcli.core.data.indexed import write_index
 
 SEEDS = range(5)
 SEQ_LEN = 128
@@ -232,7 +232,8 @@ def _write_corpora(folder: Path, home: Path) -> None:
     }
     mixed = b"".join(parts.pop(kind) for kind in KINDS)
     for name, text in (parts | {"mixed": mixed}).items():
-        write_dataset(folder / name, [np.frombuffer(text, np.uint8)], np.dtype("<u2"))
+        np.frombuffer(text, np.uint8).astype(np.uint16).tofile(folder / f"{name}.bin")
+        write_index(folder / f"{name}.idx", np.dtype("<u2"), np.array([len(text)]))
 
 
 def _train(folder: Path, seed: int, output: str, steps: int, subset: str | None = None) -> float:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from progress import each, say
 
-from mtcli.core.data.indexed import write_dataset
+from mtcli.core.data.indexed import write_index
 
 MOE = ["model.architecture=mixtral", "model.ffn_hidden_size=512", "model.num_experts=8"]
 LAYOUTS = {  # name: (settings of the run, of two ranks only, goal)
@@ -43,7 +43,8 @@ def main() -> None:
         data = Path(folder) / "data"
         random = np.random.default_rng(0)
         tokens = (random.zipf(1.3, (400, 500)) % 8192).astype(np.uint16)
-        write_dataset(data, tokens, np.dtype("<u2"))
+        tokens.tofile(f"{data}.bin")
+        write_index(Path(f"{data}.idx"), tokens.dtype, np.full(len(tokens), tokens.shape[1]))
         print(
             f"{'':6}{'1 process':>11}{'2 ranks':>9}{'ratio':>7}{'goal':>6}{'loss gap':>10}   tok/s"
         )

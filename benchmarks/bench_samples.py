@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np  # noqa: E402
 from progress import in_turn, say  # noqa: E402
 
-from mtcli.core.data.indexed import write_dataset  # noqa: E402
+from mtcli.core.data.indexed import write_index  # noqa: E402
 from mtcli.core.data.loader import Batches  # noqa: E402
 
 SEQ_LEN, BATCH, SEED = 1024, 16, 1234
@@ -49,7 +49,8 @@ def main():
 def measure(args, prefix):
     random = np.random.default_rng(0)
     lengths = random.lognormal(6.5, 1.0, args.tokens // 1100).astype(int) + 1  # mean 1,100 tokens
-    write_dataset(prefix, (random.integers(0, 50257, n) for n in lengths), np.dtype("<u2"))
+    random.integers(0, 50257, lengths.sum(), np.uint16).tofile(f"{prefix}.bin")
+    write_index(Path(f"{prefix}.idx"), np.dtype("<u2"), lengths)
     ours = Batches([str(prefix)], "1", "train", args.samples, SEQ_LEN, SEED)
     theirs = megatron(prefix, args.samples)
     for i in range(200):

@@ -16,6 +16,7 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
+from indexed_dataset import write_dataset
 
 from mtcli.core.checkpoint.huggingface.config_json import model_of
 from mtcli.core.checkpoint.manifest import Manifest, read_manifest
@@ -24,7 +25,7 @@ from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.loading import load_config
 from mtcli.core.data.documents import DAMAGED, Bad, Reading, read_documents
-from mtcli.core.data.indexed import Indexed, describe, max_token_id, write_dataset
+from mtcli.core.data.indexed import Indexed, describe, max_token_id
 from mtcli.core.data.samples import Samples, build_samples, load_kept
 from mtcli.core.data.sources import FileRange, find_sources
 from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hostile import VALUES, hostile, write_manifest
 from hypothesis import given, settings
+from indexed_dataset import write_dataset
 from readers import READERS, RECORD, attempt
 
 from mtcli.core.checkpoint.manifest import read_manifest
@@ -19,7 +20,7 @@ from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.untrusted import parse_json, parse_toml, shown
-from mtcli.core.data.indexed import Indexed, write_dataset
+from mtcli.core.data.indexed import Indexed
 from mtcli.core.evaluate.tasks.wikitext import detokenise
 from mtcli.core.plan.published.validate import read_records
 

@@ -5,10 +5,11 @@ import subprocess
 import sys
 
 import pytest
+from indexed_dataset import write_dataset
 from tiny import GPT, documents, run_config
 
 from mtcli.core.config.loading import dump_toml
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 
 # Each line of stdin is a command line; the answer is its exit code, whether torch was imported by
 # then, and what it said.

@@ -3,10 +3,11 @@
 import json
 
 import numpy as np
+from indexed_dataset import write_dataset
 
 from mtcli.core.config.loading import config_of, dump_toml
 from mtcli.core.data.encoder_rows import EncoderRows
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 
 GPT = {
     "architecture": "gpt",

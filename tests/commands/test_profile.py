@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 from command_line import launched, mtcli
-
-from mtcli.core.data.indexed import write_dataset
+from indexed_dataset import write_dataset
 
 SMALL = [
     "model.num_layers=2",

@@ -10,9 +10,10 @@ from functools import partial
 import pytest
 from command_line import launched, mtcli, start
 from drills import STEPS, Drill
+from indexed_dataset import write_dataset
 from tiny import documents, metrics
 
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ import json
 
 import pytest
 from command_line import mtcli
+from indexed_dataset import write_dataset
 from tiny import documents, metrics, write_run
 
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 
 STILL = {"optimizer.schedule": "constant"}  # a rate that does not depend on the steps
 OUT = ("--output", "s.json", "--json", "a.json")

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from command_line import free_port, launched, mtcli
+from indexed_dataset import write_dataset
 from tiny import metrics, write_run
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import load_config
-from mtcli.core.data.indexed import write_dataset
 
 STEPS = 6
 KEYS = ["step", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"]

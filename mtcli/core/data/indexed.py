@@ -9,14 +9,12 @@ document boundaries [D] in sequences, from 0 to S. `.bin` is the sequences back 
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import load_json, open_untrusted
-from mtcli.core.runtime.atomic_writes import atomic_file
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"  # fairseq's first format
@@ -128,30 +126,6 @@ def with_suffix(prefix: str | Path, suffix: str) -> Path:
 def token_dtype(vocab_size: int) -> np.dtype:
     """Chooses the dtype as Megatron does: uint16 below 65500 ids, else int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
-
-
-def write_dataset(
-    prefix: str | Path, sequences: Iterable[Sequence[int] | np.ndarray], dtype: np.dtype
-) -> None:
-    """Writes `sequences`, a document each, as `PREFIX.bin` and `.idx`, each whole or not at all.
-
-    Raises MtcliError for a token that `dtype` cannot hold. Only the lengths are kept in memory.
-    """
-    lengths, limits = [], np.iinfo(dtype)
-    index, data = (with_suffix(prefix, suffix) for suffix in (".idx", ".bin"))
-    # The index gets its name last, since it is what readers look for.
-    with atomic_file(index) as index_path, atomic_file(data) as data_path:
-        with open(data_path, "wb") as file:
-            for sequence in sequences:
-                tokens = np.asarray(sequence, np.int64)
-                if len(tokens) and not limits.min <= tokens.min() <= tokens.max() <= limits.max:
-                    raise wrong(
-                        f"tokens {tokens.min()} to {tokens.max()} do not fit in {np.dtype(dtype)}, "
-                        f"which ends at {limits.max}"
-                    )
-                file.write(tokens.astype(dtype).tobytes())
-                lengths.append(len(tokens))
-        write_index(index_path, dtype, np.array(lengths, np.int32))
 
 
 def write_index(

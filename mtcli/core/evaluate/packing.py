@@ -110,11 +110,6 @@ class PackedBatch(NamedTuple):
     owners: Ids  # [N]
 
 
-def score_requests(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> list[Score]:
-    """Scores requests, in request order. Raises as `fit` and `run` do."""
-    return run(scorer, plan(scorer, requests, batch_tokens))
-
-
 def plan(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> PackingPlan:
     """Truncates requests to the scorer's context and packs them. Raises as `fit` does."""
     return pack(

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from indexed_dataset import write_dataset
 
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 
 
 @pytest.fixture

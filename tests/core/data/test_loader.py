@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from indexed_dataset import write_dataset
 
 import mtcli.core.data.loader as batches_module
 import mtcli.core.data.samples as cache
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.indexed import Indexed, describe, max_token_id, tokenizer_folder, write_dataset
+from mtcli.core.data.indexed import Indexed, describe, max_token_id, tokenizer_folder
 from mtcli.core.data.loader import Batches, require_ids, require_stated_ids
 from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.data.preprocess import PreprocessRequest, preprocess

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from indexed_dataset import write_dataset
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.indexed import token_dtype, write_dataset, write_index
+from mtcli.core.data.indexed import token_dtype, write_index
 from mtcli.core.data.masked_rows import MaskedRows
 from mtcli.core.data.special_tokens import SpecialTokens
 

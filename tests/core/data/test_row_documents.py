@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from indexed_dataset import write_dataset
 
 import mtcli.core.data.loader as batches_module
-from mtcli.core.data.indexed import write_dataset
 from mtcli.core.data.loader import Batches
 from mtcli.core.data.prefetch import Prefetcher
 

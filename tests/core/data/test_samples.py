@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from indexed_dataset import write_dataset
 
-from mtcli.core.data.indexed import Indexed, write_dataset
+from mtcli.core.data.indexed import Indexed
 from mtcli.core.data.loader import Batches
 from mtcli.core.data.samples import build_samples
 

@@ -5,9 +5,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from indexed_dataset import write_dataset
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.indexed import write_dataset
 from mtcli.core.data.subset import (
     SourceRecord,
     Subset,

@@ -10,7 +10,7 @@ import pytest
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.loglikelihood import Score
-from mtcli.core.evaluate.packing import score_requests
+from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.items import Renderer
 from mtcli.core.evaluate.tasks.rows import Row, Split
@@ -26,7 +26,7 @@ def test_real_passages_have_the_numbers_of_transformers(data, bpe, real_scorer, 
     file = data / "lambada" / "lambada_test.jsonl"
     tokenizer = EvalTokenizer(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
     prepared = prepare(file, tokenizer, TaskOptions(max_seq_len=128, limit=40))
-    scores = score_requests(real_scorer, prepared.requests, 1024)
+    scores = run(real_scorer, plan(real_scorer, prepared.requests, 1024))
     report, nll, correct = prepared.report(scores), 0.0, 0
     for line in file.read_text(encoding="utf-8").splitlines()[:40]:
         text = json.loads(line)["text"]

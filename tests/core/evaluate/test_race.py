@@ -10,7 +10,7 @@ from lm_eval.tasks.race import preprocess_race
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.loglikelihood import Score
-from mtcli.core.evaluate.packing import score_requests
+from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.items import Renderer
 from mtcli.core.evaluate.tasks.rows import read_test
@@ -55,7 +55,7 @@ def test_real_articles_have_the_choices_and_likelihoods_of_lm_eval(data, bpe, re
 
     tokenizer = EvalTokenizer(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
     prepared = prepare(data / "race", tokenizer, TaskOptions(max_seq_len=128, limit=6))
-    scores = score_requests(real_scorer, prepared.requests, 1024)
+    scores = run(real_scorer, plan(real_scorer, prepared.requests, 1024))
     backend = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
     theirs = HFLM(pretrained=real_scorer.model, tokenizer=backend, max_length=128, batch_size=4)
     right, instances = {}, []

@@ -9,7 +9,7 @@ from transformers_scorer import TransformersScorer, gpt2
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.loglikelihood import Request, fit, request
-from mtcli.core.evaluate.packing import batches, pack, plan, run, score_requests
+from mtcli.core.evaluate.packing import batches, pack, plan, run
 
 LENGTH = 24  # of the scorers
 
@@ -20,7 +20,7 @@ def ids(*shape, seed=0):
 
 def check(scorer, alone, pairs, batch_tokens=64):
     requests = [request(context, continuation) for context, continuation in pairs]
-    scores = score_requests(scorer, requests, batch_tokens)
+    scores = run(scorer, plan(scorer, requests, batch_tokens))
     assert len(scores) == len(pairs)
     for (context, continuation), score in zip(pairs, scores, strict=True):
         logprob, is_greedy = alone(
@@ -59,7 +59,12 @@ def test_greedy_needs_the_argmax_at_every_target(scorer, alone):
     wrong_last = [*best[:2], (best[2] + 1) % 97]
     wrong_first = [(best[0] + 1) % 97, *best[1:]]
     requests = [request(context, c) for c in (best, wrong_last, wrong_first, best[:1])]
-    assert [s.is_greedy for s in score_requests(scorer, requests, 64)] == [True, False, False, True]
+    assert [s.is_greedy for s in run(scorer, plan(scorer, requests, 64))] == [
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 @settings(max_examples=40, deadline=None)
@@ -196,7 +201,7 @@ def test_progress_counts_every_request_once(scorer):
 
 
 def test_no_requests_give_no_scores(scorer):
-    assert score_requests(scorer, [], 64) == []
+    assert run(scorer, plan(scorer, [], 64)) == []
 
 
 @pytest.mark.parametrize(
@@ -227,7 +232,8 @@ class _Broken:
 
 def test_a_model_that_is_not_a_number_fails_and_says_where():
     with pytest.raises(MtcliError) as caught:
-        score_requests(_Broken(), [Request(np.array([1, 2]), 1), Request(np.array([3, 4]), 1)], 64)
+        requests = [Request(np.array([1, 2]), 1), Request(np.array([3, 4]), 1)]
+        run(_Broken(), plan(_Broken(), requests, 64))
     assert caught.value.problems[0].message == (
         "the model gives a log-probability of nan in request 1 of 2"
     )

@@ -15,7 +15,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from mtcli.core.data.tokenize import END_OF_DOCUMENT, byte_tokenizer
 from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
-from mtcli.core.evaluate.packing import score_requests
+from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.task_file import load_task
@@ -119,7 +119,7 @@ def ours(task, path, model, num_shots):
     tokenizer = eval_tokenizer(byte_tokenizer())
     options = TaskOptions(ROOMY, None, None, num_shots)
     prepared = prepare_task(load_task(task), path, tokenizer, options)
-    scores = score_requests(model, prepared.requests, 4096)
+    scores = run(model, plan(model, prepared.requests, 4096))
     spans = zip([0, *prepared.ends[:-1]], prepared.ends, strict=True)
     records = [prepared.record(n, scores[a:b]) for n, (a, b) in enumerate(spans)]
     return prepared.report(scores), records

@@ -9,7 +9,7 @@ from lm_eval.utils import get_rolling_token_windows
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.loglikelihood import Score
-from mtcli.core.evaluate.packing import score_requests
+from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.wikitext import detokenise, prepare_wikitext, split_pages
 
@@ -58,7 +58,7 @@ def test_the_real_text_is_detokenised_and_counted_as_lm_eval_does(real, bpe):
 def test_real_text_has_the_perplexities_of_transformers(real, bpe, real_scorer, alone):
     options = TaskOptions(max_seq_len=128, limit=500, overlap=60)
     prepared = prepare_wikitext(real, tokenizer(bpe), options)
-    report = prepared.report(score_requests(real_scorer, prepared.requests, 1024))
+    report = prepared.report(run(real_scorer, plan(real_scorer, prepared.requests, 1024)))
     text = " ".join(real.read_text(encoding="utf-8").strip().split(" ")[:500])
     whole = bpe.encode(preprocess_wikitext.wikitext_detokenizer({"page": text})).ids
     nll, done = 0.0, 0

@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from indexed_dataset import write_dataset
 from test_transformers import CLOSE, FAMILIES, VOCAB, gradients
 from tiny import DOCUMENTS
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import config_of
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.build import build_stages

@@ -5,8 +5,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from indexed_dataset import write_dataset
 
-from mtcli.core.data.indexed import write_dataset
 from mtcli.core.data.subset import TokenSequences
 from mtcli.core.select.dsir import BUCKETS, buckets_of, resample
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from indexed_dataset import write_dataset
 from ranks import run_ranks
 
-from mtcli.core.data.indexed import write_dataset
 from mtcli.core.data.subset import TokenSequences
 from mtcli.core.inference.model import open_model
 from mtcli.core.select.coreset import Quota, Work, choose, evenly_weighed, judge, random_orders

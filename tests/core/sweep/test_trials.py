@@ -4,11 +4,12 @@ import json
 import random
 
 import pytest
+from indexed_dataset import write_dataset
 from tiny import GPT, documents, run_config, write_run
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import dump_toml
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 from mtcli.core.sweep.run_plan import SweepRequest, plan_notes, sweep_plan
 from mtcli.core.sweep.trials import Range, partitions, split_values
 

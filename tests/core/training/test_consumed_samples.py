@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hostile import write_manifest
+from indexed_dataset import write_dataset
 from ranks import run_ranks
 from tiny import GPT, documents, run_config
 
@@ -15,7 +16,7 @@ from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.progress import RunProgress, SampleRecord
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.convert.inspect import progress_rows
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 from mtcli.core.data.loader import Batches
 from mtcli.core.parallel.groups import world_axis
 from mtcli.core.training import consumed_samples

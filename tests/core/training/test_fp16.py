@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from indexed_dataset import write_dataset
 from ranks import run_ranks
 from tiny import GPT, MOE, Samples, documents, metrics, run_config
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 from mtcli.core.inference.model import open_model
 from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.model.inputs import KVCache

@@ -3,10 +3,11 @@ import time
 
 import pytest
 import torch
+from indexed_dataset import write_dataset
 from tiny import DOCUMENTS, DROPPING, GPT, Samples, documents, run_config
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Axis, Groups, make_groups

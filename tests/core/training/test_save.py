@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from indexed_dataset import write_dataset
 from ranks import run_ranks
 from tiny import GPT, LLAMA, documents, metrics, run_config
 
@@ -21,7 +22,7 @@ from mtcli.core.checkpoint.integrity import verify_hashes
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 from mtcli.core.training.loop import train
 from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.step import Trainer

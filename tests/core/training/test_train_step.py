@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from indexed_dataset import write_dataset
 from ranks import run_ranks
 from tiny import GPT, LLAMA, Samples, documents, metrics, run_config
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.indexed import token_dtype, write_dataset
+from mtcli.core.data.indexed import token_dtype
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.plan.dry_run import LiveMemory
 from mtcli.core.runtime.launch import Runtime
