@@ -385,6 +385,10 @@ def test_a_missing_config_an_unknown_device_and_a_bad_set_are_refused(capsys):
     assert code == 2 and "there is no device named 'h1000'" in err
     code, out, _ = run(capsys, "no-such-preset", "--json", "-")
     assert code == 2 and json.loads(out)["ok"] is False
+    unread = ("--set", "train", "--fix", "tp", "--device", "h1000", "--json", "-")
+    code, out, _ = run(capsys, "tiny", *unread)
+    told = [one["message"].split(" names ")[0] for one in json.loads(out)["problems"]]
+    assert code == 2 and told[0] == "--set 'train'" and "no device named 'h1000'" in told[-1]
 
 
 def test_a_plan_is_quick_and_imports_no_torch():

@@ -12,6 +12,7 @@ from tiny import metrics, write_run
 from mtcli.core.checkpoint.folder import step_folders, step_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import failed
+from mtcli.core.sweep.rules import SMALL_GEMM
 from mtcli.core.training import run_lock
 from mtcli.core.training import save as saving
 
@@ -83,6 +84,20 @@ def test_a_trial_s_folder_goes_on_with_train_and_is_exported(tmp_path):
     assert [row["step"] for row in metrics(trial)] == [1, 2, 3, 4, 5]
     done = mtcli("shard", trial, tmp_path / "hf", "--to", "hf")
     assert done.returncode == 0, done.stderr
+
+
+def test_models_that_fill_a_cpu_core_are_trained_in_turn_unless_asked_otherwise(tmp_path):
+    batch = {"seq_len": 16, "micro_batch_size": 4}
+    config = write_run(tmp_path, batch=batch, train={"steps": 2, "precision": "fp32"})
+    words = ("--vary", "optimizer.lr=1e-3,3e-3", "--set", "model.hidden_size=64")
+    columns, asked = SMALL_GEMM // (2 * 4 * 16 * 64), ("--max-fused", "2")  # of the logits
+    for vocab, more, arrays in ((columns, (), 2), (columns, asked, 1), (columns - 1, (), 1)):
+        out = f"{vocab}{''.join(more)}"
+        done = sweep(config, *words, "--set", f"model.vocab_size={vocab}", *more, out=out)
+        assert done.returncode == 0, done.stderr
+        table = json.loads((tmp_path / out / "sweep.json").read_text())
+        assert len(table["arrays"]) == arrays
+        assert ("--max-fused B fuses" in done.stderr) == (arrays == 2)
 
 
 def test_a_sweep_that_was_told_to_stop_saves_all_and_goes_on_bit_for_bit(tmp_path):

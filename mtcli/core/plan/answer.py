@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from mtcli.core.config.errors import MtcliError, Problem, failed
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, failed
 from mtcli.core.config.layout_rules import LAYOUT_RULES
 from mtcli.core.config.loading import (
     Table,
@@ -115,8 +116,12 @@ def read_request(
     Raises MtcliError where the source cannot be read; what is wrong inside the config, or with the
     device's name, is in `problems`.
     """
-    table = with_overrides(table_of(source, overrides), fixed, "--fix")
-    chosen, unknown = _chosen_device(device, "cpu" if gpus is None else "h100")
+    usual = "cpu" if gpus is None else "h100"
+    (table,) = collect_errors(
+        lambda: with_overrides(table_of(source, overrides), fixed, "--fix"),
+        otherwise=partial(device_named, device or usual),
+    )
+    chosen, unknown = _chosen_device(device, usual)
     own_layout = any(item.strip().startswith("parallel.") for item in overrides)
     own_batch = any(item.strip().startswith("batch.global_") for item in (*overrides, *fixed))
     bare = source in preset_names() and gpus is not None and not own_layout
