@@ -22,6 +22,9 @@ from mtcli.core.training.step import Trainer
 from tests.ranks import run_ranks
 from tests.tiny import Samples, run_config
 
+# The fixture of the whole suite's rows takes minutes of one core, and beside other work many more.
+pytestmark = pytest.mark.timeout(3600)
+
 H100 = GPUS["h100"]
 CPU = replace(H100, name="cpu")
 MADE_UP = Calibration.of(json.loads((Path(__file__).parents[2] / "calibration.json").read_text()))
