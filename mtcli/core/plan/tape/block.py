@@ -130,8 +130,12 @@ def _mix(ctx: TapeContext, qkv: Value) -> Value:
     if m.attention_dropout:
         return _with_dropout(ctx, (q, k, v), heads)
     if ctx.work.layout.cp == 1:
-        return full_rows(ctx, (q, k, v), heads)
-    ways = {"ring": ring, "all_gather": gathered, "a2a": heads_exchanged}
+        return full_row_attention(ctx, (q, k, v), heads)
+    ways = {
+        "ring": ring_attention,
+        "all_gather": gathered_attention,
+        "a2a": exchanged_attention,
+    }
     return ways[ctx.work.cp_mode](ctx, (q, k, v), heads)
 
 
@@ -191,17 +195,17 @@ def _dropped_softmax(ctx: TapeContext, scores: Value, visible: Value, heads: Hea
 def _per_head(ctx: TapeContext, x: Value, heads: HeadSizes, size: float) -> Value:
     if ctx.work.layout.cp == 1:
         return moved(ctx, x, size, heads.k)
-    gathered = in_order(ctx, x, heads)
+    gathered = gathered_in_order(ctx, x, heads)
     return moved(ctx, gathered, size, gathered.size)
 
 
-def full_rows(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
+def full_row_attention(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention of full rows; documents by our kernel's spans, or row by row in torch."""
     work = ctx.work
     if work.document_mask and ctx.by_torch:
         return _by_document(ctx, qkv, heads)
     if work.document_mask:
-        return fused(ctx, qkv, heads, heads.k, SPAN * work.row_sequences * work.seq_len)
+        return flash_attention(ctx, qkv, heads, heads.k, SPAN * work.row_sequences * work.seq_len)
     return _of_rows(ctx, qkv, heads, copies=work.row_sequences > 1 or work.layout.cp > 1)
 
 
@@ -231,16 +235,16 @@ def _of_rows(ctx: TapeContext, qkv: QKV, heads: HeadSizes, copies: bool) -> Valu
         wide = HeadSizes(ctx, 4, heads.rows)
         sizes = ((heads.q, wide.q), (heads.k, wide.k), (heads.k, wide.k))
         q, k, v = (moved(ctx, x, to, of) for x, (of, to) in zip(qkv, sizes, strict=True))
-        mixed = fused(ctx, (q, k, v), wide, wide.k)
+        mixed = flash_attention(ctx, (q, k, v), wide, wide.k)
         del q, k, v
         return resized(ctx, mixed, heads.q)
     if not ctx.cpu and heads.size > 4:
-        return plain(ctx, qkv, heads)
+        return plain_attention(ctx, qkv, heads)
     if not ctx.cpu and heads.grouped and heads.size == 4:
         q, *kv = qkv
         k, v = (moved(ctx, x, heads.q, heads.k) for x in kv)
-        return fused(ctx, (q, k, v), heads, heads.q)
-    return fused(ctx, qkv, heads, heads.k)
+        return flash_attention(ctx, (q, k, v), heads, heads.q)
+    return flash_attention(ctx, qkv, heads, heads.k)
 
 
 def _is_short(ctx: TapeContext, heads: HeadSizes) -> bool:
@@ -253,7 +257,9 @@ def compute_bytes(ctx: TapeContext, size: float) -> float:
     return 2 * size if ctx.slow else size
 
 
-def fused(ctx: TapeContext, qkv: QKV, heads: HeadSizes, keys: float, spans: float = 0.0) -> Value:
+def flash_attention(
+    ctx: TapeContext, qkv: QKV, heads: HeadSizes, keys: float, spans: float = 0.0
+) -> Value:
     """Runs flash attention, which saves the log-sum-exp, not the scores, and maybe `spans`."""
     return ctx.tape.op(
         qkv,
@@ -299,7 +305,7 @@ def head_blocks_bytes(ctx: TapeContext, heads: HeadSizes, rows: int) -> tuple[fl
     return unseen + max(block + there * part, unseen), unseen + 2 * block + back * part
 
 
-def plain(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
+def plain_attention(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention that writes its scores: saves scaled queries and keys, values, probabilities.
 
     Values are copied where heads share them or where they are of one row among others.
@@ -347,7 +353,7 @@ def mask_numel(ctx: TapeContext) -> float:
     return ctx.t.tokens * work.seq_len / (1 if work.document_mask else work.row_sequences)
 
 
-def ring(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
+def ring_attention(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs ring attention, which sums its results in float32."""
     tape, (q, k, v), wide = ctx.tape, qkv, ctx.t.wide / ctx.t.size
     both, backward_bytes = 2 * heads.k, _ring_backward_bytes(ctx, heads)
@@ -363,13 +369,13 @@ def ring(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
         return gradients
 
     taken = [q, concatenated(ctx, [k, v], both)]
-    tape.moment(passing + wide * heads.q + max(heads.q, 3 * _scores(ctx, heads)))
+    tape.moment(passing + wide * heads.q + max(heads.q, 3 * _score_bytes(ctx, heads)))
     mixed = tape.op(taken, [heads.q], back, saved=taken, saves_results=[0], more=heads.lse)[0]
     del taken
     return copied(ctx, mixed, heads.q)
 
 
-def _scores(ctx: TapeContext, heads: HeadSizes) -> float:
+def _score_bytes(ctx: TapeContext, heads: HeadSizes) -> float:
     """Bytes of a block's scores in float64 on a GPU, which has no kernel of ours."""
     return heads.scores / ctx.work.layout.cp * heads.size * (ctx.by_torch and not ctx.cpu)
 
@@ -377,7 +383,7 @@ def _scores(ctx: TapeContext, heads: HeadSizes) -> float:
 def _ring_backward_bytes(ctx: TapeContext, heads: HeadSizes) -> float:
     """Peak of one key block's backward, on top of the ring's own buffers."""
     if not ctx.cpu:
-        return 5 * _scores(ctx, heads)
+        return 5 * _score_bytes(ctx, heads)
     work, size = ctx.work, compute_bytes(ctx, heads.size)
     rows, times = work.seq_len // work.layout.cp, size / heads.size
     q, both = times * heads.q, times * 2 * heads.k
@@ -390,13 +396,15 @@ def _ring_backward_bytes(ctx: TapeContext, heads: HeadSizes) -> float:
     return copies + mask + q + per_head + both
 
 
-def gathered(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
+def gathered_attention(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention over all-gathered keys and values, put in order."""
     q, *kv = qkv
-    k, v = (in_order(ctx, x, heads) for x in kv)
+    k, v = (gathered_in_order(ctx, x, heads) for x in kv)
     if heads.size > 4 and not ctx.cpu:
-        return plain(ctx, (q, k, v), heads)
-    return fused(ctx, (q, k, v), heads, ctx.work.layout.cp * heads.k, _mask_bytes(ctx, heads))
+        return plain_attention(ctx, (q, k, v), heads)
+    return flash_attention(
+        ctx, (q, k, v), heads, ctx.work.layout.cp * heads.k, _mask_bytes(ctx, heads)
+    )
 
 
 def _mask_bytes(ctx: TapeContext, heads: HeadSizes) -> float:
@@ -404,7 +412,7 @@ def _mask_bytes(ctx: TapeContext, heads: HeadSizes) -> float:
     return mask_numel(ctx) * heads.size if ctx.cpu else SPAN * ctx.t.tokens
 
 
-def in_order(ctx: TapeContext, x: Value, heads: HeadSizes) -> Value:
+def gathered_in_order(ctx: TapeContext, x: Value, heads: HeadSizes) -> Value:
     """All-gathers keys or values and indexes them by position."""
     own, size = moved(ctx, x, heads.k, heads.k), ctx.work.layout.cp * heads.k
     parts = moved(ctx, own, size, heads.k)
@@ -412,11 +420,11 @@ def in_order(ctx: TapeContext, x: Value, heads: HeadSizes) -> Value:
     return moved(ctx, parts, size, size)
 
 
-def heads_exchanged(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
+def exchanged_attention(ctx: TapeContext, qkv: QKV, heads: HeadSizes) -> Value:
     """Runs attention of full sequences of some heads, with an all-to-all before and after."""
     sizes = (heads.q, heads.k, heads.k)
     q, k, v = (_exchanged(ctx, x, size) for x, size in zip(qkv, sizes, strict=True))
-    mixed = full_rows(ctx, (q, k, v), heads)
+    mixed = full_row_attention(ctx, (q, k, v), heads)
     del q, k, v
     return _exchanged(ctx, mixed, heads.q)
 
@@ -498,7 +506,7 @@ def _experts(ctx: TapeContext, x: Value) -> Value:
     hidden, width = ctx.t.hidden, m.moe_ffn_hidden_size / work.layout.etp
     gated, number = m.up_factor, m.num_experts // work.layout.ep
     down = number * hidden * width * ctx.t.size
-    tables = [_table(ctx, number * gated * width), _table(ctx, number * hidden)]
+    tables = [_expert_table(ctx, number * gated * width), _expert_table(ctx, number * hidden)]
     if ctx.by_torch:
         return _one_by_one(ctx, x, tables, number)
     inner = _grouped_gemm(ctx, x, tables[0], gated * width / hidden, gated * down)
@@ -508,7 +516,7 @@ def _experts(ctx: TapeContext, x: Value) -> Value:
     return _grouped_gemm(ctx, inner, tables[1], hidden / width, down, recomputes)
 
 
-def _table(ctx: TapeContext, rows: float) -> Value:
+def _expert_table(ctx: TapeContext, rows: float) -> Value:
     """Views all experts' weights of a kind as [experts, rows, columns]."""
     return ctx.tape.op([ctx.tape.leaf(rows)], [0.0], same_gradient)[0]
 

@@ -297,7 +297,7 @@ def linear(
     table, is_parameter = weight.table(ctx.tape), value is None
     table_rows = table.edge.rows
     narrow = is_parameter and _is_narrow(ctx, width, inner)
-    of_x, of_w, of_y = (_copied(ctx, full, narrow) for full in (given, weight_bytes, out))
+    of_x, of_w, of_y = (_copy_bytes(ctx, full, narrow) for full in (given, weight_bytes, out))
 
     def back(tape: Tape, grads: list[Storage], saved: Sequence[Storage]) -> Gradients:
         tape.moment(gemm_bytes(ctx, of_y + of_w, of_input, narrow))
@@ -328,7 +328,7 @@ def _is_narrow(ctx: TapeContext, width: float, inner: float) -> bool:
     return fp8 and is_narrow(ctx.work.fp8_scaling, round(width), round(inner))
 
 
-def _copied(ctx: TapeContext, size: float, narrow: bool) -> float:
+def _copy_bytes(ctx: TapeContext, size: float, narrow: bool) -> float:
     """Bytes of an operand's copy in float8, or on CPU in float32."""
     if narrow:
         return size / ctx.work.sizes.weight
@@ -369,7 +369,7 @@ def column_linear(ctx: TapeContext, x: Value, shape: tuple[float, float], layer:
     """Runs this rank's columns of a GEMM, of a block's layer."""
     if ctx.work.layout.tp_rows > 1:
         return grid_gemm(ctx, x, Weight(*shape))
-    return linear(ctx, enter(ctx, x), Weight(*shape, adapters=targets(ctx, layer)))
+    return linear(ctx, enter(ctx, x), Weight(*shape, adapters=count_adapters(ctx, layer)))
 
 
 def row_linear(
@@ -378,12 +378,12 @@ def row_linear(
     """Sums every rank's partial GEMMs, of a block's layer, and adds a bias."""
     if ctx.work.layout.tp_rows > 1:
         return row_gemm(ctx, x, shape[1], activated)
-    weight = Weight(*shape, adapters=targets(ctx, layer))
+    weight = Weight(*shape, adapters=count_adapters(ctx, layer))
     y = leave(ctx, linear(ctx, x, weight, activated=activated))
     return reused(ctx, y) if ctx.work.model.bias else y
 
 
-def targets(ctx: TapeContext, layer: str) -> int:
+def count_adapters(ctx: TapeContext, layer: str) -> int:
     """Counts the adapters of a block's linear layer, such as "attention.qkv"."""
     work = ctx.work
     if not work.lora.rank:
