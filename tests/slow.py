@@ -180,6 +180,7 @@ SLOW = {
         "test_torchrun_starts_it_and_bf16_keeps_float32_masters": (),
     },
     "test_sweep.py": {
+        "test_models_that_fill_a_cpu_core_are_trained_in_turn_unless_asked_otherwise": (),
         "test_a_sweep_that_stops_at_a_step_of_the_median_rule_decides_as_it_would_have": (),
         "test_trials_on_data_ranks_end_early_where_they_do_on_one": (),
         "test_a_sampler_s_sweep_that_resumes_has_all_trials_in_its_table": (),
