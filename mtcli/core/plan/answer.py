@@ -113,8 +113,9 @@ def read_request(
 ) -> PlanRequest:
     """The request of a config file or preset with `--set` and `--fix` on top.
 
-    Raises MtcliError where the source cannot be read; what is wrong inside the config, or with the
-    device's name, is in `problems`.
+    Raises MtcliError where the source or an override cannot be read, with an unknown device's name
+    among its problems. What is wrong inside the config that was read, or with the name, is in
+    `problems`.
     """
     usual = "cpu" if gpus is None else "h100"
     (table,) = collect_errors(
