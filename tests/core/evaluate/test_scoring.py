@@ -59,12 +59,8 @@ def test_greedy_needs_the_argmax_at_every_target(scorer, alone):
     wrong_last = [*best[:2], (best[2] + 1) % 97]
     wrong_first = [(best[0] + 1) % 97, *best[1:]]
     requests = [request(context, c) for c in (best, wrong_last, wrong_first, best[:1])]
-    assert [s.is_greedy for s in run(scorer, plan(scorer, requests, 64))] == [
-        True,
-        False,
-        False,
-        True,
-    ]
+    scores = run(scorer, plan(scorer, requests, 64))
+    assert [s.is_greedy for s in scores] == [True, False, False, True]
 
 
 @settings(max_examples=40, deadline=None)
@@ -231,8 +227,8 @@ class _Broken:
 
 
 def test_a_model_that_is_not_a_number_fails_and_says_where():
+    requests = [Request(np.array([1, 2]), 1), Request(np.array([3, 4]), 1)]
     with pytest.raises(MtcliError) as caught:
-        requests = [Request(np.array([1, 2]), 1), Request(np.array([3, 4]), 1)]
         run(_Broken(), plan(_Broken(), requests, 64))
     assert caught.value.problems[0].message == (
         "the model gives a log-probability of nan in request 1 of 2"
