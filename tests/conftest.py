@@ -26,6 +26,8 @@ import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from slow import SLOW, is_kept  # noqa: E402
 
+pytest_plugins = ["processor_time"]
+
 # Files of few tests, by which xdist orders them, that would be the last to end
 LONG = re.compile(r"/test_(docs|fused_models|bench_gpu|two_agents|ray|cluster_files)\.py")
 
@@ -46,7 +48,7 @@ def _torch_as_it_comes():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device, and is skipped without one")
-    config.addinivalue_line("markers", "slow: `make test` leaves it to `make test-all` (slow.py)")
+    config.addinivalue_line("markers", "slow(reason): `make test` leaves it to `make test-all`")
 
 
 @pytest.hookimpl(optionalhook=True)
