@@ -1,7 +1,7 @@
-"""Measures the suite in processor seconds: user and system time of a worker and all that it started.
+"""Measures the suite in processor seconds: user and system time of a worker and its descendants.
 
-A busy machine makes every test longer in wall-clock time, but hardly in processor time. The end of a
-run prints the sum; `--dearest N` also lists the N dearest tests and files.
+A busy machine makes every test longer in wall-clock time, but hardly in processor time. A run ends
+with the sum; `--dearest N` also lists the N dearest tests and files.
 """
 
 import os
@@ -44,7 +44,7 @@ def pytest_sessionfinish(session):
 
 
 class Totals:
-    """Adds up the processor seconds of tests and workers, in the process that prints the summary."""
+    """Adds up the processor seconds of tests and workers in the process that prints the summary."""
 
     def __init__(self, dearest):
         self.dearest, self.tests, self.workers = dearest, Counter(), 0.0
