@@ -1,11 +1,13 @@
 """Faults to plant, one line each: what the parity table has to notice, and on which rows.
 
-`python tests/plant_faults.py` plants each in a copy of the package and runs rows on it.
+`python tests/plant_parity_faults.py` plants each in a copy of the package and runs rows on it.
 """
 
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
+
+from mtcli.core.mesh.layout import ParallelLayout
 
 
 class Fault(NamedTuple):
@@ -22,11 +24,13 @@ def facts(row):
     """What the rows of a fault are told by: model m, parallel p, batch b, dp and dropout."""
     config = row.config()
     m, p = config.model, config.parallel
-    dp = row.world // (p.tp * p.cp * p.pp)
+    shards = ParallelLayout.of_run(config, row.world).batch_shards
     return SimpleNamespace(
-        m=m, p=p, b=config.batch, dp=dp, world=row.world,
+        m=m, p=p, b=config.batch, world=row.world,
+        dp=shards if row.replicas == 1 else 1,  # else the oracle has as many data ranks
+        micro_batches=config.batch.global_batch_size // (config.batch.micro_batch_size * shards),
         moe=m.num_experts > 0, dropout=m.attention_dropout > 0,
-        lamb=config.optimizer.name == "lamb",
+        lamb=config.optimizer.name == "lamb", sync=config.sync.method, lora=config.lora.rank > 0,
         no_sp=p.tp > 1 and not p.sequence_parallel,
         sp=p.tp > 1 and p.sequence_parallel and p.grid_rows == 1,
         grid=p.grid_rows > 1, rows=p.grid_rows, columns=p.tp // p.grid_rows,
@@ -66,7 +70,7 @@ FAULTS = [
         lambda f: f.p.pp > 1 and f.m.tie_embeddings),
     Fault("early reduction: a bucket leaves before its last micro-batch", "sync/all_reduce.py",
         "if stage in self.last:", "if True:",
-        lambda f: f.p.zero < 3 and f.dp * f.p.cp > 1 and f.b.micro_batch_size * f.dp < 4),
+        lambda f: f.p.zero < 3 and f.dp * f.p.cp > 1 and f.micro_batches > 1),
     Fault("missing gather: zero = 1 keeps updated rows to itself", "sync/exchange.py",
         "self.inside.after_update()", "pass",
         lambda f: f.p.zero == 1 and f.dp * f.p.cp > 1),
@@ -220,5 +224,28 @@ FAULTS = [
         'self._balance(*each, "sequence", inputs)',
         'self._balance(*(x.sum(0, keepdim=True) for x in each), "sequence", inputs)',
         lambda f: f.m.sequence_aux_loss_coeff > 0 and f.b.micro_batch_size > 1),
+    Fault("lost state: a run goes on with moments of zero", "training/state.py",
+        "            view.copy_(saved.read(stored, box))", "            pass",
+        lambda f: True),
+    Fault("own loads: replicas of one model move biases apart", "training/step.py",
+        "if not self.exchange.weights_differ:", "if False:",
+        lambda f: f.sync == "onebit" and f.m.router_bias_update_rate > 0),
+    Fault("lost errors: those of the first replica are saved for all", "sync/onebit.py",
+        'return kind == "error" and self.mean is not None', "return False",
+        lambda f: f.sync == "onebit"),
+    Fault("lost losses: a leader is elected by those after a resume", "sync/lsgd.py",
+        'return {"losses": gather_values(list(self.losses), self.measured_axis)}', "return {}",
+        lambda f: f.sync == "lsgd"),
+    Fault("lost exchange: one that is under way at a save is not applied", "sync/diloco.py",
+        "self.due = {i: at for i, at in due.items() if i in range(count) and at > updates}",
+        "self.due = {}",
+        lambda f: f.sync == "diloco"),
+    Fault("missing reduction: an adapter's gradient is not summed over tp", "mesh/sharding.py",
+        "if sequence_parallel or self.of_adapter:", "if sequence_parallel:",
+        lambda f: f.no_sp and f.lora),
+    Fault("wrong mask: adapters' dropout by the columns of rank 0", "parallel/lora.py",
+        "numbers_T = numbers.flatten() * ranks + rank",
+        "numbers_T = numbers.flatten() * ranks",
+        lambda f: f.lora and f.p.tp > 1),
 ]
 # fmt: on

@@ -11,6 +11,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+import ranks
 
 PROPERTY = "processor_seconds"
 START = pytest.StashKey[float]()
@@ -70,14 +71,22 @@ class Totals:
 
 
 def processor_seconds():
-    """Processor time so far of this process, its ended descendants and the warm process's forks.
+    """Processor time so far of this process, its ended descendants, and the warm process with its
+    forks, those that are kept included.
 
-    Children that still run are not in it: a test ends its own.
+    Other children that still run are not in it: a test ends its own.
     """
-    total = sum(os.times()[:4])
-    warm = forkserver._forkserver._forkserver_pid
-    if warm:
-        text = Path(f"/proc/{warm}/stat").read_text()
-        fields = text[text.rindex(")") + 2 :].split()
-        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    return total
+    kept = [process.pid for process, _ in ranks.KEPT]
+    return sum(os.times()[:4]) + sum(
+        map(_seconds_of, [forkserver._forkserver._forkserver_pid, *kept])
+    )
+
+
+def _seconds_of(pid):
+    """User and system time of a process and of its children that ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text() if pid else ""
+    except OSError:  # it was killed by its test
+        return 0.0
+    fields = text[text.rfind(")") + 2 :].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")

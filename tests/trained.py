@@ -31,14 +31,15 @@ def train_and_save(runtime, config, folder=None, start=0, stop=4):
     return done
 
 
-def save_to(folder, trainer):
-    """Saves a trainer's state, and removes no older checkpoint; every rank calls it."""
+def save_to(folder, trainer, base=None):
+    """Saves a trainer's state, of adapters with the record of their base, and removes no older
+    checkpoint; every rank calls it."""
     return save(
         folder,
         trainer.step,
         shards(trainer),
         ranks=make_tree(trainer.groups.world),
-        extra=progress(trainer).model_dump(),
+        extra=progress(trainer, base=base).model_dump(),
         config_toml=dump_toml(trainer.config),
         tokenizer=None,
         keep=0,

@@ -18,15 +18,15 @@ from mtcli.core.parallel.groups import Axis, Groups
 class ExpertBalance:
     """The loads and biases of this rank's routers; at a rate of 0 there are none.
 
-    `tokens` are the ranks that see other tokens in the same layers.
+    `tokens` are axes whose ranks see other tokens in the same layers.
     """
 
     def __init__(
-        self, stages: Iterable[nn.Module], rate: float, groups: Groups, tokens: Axis
+        self, stages: Iterable[nn.Module], rate: float, groups: Groups, tokens: Iterable[Axis]
     ) -> None:
         modules = [module for stage in stages for module in stage.modules()]
         self.routers = [module for module in modules if isinstance(module, Router)]
-        self.rate, self.groups, self.tokens = rate, groups, tokens
+        self.rate, self.groups, self.tokens = rate, groups, tuple(tokens)
 
     def begin(self) -> None:
         """Starts a step: resets the counts of copies."""
@@ -43,7 +43,9 @@ class ExpertBalance:
             return None
         worst = torch.zeros((), dtype=torch.float64, device=self.groups.device)
         if self.routers:
-            loads_LE = all_reduce(torch.stack([r.load_E for r in self.routers]), self.tokens)
+            loads_LE = torch.stack([router.load_E for router in self.routers])
+            for axis in self.tokens:
+                loads_LE = all_reduce(loads_LE, axis)
             worst = (loads_LE.amax(1) / loads_LE.double().mean(1)).max()
             # Whole numbers: the mean load need not be one, and no order of sums changes them.
             excess_LE = loads_LE * loads_LE.shape[1] - loads_LE.sum(1, keepdim=True)

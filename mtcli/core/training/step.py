@@ -108,12 +108,11 @@ class Trainer:
         inside = REDUCED if self.layout.dp * self.layout.cp > 1 else ()
         self.sync_traffic = SyncTraffic((*EXCHANGED, *inside))
         self.groups.world.recorder.sync_traffic = self.sync_traffic
-        self.balance = ExpertBalance(
-            self.stages.values(),
-            config.model.router_bias_update_rate,
-            self.groups,
-            self.groups.axes["tokens" if p.sequence_parallel else "samples"],
-        )
+        tokens = [self.groups.axes["tokens" if p.sequence_parallel else "samples"]]
+        if not self.exchange.weights_differ:  # then the replicas' biases are one
+            tokens.append(self.groups.replicas)
+        bias_rate = config.model.router_bias_update_rate
+        self.balance = ExpertBalance(self.stages.values(), bias_rate, self.groups, tokens)
         self.loss_scale = LossScale.of(config.train)
         self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.batch_shards)
         schedule = _proven_schedule(p.schedule, p.pp, p.vpp, self.micro_batches)

@@ -28,13 +28,8 @@ LOSSES = {
 WITHOUT = {"none": {}, "sigmoid, none": {"router_score": "sigmoid"}}
 LAYOUTS = [
     (1, {}),
-    (2, {}),
-    (2, {"cp": 2, "ep": 2}),
-    (2, {"cp": 2, "sequence_parallel": False}),
-    (2, {"tp": 2, "recompute": "full"}),
     (4, {"tp": 2, "cp": 2, "etp": 2}),
-    (2, {"pp": 2, "schedule": "zero_bubble"}),
-]
+]  # of any other layout the parity table compares mixtures with these losses
 
 
 def config_of(changes, parallel):
@@ -96,7 +91,7 @@ def by_hand(name):
 def gradients(runtime, parallel):
     """The first gradients of a rank with each of the losses, by parameter."""
     configs = {name: config_of(changes, parallel) for name, changes in LOSSES.items()}
-    return {name: train_on(runtime, config, 1).gradients for name, config in configs.items()}
+    return {n: train_on(runtime, config, Samples, 1).gradients for n, config in configs.items()}
 
 
 @pytest.mark.parametrize(("world", "parallel"), LAYOUTS, ids=str)
@@ -105,7 +100,7 @@ def test_gradients_are_those_of_the_formulas(world, parallel):
     layout, table = ParallelLayout.of(config.parallel, world), parameters(config.model)
     for rank, measured in enumerate(run_ranks(world, gradients, parallel)):
         for name in LOSSES:
-            for parameter, gradient in measured[name].items():
+            for parameter, (gradient, _) in measured[name].items():
                 described, whole = table[parameter], by_hand(name)[parameter]
                 box = described.box(layout, rank)
                 expected = whole.view(described.local_shape(alone))[box.slices]

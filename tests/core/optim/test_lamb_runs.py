@@ -1,18 +1,16 @@
-"""Runs by LAMB: one rank against a plain loop of the paper's, and layouts that take over a run."""
+"""A run by LAMB against a plain loop of the paper's."""
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import GPT, MOE, Samples, run_config
-from trained import checkpoint_of, train_and_save
+from tiny import Samples, run_config
 
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
-from mtcli.core.training.state import load_weights, resume
+from mtcli.core.training.state import load_weights
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
-STEPS, STOP = 8, 4
+STEPS = 8
 BOUNDS = (0.12, 0.3)
 SETTINGS = {"name": "lamb", "lr": 0.1, "weight_decay": 0.2}
 
@@ -58,43 +56,3 @@ def test_a_run_is_the_paper_s_loop_on_transformers_model(gpt2):
     for step, (loss, norm) in zip(found, expected, strict=True):
         assert step.loss == pytest.approx(loss, rel=1e-10)
         assert step.grad_norm == pytest.approx(norm, rel=1e-10)
-
-
-def config_of(model, parallel, batch, precision):
-    train = {"steps": STEPS, "precision": precision, "matmul": "strict"}
-    return run_config(model, parallel=parallel, batch=batch, optimizer=SETTINGS, train=train)
-
-
-def losses(*arguments):
-    return [step.loss for step in train_and_save(*arguments)]
-
-
-TALL = {"micro_batch_size": 2}
-CUTS = [
-    (GPT, [(2, {"tp": 2}, TALL), (4, {"pp": 2, "zero": 1}, {}), (2, {"zero": 3}, {}), (1, {}, {})]),
-    (MOE, [(2, {"ep": 2}, {}), (4, {"tp": 2, "etp": 2, "zero": 3}, TALL)]),
-]
-
-
-@pytest.mark.parametrize(("precision", "rel"), [("fp64", 1e-10), ("bf16", 5e-3)])
-@pytest.mark.parametrize(("model", "layouts"), CUTS, ids=["gpt", "moe"])
-def test_a_run_goes_on_with_the_same_curve_on_any_layout(model, layouts, precision, rel, tmp_path):
-    whole = run_ranks(1, losses, config_of(model, {}, {}, precision), None, 0, STEPS)[0]
-    (world, *first), *others = layouts
-    config = config_of(model, *first, precision)
-    assert run_ranks(world, losses, config, tmp_path, 0, STOP)[0] == pytest.approx(
-        whole[:STOP], rel=rel
-    )
-    for world, *cut in others:
-        config = config_of(model, *cut, precision)
-        again = run_ranks(world, resumed, config, tmp_path)[0]
-        assert again == pytest.approx(whole[STOP:], rel=rel)
-
-
-def resumed(runtime, config, folder):
-    trainer = Trainer(config, runtime)
-    resume(trainer, checkpoint_of(folder, STOP))
-    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
-    done = [trainer.train_step(loader).loss for _ in range(STEPS - STOP)]
-    loader.close()
-    return done

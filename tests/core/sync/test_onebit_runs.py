@@ -217,22 +217,15 @@ def trained(runtime, config, folder=None, start=0, stop=STEPS):
 @pytest.mark.parametrize(
     ("model", "world", "parallel", "replicas", "data_ranks"),
     [
-        (GPT, 2, {}, 2, 1),
         (LLAMA, 3, {}, 3, 1),
         (GPT, 1, {}, 1, 1),
         (GPT, 4, {"tp": 2}, 2, 1),
-        (GPT, 4, {"pp": 2}, 2, 1),
-        (GPT, 4, {"cp": 2}, 2, 1),
-        (GPT, 4, {"tp": 2, "sequence_parallel": False}, 2, 1),
-        (LLAMA, 4, {"zero": 1}, 2, 2),
-        (GPT, 4, {"zero": 3}, 2, 2),
-        (MOE, 4, {"ep": 2}, 2, 2),
-        (MOE, 4, {"ep": 2, "etp": 1, "tp": 2, "zero": 1}, 2, 1),
+        (MOE, 4, {"ep": 2, "zero": 1}, 2, 2),
     ],
     ids=lambda value: value["architecture"] if "architecture" in str(value) else str(value),
 )
 @pytest.mark.parametrize("optimizer", [LAMB, ADAM], ids=["lamb", "adamw"])
-def test_any_layout_has_the_weights_of_the_paper_s_loop(
+def test_a_run_has_the_weights_of_the_paper_s_loop(
     model, world, parallel, replicas, data_ranks, optimizer
 ):
     config = config_of(model, parallel, replicas, optimizer)
@@ -260,9 +253,10 @@ def test_the_warm_up_is_the_run_of_one_replica(optimizer):
     assert len(set(sent[:WARMUP])) == 1 and max(sent[WARMUP:]) < sent[0] / 30
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("optimizer", [LAMB, ADAM], ids=["lamb", "adamw"])
-def test_weights_are_the_same_bits_on_all_ranks_after_every_step(precision, optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "precision"), [(LAMB, "bf16"), (ADAM, "fp16")], ids=["lamb", "adamw"]
+)
+def test_weights_are_the_same_bits_on_all_ranks_after_every_step(optimizer, precision):
     config = config_of(parallel={"tp": 2}, optimizer=optimizer, precision=precision)
     ranks = run_ranks(4, trained, config)
     for *_, weights, where in ranks[1:]:
@@ -280,45 +274,14 @@ def first_part(runtime, config, folder, stop):
     trained(runtime, config, folder, 0, stop)
 
 
-@pytest.mark.parametrize("stop", [2, 6], ids=["warm-up", "compressed"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(precision, stop, tmp_path):
-    config = config_of(parallel={"tp": 2}, precision=precision)
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path):
+    config = config_of(parallel={"tp": 2}, precision="bf16")
     whole = run_ranks(4, trained, config)
-    run_ranks(4, first_part, config, tmp_path, stop)
-    for rank, (boxes, steps) in enumerate(run_ranks(4, resumed, config, tmp_path, stop)):
-        assert steps == whole[rank][1][stop:]
-        assert all(torch.equal(x, whole[rank][0][box]) for box, x in boxes.items())
-
-
-def full(ranks, table):
-    """Whole tensors, of the boxes that ranks hold."""
-    found = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in table.items()}
-    for boxes, *_ in ranks:
-        for (name, box), x in boxes.items():
-            found[name][box.slices] = x
-    return found
-
-
-@pytest.mark.parametrize(
-    ("world", "parallel", "replicas"),
-    [(2, {}, 2), (4, {"pp": 2}, 2), (4, {"zero": 1}, 2)],
-    ids=str,
-)
-def test_errors_go_on_with_another_layout_inside_as_many_replicas(
-    world, parallel, replicas, tmp_path
-):
-    first = config_of(parallel={"tp": 2})
-    whole = run_ranks(4, trained, first)
-    run_ranks(4, first_part, first, tmp_path, 6)
-    config = config_of(parallel=parallel, replicas=replicas)
-    table = Trainer(config_of(), ALONE).table
-    others = run_ranks(world, resumed, config, tmp_path, 6)
-    if parallel.get("zero") != 1:  # whose replicas have other samples
-        assert others[0][1] == [pytest.approx(pair, rel=1e-9) for pair in whole[0][1][6:]]
-        expected = full(whole, table)
-        for name, x in full(others, table).items():
-            torch.testing.assert_close(x, expected[name], rtol=0, atol=1e-10)
+    for stop in (2, 6):  # in the warm-up, and where signs are sent
+        run_ranks(4, first_part, config, tmp_path, stop)
+        for rank, (boxes, steps) in enumerate(run_ranks(4, resumed, config, tmp_path, stop)):
+            assert steps == whole[rank][1][stop:]
+            assert all(torch.equal(x, whole[rank][0][box]) for box, x in boxes.items())
 
 
 def errors_after(runtime, config, folder, start, capture):
@@ -350,7 +313,7 @@ class Captured:
         self.redirect.__exit__(*error)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [2, 3])
 def test_another_number_of_replicas_resets_the_errors_and_says_so_once(world, tmp_path):
     run_ranks(2, first_part, config_of(), tmp_path, 6)
     config = config_of(replicas=3) if world == 3 else config_of()
@@ -403,7 +366,7 @@ def measured(runtime, config, steps):
 
 @pytest.mark.parametrize(
     ("world", "parallel", "precision"),
-    [(4, {}, "bf16"), (3, {}, "fp32"), (4, {"tp": 2}, "fp16"), (2, {"pp": 2}, "bf16")],
+    [(3, {}, "fp32"), (4, {"tp": 2}, "fp16"), (2, {"pp": 2}, "bf16")],
     ids=str,
 )
 def test_plan_tells_the_bytes_that_are_sent_and_kept(world, parallel, precision):

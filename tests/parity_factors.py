@@ -1,0 +1,262 @@
+"""The factors of the parity table, and the row that a level of each makes.
+
+A row is a level of every factor. ROWS is a covering array: each pair of levels that some legal row
+has occurs in one of them. `cover_parity.py` chose them into parity_rows.json. MORE_ROWS are those
+whose sizes are no levels. A new option of training is a level or a factor here.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from tiny import (
+    BERT,
+    BIASED,
+    CHOOSING,
+    CLASSIFYING,
+    DOCUMENTS,
+    DROPPING,
+    GPT,
+    LLAMA,
+    MOE,
+    EncoderSamples,
+    Samples,
+    Weighted,
+    run_config,
+)
+
+from mtcli.core.config import rules
+from mtcli.core.config.errors import MtcliError
+
+ROWS_FILE = Path(__file__).parent / "parity_rows.json"
+STEPS, STOP = 5, 3  # steps of a run, and the one after which it goes on on another layout
+LARGEST = 8  # ranks of a row of the covering array
+
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
+LAMB = {"name": "lamb", "lr": 0.1}  # a trust ratio near 0.04 makes it small
+TWO = {"replicas": 2}
+
+# By factor and level, what a level sets: fields of its section, or sections, or a number. The first
+# level of a factor is the plain one.
+FACTORS = {
+    "model": {
+        "gpt": GPT,
+        "llama": LLAMA,
+        "one key head": LLAMA | {"num_kv_heads": 1, "qkv_bias": True},
+        "moe": MOE | {"shared_expert_ffn_hidden_size": 8, "shared_expert_gate": True},
+        "moe capped": MOE | {"capacity_factor": 1.0},
+        "moe early": MOE
+        | {"capacity_factor": 0.5, "drop_policy": "position", "pad_to_capacity": True},
+        "moe biased": BIASED,
+        "bert": BERT | {"norm_order": "post"},
+        "bert classes": BERT | CLASSIFYING,
+        # With weights of 0.02 the pooler is linear, and the gradients of softmax sum to 0 over the
+        # choices: the gradient of the last norm's bias would be what is left of terms that cancel.
+        "bert choices": BERT | CHOOSING | {"norm_order": "post", "init_std": 0.2},
+    },
+    "tp": {
+        "1": {},
+        "2": {"tp": 2},
+        "2 no sp": {"tp": 2, "sequence_parallel": False},
+        "4": {"tp": 4},
+        "2x2": {"tp": 4, "tp_mode": "2d"},
+    },
+    "cp": {
+        "1": {},
+        "ring": {"cp": 2},
+        "all_gather": {"cp": 2, "cp_mode": "all_gather"},
+        "a2a": {"cp": 2, "cp_mode": "a2a"},
+    },
+    "pipeline": {
+        "1": {},
+        "1f1b": {"pp": 2},
+        "gpipe": {"pp": 2, "schedule": "gpipe"},
+        "interleaved": {"pp": 2, "vpp": 2, "schedule": "interleaved"},
+        "zero_bubble": {"pp": 2, "schedule": "zero_bubble"},
+    },
+    "experts": {"1": {}, "ep": {"ep": 2}, "etp": {"etp": 2}, "ep etp": {"ep": 2, "etp": 2}},
+    "dispatcher": {"all_to_all": {}, "all_gather": {"dispatcher": "all_gather"}},
+    "zero": {"0": {}, "1": {"zero": 1}, "3": {"zero": 3}},
+    "recompute": {
+        "none": {},
+        "selective": {"recompute": "selective"},
+        "full": {"recompute": "full"},
+    },
+    "buckets": {"one": {}, "many": {"bucket_mib": 0.002}},
+    "dp": {"1": 1, "2": 2},
+    "micro_batch_size": {"1": 1, "2": 2},
+    "dropout": {"no": {}, "yes": DROPPING},
+    "samples": {
+        "plain": {},
+        "documents": {"data": DOCUMENTS},
+        "weights": {},
+    },
+    "update": {
+        "adamw": {},
+        "lamb": {"optimizer": LAMB},
+        "onebit": {"optimizer": LAMB, "sync": TWO | {"method": "onebit", "warmup_steps": 2}},
+        "awc_dmsgd": {"optimizer": SGD, "sync": TWO | {"method": "awc_dmsgd"}},
+        "lsgd": {
+            "optimizer": SGD,
+            "sync": TWO | {"method": "lsgd", "period": 2, "global_period": 3, "pull": 0.3},
+        },
+        "diloco": {
+            "sync": TWO | {"method": "diloco", "period": 2, "fragments": 2, "overlap_steps": 1}
+        },
+    },
+    "adapters": {"none": {}, "lora": {"lora": {"rank": 3, "alpha": 6.0, "dropout": 0.2}}},
+}
+LAYOUT = ("tp", "cp", "pipeline", "experts", "dispatcher", "zero", "recompute", "buckets")
+PLAIN = {factor: next(iter(levels)) for factor, levels in FACTORS.items()}
+
+
+class Row(NamedTuple):
+    """What a row trains and on which layout: its levels that are not plain, by factor, and what is
+    set besides, by section."""
+
+    levels: dict
+    more: dict = {}
+
+    def __str__(self):
+        more = {name: value for fields in self.more.values() for name, value in fields.items()}
+        levels = {f: level for f, level in self.levels.items() if f != "model"} | more
+        return f"{self.level('model')}: " + " ".join(f"{k}={v}" for k, v in levels.items())
+
+    def level(self, factor):
+        return self.levels.get(factor, PLAIN[factor])
+
+    def chosen(self, factor):
+        """What the row's level of a factor sets."""
+        return FACTORS[factor][self.level(factor)]
+
+    @property
+    def replicas(self):
+        return self.chosen("update").get("sync", {}).get("replicas", 1)
+
+    @property
+    def parallel(self):
+        fields = {k: v for factor in LAYOUT for k, v in self.chosen(factor).items()}
+        return fields | self.more.get("parallel", {})
+
+    @property
+    def batch(self):
+        micro, shards = self.chosen("micro_batch_size"), self.chosen("dp") * self.replicas
+        size = 8 if micro * shards > 4 else 4
+        sizes = {"micro_batch_size": micro, "global_batch_size": size}
+        return sizes | self.more.get("batch", {})
+
+    @property
+    def world(self):
+        p = self.parallel
+        model_ranks = p.get("tp", 1) * p.get("cp", 1) * p.get("pp", 1)
+        return model_ranks * self.chosen("dp") * self.replicas
+
+    @property
+    def model(self):
+        layers = {"num_layers": 4 if self.parallel.get("vpp", 1) > 1 else 2}
+        return self.chosen("model") | layers | self.chosen("dropout") | self.more.get("model", {})
+
+    @property
+    def samples(self):
+        """The class of its samples."""
+        if self.level("model").startswith("bert"):
+            return EncoderSamples
+        return Weighted if self.level("samples") == "weights" else Samples
+
+    def config(self, precision="fp64", steps=STEPS):
+        sections = self.chosen("samples") | self.chosen("update") | self.chosen("adapters")
+        train = {"precision": precision, "steps": steps, "matmul": "strict"}
+        parts = {"parallel": self.parallel, "batch": self.batch, "train": train}
+        return run_config(self.model, **parts, **sections)
+
+    @property
+    def oracle(self):
+        """The row that has its curve, without any parallelism: one rank that takes a sequence at a
+        time, or as many data ranks as those whose replicas are to differ."""
+        levels = {f: level for f, level in self.levels.items() if f not in LAYOUT}
+        if self.replicas == 1:
+            levels = {
+                f: level for f, level in levels.items() if f not in ("dp", "micro_batch_size")
+            }
+        model = {"num_layers": self.model["num_layers"]} | self.more.get("model", {})
+        batch = {"global_batch_size": self.batch["global_batch_size"]}
+        return Row(levels, {"model": model, "batch": batch})
+
+    def on(self, other):
+        """This row on another's layout."""
+        layout = (*LAYOUT, "dp", "micro_batch_size")
+        levels = {f: level for f, level in self.levels.items() if f not in layout}
+        levels |= {f: level for f, level in other.levels.items() if f in layout}
+        oracle = self.oracle.more
+        return Row(levels, oracle | {"parallel": other.more.get("parallel", {})})
+
+    def then(self, rows):
+        """This row on the layout of one of some rows, on which its run goes on: of as many ranks,
+        and where replicas differ with the same samples for each; else its own."""
+        at = rows.index(self)
+        for other in (*rows[at + 1 :], *rows[:at]):
+            after = self.on(other)
+            same = all(self.level(f) == other.level(f) for f in ("dp", "micro_batch_size"))
+            if after.world == self.world and (same or self.replicas == 1) and after.is_legal:
+                return after
+        return self
+
+    @property
+    def is_legal(self):
+        """Whether a run may have these levels and each makes a difference."""
+        experts = self.level("model").startswith("moe")
+        encoder = self.level("model").startswith("bert")
+        if not experts and (self.level("experts"), self.level("dispatcher")) != ("1", "all_to_all"):
+            return False
+        if encoder and self.level("samples") != "plain" or self.world > LARGEST:
+            return False
+        # The gradient of the bias of all choices is rounding, which 1-bit scales to others' size.
+        if (self.level("model"), self.level("update")) == ("bert choices", "onebit"):
+            return False
+        try:
+            return not rules.problems(self.config(), self.world)
+        except MtcliError:
+            return False
+
+
+def row_of(levels, **more):
+    """A row of levels by factor, in the order of the factors."""
+    return Row({f: levels[f] for f in FACTORS if levels.get(f, PLAIN[f]) != PLAIN[f]}, more)
+
+
+# Sizes that are no levels: grids of 6 and 9 ranks, stages of other numbers of layers, more ranks of
+# experts than of a replica's attention, 8 ranks along one axis.
+SIXES = {"hidden_size": 24, "num_heads": 6}
+MORE_ROWS = [
+    row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
+           model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
+    row_of({"model": "llama"},
+           model=SIXES | {"num_heads": 12, "num_kv_heads": 6, "ffn_hidden_size": 36},
+           parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 3},
+           batch={"micro_batch_size": 3, "global_batch_size": 12}),
+    row_of({"model": "gpt", "dropout": "yes"}, model=SIXES, parallel={"tp": 9, "tp_mode": "2d"},
+           batch={"micro_batch_size": 3, "global_batch_size": 12}),
+    row_of({"model": "one key head", "micro_batch_size": "2", "zero": "1"},
+           parallel={"tp": 8, "tp_mode": "2d", "tp_rows": 2}),
+    row_of({"model": "gpt", "dropout": "yes", "micro_batch_size": "2"},
+           parallel={"tp": 4, "tp_mode": "2d", "tp_rows": 1}),
+    row_of({"model": "bert choices", "pipeline": "1f1b", "micro_batch_size": "2"},
+           parallel={"tp": 2, "tp_mode": "2d", "tp_rows": 2}),
+    row_of({"model": "gpt", "dropout": "yes"}, parallel={"pp": 4, "stage_layers": [0, 1, 1, 0]}),
+    row_of({"model": "llama", "adapters": "lora"}, model={"num_layers": 4},
+           parallel={"pp": 4, "stage_layers": [0, 2, 2, 0]}),
+    row_of({"model": "llama", "pipeline": "1f1b", "zero": "3", "dp": "2"},
+           parallel={"stage_layers": [0, 2]}),
+    row_of({"model": "gpt", "dropout": "yes", "pipeline": "interleaved"}, model={"num_layers": 8},
+           parallel={"pp": 4}),
+    row_of({"model": "moe biased", "tp": "2", "cp": "ring", "dp": "2", "micro_batch_size": "2"},
+           model={"num_kv_heads": 4}, parallel={"ep": 8}),
+    row_of({"model": "moe biased", "tp": "2x2", "dp": "2", "zero": "1", "micro_batch_size": "2"},
+           parallel={"ep": 8}),
+    row_of({"model": "bert", "tp": "2", "cp": "ring"}, model={"sentence_order": False}),
+    row_of({"model": "llama", "tp": "2 no sp", "adapters": "lora"}, model={"num_layers": 4}),
+]  # fmt: skip
+
+_TABLE = json.loads(ROWS_FILE.read_text())
+ROWS = [row_of(levels) for levels in _TABLE["rows"]]
+GATE = set(_TABLE["gate"])
