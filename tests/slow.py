@@ -262,10 +262,6 @@ SLOW = {
         ),
         "test_an_unknown_name_a_missing_file_and_a_nameless_one_are_refused": (),
     },
-    "test_fuse.py": {"test_a_compiled_array_computes_the_same": ()},
-    "test_fused_models.py": {
-        "test_the_benchmark_runs_on_a_cpu_and_the_losses_of_all_contenders_agree": (),
-    },
     "test_fp8.py": {
         "test_the_kernel_quantizes_to_the_bits_of_the_reference": ("cpu-rows-True-e4m3",),
         "test_the_kernel_spreads_what_is_not_finite_over_its_block": ("cpu-rows",),
