@@ -26,6 +26,15 @@ def check(function, formula, inputs, dtype, *, tolerance=None):
 
 # A rounding of the result, and what sums in float32 add; 1 % is 1e-2.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def cases_on(device, shapes):
+    """(shape, dtype): compiled all pairs; interpreted, where a dtype is a cast of what is read and
+    written, each shape in float32 and each 16 bits once."""
+    if device.type == "cuda":
+        return [(shape, dtype) for shape in shapes for dtype in TOLERANCE]
+    return [*((shape, torch.float32) for shape in shapes), *zip(shapes, NARROW, strict=False)]
 
 
 def distance(ours, theirs):
