@@ -60,7 +60,7 @@ def test_other_weights_and_a_loss_of_one_percent_more_are_seen(scripts):
     assert spread_apart(ours, [1.01 * loss for loss in ours]) > 2 * BOUNDS["bf16"][0]
 
 
-@slow("two processes that build a model, of which Megatron takes 10 s")
+@slow("two processes that build a model, one of them Megatron's: 17 s")
 def test_a_pair_is_measured_in_processes_of_their_own_and_kept(
     scripts, tmp_path, monkeypatch, capsys
 ):
@@ -285,7 +285,7 @@ time.sleep(600)
 
 
 @needs_triton
-@slow("every kernel is interpreted, forward and backward")
+@slow("every kernel is interpreted, forward and backward: 19 s")
 def test_all_kernels_are_rehearsed_on_a_cpu_and_what_was_chosen_is_shipped_and_read(
     scripts, tmp_path, monkeypatch
 ):
