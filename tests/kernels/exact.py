@@ -45,6 +45,20 @@ def distance(ours, theirs):
     return float(error / theirs.norm().clamp(min=1e-30))
 
 
+def softmax_attention(q, k, v, mask=None):
+    """(output, log-sum-exp) under a mask [b, 1, n, m]; 0 and -inf where nothing is seen."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[3] ** 0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
+
+
+def triangle(n):
+    """What causal attention sees."""
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
 def seeded(*shape, seed=0, device="cpu"):
     """Standard normals in float64, the same on every device."""
     generator = torch.Generator().manual_seed(seed)

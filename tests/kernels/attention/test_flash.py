@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exact import TOLERANCE, check, distance, seeded
+from exact import TOLERANCE, check, distance, seeded, softmax_attention, triangle
 
 from mtcli.kernels.attention.attention import attention, attention_backward
 from mtcli.kernels.attention.flash_backward import flash_backward
@@ -24,17 +24,6 @@ def made(shape, device, queries=1.0):
     b, h, g, n, m, d = shape
     q = queries * seeded(b, h, n, d, device=device)
     return [q, *(seeded(b, g, m, d, seed=i, device=device) for i in (1, 2))]
-
-
-def dense(mask):
-    """(output, log-sum-exp) under a mask [b, 1, n, m]; 0 and -inf where nothing is seen."""
-
-    def function(q, k, v):
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        scores = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(~mask, float("-inf"))
-        return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
-
-    return function
 
 
 def spans_of(mask):
@@ -59,10 +48,10 @@ def agrees(device, shape, causal, mask, spans=None):
             return results[0]
 
         inputs = made(shape, device)
-        check(ours, lambda q, k, v: dense(mask)(q, k, v)[0], inputs, dtype, tolerance=bound)
+        check(ours, lambda *x: softmax_attention(*x, mask)[0], inputs, dtype, tolerance=bound)
         lse = results[1]
         assert lse.dtype == torch.float32
-        exact = dense(mask)(*(x.to(dtype).cpu().double() for x in inputs))[1]
+        exact = softmax_attention(*(x.to(dtype).cpu().double() for x in inputs), mask)[1]
         assert distance(lse, exact) < 2e-6
 
 
@@ -90,7 +79,7 @@ def test_flash_attention_is_softmax_attention_and_so_are_its_gradients(device, s
 def test_queries_see_their_own_documents_alone(device, causal, rows):
     documents = torch.tensor([[i for i, n in enumerate(row) for _ in range(n)] for row in rows])
     mask = (documents[:, None, :, None] == documents[:, None, None, :]) & (
-        torch.ones(133, 133, dtype=torch.bool).tril() if causal else True
+        triangle(133) if causal else True
     )
     spans = KeyRanges(*(x.to(device) for x in spans_of(mask)))
     agrees(device, (len(rows), 2, 1, 133, 133, 16), False, mask, spans)
@@ -153,6 +142,5 @@ def test_large_scores_do_not_overflow(device):
     inputs = made((1, 1, 1, 37, 37, 16), device, queries=200.0)
     q, k, v = (x.float() for x in inputs)
     out, lse = attention(q, k, v, True)
-    exact = dense(torch.ones(1, 1, 37, 37, dtype=torch.bool).tril())
-    expected = exact(*(x.cpu().double() for x in (q, k, v)))
+    expected = softmax_attention(*(x.cpu().double() for x in (q, k, v)), triangle(37))
     assert distance(out, expected[0]) < 1e-4 and distance(lse, expected[1]) < 2e-6
