@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from marks import slow
 from tiny import (
     BERT,
     CHOOSING,
@@ -189,14 +190,7 @@ def test_an_array_of_one_is_a_run_of_its_own(model):
 
 
 SHALLOW = {"num_layers": 1}
-# Graphs: of the losses, the norms and the update; None: of blocks, where something breaks one.
-COMPILED = {
-    "gpt fp64": (GPT, {}, 3),
-    "llama bf16": (LLAMA, {"precision": "bf16"}, 3),
-    "sgd": (GPT, {"optimizers": SGD}, 1),
-    "dropout": (GPT | DROPPING, {}, None),
-    "documents": (LLAMA, {"data": DOCUMENTS}, None),
-}
+TRACED = slow("a trace of 4 s")
 
 
 def compiled_by(monkeypatch, backend):
@@ -219,9 +213,19 @@ def compiled(config):
     return config.model_copy(update={"train": train})
 
 
-@pytest.mark.parametrize("case", COMPILED)
-def test_compiled_models_of_an_array_are_runs_of_their_own(case, monkeypatch):
-    model, options, graphs = COMPILED[case]
+# Graphs: of the losses, the norms and the update; None: of blocks, where something breaks one.
+@pytest.mark.parametrize(
+    ("model", "options", "graphs"),
+    [
+        pytest.param(GPT, {}, 3, id="gpt fp64"),
+        pytest.param(GPT, {"optimizers": SGD}, 1, id="sgd"),
+        pytest.param(LLAMA, {"precision": "bf16"}, 3, id="llama bf16", marks=TRACED),
+        pytest.param(
+            LLAMA | DROPPING, {"data": DOCUMENTS}, None, id="dropout of documents", marks=TRACED
+        ),
+    ],
+)
+def test_compiled_models_of_an_array_are_runs_of_their_own(model, options, graphs, monkeypatch):
     precision = options.get("precision", "fp64")
     counters = compiled_by(monkeypatch, "aot_eager")
     worst = compiled_difference(configs_of(model | SHALLOW, **options))
@@ -229,10 +233,14 @@ def test_compiled_models_of_an_array_are_runs_of_their_own(case, monkeypatch):
     assert graphs in (None, counters["stats"]["unique_graphs"])
 
 
+@slow("g++ compiles for 20 s")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_generated_code_trains_the_models_of_an_array_as_runs_of_their_own(monkeypatch):
+    from torch._inductor import config
+
     compiled_by(monkeypatch, "inductor")
-    worst = compiled_difference(configs_of(GPT | SHALLOW, "fp32"))
+    with config.patch("aot_inductor.debug_compile", True):  # g++ optimizes nothing
+        worst = compiled_difference(configs_of(GPT | SHALLOW, "fp32"))
     assert max(worst.values()) < TOLERANCE["fp32"], worst
 
 
@@ -243,6 +251,7 @@ def compiled_difference(configs):
     return {kind: found for kind, found in made.items() if kind != "gradients"}
 
 
+@TRACED
 def test_a_compiled_model_that_is_not_finite_stays_as_it_was(monkeypatch):
     compiled_by(monkeypatch, "aot_eager")
     configs = [compiled(config) for config in configs_of(GPT | SHALLOW)]
