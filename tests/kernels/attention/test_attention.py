@@ -37,7 +37,7 @@ def made(shape, dtype=torch.float64):
 def exact(shape, mask=None, dtype=torch.float64):
     """(inputs, results, gradients of q, k and v) in float64, of inputs rounded to a dtype."""
     inputs = [x.to(dtype) for x in made(shape)]
-    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    leaves = [x.clone().double().requires_grad_() for x in inputs[:3]]
     results = softmax_attention(*leaves, mask)
     gradients = torch.autograd.grad(results[0], leaves, inputs[3].double())
     return inputs, [x.detach() for x in results], gradients
