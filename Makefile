@@ -7,7 +7,7 @@ BIN := .venv/bin
 WORKERS ?= 3
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-rest test-all lint bench gpu bench-gpu
+.PHONY: demo test test-rest test-all lint budgets bench gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
@@ -26,6 +26,11 @@ lint: .venv/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+# Compiles all kernels for sm_80 and sm_90, and keeps the hashes of their sources where none is over its budget: the
+# suite then compiles a handful, until a source changes. Takes minutes; commit the file that it writes.
+budgets: .venv/installed-test
+	$(BIN)/python tests/kernels/budgets_seen.py --compile
 
 bench: .venv/installed-test
 	$(BIN)/python benchmarks/run.py

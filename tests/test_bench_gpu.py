@@ -1,8 +1,9 @@
 """The GPU benchmark of the training step, on a machine without one: small models, and its files."""
 
+import importlib
 import json
-import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import slow
 
 import mtcli.kernels
 from mtcli.kernels import autotune, swiglu
@@ -19,7 +21,6 @@ from mtcli.kernels.launch import HAS_TRITON, TritonKernel, interpreted
 ROOT = Path(__file__).parent.parent
 GPU = ROOT / "benchmarks" / "gpu"
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
-NO_GPU = pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="there may be a GPU")
 KINDS = ["gpt2-124m", "llama-1b", "mixtral-8x7b/1", "qwen2-57b/1"]
 
 
@@ -27,12 +28,6 @@ KINDS = ["gpt2-124m", "llama-1b", "mixtral-8x7b/1", "qwen2-57b/1"]
 def scripts(monkeypatch):
     """The folder's modules can be imported, as its scripts import them."""
     monkeypatch.syspath_prepend(str(GPU))
-
-
-def script(name, *flags):
-    command = [sys.executable, str(GPU / name), *flags]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -65,16 +60,22 @@ def test_other_weights_and_a_loss_of_one_percent_more_are_seen(scripts):
     assert spread_apart(ours, [1.01 * loss for loss in ours]) > 2 * BOUNDS["bf16"][0]
 
 
+@slow("two processes that build a model, one of them Megatron's: 17 s")
 def test_a_pair_is_measured_in_processes_of_their_own_and_kept(
     scripts, tmp_path, monkeypatch, capsys
 ):
     import bench_step
 
     flags = ["--device", "cpu", "--tiny", "--repeats", "2", "--output", str(tmp_path)]
-    flags += ["--only", "gpt2-124m", "--contenders", "megatron"]
-    done = script("bench_step.py", *flags, "--variant", "odd", "train.nothing=1")
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert "gpt2-124m beside odd: skipped: unknown key 'nothing' in [train]" in done.stdout
+    flags += ["--only", "gpt2-124m", "--contenders", "megatron", "--budget", "900"]
+
+    def said(*more):
+        monkeypatch.setattr(sys, "argv", ["bench_step.py", *flags, *more])
+        assert bench_step.measure(bench_step.parse()) == 0
+        return capsys.readouterr().out
+
+    first = said("--variant", "odd", "train.nothing=1")
+    assert "gpt2-124m beside odd: skipped: unknown key 'nothing' in [train]" in first
     (path,) = tmp_path.glob("step-cpu-*.json")
     record = json.loads(path.read_text())
     row = next(row for row in record["rows"] if row["contender"] == "megatron")
@@ -84,9 +85,7 @@ def test_a_pair_is_measured_in_processes_of_their_own_and_kept(
     assert ours["tokens_per_s"] == pytest.approx(64 / ours["median_s"])
     assert torch.__version__.startswith(record["versions"]["torch"])
     assert len(record["date"]) == 10
-    monkeypatch.setattr(sys, "argv", ["bench_step.py", *flags])
-    assert bench_step.measure(bench_step.parse()) == 0
-    again = capsys.readouterr().out
+    again = said()
     assert "beside" not in again and f"wrote {path}" in again
     assert json.loads(path.read_text())["rows"] == record["rows"]
 
@@ -286,31 +285,26 @@ time.sleep(600)
 
 
 @needs_triton
-@pytest.mark.timeout(1200)
-def test_the_whole_runs_on_a_cpu_and_what_it_chose_is_shipped_and_read(tmp_path, monkeypatch):
-    """`make bench-gpu` with small models and inputs, and kernels interpreted."""
-    out, choices = tmp_path / "results", tmp_path / "choices.json"
-    flags = f"--device cpu --tiny --only gpt2 kernels --budget 1200 --output {out}"
-    make = ["make", "-o", ".venv/installed-test", f"BIN={Path(sys.executable).parent}", "bench-gpu"]
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [*make, f"BENCH_ARGS={flags}"], capture_output=True, text=True, cwd=ROOT, env=environment
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (steps,), (kernels,) = (
-        [json.loads(path.read_text())["rows"] for path in out.glob(f"{what}-cpu-*.json")]
-        for what in ("step", "kernels")
-    )
-    assert [(row["case"], row["agrees"]) for row in steps] == [
-        ("gpt2-124m", True), ("gpt2-355m", True)
-    ]  # fmt: skip
-    monkeypatch.syspath_prepend(str(GPU))
+@slow("every kernel is interpreted, forward and backward: 19 s")
+def test_all_kernels_are_rehearsed_on_a_cpu_and_what_was_chosen_is_shipped_and_read(
+    scripts, tmp_path, monkeypatch
+):
+    """As `make bench-gpu` measures them, with small inputs: results are the first rivals'."""
     import bench_kernels
+    import run
 
+    out, choices = tmp_path / "results", tmp_path / "choices.json"
+    flags = f"--device cpu --tiny --only kernels --budget 1200 --output {out}"
+    make = ["make", "-o", ".venv/installed-test", f"BIN={Path(sys.executable).parent}", "bench-gpu"]
+    done = subprocess.run([*make, f"BENCH_ARGS={flags}"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = out.glob("kernels-cpu-*.json")
+    rows = json.loads(path.read_text())["rows"]
     names = [entry.name for entry in bench_kernels.entries()]
-    assert [row["entry"] for row in kernels if row.get("whole")] == names
-    assert script("run.py", "--ship", str(choices), "--output", str(out)).returncode == 0
-
+    assert [row["entry"] for row in rows if row.get("whole")] == names
+    words = ["run.py", "--ship", str(choices), "--output", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+    run.main()
     table = json.loads(choices.read_text())
     assert {"norm._forward", "flash_forward._forward", "grouped_linear"} < table["cpu"].keys()
     other = swiglu._forward.configs(22)[-1]
@@ -337,24 +331,40 @@ def test_attention_is_measured_first_then_experts_and_optimizers(scripts):
     assert order == sorted(order) and order[0] == 0
 
 
-@pytest.mark.parametrize("name", ["run.py", "bench_kernels.py"])
-def test_a_cpu_is_for_rehearsals(name):
-    done = script(name, "--device", "cpu")
-    words = "error: a CPU measures nothing that is asked here; add --tiny to rehearse it\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", words)
+REHEARSE = "error: a CPU measures nothing that is asked here; add --tiny to rehearse it\n"
 
 
-@NO_GPU
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "flags", "words"),
     [
-        ("run.py", "error: torch sees no GPU here: nothing is measured without one\n"),
-        ("bench_step.py", "error: torch sees no GPU here; try --device cpu --tiny\n"),
+        ("run", ["--device", "cpu"], REHEARSE),
+        ("bench_kernels", ["--device", "cpu"], REHEARSE),
+        ("run", [], "error: torch sees no GPU here: nothing is measured without one\n"),
+        ("bench_kernels", [], "error: torch sees no GPU here; try --device cpu --smoke\n"),
+        ("bench_step", [], "error: torch sees no GPU here; try --device cpu --tiny\n"),
     ],
 )
-def test_without_a_gpu_each_script_says_so_and_ends_with_2(name, words):
-    done = script(name)
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", words)
+def test_without_a_gpu_each_script_says_so_and_ends_with_2(
+    scripts, monkeypatch, capsys, name, flags, words
+):
+    monkeypatch.setattr(sys, "argv", [name, *flags])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(name).main()
+    assert (end.value.code, *capsys.readouterr()) == (2, "", words)
+
+
+@needs_triton
+def test_a_smoke_test_runs_an_entry_once_and_compares_it(scripts, monkeypatch, capsys):
+    import bench_kernels
+
+    flags = ["--device", "cpu", "--smoke", "--only", "swiglu"]
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", *flags])
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    bench_kernels.main()
+    assert capsys.readouterr().out == "swiglu forward: as torch\nswiglu backward: as torch\n"
 
 
 def test_a_contender_that_ends_says_why_in_its_last_words(scripts):

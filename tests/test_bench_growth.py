@@ -6,6 +6,7 @@ benchmarks/bench_growth.py plays the ranks. Counts hold on a busy machine; secon
 from pathlib import Path
 
 import pytest
+from marks import slow_cases
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
@@ -18,7 +19,7 @@ def bench(monkeypatch):
     return bench_growth
 
 
-@pytest.mark.parametrize("world", [128, 2048])
+@pytest.mark.parametrize("world", [128, *slow_cases("2,048 ranks are played for 15 s", 2048)])
 def test_a_rank_s_opens_messages_and_requests_are_few(bench, tmp_path, world):
     row = bench.play(world, tmp_path)
     # manifest, its hash, config, the hashes of the own file, the own file; rank 0 also checks these

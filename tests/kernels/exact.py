@@ -26,6 +26,15 @@ def check(function, formula, inputs, dtype, *, tolerance=None):
 
 # A rounding of the result, and what sums in float32 add; 1 % is 1e-2.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+NARROW = (torch.bfloat16, torch.float16)
+
+
+def cases_on(device, shapes):
+    """(shape, dtype): compiled all pairs; interpreted, where a dtype is a cast of what is read and
+    written, each shape in float32 and each 16 bits once."""
+    if device.type == "cuda":
+        return [(shape, dtype) for shape in shapes for dtype in TOLERANCE]
+    return [*((shape, torch.float32) for shape in shapes), *zip(shapes, NARROW, strict=False)]
 
 
 def distance(ours, theirs):
@@ -34,6 +43,20 @@ def distance(ours, theirs):
     assert ours.shape == theirs.shape, f"{tuple(ours.shape)} is not {tuple(theirs.shape)}"
     error = (ours.detach().cpu().double() - theirs).norm()
     return float(error / theirs.norm().clamp(min=1e-30))
+
+
+def softmax_attention(q, k, v, mask=None):
+    """(output, log-sum-exp) under a mask [b, 1, n, m]; 0 and -inf where nothing is seen."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[3] ** 0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
+
+
+def triangle(n):
+    """What causal attention sees."""
+    return torch.ones(n, n, dtype=torch.bool).tril()
 
 
 def seeded(*shape, seed=0, device="cpu"):

@@ -60,8 +60,11 @@ def exact(gradients_of):
     return leaves, [theirs.state[leaf] for leaf in leaves]
 
 
-@pytest.mark.parametrize("offset", [0, 1], ids=["aligned or not", "one element off"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "offset"),
+    [(torch.bfloat16, 0), (torch.float32, 1)],
+    ids=["bf16, aligned or not", "fp32, one element off"],
+)
 def test_one_launch_updates_every_tensor_as_adamw_does(device, dtype, offset):
     parts, cut = parts_on(device, dtype, offset)
     packed = tensor_table(parts)

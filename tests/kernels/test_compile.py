@@ -1,4 +1,5 @@
-"""benchmarks/gpu/compile.py: costs read from machine code, verdicts, and the page it writes."""
+"""Kernels compiled for GPUs that are not there, and benchmarks/gpu/compile.py: costs read from
+machine code, verdicts, and the page it writes."""
 
 import json
 import os
@@ -50,15 +51,41 @@ print(code.load_bits, code.store_bits, code.programs, code.loop.loaded_bytes)
 """  # noqa: E501
 
 
+TWO_ARCHITECTURES = """
+import torch
+from mtcli.kernels import swiglu
+from mtcli.kernels.ahead_of_time import compiled_for
+from mtcli.kernels.launch import kernel
+
+for arch in (80, 90):
+    with compiled_for("cuda", arch, 32, default_only=True) as compilations:
+        swiglu.swiglu(torch.empty(4, 32))
+    print([(x.name, x.config, x.is_default, x.error) for x in compilations])
+caches = [kernels for kernels, *_ in swiglu._forward.jitted.device_caches.values()]
+print(sorted(k.metadata.target.arch for kernels in caches for k in kernels.values()))
+
+@kernel([{"BLOCK": 24}, {"BLOCK": 32}])
+def _copy(x_ptr, BLOCK):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at))
+
+_copy.function.__annotations__["BLOCK"] = "tl.constexpr"
+with compiled_for("cuda", 90, 32) as compilations:
+    _copy[1,](torch.empty(32))
+for each in compilations:
+    print(each.config, each.is_default, each.compiled is None, "power of 2" in each.error)
+"""
+
+
 @pytest.fixture
 def scripts(monkeypatch):
     """The folder's modules can be imported, as its scripts import them."""
     monkeypatch.syspath_prepend(str(GPU))
 
 
-def run(*words):
+def run(*words, **variables):
     path = os.pathsep.join([str(GPU), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path} | variables
     command = [sys.executable, *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
@@ -75,6 +102,21 @@ def test_registers_and_spilled_bytes_are_those_that_ptxas_states(tmp_path):
     assert others == ["128.0", "128.0", "4", str(16384 * 4)]
 
 
+@needs_triton
+def test_one_process_compiles_for_two_architectures_and_goes_on_where_it_cannot(tmp_path):
+    script = tmp_path / "copy_kernel.py"
+    script.write_text(TWO_ARCHITECTURES)
+    done = run(script, TRITON_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    config = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4}
+    assert done.stdout.splitlines() == [
+        *[str([("swiglu._forward", config, True, "")])] * 2,
+        "[80, 90]",
+        "{'BLOCK': 24} True True True",
+        "{'BLOCK': 32} False False False",
+    ]
+
+
 def test_accesses_of_local_arrays_are_none_of_spills(scripts):
     from machine_code import array_bytes
 
@@ -88,22 +130,22 @@ def test_accesses_of_local_arrays_are_none_of_spills(scripts):
     assert (array_bytes(ptx, "st"), array_bytes(ptx, "ld")) == (4 + 16, 8)
 
 
-@pytest.mark.parametrize(
-    ("arch", "registers", "warps", "shared_kib", "expected"),
-    [  # as NVIDIA's occupancy calculator has them
-        (80, 64, 8, 0, (4, "registers")),
-        (80, 32, 32, 0, (2, "threads")),
-        (80, 32, 4, 80, (2, "shared")),
-        (90, 32, 4, 112, (2, "shared")),
-        (90, 32, 4, 114, (1, "shared")),
-        (90, 16, 1, 0, (32, "programs")),
-        (90, 255, 12, 0, (0, "registers")),
-    ],
-)
-def test_an_sm_holds_as_many_programs_as_fit(scripts, arch, registers, warps, shared_kib, expected):
+def test_an_sm_holds_as_many_programs_as_fit(scripts):
     from machine_code import DEVICES, occupancy
 
-    assert occupancy(DEVICES[arch], registers, warps, shared_kib * 1024) == expected
+    expected = {  # of arch, registers, warps and KiB, as NVIDIA's occupancy calculator has them
+        (80, 64, 8, 0): (4, "registers"),
+        (80, 32, 32, 0): (2, "threads"),
+        (80, 32, 4, 80): (2, "shared"),
+        (90, 32, 4, 112): (2, "shared"),
+        (90, 32, 4, 114): (1, "shared"),
+        (90, 16, 1, 0): (32, "programs"),
+        (90, 255, 12, 0): (0, "registers"),
+    }
+    assert expected == {
+        (arch, registers, warps, kib): occupancy(DEVICES[arch], registers, warps, kib * 1024)
+        for arch, registers, warps, kib in expected
+    }
 
 
 def test_the_instructions_of_a_loop_are_without_those_of_loops_inside(scripts):
@@ -138,23 +180,22 @@ def kernel_of(code, config=None, dtype="bf16"):
     return Kernel(90, "swiglu 5632", dtype, "forward", "a._b", config or {}, True, code=code)
 
 
-@pytest.mark.parametrize(
-    ("changes", "config", "verdict"),
-    [
+def test_a_verdict_names_what_is_wrong(scripts):
+    gemm = {"multiplies": True, "units": {"mma": 8}}
+    wgmma = {"units": {"wgmma": 8}}
+    for changes, config, verdict in (
         ({}, {}, ["ok"]),
         ({"spill_stores": 32, "shared_bytes": 227 * 1024}, {}, ["ok"]),
         ({"spill_loads": 33}, {}, ["spill"]),
         ({"shared_bytes": 227 * 1024 + 1, "programs": 0}, {}, ["smem"]),
         ({"programs": 0}, {}, ["registers"]),
         ({"load_bits": 63.0}, {}, ["narrow"]),
-        ({"multiplies": True, "units": {"mma": 8}}, {"ROWS": 64}, ["no-wgmma"]),
-        ({"multiplies": True, "units": {"mma": 8}}, {"ROWS": 32}, ["ok"]),
-        ({"multiplies": True, "units": {"wgmma": 8}}, {"ROWS": 64}, ["ok"]),
-        ({"units": {"wgmma": 8}, "serialized": True}, {"ROWS": 64}, ["serialized"]),
-    ],
-)
-def test_a_verdict_names_what_is_wrong(scripts, changes, config, verdict):
-    assert kernel_of(made_up(**changes), config).verdict == verdict
+        (gemm, {"ROWS": 64}, ["no-wgmma"]),
+        (gemm, {"ROWS": 32}, ["ok"]),
+        (gemm | wgmma, {"ROWS": 64}, ["ok"]),
+        (wgmma | {"serialized": True}, {"ROWS": 64}, ["serialized"]),
+    ):
+        assert kernel_of(made_up(**changes), config).verdict == verdict, (changes, config)
 
 
 def test_a_share_is_of_whatever_takes_longest(scripts):
@@ -226,7 +267,12 @@ def test_the_page_is_written_by_the_command_that_it_names(tmp_path):
 
 
 @needs_triton
-def test_a_name_that_no_case_has_is_an_error_with_the_names_there_are():
-    done = run(GPU / "compile.py", "--only", "swigly")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "error: no case is named swigly\n\nhint: flash 128, flash 64" in done.stderr
+def test_a_name_that_no_case_has_is_an_error_with_the_names_there_are(scripts, monkeypatch, capsys):
+    import compile as script
+
+    monkeypatch.setattr(sys, "argv", ["compile.py", "--only", "swigly"])
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert capsys.readouterr().out == ""
+    assert "error: no case is named swigly\n\nhint: flash 128, flash 64" in str(end.value)

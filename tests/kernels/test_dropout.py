@@ -1,6 +1,5 @@
-import pytest
 import torch
-from exact import check, seeded
+from exact import cases_on, check, seeded
 
 from mtcli.kernels.dropout import dropout, dropout_reference
 from mtcli.kernels.random import keep_mask
@@ -14,16 +13,17 @@ def mask(rows, columns):
     return keep_mask(KEY, index, DROP).double() / (1.0 - DROP)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(3, 11), (2, 1030), (17, 3)])
-def test_dropout_onto_a_residual_is_the_formula_and_so_are_both_gradients(device, shape, dtype):
-    numbers = torch.arange(5, 5 + 2 * shape[0], 2, device=device)
-    check(
-        lambda y, x: dropout(y, numbers, KEY, DROP, onto=x),
-        lambda y, x: x + y * mask(*shape),
-        [seeded(*shape, seed=seed, device=device) for seed in (1, 2)],
-        dtype,
-    )
+def test_dropout_onto_a_residual_is_the_formula_and_so_are_both_gradients(device, subtests):
+    for shape, dtype in cases_on(device, [(3, 11), (2, 1030), (17, 3)]):
+        numbers, keep = torch.arange(5, 5 + 2 * shape[0], 2, device=device), mask(*shape)
+        inputs = [seeded(*shape, seed=seed, device=device) for seed in (1, 2)]
+        with subtests.test(f"{shape} {dtype}"):
+            check(
+                lambda y, x, numbers=numbers: dropout(y, numbers, KEY, DROP, onto=x),
+                lambda y, x, keep=keep: x + y * keep,
+                inputs,
+                dtype,
+            )
 
 
 def test_dropout_alone_keeps_what_the_reference_keeps(device):

@@ -146,27 +146,26 @@ def test_the_smallest_gradients_keep_their_precision():
 KERNEL_SHAPES = [SHAPE, (33, 2100), (3, 5)]  # the second's rows are more than a program's
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_the_kernel_quantizes_to_the_bits_of_the_reference(
-    device, kind, transposed, dtype, monkeypatch
-):
+def test_the_kernel_quantizes_to_the_bits_of_the_reference(device, kind, monkeypatch, subtests):
     monkeypatch.setattr(fp8, "quantize_reference", None)  # is not what runs
-    for shape in KERNEL_SHAPES:
-        x = made(shape=shape)
-        x = x.T if transposed else x
-        expected, scales = quantize_reference(x, BLOCKS[kind], dtype)
-        found = quantize(x.to(device), BLOCKS[kind], dtype)
-        assert torch.equal(found.scales.cpu(), scales)
-        assert torch.equal(found.values.float().cpu(), expected.float())
+    ways = [(False, E4M3), (True, E5M2), (True, E4M3), (False, E5M2)]
+    for transposed, dtype in ways if device.type == "cuda" else ways[:2]:
+        for shape in KERNEL_SHAPES:
+            x = made(shape=shape)
+            x = x.T if transposed else x
+            expected, scales = quantize_reference(x, BLOCKS[kind], dtype)
+            with subtests.test(f"{dtype} {shape} {transposed=}"):
+                found = quantize(x.to(device), BLOCKS[kind], dtype)
+                assert torch.equal(found.scales.cpu(), scales)
+                assert torch.equal(found.values.float().cpu(), expected.float())
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_the_kernel_spreads_what_is_not_finite_over_its_block(device, kind):
     for bad in (torch.inf, -torch.inf, torch.nan):
-        x = torch.ones(130, 256, dtype=torch.bfloat16, device=device)
-        x[2, 5] = bad
+        x = torch.ones(3, 256, dtype=torch.bfloat16, device=device)
+        x[1, 5] = bad
         found = quantize(x, BLOCKS[kind], E4M3)
         values, scales = quantize_reference(x.cpu(), BLOCKS[kind], E4M3)
         torch.testing.assert_close(found.scales.cpu(), scales, rtol=0, atol=0, equal_nan=True)

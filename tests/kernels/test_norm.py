@@ -2,7 +2,7 @@ from functools import partial
 
 import pytest
 import torch
-from exact import check, seeded
+from exact import cases_on, check, seeded
 
 from mtcli.kernels.norm import add_norm, norm
 
@@ -10,7 +10,6 @@ layer_norm, rms_norm = (partial(norm, eps=1e-3, centred=centred) for centred in 
 add_layer_norm, add_rms_norm = (
     partial(add_norm, eps=1e-3, centred=centred) for centred in (True, False)
 )
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Less than a tile, more than the programs hold, long, in whole and broken chunks.
 SHAPES = [(5, 7), (70, 130), (2, 1, 2051), (5, 9000)]
 
@@ -33,18 +32,13 @@ def inputs(shape, device, vectors):
     return [x, y, *(seeded(shape[-1], seed=seed, device=device) for seed in range(3, 3 + vectors))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_layer_norm_and_its_gradients_are_the_formula(device, shape, dtype):
-    x, _, weight, bias = inputs(shape, device, 2)
-    check(layer_norm, layer_formula, [x, weight, bias], dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm_and_its_gradients_are_the_formula(device, shape, dtype):
-    x, _, weight = inputs(shape, device, 1)
-    check(rms_norm, rms_formula, [x, weight], dtype)
+def test_norms_and_their_gradients_are_the_formula(device, subtests):
+    norms = ((layer_norm, layer_formula, 2), (rms_norm, rms_formula, 1))
+    for shape, dtype in cases_on(device, SHAPES):
+        for function, formula, vectors in norms:
+            x, _, *weights = inputs(shape, device, vectors)
+            with subtests.test(f"{formula.__name__} {shape} {dtype}"):
+                check(function, formula, [x, *weights], dtype)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

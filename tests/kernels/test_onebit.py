@@ -12,15 +12,13 @@ from mtcli.kernels.onebit import (
     unpack_reference,
 )
 
-SIZES = [1, 7, 8, 130, BLOCK + 13]
-
 
 def signs_of(bits, size):
     """+1 or -1 of each element, a bit at a time."""
     return [1 if bits[i // 8] >> (i % 8) & 1 else -1 for i in range(size)]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [1, 7, 8, 130, BLOCK + 13])
 def test_signs_and_error_are_those_of_the_sum(device, size):
     x, error = seeded(size, seed=1).float(), seeded(size, seed=2).float()
     y = x.double() + error.double()

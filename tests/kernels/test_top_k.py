@@ -45,18 +45,23 @@ def brute_force(scores, bias, choice):
 
 
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("case", CHOICES)
 def test_the_best_experts_are_chosen_and_weights_and_gradients_are_the_formula(
-    device, case, biased
+    device, biased, subtests
 ):
-    choice, num_experts = CHOICES[case]
-    logits = 2.0 * seeded(130, num_experts, device=device).float().double()
-    bias = 0.5 * seeded(num_experts, seed=1).float().double() * biased
-    given = bias.to(device).float() if biased else None
-    scores = formula(choice, torch.zeros(130, 1, dtype=torch.int64))(logits.cpu())[0]
-    expected = brute_force(scores, bias, choice)
-    assert torch.equal(route(logits.float(), given, choice)[2].cpu(), expected)
-    check(lambda x: route(x, given, choice)[:2], formula(choice, expected), [logits], torch.float32)
+    for name, (choice, num_experts) in CHOICES.items():
+        logits = 2.0 * seeded(130, num_experts, device=device).float().double()
+        bias = 0.5 * seeded(num_experts, seed=1).float().double() * biased
+        given = bias.to(device).float() if biased else None
+        scores = formula(choice, torch.zeros(130, 1, dtype=torch.int64))(logits.cpu())[0]
+        expected = brute_force(scores, bias, choice)
+        with subtests.test(name):
+            assert torch.equal(route(logits.float(), given, choice)[2].cpu(), expected)
+            check(
+                lambda x, given=given, choice=choice: route(x, given, choice)[:2],
+                formula(choice, expected),
+                [logits],
+                torch.float32,
+            )
 
 
 def test_of_equal_scores_the_first_are_chosen_and_one_that_is_no_number_is_best(device):

@@ -24,13 +24,15 @@ def prefix(tmp_path):
     return str(tmp_path / "data")
 
 
-def proxies(runtime, folder, prefix, overrides, kind):
+def proxies(runtime, folder, prefix, overrides, *kinds):
+    """The proxies of each kind, by one model."""
     model = open_model(folder, [*overrides, "train.precision=fp64"], runtime).scorer
-    told = []
-    sequences = TokenSequences([prefix], "1", SEQ_LEN)
-    found = sequence_proxies(model, sequences, kind, told.append)
-    assert sum(told) == len(sequences) == 38
-    return found.double().numpy()
+    sequences, found = TokenSequences([prefix], "1", SEQ_LEN), []
+    for kind in kinds:
+        told = []
+        found.append(sequence_proxies(model, sequences, kind, told.append).double().numpy())
+        assert sum(told) == len(sequences) == 38
+    return found
 
 
 def gradients(model, prefix):
@@ -51,34 +53,36 @@ def gradients(model, prefix):
     return [torch.stack(part).numpy() for part in (of_logits, of_weights, features)]
 
 
-LAYOUTS = [
-    (1, []),
-    (2, ["parallel.tp=2"]),  # the second shard of the vocabulary is all padding
-    (2, []),
-    (2, ["parallel.pp=2"]),
-    (4, ["parallel.tp=2", "parallel.pp=2"]),
-    (4, ["parallel.tp=4", "parallel.tp_mode=2d"]),
-]
+LAYOUTS = {
+    "1": [],
+    "2": [],
+    "2, and the second shard of the vocabulary is all padding": ["parallel.tp=2"],
+    "4 in a pipeline": ["parallel.tp=2", "parallel.pp=2"],
+    "4 in two dimensions": ["parallel.tp=4", "parallel.tp_mode=2d"],
+}
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=str)
-def test_proxies_are_the_last_layers_gradients_on_every_layout(gpt2, prefix, world, layout):
+def test_proxies_are_the_last_layers_gradients_on_every_layout(gpt2, prefix, subtests):
     model, checkpoint = gpt2
-    folder = str(checkpoint.folder)
     of_logits, of_weights, features = gradients(model, prefix)
-    for kind, expected in (("gradient", of_logits), ("features", features)):
-        for found in run_ranks(world, proxies, folder, prefix, layout, kind):
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
     flat = torch.from_numpy(of_weights).flatten(1)
-    sketch = Sketch(flat.shape[1], 256, 1234)
     sketched = torch.zeros(len(flat), 256, dtype=torch.float64)
-    sketch.add(sketched, flat, 0)
-    for found in run_ranks(world, proxies, folder, prefix, layout, "kronecker"):
-        np.testing.assert_allclose(found, sketched.numpy(), rtol=1e-4, atol=1e-6)
+    Sketch(flat.shape[1], 256, 1234).add(sketched, flat, 0)
+    kinds = {  # the formula, and its tolerances
+        "gradient": (of_logits, 1e-5, 1e-7),
+        "features": (features, 1e-5, 1e-7),
+        "kronecker": (sketched.numpy(), 1e-4, 1e-6),
+    }
+    for name, layout in LAYOUTS.items():
+        arguments = (str(checkpoint.folder), prefix, layout, *kinds)
+        for of_kinds in run_ranks(int(name[0]), proxies, *arguments):
+            for found, (expected, rtol, atol) in zip(of_kinds, kinds.values(), strict=True):
+                with subtests.test(name):
+                    np.testing.assert_allclose(found, expected, rtol=rtol, atol=atol)
 
 
 def test_sequences_of_the_same_tokens_have_the_same_bits(gpt2, prefix):
-    (found,) = run_ranks(1, proxies, str(gpt2[1].folder), prefix, [], "kronecker")
+    ((found,),) = run_ranks(1, proxies, str(gpt2[1].folder), prefix, [], "kronecker")
     assert np.array_equal(found[28:], found[:10])
     assert len(np.unique(found, axis=0)) == 28
 
@@ -88,7 +92,7 @@ def test_the_bound_holds_for_true_last_layer_gradients_and_their_error_is_below_
 ):
     model, checkpoint = gpt2
     of_logits, of_weights, _ = gradients(model, prefix)
-    (found,) = run_ranks(1, proxies, str(checkpoint.folder), prefix, [], "gradient")
+    ((found,),) = run_ranks(1, proxies, str(checkpoint.folder), prefix, [], "gradient")
     points, groups = torch.from_numpy(found).float(), [np.arange(38)]
     from mtcli.core.parallel.groups import world_axis
     from mtcli.core.parallel.health.flight_recorder import FlightRecorder

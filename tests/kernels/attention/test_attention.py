@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from exact import distance, softmax_attention, triangle
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtcli.kernels.attention import attention as dispatch
@@ -20,8 +21,8 @@ SHAPES = {"one head": (1, 1, 1, 5, 8), "groups": (2, 6, 2, 7, 4), "many": (2, 4,
 SHAPES |= {"long": (1, 2, 1, 70, 4), "longer": (1, 1, 1, 260, 4)}  # where other kernels take over
 
 
-@pytest.fixture(params=[0, 2048], ids=["intel", "other"], autouse=True)
-def _short_rows(monkeypatch, request):
+@pytest.fixture(params=[0, 2048], ids=["intel", "other"])
+def on_any_cpu(monkeypatch, request):
     """Rows that GEMMs take on a CPU, by its maker."""
     monkeypatch.setattr(dispatch, "CPU_ATTENTION_ROW_BYTES", request.param)
     monkeypatch.setattr(dispatch, "CPU_ATTENTION_LSE_ROW_BYTES", request.param // 4)
@@ -33,54 +34,40 @@ def made(shape, dtype=torch.float64):
     return [torch.randn(b, x, n, d, generator=generator, dtype=dtype) for x in (h, g, g, h)]
 
 
-def dense(q, k, v, causal, mask=None):
-    """(output, log-sum-exp) one query at a time, of the keys that it sees."""
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:3], dtype=q.dtype)
-    for b in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            group = h * k.shape[1] // q.shape[1]
-            for i in range(q.shape[2]):
-                seen = torch.arange(i + 1 if causal else k.shape[2])
-                if mask is not None:
-                    seen = seen[mask[b, 0, i]]
-                scores = k[b, group, seen] @ q[b, h, i] / q.shape[3] ** 0.5
-                lse[b, h, i] = scores.exp().sum().log()  # of none it is -inf
-                out[b, h, i] = (scores - lse[b, h, i]).exp() @ v[b, group, seen]
-    return out, lse
+def exact(shape, mask=None, dtype=torch.float64):
+    """(inputs, results, gradients of q, k and v) in float64, of inputs rounded to a dtype."""
+    inputs = [x.to(dtype) for x in made(shape)]
+    leaves = [x.clone().double().requires_grad_() for x in inputs[:3]]
+    results = softmax_attention(*leaves, mask)
+    gradients = torch.autograd.grad(results[0], leaves, inputs[3].double())
+    return inputs, [x.detach() for x in results], gradients
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("function", [attention, attention_reference])
-def test_attention_and_its_log_sum_exp_are_the_closed_form(function, shape, causal):
-    q, k, v, _ = made(shape)
-    for found, expected in zip(function(q, k, v, causal), dense(q, k, v, causal), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+def masks(shape):
+    """(causal, what it sees)."""
+    return (False, None), (True, triangle(SHAPES[shape][3]))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("function", [attention_backward, attention_backward_reference])
-def test_the_backward_is_autograd_s_of_the_closed_form(function, shape, causal):
-    q, k, v, grad = made(shape)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = torch.zeros_like(q)
-    for h in range(q.shape[1]):
-        group = h * k.shape[1] // q.shape[1]
-        scores = leaves[0][:, h] @ leaves[1][:, group].mT / q.shape[3] ** 0.5
-        if causal:
-            scores = scores + torch.full(scores.shape[1:], float("-inf"), dtype=q.dtype).triu(1)
-        out[:, h] = scores.softmax(-1) @ leaves[2][:, group]
-    out.backward(grad)
-    whole, lse = attention_reference(q, k, v, causal)
-    found = function(grad, (q, k, v, whole), lse, causal)
-    for gradient, leaf in zip(found, leaves, strict=True):
-        torch.testing.assert_close(gradient, leaf.grad, rtol=1e-11, atol=1e-11)
+def assert_close(found, expected, tight):
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=tight, atol=tight)
 
 
-def half_seen(q):
+def test_attention_and_its_backward_are_the_closed_form_and_autograd_s(on_any_cpu, subtests):
+    ways = (attention, attention_backward), (attention_reference, attention_backward_reference)
+    for shape in SHAPES:
+        for causal, mask in masks(shape):
+            (q, k, v, grad), (whole, lse), gradients = exact(shape, mask)
+            for forward, backward in ways:
+                with subtests.test(f"{shape}, {causal=}, {forward.__name__}"):
+                    assert_close(forward(q, k, v, causal), (whole, lse), 1e-12)
+                    found = backward(grad, (q, k, v, whole), lse, causal)
+                    assert_close(found, gradients, 1e-11)
+
+
+def half_seen(shape):
     """A mask of every second key or so; some queries see none, others only the last."""
-    b, _, n, _ = q.shape
+    b, _, _, n, _ = SHAPES[shape]
     mask = torch.rand(b, 1, n, n, generator=torch.Generator().manual_seed(5)) < 0.5
     mask[0, 0, 2:4] = False
     mask[0, 0, 3, -1] = True
@@ -88,92 +75,83 @@ def half_seen(q):
     return mask
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("function", [attention, attention_reference])
-def test_a_query_sees_what_its_mask_says_and_nothing_where_that_is_nothing(function, shape):
-    q, k, v, _ = made(shape)
-    mask = half_seen(q)
-    out, lse = function(q, k, v, False, mask)
-    expected, expected_lse = dense(q, k, v, False, mask)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
-    assert lse[0, 0, 2] == float("-inf") and (out[0, :, 2] == 0).all()
+def test_a_query_sees_what_its_mask_says_and_nothing_where_that_is_nothing(function):
+    for shape in SHAPES:
+        (q, k, v, _), mask = made(shape), half_seen(shape)
+        out, lse = function(q, k, v, False, mask)
+        assert_close((out, lse), softmax_attention(q, k, v, mask), 1e-12)
+        assert lse[0, 0, 2] == float("-inf") and (out[0, :, 2] == 0).all()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("function", [attention_backward, attention_backward_reference])
-def test_the_backward_through_a_mask_is_autograd_s_over_all_blocks(function, shape):
-    q, k, v, grad = made(shape)
-    mask, n = half_seen(q), q.shape[2]
-    mask |= torch.eye(n, dtype=torch.bool)  # everyone sees itself, though not in every block
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    spread = [x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in leaves[1:]]
-    scores = leaves[0] @ spread[0].mT / q.shape[3] ** 0.5
-    out = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ spread[1]
-    out.backward(grad)
-    whole, lse = dense(q, k, v, False, mask)
-    dq, blocks = torch.zeros_like(q), (slice(0, n // 2), slice(n // 2, None))
-    for keys in blocks:
-        saved = q, k[:, :, keys], v[:, :, keys], whole
-        part, dk, dv = function(grad, saved, lse, False, mask[..., keys])
-        dq += part
-        torch.testing.assert_close(dk, leaves[1].grad[:, :, keys], rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(dv, leaves[2].grad[:, :, keys], rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(dq, leaves[0].grad, rtol=1e-11, atol=1e-11)
+def test_the_backward_through_a_mask_is_autograd_s_over_all_blocks(function):
+    for shape in SHAPES:
+        n = SHAPES[shape][3]
+        # everyone sees itself, though not in every block
+        mask = half_seen(shape) | torch.eye(n, dtype=torch.bool)
+        (q, k, v, grad), (whole, lse), gradients = exact(shape, mask)
+        dq, parts = torch.zeros_like(q), []
+        for keys in (slice(0, n // 2), slice(n // 2, None)):
+            saved = q, k[:, :, keys], v[:, :, keys], whole
+            part, *of_kv = function(grad, saved, lse, False, mask[..., keys])
+            dq += part
+            parts.append(of_kv)
+        found = dq, *(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
+        assert_close(found, gradients, 1e-11)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+def differentiated(shape, causal, dtype):
+    """`sdpa`'s result and gradients."""
+    *leaves, grad = (x.to(dtype) for x in made(shape))
+    out = sdpa(*(x.requires_grad_() for x in leaves), causal)
+    return out, *torch.autograd.grad(out, leaves, grad)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_blocked_path_has_the_values_and_gradients_of_the_closed_form(shape, dtype, causal):
-    q, k, v, grad = made(shape)
-    leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-    out = sdpa(*leaves, causal)
-    out.backward(grad.to(dtype))
-    expected, lse = dense(q, k, v, causal)
-    tight = 1e-11 if dtype == torch.float64 else 2e-5
-    torch.testing.assert_close(out.double(), expected, rtol=tight, atol=tight)
-    gradients = attention_backward_reference(grad, (q, k, v, expected), lse, causal)
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        torch.testing.assert_close(leaf.grad.double(), gradient, rtol=tight, atol=tight)
+def test_the_blocked_path_has_the_values_and_gradients_of_the_closed_form(
+    on_any_cpu, dtype, subtests
+):
+    for shape in SHAPES:
+        for causal, mask in masks(shape):
+            _, (whole, _), gradients = exact(shape, mask)
+            with subtests.test(f"{shape}, {causal=}"):
+                found = differentiated(shape, causal, dtype)
+                tight = 1e-11 if dtype == torch.float64 else 2e-5
+                assert_close(found, (whole, *gradients), tight)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_float16_on_a_cpu_is_rounded_at_the_ends_only(shape):
-    q, k, v, grad = (x.half() for x in made(shape))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = sdpa(*leaves, True)
-    out.backward(grad)
-    expected, lse = dense(*(x.double() for x in (q, k, v)), causal=True)
-    saved = (q.double(), k.double(), v.double(), expected)
-    gradients = attention_backward_reference(grad.double(), saved, lse, True)
-    found = [out, *(leaf.grad for leaf in leaves)]
-    for mine, exact in zip(found, [expected, *gradients], strict=True):
-        assert mine.dtype == torch.float16
-        assert (mine.double() - exact).norm() < 2.0**-11 * exact.norm()
+def test_float16_on_a_cpu_is_rounded_at_the_ends_only(on_any_cpu):
+    for shape in SHAPES:
+        _, (whole, _), gradients = exact(shape, masks(shape)[1][1], torch.float16)
+        found = differentiated(shape, True, torch.float16)
+        for ours, theirs in zip(found, (whole, *gradients), strict=True):
+            assert ours.dtype == torch.float16 and distance(ours, theirs) < 2.0**-11, shape
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_documents_of_rows_have_the_values_and_gradients_that_each_has_alone(dtype, causal):
+def test_documents_of_rows_have_the_values_and_gradients_that_each_has_alone(
+    on_any_cpu, dtype, causal
+):
     lengths, generator = [5, 27, 1, 12, 19], torch.Generator().manual_seed(3)
     shapes = ((2, 4, 32, 8), (2, 2, 32, 8), (2, 2, 32, 8), (2, 4, 32, 8))
     *qkv, grad = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    q, k, v = (x.double().requires_grad_() for x in qkv)
+    wide = [x.double().requires_grad_() for x in qkv]
     ends = torch.tensor(lengths).cumsum(0)
     of = torch.searchsorted(ends, torch.arange(64), right=True).view(2, 1, 32)
     mask = of[..., None] == of[..., None, :]
     mask = mask.tril() if causal else mask
-    scores = q @ k.repeat_interleave(2, 1).mT / 8**0.5
-    expected = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+    expected, _ = softmax_attention(*wide, mask)
     expected.backward(grad.double())
     leaves = [x.detach().clone().requires_grad_() for x in qkv]
     found = document_sdpa(*leaves, causal, lengths)
     found.backward(grad)
     tight = 1e-12 if dtype == torch.float64 else 2e-2
-    pairs = zip((found, *(x.grad for x in leaves)), (expected, q.grad, k.grad, v.grad), strict=True)
-    for mine, exact in pairs:
-        assert (mine.double() - exact).norm() < tight * exact.norm()
+    pairs = zip(
+        (found, *(x.grad for x in leaves)), (expected, *(x.grad for x in wide)), strict=True
+    )
+    assert all(distance(ours, theirs) < tight for ours, theirs in pairs)
 
 
 def test_short_documents_of_a_row_share_gemms_until_their_masked_scores_cost_more():
@@ -183,7 +161,7 @@ def test_short_documents_of_a_row_share_gemms_until_their_masked_scores_cost_mor
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_long_rows_and_rows_without_gradients_give_the_same_values(causal):
+def test_long_rows_and_rows_without_gradients_give_the_same_values(on_any_cpu, causal):
     q, k, v, _ = made("many", torch.float32)
     blocked = sdpa(*(x.clone().requires_grad_() for x in (q, k, v)), causal)
     with torch.no_grad():
@@ -201,9 +179,7 @@ def test_parts_over_blocks_of_keys_merge_to_the_whole():
     for keys in (slice(0, 2), slice(2, 3), slice(3, None)):
         part, part_lse = attention_reference(q, k[:, :, keys], v[:, :, keys], False)
         merge_(out, lse, part, part_lse)
-    whole, whole_lse = dense(q, k, v, causal=False)
-    torch.testing.assert_close(out, whole, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, whole_lse, rtol=1e-12, atol=1e-12)
+    assert_close((out, lse), softmax_attention(q, k, v), 1e-12)
 
 
 def test_a_block_that_nobody_sees_merges_as_nothing_whenever_it_comes():

@@ -1,13 +1,14 @@
 """The paper's kinds of model end to end, and the benchmark that measures them."""
 
 import json
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from alone import assert_same_gradients, assert_same_state, made
+from marks import slow_cases
 from torch.func import vmap
 from torch.utils._pytree import tree_map
 
@@ -73,21 +74,30 @@ def test_the_example_of_the_page_runs_and_ends_with_its_models():
     assert names["optimizer"].counts == [5] * 4 and names["losses"].shape == (4,)
 
 
-def test_the_benchmark_runs_on_a_cpu_and_the_losses_of_all_contenders_agree(tmp_path):
-    """As `make bench-gpu` starts it, and then with torch.compile and a picture."""
-    script, picture = BENCHMARKS / "bench_fused_models.py", tmp_path / "fused.png"
-    small = ["--device", "cpu", "--tiny", "--output", str(tmp_path)]
-    compiled = [str(script), "--only", "bert", "--sizes", "2", "--compiled", "2", "--repeats", "1"]
-    commands = [
-        ([str(BENCHMARKS / "gpu" / "run.py"), "--only", "fused", "--budget", "300"], 5 * 3),
-        ([*compiled, "--plot", str(picture)], 5),
-    ]
-    for words, count in commands:
-        command = [sys.executable, *words, *small]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        rows = json.loads((tmp_path / "fused-tiny-cpu.json").read_text())["rows"]
-        assert len(rows) == count
-        for row in rows:
-            assert row["agrees"] and row["per_s"] > 0 and row["peak_mib"] >= 0
-    assert picture.stat().st_size > 10_000
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [
+        ([], 5 * 3),
+        *slow_cases(
+            "two traces of 2 s and a picture",
+            (["--only", "bert", "--sizes", "2", "--compiled", "2", "--plot"], 5),
+        ),
+    ],
+    ids=["as make bench-gpu starts it", "compiled, with a picture"],
+)
+def test_the_benchmark_runs_on_a_cpu_and_the_losses_of_all_contenders_agree(
+    cases, tmp_path, monkeypatch, flags, rows
+):
+    """A compiled contender is traced as always, and run as it is written."""
+    import bench_fused_models
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    picture = tmp_path / "fused.png"
+    small = ["--device", "cpu", "--tiny", "--repeats", "1", "--output", str(tmp_path)]
+    words = [*small, "--budget", "300", *flags, *([str(picture)] if "--plot" in flags else [])]
+    monkeypatch.setattr(sys, "argv", ["bench_fused_models.py", *words])
+    bench_fused_models.main()
+    found = json.loads((tmp_path / "fused-tiny-cpu.json").read_text())["rows"]
+    assert len(found) == rows
+    assert all(row["agrees"] and row["per_s"] > 0 and row["peak_mib"] >= 0 for row in found)
+    assert "--plot" not in flags or picture.stat().st_size > 10_000

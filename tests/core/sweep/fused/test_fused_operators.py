@@ -6,6 +6,7 @@ from alone import EXACT, Wrapped, assert_runs_as_its_models, made, seeded
 from torch import nn
 
 from mtcli.core.sweep import fused
+from mtcli.core.sweep.fused import fusing
 
 B = 3
 ids = torch.tensor([[[0, 2, 2, 6], [5, 2, 1, 1]], [[2, 2, 3, 0], [4, 4, 6, 2]]] * 2)[:B]
@@ -103,28 +104,23 @@ CASES = {
 # fmt: on
 
 
-@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("case", CASES)
-def test_an_operator_has_the_values_and_gradients_of_each_model_alone(case, train):
-    make, *inputs = CASES[case]
-    assert_runs_as_its_models(make, *inputs, train=train)
+@pytest.mark.parametrize("order", ["samples", "models", "either, in evaluation"])
+def test_an_operator_has_the_values_and_gradients_of_each_model_alone(order, subtests, monkeypatch):
+    """Whichever dimension of its rows is outermost."""
+    train = order != "either, in evaluation"
+    if train:
+        prefers = lambda model: order == "samples"  # noqa: E731
+        monkeypatch.setattr(fusing, "_prefers_samples_outermost", prefers)
+    for name, (make, *inputs) in CASES.items():
+        with subtests.test(name):
+            array = assert_runs_as_its_models(make, *inputs, train=train)
+            assert not train or array.array.samples_outermost == (order == "samples")
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_any_number_of_models_is_an_array(size):
     both = lambda: nn.Sequential(nn.Conv1d(3, 8, 1), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 3))  # noqa: E731
     assert_runs_as_its_models(both, seeded(size, 5, 3, 4), size=size)
-
-
-@pytest.mark.parametrize("outermost", [True, False], ids=["samples", "models"])
-@pytest.mark.parametrize("case", [*CASES])
-def test_either_order_of_rows_gives_the_same(case, outermost, monkeypatch):
-    from mtcli.core.sweep.fused import fusing
-
-    monkeypatch.setattr(fusing, "_prefers_samples_outermost", lambda model: outermost)
-    make, *inputs = CASES[case]
-    array = assert_runs_as_its_models(make, *inputs)
-    assert array.array.samples_outermost == outermost
 
 
 def test_batch_norms_statistics_go_on_over_steps_and_are_each_models_own():

@@ -1,4 +1,4 @@
-"""Ten steps of B models as one array against each with torch.optim alone, float64."""
+"""Steps of B models as one array against each with torch.optim alone, float64."""
 
 import copy
 
@@ -16,7 +16,7 @@ from mtcli.core.sweep import fused
 from mtcli.kernels.lamb import lamb_moments_reference_, lamb_step_reference_, trust_ratios
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors
 
-B, STEPS = 3, 10
+B, STEPS = 3, 5
 LRS = [0.3, 0.01, 0.05]
 
 
@@ -103,17 +103,21 @@ def train_alone(model, optimizer, b, steps=STEPS, clip=None):
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("keep", [(), ("4",)], ids=["fused", "partial"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_ten_steps_are_those_of_each_model_with_torchs_optimizer(name, keep):
-    ours, theirs, values = OPTIMIZERS[name]
-    models = made(make)
-    array = fused.fuse(models, keep=keep)
-    losses = train(array, ours(array, lr=LRS, **values))
-    for b, (model, one) in enumerate(zip(models, fused.unfuse(array), strict=True)):
-        alone = train_alone(model, theirs(model.parameters(), lr=LRS[b], **of(values, b)), b)
-        torch.testing.assert_close(losses[:, b], alone, **EXACT)
-        assert_same_state(one, model)
+KEEP = pytest.mark.parametrize("keep", [(), ("4",)], ids=["fused", "partial"])
+
+
+@KEEP
+def test_steps_are_those_of_each_model_with_torchs_optimizer(keep, subtests):
+    for name, (ours, theirs, values) in OPTIMIZERS.items():
+        with subtests.test(name):
+            models = made(make)
+            array = fused.fuse(models, keep=keep)
+            losses = train(array, ours(array, lr=LRS, **values))
+            for b, (model, one) in enumerate(zip(models, fused.unfuse(array), strict=True)):
+                optimizer = theirs(model.parameters(), lr=LRS[b], **of(values, b))
+                alone = train_alone(model, optimizer, b)
+                torch.testing.assert_close(losses[:, b], alone, **EXACT)
+                assert_same_state(one, model)
 
 
 def test_gradients_are_clipped_to_each_models_norm():
@@ -127,7 +131,7 @@ def test_gradients_are_clipped_to_each_models_norm():
         )
 
 
-@pytest.mark.parametrize("keep", [(), ("4",)], ids=["fused", "partial"])
+@KEEP
 def test_norms_are_those_of_each_model_and_say_which_are_finite(keep):
     models = made(make)
     array = fused.fuse(models, keep=keep)
@@ -141,9 +145,16 @@ def test_norms_are_those_of_each_model_and_say_which_are_finite(keep):
     assert fused.finite(array).tolist() == [True] * B
 
 
-@pytest.mark.parametrize("keep", [(), ("4",)], ids=["fused", "partial"])
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-@pytest.mark.parametrize("name", ["sgd", "amsgrad", "lamb"])
+@pytest.mark.parametrize(
+    ("name", "value", "keep"),
+    [
+        ("sgd", float("nan"), ("4",)),
+        ("amsgrad", float("inf"), ()),
+        ("amsgrad", float("nan"), ("4",)),
+        ("lamb", float("inf"), ("4",)),
+        ("lamb", float("nan"), ()),
+    ],
+)
 def test_an_inf_or_nan_of_one_model_never_touches_another(name, value, keep):
     cls, _, values = OPTIMIZERS[name]
     models = made(make)
@@ -256,16 +267,16 @@ SCHEDULES = {
 # fmt: on
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_rates_follow_torchs_scheduler_of_each_model(name):
-    schedule, make_scheduler = SCHEDULES[name]
-    for b in range(B):
-        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LRS[b])
-        scheduler = make_scheduler(optimizer, b)
-        for step in range(8):
-            assert schedule(step)[b] == pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
-            optimizer.step()
-            scheduler.step()
+def test_rates_follow_torchs_scheduler_of_each_model():
+    for name, (schedule, make_scheduler) in SCHEDULES.items():
+        for b in range(B):
+            optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LRS[b])
+            scheduler = make_scheduler(optimizer, b)
+            for step in range(8):
+                expected = pytest.approx(scheduler.get_last_lr()[0], rel=1e-12)
+                assert schedule(step)[b] == expected, name
+                optimizer.step()
+                scheduler.step()
 
 
 def test_a_cosine_with_warm_up_is_that_of_a_training_run_for_each_model():
@@ -297,8 +308,9 @@ def test_a_schedule_sets_the_rates_of_the_next_update():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"ignore_index": 2}, {"weight": seeded(4).abs()}, {"label_smoothing": 0.3}]
-    + [{"weight": seeded(4).abs(), "ignore_index": 1, "label_smoothing": 0.1}],
+    [{}, {"ignore_index": 2}, {"weight": seeded(4).abs(), "ignore_index": 1}]
+    + [{"weight": seeded(4).abs(), "label_smoothing": 0.1}],
+    ids=lambda options: ", ".join(options),
 )
 def test_cross_entropy_is_that_of_each_model_whatever_it_ignores(options):
     logits = seeded(B, 5, 4, 3).requires_grad_()
