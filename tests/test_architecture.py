@@ -1,4 +1,4 @@
-"""The house: which room may import which, and what is torch-free.
+"""The house: which room may import which, what is torch-free, and in which words it is written.
 
 Read from the syntax trees, so an import inside a function counts as well. docs/architecture.md has
 the same table, and a picture that scripts/draw_architecture.py draws from the imports.
@@ -12,11 +12,12 @@ import tomllib
 from collections import Counter, defaultdict
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
+
+from ranks import run_ranks
+from sources import ROOT, SOURCES, nodes
+from words import RETIRED, RETIRED_NAMES, places, words_of
 
 BROUGHT = {"triton", "pydantic_core", "huggingface_hub"}  # by torch, pydantic and tokenizers
-ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "mtcli").rglob("*.py"))
 
 # What each folder may import of the others, besides itself.
 FACTS = {"config", "mesh", "schedule"}
@@ -86,15 +87,9 @@ def in_rooms(*rooms):
     return found
 
 
-@cache
-def _nodes(path):
-    return list(ast.walk(ast.parse(path.read_text())))
-
-
 def imports(path, module_level=False):
     """The modules that a file imports, `from a import b` being a.b where that is a module."""
-    nodes = _at_module_level(_nodes(path)[0]) if module_level else _nodes(path)
-    for node in nodes:
+    for node in _at_module_level(nodes(path)[0]) if module_level else nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -148,13 +143,13 @@ def _folders_named(words, sets):
 
 
 def test_the_docs_picture_is_drawn_from_the_imports_as_they_are():
-    script = _script("draw_architecture")
+    script = _drawing()
     assert script.PICTURE.read_text() == script.picture(), "run python scripts/draw_architecture.py"
 
 
 def test_the_picture_has_a_path_for_every_import_and_for_no_other():
     """The oracle is this file's own reading of the imports."""
-    script = _script("draw_architecture")
+    script = _drawing()
     graph = defaultdict(set)
     for path in SOURCES:
         here = room(module_name(path))
@@ -172,10 +167,13 @@ def _reached(graph, node):
     return set().union(*({n} | _reached(graph, n) for n in graph.get(node, ())))
 
 
-def _script(name):
-    spec = spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+@cache
+def _drawing():
+    """The script that draws the picture, which reads each file once."""
+    spec = spec_from_file_location("drawing", ROOT / "scripts" / "draw_architecture.py")
     script = module_from_spec(spec)
     spec.loader.exec_module(script)
+    script._imported = cache(script._imported)
     return script
 
 
@@ -195,9 +193,12 @@ def test_importing_the_whole_torch_free_zone_loads_no_torch():
 
 
 def test_training_loads_no_numba_before_it_has_a_loop_to_compile():
-    code = "import mtcli.core.training.loop, sys; print('numba' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    """The warm process, of which a rank is a fork, has imported the loop and more."""
+    assert run_ranks(1, _has_imported, "mtcli.core.training.loop", "numba") == [[True, False]]
+
+
+def _has_imported(runtime, *names):
+    return [name in sys.modules for name in names]
 
 
 def test_kernels_import_only_torch_and_triton():
@@ -233,7 +234,7 @@ def _in_circles(graph):
 def test_a_class_name_means_one_thing():
     homes = defaultdict(set)
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].add(module_name(path))
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
@@ -257,6 +258,20 @@ def test_a_module_that_needs_an_extra_is_imported_only_inside_functions():
 def test_files_are_named_after_ideas():
     names = {path.stem for path in SOURCES}
     assert not names & {"utils", "util", "helpers", "misc", "common"}
+
+
+def test_no_word_that_the_field_s_terms_replaced_comes_back():
+    found = {}
+    for word, use in (RETIRED | RETIRED_NAMES).items():
+        if at := places(word):
+            found[f"write {use}, not {word}"] = at[:5]
+    assert found == {}
+
+
+def test_a_name_is_split_into_its_words():
+    assert words_of("GraphedPipeline") == "graphed pipeline"
+    assert words_of("_taped_ops") == "taped ops"
+    assert words_of("give_back") == "give back"
 
 
 def test_test_files_have_distinct_names():
