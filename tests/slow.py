@@ -17,14 +17,6 @@ SLOW = {
     "test_docs.py": {
         "test_a_page_s_commands_do_what_it_says": ("generate.md",),
     },
-    "test_untrusted.py": {
-        "test_a_pickle_in_the_place_of_a_file_does_nothing": (
-            "tiny.idx-*", "run/checkpoints/step-00000001/manifest.json-*", "hf/tokenizer.json-*",
-        ),
-        "test_no_pipe_or_device_in_the_place_of_a_file_is_waited_for": (
-            "tiny.tokenizer/tokenizer.json-*", "run/run.json-*", "wiki.test.tokens-*",
-        ),
-    },
     "test_bert_runs.py": {
         "test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout": (),
         "test_an_encoder_s_evaluation_goes_on_over_data_ranks": (),

@@ -1,4 +1,4 @@
-"""The house: which room may import which, what is torch-free, and in which words it is written.
+"""The house: which room may import which, what opens files, and in which words it is written.
 
 Read from the syntax trees, so an import inside a function counts as well. docs/architecture.md has
 the same table, and a picture that scripts/draw_architecture.py draws from the imports.
@@ -14,7 +14,7 @@ from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 
 from ranks import run_ranks
-from sources import ROOT, SOURCES, nodes
+from sources import PACKAGE, ROOT, SOURCES, last_name, nodes
 from words import RETIRED, RETIRED_NAMES, places, words_of
 
 BROUGHT = {"triton", "pydantic_core", "huggingface_hub"}  # by torch, pydantic and tokenizers
@@ -305,3 +305,94 @@ def _distribution(requirement):
     """The module name of a requirement such as `lm-eval>=0.4` or `mtcli[data]`."""
     name = requirement.split(">")[0].split("=")[0].split("[")[0].strip()
     return name.replace("-", "_").lower()
+
+
+# What could run or unpickle the content of a file.
+UNPICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+UNPICKLING |= {"yaml", "tarfile", "runpy", "code", "pandas"}
+RUNNING = {"eval", "exec", "compile", "__import__", "unsafe_load", "extractall"}
+RUNNING |= {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+RUNNING |= {"send_object_list", "recv_object_list"}  # of torch.distributed: they unpickle
+ALLOWING = {"allow_pickle", "weights_only", "trust_remote_code"}
+# A source that may, and why nothing of a stranger's can run there: path -> reason.
+MAY_UNPICKLE = {
+    "core/curate/ray_cluster.py": "what our own driver sent, by a cluster that runs our code"
+}
+
+
+def unsafe(nodes):
+    """What a source could run a file's content with."""
+    for node in nodes:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.module or "").split(".")[0]]
+        yield from (f"import {name}" for name in names if name in UNPICKLING)
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func) if last_name(node) in RUNNING | {"load"} else ""
+            if called == "torch.load" or last_name(node) in RUNNING:
+                yield called if called not in ("re.compile", "torch.compile") else ""
+            yield from (key.arg for key in node.keywords if key.arg in ALLOWING)
+
+
+# What opens files by itself, and why a stranger's cannot be in their place.
+OPENERS: dict[str, str] = {
+    "core/config/untrusted.py": "the one way to open what may be a stranger's",
+    "core/runtime/atomic_writes.py": "what this process has just written",
+    "core/config/loading.py": "presets of the package",
+    "core/evaluate/tasks/task_file.py": "tasks of the package",
+    "core/profile/measure.py": "a trace that this process has just written",
+    "core/plan/calibration.py": "the kernel's files, and sources of packages",
+    "core/runtime/process_pool.py": "the kernel's files",
+    "core/runtime/worker_errors.py": "the kernel's files",
+    "core/training/run_lock.py": "the kernel's files",
+    "core/parallel/transport/same_machine.py": "the kernel's files",
+    "core/profile/clock.py": "the kernel's files",
+    "kernels/autotune.py": "the user's own cache",
+    "kernels/limits.py": "the kernel's files",
+}
+
+
+def opened_by_name(nodes):
+    """The calls of a source that open a file by its name to read it."""
+    for node in nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        name, method = last_name(node), isinstance(node.func, ast.Attribute)
+        if name == "open":
+            called, texts = ast.unparse(node.func), {ast.unparse(word) for word in node.args}
+            writes = texts & {f"'{mode}'" for mode in ("w", "wb", "a", "ab", "x", "xb")}
+            if not writes and not called.startswith(("os.", "gzip.", "lzma.", "bz2.")):
+                yield called
+        elif method and name in ("read_text", "read_bytes", "from_file", "open_memmap"):
+            yield ast.unparse(node.func)
+
+
+def found_by(search):
+    """What a search finds in the sources of the package, by file."""
+    found = {str(path.relative_to(PACKAGE)): list(search(nodes(path))) for path in SOURCES}
+    return {name: calls for name, calls in found.items() if any(calls)}
+
+
+def test_no_source_unpickles_evaluates_or_unpacks():
+    found = found_by(unsafe)
+    assert found.keys() == MAY_UNPICKLE.keys(), found
+    for source in (
+        "import pickle", "from dill import loads", "torch.load(x)", "np.load(x, allow_pickle=True)",
+        "dist.all_gather_object(out, x)", "eval(x)", "exec(x)", "yaml = __import__('yaml')",
+        "import os, joblib",
+    ):  # fmt: skip
+        assert list(unsafe(ast.walk(ast.parse(source)))), f"the search does not find {source}"
+
+
+def test_every_file_of_a_stranger_is_opened_in_one_way():
+    found = found_by(opened_by_name)
+    assert found.keys() == OPENERS.keys(), found
+    for source in (
+        "open(x)", "open(x, 'rb')", "path.open('rb')", "path.read_text()",
+        "models.BPE.from_file(x, y)",
+    ):  # fmt: skip
+        assert list(opened_by_name(ast.walk(ast.parse(source)))), source
+    writing = ast.parse("open(x, 'w'); path.open('ab'); os.open(x, 0)")
+    assert not list(opened_by_name(ast.walk(writing)))
