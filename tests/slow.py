@@ -500,9 +500,6 @@ SLOW = {
         "test_init_without_config_is_the_same_run": (),
         "test_a_run_goes_on_with_more_epochs": (),
     },
-    "test_readers.py": {
-        "test_ten_megabytes_of_manifest_and_of_header_are_read_in_seconds": (),
-    },
     "test_documents.py": {
         "test_stdlib_is_source_without_tests": (),
     },
