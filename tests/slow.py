@@ -164,13 +164,6 @@ SLOW = {
         "test_a_rank_that_is_stopped_is_named_as_one_that_does_not_answer": (),
         "test_a_rank_whose_store_has_stopped_still_ends": (),
     },
-    "test_train.py": {
-        "test_a_run_prunes_the_checkpoint_that_it_has_resumed_from": ("1",),
-        "test_a_signal_saves_and_ends_with_130": ("ctrl-c with workers",),
-        "test_an_id_that_the_vocabulary_lacks_ends_all_ranks_with_its_place": (),
-        "test_slurm_tasks_find_each_other": (),
-        "test_torchrun_starts_it_and_bf16_keeps_float32_masters": (),
-    },
     "test_sweep.py": {
         "test_models_that_fill_a_cpu_core_are_trained_in_turn_unless_asked_otherwise": (),
         "test_a_sweep_that_stops_at_a_step_of_the_median_rule_decides_as_it_would_have": (),
