@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.reduction import DupFd
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import pytest
 from ranks import begin_fork, warm
 
 DEADLINE = 600.0  # seconds a command may take before its processes are killed
@@ -100,6 +101,19 @@ def start(*words, folder=".", fault=None, stdin=b"", **environ):
 def mtcli(*words, **options):
     """Runs `mtcli <words>` to its end; options as of `start`."""
     return start(*words, **options).ended()
+
+
+def in_process(*words, folder="."):
+    """Runs `mtcli <words>` in this process, as rank 0 of 1: for lines that are refused at once."""
+    from mtcli.__main__ import run
+
+    out, errors = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
+        patch.chdir(folder)
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "1")
+        code = run([str(word) for word in words])
+    return Done([int(code)], [out.getvalue()], [errors.getvalue()])
 
 
 def launched(*words, folder=".", **environ):

@@ -26,10 +26,6 @@ SLOW = {
         "test_every_row_of_masked_tokens_is_an_item_and_two_encoders_are_compared_by_theirs": (),
         "test_seeds_of_a_head_are_swept_at_once_and_each_is_a_run_alone": (),
     },
-    "test_curate.py": {
-        "test_the_memory_that_is_said_beforehand_is_enough_and_not_twice_as_much": (),
-        "test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes": (),
-    },
     "test_cluster.py": {
         "test_a_cluster_of_any_size_writes_the_bytes_of_one_machine": ("3",),
     },
@@ -114,30 +110,6 @@ SLOW = {
         "test_every_rank_of_any_layout_has_the_same_answers": ("*-tp=2 pp=2",),
         "test_shots_that_are_read_once_change_no_score_on_any_layout": ("tp=2 pp=2", "tp=4 *"),
     },
-    "test_faults.py": {
-        "test_a_damaged_newest_checkpoint": ("flipped",),
-        "test_a_replica_killed_between_exchanges_and_one_or_three_others_that_go_on": ("diloco",),
-        "test_a_rank_killed_in_a_save": ("commit-*",),
-        "test_a_rank_killed_while_ranks_meet": (),
-        "test_a_rank_that_stalls": (),
-        "test_a_save_that_takes_longer_than_the_timeout_ends_no_run": (),
-    },
-    "test_two_agents.py": {
-        "test_ranks_that_are_killed_in_turn_meet_again_and_have_the_undisturbed_curve": (),
-        "test_a_node_that_leaves_and_joins_again_has_the_undisturbed_curve": (),
-        "test_a_second_launch_in_the_folder_of_a_run_is_refused_however_often_it_starts": (),
-    },
-    "test_cluster_files.py": {
-        "test_a_batch_script_trains_on_its_nodes_and_goes_on_when_submitted_again": (),
-        "test_the_pods_of_a_manifest_train_together": (),
-        "test_a_batch_script_that_forgets_srun_is_refused": (),
-    },
-    "test_listening.py": {
-        "test_ranks_of_one_machine_are_reached_from_it_alone_and_run_nothing_they_are_sent": (),
-        "test_a_launcher_that_is_interrupted_prints_no_words_of_torchs": (),
-        "test_an_address_that_no_other_machine_can_use_is_refused": ("localhost-*",),
-        "test_ranks_of_several_machines_listen_on_the_interface_of_the_master_alone": (),
-    },
     "test_plan.py": {
         "test_a_search_that_finds_no_room_says_from_how_many_devices_on_there_is": (),
         "test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide": (),
@@ -155,14 +127,6 @@ SLOW = {
         "test_ranks_do_not_evaluate_different_weights_of_one_name": (),
         "test_ranks_do_not_start_from_different_weights_of_one_name": (),
         "test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over": (),
-    },
-    "test_stalls.py": {
-        "test_the_debug_mode_names_the_first_call_that_differs": (),
-        "test_ranks_that_wait_for_each_other_are_told_and_how_to_find_out": (),
-        "test_our_launcher_says_what_a_rank_found_and_ends_the_one_that_is_stopped": (),
-        "test_a_rank_that_leaves_without_a_word_is_named": (),
-        "test_a_rank_that_is_stopped_is_named_as_one_that_does_not_answer": (),
-        "test_a_rank_whose_store_has_stopped_still_ends": (),
     },
     "test_sweep.py": {
         "test_models_that_fill_a_cpu_core_are_trained_in_turn_unless_asked_otherwise": (),

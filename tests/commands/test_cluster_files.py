@@ -16,6 +16,7 @@ import pytest
 import yaml
 from command_line import free_port, own_address, stand_ins
 from drills import STEPS, Drill
+from marks import slow, slow_cases
 
 FILES = Path(__file__).parents[2] / "docs" / "cluster"
 SCRIPTS = sorted(FILES.glob("*.sbatch"))
@@ -121,7 +122,11 @@ def environ_of(document, container):
     return found
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script",
+    [FILES / "srun.sbatch", *slow_cases("two agents, 3 s", FILES / "torchrun.sbatch")],
+    ids=lambda path: path.name,
+)
 def test_a_batch_script_trains_on_its_nodes_and_goes_on_when_submitted_again(script, cluster):
     drill, environ, address = cluster
     job = {"SLURM_JOB_ID": str(free_port() % 20000), "SLURM_JOB_NUM_NODES": str(NODES)}
@@ -140,6 +145,7 @@ def test_a_batch_script_trains_on_its_nodes_and_goes_on_when_submitted_again(scr
     assert "from   " in done.stdout and "step-00000003" in done.stdout, "it went on"
 
 
+@slow("two agents, 3 s")
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.name)
 def test_the_pods_of_a_manifest_train_together(manifest, cluster):
     drill, environ, address = cluster
