@@ -14,9 +14,6 @@ SLOW = {
         ),
         "test_any_legal_layout_of_four_or_eight_ranks_has_the_one_rank_gradients": (),
     },
-    "test_docs.py": {
-        "test_a_page_s_commands_do_what_it_says": ("generate.md",),
-    },
     "test_bert_runs.py": {
         "test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout": (),
         "test_an_encoder_s_evaluation_goes_on_over_data_ranks": (),

@@ -10,13 +10,14 @@ import signal
 import socket
 import sys
 
+MODULES = ("mtcli", "torch.distributed.run")
 BEGINNINGS = {"mtcli": ["-m", "mtcli"], "torchrun": ["-m", "torch.distributed.run"]}
 
 
 def main():
     name, words = os.path.basename(__file__), sys.argv[1:]
     words = BEGINNINGS.get(name, []) + words[words[:1] == ["-u"] :]
-    if words[:1] != ["-m"] and not words[0].endswith(".py"):
+    if not (words[0] == "-m" and words[1] in MODULES or words[0].endswith(".py")):
         os.execv(sys.executable, [sys.executable, *words])  # a python of its own
     door = socket.socket(socket.AF_UNIX)
     door.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "door"))
