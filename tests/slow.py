@@ -14,15 +14,6 @@ SLOW = {
         ),
         "test_any_legal_layout_of_four_or_eight_ranks_has_the_one_rank_gradients": (),
     },
-    "test_bert_runs.py": {
-        "test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout": (),
-        "test_an_encoder_s_evaluation_goes_on_over_data_ranks": (),
-        "test_an_encoder_s_evaluation_that_was_ended_goes_on_where_it_was": ("classifier",),
-        "test_an_ensemble_is_of_classifiers_of_one_kind": (),
-        "test_an_item_that_an_ended_run_left_damaged_is_computed_again": ("ensemble-*",),
-        "test_every_row_of_masked_tokens_is_an_item_and_two_encoders_are_compared_by_theirs": (),
-        "test_seeds_of_a_head_are_swept_at_once_and_each_is_a_run_alone": (),
-    },
     "test_cluster.py": {
         "test_a_cluster_of_any_size_writes_the_bytes_of_one_machine": ("3",),
     },
@@ -90,56 +81,7 @@ SLOW = {
     "test_coreset.py": {
         "test_parts_that_ranks_share_choose_the_same_on_any_number_of_ranks_and_almost_as_well": (),
     },
-    "test_select.py": {
-        "test_a_run_does_not_go_on_with_another_subset": (),
-        "test_two_ranks_choose_what_one_does": ("tp=2",),
-        "test_sources_of_a_blend_are_chosen_from_by_their_weights": (),
-        "test_training_refuses_a_subset_of_other_sequences": ("*batch.seq_len*", "*'other'*hash"),
-        "test_a_run_that_selects_again_has_the_same_losses_resumed_on_two_ranks": (),
-    },
     # commands
-    "test_lora_commands.py": {
-        "test_verify_compares_two_runs_adapters_and_their_optimizer_state": (),
-    },
-    "test_stragglers.py": {"test_a_rank_that_sleeps_is_named_as_the_straggler": ()},
-    "test_eval.py": {
-        "test_the_real_files_have_the_numbers_of_transformers": ("gpt2",),
-        "test_every_rank_of_any_layout_has_the_same_answers": ("*-tp=2 pp=2",),
-        "test_shots_that_are_read_once_change_no_score_on_any_layout": ("tp=2 pp=2", "tp=4 *"),
-    },
-    "test_plan.py": {
-        "test_a_search_that_finds_no_room_says_from_how_many_devices_on_there_is": (),
-        "test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide": (),
-    },
-    "test_shard.py": {
-        "test_the_result_says_what_memory_it_took": (),
-        "test_the_first_tensor_that_differs_is_named_however_many_look_for_it": (),
-        "test_verify_says_what_was_compared_of_the_optimizer": (),
-    },
-    "test_run_folder.py": {
-        "test_a_stale_list_of_checkpoints_does_not_mix_them": (),
-        "test_beside_a_live_run_that_has_saved_nothing_no_other_starts": ("1",),
-        "test_checkpoints_of_one_name_and_other_bytes_are_not_mixed": (),
-        "test_rank_0_does_not_begin_behind_a_checkpoint_that_another_sees": ("older",),
-        "test_ranks_do_not_evaluate_different_weights_of_one_name": (),
-        "test_ranks_do_not_start_from_different_weights_of_one_name": (),
-        "test_a_run_that_is_started_again_by_its_launcher_takes_its_own_lock_over": (),
-    },
-    "test_sweep.py": {
-        "test_models_that_fill_a_cpu_core_are_trained_in_turn_unless_asked_otherwise": (),
-        "test_a_sweep_that_stops_at_a_step_of_the_median_rule_decides_as_it_would_have": (),
-        "test_trials_on_data_ranks_end_early_where_they_do_on_one": (),
-        "test_a_sampler_s_sweep_that_resumes_has_all_trials_in_its_table": (),
-        "test_a_save_that_fails_leaves_a_sweep_going": ("2",),
-        "test_hyperband_stops_the_same_trials_in_one_array_or_in_many": (),
-        "test_arrays_over_data_ranks_are_runs_over_data_ranks": (),
-        "test_the_median_rule_stops_trials_and_a_run_goes_on_from_there": (),
-        "test_seeds_of_shared_batches_are_runs_of_that_order": (),
-        "test_json_on_stdout_has_all_trials_and_nothing_else": (),
-        "test_a_trial_s_folder_goes_on_with_train_and_is_exported": (),
-        "test_adapters_of_a_hugging_face_folder_s_model_are_runs_alone_and_go_on": (),
-        "test_sixteen_rates_are_sixteen_runs_and_the_one_that_diverges_is_alone_in_it": (),
-    },
     # core
     "test_task_files.py": {
         "test_figures_are_lm_evals_own": ("hellaswag-2", "winogrande-2", "race-0", "piqa-2"),
@@ -179,7 +121,6 @@ SLOW = {
         "test_planned_bytes_are_those_that_leave": ("lsgd, uneven periods-fp64", "easgd-bf16"),
     },
     "test_bench_train.py": {"test_contenders_have_our_losses": (),},
-    "test_console.py": {"test_every_table_of_a_plan_is_as_wide_as_the_terminal_at_most": ("60",)},
     "test_expert_balance.py": {
         "test_a_copy_counts_once_however_often_it_is_computed": ("with losses-2-*",),
         "test_biases_move_by_the_loads_of_the_whole_global_batch": ("8-2-*", "6-4-*"),
@@ -380,13 +321,6 @@ SLOW = {
             "korthikanti*", "llama*", "deep_ep*", "torchtitan*",
         ),
     },
-    "test_consumed_samples.py": {
-        "test_one_rank_of_a_machine_hashes_the_data_and_the_others_take_rank_0s": (),
-        "test_a_run_made_longer_across_an_epoch_keeps_its_samples": (),
-    },
-    "test_save.py": {
-        "test_training_goes_on_while_the_bytes_of_a_synchronous_save_are_written": (),
-    },
     "test_state.py": {
         "test_another_narrow_precision_rounds_the_masters_once": (),
         "test_any_layout_goes_on_with_the_same_curve": ("llama-(4, {'tp': 2, 'zero': 3}*",),
@@ -427,8 +361,6 @@ SLOW = {
     "test_compile.py": {
         "test_a_name_that_no_case_has_is_an_error_with_the_names_there_are": (),
         "test_the_page_is_written_by_the_command_that_it_names": ()},
-    "test_process_pool.py": {"test_workers_die_with_a_parent_that_was_killed": ()},
-    "test_profile.py": {"test_memory_at_its_peak_is_what_plan_says": ()},
     "test_watchdog.py": {
         "test_a_rank_that_another_waits_for_is_named": ("tensor-*", "message-*"),
         "test_a_rank_that_is_to_report_and_stops_is_reported_by_another": ("waits0",),
@@ -446,13 +378,6 @@ SLOW = {
     },
     "test_fp16.py": {
         "test_an_overflow_halves_the_scale_passes_the_batch_over_and_updates_nothing": ("lamb",),
-    },
-    "test_run_lock.py": {
-        "test_a_lock_that_is_taken_again_and_again_is_held_by_one_at_a_time": (),
-    },
-    "test_fine_tune.py": {
-        "test_init_without_config_is_the_same_run": (),
-        "test_a_run_goes_on_with_more_epochs": (),
     },
     "test_documents.py": {
         "test_stdlib_is_source_without_tests": (),
