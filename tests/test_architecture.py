@@ -1,4 +1,4 @@
-"""The house: which room may import which, and what is torch-free.
+"""The house: which room may import which, what opens files, and in which words it is written.
 
 Read from the syntax trees, so an import inside a function counts as well. docs/architecture.md has
 the same table, and a picture that scripts/draw_architecture.py draws from the imports.
@@ -12,11 +12,12 @@ import tomllib
 from collections import Counter, defaultdict
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
+
+from ranks import run_ranks
+from sources import PACKAGE, ROOT, SOURCES, last_name, nodes
+from words import RETIRED, RETIRED_NAMES, places, words_of
 
 BROUGHT = {"triton", "pydantic_core", "huggingface_hub"}  # by torch, pydantic and tokenizers
-ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "mtcli").rglob("*.py"))
 
 # What each folder may import of the others, besides itself.
 FACTS = {"config", "mesh", "schedule"}
@@ -86,15 +87,9 @@ def in_rooms(*rooms):
     return found
 
 
-@cache
-def _nodes(path):
-    return list(ast.walk(ast.parse(path.read_text())))
-
-
 def imports(path, module_level=False):
     """The modules that a file imports, `from a import b` being a.b where that is a module."""
-    nodes = _at_module_level(_nodes(path)[0]) if module_level else _nodes(path)
-    for node in nodes:
+    for node in _at_module_level(nodes(path)[0]) if module_level else nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -148,13 +143,13 @@ def _folders_named(words, sets):
 
 
 def test_the_docs_picture_is_drawn_from_the_imports_as_they_are():
-    script = _script("draw_architecture")
+    script = _drawing()
     assert script.PICTURE.read_text() == script.picture(), "run python scripts/draw_architecture.py"
 
 
 def test_the_picture_has_a_path_for_every_import_and_for_no_other():
     """The oracle is this file's own reading of the imports."""
-    script = _script("draw_architecture")
+    script = _drawing()
     graph = defaultdict(set)
     for path in SOURCES:
         here = room(module_name(path))
@@ -172,10 +167,13 @@ def _reached(graph, node):
     return set().union(*({n} | _reached(graph, n) for n in graph.get(node, ())))
 
 
-def _script(name):
-    spec = spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+@cache
+def _drawing():
+    """The script that draws the picture, which reads each file once."""
+    spec = spec_from_file_location("drawing", ROOT / "scripts" / "draw_architecture.py")
     script = module_from_spec(spec)
     spec.loader.exec_module(script)
+    script._imported = cache(script._imported)
     return script
 
 
@@ -195,9 +193,12 @@ def test_importing_the_whole_torch_free_zone_loads_no_torch():
 
 
 def test_training_loads_no_numba_before_it_has_a_loop_to_compile():
-    code = "import mtcli.core.training.loop, sys; print('numba' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    """The warm process, of which a rank is a fork, has imported the loop and more."""
+    assert run_ranks(1, _has_imported, "mtcli.core.training.loop", "numba") == [[True, False]]
+
+
+def _has_imported(runtime, *names):
+    return [name in sys.modules for name in names]
 
 
 def test_kernels_import_only_torch_and_triton():
@@ -233,7 +234,7 @@ def _in_circles(graph):
 def test_a_class_name_means_one_thing():
     homes = defaultdict(set)
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].add(module_name(path))
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
@@ -257,6 +258,20 @@ def test_a_module_that_needs_an_extra_is_imported_only_inside_functions():
 def test_files_are_named_after_ideas():
     names = {path.stem for path in SOURCES}
     assert not names & {"utils", "util", "helpers", "misc", "common"}
+
+
+def test_no_word_that_the_field_s_terms_replaced_comes_back():
+    found = {}
+    for word, use in (RETIRED | RETIRED_NAMES).items():
+        if at := places(word):
+            found[f"write {use}, not {word}"] = at[:5]
+    assert found == {}
+
+
+def test_a_name_is_split_into_its_words():
+    assert words_of("GraphedPipeline") == "graphed pipeline"
+    assert words_of("_taped_ops") == "taped ops"
+    assert words_of("give_back") == "give back"
 
 
 def test_test_files_have_distinct_names():
@@ -290,3 +305,94 @@ def _distribution(requirement):
     """The module name of a requirement such as `lm-eval>=0.4` or `mtcli[data]`."""
     name = requirement.split(">")[0].split("=")[0].split("[")[0].strip()
     return name.replace("-", "_").lower()
+
+
+# What could run or unpickle the content of a file.
+UNPICKLING = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+UNPICKLING |= {"yaml", "tarfile", "runpy", "code", "pandas"}
+RUNNING = {"eval", "exec", "compile", "__import__", "unsafe_load", "extractall"}
+RUNNING |= {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+RUNNING |= {"send_object_list", "recv_object_list"}  # of torch.distributed: they unpickle
+ALLOWING = {"allow_pickle", "weights_only", "trust_remote_code"}
+# A source that may, and why nothing of a stranger's can run there: path -> reason.
+MAY_UNPICKLE = {
+    "core/curate/ray_cluster.py": "what our own driver sent, by a cluster that runs our code"
+}
+
+
+def unsafe(nodes):
+    """What a source could run a file's content with."""
+    for node in nodes:
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(node.module or "").split(".")[0]]
+        yield from (f"import {name}" for name in names if name in UNPICKLING)
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func) if last_name(node) in RUNNING | {"load"} else ""
+            if called == "torch.load" or last_name(node) in RUNNING:
+                yield called if called not in ("re.compile", "torch.compile") else ""
+            yield from (key.arg for key in node.keywords if key.arg in ALLOWING)
+
+
+# What opens files by itself, and why a stranger's cannot be in their place.
+OPENERS: dict[str, str] = {
+    "core/config/untrusted.py": "the one way to open what may be a stranger's",
+    "core/runtime/atomic_writes.py": "what this process has just written",
+    "core/config/loading.py": "presets of the package",
+    "core/evaluate/tasks/task_file.py": "tasks of the package",
+    "core/profile/measure.py": "a trace that this process has just written",
+    "core/plan/calibration.py": "the kernel's files, and sources of packages",
+    "core/runtime/process_pool.py": "the kernel's files",
+    "core/runtime/worker_errors.py": "the kernel's files",
+    "core/training/run_lock.py": "the kernel's files",
+    "core/parallel/transport/same_machine.py": "the kernel's files",
+    "core/profile/clock.py": "the kernel's files",
+    "kernels/autotune.py": "the user's own cache",
+    "kernels/limits.py": "the kernel's files",
+}
+
+
+def opened_by_name(nodes):
+    """The calls of a source that open a file by its name to read it."""
+    for node in nodes:
+        if not isinstance(node, ast.Call):
+            continue
+        name, method = last_name(node), isinstance(node.func, ast.Attribute)
+        if name == "open":
+            called, texts = ast.unparse(node.func), {ast.unparse(word) for word in node.args}
+            writes = texts & {f"'{mode}'" for mode in ("w", "wb", "a", "ab", "x", "xb")}
+            if not writes and not called.startswith(("os.", "gzip.", "lzma.", "bz2.")):
+                yield called
+        elif method and name in ("read_text", "read_bytes", "from_file", "open_memmap"):
+            yield ast.unparse(node.func)
+
+
+def found_by(search):
+    """What a search finds in the sources of the package, by file."""
+    found = {str(path.relative_to(PACKAGE)): list(search(nodes(path))) for path in SOURCES}
+    return {name: calls for name, calls in found.items() if any(calls)}
+
+
+def test_no_source_unpickles_evaluates_or_unpacks():
+    found = found_by(unsafe)
+    assert found.keys() == MAY_UNPICKLE.keys(), found
+    for source in (
+        "import pickle", "from dill import loads", "torch.load(x)", "np.load(x, allow_pickle=True)",
+        "dist.all_gather_object(out, x)", "eval(x)", "exec(x)", "yaml = __import__('yaml')",
+        "import os, joblib",
+    ):  # fmt: skip
+        assert list(unsafe(ast.walk(ast.parse(source)))), f"the search does not find {source}"
+
+
+def test_every_file_of_a_stranger_is_opened_in_one_way():
+    found = found_by(opened_by_name)
+    assert found.keys() == OPENERS.keys(), found
+    for source in (
+        "open(x)", "open(x, 'rb')", "path.open('rb')", "path.read_text()",
+        "models.BPE.from_file(x, y)",
+    ):  # fmt: skip
+        assert list(opened_by_name(ast.walk(ast.parse(source)))), source
+    writing = ast.parse("open(x, 'w'); path.open('ab'); os.open(x, 0)")
+    assert not list(opened_by_name(ast.walk(writing)))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from chats import write_lines
 from command_line import mtcli
+from marks import slow, slow_cases
 
 VOCAB, CONTEXT = 600, 96
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": VOCAB}
@@ -62,6 +63,7 @@ def test_four_processes_pre_train_with_the_losses_of_one(home):
     assert losses(home / "four") == pytest.approx(alone, rel=1e-5)
 
 
+@slow("15 s")
 def test_a_head_for_race_learns_its_questions_and_answers_alike_on_any_layout(home):
     settings = {"data.format": "race", "data.train": "race", "train.epochs": 30}
     settings |= {"batch.micro_batch_size": 1, "batch.global_batch_size": 4, "parallel.tp": 2}
@@ -149,7 +151,7 @@ TASKS = {
 }
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ["classifier", *slow_cases("2 s", "ensemble", "masked")])
 def test_an_encoder_s_evaluation_that_was_ended_goes_on_where_it_was(name, classifiers):
     home, words, whole = classifiers, ("eval", *TASKS[name], "--json", "-"), f"{name}.jsonl"
     done = run(home, *words, "--items", whole)
@@ -166,6 +168,7 @@ def test_an_encoder_s_evaluation_that_was_ended_goes_on_where_it_was(name, class
     assert lines(home / ended[1]) == lines(home / whole) and not partial.exists()
 
 
+@slow("2 s")
 def test_an_encoder_s_evaluation_goes_on_over_data_ranks(home):
     words = ("eval", *TASKS["masked"], "--json", "-", "--items", "ranks.jsonl")
     run(home, *words, code=130, fault=Ends(3))
@@ -181,8 +184,9 @@ def test_an_encoder_s_evaluation_goes_on_over_data_ranks(home):
 
 @pytest.mark.parametrize(
     ("name", "spoilt"),
-    [("masked", {"num_tokens": "1"}), ("masked", {"loglikelihoods": []}),
-     ("ensemble", {"members": [0]}), ("classifier", {"loglikelihoods": [-1.0, "x"]})],
+    [("ensemble", {"members": [0]}),
+     *slow_cases("1 s", ("masked", {"num_tokens": "1"}), ("masked", {"loglikelihoods": []}),
+                 ("classifier", {"loglikelihoods": [-1.0, "x"]}))],
 )  # fmt: skip
 def test_an_item_that_an_ended_run_left_damaged_is_computed_again(name, spoilt, classifiers):
     words = ("eval", *TASKS[name], "--json", "-", "--items")
@@ -206,6 +210,7 @@ def test_items_of_another_ensemble_are_not_taken(classifiers):
     assert "kept" not in done.stderr and "members" not in lines(classifiers / items[1])[0]
 
 
+@slow("3 s")
 def test_every_row_of_masked_tokens_is_an_item_and_two_encoders_are_compared_by_theirs(home):
     words = ("eval", "one", "--task", "mlm=text", "--json")
     found = json.loads(run(home, *words, "-", "--items", "rows.jsonl").stdout)["tasks"]["mlm"]
@@ -258,6 +263,7 @@ def test_a_head_that_the_weights_have_not_begins_from_the_seed_and_is_named(home
     assert "begin from the seed" not in done.stderr, "the head is there"
 
 
+@slow("three heads are trained")
 def test_an_ensemble_is_of_classifiers_of_one_kind(home):
     lines = [{"text": "a cat", "label": n % 3} for n in range(6)]
     write_lines(home / "three.jsonl", lines)
@@ -277,6 +283,7 @@ def test_an_ensemble_is_of_classifiers_of_one_kind(home):
     assert "two has num_labels=2; three has num_labels=3" in done.stderr
 
 
+@slow("4 s")
 def test_seeds_of_a_head_are_swept_at_once_and_each_is_a_run_alone(home):
     settings = {"data.format": "race", "data.train": "race", "train.epochs": 2}
     settings |= {"batch.micro_batch_size": 1, "batch.global_batch_size": 4}

@@ -1,18 +1,21 @@
 """`mtcli curate` from the command line: kills, answers in JSON, and the shipped configuration."""
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from command_line import mtcli
+from command_line import in_process, mtcli
+from marks import slow
+from ranks import run_ranks
 
+from mtcli.__main__ import run
 from mtcli.core.curate.config import load_config
 from mtcli.core.data.blend_order import blend_indices
 
@@ -27,66 +30,94 @@ main()
 STAGES = 'stages=["normalise", "language", "exact", "fuzzy"]'
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    """Three megabytes of prose in two files, a tenth of it copies."""
+def write_corpus(folder, count, length):
+    """Prose in two files, a tenth of it copies."""
     source = random.Random(11)
     words = (ROOT / "docs" / "architecture.md").read_text().split()
     for name in ("a", "b"):
-        with open(tmp_path / f"{name}.jsonl", "w") as file:
+        with open(folder / f"{name}.jsonl", "w") as file:
             texts = []
-            for number in range(600):
-                text = " ".join(source.choices(words, k=350))
+            for number in range(count):
+                text = " ".join(source.choices(words, k=length))
                 if texts and number % 10 == 0:
                     text = source.choice(texts) + " again"
                 texts.append(text)
                 file.write(json.dumps({"id": f"{name}{number}", "text": text}) + "\n")
-    return tmp_path
 
 
 def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.timeout(900)
-def test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes(corpus):
+def kill_at(renaming, after, counter):
+    """Has this process killed at some renaming of a file, of its own or a worker's."""
+    command, replace = os.getpid(), Path.replace
+
+    def counted(path, target):
+        with counter.open("ab") as file:
+            file.write(b".")
+        is_last = counter.stat().st_size == renaming
+        if is_last and not after:
+            os.kill(command, signal.SIGKILL)
+        replace(path, target)
+        if is_last:
+            os.kill(command, signal.SIGKILL)
+
+    Path.replace = counted
+
+
+def forked(words, *fault):
+    """How a command ended in a fork of this process, which has all imported, with a fault in it."""
+    pid = os.fork()
+    if not pid:
+        multiprocessing.current_process()._config["daemon"] = False  # it has workers
+        if fault:
+            kill_at(*fault)
+        os._exit(run(words))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def killed_ten_times(runtime, folder):
+    """The files of a run, and of one that was killed ten times, by what each attempt made."""
+    os.chdir(folder)
     arguments = ["curate", "a.jsonl", "b.jsonl", "--set", STAGES]
-    began = time.monotonic()
-    assert mtcli(*arguments, "--output", "whole", "--workers", "1", folder=corpus).returncode == 0
-    seconds = time.monotonic() - began
-    want, source, kills = files(corpus / "whole"), random.Random(3), 0
-    while kills < 10:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mtcli", *arguments, "--output", "killed", "--resume"]
-            + ["--workers", str(1 + kills % 2)],
-            cwd=corpus, env=os.environ, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        try:
-            assert process.wait(source.uniform(0.2, 1.0) * seconds) == 0
-            assert files(corpus / "killed") == want
-            shutil.rmtree(corpus / "killed")
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-    done = mtcli(*arguments, "--output", "killed", "--resume", folder=corpus)
-    assert done.returncode == 0, done.stderr
-    assert files(corpus / "killed") == want
+    assert run([*arguments, "--output", "whole", "--workers", "1"]) == 0
+    source, codes, found = random.Random(3), [], []
+    while codes.count(-signal.SIGKILL) < 10:
+        number = len(codes)
+        words = [*arguments, "--output", "killed", "--resume", "--workers", str(1 + number % 2)]
+        fault = source.randint(1, 4), source.random() < 0.7, Path(f"count-{number}")
+        codes.append(forked(words, *fault))
+        assert codes[-1] in (0, -signal.SIGKILL), codes
+        if codes[-1] == 0:
+            found.append(files(Path("killed")))
+            shutil.rmtree("killed")
+    codes.append(forked([*arguments, "--output", "killed", "--resume"]))
+    return files(Path("whole")), [*found, files(Path("killed"))], codes
 
 
-def test_the_memory_that_is_said_beforehand_is_enough_and_not_twice_as_much(corpus):
+def test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes(tmp_path):
+    write_corpus(tmp_path, 60, 60)
+    ((whole, found, codes),) = run_ranks(1, killed_ten_times, tmp_path)
+    assert codes[-1] == 0, codes
+    assert all(made == whole for made in found)
+
+
+@slow("three megabytes in two processes, 8 s")
+def test_the_memory_that_is_said_beforehand_is_enough_and_not_twice_as_much(tmp_path):
+    write_corpus(tmp_path, 600, 350)
     arguments = ["curate", "a.jsonl", "b.jsonl", "--output", "o", "--workers", "1"]
-    said = json.loads(mtcli(*arguments, "--dry-run", "--json", "-", folder=corpus).stdout)
+    said = json.loads(mtcli(*arguments, "--dry-run", "--json", "-", folder=tmp_path).stdout)
     for _ in range(2):  # numba compiles its loops in the first run of a machine, and keeps them
         done = subprocess.run(
             [sys.executable, "-c", PEAK, *arguments, "--force"],
-            cwd=corpus,
+            cwd=tmp_path,
             check=True,
             capture_output=True,
         )
     peak = 1024 * int(done.stdout.split()[-2])
     assert peak < said["memory_bytes"] < 2 * peak
-    written = sum(path.stat().st_size for path in (corpus / "o").glob("shard-*"))
+    written = sum(path.stat().st_size for path in (tmp_path / "o").glob("shard-*"))
     assert written < said["output_bytes"] < said["disk_bytes"] and said["documents"] == 1200
 
 
@@ -102,9 +133,11 @@ def test_the_answer_in_json_has_the_report_and_the_time(tmp_path):
     assert report == {key: told[key] for key in report}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_a_wrong_command_line_ends_with_2_and_a_hint(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    ray = ["--engine", "ray", "--address", "h:1", "--workers", "2"]
+    quality = ["train-quality", "--good", "a.jsonl", "--output", "q"]
+    for words, said in (
         (["none.jsonl", "--output", "o"], "no input none.jsonl"),
         (["a.jsonl", "--output", "o", "--config", "c.toml"], "there is no config file"),
         (["a.jsonl", "--output", "a.jsonl"], "a.jsonl is a file"),
@@ -112,20 +145,18 @@ def test_the_answer_in_json_has_the_report_and_the_time(tmp_path):
         (["a.jsonl", "--output", "o", "--address", "head:6379"], "joins no cluster"),
         (["a.jsonl", "--output", "/proc/x"], "--output: /proc/x cannot be written"),
         (["a.jsonl", "--output", "o", "--set", "fuzzy.threshold=0"], "a number from 0.01 to 1"),
-        (
-            ["a.jsonl", "--output", "o", "--engine", "ray", "--address", "h:1", "--workers", "2"],
-            "its own cores",
-        ),
-        (["train-quality", "--good", "a.jsonl", "--output", "q"], "--bad: no input"),
+        (["a.jsonl", "--output", "o", *ray], "its own cores"),
+        (quality, "--bad: no input"),
         (["a.jsonl", "--good", "a.jsonl", "--output", "q"], "a word too many"),
         (["a.jsonl", "--output", "o", "--set", "decontaminate.tasks=['t']"], "t cannot be read"),
-    ],
-)
-def test_a_wrong_command_line_ends_with_2_and_a_hint(words, said, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
-    done = mtcli("curate", *words, folder=tmp_path)
-    assert done.returncode == 2 and said in done.stderr and "hint:" in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr
+        ([*quality, "--bad", "a.jsonl", "--dry-run"], "--dry-run is for corpora"),
+        ([*quality, "--bad", "a.jsonl", "--set", "nope.x=1"], "--set is for corpora"),
+        ([*quality, "--bad", "a.jsonl", "--engine", "ray"], "--engine is for corpora"),
+    ):
+        done = in_process("curate", *words, folder=tmp_path)
+        assert done.returncode == 2 and said in done.stderr, f"{words}: {done.stderr}"
+        assert "hint:" in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert not (tmp_path / "q").exists(), words
 
 
 def test_the_configuration_of_mt_nlg_has_its_weights_and_draws_within_one_of_them():
@@ -150,13 +181,3 @@ def test_what_a_blend_misses_and_leaves_out_is_said(tmp_path):
     )
     assert "note: books: a weight in [blend], and no documents" in done.stderr
     assert "note: crawl: documents, and no weight in [blend]" in done.stderr
-
-
-@pytest.mark.parametrize("flag", [("--dry-run",), ("--set", "nope.x=1"), ("--engine", "ray")])
-def test_flags_of_corpora_are_refused_beside_train_quality(flag, tmp_path):
-    path = tmp_path / "in.jsonl"
-    path.write_text('{"text": "x"}\n')
-    words = ("train-quality", "--good", path, "--bad", path, "--output", tmp_path / "q.bin")
-    done = mtcli("curate", *words, *flag)
-    assert done.returncode == 2 and f"{flag[0]} is for corpora" in done.stderr
-    assert not (tmp_path / "q.bin").exists()

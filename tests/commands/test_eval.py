@@ -11,6 +11,7 @@ import pytest
 import torch
 from command_line import launched, mtcli
 from eval_data import make_data, path_of, piqa
+from marks import slow_cases
 from ranks import run_ranks
 from tokenizers import ByteLevelBPETokenizer
 
@@ -179,7 +180,15 @@ def approx(report):
     return report | {key: pytest.approx(value, rel=1e-5) for key, value in numbers.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=2 pp=2",
+        *slow_cases(
+            "a layout of two families, 1 s", *(name for name in LAYOUTS if name != "tp=2 pp=2")
+        ),
+    ],
+)
 def test_every_rank_of_any_layout_has_the_same_answers(case, layout):
     world, overrides = LAYOUTS[layout]
     (alone,) = run_ranks(1, evaluate, case[0], [], tasks_of(case[0]))
@@ -220,13 +229,13 @@ def shots_folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp=2 pp=2", "tp=2", "pp=2", "dp=2", "tp=4 tp_mode=2d", "dp=2 tp=2"]
+    "layout",
+    ["tp=2 pp=2", "tp=4 tp_mode=2d", *slow_cases("1 s", "dp=2 tp=2")],
 )
 def test_shots_that_are_read_once_change_no_score_on_any_layout(layout, shots_folder):
     folder, model = shots_folder
-    world = 4 if layout in ("tp=2 pp=2", "tp=4 tp_mode=2d", "dp=2 tp=2") else 2
     overrides = [f"parallel.{one}" for one in layout.split() if not one.startswith("dp")]
-    for sums, lengths, requests in run_ranks(world, score_after_shots, folder, overrides):
+    for sums, lengths, requests in run_ranks(4, score_after_shots, folder, overrides):
         assert len(lengths) > 1 and max(lengths) > 100
         for found, one in zip(sums, requests, strict=True):
             ids = one.tokens.tolist()
@@ -234,7 +243,7 @@ def test_shots_that_are_read_once_change_no_score_on_any_layout(layout, shots_fo
             assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", *slow_cases("50,257 ids, 5 s", "llama")])
 def test_the_real_files_have_the_numbers_of_transformers(family, tmp_path):
     if "MTCLI_TEST_DATA" not in os.environ:
         pytest.skip("MTCLI_TEST_DATA names no folder with wikitext-103, lambada, race, gpt2-bpe")

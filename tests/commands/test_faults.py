@@ -8,31 +8,35 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+from command_line import mtcli
 from drills import STEPS, Drill
+from marks import slow, slow_cases
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """By number of ranks, the losses of a run that nothing happens to."""
-    found = {}
+def whole(tmp_path_factory):
+    """By number of ranks, a run that nothing happens to; tests leave it as it is."""
 
-    def losses(nproc):
-        if nproc not in found:
-            drill = Drill(tmp_path_factory.mktemp("undisturbed"))
-            assert drill.train(nproc=nproc).codes == [0] * nproc
-            found[nproc] = drill.losses()
-            assert list(found[nproc]) == list(range(1, STEPS + 1))
-        return found[nproc]
+    def run(nproc):
+        drill = Drill(tmp_path_factory.mktemp("whole"))
+        assert drill.train(nproc=nproc).codes == [0] * nproc
+        assert list(drill.losses()) == list(range(1, STEPS + 1))
+        return drill
 
-    return losses
+    return cache(run)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(whole):
+    """The losses of such a run."""
+    return lambda nproc: whole(nproc).losses()
 
 
 @pytest.fixture
@@ -97,8 +101,16 @@ REPLICAS = {
 }
 
 
-@pytest.mark.parametrize("method", REPLICAS)
-def test_a_replica_killed_between_exchanges_and_one_or_three_others_that_go_on(tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "nproc", "who", "start"),
+    [
+        ("diloco", 4, "all 4 replicas start", "the outer weights"),
+        *slow_cases("four runs, 3 s", ("lsgd", 1, "the run goes on", "their average")),
+    ],
+)
+def test_a_replica_killed_between_exchanges_and_one_or_three_others_that_go_on(
+    tmp_path, method, nproc, who, start
+):
     """The others wait for it and end; as many go on as if nothing had been, others from one start:
     DiLoCo's from the outer weights, LSGD's from the average."""
     sync, whole, drill = REPLICAS[method], Drill(tmp_path / "whole"), Drill(tmp_path / "killed")
@@ -106,15 +118,12 @@ def test_a_replica_killed_between_exchanges_and_one_or_three_others_that_go_on(t
     run = drill.train(nproc=2, settings=sync, fault=partial(before_step, step=8, act=kill, on=1))
     assert run.codes == [1, -signal.SIGKILL] and "--resume" in run.errors[0]
     assert drill.steps() == [3, 6]
-    start = {"lsgd": "their average", "diloco": "the outer weights"}[method]
-    for nproc, who in ((1, "the run goes on"), (4, "all 4 replicas start")):
-        other = drill.folder / f"on {nproc}"
-        shutil.copytree(drill.output, other)
-        told = [*sync, f"train.output={other}"]
-        resumed = drill.train("--resume", nproc=nproc, settings=told)
-        assert resumed.codes == [0] * nproc, resumed.errors
-        assert f"note: the checkpoint has 2 replicas: {who} from {start}\n" in resumed.errors[0]
-        assert open_checkpoint(other).step == STEPS
+    other = drill.folder / "other"
+    shutil.copytree(drill.output, other)
+    resumed = drill.train("--resume", nproc=nproc, settings=[*sync, f"train.output={other}"])
+    assert resumed.codes == [0] * nproc, resumed.errors
+    assert f"note: the checkpoint has 2 replicas: {who} from {start}\n" in resumed.errors[0]
+    assert open_checkpoint(other).step == STEPS
     resumed = drill.train("--resume", nproc=2, settings=sync)
     assert resumed.codes == [0, 0] and drill.losses() == whole.losses()
 
@@ -127,6 +136,7 @@ def gone_while_meeting(rank):
         Meeting._convene = kill
 
 
+@slow("a rank that waits for another, 3 s")
 def test_a_rank_killed_while_ranks_meet(tmp_path):
     drill = Drill(tmp_path, timeout=3.0)  # rank 1 waits as long for each of what it might reach
     run = drill.train(nproc=2, fault=gone_while_meeting)
@@ -160,7 +170,10 @@ def half_written(folder, *_):
 
 @pytest.mark.parametrize(
     ("name", "act", "on"),
-    [("write_shards", half_written, 1), ("commit", kill, 0), ("replace_folder", kill, 0)],
+    [
+        ("commit", kill, 0),
+        *slow_cases("2 s each", ("write_shards", half_written, 1), ("replace_folder", kill, 0)),
+    ],
 )
 def test_a_rank_killed_in_a_save(drill, undisturbed, name, act, on):
     run = drill.train(nproc=2, fault=partial(in_save, name=name, act=act, on=on, calls=2))
@@ -185,6 +198,7 @@ def slow_disk(rank, seconds, *, on):
     BlockWriter.write = slow
 
 
+@slow("two saves of 3 s")
 def test_a_save_that_takes_longer_than_the_timeout_ends_no_run(tmp_path, undisturbed):
     drill = Drill(tmp_path, timeout=2.0)
     fault = partial(slow_disk, seconds=0.025, on=0)
@@ -204,13 +218,6 @@ def test_a_signal_to_stop(drill, undisturbed):
 
 
 @pytest.fixture
-def finished(drill):
-    """A drill whose run has ended well, on one rank."""
-    assert drill.train().codes == [0]
-    return drill
-
-
-@pytest.fixture
 def small_disk(tmp_path):
     """A disk of 3 MiB."""
     folder = tmp_path / "disk"
@@ -222,42 +229,37 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def damage(path, how):
-    """Damages a checkpoint's file of tensors."""
-    whole = bytearray(path.read_bytes())
-    if how == "missing":
-        path.unlink()
-    elif how == "truncated":
-        path.write_bytes(whole[:-100])
-    else:
-        whole[-1000] ^= 4
-        path.write_bytes(whole)
+def damages(path):
+    """Damages a checkpoint's file of tensors in each way that there is, and says how."""
+    sound = path.read_bytes()
+    flipped = bytearray(sound)
+    flipped[-1000] ^= 4  # among the weights, whose file is smaller than a block
+    path.unlink()
+    yield "missing"
+    for how, data in (("truncated", sound[:-100]), ("flipped", flipped)):
+        path.write_bytes(data)
+        yield how
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
-def test_a_damaged_newest_checkpoint(finished, undisturbed, how):
-    file = finished.checkpoint(9) / "rank-00000.safetensors"
-    damage(file, how)
-    refused = finished.train("--resume", settings=["train.steps=10"])
-    assert refused.codes == [2] and f"error: {file} is damaged: " in refused.errors[0]
+def test_a_damaged_newest_checkpoint(whole):
+    """It starts no run either, and without it the run goes on from the one before."""
+    finished = whole(1)
+    losses, file = finished.losses(), finished.checkpoint(9) / "rank-00000.safetensors"
     offer = f"the checkpoint before it is whole: {finished.checkpoint(6)}; move step-00000009 away"
-    assert offer in refused.errors[0]
-    shutil.rmtree(finished.checkpoint(9))
-    goes_on(finished, undisturbed(1), 1)
-
-
-def test_weights_that_are_damaged_start_no_run(finished):
-    file = finished.checkpoint(9) / "rank-00000.safetensors"
-    whole = bytearray(file.read_bytes())
-    whole[-1000] ^= 4  # among the weights, whose file is smaller than a block
-    file.write_bytes(whole)
+    for how in damages(file):
+        refused = finished.train("--resume", settings=["train.steps=10"])
+        assert refused.codes == [2], how
+        assert f"error: {file} is damaged: " in refused.errors[0] and offer in refused.errors[0]
     other = [f"train.output={finished.folder / 'other'}"]
     refused = finished.train("--init", str(finished.checkpoint(9)), settings=other)
     assert refused.codes == [2] and f"error: {file} is damaged: " in refused.errors[0]
+    shutil.rmtree(finished.checkpoint(9))
+    goes_on(finished, losses, 1)
 
 
-def test_a_checkpoint_of_another_model_or_run(finished, undisturbed):
+def test_a_checkpoint_of_another_model_or_run(whole):
     """Every field that may not change is named, with both values; nothing is written."""
+    finished, losses = whole(1), whole(1).losses()
     fields = ["model.hidden_size=32", "seed=8", "batch.global_batch_size=8"]
     refused = finished.train("--resume", settings=fields)
     assert refused.codes == [2]
@@ -265,7 +267,7 @@ def test_a_checkpoint_of_another_model_or_run(finished, undisturbed):
     for field, (old, new) in changes.items():
         said = f"error: {field}: it is {new}, and the run was trained with {old}\n"
         assert said in refused.errors[0]
-    assert finished.losses() == undisturbed(1) and finished.steps() == [3, 6, 9]
+    assert finished.losses() == losses and finished.steps() == [3, 6, 9]
 
 
 def not_a_number(rank, step, *, on):
@@ -290,6 +292,7 @@ def test_a_value_that_is_not_a_number(drill, undisturbed):
     goes_on(drill, undisturbed(2), 2)
 
 
+@slow("a stall of 3 s")
 def test_a_rank_that_stalls(tmp_path, undisturbed):
     drill = Drill(tmp_path, timeout=3.0)
     run = drill.train(nproc=2, fault=partial(before_step, step=5, act=_sleep, on=1))
@@ -321,12 +324,12 @@ def _fill(folder, _):
 
 def test_a_disk_that_is_full_in_preprocess(tmp_path, small_disk):
     (tmp_path / "text.txt").write_text("all the world is a stage\n" * 20_000)
-    words = [sys.executable, "-m", "mtcli", "preprocess", str(tmp_path / "text.txt")]
-    words += ["--tokenizer", "bytes", "--output", str(small_disk / "data")]
+    words = ["preprocess", tmp_path / "text.txt", "--tokenizer", "bytes"]
+    words += ["--output", small_disk / "data"]
     (small_disk / "filler").write_bytes(bytes(2_800_000))
-    full = subprocess.run(words, capture_output=True, text=True)
+    full = mtcli(*words)
     assert full.returncode == 1 and "No space left on device" in full.stderr
     assert not [path for path in small_disk.iterdir() if path.suffix in (".bin", ".idx", ".json")]
     (small_disk / "filler").unlink()
-    again = subprocess.run([*words, "--resume"], capture_output=True, text=True)
+    again = mtcli(*words, "--resume")
     assert again.returncode == 0, again.stderr

@@ -3,6 +3,7 @@
 import pytest
 from chats import fine_tune, save_model, sums, talks, write_lines
 from command_line import mtcli
+from marks import slow
 from tiny import metrics
 
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -37,6 +38,7 @@ def test_a_hugging_face_folder_is_a_config(run):
     assert steps[-1]["loss"] < 0.8 * steps[0]["loss"]
 
 
+@slow("two ranks of a run, 2 s")
 def test_init_without_config_is_the_same_run(home, run):
     words = ("--init", "llama", "--nproc", "2")
     data = {"data.train": '["my.jsonl"]', "train.output": "again", "train.epochs": 3}
@@ -65,6 +67,7 @@ def test_the_exported_folder_keeps_template_and_configs_and_transformers_has_lea
     assert after < 0.9 * first
 
 
+@slow("two more runs")
 def test_a_run_goes_on_with_more_epochs(home, run):
     done = fine_tune(home, "run", "--resume", **{"train.epochs": 4, "train.output": "run"})
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,6 @@
 """Which sockets a run listens on, and what somebody who reaches them can do: nothing.
 
-Real processes with real stores and gloo; their sockets are read from the system's tables.
+Stores and gloo of a launcher and its ranks; their sockets are read from the system's tables.
 """
 
 import base64
@@ -9,7 +9,6 @@ import pickle
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +16,8 @@ from datetime import timedelta
 import psutil
 import pytest
 import torch.distributed as dist
-from command_line import own_address, start
+from command_line import fork_of, own_address, stand_ins, start, workers_of
+from marks import slow
 from tiny import write_run
 
 DEADLINE = 120.0
@@ -43,10 +43,9 @@ def listening(pids):
     return found
 
 
-def family(pid):
-    """A process and all that it has started."""
-    parent = psutil.Process(pid)
-    return [pid, *(child.pid for child in parent.children(recursive=True))]
+def family(launcher):
+    """The processes of a launcher and its workers."""
+    return [fork_of(launcher.pid), *workers_of(launcher.pid)]
 
 
 def steps_done(folder):
@@ -70,7 +69,7 @@ def running(folder, *flags):
     """The launcher of a run of two ranks, once that trains."""
     config = write_run(folder, train={"steps": STEPS, "save_every": 3, "keep": 1})
     words = ["train", config, "--nproc", 2, "--set", "parallel.tp=2", *flags]
-    command = [sys.executable, "-m", "mtcli", *map(str, words)]
+    command = [stand_ins() / "mtcli", *map(str, words)]
     with open(folder / "output", "wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
@@ -78,10 +77,8 @@ def running(folder, *flags):
         assert process.poll() is None, (folder / "output").read_text()
         yield process
     finally:
-        if process.poll() is None:
-            for pid in family(process.pid):
-                os.kill(pid, signal.SIGKILL)
-            process.wait()
+        process.kill()
+        process.wait()
 
 
 def attack(port, folder, run_id):
@@ -95,27 +92,29 @@ def attack(port, folder, run_id):
 
 def test_ranks_of_one_machine_are_reached_from_it_alone_and_run_nothing_they_are_sent(tmp_path):
     with running(tmp_path, "--max-restarts", 1) as launcher:
-        sockets = listening(family(launcher.pid))
+        sockets = listening(family(launcher))
         assert len(sockets) >= 3, "the launcher's store, and gloo of two ranks"
         assert {address for address, _ in sockets} == {"127.0.0.1"}
         for _, port in sockets:
             if address := own_address():
                 with pytest.raises(ConnectionRefusedError):
                     socket.create_connection((address, port), timeout=5.0)
-        marker, run_id = tmp_path / "ran", f"mtcli-{launcher.pid}"
-        for _, port in listening([launcher.pid]):
+        marker, run_id = tmp_path / "ran", f"mtcli-{fork_of(launcher.pid)}"
+        for _, port in listening([fork_of(launcher.pid)]):
             attack(port, marker, run_id)
-        workers = psutil.Process(launcher.pid).children()
-        workers[-1].kill()  # the ranks meet again, through what the store holds
+        os.kill(
+            workers_of(launcher.pid)[-1], signal.SIGKILL
+        )  # the ranks meet again, through what the store holds
         done = steps_done(tmp_path)
         until(lambda: steps_done(tmp_path) > done + 3)
-        assert {address for address, _ in listening(family(launcher.pid))} == {"127.0.0.1"}
+        assert {address for address, _ in listening(family(launcher))} == {"127.0.0.1"}
         assert not marker.exists()
 
 
+@slow("a launcher and two ranks, 2 s")
 def test_a_launcher_that_is_interrupted_prints_no_words_of_torchs(tmp_path):
     with running(tmp_path) as launcher:
-        for pid in family(launcher.pid):  # as a terminal does
+        for pid in family(launcher):  # as a terminal does
             os.kill(pid, signal.SIGINT)
         assert launcher.wait(DEADLINE) == 130
     said = (tmp_path / "output").read_text()
@@ -137,23 +136,21 @@ def test_ranks_of_several_machines_listen_on_the_interface_of_the_master_alone(t
     assert len(sockets) >= 3 and {one for one, _ in sockets} == {address}
 
 
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        ("0.0.0.0", "MASTER_ADDR=0.0.0.0 stands for every interface of a machine"),
-        ("::", "MASTER_ADDR=:: stands for every interface of a machine"),
-        ("localhost", "MASTER_ADDR=localhost is 127.0.0.1 here, which no other machine can reach"),
-        ("no.such.host.invalid", "MASTER_ADDR=no.such.host.invalid is not reached: "),
-    ],
-)
-def test_an_address_that_no_other_machine_can_use_is_refused(tmp_path, address, said):
+def test_an_address_that_no_other_machine_can_use_is_refused(tmp_path):
     config = write_run(tmp_path, train={"steps": 2})
     words = ("train", config, "--nproc", 2, "--set", "parallel.tp=2")
-    done = start(*words, MASTER_ADDR=address, LOCAL_WORLD_SIZE="1").ended()
-    assert done.codes == [2, 2]
-    for error in done.errors:
-        assert said in error and "hint: set MASTER_ADDR to the address of rank 0's" in error
-        assert "Traceback" not in error
+    for address, said in (
+        ("0.0.0.0", "stands for every interface of a machine"),
+        ("::", "stands for every interface of a machine"),
+        ("localhost", "is 127.0.0.1 here, which no other machine can reach"),
+        ("no.such.host.invalid", "is not reached: "),
+    ):
+        done = start(*words, MASTER_ADDR=address, LOCAL_WORLD_SIZE="1").ended()
+        assert done.codes == [2, 2], address
+        for error in done.errors:
+            assert f"MASTER_ADDR={address} {said}" in error, error
+            assert "hint: set MASTER_ADDR to the address of rank 0's" in error
+            assert "Traceback" not in error
 
 
 def test_a_port_that_is_taken_is_named(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from chats import fine_tune, save_model, sums, write_lines
 from command_line import mtcli
+from marks import slow
 from tiny import metrics
 
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -95,6 +96,7 @@ def test_what_is_to_be_done_with_adapters_is_asked(home, run):
     assert done.returncode == 2 and "adapters are trained for weights" in done.stderr
 
 
+@slow("two runs and seven conversions, 3 s")
 def test_verify_compares_two_runs_adapters_and_their_optimizer_state(home, run):
     lora = {"lora.rank": 4, "lora.alpha": 8, "train.epochs": 2}
     for name, seed in (("twin", 1234), ("other", 7)):

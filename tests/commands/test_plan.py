@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 KEYS = {
     "ok", "problems", "layout", "parameters", "memory_bytes", "fits", "step_seconds",
@@ -173,6 +174,7 @@ def test_the_config_of_uneven_chunks_is_planned_as_it_was_found(capsys, tmp_path
     assert again["memory_bytes"] == found["memory_bytes"]
 
 
+@slow("two searches of 175B")
 def test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide(capsys):
     code, _, err = run(capsys, "gpt3-175b", "--gpus", "10", "--device", "a100-40gb")
     assert code == 1 and "layouts fits" in err and "such as --global-batch 1540" in err
@@ -180,6 +182,7 @@ def test_a_search_that_finds_no_room_names_a_batch_that_more_layouts_divide(caps
     assert code == 1 and "--global-batch" not in err  # 4 ranks divide its own batch
 
 
+@slow("seven searches")
 def test_a_search_that_finds_no_room_says_from_how_many_devices_on_there_is(capsys):
     a100 = ("llama-3.1-8b", "--device", "a100-40gb")
     code, out, err = run(capsys, *a100, "--gpus", "1")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from command_line import launched, mtcli
 from indexed_dataset import write_dataset
+from marks import slow
 
 SMALL = [
     "model.num_layers=2",
@@ -51,6 +52,7 @@ def test_it_says_first_what_it_will_do_and_last_what_it_wrote(profiled):
     assert lines[-3:] == ["wrote t.json", "wrote r.html", "wrote p.png"]
 
 
+@slow("a step of rows of 256")
 def test_memory_at_its_peak_is_what_plan_says(tmp_path):
     sizes = ["--set", "batch.micro_batch_size=2", "--set", "batch.global_batch_size=4"]
     steps = ["--steps", 1, "--warmup", 0, "--json", "p.json"]

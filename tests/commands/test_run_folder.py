@@ -11,6 +11,7 @@ import pytest
 from command_line import launched, mtcli, start
 from drills import STEPS, Drill
 from indexed_dataset import write_dataset
+from marks import slow, slow_cases
 from tiny import documents, metrics
 
 from mtcli.core.data.indexed import token_dtype
@@ -51,7 +52,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [1, *slow_cases("five commands of two ranks", 2)])
 def test_beside_a_live_run_that_has_saved_nothing_no_other_starts(drill, nproc):
     """Its folder stays as it is, by the byte, whoever asks; then it goes on and ends well."""
     fault = partial(paused, step=2, go=drill.folder / "go")
@@ -121,15 +122,33 @@ def test_a_run_folder_that_was_moved_goes_on_where_it_is(drill):
     assert not drill.output.exists()
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a run of STEPS steps in run/, and one with that of another seed."""
+    folders = []
+    for seed in (7, 8):
+        drill = Drill(tmp_path_factory.mktemp(f"seed-{seed}"))
+        text = drill.config.read_text().replace(f'output = "{drill.output}"', 'output = "run"')
+        drill.config.write_text(text)
+        done = mtcli("train", drill.config, "--set", f"seed={seed}", folder=drill.folder)
+        assert done.codes == [0], done.errors
+        folders.append(drill.folder)
+    return folders
+
+
 @pytest.fixture
-def machines(tmp_path):
-    """Two folders, each a machine's own, with the same run of STEPS steps in run/; and a drill."""
+def machines(runs, tmp_path):
+    """Two folders, each a machine's own, with the same run in run/; and a drill."""
     drill = Drill(tmp_path / "first")
-    text = drill.config.read_text().replace(f'output = "{drill.output}"', 'output = "run"')
-    drill.config.write_text(text)
-    assert mtcli("train", drill.config, folder=drill.folder).codes == [0]
-    shutil.copytree(drill.folder, tmp_path / "second")
+    for name in ("first", "second"):
+        shutil.copytree(runs[0], tmp_path / name, dirs_exist_ok=True)
     return drill, tmp_path / "second"
+
+
+def with_another_run(folder, runs):
+    """Puts the run of another seed in the place of a folder's."""
+    shutil.rmtree(folder / "run")
+    shutil.copytree(runs[1] / "run", folder / "run")
 
 
 def elsewhere(rank, folder):
@@ -166,7 +185,7 @@ def test_a_rank_that_lacks_the_newest_checkpoint_ends_the_run_before_it_starts(m
     assert contents(drill.output) == before
 
 
-@pytest.mark.parametrize("left", ["older", "none"])
+@pytest.mark.parametrize("left", ["older", *slow_cases("1 s", "none")])
 def test_rank_0_does_not_begin_behind_a_checkpoint_that_another_sees(machines, left):
     drill, second = machines
     shutil.rmtree(newest(drill.folder) if left == "older" else drill.output)
@@ -176,10 +195,10 @@ def test_rank_0_does_not_begin_behind_a_checkpoint_that_another_sees(machines, l
     assert ("sees none" if left == "none" else f"sees {name}00000006") in done.errors[0]
 
 
-def test_checkpoints_of_one_name_and_other_bytes_are_not_mixed(machines):
+@slow("two runs, 1 s")
+def test_checkpoints_of_one_name_and_other_bytes_are_not_mixed(machines, runs):
     drill, second = machines
-    shutil.rmtree(second / "run")
-    assert mtcli("train", drill.config, "--set", "seed=8", folder=second).codes == [0]
+    with_another_run(second, runs)
     done = go_on(drill, partial(elsewhere, folder=second), "--resume")
     refused(done, f"rank 1 on {os.uname().nodename} has opened run/checkpoints/step-{STEPS:08d} of")
 
@@ -193,6 +212,7 @@ def stale(rank):
         opening.step_folders = lambda root: real(root)[:-1]
 
 
+@slow("two runs, 1 s")
 def test_a_stale_list_of_checkpoints_does_not_mix_them(machines):
     drill, _ = machines
     alone = drill.folder / "alone"
@@ -208,11 +228,11 @@ def rows_of(folder):
     return [(row["step"], row["loss"]) for row in metrics(folder)]
 
 
+@slow("two runs, 1 s")
 @pytest.mark.parametrize("kind", ["ours", "hf"])
-def test_ranks_do_not_start_from_different_weights_of_one_name(machines, kind):
+def test_ranks_do_not_start_from_different_weights_of_one_name(machines, runs, kind):
     drill, second = machines
-    shutil.rmtree(second / "run")
-    assert mtcli("train", drill.config, "--set", "seed=8", folder=second).codes == [0]
+    with_another_run(second, runs)
     source = newest(drill.folder).relative_to(drill.folder)
     if kind == "hf":
         for folder in (drill.folder, second):
@@ -233,10 +253,10 @@ def test_ranks_do_not_train_on_different_data_of_one_name(machines):
     assert not (drill.folder / "new").exists()
 
 
-def test_ranks_do_not_evaluate_different_weights_of_one_name(machines):
+@slow("two runs, 1 s")
+def test_ranks_do_not_evaluate_different_weights_of_one_name(machines, runs):
     drill, second = machines
-    shutil.rmtree(second / "run")
-    assert mtcli("train", drill.config, "--set", "seed=8", folder=second).codes == [0]
+    with_another_run(second, runs)
     words = ["generate", "run", "--prompt", "a", "--max-tokens", 1, "--nproc", 2]
     fault = partial(elsewhere, folder=second)
     done = mtcli(*words, folder=drill.folder, fault=fault)

@@ -5,6 +5,7 @@ import json
 import pytest
 from command_line import mtcli
 from indexed_dataset import write_dataset
+from marks import slow
 from tiny import documents, metrics, write_run
 
 from mtcli.core.data.indexed import token_dtype
@@ -65,7 +66,11 @@ def test_a_tenth_has_the_keys_that_are_promised_and_beats_a_random_one(home, sub
     assert set(random["weights"]) == {count / len(random["indices"])}
 
 
-@pytest.mark.parametrize("layout", [["parallel.tp=2"], []], ids=["tp=2", "dp=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [["parallel.tp=2"], pytest.param([], marks=slow("a further layout, 1 s"))],
+    ids=["tp=2", "dp=2"],
+)
 def test_two_ranks_choose_what_one_does(home, subset, layout):
     sets = [word for one in layout for word in ("--set", one)]
     out = ("--output", "two.json", *OUT[2:])
@@ -86,6 +91,7 @@ def test_training_on_it_is_the_same_on_tp_2_with_a_resume_as_on_one_process(home
     assert losses(home, "two")[3:] == pytest.approx(losses(home, "one")[3:], rel=1e-5)
 
 
+@slow("a blend, 1 s")
 def test_sources_of_a_blend_are_chosen_from_by_their_weights(home):
     words = ("0.75", "data", "0.25", "other")
     found = chosen(home, "--size", 40, data=words, out=("--output", "b.json", *OUT[2:]))
@@ -158,6 +164,7 @@ def test_training_refuses_a_subset_of_other_sequences(home, subset, settings, me
     assert not (home / "refused" / "checkpoints").exists()
 
 
+@slow("four commands, 2 s")
 def test_a_run_does_not_go_on_with_another_subset(home, subset):
     assert train(home, "first", **{"train.steps": 2}).returncode == 0
     chosen(home, "--fraction", "0.2", out=("--output", "more.json", *OUT[2:]))
@@ -178,6 +185,7 @@ def test_importance_resampling_needs_no_model_and_is_judged_by_one_that_is_named
     assert train(home, "dsir", subset="d.json").returncode == 0
 
 
+@slow("three runs, 3 s")
 def test_a_run_that_selects_again_has_the_same_losses_resumed_on_two_ranks(home, subset):
     again = {"data.reselect_every": 2}
     assert train(home, "again", **again).returncode == 0

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import typer
+from marks import slow
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from typer.main import get_command
@@ -139,6 +140,7 @@ def test_a_damaged_source_is_refused_and_not_copied_with_new_hashes(gpt2, tmp_pa
     assert not (tmp_path / "again").exists()
 
 
+@slow("workers of their own, six times")
 def test_verify_says_what_was_compared_of_the_optimizer(gpt2, tmp_path, capsys, warm):
     source = open_checkpoint(gpt2)
     weights = {name: source.read(name) for name in source.names()}
@@ -175,6 +177,7 @@ def test_verify_tells_models_apart_whose_tensors_are_the_same(gpt2, tmp_path):
     assert error.value.code == Exit.FAILED
 
 
+@slow("workers of their own")
 def test_the_first_tensor_that_differs_is_named_however_many_look_for_it(gpt2, tmp_path, warm):
     run(gpt2, tmp_path / "a", "--to", "hf")
     tensors = load_file(tmp_path / "a" / "model.safetensors")
@@ -186,6 +189,7 @@ def test_the_first_tensor_that_differs_is_named_however_many_look_for_it(gpt2, t
             run("verify", gpt2, tmp_path / "a", "--nproc", nproc)
 
 
+@slow("workers of their own")
 def test_the_result_says_what_memory_it_took(gpt2, tmp_path, capsys, warm):
     for nproc in (1, 2):
         target = tmp_path / f"{nproc}"

@@ -6,6 +6,7 @@ import time
 
 from command_line import mtcli
 from drills import Drill
+from marks import slow
 from tiny import metrics
 
 SLOW, SECONDS = 2, 0.5
@@ -26,6 +27,7 @@ def sleep_in_every_step(rank):
     Pipeline.train_step = slow
 
 
+@slow("four ranks that sleep, 3 s")
 def test_a_rank_that_sleeps_is_named_as_the_straggler(tmp_path):
     drill = Drill(tmp_path)
     settings = ["parallel.tp=2", "train.steps=5", "train.log_every=2"]

@@ -7,6 +7,7 @@ import time
 import pytest
 from chats import save_model, sums, write_lines
 from command_line import mtcli, start
+from marks import slow, slow_cases
 from tiny import metrics, write_run
 
 from mtcli.core.checkpoint.folder import step_folders, step_of
@@ -74,6 +75,7 @@ def test_every_trial_s_folder_is_that_of_a_run_alone_but_for_who_diverges(tmp_pa
     assert [row.split()[0] for row in rows] == [trial["name"] for trial in found["trials"]]
 
 
+@slow("three commands")
 def test_a_trial_s_folder_goes_on_with_train_and_is_exported(tmp_path):
     config = write_run(tmp_path, train={"steps": 3, "precision": "fp32"})
     assert sweep(config, "--vary", "optimizer.lr=1e-3,3e-3").returncode == 0
@@ -86,6 +88,7 @@ def test_a_trial_s_folder_goes_on_with_train_and_is_exported(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@slow("three sweeps of a wide model")
 def test_models_that_fill_a_cpu_core_are_trained_in_turn_unless_asked_otherwise(tmp_path):
     batch = {"seq_len": 16, "micro_batch_size": 4}
     config = write_run(tmp_path, batch=batch, train={"steps": 2, "precision": "fp32"})
@@ -141,6 +144,7 @@ def test_a_sweep_resumes_with_all_of_its_trials_their_models_and_a_whole_table(t
     }
 
 
+@slow("two sweeps by optuna")
 def test_a_sampler_s_sweep_that_resumes_has_all_trials_in_its_table(tmp_path):
     pytest.importorskip("optuna")
     config = write_run(tmp_path, train={"steps": 2, "precision": "fp32"})
@@ -221,6 +225,7 @@ def outcomes(folder):
     return {t["name"]: (t["status"], t["steps"], t["reason"]) for t in trials}
 
 
+@slow("two sweeps of 17 trials")
 def test_hyperband_stops_the_same_trials_in_one_array_or_in_many(tmp_path):
     config = write_run(tmp_path, train={"steps": 9, "precision": "fp64"})
     words = ("--vary", "optimizer.lr=1e-4..1e-2", "--hyperband", "9,3")
@@ -242,6 +247,7 @@ def test_hyperband_stops_the_same_trials_in_one_array_or_in_many(tmp_path):
     assert len(least) == 6
 
 
+@slow("24 steps, and three commands")
 def test_the_median_rule_stops_trials_and_a_run_goes_on_from_there(tmp_path):
     config = write_run(tmp_path, train={"steps": 24, "precision": "fp32"})
     words = ("--vary", "optimizer.lr=1e-6,1e-2,2e-2", "--median", "8")
@@ -257,6 +263,7 @@ def test_the_median_rule_stops_trials_and_a_run_goes_on_from_there(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@slow("three sweeps")
 def test_a_sweep_that_stops_at_a_step_of_the_median_rule_decides_as_it_would_have(tmp_path):
     config = write_run(tmp_path, train={"steps": 4, "precision": "fp32"})
     words = ("--vary", "optimizer.lr=1e-6,1e-2,2e-2,1e-1", "--median", "2")
@@ -267,6 +274,7 @@ def test_a_sweep_that_stops_at_a_step_of_the_median_rule_decides_as_it_would_hav
     assert whole == cut and ("stopped", 2) in [told[:2] for told in whole.values()]
 
 
+@slow("two ranks, twice")
 def test_arrays_over_data_ranks_are_runs_over_data_ranks(tmp_path):
     config = write_run(tmp_path, **RUN)
     done = sweep(config, "--vary", "optimizer.lr=1e-3,3e-3", "--nproc", "2")
@@ -279,6 +287,7 @@ def test_arrays_over_data_ranks_are_runs_over_data_ranks(tmp_path):
     assert theirs["sync_bytes"] <= own["sync_bytes"] < 1.1 * theirs["sync_bytes"]
 
 
+@slow("two sweeps")
 def test_trials_on_data_ranks_end_early_where_they_do_on_one(tmp_path):
     """One diverges at once, and the median rule stops another."""
     config = write_run(tmp_path, train={"steps": 8, "precision": "fp64"})
@@ -300,7 +309,7 @@ def saves_fail_at_step_two(rank):
     saves, saving.save = saving.save, save
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [2, *slow_cases("two sweeps", 1)])
 def test_a_save_that_fails_leaves_a_sweep_going(nproc, tmp_path):
     """Also where a rule compares trials at the step of that save, and one ends there unsaved."""
     config = write_run(tmp_path, train={"steps": 6, "save_every": 2, "precision": "fp32"})
@@ -315,6 +324,7 @@ def test_a_save_that_fails_leaves_a_sweep_going(nproc, tmp_path):
     assert dict(saved_steps(tmp_path / "out")) == saved | {"lr=1e-06": [2]}
 
 
+@slow("a sweep and a run")
 def test_seeds_of_shared_batches_are_runs_of_that_order(tmp_path):
     config = write_run(tmp_path, **RUN)
     words = ("--seeds", "2", "--shared-batches", "--vary", "optimizer.lr=1e-3")
@@ -325,6 +335,7 @@ def test_seeds_of_shared_batches_are_runs_of_that_order(tmp_path):
     assert_same_run(tmp_path / "out" / "lr=0.001_seed=8", tmp_path / "alone")
 
 
+@slow("two arrays")
 def test_json_on_stdout_has_all_trials_and_nothing_else(tmp_path):
     config = write_run(tmp_path, train={"steps": 4, "eval_every": 2, "eval_batches": 1})
     done = sweep(config, "--vary", "optimizer.name=adamw,sgd", "--json", "-")
@@ -338,6 +349,7 @@ def test_json_on_stdout_has_all_trials_and_nothing_else(tmp_path):
     assert refused.returncode == 2 and not json.loads(refused.stdout)["ok"]
 
 
+@slow("a model of transformers, four commands")
 def test_adapters_of_a_hugging_face_folder_s_model_are_runs_alone_and_go_on(tmp_path):
     save_model(tmp_path / "llama")
     write_lines(tmp_path / "my.jsonl", [*sums(20), {"prompt": "no answer"}])
@@ -364,6 +376,7 @@ def test_adapters_of_a_hugging_face_folder_s_model_are_runs_alone_and_go_on(tmp_
     assert done.returncode == 0, done.stderr
 
 
+@slow("sixteen runs")
 def test_sixteen_rates_are_sixteen_runs_and_the_one_that_diverges_is_alone_in_it(tmp_path):
     rates = (1e-5, 3e-5, 1e-4, 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 5e-3, 7e-3, 1e-2)
     rates += (2e-2, 1e3)

@@ -4,15 +4,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from command_line import free_port, launched, mtcli
+from command_line import free_port, launched, mtcli, stand_ins, workers_of
 from indexed_dataset import write_dataset
+from marks import slow
 from tiny import metrics, write_run
 
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -188,15 +187,20 @@ def test_weights_of_another_run_start_a_new_one_at_step_0(home, base, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "whole_group", "nproc"),
-    [(signal.SIGTERM, False, 1), (signal.SIGINT, True, 2), (signal.SIGTERM, False, 2)],
-    ids=["term", "ctrl-c with workers", "term with workers"],
+    ("number", "to_workers", "nproc"),
+    [
+        (signal.SIGTERM, False, 1),
+        (signal.SIGTERM, False, 2),
+        pytest.param(signal.SIGINT, True, 2, marks=slow("three processes of their own, 9 s")),
+    ],
+    ids=["term", "term with workers", "ctrl-c with workers"],
 )
-def test_a_signal_saves_and_ends_with_130(home, tmp_path, spawn, number, whole_group, nproc):
+def test_a_signal_saves_and_ends_with_130(home, tmp_path, spawn, number, to_workers, nproc):
     folder = tmp_path / "long"
-    process = spawn(*words(home, to(folder), "train.steps=100000", flags=["--nproc", str(nproc)]))
+    line = words(home, to(folder), "train.steps=100000", flags=["--nproc", str(nproc)])
+    process = spawn(*line, alone=to_workers)
     wait_for(process, lambda: lines_in(folder / "metrics.jsonl") >= 2)
-    (os.killpg if whole_group else os.kill)(process.pid, number)
+    (os.killpg if to_workers else os.kill)(process.pid, number)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors and "error" not in errors
@@ -208,7 +212,7 @@ def test_a_killed_worker_is_named_and_the_last_checkpoint_kept(home, tmp_path, s
     settings = [to(folder), "train.steps=100000", "train.save_every=1", "train.timeout=30"]
     process = spawn(*words(home, *settings, flags=["--nproc", "2"]))
     wait_for(process, lambda: any((folder / "checkpoints").glob("step-*[0-9]")))
-    os.kill(children(process.pid)[1], signal.SIGKILL)
+    os.kill(workers_of(process.pid)[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "failed: it was killed by SIGKILL" in errors and "--resume" in errors
@@ -228,19 +232,11 @@ def lines_in(path):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def children(pid):
-    """The worker processes of a launcher, oldest first."""
-    folder = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(word) for word in folder.read_text().split()]
-    return [p for p in found if b"train" in Path(f"/proc/{p}/cmdline").read_bytes()]
-
-
 def test_torchrun_starts_it_and_bf16_keeps_float32_masters(home, tmp_path):
     folder = tmp_path / "torchrun"
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     settings = [to(folder), "parallel.pp=2", 'train.precision="bf16"', "train.steps=8"]
-    run = ["-m", "mtcli", *words(home, *settings, "optimizer.lr=1e-2")]
-    command = [sys.executable, *launcher, str(free_port()), *run]
+    launcher = [stand_ins() / "torchrun", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    command = [*launcher, "-m", "mtcli", *words(home, *settings, "optimizer.lr=1e-2")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "2 ranks: tp=1 pp=2 dp=1" in done.stdout

@@ -11,6 +11,7 @@ import time
 from functools import partial
 
 import pytest
+from marks import slow
 from ranks import run_ranks
 
 from mtcli.core.config.errors import Exit, MtcliError, wrong
@@ -160,6 +161,7 @@ PARTS = """
 
 # No worker outlives the process that started it. Each opens a FIFO for writing and works forever:
 # the test reads its end when all are gone.
+@slow("a process of its own, 2 s")
 @pytest.mark.parametrize("script", [POOL, PARTS], ids=["pool", "parts"])
 def test_workers_die_with_a_parent_that_was_killed(script, tmp_path):
     fifo, file = str(tmp_path / "fifo"), tmp_path / "script.py"

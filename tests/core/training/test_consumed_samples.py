@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hostile import write_manifest
 from indexed_dataset import write_dataset
+from marks import slow
 from ranks import run_fresh, run_ranks
 from tiny import GPT, documents, run_config
 
@@ -241,6 +242,7 @@ def short(data, output, steps, save_every=100, **sections):
     return run_config(GPT, data=sources, train=train, **sections)
 
 
+@slow("three runs of 62 steps, 3 s")
 @pytest.mark.parametrize("known", [True, False])
 def test_a_run_made_longer_across_an_epoch_keeps_its_samples(data, tmp_path, known):
     """Once, twice, on other layouts; and where a checkpoint's ledger does not say its plan."""

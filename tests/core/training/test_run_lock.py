@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime.attempts import Attempt
@@ -119,6 +120,7 @@ def test_of_many_that_start_at_once_one_holds_the_folder(tmp_path):
     assert answers[-1] == "held" and all("is held by another run" in a for a in answers[:-1])
 
 
+@slow("three processes, 450 locks")
 def test_a_lock_that_is_taken_again_and_again_is_held_by_one_at_a_time(tmp_path):
     """Each holder removes the lock as it leaves; one that had opened it must not hold it then."""
     count = """

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from indexed_dataset import write_dataset
+from marks import slow
 from ranks import run_fresh
 from tiny import GPT, LLAMA, documents, metrics, run_config
 
@@ -88,6 +89,7 @@ def until_two_steps_on(runtime, output):
     before_writing(wait)
 
 
+@slow("six runs")
 @pytest.mark.parametrize(
     ("world", "model", "parallel", "precision"),
     [

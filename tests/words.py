@@ -1,25 +1,20 @@
-"""Private words that the field's terms replaced do not come back.
+"""Private words that the field's terms replaced, and where they stand.
 
 Names are split into words (`GraphedPipeline`, `taped_ops`) and held to all of RETIRED; docstrings,
 comments and pages of docs to those that are no plain English besides.
 
-python tests/test_words.py           # how often each word stands where, by folder
-python tests/test_words.py piece     # each place of one word
+python tests/words.py           # how often each word stands where, by folder
+python tests/words.py piece     # each place of one word
 """
 
 import ast
 import functools
-import io
 import re
 import sys
-import tokenize
 from collections import Counter
-from pathlib import Path
 
-import pytest
+from sources import ROOT, SOURCES, nodes
 
-ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "mtcli").rglob("*.py"))
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Retired word -> the field's term. These are looked for in names and in prose.
@@ -114,9 +109,8 @@ def room(path):
 def names_in(path):
     """The identifiers that a file defines, each once: itself, classes, functions, arguments, fields
     and variables."""
-    tree = ast.parse(path.read_text())
     names = {path.stem: 1}
-    for node in ast.walk(tree):
+    for node in nodes(path):
         line = getattr(node, "lineno", 1)
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             names.setdefault(node.name, line)
@@ -131,21 +125,19 @@ def names_in(path):
 
 @functools.cache
 def prose_in(path):
-    """The docstrings and comments of a file, or a page, each with its first line."""
+    """The docstrings of a file and its text from a # on, or a page, each with its first line."""
     text = path.read_text()
     if path.suffix == ".md":
         return [(text, 1)]
     found = [
         (node.value.value, node.lineno)
-        for node in ast.walk(ast.parse(text))
+        for node in nodes(path)
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     ]
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            found.append((token.string, token.start[0]))
-    return found
+    lines = enumerate(text.splitlines(), start=1)
+    return found + [(line[line.index("#") :], number) for number, line in lines if "#" in line]
 
 
 def places(word):
@@ -165,25 +157,6 @@ def places(word):
                     line_of = line + text[: match.start()].count("\n")
                     found.append((path.relative_to(ROOT), line_of, around))
     return found
-
-
-@pytest.mark.parametrize("word", [*RETIRED, *RETIRED_NAMES])
-def test_a_retired_word_does_not_come_back(word):
-    found = places(word)
-    use = (RETIRED | RETIRED_NAMES)[word]
-    assert not found, f"write {use}, not {word}: {found[:5]}"
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("GraphedPipeline", "graphed pipeline"),
-        ("_taped_ops", "taped ops"),
-        ("give_back", "give back"),
-    ],
-)
-def test_a_name_is_split_into_its_words(name, words):
-    assert words_of(name) == words
 
 
 if __name__ == "__main__":
