@@ -225,9 +225,6 @@ SLOW = {
         "test_a_copy_counts_once_however_often_it_is_computed": ("with losses-2-*",),
         "test_biases_move_by_the_loads_of_the_whole_global_batch": ("8-2-*", "6-4-*"),
     },
-    "test_fewest_devices.py": {
-        "test_no_smaller_number_of_devices_is_enough": ("gpt2-1.5b-rtx-5000-*",),
-    },
     "test_fine_tuning.py": {
         "test_every_layout_has_the_losses_of_one_rank": ("4-{'tp': 2, 'cp': 2}",),
         "test_the_loss_of_a_packed_batch_is_transformers_of_its_examples_one_by_one": ("llama",),
@@ -289,12 +286,6 @@ SLOW = {
     "test_replicas.py": {
         "test_a_layout_of_another_number_of_replicas_has_their_average": ("tp=2",),
         "test_a_layout_of_as_many_replicas_copies_each_to_one": ("dp=2,tp=2,pp=2",),
-    },
-    "test_search.py": {
-        "test_the_search_finds_what_trying_everything_finds": ("config1-*",),
-        "test_uneven_stages_are_searched_and_written_out": (),
-        "test_a_pinned_pipeline_leaves_tensor_cuts_that_its_ranks_hold": (),
-        "test_a_grid_of_given_rows_is_searched_by_its_columns": (),
     },
     "test_onebit_runs.py": {
         "test_any_layout_has_the_weights_of_the_paper_s_loop": ("lamb-gpt-4-{'pp': 2}-2-1",),
@@ -401,11 +392,6 @@ SLOW = {
     "test_suggest.py": {
         "test_the_nearest_are_the_best_of_trying_every_layout": (
             "dense-8", "few key heads-8", "moe-8",
-        ),
-    },
-    "test_published.py": {
-        "test_steps_that_were_not_fitted_on_are_predicted_within_some_per_cent": (
-            "korthikanti*", "llama*", "deep_ep*", "torchtitan*",
         ),
     },
     "test_consumed_samples.py": {

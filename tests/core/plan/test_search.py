@@ -9,7 +9,7 @@ from mtcli.core.plan.answer import read_request
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory
 from mtcli.core.plan.predict import predict_workload
-from mtcli.core.plan.search import apply, choices, grids, lower_bound, search
+from mtcli.core.plan.search import _with, apply, choices, fewest, grids, lower_bound, search
 from mtcli.core.plan.sensitivity import FIELDS, neighbours
 from mtcli.core.plan.step_time import pipeline_seconds, step_costs
 from mtcli.core.plan.tables import (
@@ -24,33 +24,34 @@ SMALL = load_config("gpt2-1.5b", ["batch.global_batch_size=64", "train.precision
 # Fewer micro-batches than ranks: here the bound is loose, and its order is not that of the steps.
 FEW = load_config("gpt2-1.5b", ["batch.global_batch_size=4", "model.num_layers=24"])
 MIXTURE = load_config("mixtral-8x7b", ["batch.global_batch_size=8", "batch.seq_len=1024"])
+SHALLOW = MIXTURE.model_copy(
+    update={"model": MIXTURE.model.model_copy(update={"num_layers": 2, "num_experts": 4})}
+)
 
 
 def every_work(config, world, device):
-    from mtcli.core.plan.search import _with
-
     start = Workload.of(config, world)
     plain = [_with(start, choice, config.parallel) for choice in choices(config, world)]
     return [*plain, *grids(config, world, device, frozenset())]
 
 
 @pytest.mark.parametrize(
-    ("config", "world", "device"),
-    [(SMALL, 8, "v100-32gb"), (FEW, 8, "v100-32gb"), (MIXTURE, 8, "h200")],
+    ("config", "device"), [(FEW, "v100-32gb"), (SHALLOW, "v100-32gb")], ids=["few", "experts"]
 )
-def test_the_search_finds_what_trying_everything_finds(config, world, device):
+def test_the_search_finds_what_trying_everything_finds(config, device):
     gpu = GPUS[device]
-    works = [w for w in every_work(config, world, gpu) if memory(w, gpu).total <= gpu.usable_bytes]
-    legal = [w for w in works if not problems(apply(config, w), world)]
+    works = [w for w in every_work(config, 8, gpu) if memory(w, gpu).total <= gpu.usable_bytes]
+    legal = [w for w in works if not problems(apply(config, w), 8)]
     seconds = sorted(predict_workload(w, gpu).step_seconds for w in legal)
-    found = search(config, world, gpu, 3)
+    found = search(config, 8, gpu, 3)
     assert [c.prediction.step_seconds for c in found.best] == pytest.approx(seconds[:3], rel=1e-9)
+    assert (len(works) < found.tried) == (config is SHALLOW), "of which some do not fit"
 
 
-@pytest.mark.parametrize(("config", "world"), [(SMALL, 8), (SMALL, 48), (MIXTURE, 8)])
+@pytest.mark.parametrize(("config", "world"), [(SMALL, 48), (MIXTURE, 8)], ids=["dense", "experts"])
 def test_the_bound_is_never_above_the_simulated_step(config, world):
     gpu = GPUS["a100-80gb"]
-    for work in every_work(config, world, gpu)[::7]:
+    for work in every_work(config, world, gpu)[::11]:
         costs = step_costs(work, gpu)
         step, _ = pipeline_seconds(work, costs)
         step += costs.gradients_exposed + costs.optimizer + costs.overhead
@@ -267,3 +268,29 @@ def test_a_grid_is_the_answer_where_it_is_quicker_and_the_config_has_it():
     assert (chosen.tp_mode, chosen.grid_rows, problems(best.config, 512)) == ("2d", 4, [])
     one = search(config, 512, GPUS["rtx-5000"], 1, pinned | {"parallel.tp_mode"}).best[0]
     assert best.prediction.step_seconds < 0.8 * one.prediction.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "fixed", "expected"),
+    [
+        ("llama-3.1-8b", "a100-40gb", (), 4),
+        ("gpt2-1.5b", "rtx-5000", ("parallel.zero=0",), 3),
+        ("mixtral-8x7b", "h100", ("parallel.pp=1", "batch.micro_batch_size=1"), 16),
+    ],
+    ids=["within a node", "no power of two", "beyond a node"],
+)
+def test_no_smaller_number_of_devices_is_enough(name, device, fixed, expected):
+    def searched(gpus):
+        """What `mtcli plan` finds on some devices."""
+        request = read_request(name, [], fixed, gpus, device)
+        return request, search(request.config, gpus, request.device, 1, request.pinned)
+
+    request, found = searched(1)
+    assert not found.best
+    enough = fewest(request.config, 1, request.device, request.pinned, request.keeps_batch)
+    assert enough.prediction.fits and enough.prediction.work.layout.world == expected
+    node = request.device.node_size
+    for world in range(2, expected):
+        if world <= node or world % node == 0:
+            assert not searched(world)[1].best, world
+    assert searched(expected)[1].best
