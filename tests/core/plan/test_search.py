@@ -36,7 +36,7 @@ def every_work(config, world, device):
 
 
 @pytest.mark.parametrize(
-    ("config", "device"), [(FEW, "v100-32gb"), (SHALLOW, "v100-32gb")], ids=["few", "experts"]
+    ("config", "device"), [(FEW, "v100-32gb"), (SHALLOW, "rtx-5000")], ids=["few", "experts"]
 )
 def test_the_search_finds_what_trying_everything_finds(config, device):
     gpu = GPUS[device]
