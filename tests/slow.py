@@ -389,11 +389,6 @@ SLOW = {
         "test_a_line_of_600_mb_takes_less_than_300": (),
         "test_what_is_told_of_reading_is_the_size_of_the_file_in_steps": ("", ".zst"),
     },
-    "test_suggest.py": {
-        "test_the_nearest_are_the_best_of_trying_every_layout": (
-            "dense-8", "few key heads-8", "moe-8",
-        ),
-    },
     "test_consumed_samples.py": {
         "test_one_rank_of_a_machine_hashes_the_data_and_the_others_take_rank_0s": (),
         "test_a_run_made_longer_across_an_epoch_keeps_its_samples": (),
