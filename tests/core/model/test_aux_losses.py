@@ -1,6 +1,7 @@
 """Losses of routers by their formulas: gradients of a step on each layout, against autograd of
 E sum_e f_e P_e (arXiv:2101.03961, section 2.2) and of mean logsumexp^2 (arXiv:2202.08906, 3)."""
 
+import itertools
 from functools import cache
 
 import pytest
@@ -26,15 +27,16 @@ LOSSES = {
     "sigmoid, all": {"router_score": "sigmoid", **dict.fromkeys(NONE, 0.2)},
 }
 WITHOUT = {"none": {}, "sigmoid, none": {"router_score": "sigmoid"}}
-LAYOUTS = [
-    (1, {}),
-    (2, {}),
-    (2, {"cp": 2, "ep": 2}),
-    (2, {"cp": 2, "sequence_parallel": False}),
-    (2, {"tp": 2, "recompute": "full"}),
-    (4, {"tp": 2, "cp": 2, "etp": 2}),
-    (2, {"pp": 2, "schedule": "zero_bubble"}),
-]
+LAYOUTS = {  # by world
+    2: [
+        {},
+        {"cp": 2, "ep": 2},
+        {"cp": 2, "sequence_parallel": False},
+        {"tp": 2, "recompute": "full"},
+        {"pp": 2, "schedule": "zero_bubble"},
+    ],
+    4: [{"tp": 2, "cp": 2, "etp": 2}],
+}
 
 
 def config_of(changes, parallel):
@@ -93,29 +95,36 @@ def by_hand(name):
     return dict(zip(names, torch.autograd.grad(total, weights), strict=True))
 
 
-def gradients(runtime, parallel):
-    """The first gradients of a rank with each of the losses, by parameter."""
-    configs = {name: config_of(changes, parallel) for name, changes in LOSSES.items()}
-    return {name: train_on(runtime, config, 1).gradients for name, config in configs.items()}
+def gradients(runtime):
+    """Of each layout of these ranks the first gradients with each of the losses, by parameter."""
+    return [
+        {
+            name: train_on(runtime, config_of(changes, parallel), 1).gradients
+            for name, changes in LOSSES.items()
+        }
+        for parallel in LAYOUTS[runtime.world]
+    ]
 
 
-@pytest.mark.parametrize(("world", "parallel"), LAYOUTS, ids=str)
-def test_gradients_are_those_of_the_formulas(world, parallel):
-    config, alone = config_of({}, parallel), ParallelLayout(1)
-    layout, table = ParallelLayout.of(config.parallel, world), parameters(config.model)
-    for rank, measured in enumerate(run_ranks(world, gradients, parallel)):
-        for name in LOSSES:
-            for parameter, gradient in measured[name].items():
+@pytest.mark.parametrize("world", LAYOUTS)
+def test_gradients_are_those_of_the_formulas(world):
+    alone, ranks = ParallelLayout(1), run_ranks(world, gradients)
+    for number, parallel in enumerate(LAYOUTS[world]):
+        config = config_of({}, parallel)
+        layout, table = ParallelLayout.of(config.parallel, world), parameters(config.model)
+        for rank, name in itertools.product(range(world), LOSSES):
+            for parameter, gradient in ranks[rank][number][name].items():
                 described, whole = table[parameter], by_hand(name)[parameter]
                 box = described.box(layout, rank)
                 expected = whole.view(described.local_shape(alone))[box.slices]
                 found = gradient.view(described.local_shape(layout))[box.inside]
-                assert (found - expected).norm() < 1e-10 * whole.norm(), (name, parameter)
+                case = parallel, name, parameter
+                assert (found - expected).norm() < 1e-10 * whole.norm(), case
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_losses_of_these_tests_are_seen_in_every_router(name):
-    without = "sigmoid, none" if "sigmoid" in name else "none"
-    for parameter, gradient in by_hand(name).items():
-        if parameter.endswith("router.weight"):
-            assert (gradient - by_hand(without)[parameter]).norm() > 0.01 * gradient.norm()
+def test_the_losses_of_these_tests_are_seen_in_every_router():
+    for name in LOSSES:
+        without = by_hand("sigmoid, none" if "sigmoid" in name else "none")
+        for parameter, gradient in by_hand(name).items():
+            if parameter.endswith("router.weight"):
+                assert (gradient - without[parameter]).norm() > 0.01 * gradient.norm(), name
