@@ -81,13 +81,6 @@ def test_with_hysteresis_it_is_megatron_s(dynamic_grad_scaler, hysteresis, seed)
     assert 1.0 in expected and len(set(expected)) > 4
 
 
-def test_it_halves_at_overflow_after_its_patience_and_doubles_after_its_window():
-    good, bad = False, True
-    steps = [good, bad, good, bad, bad, good, good, good, bad, bad]
-    expected = [8, 8, 8, 8, 4, 2, 2, 2, 4, 4, 2]  # the first overflow, and that after doubling
-    assert scales(LossScale(8.0, window=3, hysteresis=2), steps) == expected
-
-
 def test_it_cannot_fall_below_one_and_says_so():
     scale = LossScale(3.0, window=9)
     assert scale.can_fall
