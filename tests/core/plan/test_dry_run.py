@@ -74,11 +74,9 @@ LATE = SPLIT | {"stage_layers": (0, 2)}  # a stage without blocks before another
 SENT = SPLIT | {"pp": 3, "stage_layers": (0, 1, 0)}
 MIDDLE = BROAD | {"num_kv_heads": 1, "activation": "gelu", "ffn_hidden_size": 1536}
 ALONE = {"batch": {"seq_len": 256, "micro_batch_size": 1, "global_batch_size": 1}}
-HEAVY = {"ffn_hidden_size": 4096}
 SMALL = {"hidden_size": 128, "num_heads": 4}
 UNGROUPED = {"num_kv_heads": 8}
 ONE_KEY = LLAMA | {"num_heads": 4, "num_kv_heads": 1, "head_dim": 512} | SLIM | {"hidden_size": 128}
-DEEPER = {"num_layers": 8, "num_kv_heads": 2}
 AGAIN_ONCE = {"recompute": "selective"}
 ENCODER = GPT | {"architecture": "bert", "causal": False}
 POST = {"norm_order": "post"}
@@ -90,7 +88,6 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "dropout": (1, GPT | DROPPING, {}, "fp16", None),
     "tp": (2, GPT, {"tp": 2}, "bf16", None),
     "few adapters": (1, LLAMA, {}, "bf16", None, FEW_ADAPTERS),
-    "adapters, learned positions": (1, GPT, {}, "bf16", None, ADAPTERS),
     "adapters beside experts, recomputed": (1, MOE, {"recompute": "full"}, "fp32", None, ADAPTERS),
     "adapters of a pipeline": (2, DEEP, {"pp": 2}, "bf16", LAST, ADAPTERS),
     "without sequence parallelism": (2, LLAMA, {"tp": 2, "sequence_parallel": False}, "bf16", None),
@@ -112,7 +109,6 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "lamb": (4, MOE, {"pp": 2, "ep": 2, "zero": 1}, "bf16", LAST, LAMB),
     "lamb, zero=3": (2, LLAMA, {"zero": 3}, "bf16", LAST, LAMB),
     "zero=3, biases of routers": (2, MOE | BIASES, {"zero": 3}, "bf16", None),
-    "experts in float64": (1, MOE, {"recompute": "full"}, "fp64", None),
     "zero=3, positions reduced last": (4, GPT | PLACES, {"pp": 2, "zero": 3}, "bf16", None, FEW),
     "zero=3, experts of few tokens": (8, MOE, HALVES, "fp32", None, FEW),
     "zero=3, data ranks of few experts": (2, MOE, {"zero": 3, "tp": 2}, "fp32", None, FEW),
@@ -136,7 +132,6 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
 }
 CPU_ROWS = {
     "a key head of two ranks on CPU": (2, ONE_KEY, {"tp": 2}, "fp32", None),
-    "dropout on CPU": (1, LLAMA | DROPPING, {}, "fp32", None),
     "attention again on CPU": (2, DEEP, SPLIT | {"recompute": "selective"}, "bf16", LAST),
     "padded on CPU": (2, MOE | PADDED, GATHERED | {"recompute": "selective"}, "bf16", None),
     "padded on CPU, etp": (2, MOE | FULL | NARROW, {"etp": 2}, "fp8", None),
@@ -145,11 +140,8 @@ CPU_ROWS = {
     "documents round a ring on CPU": (4, LLAMA | SLIM | ONE, RING, "bf16", None, MASKED),
     "blocks of heads on CPU": (1, LLAMA | SLIM | ONE, {"recompute": "full"}, "fp32", None),
     "a grid on CPU in 16 bits": (4, GPT, GRID | {"recompute": "selective"}, "bf16", None),
-    "wide copies of inputs on CPU": (1, LLAMA | SLIM | DEEPER, AGAIN_ONCE, "bf16", None),
     "long documents on CPU": (1, LLAMA | SLIM | UNGROUPED, {}, "fp32", None, MASKED | LONG),
-    "halves of wide layers on CPU": (2, LLAMA | HEAVY, LATE, "fp32", LAST, FEW),
     "an encoder that drops on CPU": (2, ENCODER | DROPPING | BIG, {"pp": 2}, "fp32", LAST),
-    "choices on CPU": (2, CHOOSER | POST, {"cp": 2, "cp_mode": "a2a"}, "fp32", None, RACE),
     "a head alone on CPU": (2, DEEP | WIDE, SPLIT | HEADLESS, "bf16", LAST),
 }
 # Where evaluation comes nearest to a step: 0.94, 0.91, and with pp 0.46 of its peak.
