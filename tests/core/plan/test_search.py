@@ -205,23 +205,14 @@ def test_the_best_layout_falls_to_others_by_one_field_for_a_reason():
     assert "recomputation" in again.reason
 
 
-def test_squares_of_ranks_are_searched_where_they_are_asked_for():
-    config = load_config("gpt3-175b", ["parallel.tp_mode=2d", "train.precision=bf16"])
-    pinned = frozenset({"parallel.tp_mode", "parallel.tp_rows"})  # which are 0
-    found = search(config, 64, GPUS["h200"], 3, pinned)
-    for candidate in found.best:
-        assert candidate.config.parallel.tp in (4, 16, 64)
-        assert candidate.prediction.work.layout.tp_rows**2 == candidate.config.parallel.tp
-
-
-def test_a_grid_of_given_rows_is_searched_by_its_columns():
-    fields = ["parallel.tp_mode=2d", "parallel.tp_rows=2", "train.precision=bf16"]
+def test_squares_or_grids_of_given_rows_are_searched_where_two_dimensions_are_asked_for():
     pinned = frozenset({"parallel.tp_mode", "parallel.tp_rows"})
-    found = search(load_config("gpt3-175b", fields), 64, GPUS["h200"], 3, pinned)
-    for candidate in found.best:
-        layout = candidate.prediction.work.layout
-        assert (layout.tp_rows, layout.tp) == (2, candidate.config.parallel.tp)
-    assert len({c.config.parallel.tp for c in found.best} - {4}) > 0
+    for rows, sizes in ((0, {4, 16, 64}), (2, {2, 4, 8, 16, 32, 64})):
+        fields = ["parallel.tp_mode=2d", f"parallel.tp_rows={rows}", "train.precision=bf16"]
+        works = works_of(load_config("gpt3-175b", fields), 64, GPUS["h200"], pinned)
+        assert {work.layout.tp for work in works} == sizes
+        for work in works:
+            assert work.layout.tp_rows == (rows or work.layout.tp_columns)
 
 
 def test_other_grids_are_searched_and_compared_where_two_dimensions_are_asked_for():
