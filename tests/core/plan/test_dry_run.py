@@ -108,6 +108,7 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "documents": (1, LLAMA, {}, "fp32", None, MASKED),
     "lamb": (4, MOE, {"pp": 2, "ep": 2, "zero": 1}, "bf16", LAST, LAMB),
     "lamb, zero=3": (2, LLAMA, {"zero": 3}, "bf16", LAST, LAMB),
+    "zero=3, rows that do not divide": (3, GPT, {"zero": 3}, "bf16", LAST),
     "zero=3, biases of routers": (2, MOE | BIASES, {"zero": 3}, "bf16", None),
     "zero=3, positions reduced last": (4, GPT | PLACES, {"pp": 2, "zero": 3}, "bf16", None, FEW),
     "zero=3, experts of few tokens": (8, MOE, HALVES, "fp32", None, FEW),

@@ -13,9 +13,10 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters, stage_parameters
 from mtcli.core.mesh.parameters import stage_layers as even_stages
 from mtcli.core.plan.elements import rank_elements
-from mtcli.core.plan.hardware import GPUS
+from mtcli.core.plan.hardware import GPUS, HERE
 from mtcli.core.plan.memory import memory, memory_by_stage
 from mtcli.core.plan.published.software import PublishedWork
+from mtcli.core.plan.tape import block
 from mtcli.core.plan.tape.ops import Kernels
 from mtcli.core.plan.tape.stage import stage_bytes
 from mtcli.core.plan.workload import Workload, spread
@@ -119,6 +120,19 @@ def published(**fields):
     return step(gpt(), ParallelLayout(1), flash=False, recompute="selective", **fields)
 
 
+def test_the_head_saves_its_inputs_and_a_row_of_logits_per_token():
+    work = step(gpt(num_layers=1), ParallelLayout(2, tp=2))
+    without = replace(work, model=gpt(num_layers=1, vocab_size=2))
+    tokens, hidden = 2 * 32, 64
+    logits = 2 * tokens * (512 - 128)  # 1000 and 2 columns, padded to 128 on each of two ranks
+    difference = memory(work, H100).activations - memory(without, H100).activations
+    assert difference == pytest.approx(logits)
+    two = memory(replace(work, model=gpt(num_layers=2)), H100).activations
+    ends = 2 * memory(work, H100).activations - two
+    sides = tokens // 2 * hidden * 2 + tokens * hidden * 2 + 2 * tokens * 512
+    assert ends == pytest.approx(sides, rel=0.12)  # and indices and statistics: 40 bytes a token
+
+
 @pytest.mark.parametrize("pp", [2, 4])
 def test_1f1b_keeps_a_whole_models_activations_on_its_first_rank(pp):
     """arXiv:2205.05198, section 4.2.3: p micro-batches of l / p layers, and their stages' ends."""
@@ -152,6 +166,29 @@ def test_gpipe_keeps_every_micro_batch():
     assert several / every == pytest.approx(long.num_micro_batches / base.num_micro_batches)
 
 
+def test_zero_bubble_keeps_the_inputs_and_gradients_that_its_weight_halves_wait_with():
+    """Per waiting block, in 16 bits: inputs of h, h, h and 4h, gradients of 3h, h, 4h and h."""
+    base = step(gpt(), ParallelLayout(4, pp=4))
+    whole = replace(base, schedule_name="zero_bubble")
+    stages, plain = memory_by_stage(whole, H100), memory_by_stage(base, H100)
+    tokens, layers = 64, 2
+    for rank in (1, 2):
+        halves, whole = layers * tokens * 2 * (7 + 9) * 64, plain[rank].activations / (4 - rank)
+        after_an_i = (3 - rank) * whole + (rank + 1) * halves  # more: an I leaves a GELU made again
+        assert after_an_i > plain[rank].activations + rank * halves
+        assert stages[rank].activations == pytest.approx(after_an_i)
+
+
+def test_experts_save_their_copies_inputs_insides_and_outputs():
+    dense = gpt(architecture="llama", ffn_hidden_size=96, num_kv_heads=4)
+    difference = [memory(step(model), H100).activations / 8 for model in (mixture(), dense)]
+    tokens, width = 64, 96 * 2
+    # Two copies: in, out, gate and up, two indices and a weight; the router's input and scores.
+    routed = 2 * (2 * 64 * 2 + 2 * width + 2 * 8 + 4) + 4 * (64 + 8)
+    whole = 64 * 2 + 2 * width  # of a dense MLP
+    assert difference[0] - difference[1] == pytest.approx(tokens * (routed - whole))
+
+
 @pytest.mark.parametrize(("capacity", "load"), [(0.0, 1.25), (1.1, 1.1), (0.5, 0.5)])
 def test_a_busy_ranks_experts_save_more_rows_up_to_their_capacity(capacity, load):
     model = load_config("mixtral-8x7b", [f"model.capacity_factor={capacity}"]).model
@@ -182,3 +219,43 @@ def test_layers_spread_evenly_with_lighter_ends(layers, stages):
     assert max(sizes) - min(sizes) <= 1
     if layers >= stages and stages > 2 and layers % stages <= stages - 2:
         assert sizes[0] == sizes[-1] == min(sizes)
+
+
+def test_a_cpus_wide_copy_of_narrow_logits_has_no_column_of_padding():
+    """2,048 tokens' logits are 1.5 MiB of 384 columns: 4 bytes of each that is no padding."""
+    fields = ["train.precision=bf16", "model.hidden_size=48"]
+    padded, full = (
+        memory(Workload.of(load_config("tiny", [*fields, f"model.vocab_size={size}"]), 1), HERE)
+        for size in (257, 384)
+    )
+    assert full.besides_state - padded.besides_state == 4 * 2048 * (384 - 257)
+
+
+def test_attention_of_both_sides_has_no_mask_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(block, "CPU_ATTENTION_ROW_BYTES", 2048)  # as on CPUs but Intel's
+    one = step(gpt(num_layers=1), precision="bf16", seq_len=256)
+    both = replace(one, model=gpt(num_layers=1, causal=False))
+    causal, free = (
+        stage_bytes(work, A_CPU, (False, False), 1).backward_peak for work in (one, both)
+    )
+    assert causal - free == 2 * 256 * 256  # of 256 keys for 256 queries, in 16 bits
+
+
+def test_each_block_keeps_a_mask_of_gathered_keys_on_a_cpu():
+    one = step(gpt(), ParallelLayout(2, cp=2), precision="bf16", cp_mode="all_gather")
+    both = replace(one, model=gpt(causal=False))
+    causal, free = (stage_bytes(work, A_CPU, (False, False), 1).block for work in (one, both))
+    assert causal - free == 2 * 16 * 32  # of 32 keys for a rank's 16 queries, in 16 bits
+
+
+def test_a_ring_of_two_ranks_has_one_block_of_keys_on_its_way_and_a_longer_one_two():
+    one = step(gpt(num_layers=1, ffn_hidden_size=64, max_seq_len=128), recompute="selective")
+    peaks = [
+        stage_bytes(
+            replace(one, layout=ParallelLayout(cp, cp=cp), seq_len=32 * cp), A_GPU, BETWEEN, 1
+        )
+        for cp in (2, 4)
+    ]
+    assert (
+        peaks[1].backward_peak - peaks[0].backward_peak == 2 * 64 * 64 * 2
+    )  # of 64 tokens, in 16 bits
