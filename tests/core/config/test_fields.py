@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 from pydantic import BaseModel
 
 from mtcli.core.config.fields import FieldKind, field_kind
@@ -45,22 +44,22 @@ def test_the_fields_are_those_that_the_config_has():
     assert NUMBERS["model.rope_scaling.factor"].low == 1.0
 
 
-@pytest.mark.parametrize("field", NUMBERS)
-def test_every_number_has_a_finite_range_and_no_boolean_or_nan_is_one(field):
-    kind = NUMBERS[field]
-    assert kind.low is not None
-    assert math.isfinite(kind.high if kind.below is None else kind.below)
-    for value in ("true", "nan", "inf", "1e308", "-1e308", "1e-320", "1" + 40 * "0"):
-        if value == "1e-320" and kind.base is int:
-            value = "0.5"
-        found = problems(assigned(field, value))
-        assert [p.field.split(".")[:2] for p in found] == [field.split("[")[0].split(".")[:2]]
-        assert all(p.hint and "docs/" not in p.hint for p in found)
+def test_every_number_has_a_finite_range_and_no_boolean_or_nan_is_one():
+    for field, kind in NUMBERS.items():
+        assert kind.low is not None, field
+        assert math.isfinite(kind.high if kind.below is None else kind.below), field
+        for value in ("true", "nan", "inf", "1e308", "-1e308", "1e-320", "1" + 40 * "0"):
+            if value == "1e-320" and kind.base is int:
+                value = "0.5"
+            found = problems(assigned(field, value))
+            places = [p.field.split(".")[:2] for p in found]
+            assert places == [field.split("[")[0].split(".")[:2]], (field, value)
+            assert all(p.hint and "docs/" not in p.hint for p in found), (field, value)
 
 
 # fmt: off
 PRECISIONS = "should be 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'"
-@pytest.mark.parametrize(("override", "said", "hint"), [
+WRONG = [  # an override, what is said of its value, and the hint
     ("parallel.tp=two", "'two' should be a whole number",
      "a whole number from 1 to 1048576, such as 1"),
     ("train.steps=1.5", "1.5 should be a whole number",
@@ -68,6 +67,10 @@ PRECISIONS = "should be 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'"
     ("optimizer.lr=-1", "-1 should be at least 0", "a number from 0 to 1e+38, such as 0.0003"),
     ("optimizer.lr=1e-320", "1e-320 should be 0 or at least 1e-30",
      "a number from 0 to 1e+38, such as 0.0003"),
+    ("model.norm_eps=inf", "inf should be a finite number",
+     "a number from 1e-30 to 1, such as 1e-30"),
+    ("seed=4294967296", "4294967296 should be at most 4294967295",
+     "a whole number from 0 to 4294967295, such as 1234"),
     ("optimizer.betas=[0.9, 1]", "1 should be below 1", "a number from 0 to below 1, such as 0"),
     ("optimizer.betas=[0.9]", "[0.9] should be a list of 2", "such as betas = [0.9, 0.95]"),
     ("train.compile=2020-01-01", "2020-01-01 should be true or false", "compile = true, or false"),
@@ -81,34 +84,37 @@ PRECISIONS = "should be 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'"
     ("train.precision=float32", f"'float32' {PRECISIONS}", "did you mean 'fp32'?"),
     ("optimizer.name=adam", "'adam' should be 'adamw', 'lamb' or 'sgd'", "did you mean 'adamw'?"),
     ("train.device=gpu", "'gpu' should be 'auto', 'cpu' or 'cuda'", "did you mean 'cuda'?"),
-])
+]
+UNKNOWN = {
+    "lr": "did you mean 'optimizer.lr'?",
+    "learning_rate": "did you mean 'optimizer.lr'?",
+    "optimizer.learning-rate": "did you mean 'lr'?",
+    "model.lr": "did you mean 'optimizer.lr'?",
+    "batch_size": "did you mean 'batch.global_batch_size' or 'batch.micro_batch_size'?",
+    "n_layers": "did you mean 'model.num_layers'?",
+    "model.hidden": "did you mean 'hidden_size'?",
+    "parallel.steps": "did you mean 'train.steps'?",
+    "schedule": "did you mean 'parallel.schedule' or 'optimizer.schedule'?",
+    "weigth_decay": "did you mean 'optimizer.weight_decay'?",
+    "factor": "did you mean 'model.rope_scaling.factor'?",
+    "dp": "dp is what the other axes leave of the ranks: world / (cp * tp * pp)",
+    "xyz": "known: seed, model, parallel, batch, optimizer, sync, data, lora, train",
+}
 # fmt: on
-def test_a_wrong_value_is_answered_with_what_it_should_be_and_a_right_one(override, said, hint):
-    (problem,) = problems(override)
-    assert (problem.message, problem.hint) == (said, hint)
 
 
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("lr", "did you mean 'optimizer.lr'?"),
-        ("learning_rate", "did you mean 'optimizer.lr'?"),
-        ("optimizer.learning-rate", "did you mean 'lr'?"),
-        ("model.lr", "did you mean 'optimizer.lr'?"),
-        ("batch_size", "did you mean 'batch.global_batch_size' or 'batch.micro_batch_size'?"),
-        ("n_layers", "did you mean 'model.num_layers'?"),
-        ("model.hidden", "did you mean 'hidden_size'?"),
-        ("parallel.steps", "did you mean 'train.steps'?"),
-        ("schedule", "did you mean 'parallel.schedule' or 'optimizer.schedule'?"),
-        ("weigth_decay", "did you mean 'optimizer.weight_decay'?"),
-        ("factor", "did you mean 'model.rope_scaling.factor'?"),
-        ("dp", "dp is what the other axes leave of the ranks: world / (cp * tp * pp)"),
-        ("xyz", "known: seed, model, parallel, batch, optimizer, sync, data, lora, train"),
-    ],
-)
-def test_an_unknown_key_is_looked_up_in_all_sections_and_other_tools(key, hint):
-    (problem,) = problems(f"{key}=1")
-    assert (problem.field, problem.hint) == (key, hint)
+def test_a_wrong_value_is_answered_with_what_it_should_be_and_a_right_one(subtests):
+    for override, said, hint in WRONG:
+        with subtests.test(override):
+            (problem,) = problems(override)
+            assert (problem.message, problem.hint) == (said, hint)
+
+
+def test_an_unknown_key_is_looked_up_in_all_sections_and_other_tools(subtests):
+    for key, hint in UNKNOWN.items():
+        with subtests.test(key):
+            (problem,) = problems(f"{key}=1")
+            assert (problem.field, problem.hint) == (key, hint)
 
 
 def test_an_unknown_architecture_is_one_problem_and_the_rules_still_speak():
@@ -128,13 +134,13 @@ def test_what_follows_from_a_wrong_field_is_no_second_problem():
         assert fields == ["model.hidden_size"]
 
 
-@pytest.mark.parametrize("wrong", [5, True, "tiny", [], None])
-def test_a_section_that_is_no_table_is_one_problem(wrong):
-    config, found = validate({"model": wrong})
-    assert config is None and [p.field for p in found] == ["model"]
-    assert found[0].message.endswith("should be a table of fields") and found[0].hint
-    config, found = validate({"model": {"preset": "tiny"}, "train": wrong})
-    assert [p.field for p in found] == ["train"] and config.train.steps == 100
+def test_a_section_that_is_no_table_is_one_problem():
+    for wrong in (5, True, "tiny", [], None):
+        config, found = validate({"model": wrong})
+        assert config is None and [p.field for p in found] == ["model"], wrong
+        assert found[0].message.endswith("should be a table of fields") and found[0].hint
+        config, found = validate({"model": {"preset": "tiny"}, "train": wrong})
+        assert [p.field for p in found] == ["train"] and config.train.steps == 100, wrong
 
 
 def test_the_defaults_are_legal_values_of_their_own_fields():

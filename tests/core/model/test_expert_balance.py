@@ -28,12 +28,15 @@ def trainer_of(config, runtime=ALONE):
     return trainer, MicroBatchLoader(Samples(config), config, trainer.groups)
 
 
-def moved(runtime, config):
-    """(the loads' ratio of each step, the last bias where this rank has the layer)."""
-    trainer, loader = trainer_of(config, runtime)
-    ratios = [trainer.train_step(loader).expert_load for _ in range(STEPS)]
-    loader.close()
-    return ratios, [router.bias.tolist() for router in trainer.balance.routers]
+def moved(runtime, configs):
+    """Of each config (each step's ratio of loads, the last bias where this rank has the layer)."""
+    found = []
+    for config in configs:
+        trainer, loader = trainer_of(config, runtime)
+        ratios = [trainer.train_step(loader).expert_load for _ in range(STEPS)]
+        loader.close()
+        found.append((ratios, [router.bias.tolist() for router in trainer.balance.routers]))
+    return found
 
 
 @cache
@@ -63,61 +66,69 @@ def by_hand(num_experts):
 
 
 @pytest.mark.parametrize(
-    ("world", "parallel", "batch"),
+    ("world", "layouts"),
     [
-        (1, {}, {}),
-        (2, {}, {}),
-        (2, {"cp": 2, "ep": 2}, {}),
-        (2, {"pp": 2, "stage_layers": [0, 1]}, {}),
-        (4, {"tp": 2, "etp": 2, "zero": 1}, TALL),
+        (2, [({}, {}), ({"cp": 2, "ep": 2}, {}), ({"pp": 2, "stage_layers": [0, 1]}, {})]),
+        (4, [({"tp": 2, "etp": 2, "zero": 1}, TALL)]),
     ],
-    ids=str,
+    ids=["two ranks", "four ranks"],
 )
-@pytest.mark.parametrize("num_experts", [8, 6])  # 64 copies: 8 each, or 10.67
-def test_biases_move_by_the_loads_of_the_whole_global_batch(world, parallel, batch, num_experts):
+def test_biases_move_by_the_loads_of_the_whole_global_batch(world, layouts):
     train = {"precision": "fp64", "steps": STEPS}
-    model = ONE | {"num_experts": num_experts}
-    config = run_config(model, parallel=parallel, batch=batch, optimizer=STILL, train=train)
-    ratios, bias = by_hand(num_experts)
-    odd = {round(b / RATE) % 2 for b in bias}
-    assert odd == ({0, 1} if num_experts == 8 else {1}), "some loads of 8 experts are the mean"
-    found = run_ranks(world, moved, config)
-    for rank_ratios, _ in found:
-        assert rank_ratios == pytest.approx(ratios, rel=1e-12)
-    biases = [values for _, layers in found for values in layers]
-    assert len(biases) == (1 if parallel.get("pp") else world)
-    for values in biases:
-        assert values == pytest.approx(bias, abs=1e-12)
+    # 64 copies: 8 each, or 10.67
+    cases = [(count, parallel, batch) for count in (8, 6) for parallel, batch in layouts]
+    configs = [
+        run_config(
+            ONE | {"num_experts": count},
+            parallel=parallel,
+            batch=batch,
+            optimizer=STILL,
+            train=train,
+        )
+        for count, parallel, batch in cases
+    ]
+    ranks = run_ranks(world, moved, configs)
+    for number, (count, parallel, _) in enumerate(cases):
+        ratios, bias = by_hand(count)
+        odd = {round(b / RATE) % 2 for b in bias}
+        assert odd == ({0, 1} if count == 8 else {1}), "some loads of 8 experts are the mean"
+        for rank in ranks:
+            assert rank[number][0] == pytest.approx(ratios, rel=1e-12)
+        biases = [values for rank in ranks for values in rank[number][1]]
+        assert len(biases) == (1 if parallel.get("pp") else world)
+        for values in biases:
+            assert values == pytest.approx(bias, abs=1e-12)
 
 
-def counted(runtime, config):
-    """The copies that each router of this rank counted in the second of two steps."""
-    trainer, loader = trainer_of(config, runtime)
-    for _ in range(2):
-        trainer.train_step(loader)
-    loader.close()
-    return [int(router.load_E.sum()) for router in trainer.balance.routers]
+def counted(runtime, configs):
+    """The copies that each router of this rank counted in the second of two steps of each."""
+    found = []
+    for config in configs:
+        trainer, loader = trainer_of(config, runtime)
+        for _ in range(2):
+            trainer.train_step(loader)
+        loader.close()
+        found.append([int(router.load_E.sum()) for router in trainer.balance.routers])
+    return found
 
 
 @pytest.mark.parametrize(
-    ("world", "parallel"),
+    ("world", "layouts"),
     [
-        (1, {"recompute": "none"}),
-        (1, {"recompute": "full"}),
-        (1, {"recompute": "selective"}),
-        (2, {"pp": 2, "schedule": "zero_bubble", "recompute": "full"}),
+        (1, [{"recompute": again} for again in ("none", "full", "selective")]),
+        (2, [{"pp": 2, "schedule": "zero_bubble", "recompute": "full"}]),
     ],
-    ids=str,
+    ids=["one rank", "a pipeline"],
 )
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"sequence_aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}, {"capacity_factor": 0.5}],
-    ids=["with losses", "without losses", "dropped or not"],
-)
-def test_a_copy_counts_once_however_often_it_is_computed(world, parallel, changes):
-    found = run_ranks(world, counted, run_config(BIASED | changes, parallel=parallel))
+def test_a_copy_counts_once_however_often_it_is_computed(world, layouts):
+    changes = {}, {"sequence_aux_loss_coeff": 0.0, "z_loss_coeff": 0.0}, {"capacity_factor": 0.5}
+    cases = [(BIASED | change, parallel) for change in changes for parallel in layouts]
+    configs = [run_config(model, parallel=parallel) for model, parallel in cases]
     copies = 4 * 8 * 2  # sequences, tokens of each, experts of a token
-    assert [load for rank in found for load in rank] == [copies] * 2
+    for case, ranks in zip(
+        cases, zip(*run_ranks(world, counted, configs), strict=True), strict=True
+    ):
+        assert [load for rank in ranks for load in rank] == [copies] * 2, case
 
 
 def test_evaluation_counts_nothing_and_moves_nothing():

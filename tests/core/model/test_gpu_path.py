@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from marks import slow_cases
 from tiny import BIASED, GPT, LLAMA, MOE, run_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +31,6 @@ CALLED = {
     "llama": {"norm", "norm_backward", "add_norm", "swiglu", "swiglu_backward_with_output"}
     | {"rotate"}
     | SHARED,
-    "mixtral": ROUTED | SHARED,
     "mixtral within capacity": ROUTED - {"grouped_linear", "grouped_outer"} | SHARED,
     "mixtral of groups": ROUTED | SHARED,
 }
@@ -38,7 +38,6 @@ MODELS = {
     "gpt": GPT,
     "gpt with dropout": GPT | {"dropout": 0.2, "attention_dropout": 0.1},
     "llama": LLAMA,
-    "mixtral": MOE,
     "mixtral within capacity": MOE | {"capacity_factor": 0.75, "pad_to_capacity": True},
     "mixtral of groups": BIASED,
 }
@@ -93,7 +92,16 @@ def losses_and_gradients(model):
     return losses, {name: x for name, x in gradients.items() if x is not None}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mixtral of groups",
+        *slow_cases(
+            "kernels of a second each, which tests/kernels hold one by one",
+            *(name for name in MODELS if name != "mixtral of groups"),
+        ),
+    ],
+)
 def test_a_model_of_kernels_has_the_losses_and_gradients_of_torchs_functions(name, interpreter):
     model = MODELS[name]
     expected, gradients = losses_and_gradients({**model, "num_layers": 1})

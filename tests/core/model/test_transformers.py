@@ -1,22 +1,28 @@
-"""Logits, loss and every gradient against transformers' own GPT-2 and Llama with the same weights.
+"""Logits, loss and every gradient against transformers' own GPT-2 and Llama with the same weights,
+also on documents in a row and with full attention; and parameters of presets against its classes.
 
 The weights go through transformers' save_pretrained and our reader of Hugging Face folders.
 """
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from indexed_dataset import write_dataset
+from tiny import DOCUMENTS
 
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.config.loading import config_of
+from mtcli.core.config.loading import config_of, load_config
+from mtcli.core.data.indexed import token_dtype
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.parameters import count_parameters, parameters
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import load_weights
 from mtcli.core.model.inputs import KVCache, make_inputs
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import unsharded
+from mtcli.core.training.loader import open_loader
 
 B, S, VOCAB = 3, 12, 97
 SCALING = {
@@ -64,21 +70,28 @@ FAMILIES = {
 
 @pytest.fixture(params=FAMILIES)
 def both(request, tmp_path):
-    """(transformers' model in float64, our stage with its weights)."""
+    """(transformers' model in float64, our stage with its weights, its config)."""
+    theirs, stage, config, _ = opened(request.param, tmp_path)
+    return theirs, stage, config.model
+
+
+def opened(family, folder, causal=True, **sections):
+    """(transformers' model in float64, our stage with its weights, its config, its groups)."""
     torch.manual_seed(0)
-    theirs = FAMILIES[request.param]().eval()
+    theirs = FAMILIES[family]().eval()
     with torch.no_grad():  # biases and norms too, which start as zeros and ones
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    theirs.save_pretrained(tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    model = checkpoint.model.model_dump(exclude_none=True)
-    config = config_of({"model": model, "train": {"precision": "fp64"}})
+    theirs.save_pretrained(folder)
+    checkpoint = open_checkpoint(folder)
+    model = checkpoint.model.model_copy(update={"causal": causal})
+    train = {"precision": "fp64", "steps": 1}
+    config = config_of({"model": model.model_dump(exclude_none=True), "train": train} | sections)
     groups = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
     stages = build_stages(config, groups)
     shards = unsharded(stages, parameters(config.model))
-    load_weights(shards, checkpoint, config.model, groups)
-    return theirs.double(), stages[0], config.model
+    load_weights(shards, replace(checkpoint, model=model), config.model, groups)
+    return theirs.double(), stages[0], config, groups
 
 
 def tokens():
@@ -107,22 +120,20 @@ def test_loss_and_every_gradient_are_transformers(both):
     expected = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
     expected.backward()
     torch.testing.assert_close(loss, expected, **CLOSE)
-    ours, known = dict(stage.named_parameters()), dict(theirs.named_parameters())
-    for name, found, wanted in gradients(ours, known, model):
-        error = (found - wanted).norm() / wanted.norm()
+    compare_gradients(stage, theirs)
+
+
+def compare_gradients(stage, theirs):
+    """Every one of our parameters' gradients with transformers' in its shape."""
+    ours = {name: parameter.grad for name, parameter in stage.named_parameters()}
+    named_like = gpt2_names if stage.model.architecture == "gpt" else llama_names
+    for name, expected in named_like(stage.model, dict(theirs.named_parameters())).items():
+        found = ours.pop(name)
+        if "embedding" in name or name == "head.weight":  # padded
+            found = found[: expected.shape[0]]
+        error = (found - expected.reshape(found.shape)).norm() / expected.norm()
         assert error < 1e-5, (name, error)
-
-
-def gradients(ours, theirs, model):
-    """(name, our gradient, transformers' in our shape) for every one of our parameters."""
-    left = set(ours)
-    named_like = gpt2_names if model.architecture == "gpt" else llama_names
-    for name, wanted in named_like(model, theirs).items():
-        found = ours[name].grad
-        found = found[: wanted.shape[0]] if "embedding" in name or name == "head.weight" else found
-        left.remove(name)
-        yield name, found, wanted.reshape(found.shape)
-    assert not left, f"not compared: {left}"
+    assert not ours, "not compared"
 
 
 def gpt2_names(model, theirs):
@@ -196,3 +207,113 @@ def test_a_mask_and_positions_pack_sequences_that_do_not_see_each_other(both):
     packed = stage(None, make_inputs(model, torch.float64, ids, positions=positions, mask=mask))
     apart = stage(None, make_inputs(model, torch.float64, ids.view(2, half)))
     torch.testing.assert_close(packed, apart)
+
+
+ROWS, LENGTH, BEGIN = 8, 16, 0  # token 0 begins every document and stands nowhere else
+
+
+def masked(tokens, causal):
+    """(4D mask of 0 and the lowest float, position ids) of rows whose documents begin with 0.
+
+    By hand: who sees whom is read off the tokens.
+    """
+    shape = ROWS, 1, LENGTH, LENGTH
+    mask = torch.full(shape, torch.finfo(torch.float64).min, dtype=torch.float64)
+    places = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    for b, row in enumerate(tokens.tolist()):
+        begins = [i for i in range(LENGTH) if i == 0 or row[i] == BEGIN]
+        for begin, end in zip(begins, [*begins[1:], LENGTH], strict=True):
+            for i in range(begin, end):
+                mask[b, 0, i, begin : i + 1 if causal else end] = 0.0
+                places[b, i] = i - begin
+    return mask, places
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_documents_of_a_row_train_as_transformers_does(family, causal, tmp_path):
+    random = np.random.default_rng(0)
+    lengths = [0, 9, 1, 12, 40, 3, 11, 0, 14] * 3
+    texts = [[BEGIN, *random.integers(1, VOCAB, n - 1)] if n else [] for n in lengths]
+    write_dataset(tmp_path / "data", texts, token_dtype(VOCAB))
+    sections = {
+        "batch": {"seq_len": LENGTH, "micro_batch_size": ROWS, "global_batch_size": ROWS},
+        "data": {"train": [str(tmp_path / "data")], "split": "1,0,0", **DOCUMENTS},
+    }
+    theirs, stage, config, groups = opened(family, tmp_path / "theirs", causal, **sections)
+    loader = open_loader(config, groups)
+    inputs = loader.step(0, 1.0).load(0)
+    loader.close()
+    two = (inputs.tokens[:, 1:] == BEGIN).sum(1) == 1
+    assert two.any(), "no sample is made of two documents"
+    losses = stage.losses(stage(None, inputs), inputs).view(ROWS, LENGTH)
+    mask, places = masked(inputs.tokens, causal)
+    logits = theirs(inputs.tokens, attention_mask=mask, position_ids=places).logits
+    expected = torch.nn.functional.cross_entropy(logits.mT, inputs.labels, reduction="none")
+    torch.testing.assert_close(losses, expected, **CLOSE)
+    losses.mean().backward()
+    expected.mean().backward()
+    compare_gradients(stage, theirs)
+
+
+PRESETS = (  # one of each kind of model, and those whose papers print two digits
+    "gpt2-124m", "llama-3.1-8b", "tinyllama-1.1b", "mixtral-8x7b", "qwen2-57b-a14b", "bert-110m",
+    "megatron-bert-1.3b", "megatron-bert-3.9b",
+)  # fmt: skip
+
+
+def test_a_preset_has_the_parameters_of_transformers(subtests):
+    for name in PRESETS:
+        model = load_config(name).model
+        with subtests.test(name):
+            assert count_parameters(model) == count_by_transformers(model)
+
+
+def count_by_transformers(model):
+    from transformers import AutoModelForCausalLM, AutoModelForPreTraining
+
+    head = AutoModelForPreTraining if model.head == "mlm" else AutoModelForCausalLM
+    with torch.device("meta"):
+        built = head.from_config(hugging_face(model))
+    return sum(p.numel() for p in built.parameters())  # a tied head is the same Parameter
+
+
+def hugging_face(m):
+    from transformers import (
+        BertConfig,
+        GPT2Config,
+        LlamaConfig,
+        MegatronBertConfig,
+        MixtralConfig,
+        Qwen2MoeConfig,
+    )
+
+    if m.architecture == "bert":
+        config = BertConfig if m.norm_order == "post" else MegatronBertConfig
+        return config(
+            vocab_size=m.vocab_size,
+            hidden_size=m.hidden_size,
+            num_hidden_layers=m.num_layers,
+            num_attention_heads=m.num_heads,
+            intermediate_size=m.ffn_hidden_size,
+        )
+    if m.architecture == "gpt":
+        return GPT2Config(
+            vocab_size=m.vocab_size, n_positions=m.max_seq_len, n_embd=m.hidden_size,
+            n_layer=m.num_layers, n_head=m.num_heads,
+        )  # fmt: skip
+    common = {
+        "vocab_size": m.vocab_size, "hidden_size": m.hidden_size,
+        "intermediate_size": m.ffn_hidden_size, "num_hidden_layers": m.num_layers,
+        "num_attention_heads": m.num_heads, "num_key_value_heads": m.num_kv_heads,
+    }  # fmt: skip
+    experts = {"num_experts_per_tok": m.top_k, "tie_word_embeddings": False}
+    if m.architecture == "mixtral":
+        return MixtralConfig(**common, **experts, num_local_experts=m.num_experts)
+    if m.architecture == "qwen2-moe":
+        return Qwen2MoeConfig(
+            **common, **experts, num_experts=m.num_experts,
+            moe_intermediate_size=m.moe_ffn_hidden_size,
+            shared_expert_intermediate_size=m.shared_expert_ffn_hidden_size,
+        )  # fmt: skip
+    return LlamaConfig(**common, tie_word_embeddings=False)

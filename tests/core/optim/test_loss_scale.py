@@ -45,10 +45,9 @@ def grad_scaler_s(scale, window, steps):
     return found
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("window", "start"), [(1, 2.0**40), (3, 2.0**90)])
-def test_without_hysteresis_it_is_torch_s_grad_scaler(window, start, seed):
-    steps = overflows(seed, 150)
+def test_without_hysteresis_it_is_torch_s_grad_scaler(window, start):
+    steps = overflows(0, 150)
     found = scales(LossScale(start, window=window), steps)
     assert found == grad_scaler_s(start, window, steps)
     assert len(set(found)) > 10 and min(found) > 1.0, "grows, falls, and is not at its end"
@@ -69,23 +68,15 @@ def dynamic_grad_scaler(monkeypatch):
     return module.DynamicGradScaler
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
-def test_with_hysteresis_it_is_megatron_s(dynamic_grad_scaler, hysteresis, seed):
-    theirs, steps = dynamic_grad_scaler(2.0**8, 1.0, 2.0, 0.5, 5, hysteresis), overflows(seed)
+def test_with_hysteresis_it_is_megatron_s(dynamic_grad_scaler, hysteresis):
+    theirs, steps = dynamic_grad_scaler(2.0**8, 1.0, 2.0, 0.5, 5, hysteresis), overflows(0)
     expected = [theirs.scale.item()]
     for overflow in steps:
         theirs.update(overflow)
         expected.append(theirs.scale.item())
     assert scales(LossScale(2.0**8, window=5, hysteresis=hysteresis), steps) == expected
     assert 1.0 in expected and len(set(expected)) > 4
-
-
-def test_it_halves_at_overflow_after_its_patience_and_doubles_after_its_window():
-    good, bad = False, True
-    steps = [good, bad, good, bad, bad, good, good, good, bad, bad]
-    expected = [8, 8, 8, 8, 4, 2, 2, 2, 4, 4, 2]  # the first overflow, and that after doubling
-    assert scales(LossScale(8.0, window=3, hysteresis=2), steps) == expected
 
 
 def test_it_cannot_fall_below_one_and_says_so():
@@ -102,16 +93,16 @@ def test_a_fixed_scale_stays_and_keeps_no_state():
     assert (scale.scale, scale.can_fall, scale.state()) == (128.0, False, None)
 
 
-@pytest.mark.parametrize("stop", range(12))
-def test_its_state_goes_on_where_it_stopped(stop):
+def test_its_state_goes_on_where_it_stopped():
     steps = overflows(4, 60)
     whole = scales(LossScale(2.0**20, window=4, hysteresis=3), steps)
-    first, second = (LossScale(2.0**s, window=4, hysteresis=3) for s in (20, 5))
-    start = scales(first, steps[:stop])
-    second.load(first.state())
-    assert start[:-1] + scales(second, steps[stop:]) == whole
-    second.load(None)  # of a run in another precision: nothing changes
-    assert second.scale == whole[-1]
+    for stop in range(12):
+        first, second = (LossScale(2.0**s, window=4, hysteresis=3) for s in (20, 5))
+        start = scales(first, steps[:stop])
+        second.load(first.state())
+        assert start[:-1] + scales(second, steps[stop:]) == whole
+        second.load(None)  # of a run in another precision: nothing changes
+        assert second.scale == whole[-1]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The bytes of a grid of tp ranks are those that a step sends, layer by layer."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
@@ -38,34 +40,35 @@ def config_of(model, rows, columns, parallel, layers, precision="fp32"):
     return run_config(shape, parallel=grid, batch=sizes, train={"precision": precision})
 
 
-def sent(runtime, *case):
-    """(bytes along the row, bytes down the column) of a step on a rank, of 1 and of 3 layers."""
-    found = []
-    for layers in (1, 3):
-        config = config_of(*case, layers)
-        trainer = Trainer(config, runtime)
-        initialise(trainer)
-        trainer.groups.world.recorder.traffic = traffic = Traffic()
-        loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+def sent(runtime):
+    """Of each grid of these ranks (bytes along the row, bytes down the column) of a step on a rank,
+    of 1 and of 2 layers."""
+    return {
+        case: [_sent(runtime, config_of(*layout, layers)) for layers in (1, 2)]
+        for case, layout in LAYOUTS.items()
+        if layout[1] * layout[2] == runtime.world
+    }
+
+
+def _sent(runtime, config):
+    trainer = Trainer(config, runtime)
+    initialise(trainer)
+    trainer.groups.world.recorder.traffic = traffic = Traffic()
+    with closing(MicroBatchLoader(Samples(config), config, trainer.groups)) as loader:
         trainer.forward_backward(loader)
-        loader.close()
-        axes = ("tp", "tp_row")
-        found.append([sum(s.bytes for s in traffic.sent if s.axis == axis) for axis in axes])
-    return found
+    return [sum(s.bytes for s in traffic.sent if s.axis == axis) for axis in ("tp", "tp_row")]
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
-def test_a_layer_of_a_grid_sends_the_planned_bytes(case):
-    model, rows, columns, parallel = LAYOUTS[case]
-    world = rows * columns
-    ranks = run_ranks(world, sent, model, rows, columns, parallel)
-    config = config_of(model, rows, columns, parallel, 1)
-    work = Workload.of(config, world)
-    for way, planned in enumerate(grid_bytes_per_step(work)):
-        layers = [(three[way] - one[way]) / 2 for one, three in ranks]
-        # the counter rounds each of a layer's sums down to a byte
-        slack = 8 * work.num_micro_batches
-        assert sum(layers) / len(layers) == pytest.approx(planned, abs=slack)
+@pytest.mark.parametrize("world", [3, 4, 6])
+def test_a_layer_of_a_grid_sends_the_planned_bytes(world):
+    ranks = run_ranks(world, sent)
+    for case in ranks[0]:
+        work = Workload.of(config_of(*LAYOUTS[case], 1), world)
+        for way, planned in enumerate(grid_bytes_per_step(work)):
+            layers = [two[way] - one[way] for one, two in (rank[case] for rank in ranks)]
+            # the counter rounds each of a layer's sums down to a byte
+            slack = 8 * work.num_micro_batches
+            assert sum(layers) / len(layers) == pytest.approx(planned, abs=slack), case
 
 
 def test_a_grid_s_gemms_are_the_papers_but_for_the_mlp_s_inner_activations():

@@ -14,7 +14,7 @@ from mtcli.core.mesh.parameters import parameters, stage_parameters
 from mtcli.core.mesh.parameters import stage_layers as even_stages
 from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.hardware import GPUS, HERE
-from mtcli.core.plan.memory import memory, memory_by_stage, state_bytes
+from mtcli.core.plan.memory import memory, memory_by_stage
 from mtcli.core.plan.published.software import PublishedWork
 from mtcli.core.plan.tape import block
 from mtcli.core.plan.tape.ops import Kernels
@@ -65,40 +65,6 @@ def test_a_rank_holds_the_elements_of_its_stages_parameters(model, tp, pp, vpp, 
 
 
 @pytest.mark.parametrize(
-    ("precision", "bytes_each"),
-    [("fp32", (4, 4, 8)), ("bf16", (2, 4, 12)), ("fp16", (2, 4, 12))],
-)
-def test_one_rank_keeps_weights_wide_gradients_masters_and_two_moments(precision, bytes_each):
-    model = gpt()
-    rows = 1024 - 1000  # the vocabulary is padded to a multiple of 128
-    elements = sum(p.numel for p in parameters(model).values()) + rows * model.hidden_size
-    assert state_bytes(step(model, precision=precision), 0) == tuple(
-        elements * size for size in bytes_each
-    )
-
-
-def rows_and_columns(parameter, layout):
-    """A rank's part of a parameter as a matrix; a vector has columns of one element."""
-    *rows, columns = parameter.local_shape(layout)
-    return (prod(rows), columns) if rows else (columns, 1)
-
-
-def test_zero_1_cuts_the_optimizer_state_by_rows_and_zero_3_everything():
-    model = gpt(num_layers=1)
-    layout = ParallelLayout(3)  # three data ranks, which divide no dimension of 64
-    shard = 0
-    for parameter in parameters(model).values():
-        rows, columns = rows_and_columns(parameter, layout)
-        shard += -(-rows // 3) * columns
-    whole = sum(prod(p.local_shape(layout)) for p in parameters(model).values())
-    work = step(model, layout, precision="bf16", zero=1)
-    # gradients are whole, each parameter's rows padded to three equal shares
-    assert state_bytes(work, 0) == (2 * whole, 4 * 3 * shard, 12 * shard)
-    assert state_bytes(replace(work, zero=3), 0) == (4 * shard, 4 * shard, 8 * shard)
-    assert state_bytes(replace(work, zero=0), 0)[2] == 12 * whole
-
-
-@pytest.mark.parametrize(
     ("zero", "bytes_each"), [(0, 2 + 4 + 8), (1, 2 + (4 + 8) / 4), (3, (2 + 4 + 8) / 4)]
 )
 def test_a_save_beside_training_copies_weights_masters_and_moments_to_the_host(zero, bytes_each):
@@ -109,15 +75,6 @@ def test_a_save_beside_training_copies_weights_masters_and_moments_to_the_host(z
         assert memory(work, device).host == 0
         assert memory(saving, device).host == elements * bytes_each
         assert memory(saving, device).other == memory(work, device).other + on_device
-
-
-def test_experts_state_is_cut_over_their_own_data_ranks():
-    model, layout = mixture(num_layers=1, num_experts=16), ParallelLayout(8, ep=2)
-    shard = 0  # 8 data ranks of attention, 4 of each expert, 8 experts on a rank
-    for parameter in parameters(model).values():
-        rows, columns = rows_and_columns(parameter, layout)
-        shard += -(-rows // (4 if parameter.is_expert else 8)) * columns
-    assert rank_elements(step(model, layout), 0).shard == shard
 
 
 def test_many_data_ranks_share_fused_matrices_of_few_leading_dimensions_evenly():
@@ -244,14 +201,6 @@ def test_a_busy_ranks_experts_save_more_rows_up_to_their_capacity(capacity, load
     kept = [stage_bytes(work, A_GPU, BETWEEN, layers=1).block for work in (busy, even)]
     saved = copies * (load - min(1.0, load)) * (row * 2 + 2 * 8)  # bf16, and two indices
     assert kept[0] - kept[1] == pytest.approx(saved, rel=1e-9)
-
-
-def test_only_the_optimizer_state_is_cut_in_the_largest_ranks_bytes():
-    work = step(gpt(), ParallelLayout(4), zero=1)
-    whole = memory(replace(work, zero=0), H100)
-    cut = memory(work, H100)
-    assert (cut.weights, cut.gradients) == (whole.weights, whole.gradients)
-    assert cut.optimizer == pytest.approx(whole.optimizer / 4, rel=0.01)
 
 
 def test_the_megatron_530b_preset_needs_what_its_paper_says():

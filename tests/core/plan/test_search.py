@@ -9,7 +9,16 @@ from mtcli.core.plan.answer import read_request
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory
 from mtcli.core.plan.predict import predict_workload
-from mtcli.core.plan.search import apply, choices, grids, lower_bound, search
+from mtcli.core.plan.search import (
+    _with,
+    apply,
+    choices,
+    fewest,
+    grids,
+    lower_bound,
+    search,
+    works_of,
+)
 from mtcli.core.plan.sensitivity import FIELDS, neighbours
 from mtcli.core.plan.step_time import pipeline_seconds, step_costs
 from mtcli.core.plan.tables import (
@@ -24,48 +33,42 @@ SMALL = load_config("gpt2-1.5b", ["batch.global_batch_size=64", "train.precision
 # Fewer micro-batches than ranks: here the bound is loose, and its order is not that of the steps.
 FEW = load_config("gpt2-1.5b", ["batch.global_batch_size=4", "model.num_layers=24"])
 MIXTURE = load_config("mixtral-8x7b", ["batch.global_batch_size=8", "batch.seq_len=1024"])
+SHALLOW = MIXTURE.model_copy(
+    update={"model": MIXTURE.model.model_copy(update={"num_layers": 2, "num_experts": 4})}
+)
 
 
 def every_work(config, world, device):
-    from mtcli.core.plan.search import _with
-
     start = Workload.of(config, world)
     plain = [_with(start, choice, config.parallel) for choice in choices(config, world)]
     return [*plain, *grids(config, world, device, frozenset())]
 
 
 @pytest.mark.parametrize(
-    ("config", "world", "device"),
-    [(SMALL, 8, "v100-32gb"), (FEW, 8, "v100-32gb"), (MIXTURE, 8, "h200")],
+    ("config", "device"), [(FEW, "v100-32gb"), (SHALLOW, "rtx-5000")], ids=["few", "experts"]
 )
-def test_the_search_finds_what_trying_everything_finds(config, world, device):
+def test_the_search_finds_what_trying_everything_finds(config, device):
     gpu = GPUS[device]
-    works = [w for w in every_work(config, world, gpu) if memory(w, gpu).total <= gpu.usable_bytes]
-    legal = [w for w in works if not problems(apply(config, w), world)]
+    works = [w for w in every_work(config, 8, gpu) if memory(w, gpu).total <= gpu.usable_bytes]
+    legal = [w for w in works if not problems(apply(config, w), 8)]
     seconds = sorted(predict_workload(w, gpu).step_seconds for w in legal)
-    found = search(config, world, gpu, 3)
+    found = search(config, 8, gpu, 3)
     assert [c.prediction.step_seconds for c in found.best] == pytest.approx(seconds[:3], rel=1e-9)
+    assert (len(works) < found.tried) == (config is SHALLOW), "of which some do not fit"
+    for candidate in found.best:
+        assert problems(candidate.config, 8) == [] and candidate.prediction.fits
+        again = predict_workload(Workload.of(candidate.config, 8), gpu)
+        assert again.step_seconds == pytest.approx(candidate.prediction.step_seconds, rel=1e-9)
 
 
-@pytest.mark.parametrize(("config", "world"), [(SMALL, 8), (SMALL, 48), (MIXTURE, 8)])
+@pytest.mark.parametrize(("config", "world"), [(SMALL, 48), (MIXTURE, 8)], ids=["dense", "experts"])
 def test_the_bound_is_never_above_the_simulated_step(config, world):
     gpu = GPUS["a100-80gb"]
-    for work in every_work(config, world, gpu)[::7]:
+    for work in every_work(config, world, gpu)[::11]:
         costs = step_costs(work, gpu)
         step, _ = pipeline_seconds(work, costs)
         step += costs.gradients_exposed + costs.optimizer + costs.overhead
         assert lower_bound(work, gpu) <= step * (1 + 1e-9)
-
-
-def test_what_is_found_is_legal_fits_and_is_what_its_config_predicts():
-    gpu = GPUS["h200"]
-    found = search(MIXTURE, 8, gpu, 4)
-    assert len(found.best) == 4 and found.tried > 100
-    for candidate in found.best:
-        assert problems(candidate.config, 8) == []
-        assert candidate.prediction.fits
-        again = predict_workload(Workload.of(candidate.config, 8), gpu)
-        assert again.step_seconds == pytest.approx(candidate.prediction.step_seconds, rel=1e-9)
 
 
 def test_the_replicas_of_every_layout_that_is_tried_are_those_of_a_run():
@@ -86,14 +89,15 @@ def test_pinned_fields_stay():
 
 
 def test_a_pinned_pipeline_leaves_tensor_cuts_that_its_ranks_hold():
-    config = load_config("gpt2-1.5b", ["parallel.pp=4", "batch.global_batch_size=64"])
-    found = search(config, 8, GPUS["h100"], 1000, frozenset({"parallel.pp"}))
-    layouts = {(c.config.parallel.pp, c.config.parallel.tp) for c in found.best}
-    assert layouts == {(4, 1)}, "25 heads: tp=2 divides none, and tp=5 needs 20 ranks"
-    config = load_config("narayanan-1.7b", ["parallel.pp=4", "batch.global_batch_size=64"])
-    found = search(config, 8, GPUS["h100"], 1000, frozenset({"parallel.pp"}))
-    layouts = {(c.config.parallel.pp, c.config.parallel.tp) for c in found.best}
-    assert layouts == {(4, 1), (4, 2)}
+    cuts = {
+        "gpt2-1.5b": {1},  # 25 heads: tp=2 divides none, and tp=5 needs 20 ranks
+        "narayanan-1.7b": {1, 2},
+    }
+    for name, expected in cuts.items():
+        config = load_config(name, ["parallel.pp=4", "batch.global_batch_size=64"])
+        works = works_of(config, 8, GPUS["h100"], frozenset({"parallel.pp"}))
+        assert {work.layout.pp for work in works} == {4}
+        assert {work.layout.tp for work in works if work.tp_mode == "1d"} == expected
 
 
 @pytest.mark.parametrize("pin", ["schedule=1f1b", "schedule=interleaved", "vpp=3", "cp=8", "ep=2"])
@@ -119,10 +123,12 @@ def test_ranks_that_share_key_value_heads_are_searched():
 
 
 def test_uneven_stages_are_searched_and_written_out():
-    config = load_config("llama-3.1-405b", ["batch.global_batch_size=256", "train.precision=bf16"])
-    found = search(config, 512, GPUS["h100"], 1)
-    best = found.best[0].config.parallel
-    assert 126 % (best.pp * best.vpp) == 0 or sum(best.stage_layers) == 126
+    sizes = ["model.num_layers=30", "parallel.pp=4", "batch.global_batch_size=64"]
+    config = load_config("llama-3.1-8b", [*sizes, "train.precision=bf16"])
+    (best,) = search(config, 8, GPUS["h100"], 1, frozenset({"parallel.pp"})).best
+    parallel = best.config.parallel
+    assert len(parallel.stage_layers) == 4 * parallel.vpp and sum(parallel.stage_layers) == 30
+    assert problems(best.config, 8) == []
 
 
 def test_tp_ranks_that_cannot_share_a_micro_batch_s_tokens_see_all_of_them():
@@ -199,23 +205,14 @@ def test_the_best_layout_falls_to_others_by_one_field_for_a_reason():
     assert "recomputation" in again.reason
 
 
-def test_squares_of_ranks_are_searched_where_they_are_asked_for():
-    config = load_config("gpt3-175b", ["parallel.tp_mode=2d", "train.precision=bf16"])
-    pinned = frozenset({"parallel.tp_mode", "parallel.tp_rows"})  # which are 0
-    found = search(config, 64, GPUS["h200"], 3, pinned)
-    for candidate in found.best:
-        assert candidate.config.parallel.tp in (4, 16, 64)
-        assert candidate.prediction.work.layout.tp_rows**2 == candidate.config.parallel.tp
-
-
-def test_a_grid_of_given_rows_is_searched_by_its_columns():
-    fields = ["parallel.tp_mode=2d", "parallel.tp_rows=2", "train.precision=bf16"]
+def test_squares_or_grids_of_given_rows_are_searched_where_two_dimensions_are_asked_for():
     pinned = frozenset({"parallel.tp_mode", "parallel.tp_rows"})
-    found = search(load_config("gpt3-175b", fields), 64, GPUS["h200"], 3, pinned)
-    for candidate in found.best:
-        layout = candidate.prediction.work.layout
-        assert (layout.tp_rows, layout.tp) == (2, candidate.config.parallel.tp)
-    assert len({c.config.parallel.tp for c in found.best} - {4}) > 0
+    for rows, sizes in ((0, {4, 16, 64}), (2, {2, 4, 8, 16, 32, 64})):
+        fields = ["parallel.tp_mode=2d", f"parallel.tp_rows={rows}", "train.precision=bf16"]
+        works = works_of(load_config("gpt3-175b", fields), 64, GPUS["h200"], pinned)
+        assert {work.layout.tp for work in works} == sizes
+        for work in works:
+            assert work.layout.tp_rows == (rows or work.layout.tp_columns)
 
 
 def test_other_grids_are_searched_and_compared_where_two_dimensions_are_asked_for():
@@ -253,8 +250,8 @@ def test_squares_of_ranks_are_searched_beside_one_dimension():
     assert square.value == "2d" and work.layout.tp_rows**2 == work.layout.tp > 1
     exact = predict_workload(work, gpu).step_seconds
     assert square.prediction.step_seconds == pytest.approx(exact, rel=0.05)
-    pinned = search(config, 64, gpu, 1, frozenset({"parallel.tp_mode"}))
-    assert {work.tp_mode for work in pinned.works} == {"1d"}
+    pinned = works_of(config, 64, gpu, frozenset({"parallel.tp_mode"}))
+    assert {work.tp_mode for work in pinned} == {"1d"}
 
 
 def test_a_grid_is_the_answer_where_it_is_quicker_and_the_config_has_it():
@@ -267,3 +264,29 @@ def test_a_grid_is_the_answer_where_it_is_quicker_and_the_config_has_it():
     assert (chosen.tp_mode, chosen.grid_rows, problems(best.config, 512)) == ("2d", 4, [])
     one = search(config, 512, GPUS["rtx-5000"], 1, pinned | {"parallel.tp_mode"}).best[0]
     assert best.prediction.step_seconds < 0.8 * one.prediction.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "fixed", "expected"),
+    [
+        ("llama-3.1-8b", "a100-40gb", (), 4),
+        ("gpt2-1.5b", "rtx-5000", ("parallel.zero=0",), 3),
+        ("mixtral-8x7b", "h100", ("parallel.pp=1", "batch.micro_batch_size=1"), 16),
+    ],
+    ids=["within a node", "no power of two", "beyond a node"],
+)
+def test_no_smaller_number_of_devices_is_enough(name, device, fixed, expected):
+    def searched(gpus):
+        """What `mtcli plan` finds on some devices."""
+        request = read_request(name, [], fixed, gpus, device)
+        return request, search(request.config, gpus, request.device, 1, request.pinned)
+
+    request, found = searched(1)
+    assert not found.best
+    enough = fewest(request.config, 1, request.device, request.pinned, request.keeps_batch)
+    assert enough.prediction.fits and enough.prediction.work.layout.world == expected
+    node = request.device.node_size
+    for world in range(2, expected):
+        if world <= node or world % node == 0:
+            assert not searched(world)[1].best, world
+    assert searched(expected)[1].best

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from handmade import ROWS, config_table
+from marks import slow
 
 from mtcli.core.config.loading import config_of
 from mtcli.core.profile.finished_run import FinishedRun, summary_of
@@ -146,6 +147,7 @@ def _until(page, act, condition):
             act()
 
 
+@slow("a second page in Chromium, of some seconds")
 def test_a_run_is_drawn_on_a_dark_and_narrow_screen(browser, tmp_path):
     run = FinishedRun(tmp_path / "run", config_of(config_table()), ROWS, 2)
     path, data = tmp_path / "run.html", summary_of(run)

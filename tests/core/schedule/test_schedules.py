@@ -1,5 +1,7 @@
 """Every schedule is complete, cannot deadlock, and keeps in flight what its paper says."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,14 +71,12 @@ def test_interleaved_has_the_unit_order_of_the_paper(pp, vpp, micro_batches):
         assert first_backward == min(2 * (pp - rank - 1) + (vpp - 1) * pp + 1, len(forwards))
 
 
-@pytest.mark.parametrize("pp", [2, 3, 4, 8])
-@pytest.mark.parametrize("micro_batches", [1, 4, 16])
-def test_schedules_hold_the_activations_their_papers_say(pp, micro_batches):
-    m = micro_batches
-    assert in_flight(gpipe(pp, m)) == (m,) * pp
-    assert in_flight(one_f_one_b(pp, m)) == tuple(min(m, pp - rank) for rank in range(pp))
-    assert max(in_flight(zero_bubble(pp, m))) == min(m, pp)
-    assert in_flight(forward_only(pp, m)) == (m,) * pp
+def test_schedules_hold_the_activations_their_papers_say():
+    for pp, m in itertools.product((2, 3, 4, 8), (1, 4, 16)):
+        assert in_flight(gpipe(pp, m)) == (m,) * pp
+        assert in_flight(one_f_one_b(pp, m)) == tuple(min(m, pp - rank) for rank in range(pp))
+        assert max(in_flight(zero_bubble(pp, m))) == min(m, pp)
+        assert in_flight(forward_only(pp, m)) == (m,) * pp
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 2), (4, 2), (4, 3), (8, 4)])

@@ -41,14 +41,6 @@ def test_no_schedule_stalls_where_a_send_waits_for_its_receive(drawn):
     assert stalls(schedule_for(*drawn)) == []
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_no_small_schedule_stalls(name):
-    for pp in range(1, 6):
-        for vpp in range(1, 5 if takes_chunks(name) else 2):
-            for micro_batches in range(1, 2 * pp + 2):
-                assert stalls(schedule_for(name, pp, vpp, micro_batches)) == []
-
-
 @pytest.mark.parametrize("communicator", ["a pair's, one per direction", "a pair's"])
 @pytest.mark.parametrize(("vpp", "micro_batches"), [(2, 2), (2, 4), (4, 8)])
 def test_chunks_on_two_ranks_stall_where_the_way_back_shares_a_communicator(

@@ -1,6 +1,7 @@
 """The simulator equals the papers' closed forms and an event-driven oracle."""
 
 import heapq
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -20,45 +21,34 @@ from mtcli.core.schedule.timeline import Span, Timeline, draw, simulate
 F, B = 1.0, 2.0
 
 
-@pytest.mark.parametrize("pp", [1, 2, 4, 8])
-@pytest.mark.parametrize("micro_batches", [1, 4, 16])
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b])
-def test_flushing_schedules_have_the_published_bubble(make, pp, micro_batches):
-    timeline = simulate(make(pp, micro_batches), {"F": F, "B": B})
-    assert timeline.end == pytest.approx((F + B) * (micro_batches + pp - 1), rel=1e-9)
-    assert timeline.bubble_fraction == pytest.approx((pp - 1) / micro_batches, abs=1e-9)
-
-
-@pytest.mark.parametrize("pp", [1, 2, 4, 8])
-@pytest.mark.parametrize("vpp", [2, 3, 4])
-@pytest.mark.parametrize("rounds", [1, 2, 5])
-def test_interleaving_divides_the_bubble_by_the_chunks(pp, vpp, rounds):
-    """arXiv:2104.04473, section 2.2.2: (p - 1) / (v m)."""
-    micro_batches = rounds * pp
-    timeline = simulate(interleaved(pp, vpp, micro_batches), {"F": F, "B": B})
-    assert timeline.bubble_fraction == pytest.approx((pp - 1) / (vpp * micro_batches), abs=1e-9)
+def test_flushing_schedules_have_the_published_bubble(make):
+    for pp, micro_batches in itertools.product((1, 2, 4, 8), (1, 4, 16)):
+        timeline = simulate(make(pp, micro_batches), {"F": F, "B": B})
+        assert timeline.end == pytest.approx((F + B) * (micro_batches + pp - 1), rel=1e-9)
+        assert timeline.bubble_fraction == pytest.approx((pp - 1) / micro_batches, abs=1e-9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 30))
-def test_interleaving_keeps_its_bubble_for_any_number_of_micro_batches(pp, vpp, micro_batches):
+def test_interleaving_divides_the_bubble_by_the_chunks(pp, vpp, micro_batches):
+    """arXiv:2104.04473, section 2.2.2: (p - 1) / (v m), here for any number of micro-batches."""
     timeline = simulate(interleaved(pp, vpp, micro_batches), {"F": F, "B": B})
     short = (vpp - 1) * max(0, pp - micro_batches)  # fewer micro-batches than ranks
     ideal = vpp * micro_batches * (F + B)
     assert timeline.end == pytest.approx(ideal + (pp - 1 + short) * (F + B), rel=1e-9)
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3, 6])
-@pytest.mark.parametrize("rounds", [1, 2, 5])
 @pytest.mark.parametrize("lengths", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.7)])
-def test_zero_bubble_fills_the_bubble_with_weight_gradients(pp, rounds, lengths):
+def test_zero_bubble_fills_the_bubble_with_weight_gradients(lengths):
     """arXiv:2401.10241, table 1: the bubble is (p - 1)(t_F + t_I - t_W)."""
     forward, inputs, weights = lengths
-    micro_batches = rounds * pp
     seconds = {"F": forward, "I": inputs, "W": weights, "B": inputs + weights}
-    timeline = simulate(zero_bubble(pp, micro_batches), seconds)
-    ideal = micro_batches * (forward + inputs + weights)
-    assert timeline.end == pytest.approx(ideal + (pp - 1) * (forward + inputs - weights), rel=1e-9)
+    for pp, rounds in itertools.product((1, 2, 3, 6), (1, 2, 5)):
+        timeline = simulate(zero_bubble(pp, rounds * pp), seconds)
+        ideal = rounds * pp * (forward + inputs + weights)
+        bubble = (pp - 1) * (forward + inputs - weights)
+        assert timeline.end == pytest.approx(ideal + bubble, rel=1e-9)
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.plan.published.records import read_record
@@ -227,6 +228,7 @@ def test_rank_correlation_is_spearmans():
     assert spearman([1, 2], [1, 2]) is None and spearman([1, 1, 1], [1, 2, 3]) is None
 
 
+@slow("350 published runs of 10 ms; test_published.py holds those that no constant was fitted on")
 def test_the_published_runs_are_predicted_as_well_as_the_docs_say():
     folder = os.environ.get("MTCLI_TEST_DATA")
     path = Path(folder or "").parent / "published" / "performance.json"
