@@ -59,7 +59,6 @@ SLOW = {
     },
     "test_browser.py": {"test_a_run_is_drawn_on_a_dark_and_narrow_screen": ()},
     "test_indexed.py": {"test_megatron_reads_what_we_write": ()},
-    "test_megatron.py": {"test_our_logits_are_megatron_s": ()},
     "test_budgets.py": {
         "test_a_kernel_keeps_its_budget": (
             "sm_90 bf16 flash 128 *", "sm_90 bf16 layer_norm 4096 *",
@@ -303,10 +302,6 @@ SLOW = {
     "test_race.py": {
         "test_real_articles_have_the_choices_and_likelihoods_of_lm_eval": (),
     },
-    "test_replicas.py": {
-        "test_a_layout_of_another_number_of_replicas_has_their_average": ("tp=2",),
-        "test_a_layout_of_as_many_replicas_copies_each_to_one": ("dp=2,tp=2,pp=2",),
-    },
     "test_search.py": {
         "test_the_search_finds_what_trying_everything_finds": ("config1-*",),
         "test_uneven_stages_are_searched_and_written_out": (),
@@ -490,9 +485,6 @@ SLOW = {
     "test_independent_replicas.py": {
         "test_a_replica_is_the_one_rank_run_on_its_samples": ("*-4-{'tp*", "*-4-{'cp*"),
     },
-    "test_opening.py": {
-        "test_any_bytes_as_a_manifest_give_an_error": (),
-    },
     "test_sync_bytes.py": {
         "test_a_step_sends_what_is_planned": (
             "*-4-{'zero': 1}*", "*-4-{'zero': 3, 'pp': 2}*", "*mixtral*",
@@ -536,9 +528,6 @@ SLOW = {
         "test_another_engine_trains_the_same_model_to_the_same_numbers": (
             "gpt dropout-Weighted", "moe-Samples",
         ),
-    },
-    "test_huggingface.py": {
-        "test_a_folder_comes_back_byte_identical_through_a_layout": ("*-100",),
     },
 }  # fmt: skip
 
