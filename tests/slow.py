@@ -38,12 +38,6 @@ SLOW = {
         "test_the_memory_that_is_said_beforehand_is_enough_and_not_twice_as_much": (),
         "test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes": (),
     },
-    "test_cluster.py": {
-        "test_a_cluster_of_any_size_writes_the_bytes_of_one_machine": ("3",),
-    },
-    "test_curate_run.py": {
-        "test_near_duplicates_are_those_of_exact_all_pairs": ("0.8",),
-    },
     "test_ray.py": {
         "test_a_node_killed_midway_loses_nothing": (),
         "test_an_error_in_a_task_is_the_user_s_as_on_one_machine": (),
@@ -194,9 +188,6 @@ SLOW = {
         "test_sixteen_rates_are_sixteen_runs_and_the_one_that_diverges_is_alone_in_it": (),
     },
     # core
-    "test_task_files.py": {
-        "test_figures_are_lm_evals_own": ("hellaswag-2", "winogrande-2", "race-0", "piqa-2"),
-    },
     "test_array.py": {
         "test_a_compiled_model_that_is_not_finite_stays_as_it_was": (),
         "test_compiled_models_of_an_array_are_runs_of_their_own": ("gpt fp64",),
@@ -240,10 +231,6 @@ SLOW = {
     "test_fewest_devices.py": {
         "test_no_smaller_number_of_devices_is_enough": ("gpt2-1.5b-rtx-5000-*",),
     },
-    "test_fine_tuning.py": {
-        "test_every_layout_has_the_losses_of_one_rank": ("4-{'tp': 2, 'cp': 2}",),
-        "test_the_loss_of_a_packed_batch_is_transformers_of_its_examples_one_by_one": ("llama",),
-    },
     "test_finished_run.py": {"test_the_page_of_a_long_run_is_below_five_megabytes": ()},
     "test_fp8_runs.py": {
         "test_a_layout_trains_as_one_rank_does_up_to_float8_s_rounding": (
@@ -254,12 +241,6 @@ SLOW = {
         "test_a_model_of_kernels_has_the_losses_and_gradients_of_torchs_functions": (
             "mixtral of groups",
         ),
-    },
-    "test_harness.py": {
-        "test_lm_eval_gets_the_same_metrics_from_us_and_from_its_own_backend": (
-            "multiple_choice",
-        ),
-        "test_an_unknown_name_a_missing_file_and_a_nameless_one_are_refused": (),
     },
     "test_fuse.py": {"test_a_compiled_array_computes_the_same": ()},
     "test_fused_models.py": {
@@ -362,11 +343,6 @@ SLOW = {
         "test_compiled_blocks_give_the_losses_of_those_as_written": (),
         "test_generated_code_gives_the_same_losses_and_one_graph_serves_every_block": (),
     },
-    "test_to_mtcli.py": {
-        "test_any_layout_to_any_other_and_back_is_bit_exact": ("moe",),
-        "test_peak_memory_is_bounded_by_a_slab_and_not_by_the_model_or_its_largest_tensor": (),
-        "test_two_processes_write_the_bytes_of_one": (),
-    },
     "test_context.py": {
         "test_values_and_every_gradient_are_those_of_the_whole": (
             "4-ring-causal-documents", "4-a2a-full-documents", "4-all_gather-causal-*",
@@ -389,22 +365,11 @@ SLOW = {
         ),
         "test_a_real_step_on_cpu_holds_what_the_plan_says": ("bfloat16", "a tied table", "lamb"),
     },
-    "test_inference_model.py": {
-        "test_mixtures_score_as_transformers_wherever_their_experts_are": (
-            "4-['tp=2', 'ep=2', 'etp=2']-3", "4-['tp=2', 'ep=4', 'dispatcher=all_gather']-3",
-        ),
-    },
     "test_fp16_layouts.py": {
         "test_a_layout_has_float64_s_gradients_to_rounding_and_one_rank_s_loss_scales": (
             "('moe', 4, {'tp': 2*",
         ),
         "test_a_run_goes_on_with_its_loss_scale_and_updates_on_any_layout": (),
-    },
-    "test_generate.py": {
-        "test_every_rank_of_any_layout_says_the_same": ("llama-['tp=2', 'pp=2']",),
-    },
-    "test_generate_families.py": {
-        "test_text_ends_where_either_file_says": ("gpt2",),
     },
     "test_idle_experts.py": {
         "test_what_no_token_meets_has_zero_gradients_on_every_layout": (
@@ -458,9 +423,6 @@ SLOW = {
             "zero=3, odd rows", "folded", "lamb, zero=3 *",
         ),
     },
-    "test_training_upcycled.py": {
-        "test_a_run_starts_at_the_dense_loss_falls_and_is_the_same_on_every_layout": (),
-    },
     "test_wikitext.py": {
         "test_the_real_test_file_has_the_papers_counts": (),
         "test_the_real_text_is_detokenised_and_counted_as_lm_eval_does": (),
@@ -505,9 +467,6 @@ SLOW = {
     },
     "test_documents.py": {
         "test_stdlib_is_source_without_tests": (),
-    },
-    "test_upcycled.py": {
-        "test_peak_memory_is_bounded_by_the_largest_tensor_and_not_by_the_model": (),
     },
     "test_adamw_kernel.py": {
         "test_one_launch_updates_every_tensor_as_adamw_does": ("*-dtype1-aligned or not",),
