@@ -52,7 +52,6 @@ SLOW = {
         "test_without_a_gpu_each_script_says_so_and_ends_with_2": (),
     },
     "test_browser.py": {"test_a_run_is_drawn_on_a_dark_and_narrow_screen": ()},
-    "test_indexed.py": {"test_megatron_reads_what_we_write": ()},
     "test_budgets.py": {
         "test_a_kernel_keeps_its_budget": (
             "sm_90 bf16 flash 128 *", "sm_90 bf16 layer_norm 4096 *",
@@ -275,11 +274,6 @@ SLOW = {
         "test_any_layout_to_any_other_and_back_keeps_weights_and_optimizer": (),
         "test_a_run_stopped_on_tp_and_pp_goes_on_on_cp_dp_and_ep_with_its_curve": (),
     },
-    "test_preprocess_run.py": {
-        "test_any_number_of_workers_writes_the_same_bytes": ("train:400",),
-        "test_a_killed_run_goes_on_where_it_stopped": ("9",),
-        "test_memory_does_not_grow_with_the_corpus": (),
-    },
     "test_race.py": {
         "test_real_articles_have_the_choices_and_likelihoods_of_lm_eval": (),
     },
@@ -351,11 +345,6 @@ SLOW = {
         "test_flash_kernels_have_the_values_and_gradients_of_the_whole": (),
         "test_a_ring_of_8192_tokens_is_torch_s_attention": ("documents-causal",),
     },
-    "test_tokenizer_limits.py": {
-        "test_a_definition_that_grows_or_panics_is_an_error": (
-            "replace", "nested", "charsmap", "bytes", "template", "pattern", "all growth",
-        ),
-    },
     "test_dry_run.py": {
         "test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_its_peak_within_5_percent": (
             "adapters", "dropout", "interleaved", "a shared expert, folded",
@@ -378,11 +367,6 @@ SLOW = {
     },
     "test_lamb_runs.py": {
         "test_a_run_goes_on_with_the_same_curve_on_any_layout": (),
-    },
-    "test_limits.py": {
-        "test_a_file_that_grows_a_thousandfold_is_refused_with_both_sizes": (".gz", ".zst"),
-        "test_a_line_of_600_mb_takes_less_than_300": (),
-        "test_what_is_told_of_reading_is_the_size_of_the_file_in_steps": ("", ".zst"),
     },
     "test_suggest.py": {
         "test_the_nearest_are_the_best_of_trying_every_layout": (
@@ -464,9 +448,6 @@ SLOW = {
     },
     "test_readers.py": {
         "test_ten_megabytes_of_manifest_and_of_header_are_read_in_seconds": (),
-    },
-    "test_documents.py": {
-        "test_stdlib_is_source_without_tests": (),
     },
     "test_adamw_kernel.py": {
         "test_one_launch_updates_every_tensor_as_adamw_does": ("*-dtype1-aligned or not",),
