@@ -51,7 +51,7 @@ def curated(run, tmp_path, monkeypatch):
     return curated
 
 
-@slow("a cluster of two nodes curates 3 MB twice")
+@slow("a cluster of two nodes, 5.3 s")
 def test_two_nodes_or_the_one_that_is_left_midway_write_the_bytes_of_one_machine(nodes, curated):
     class Dying(RayCluster):
         """It loses its second node when a phase begins."""
@@ -73,7 +73,7 @@ def test_two_nodes_or_the_one_that_is_left_midway_write_the_bytes_of_one_machine
         assert dying.died
 
 
-@slow("starts Ray, 4 s")
+@slow("starts Ray, 2.5 s")
 def test_an_error_in_a_task_is_the_user_s_as_on_one_machine(run, tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"id": "a", "text": "one"}\n{"id": "b", "te\n')

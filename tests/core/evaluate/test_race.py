@@ -51,7 +51,7 @@ class Instance:
         self.args = args
 
 
-@slow("48 articles scored twice, 3 s")
+@slow("12 articles scored twice, 2.4 s")
 def test_real_articles_have_the_choices_and_likelihoods_of_lm_eval(data, bpe, real_scorer):
     from transformers import PreTrainedTokenizerFast
 

@@ -31,7 +31,7 @@ def tokenizer(bpe):
     return EvalTokenizer(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
 
 
-@slow("1.3 MB of text in windows of 32 tokens")
+@slow("1.3 MB of text in windows, 2.5 s")
 def test_the_real_test_file_has_the_counts_of_the_paper_and_of_lm_eval(real, bpe):
     prepared = prepare_wikitext(real.parent, tokenizer(bpe), TaskOptions(max_seq_len=1024))
     report = prepared.report([Score(-2.0, True)] * len(prepared.requests))
