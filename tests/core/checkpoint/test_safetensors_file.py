@@ -36,11 +36,7 @@ def test_entries_are_where_the_library_puts_them(tmp_path):
 
 
 def test_the_library_reads_an_encoded_header(tmp_path):
-    plan = [
-        ("x", "F32", (2, 2)),
-        ("é", "F16", (0, 3)),
-        ("s", "F32", ()),
-    ]
+    plan = [("x", "F32", (2, 2)), ("é", "F16", (0, 3)), ("s", "F32", ())]
     values = torch.arange(5, dtype=torch.float32)
     (tmp_path / "f").write_bytes(encode_header(plan, {"format": "pt"}) + values.numpy().tobytes())
     found = load_file(tmp_path / "f")

@@ -335,8 +335,7 @@ def wait_for_end(processes):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "how",
-    [signal.SIGKILL, *slow_cases("two runs of 0.5 s", signal.SIGINT, signal.SIGTERM)],
+    "how", [signal.SIGKILL, *slow_cases("two runs of 0.5 s", signal.SIGINT, signal.SIGTERM)]
 )
 def test_a_killed_run_goes_on_where_it_stopped(corpus, tmp_path, how):
     run(corpus[0], tmp_path / "whole", workers=1)

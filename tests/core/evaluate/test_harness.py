@@ -34,10 +34,7 @@ doc_to_target: {target}
 """
 CHOICE = "doc_to_choice: choices\nmetric_list: [{metric: acc}, {metric: acc_norm}]"
 ROLLING = "metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]"
-KINDS = {
-    "multiple_choice": ("answer", CHOICE),
-    "loglikelihood_rolling": ('"{{long}}"', ROLLING),
-}
+KINDS = {"multiple_choice": ("answer", CHOICE), "loglikelihood_rolling": ('"{{long}}"', ROLLING)}
 
 
 @pytest.fixture(scope="module")
