@@ -1,12 +1,11 @@
 """Tiny GPT models that megatron-core makes and saves as torch_dist, and its logits of them.
 
-Run as a script with a folder to write in. The arguments in common.pt are those that Megatron-LM's
-training keeps there. Without a GPU, megatron-core's calls to CUDA stand for nothing.
+`save_models` is for a process of its own: without a GPU, it makes megatron-core's calls to CUDA
+stand for nothing. The arguments in common.pt are those that Megatron-LM's training keeps there.
 """
 
 import argparse
 import os
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -47,8 +46,9 @@ MODELS = {"llama": LLAMA, "gpt": GPT, "moe": MOE, "sigmoid": SIGMOID}
 MODELS |= {"sigmoid_top_1": SIGMOID | {"moe_router_topk": 1}}
 
 
-def main(root):
+def save_models(root):
     """Saves every model in a folder of its name, with tokens and logits beside it."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     import torch
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state
@@ -142,8 +142,3 @@ def cut(state):
                 value.key, part.contiguous(), *place, prepend_axis_num=layers
             )
     return found
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    main(Path(sys.argv[1]))

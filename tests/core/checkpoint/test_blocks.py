@@ -56,7 +56,7 @@ def direct(request, monkeypatch):
         monkeypatch.setattr(os, "pwrite", first_refused)
 
 
-@pytest.mark.parametrize("count", [1, 1000, BLOCK_BYTES // 4 - 40, BLOCK_BYTES // 4 * 4 + 333])
+@pytest.mark.parametrize("count", [1, BLOCK_BYTES // 4 - 40, BLOCK_BYTES // 4 * 4 + 333])
 def test_the_library_reads_what_was_written(tmp_path, direct, count):
     tensors = {"x": torch.arange(count, dtype=torch.float32), "y": torch.ones(5).to(torch.bfloat16)}
     record = write(tmp_path / "f", tensors)

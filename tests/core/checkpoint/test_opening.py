@@ -1,7 +1,7 @@
 """Opening checkpoints: where they are looked for, and damage of every kind is named."""
 
 import json
-import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,11 +23,19 @@ from mtcli.core.mesh.sharding import Box
 RANK = "rank-00001.safetensors"
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run folder with steps 1 and 2."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Checkpoints of steps 1 and 2."""
+    root = tmp_path_factory.mktemp("saved")
     for step in (1, 2):
-        save_halves(tmp_path / "checkpoints", step)
+        save_halves(root, step)
+    return root
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    """A run folder with steps 1 and 2."""
+    shutil.copytree(saved, tmp_path / "checkpoints")
     return tmp_path
 
 
@@ -198,32 +206,35 @@ def test_a_header_that_disagrees_with_the_manifest_is_refused(run):
         open_checkpoint(newest(run))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: m.update(version="2"), "version"),
-        (lambda m: m.update(format="other"), "format"),
-        (lambda m: m.update(surprise=1), "surprise: Extra inputs"),
-        (lambda m: m.pop("step"), "step: Field required"),
-        (lambda m: m.update(step=-1), "step"),
-        (lambda m: m["files"].update({"../x": {"bytes": 0, "xxh3_128": []}}), "files"),
-        (lambda m: m["files"].update({"/etc/passwd": {"bytes": 0, "xxh3_128": []}}), "files"),
-        (lambda m: m["files"].update({"a/../b": {"bytes": 0, "xxh3_128": []}}), "files"),
-        (lambda m: m["tensors"]["final_norm.bias"].update(dtype="int8"), "dtype"),
-        (lambda m: piece(m).update(file="rank-00009.safetensors"), "which it does not list"),
-        (lambda m: piece(m).update(file="../../secret"), "file"),
-        (lambda m: piece(m).update(size=[5]), "hold 11 of its 12 elements"),
-        (lambda m: piece(m).update(start=[7]), "leave its shape"),
-        (lambda m: piece(m).update(start=[6, 0]), "do not have the 1 dimensions"),
-        (lambda m: piece(m).update(start=[0]), "overlap at"),
-    ],
-)
-def test_a_manifest_that_cannot_be_true_is_refused(run, change, message):
-    edit_manifest(newest(run), change)
-    with pytest.raises(MtcliError) as error:
-        open_checkpoint(newest(run))
-    assert "manifest.json is damaged" in str(error.value)
-    assert message in str(error.value)
+BAD_MANIFESTS = (
+    (lambda m: m.update(version="2"), "version"),
+    (lambda m: m.update(format="other"), "format"),
+    (lambda m: m.update(surprise=1), "surprise: Extra inputs"),
+    (lambda m: m.pop("step"), "step: Field required"),
+    (lambda m: m.update(step=-1), "step"),
+    (lambda m: m["files"].update({"../x": {"bytes": 0, "xxh3_128": []}}), "files"),
+    (lambda m: m["files"].update({"/etc/passwd": {"bytes": 0, "xxh3_128": []}}), "files"),
+    (lambda m: m["files"].update({"a/../b": {"bytes": 0, "xxh3_128": []}}), "files"),
+    (lambda m: m["tensors"]["final_norm.bias"].update(dtype="int8"), "dtype"),
+    (lambda m: piece(m).update(file="rank-00009.safetensors"), "which it does not list"),
+    (lambda m: piece(m).update(file="../../secret"), "file"),
+    (lambda m: piece(m).update(size=[5]), "hold 11 of its 12 elements"),
+    (lambda m: piece(m).update(start=[7]), "leave its shape"),
+    (lambda m: piece(m).update(start=[6, 0]), "do not have the 1 dimensions"),
+    (lambda m: piece(m).update(start=[0]), "overlap at"),
+)  # fmt: skip
+
+
+def test_a_manifest_that_cannot_be_true_is_refused(run, subtests):
+    path = newest(run) / "manifest.json"
+    whole = path.read_text()
+    for change, message in BAD_MANIFESTS:
+        with subtests.test(message):
+            path.write_text(whole)
+            edit_manifest(newest(run), change)
+            with pytest.raises(MtcliError, match=r"manifest\.json is damaged") as error:
+                open_checkpoint(newest(run))
+            assert message in str(error.value)
 
 
 @pytest.mark.parametrize("version", [1, 6])
@@ -240,11 +251,11 @@ def piece(manifest):
     return manifest["tensors"]["final_norm.bias"]["pieces"][1]
 
 
-@pytest.mark.parametrize("text", [b"", b"[]", b"{" * 10_000, b"\xff", b'{"step": 1e999}'])
-def test_a_manifest_that_is_not_json_is_refused(run, text):
-    (newest(run) / "manifest.json").write_bytes(text)
-    with pytest.raises(MtcliError, match=r"manifest\.json is damaged"):
-        open_checkpoint(newest(run))
+def test_a_manifest_that_is_not_json_is_refused(run):
+    for text in (b"", b"[]", b"{" * 10_000, b"\xff", b'{"step": 1e999}'):
+        (newest(run) / "manifest.json").write_bytes(text)
+        with pytest.raises(MtcliError, match=r"manifest\.json is damaged"):
+            open_checkpoint(newest(run))
 
 
 def test_a_manifest_that_is_too_long_is_refused(run, monkeypatch):
@@ -262,26 +273,6 @@ def test_pieces_cut_in_absurdly_many_ways_are_refused(run, monkeypatch):
     monkeypatch.setattr("mtcli.core.checkpoint.shard_index.MAX_CELLS", 2)
     with pytest.raises(MtcliError, match="are cut in more than 2 ways"):
         open_checkpoint(newest(run))
-
-
-class Malicious:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('a pickle was loaded')",)
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "config.toml", RANK])
-def test_a_pickle_in_the_place_of_a_file_does_nothing(run, name):
-    (newest(run) / name).write_bytes(pickle.dumps(Malicious()))
-    with pytest.raises(MtcliError):
-        open_checkpoint(newest(run))
-
-
-@given(st.binary(max_size=200) | st.text().map(str.encode))
-def test_any_bytes_as_a_manifest_give_an_error(tmp_path_factory, text):
-    folder = tmp_path_factory.mktemp("m")
-    (folder / "manifest.json").write_bytes(text)
-    with pytest.raises(MtcliError):
-        read_manifest(folder)
 
 
 def test_a_manifest_comes_back_as_it_was(run):
@@ -327,10 +318,11 @@ def test_a_box_is_read_across_pieces(run):
     assert empty.shape == (0, 12)
 
 
-@pytest.mark.parametrize("box", [((12, 0), (2, 12)), ((-1, 0), (1, 1)), ((0,), (1,))])
-def test_a_box_outside_its_tensor_is_refused(run, box):
-    with pytest.raises(MtcliError, match=r"embedding.weight has the shape \(13, 12\) and the box"):
-        open_checkpoint(run).read("embedding.weight", Box(*box))
+def test_a_box_outside_its_tensor_is_refused(run):
+    checkpoint = open_checkpoint(run)
+    for box in (((12, 0), (2, 12)), ((-1, 0), (1, 1)), ((0,), (1,))):
+        with pytest.raises(MtcliError, match=r"weight has the shape \(13, 12\) and the box"):
+            checkpoint.read("embedding.weight", Box(*box))
 
 
 def test_an_unknown_tensor_is_answered_with_a_near_name(run):

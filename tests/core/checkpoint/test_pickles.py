@@ -76,7 +76,7 @@ class Calls:
         return self.what
 
 
-@pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
+@pytest.mark.parametrize("protocol", [0, 2, 5])
 def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(tmp_path, protocol):
     mark = tmp_path / "ran"
     hostile = {

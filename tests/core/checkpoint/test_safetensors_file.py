@@ -5,15 +5,9 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from mtcli.core.checkpoint.safetensors_file import (
-    TensorEntry,
-    encode_header,
-    read_header,
-)
+from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
 from mtcli.core.config.errors import MtcliError
 
 GOOD = {
@@ -42,11 +36,7 @@ def test_entries_are_where_the_library_puts_them(tmp_path):
 
 
 def test_the_library_reads_an_encoded_header(tmp_path):
-    plan = [
-        ("x", "F32", (2, 2)),
-        ("é", "F16", (0, 3)),
-        ("s", "F32", ()),
-    ]
+    plan = [("x", "F32", (2, 2)), ("é", "F16", (0, 3)), ("s", "F32", ())]
     values = torch.arange(5, dtype=torch.float32)
     (tmp_path / "f").write_bytes(encode_header(plan, {"format": "pt"}) + values.numpy().tobytes())
     found = load_file(tmp_path / "f")
@@ -113,19 +103,3 @@ def test_a_file_shorter_than_a_length_is_refused(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(MtcliError, match="none cannot be read: No such file"):
         read_header(tmp_path / "none")
-
-
-@given(st.data())
-def test_mutated_files_give_an_error_or_entries_inside_the_file(tmp_path_factory, data):
-    path = write(tmp_path_factory.mktemp("fuzz") / "f", GOOD)
-    raw = bytearray(path.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(0, len(raw) - 29))] = data.draw(st.integers(0, 255))
-    path.write_bytes(raw)
-    try:
-        header = read_header(path)
-    except MtcliError:
-        return
-    for entry in header.values():
-        assert isinstance(entry, TensorEntry)
-        assert 8 <= entry.offset <= entry.offset + entry.bytes <= len(raw)

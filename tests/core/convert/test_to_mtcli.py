@@ -7,11 +7,11 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from marks import slow
 from ranks import run_ranks
 from safetensors import safe_open
 from saving import MODEL, save_halves, values
@@ -72,8 +72,10 @@ def legal_layouts(model):
     for sizes in product((1, 2, 4), repeat=len(axes)):
         text = ",".join(f"{axis}={n}" for axis, n in zip(axes, sizes, strict=True))
         parallel, world = parse_layout(text)
+        if world > 8:
+            continue
         broken = rules.problems(RunConfig(model=model, parallel=parallel), world)
-        if world <= 8 and not [p for p in broken if p.field.startswith(("parallel.", "model."))]:
+        if not [p for p in broken if p.field.startswith(("parallel.", "model."))]:
             found.append(text)
     return found
 
@@ -113,29 +115,27 @@ def test_a_layout_with_rows_is_a_grid_and_one_without_is_none(tmp_path):
         assert (parallel.tp_mode, parallel.grid_rows) == (mode, rows)
 
 
-@pytest.mark.parametrize("model", [DENSE, MOE, ENCODER], ids=["dense", "moe", "encoder"])
-def test_any_layout_to_any_other_and_back_is_bit_exact(tmp_path_factory, model):
+GRIDS = ("tp=4,tp_rows=2", "tp=2,dp=2", "tp=4,tp_rows=4", "tp=2,pp=2")
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "fixed"),
+    [(DENSE, 7, GRIDS), (MOE, 7, ()), (ENCODER, 3, ())],
+    ids=["dense", "moe", "encoder"],
+)
+def test_any_layout_to_any_other_and_on_is_bit_exact(tmp_path, model, count, fixed):
     tensors, layouts = values(model), legal_layouts(model)
     assert len(layouts) > 30
-
-    @settings(max_examples=12)
-    @given(a=st.sampled_from(layouts), b=st.sampled_from(layouts))
-    @example(a="tp=4,tp_rows=2", b="tp=2,dp=2")
-    @example(a="tp=2,pp=2", b="tp=4,tp_rows=4")
-    def check_layouts(a, b):
-        folder = tmp_path_factory.mktemp("layouts")
-        first = write_layout(folder / "a", tensors, model, a)
-        to_mtcli(first, folder / "b", *parse_layout(b), WriteOptions())
-        second = open_checkpoint(folder / "b")
-        to_mtcli(second, folder / "c", *parse_layout(a), WriteOptions())
-        third = open_checkpoint(folder / "c")
+    layouts = [*fixed, *Random(0).sample(layouts, count)]
+    last = write_layout(tmp_path / "first", tensors, model, layouts[-1])
+    for number, layout in enumerate(layouts):
+        to_mtcli(last, tmp_path / f"{number}", *parse_layout(layout), WriteOptions())
+        last = open_checkpoint(tmp_path / f"{number}")
         for name, tensor in tensors.items():
-            assert torch.equal(second.read(name), tensor), name
-            assert torch.equal(third.read(name), tensor), name
-        assert (second.step, second.extra) == (5, {"consumed_samples": 40})
-        assert cuts(third) == cuts(first)
-
-    check_layouts()
+            assert torch.equal(last.read(name), tensor), (layout, name)
+        assert (last.step, last.extra) == (5, {"consumed_samples": 40})
+        written = write_layout(tmp_path / f"by hand {number}", tensors, model, layout)
+        assert cuts(last) == cuts(written), layout
 
 
 def cuts(checkpoint):
@@ -188,27 +188,22 @@ def test_the_optimizer_is_left_out_of_a_hugging_face_folder(tmp_path):
     assert not list(differences(source, back))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("tp", "'tp' is not a part"), ("tp=0", "'tp=0' is not"), ("zz=2", "'zz=2' is not")],
-)
-def test_a_layout_that_cannot_be_read_is_refused(text, message):
-    with pytest.raises(MtcliError, match=message) as error:
-        parse_layout(text)
-    assert "tp, tp_rows, cp, pp, vpp, ep, etp, dp, zero" in str(error.value)
+UNREADABLE = {
+    "tp": "'tp' is not a part",
+    "tp=0": "'tp=0' is not",
+    "zz=2": "'zz=2' is not",
+    "tp=2,tp=4": "tp is given twice: 2 and 4",
+    "zero=2": "zero=2 is no way to share",
+    "dp=100000": "dp=100000 is a layout of 100,000 ranks",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tp=2,tp=4", "tp is given twice: 2 and 4"),
-        ("zero=2", "zero=2 is no way to share"),
-        ("dp=100000", "dp=100000 is a layout of 100,000 ranks"),
-    ],
-)
-def test_a_layout_that_makes_no_sense_is_refused(text, message):
-    with pytest.raises(MtcliError, match=message):
-        parse_layout(text)
+def test_a_layout_that_cannot_be_read_or_makes_no_sense_is_refused():
+    for text, message in UNREADABLE.items():
+        with pytest.raises(MtcliError, match=message):
+            parse_layout(text)
+    with pytest.raises(MtcliError, match="tp, tp_rows, cp, pp, vpp, ep, etp, dp, zero"):
+        parse_layout("zz=2")
 
 
 def test_a_layout_that_says_nothing_of_zero_keeps_the_run_s(tmp_path):
@@ -312,25 +307,25 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (lambda t: t.pop("final_norm.bias"), "is not in"),
-        (lambda t: t.update({"final_norm.bias": torch.zeros(13)}), "is [12] and [13]"),
-        (lambda t: t["final_norm.bias"].__setitem__(3, 9.0), "differs in 1 of 12 elements, by"),
-        (lambda t: t.update({"final_norm.bias": t["final_norm.bias"].half()}), "and float16"),
-    ],
-)
-def test_a_difference_is_named(tmp_path, change, what):
-    other = values()
-    change(other)
+CHANGES = {
+    "is not in": lambda t: t.pop("final_norm.bias"),
+    "is [12] and [13]": lambda t: t.update({"final_norm.bias": torch.zeros(13)}),
+    "differs in 1 of 12 elements, by": lambda t: t["final_norm.bias"].__setitem__(3, 9.0),
+    "and float16": lambda t: t.update({"final_norm.bias": t["final_norm.bias"].half()}),
+}
+
+
+def test_a_difference_is_named(tmp_path):
     a = open_checkpoint(save_halves(tmp_path / "a")[0])
-    b = open_checkpoint(save_halves(tmp_path / "b", tensors=other)[0])
-    for first, second in ((a, b), (b, a)):
-        found = list(differences(first, second))
-        assert [difference.name for difference in found] == ["final_norm.bias"]
-    assert what in next(differences(a, b)).what
     assert not list(differences(a, a))
+    for what, change in CHANGES.items():
+        other = values()
+        change(other)
+        b = open_checkpoint(save_halves(tmp_path / what, tensors=other)[0])
+        for first, second in ((a, b), (b, a)):
+            found = list(differences(first, second))
+            assert [difference.name for difference in found] == ["final_norm.bias"]
+        assert what in next(differences(a, b)).what
 
 
 def test_differences_are_counted_over_all_slabs(tmp_path, monkeypatch):
@@ -363,8 +358,9 @@ def save_zeros(runtime, model, root):
     save(root, 1, pieces, ranks=ALONE, keep=0, **about)
 
 
+@slow("writes 230 MB three times")
 def test_peak_memory_is_bounded_by_a_slab_and_not_by_the_model_or_its_largest_tensor(tmp_path):
-    layers, hidden, vocabulary = 6, 512, 100_000  # 6 layers of 12.6 MB, and a tensor of 205 MB
+    layers, hidden, vocabulary = 2, 512, 100_000  # 2 layers of 12.6 MB, and a tensor of 205 MB
     slab = 2 << 20
     sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": 8, "vocab_size": vocabulary}
     run_ranks(1, save_zeros, ModelConfig(**sizes, max_seq_len=8), tmp_path)
@@ -393,7 +389,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert grown < limit < 2 * vocabulary * hidden < model_bytes / 2, f"{grown:,}"
 
 
-@pytest.mark.parametrize("layout", ["tp=2,pp=2,dp=2", "dp=3,zero=1", "hf"])
+@pytest.mark.parametrize("layout", ["dp=3,zero=1", "hf"])
 def test_two_processes_write_the_bytes_of_one(tmp_path, layout):
     run_ranks(1, rank_of)  # the fork server has what other tests need, whichever come first
     source = open_checkpoint(save_halves(tmp_path / "src")[0])

@@ -63,7 +63,7 @@ def components(texts, threshold):
     return roots
 
 
-@pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95])
+@pytest.mark.parametrize("threshold", [0.5, 0.8])
 def test_near_duplicates_are_those_of_exact_all_pairs(
     threshold, prose, run, tmp_path, small_blocks
 ):
@@ -124,8 +124,8 @@ def test_no_workers_no_order_of_files_and_no_kill_change_a_byte(
         return run(*inputs, stages=stages, settings=settings, name=name, **more)
 
     first = tree(of("one", *files))
-    assert tree(of("two", *files[::-1], workers=3)) == first
-    assert tree(of("three", tmp_path / "*[012].jsonl", files[0])) == first  # named twice
+    again = (files[2], tmp_path / "*[01].jsonl", files[0])  # in another order, and one named twice
+    assert tree(of("two", *again, workers=3)) == first
 
     calls, whole = [0], engine_module.run
 
@@ -139,7 +139,7 @@ def test_no_workers_no_order_of_files_and_no_kill_change_a_byte(
         return whole(workers, mortal, items, total, what, unit)
 
     monkeypatch.setattr(engine_module, "run", dying)
-    for dies_at in (1, 2, 5, 12, 20, 35, 50, 10**6):
+    for dies_at in (1, 5, 20, 50, 10**6):
         calls[0] = 0
         if dies_at == 10**6:
             resumed = of("killed", *files, resume=True)

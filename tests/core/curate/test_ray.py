@@ -1,4 +1,4 @@
-"""A real Ray cluster of two nodes on this machine; each test starts one."""
+"""A real Ray cluster of two nodes on this machine."""
 
 import os
 import random
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from corpora import refusal, tree, write_jsonl
+from marks import slow
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.curate import documents as documents_module
@@ -33,10 +34,10 @@ def nodes():
 
 @pytest.fixture
 def curated(run, tmp_path, monkeypatch):
-    """Curates six megabytes in blocks of one, a tenth of it copies, by an engine."""
-    monkeypatch.setattr(documents_module, "BLOCK_BYTES", 1 << 20)
+    """Curates three megabytes in blocks of a half, a tenth of it copies, by an engine."""
+    monkeypatch.setattr(documents_module, "BLOCK_BYTES", 1 << 19)
     source, texts = random.Random(5), []
-    for number in range(2400):
+    for number in range(1200):
         text = " ".join(source.choices(WORDS, k=350))
         texts.append(source.choice(texts) + " again" if texts and number % 10 == 0 else text)
     records = [{"id": f"d{n}", "text": text} for n, text in enumerate(texts)]
@@ -50,13 +51,8 @@ def curated(run, tmp_path, monkeypatch):
     return curated
 
 
-def test_two_nodes_write_the_bytes_of_one_machine(nodes, curated):
-    with ray_cluster(nodes[0].address, 1) as cluster:
-        assert cluster.cores == 2
-        assert curated("many", ClusterEngine(cluster)) == curated("one")
-
-
-def test_a_node_killed_midway_loses_nothing(nodes, curated):
+@slow("a cluster of two nodes, 5.3 s")
+def test_two_nodes_or_the_one_that_is_left_midway_write_the_bytes_of_one_machine(nodes, curated):
     class Dying(RayCluster):
         """It loses its second node when a phase begins."""
 
@@ -68,12 +64,16 @@ def test_a_node_killed_midway_loses_nothing(nodes, curated):
                 nodes[0].remove_node(nodes[1], allow_graceful=False)
             return super().run(function, items, what, returns)
 
-    with ray_cluster(nodes[0].address, 1):
-        cluster = Dying()
-        assert curated("many", ClusterEngine(cluster)) == curated("one")
-        assert cluster.died
+    one = curated("one")
+    with ray_cluster(nodes[0].address, 1) as cluster:
+        assert cluster.cores == 2
+        assert curated("two", ClusterEngine(cluster)) == one
+        dying = Dying()
+        assert curated("left", ClusterEngine(dying)) == one
+        assert dying.died
 
 
+@slow("starts Ray, 2.5 s")
 def test_an_error_in_a_task_is_the_user_s_as_on_one_machine(run, tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text('{"id": "a", "text": "one"}\n{"id": "b", "te\n')

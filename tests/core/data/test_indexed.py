@@ -1,21 +1,16 @@
 """`.bin` and `.idx` against megatron-core's own reader and builder, and against nonsense."""
 
 import struct
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import Indexed, token_dtype
 
-HEAD = struct.Struct("<9sQBQQ")
 
-
-@pytest.mark.parametrize("vocab", [300, 65499, 65500, 200000])
+@pytest.mark.parametrize("vocab", [65499, 65500])
 def test_megatron_reads_what_we_write(make_dataset, vocab):
     from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 
@@ -28,7 +23,7 @@ def test_megatron_reads_what_we_write(make_dataset, vocab):
     assert np.array_equal(theirs.document_indices, np.arange(len(documents) + 1))
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint16, np.int32, np.int64])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])
 def test_we_read_what_megatron_writes(tmp_path, dtype):
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -125,19 +120,3 @@ def test_tokens_that_are_cut_short_are_refused(make_dataset):
     expected = f"is {total} bytes, and its index says {total} tokens of 2 bytes = {2 * total}"
     with pytest.raises(MtcliError, match=f"{expected}: 1 bytes each"):
         Indexed(prefix)
-
-
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    start=st.binary(max_size=60),
-    header=st.booleans(),
-    counts=st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 255)),
-)
-def test_random_bytes_are_an_error_or_a_dataset(tmp_path, start, header, counts):
-    head = HEAD.pack(b"MMIDIDX\0\0", 1, counts[2], counts[0], counts[1]) if header else b""
-    (tmp_path / "x.idx").write_bytes(head + start)
-    (tmp_path / "x.bin").write_bytes(b"1234")
-    with suppress(MtcliError):
-        assert Indexed(tmp_path / "x").num_tokens <= 4

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from marks import slow, slow_cases
 
 from mtcli.core.config.errors import Exit, MtcliError
 from mtcli.core.data.indexed import Indexed
@@ -73,22 +74,19 @@ def test_the_tokens_are_those_of_each_document_and_its_end(corpus, tmp_path, sma
     ]
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", "train:400"])
-def test_any_number_of_workers_writes_the_same_bytes(corpus, tmp_path, small_blocks, tokenizer):
+def test_any_number_of_workers_writes_the_same_bytes_which_give_the_texts_back(
+    corpus, tmp_path, small_blocks
+):
     outputs = []
     for workers in (1, 2, 5):
         (tmp_path / str(workers)).mkdir()
-        run(corpus[0], tmp_path / str(workers) / "out", tokenizer, workers=workers)
+        run(corpus[0], tmp_path / str(workers) / "out", "train:400", workers=workers)
         outputs.append(written(tmp_path / str(workers) / "out"))
     assert outputs[0] == outputs[1] == outputs[2]
-
-
-def test_a_trained_tokenizer_gives_the_texts_back(corpus, tmp_path):
-    run(corpus[0], tmp_path / "out", "train:400")
-    tokenizer = load_tokenizer(tmp_path / "out.tokenizer")
+    tokenizer, found = load_tokenizer(tmp_path / "2/out.tokenizer"), documents(tmp_path / "2/out")
     assert 257 < tokenizer.vocab_size <= 400
-    assert [tokenizer.decode(ids[:-1]) for ids in documents(tmp_path / "out")] == corpus[1]
-    assert all(ids[-1] == tokenizer.eod_id for ids in documents(tmp_path / "out"))
+    assert [tokenizer.decode(ids[:-1]) for ids in found] == corpus[1]
+    assert all(ids[-1] == tokenizer.eod_id for ids in found)
 
 
 def test_gpt2_ids_are_those_of_tokenizers(real_data, tmp_path):
@@ -336,7 +334,9 @@ def wait_for_end(processes):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, *slow_cases("two runs of 0.5 s", signal.SIGINT, signal.SIGTERM)]
+)
 def test_a_killed_run_goes_on_where_it_stopped(corpus, tmp_path, how):
     run(corpus[0], tmp_path / "whole", workers=1)
     facts = json.loads((tmp_path / "whole.json").read_text())
@@ -385,34 +385,20 @@ def test_a_run_killed_between_its_last_renames_is_finished_by_resume(corpus, tmp
     assert written(tmp_path / "out")[:2] == written(tmp_path / "whole")[:2]
 
 
-def test_a_run_begun_otherwise_is_not_resumed_but_replaced(corpus, tmp_path):
+def test_a_run_that_is_alive_or_was_begun_otherwise_or_lost_tokens_is_not_resumed(corpus, tmp_path):
     process = start(corpus[0], tmp_path / "out", before=STUCK)
     wait_for_progress(tmp_path / "out", 3)
-    process.kill()
-    process.communicate()
-    with pytest.raises(MtcliError, match="out.partial was begun with other inputs or options"):
-        run(corpus[0], tmp_path / "out", resume=True, append_eod=False)
-    run(corpus[0], tmp_path / "out", append_eod=False)
-    assert documents(tmp_path / "out")[0] == [*corpus[1][0].encode()]
-
-
-def test_tokens_that_the_journal_vouches_for_and_are_gone_are_an_error(corpus, tmp_path):
-    process = start(corpus[0], tmp_path / "out", before=STUCK)
-    wait_for_progress(tmp_path / "out", 3)
-    process.kill()
-    process.communicate()
-    os.truncate(tmp_path / "out.partial" / "tokens.bin", 5)
-    with pytest.raises(MtcliError, match="tokens.bin is 5 bytes, and its journal says"):
-        run(corpus[0], tmp_path / "out", resume=True)
-
-
-def test_two_runs_do_not_write_the_same_output(corpus, tmp_path):
-    process = start(corpus[0], tmp_path / "out", before=STUCK)
-    wait_for_progress(tmp_path / "out", 1)
     with pytest.raises(MtcliError, match="another run is writing .*out"):
         run(corpus[0], tmp_path / "out")
     process.kill()
     process.communicate()
+    with pytest.raises(MtcliError, match="out.partial was begun with other inputs or options"):
+        run(corpus[0], tmp_path / "out", resume=True, append_eod=False)
+    os.truncate(tmp_path / "out.partial" / "tokens.bin", 5)
+    with pytest.raises(MtcliError, match="tokens.bin is 5 bytes, and its journal says"):
+        run(corpus[0], tmp_path / "out", resume=True)
+    run(corpus[0], tmp_path / "out", append_eod=False)  # which replaces it
+    assert documents(tmp_path / "out")[0] == [*corpus[1][0].encode()]
 
 
 @pytest.mark.parametrize("limit", [60_000, 900_000])
@@ -437,6 +423,7 @@ atexit.register(peak)
 """
 
 
+@slow("600,000 documents, 5 s")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     line = json.dumps({"text": "word " * 20}) + "\n"  # short documents: a large index

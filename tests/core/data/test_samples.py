@@ -61,7 +61,7 @@ def test_indices_are_megatrons(make_dataset, count, longest, num_samples, seq_le
         assert np.array_equal(mine, other)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(8))
 def test_indices_are_megatrons_for_random_sizes(make_dataset, seed):
     random = np.random.default_rng(seed)
     count, longest = int(random.integers(1, 60)), int(random.integers(2, 90))
@@ -95,23 +95,23 @@ def test_the_last_epoch_is_apart_below_80_percent_as_megatrons(tmp_path, num_sam
     assert np.array_equal(ours.order, theirs.shuffle_index)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_empty_sequences_are_stepped_over_as_megatrons_helper_does(seed):
+def test_empty_sequences_are_stepped_over_as_megatrons_helper_does():
     from megatron.core.datasets import helpers
 
-    random = np.random.default_rng(seed)
-    lengths = random.integers(0, 4, 30).astype(np.int32)
-    samples = build_samples(lengths, range(30), 40, 5, seed)
-    epochs, per_epoch = len(samples.documents) // 30, int(lengths.sum())
-    rows = helpers.build_sample_idx(lengths, samples.documents, 5, epochs, per_epoch, True, True)
-    assert np.array_equal(samples.rows, rows)
+    for seed in range(12):
+        random = np.random.default_rng(seed)
+        lengths = random.integers(0, 4, 30).astype(np.int32)
+        found = build_samples(lengths, range(30), 40, 5, seed)
+        epochs, per_epoch = len(found.documents) // 30, int(lengths.sum())
+        rows = helpers.build_sample_idx(lengths, found.documents, 5, epochs, per_epoch, True, True)
+        assert np.array_equal(found.rows, rows), seed
 
 
 def longer(lengths, num_samples, planned, seq_len=7, seed=3):
     return build_samples(lengths, range(len(lengths)), num_samples, seq_len, seed, planned)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_run_made_longer_goes_on_after_the_epochs_it_was_planned_with(seed):
     """What was planned stays, element by element; each epoch after it is shuffled by its number."""
     random = np.random.default_rng(seed)

@@ -48,6 +48,12 @@ def bpe(data):
     return ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
 
 
+@pytest.fixture
+def quiet_lm_eval(monkeypatch):
+    """lm-eval without the report of the machine, for which it asks pip, git and compilers: 0.6 s"""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
 @pytest.fixture(scope="session")
 def alone():
     """The oracle: one sequence at a time, plain causal, full log_softmax; no mask, no packing."""

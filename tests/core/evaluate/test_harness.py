@@ -2,7 +2,9 @@
 
 import json
 import sys
+from pathlib import Path
 
+import lm_eval
 import pytest
 import torch
 from huggingface_hub import get_session
@@ -19,6 +21,7 @@ from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.inference.model import open_model
 from mtcli.core.runtime.launch import Runtime
 
+pytestmark = pytest.mark.usefixtures("quiet_lm_eval")
 TASK = """task: {name}
 dataset_path: json
 dataset_kwargs:
@@ -31,10 +34,7 @@ doc_to_target: {target}
 """
 CHOICE = "doc_to_choice: choices\nmetric_list: [{metric: acc}, {metric: acc_norm}]"
 ROLLING = "metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]"
-KINDS = {
-    "multiple_choice": ("answer", CHOICE),
-    "loglikelihood_rolling": ('"{{long}}"', ROLLING),
-}
+KINDS = {"multiple_choice": ("answer", CHOICE), "loglikelihood_rolling": ('"{{long}}"', ROLLING)}
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +142,12 @@ class Instance:
 
 
 def test_an_unknown_name_a_missing_file_and_a_nameless_one_are_refused(
-    tmp_path, byte_scorer, tokenizer
+    tmp_path, byte_scorer, tokenizer, monkeypatch
 ):
+    few = {"include_path": str(Path(lm_eval.__file__).parent / "tasks/hellaswag")}
+    few |= {"include_defaults": False}  # all of lm-eval's task files take it 9 s
+    manager = lambda **options: TaskManager(**(options or few))  # noqa: E731
+    monkeypatch.setattr("mtcli.core.evaluate.harness.TaskManager", manager)
     model = HarnessModel(byte_scorer, eval_tokenizer(tokenizer[0]), 64)
     (tmp_path / "nameless.yaml").write_text("dataset_path: json\n")
     for name, message, hint in (

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
@@ -40,6 +41,7 @@ def test_real_passages_have_the_numbers_of_transformers(data, bpe, real_scorer, 
     assert report["perplexity"] == pytest.approx(math.exp(nll / 40), rel=1e-4)
 
 
+@slow("5,153 passages, 2.6 s")
 def test_every_real_passage_is_read_and_split_in_tokens_as_words(data, bpe):
     tokenizer = EvalTokenizer(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
     prepared = prepare(data / "lambada", tokenizer, TaskOptions(max_seq_len=1024))

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks.race import preprocess_race
+from marks import slow
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
@@ -50,6 +51,7 @@ class Instance:
         self.args = args
 
 
+@slow("12 articles scored twice, 2.4 s")
 def test_real_articles_have_the_choices_and_likelihoods_of_lm_eval(data, bpe, real_scorer):
     from transformers import PreTrainedTokenizerFast
 

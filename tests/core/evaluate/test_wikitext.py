@@ -5,6 +5,7 @@ import math
 import pytest
 from lm_eval.tasks.wikitext import preprocess_wikitext
 from lm_eval.utils import get_rolling_token_windows
+from marks import slow
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
@@ -30,9 +31,10 @@ def tokenizer(bpe):
     return EvalTokenizer(lambda text: bpe.encode(text).ids, 50256, "<|endoftext|>")
 
 
-def test_the_real_test_file_has_the_papers_counts(real, bpe):
+@slow("1.3 MB of text in windows, 2.5 s")
+def test_the_real_test_file_has_the_counts_of_the_paper_and_of_lm_eval(real, bpe):
     prepared = prepare_wikitext(real.parent, tokenizer(bpe), TaskOptions(max_seq_len=1024))
-    report = prepared.report([Score(0.0, True)] * len(prepared.requests))
+    report = prepared.report([Score(-2.0, True)] * len(prepared.requests))
     assert (report["num_original_tokens"], report["num_tokens"]) == (245_566, 270_329)
     windows = prepared.requests[: 1 + math.ceil((270_328 - 1024) / 32)]
     assert sum(window.num_targets for window in windows) == 270_328
@@ -40,16 +42,11 @@ def test_the_real_test_file_has_the_papers_counts(real, bpe):
     rolled = prepared.requests[len(windows) :]
     assert report["num_pages"] == 62  # the documents of lm-eval's wikitext test split
     assert sum(request.tokens[0] == 50256 for request in rolled) == 62
-
-
-def test_the_real_text_is_detokenised_and_counted_as_lm_eval_does(real, bpe):
     text = real.read_text(encoding="utf-8")
     pages = split_pages(text)
     assert "\n".join(pages).split() == text.split()
     for page in [text, *pages]:
         assert detokenise(page) == preprocess_wikitext.wikitext_detokenizer({"page": page})
-    prepared = prepare_wikitext(real, tokenizer(bpe), TaskOptions(max_seq_len=1024))
-    report = prepared.report([Score(-2.0, True)] * len(prepared.requests))
     theirs = [preprocess_wikitext.process_results({"page": page}, [0.0]) for page in pages]
     assert report["num_words"] == sum(result["word_perplexity"][1] for result in theirs)
     assert report["num_bytes"] == sum(result["byte_perplexity"][1] for result in theirs)

@@ -17,12 +17,9 @@ from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 LAYOUTS = [
-    (2, {"tp": 2}),
-    (4, {"tp": 2, "cp": 2}),
-    (2, {"cp": 2, "cp_mode": "a2a"}),
-    (4, {"pp": 2, "zero": 1}),
-    (2, {"zero": 3}),
-    (4, {"pp": 2, "vpp": 1, "schedule": "zero_bubble", "tp": 2}),
+    {"tp": 2, "cp": 2},
+    {"cp": 2, "cp_mode": "a2a", "zero": 3},
+    {"pp": 2, "tp": 2, "schedule": "zero_bubble", "zero": 1},
 ]
 
 
@@ -81,13 +78,16 @@ def test_the_loss_of_a_packed_batch_is_transformers_of_its_examples_one_by_one(t
     assert step.loss == pytest.approx(total / weight, rel=1e-5)
 
 
-@pytest.mark.parametrize(("world", "parallel"), LAYOUTS, ids=str)
-def test_every_layout_has_the_losses_of_one_rank(home, world, parallel):
-    alone = run_ranks(1, losses_of, config(home))[0]
-    assert alone[-1] < alone[0]
-    shared = run_ranks(world, losses_of, config(home, **parallel))
-    for losses in shared:
-        assert losses == pytest.approx(alone, rel=1e-9)
+@pytest.fixture(scope="module")
+def losses_alone(home):
+    return run_ranks(1, losses_of, config(home))[0]
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=str)
+def test_every_layout_has_the_losses_of_one_rank(home, losses_alone, parallel):
+    assert losses_alone[-1] < losses_alone[0]
+    for losses in run_ranks(4, losses_of, config(home, **parallel)):
+        assert losses == pytest.approx(losses_alone, rel=1e-9)
 
 
 def test_the_tokenizer_of_the_starting_weights_is_found(home):

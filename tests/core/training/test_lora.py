@@ -68,6 +68,16 @@ def home(tmp_path):
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A folder with a base in `llama`, a run of adapters in `run`, and these in `peft`: to read."""
+    home = tmp_path_factory.mktemp("tuned")
+    write_lines(home / "my.jsonl", sums(20))
+    save_model(home / "llama")
+    to_peft(run(config(home, "llama")), home / "peft", force=False)
+    return home
+
+
 def ids(vocab=300):
     return torch.randint(0, vocab, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -156,9 +166,8 @@ def test_adapters_of_peft_in_some_layers_are_no_incomplete_file(home):
     assert "target_modules='.*layers" in hint and "merge_and_unload" in hint
 
 
-def test_a_checkpoint_holds_adapters_alone_and_names_their_base(home):
-    save_model(home / "llama")
-    done = run(config(home, "llama"))
+def test_a_checkpoint_holds_adapters_alone_and_names_their_base(tuned):
+    done = open_checkpoint(tuned / "run")
     own = done.adapters.own
     assert all(".adapter." in name for name in own.names())
     table = run_parameters(done.model, LoraConfig(rank=4))
@@ -166,12 +175,11 @@ def test_a_checkpoint_holds_adapters_alone_and_names_their_base(home):
     assert sum(record.bytes for name, record in own.files.items() if name.startswith("rank")) < (
         3 * 4 * adapters + 20_000
     )
-    assert own.extra["base"]["path"] == str(home / "llama")
+    assert own.extra["base"]["path"] == str(tuned / "llama")
 
 
-def test_frozen_weights_have_no_gradients_and_no_state(home):
-    save_model(home / "llama")
-    trainer = Trainer(config(home, "llama", "train.precision=bf16", "parallel.zero=1"), ALONE)
+def test_frozen_weights_have_no_gradients_and_no_state(tuned):
+    trainer = Trainer(config(tuned, "llama", "train.precision=bf16", "parallel.zero=1"), ALONE)
     adapters = {name for name, one in trainer.table.items() if one.of_adapter}
     assert set(trainer.strategy.gradients) == set(trainer.optimizer.weights) == adapters
     frozen = {n: s.tensor for n, s in trainer.strategy.shards.items() if n not in adapters}
@@ -202,13 +210,8 @@ def replicas_trained(runtime, config, resumes):
 
 def test_adapters_of_replicas_are_kept_each_and_go_on_bit_for_bit(home):
     save_model(home / "llama")
-    sync = [
-        "sync.method=diloco",
-        "sync.period=3",
-        "batch.micro_batch_size=1",
-        "optimizer.min_lr=5e-3",
-        "train.steps=4",
-    ]
+    sync = ["sync.method=diloco", "sync.period=3", "batch.micro_batch_size=1"]
+    sync += ["optimizer.min_lr=5e-3", "train.steps=4"]
     through = config(home, "llama", *sync, f"train.output={home / 'a'}")
     stopped = config(home, "llama", *sync, f"train.output={home / 'b'}", "train.save_every=2")
     whole = run_ranks(2, replicas_trained, through, False)
@@ -233,17 +236,11 @@ def test_a_base_that_is_gone_or_changed_is_refused(home):
         open_checkpoint(home / "run")
 
 
-def test_adapters_of_another_rank_are_refused(home):
-    save_model(home / "llama")
-    run(config(home, "llama"))
-    other = config(home, "llama", "lora.rank=2", f"train.init={home / 'run'}")
+def test_adapters_of_another_rank_are_refused(tuned, tmp_path):
+    init, output = f"train.init={tuned / 'run'}", f"train.output={tmp_path / 'new'}"
+    other = config(tuned, "llama", "lora.rank=2", init, output)
     trainer = Trainer(other, ALONE)
-    start = starting_point(
-        other.model_copy(
-            update={"train": other.train.model_copy(update={"output": str(home / "new")})}
-        ),
-        trainer.groups.world,
-    )
+    start = starting_point(other, trainer.groups.world)
     with pytest.raises(MtcliError, match="adapters keep their rank and targets"):
         load_weights(trainer, start.checkpoint)
 
@@ -257,9 +254,8 @@ def test_adapters_of_another_rank_are_refused(home):
         (["lora.rank=0", "lora.alpha=3"], "alpha=3.0 with rank=0, which has no adapters"),
     ],
 )
-def test_what_adapters_are_not_trained_with_is_refused(home, settings, said):
-    save_model(home / "llama")
-    found = problems(config(home, "llama", *settings), 1)
+def test_what_adapters_are_not_trained_with_is_refused(tuned, settings, said):
+    found = problems(config(tuned, "llama", *settings), 1)
     assert any(said in problem.message for problem in found), found
 
 
@@ -273,11 +269,10 @@ def test_what_adapters_are_not_trained_with_is_refused(home, settings, said):
         ({"r": 5}, "and [5, 32] by its config"),
     ],
 )
-def test_settings_of_peft_that_are_not_plain_are_refused(home, change, said):
-    save_model(home / "llama")
-    to_peft(run(config(home, "llama")), home / "peft", force=False)
-    path = home / "peft" / "adapter_config.json"
+def test_settings_of_peft_that_are_not_plain_are_refused(tuned, tmp_path, change, said):
+    shutil.copytree(tuned / "peft", tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(MtcliError) as caught:
-        open_checkpoint(home / "peft")
+        open_checkpoint(tmp_path / "peft")
     assert said in str(caught.value)

@@ -22,25 +22,22 @@ from mtcli.core.training.state import initialise, load_weights
 from mtcli.core.training.step import Trainer
 
 STEPS = 6
-RECIPES = {
-    "whole": "num_experts=4,top_k=2,sequence_aux_loss_coeff=0.01",
-    "slices": "num_experts=8,top_k=4,granularity=2,sequence_aux_loss_coeff=0.01",
+BALANCED = "sequence_aux_loss_coeff=0.01"
+CASES = {
+    f"num_experts=4,top_k=2,{BALANCED}": [(2, {"tp": 2, "ep": 2})],
+    f"num_experts=8,top_k=4,granularity=2,{BALANCED}": [
+        (2, {"ep": 2, "zero": 3}),
+        (4, {"tp": 2, "pp": 2, "etp": 2}),
+    ],
 }
-LAYOUTS = [
-    (2, {"ep": 2}, {}),
-    (2, {"ep": 2, "zero": 3}, {}),
-    (2, {"tp": 2, "ep": 2}, {}),
-    (4, {"tp": 2, "pp": 2, "etp": 2}, {}),
-]
 MODEL = LLAMA | {"num_layers": 2, "init_std": 0.1}
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 
 
-def config_of(model, parallel, batch):
+def config_of(model, parallel):
     train = {"steps": STEPS, "precision": "fp64", "matmul": "strict"}
     optimizer = {"lr": 1e-2, "warmup_steps": 1}
-    fields = {"parallel": parallel, "batch": batch, "train": train, "optimizer": optimizer}
-    return run_config(model, **fields)
+    return run_config(model, parallel=parallel, train=train, optimizer=optimizer)
 
 
 def losses_of(runtime, config, folder):
@@ -56,7 +53,7 @@ def losses_of(runtime, config, folder):
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     """A dense checkpoint and the losses of going on with it."""
-    config = config_of(MODEL, {}, {})
+    config = config_of(MODEL, {})
     trainer = Trainer(config, ALONE)
     initialise(trainer)
     pieces = []
@@ -71,20 +68,20 @@ def dense(tmp_path_factory):
     return folder, losses_of(ALONE, config, folder)
 
 
-@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize(("recipe", "layouts"), CASES.items(), ids=["whole", "slices"])
 def test_a_run_starts_at_the_dense_loss_falls_and_is_the_same_on_every_layout(
-    dense, tmp_path, kind
+    dense, tmp_path, recipe, layouts
 ):
     folder, dense_losses = dense
     source = open_checkpoint(folder)
-    found = upcycled(source, recipe_of(RECIPES[kind], source.model))
+    found = upcycled(source, recipe_of(recipe, source.model))
     to_mtcli(found, tmp_path / "moe", *parse_layout(""), WriteOptions())
     fields = found.model.model_dump(exclude_none=True)
-    alone = losses_of(ALONE, config_of(fields, {}, {}), tmp_path / "moe")
+    alone = losses_of(ALONE, config_of(fields, {}), tmp_path / "moe")
     assert alone[0] == pytest.approx(dense_losses[0], rel=1e-12)
     assert abs(alone[-1] - dense_losses[-1]) > 1e-6, "experts have parted"
     assert alone[-1] < alone[0] - 0.1
-    for world, parallel, batch in LAYOUTS:
-        config = config_of(fields, parallel, batch)
+    for world, parallel in layouts:
+        config = config_of(fields, parallel)
         for losses in run_ranks(world, losses_of, config, tmp_path / "moe"):
             assert losses == pytest.approx(alone, rel=1e-10)
