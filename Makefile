@@ -3,21 +3,17 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # Processes of the suite: most tests use one core, some start ranks of their own, and many wait. So three
-# are quicker than two on two cores: by a seventh, and `make test` takes about 6 minutes.
+# are quicker than two on two cores, by a seventh.
 WORKERS ?= 3
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-rest test-all lint budgets bench gpu bench-gpu
+.PHONY: demo test test-all lint budgets bench gpu bench-gpu
 
 demo: .venv/installed
 	$(BIN)/python scripts/demo.py
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
-
-# What `make test` leaves: further cases of its tests, and a few that are slow (tests/slow.py).
-test-rest: .venv/installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow $(PYTEST_ARGS)
 
 test-all: .venv/installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)

@@ -24,7 +24,6 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
-from slow import SLOW, is_kept  # noqa: E402
 
 pytest_plugins = ["processor_time"]
 
@@ -81,28 +80,10 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    _mark_slow(items, whole_files=not any("::" in argument for argument in config.args))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA device"))
-
-
-def _mark_slow(items, whole_files):
-    """Marks what slow.py names. Raises UsageError for a name that a collected file has not."""
-    files, stale = {item.path.name for item in items}, set()
-    if whole_files:
-        tests = {(file, test) for file in files & set(SLOW) for test in SLOW[file]}
-        stale = tests | {(*test, case) for test in tests for case in SLOW[test[0]][test[1]]}
-    for item in items:
-        test = item.path.name, getattr(item, "originalname", item.name)
-        kept = SLOW.get(test[0], {}).get(test[1])
-        if kept is None:
-            continue
-        case = item.callspec.id if hasattr(item, "callspec") else ""
-        if not is_kept(case, kept):
-            item.add_marker(pytest.mark.slow)
-        stale -= {test} | {(*test, one) for one in kept if is_kept(case, (one,))}
 
 
 def _has_cuda():
