@@ -45,13 +45,6 @@ def _torch_as_it_comes():
         products.set_bfloat16_in_float32(False)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _ranks_end_with_their_file():
-    yield
-    if ranks := sys.modules.get("ranks"):
-        ranks.end()
-
-
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device, and is skipped without one")
     config.addinivalue_line("markers", "slow(reason): `make test` leaves it to `make test-all`")

@@ -11,7 +11,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-import ranks
 
 PROPERTY = "processor_seconds"
 START = pytest.StashKey[float]()
@@ -71,22 +70,15 @@ class Totals:
 
 
 def processor_seconds():
-    """Processor time so far of this process, its ended descendants, and the warm process with its
-    forks, those that are kept included.
+    """Processor time so far of this process, its ended descendants and the warm process's forks.
 
-    Other children that still run are not in it: a test ends its own.
+    Children that still run are not in it: a test ends its own.
     """
-    kept = [process.pid for process, _ in ranks.KEPT]
-    return sum(os.times()[:4]) + sum(
-        map(_seconds_of, [forkserver._forkserver._forkserver_pid, *kept])
-    )
+    return sum(os.times()[:4]) + _seconds_of(forkserver._forkserver._forkserver_pid)
 
 
 def _seconds_of(pid):
     """User and system time of a process and of its children that ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text() if pid else ""
-    except OSError:  # it was killed by its test
-        return 0.0
+    text = Path(f"/proc/{pid}/stat").read_text() if pid else ""
     fields = text[text.rfind(")") + 2 :].split()
     return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")

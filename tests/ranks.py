@@ -1,8 +1,7 @@
-"""Runs a function on n ranks: gloo processes forked from one warm process and kept between calls.
+"""Runs a function on n ranks: gloo processes forked from one warm process, so a call costs 0.2 s.
 
-The forkserver imports torch and mtcli once (3 s); every rank is a fork of it, and answers the calls
-of a file of tests, each with process groups of its own. A rank that raises fails the test with its
-own traceback, and the ranks end. Ranks that wait for each other forever are ended: those that
+The forkserver imports torch and mtcli once (3 s); every rank is a fork of it. A rank that raises
+fails the test with its own traceback. Ranks that wait for each other forever are ended: those that
 have used no processor for a while, or more of it than they were given, however busy the machine is.
 """
 
@@ -17,6 +16,7 @@ import traceback
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 import psutil
 
@@ -34,50 +34,23 @@ def run_ranks(n, function, *arguments, deadline=DEADLINE):
     """[function(runtime, *arguments) of rank 0 .. n - 1], with a process group of n ranks up.
 
     `function` is a module's own function, so that a fork can import it; arguments and results are
-    pickled. Its ranks are those of the calls before it in the same file. Raises AssertionError with
-    the traceback of the first rank that failed.
+    pickled. Raises AssertionError with the traceback of the first rank that failed.
     """
-    try:
-        return _call(KEPT, n, function, arguments, deadline)
-    except BaseException:
-        end(KEPT)
-        raise
-
-
-def run_fresh(n, function, *arguments, deadline=DEADLINE):
-    """As `run_ranks`, by ranks of its own: for a function that leaves its process changed."""
-    ranks = []
-    try:
-        return _call(ranks, n, function, arguments, deadline)
-    finally:
-        end(ranks)
-
-
-def _call(ranks, n, function, arguments, deadline):
-    while len(ranks) < n:
-        ranks.append(_start())
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        for rank, (_, connection) in enumerate(ranks[:n]):
-            work = pickle.dumps((rank, n, f"{folder}/store", function, arguments))
-            connection.send_bytes(work)
-        return _collect(ranks[:n], deadline)
+        work = pickle.dumps((function, arguments))
+        ranks = [_start(rank, n, Path(folder) / "store", work) for rank in range(n)]
+        try:
+            return _collect(ranks, deadline)
+        finally:
+            for process, connection in ranks:
+                process.kill()
+                process.join()
+                connection.close()
 
 
-KEPT = []  # (process, connection) of ranks that wait for calls, of which one of n takes n
-
-
-def end(ranks=KEPT):
-    """Ends ranks, those that are kept unless others are given."""
-    for process, connection in ranks:
-        process.kill()
-        process.join()
-        connection.close()
-    ranks.clear()
-
-
-def _start():
-    ours, theirs = multiprocessing.Pipe()
-    process = warm().Process(target=_serve, args=(theirs,))
+def _start(rank, world, store, work):
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = warm().Process(target=_rank, args=(rank, world, str(store), work, theirs))
     process.daemon = True
     process.start()
     theirs.close()
@@ -91,20 +64,13 @@ def warm():
     return context
 
 
-def _serve(connection: Connection) -> None:
-    """Answers calls, each in a process as the one before found it."""
+def _rank(rank: int, world: int, store: str, work: bytes, connection: Connection) -> None:
     begin_fork()
-    environ, place = dict(os.environ), os.getcwd()
-    while True:
-        rank, world, store, function, arguments = pickle.loads(connection.recv_bytes())
-        try:
-            answer = pickle.dumps((True, _run(rank, world, store, function, arguments)))
-        except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
-        os.environ.clear()
-        os.environ.update(environ)
-        os.chdir(place)
-        connection.send_bytes(answer)  # not send(): it would share tensors' memory
+    try:
+        answer = pickle.dumps((True, _run(rank, world, store, work)))
+    except BaseException:
+        answer = pickle.dumps((False, traceback.format_exc()))
+    connection.send_bytes(answer)  # not send(): it would share tensors' memory
 
 
 def begin_fork():
@@ -113,16 +79,14 @@ def begin_fork():
     sys.dont_write_bytecode = False  # as conftest.py: each rank would compile its test's modules
 
 
-def _run(rank, world, store, function, arguments):
+def _run(rank, world, store, work):
     import torch
     import torch.distributed as dist
 
     from mtcli.core.runtime.launch import Runtime
-    from mtcli.kernels.gemm import set_bfloat16_in_float32
 
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("highest")
-    set_bfloat16_in_float32(False)
+    function, arguments = pickle.loads(work)
     if world > 1:
         where = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
         dist.init_process_group("gloo", timeout=timedelta(seconds=10 * DEADLINE), **where)
@@ -136,15 +100,14 @@ def _run(rank, world, store, function, arguments):
 def _collect(ranks, deadline):
     answers = {}
     waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
-    first, used, moved = None, 0.0, time.monotonic()  # seconds of processor time, when they grew
+    used, moved = 0.0, time.monotonic()  # seconds of processor time, and when there were more
     while waiting:
         ready = wait(list(waiting), timeout=1.0)
         if not ready:
             now = sum(_processor_seconds(process.pid) for process, _ in ranks)
-            first = now if first is None else first
             if now > used + deadline / 60:  # little: a rank may share a core with 60 others
                 used, moved = now, time.monotonic()
-            if used - first > deadline * os.cpu_count() or time.monotonic() - moved > deadline:
+            if used > deadline * os.cpu_count() or time.monotonic() - moved > deadline:
                 raise AssertionError(f"ranks {sorted(waiting.values())} did not end in time")
         for connection in ready:
             rank = waiting.pop(connection)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_fresh, run_ranks
+from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcli.core.mesh.layout import ParallelLayout
@@ -118,8 +118,8 @@ def blocks_computed(runtime, documents):
 
 def test_blocks_in_which_nobody_sees_a_key_are_left_out():
     apart = documents_of([[1] * S] * len(ROWS))
-    assert run_fresh(4, blocks_computed, apart) == [1] * 4
-    assert run_fresh(4, blocks_computed, torch.zeros_like(apart)) == [4] * 4
+    assert run_ranks(4, blocks_computed, apart) == [1] * 4
+    assert run_ranks(4, blocks_computed, torch.zeros_like(apart)) == [4] * 4
 
 
 LONG = 8192

@@ -7,7 +7,7 @@ import pytest
 import torch.nn.functional as F
 from parity_factors import row_of
 from parity_runs import curve_off, oracle, train_on
-from ranks import run_fresh
+from ranks import run_ranks
 from torch import nn
 
 import mtcli.core.model
@@ -102,7 +102,7 @@ def train_densely(runtime, config, samples):
 )
 def test_another_engine_trains_the_same_model_to_the_same_numbers(levels):
     row = row_of(levels)
-    ours, (theirs,) = oracle(row), run_fresh(1, train_densely, row.config(), row.samples)
+    ours, (theirs,) = oracle(row), run_ranks(1, train_densely, row.config(), row.samples)
     assert curve_off(theirs, ours) < 1e-10
     gradients = ours.replicas[0].gradients
     assert set(gradients) == set(theirs.gradients)

@@ -3,7 +3,7 @@ from itertools import count
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_fresh
+from ranks import run_ranks
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel import groups as making
@@ -29,7 +29,7 @@ def groups_of(runtime):
 
 
 def test_every_group_holds_the_ranks_that_differ_along_its_axes():
-    answers = run_fresh(8, groups_of)
+    answers = run_ranks(8, groups_of)
     for rank, (seen, pp_rank, dp_rank) in enumerate(answers):
         tp, dp, pp = rank % 2, rank // 2 % 2, rank // 4  # tp innermost, pp outermost
         assert (pp_rank, dp_rank) == (pp, dp)
@@ -55,7 +55,7 @@ def replicas_groups(runtime, replicas):
 @pytest.mark.parametrize(("replicas", "shared"), [(1, [True, False]), (2, [False, False])])
 def test_what_replicas_exchange_holds_up_no_sum_over_all_ranks(replicas, shared):
     """Both may be under way, and a communicator of NCCL runs one after the other."""
-    assert run_fresh(2, replicas_groups, replicas) == [shared] * 2
+    assert run_ranks(2, replicas_groups, replicas) == [shared] * 2
 
 
 def test_alone_every_axis_is_this_rank_without_a_process_group():
@@ -84,7 +84,7 @@ def exchanged(runtime):
 
 
 def test_on_nccl_each_direction_of_a_pair_of_pipeline_ranks_has_a_group():
-    assert run_fresh(2, exchanged) == [([1.0] * 3, 3, True), ([0.0] * 3, 3, True)]
+    assert run_ranks(2, exchanged) == [([1.0] * 3, 3, True), ([0.0] * 3, 3, True)]
 
 
 def p2p_groups_of(pp, vpp, monkeypatch):
@@ -132,7 +132,7 @@ def warmed_up(runtime, vpp):
 
 
 def test_on_nccl_every_sender_is_connected_to_its_receiver_before_a_schedule_runs():
-    first, second, third = run_fresh(3, warmed_up, 2)
+    first, second, third = run_ranks(3, warmed_up, 2)
     assert first == [("send", 1), ("recv", 2), ("send", 2), ("recv", 1)]
     assert second == [("recv", 0), ("send", 2), ("send", 0), ("recv", 2)]
     assert third == [("recv", 1), ("send", 0), ("recv", 0), ("send", 1)]

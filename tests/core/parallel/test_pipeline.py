@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import run_fresh, run_ranks
+from ranks import run_ranks
 from torch import nn
 
 from mtcli.core.mesh.layout import ParallelLayout
@@ -110,7 +110,7 @@ def scattered(runtime):
 
 
 def test_a_hop_of_equal_activations_sends_each_element_once():
-    answers = run_fresh(4, scattered)
+    answers = run_ranks(4, scattered)
     inputs = 2 * 15.0  # two micro-batches of 0 + 1 + ... + 5
     assert [loss for loss, *_ in answers] == [0.0, 0.0, 6 * inputs, 6 * inputs]
     assert [grad for _, grad, _ in answers] == [3 * inputs, 3 * inputs, 2 * inputs, 2 * inputs]
@@ -138,7 +138,7 @@ def most_kept(runtime, name, vpp):
 def test_what_was_sent_goes_when_the_next_stage_has_it_and_not_at_the_end_of_the_step(
     name, pp, vpp
 ):
-    answers = run_fresh(pp, most_kept, name, vpp)
+    answers = run_ranks(pp, most_kept, name, vpp)
     for sent, kept in answers:
         assert sent >= 16 and kept <= 2 * pp * vpp
 

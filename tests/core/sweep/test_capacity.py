@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from ranks import run_fresh
+from ranks import run_ranks
 from tiny import GPT, run_config, write_run
 
 from mtcli.core.mesh.parameters import count_adapters, count_parameters
@@ -52,7 +52,7 @@ def _arrays(runtime, config, output):
 
 
 def test_ranks_agree_on_arrays_though_each_reads_other_free_memory(tmp_path):
-    (least, agreed), (most, same) = run_fresh(
+    (least, agreed), (most, same) = run_ranks(
         2, _arrays, str(write_run(tmp_path)), tmp_path / "out"
     )
     assert agreed == same == least < most

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import run_fresh, run_ranks
+from ranks import run_ranks
 from torch import nn
 
 from mtcli.core.config.errors import MtcliError
@@ -221,7 +221,7 @@ def over_a_network(runtime, sync, decay):
 def test_gloo_exchanges_the_same_as_shared_memory(sync):
     sync = {"quantise": 8} | sync
     for near, far in zip(
-        run_ranks(3, fed_back, sync, 0.9), run_fresh(3, over_a_network, sync, 0.9), strict=True
+        run_ranks(3, fed_back, sync, 0.9), run_ranks(3, over_a_network, sync, 0.9), strict=True
     ):
         assert all(torch.equal(one, other) for one, other in zip(near, far, strict=True))
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import run_fresh
+from ranks import run_ranks
 from tiny import DOCUMENTS, DROPPING, GPT, LLAMA, MOE, Samples, run_config
 
 from mtcli.core.config.errors import MtcliError
@@ -75,7 +75,7 @@ def both_ways(runtime, model, parallel, data, backend="aot_eager"):
 @pytest.mark.parametrize("row", ROWS)
 def test_compiled_blocks_give_the_losses_of_those_as_written(row):
     world, *settings = ROWS[row]
-    for plain, compiled, graphs in run_fresh(world, both_ways, *settings):
+    for plain, compiled, graphs in run_ranks(world, both_ways, *settings):
         assert graphs == 1 if row in WHOLE else graphs > 0
         for found, expected in zip(compiled, plain, strict=True):
             assert found == pytest.approx(expected, rel=ROUNDED)
@@ -83,7 +83,7 @@ def test_compiled_blocks_give_the_losses_of_those_as_written(row):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_generated_code_gives_the_same_losses_and_one_graph_serves_every_block():
-    ((plain, compiled, graphs),) = run_fresh(1, both_ways, LLAMA, {}, {}, "inductor")
+    ((plain, compiled, graphs),) = run_ranks(1, both_ways, LLAMA, {}, {}, "inductor")
     assert graphs == 1
     for found, expected in zip(compiled, plain, strict=True):
         assert found == pytest.approx(expected, rel=ROUNDED)

@@ -9,7 +9,7 @@ import pytest
 from hostile import write_manifest
 from indexed_dataset import write_dataset
 from marks import slow
-from ranks import run_fresh, run_ranks
+from ranks import run_ranks
 from tiny import GPT, documents, run_config
 
 from mtcli.core.checkpoint.blocks import sampled_hash
@@ -62,7 +62,7 @@ def read_once(runtime, local_ranks, folder):
 
 
 def test_one_rank_of_a_machine_hashes_the_data_and_the_others_take_rank_0s(data):
-    ranks = run_fresh(4, read_once, (0, 1, 0, 1), data)
+    ranks = run_ranks(4, read_once, (0, 1, 0, 1), data)
     assert [opened for opened, _ in ranks] == [[2, 2], [], [2, 2], []]
     expected = [("", sampled(data / name)) for name in "ab"]
     assert [hashes for _, hashes in ranks] == [expected] * 4

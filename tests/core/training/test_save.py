@@ -14,7 +14,7 @@ import pytest
 import torch
 from indexed_dataset import write_dataset
 from marks import slow
-from ranks import run_fresh
+from ranks import run_ranks
 from tiny import GPT, LLAMA, documents, metrics, run_config
 
 from mtcli.core.checkpoint import async_save, store
@@ -107,7 +107,7 @@ def test_training_goes_on_while_the_bytes_of_a_synchronous_save_are_written(
         settings = {"precision": precision, "async_save": mode}
         config = config_for(f"run-{mode}", model, parallel=parallel, train=settings)
         fault = until_two_steps_on if mode else None
-        answer, events, _ = run_fresh(world, told, config, fault)[0]
+        answer, events, _ = run_ranks(world, told, config, fault)[0]
         assert answer is True and [event["event"] for event in events] == ["saved"] * 3
         folder = Path(config.train.output) / "checkpoints"
         files = sorted(folder.rglob("rank-*.safetensors"))
@@ -129,7 +129,7 @@ def slow(runtime, output):
 @pytest.mark.parametrize("mode", [True, False], ids=["async", "sync"])
 def test_the_stall_is_the_snapshot_and_the_wait_for_the_save_before(config_for, mode):
     config = config_for("run", train={"steps": 2, "save_every": 1, "async_save": mode})
-    _, events, said = run_fresh(1, told, config, slow)[0]
+    _, events, said = run_ranks(1, told, config, slow)[0]
     stalls = [event["stall_seconds"] for event in events]
     assert all(event["write_seconds"] > 0.4 for event in events)
     if not mode:  # beside training a save waits for as much of this as the next step leaves
@@ -185,7 +185,7 @@ def test_a_save_that_fails_on_one_rank_leaves_the_run_and_the_checkpoint_before(
     config_for, fault, reason
 ):
     config = config_for("run", parallel={"tp": 2}, batch={"micro_batch_size": 2})
-    (answer, events, said), (_, _, other) = run_fresh(2, told, config, fault)
+    (answer, events, said), (_, _, other) = run_ranks(2, told, config, fault)
     folder = Path(config.train.output)
     assert answer is True and saved(folder) == [step(2), step(6)]
     assert [(e["event"], e["step"]) for e in events] == [
@@ -225,7 +225,7 @@ class Full:
 
 def test_records_that_find_no_room_leave_the_run_and_are_said_once(config_for):
     config = config_for("run")
-    answer, _, said = run_fresh(1, told, config, no_room_at_3)[0]
+    answer, _, said = run_ranks(1, told, config, no_room_at_3)[0]
     assert answer is True and said.count("warning: ") == 1
     assert "metrics.jsonl: No space left on device; the run goes on" in said
     rows = metrics(Path(config.train.output))
@@ -254,7 +254,7 @@ def test_a_run_whose_last_save_fails_ends_with_1_and_names_the_last_good_one(
     config_for, fault, good
 ):
     config = config_for("run")
-    (message, code), events, _ = run_fresh(1, told, config, fault)[0]
+    (message, code), events, _ = run_ranks(1, told, config, fault)[0]
     assert code == 1
     assert message.startswith("error: step 6: the checkpoint was not saved (rank 0: ")
     folder = Path(config.train.output) / "checkpoints"
@@ -270,7 +270,7 @@ def gone_at_4(runtime, output):
 
 def test_a_folder_that_is_removed_during_a_save_is_made_again_by_the_next(config_for):
     config = config_for("run")
-    answer, events, _ = run_fresh(1, told, config, gone_at_4)[0]
+    answer, events, _ = run_ranks(1, told, config, gone_at_4)[0]
     assert answer is True and saved(Path(config.train.output)) == [step(6)]
     assert events[1]["event"] == "save_failed" and "No such file" in events[1]["reason"]
 
@@ -287,13 +287,13 @@ def killed_at_4(runtime, output):
 def test_a_run_killed_while_its_thread_writes_goes_on_from_the_checkpoint_before(config_for):
     config = config_for("run")
     with pytest.raises(AssertionError, match="died without a word"):
-        run_fresh(1, told, config, killed_at_4)
+        run_ranks(1, told, config, killed_at_4)
     folder = Path(config.train.output)
     assert saved(folder) == [step(2), step(4) + ".partial"]
     checkpoint = open_checkpoint(folder)
     verify_hashes(checkpoint)
     assert checkpoint.step == 2
-    answer, events, _ = run_fresh(1, told, config, None, True)[0]
+    answer, events, _ = run_ranks(1, told, config, None, True)[0]
     assert answer is True and saved(folder) == [step(2), step(4), step(6)]
     found = [(event["event"], event["step"]) for event in events]
     assert found == [("saved", 2), ("resumed", 2), ("saved", 4), ("saved", 6)]
@@ -302,7 +302,7 @@ def test_a_run_killed_while_its_thread_writes_goes_on_from_the_checkpoint_before
 def test_an_error_in_training_waits_for_the_save_in_flight(config_for):
     wild = {"lr": 1e38, "warmup_steps": 0, "schedule": "constant"}
     config = config_for("run", optimizer=wild, train={"save_every": 1})
-    (message, code), events, _ = run_fresh(1, told, config, slow)[0]
+    (message, code), events, _ = run_ranks(1, told, config, slow)[0]
     assert code == 1 and message.startswith("error: step 2: loss nan")
     assert [(event["event"], event["step"]) for event in events] == [("saved", 1)]
     verify_hashes(open_checkpoint(Path(config.train.output)))
@@ -366,4 +366,4 @@ def interrupted_at_3(runtime, output):
 
 def test_a_second_signal_ends_a_run_without_waiting_for_the_disk(config_for):
     with pytest.raises(AssertionError, match="died without a word"):  # not: did not end in time
-        run_fresh(1, told, config_for("run"), interrupted_at_3)
+        run_ranks(1, told, config_for("run"), interrupted_at_3)

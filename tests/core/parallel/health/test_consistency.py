@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_fresh
+from ranks import run_ranks
 from tiny import MOE, Samples, run_config
 
 from mtcli.core.config.errors import MtcliError
@@ -155,7 +155,7 @@ DIFFERENT = {
 def different(tmp_path_factory):
     """What ranks 0 and 1 are told, by case."""
     path = str(tmp_path_factory.mktemp("different") / "store")
-    answers = run_fresh(2, told, path, list(DIFFERENT))
+    answers = run_ranks(2, told, path, list(DIFFERENT))
     return dict(zip(DIFFERENT, zip(*answers, strict=True), strict=True))
 
 
@@ -169,7 +169,7 @@ def test_both_ranks_are_told_both_calls_before_they_hang(different, case):
 
 
 def test_a_receiver_is_told_what_was_sent_and_the_sender_goes_on(tmp_path):
-    sender, receiver = run_fresh(2, told, str(tmp_path / "s"), ["messages", "message_shapes"])
+    sender, receiver = run_ranks(2, told, str(tmp_path / "s"), ["messages", "message_shapes"])
     assert sender == []
     calls = [
         (r"\[4\] float32 \(F1\.0\)", r"\[4\] float32 \(F0\.0\)", "messages"),
@@ -186,7 +186,7 @@ def test_a_receiver_is_told_what_was_sent_and_the_sender_goes_on(tmp_path):
 
 def test_two_ranks_that_wait_for_each_other_in_different_calls_are_told(tmp_path):
     cases = ["crossed", "crossed_messages"]
-    first, second = run_fresh(2, told, str(tmp_path / "store"), cases)
+    first, second = run_ranks(2, told, str(tmp_path / "store"), cases)
     gather = rf"number 1 on tp, all_gather of \[2\] float32 at {AT}crossed"
     whole = rf"number 2 on world, all_reduce of \[4\] float32 \(SUM\) at {AT}crossed"
     sent = rf"recv of \[4\] float32 \(F0\.0\) at {AT}crossed_messages"
@@ -220,7 +220,7 @@ def trained(runtime, path, config):
 )
 def test_comparing_changes_no_bit_and_leaves_few_keys(tmp_path, parallel):
     config = run_config(MOE, parallel=parallel, train={"precision": "fp32"})
-    for plain, compared in run_fresh(4, trained, str(tmp_path / "store"), config):
+    for plain, compared in run_ranks(4, trained, str(tmp_path / "store"), config):
         assert compared[0] == plain[0] and compared[3] == plain[3]
         assert all(torch.equal(compared[1][name], plain[1][name]) for name in plain[1])
         assert sum(compared[3].values()) > 60

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_fresh
+from ranks import run_ranks
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel import collectives
@@ -120,7 +120,7 @@ LAYOUTS = {
 )
 def test_a_rank_that_another_waits_for_is_named(tmp_path, work, missing, waits):
     world = 4 if work == "tensor" else 2
-    answers = run_fresh(world, watched, str(tmp_path / "store"), work, missing)
+    answers = run_ranks(world, watched, str(tmp_path / "store"), work, missing)
     (error,) = [error for error, *_ in answers if error]
     assert all(silent == [] and over for _, silent, over in answers)
     here = waits.format(r"test_watchdog\.py:\d+").replace(".* ", r"has waited for \d+ s .*", 1)
@@ -129,7 +129,7 @@ def test_a_rank_that_another_waits_for_is_named(tmp_path, work, missing, waits):
 
 
 def test_a_rank_that_does_not_answer_is_named_and_its_process_told(tmp_path):
-    first, second = run_fresh(2, watched, str(tmp_path / "store"), "tensor", 1, False)
+    first, second = run_ranks(2, watched, str(tmp_path / "store"), "tensor", 1, False)
     expected = r"error: all_reduce number 1 on tp \(ranks 0, 1\) .* on rank 0, .* in tensor .*: "
     expected += r"rank 1 is absent: it does not answer \(stopped, dead, or its machine lost\)\n\n.*"
     assert re.fullmatch(expected, first[0]), first
@@ -160,7 +160,7 @@ def succeeded(runtime, waits):
 
 @pytest.mark.parametrize("waits", [(True, True), (False, True)])
 def test_a_rank_that_is_to_report_and_stops_is_reported_by_another(waits):
-    first, second = run_fresh(2, succeeded, waits)
+    first, second = run_ranks(2, succeeded, waits)
     expected = r"error: all_reduce number 1 on tp \(ranks 0, 1\) has waited for \d+ s on rank {}, "
     expected += r"at \w+\.py:\d+ in \w+: rank {} is absent: {}\n\nhint: .*"
     stopped = r"it does not answer \(stopped, dead, or its machine lost\)"
@@ -187,7 +187,7 @@ def broken(runtime, path):
 
 
 def test_a_collective_that_breaks_is_explained_before_its_rank_goes_on(tmp_path):
-    first, second, _ = run_fresh(3, broken, str(tmp_path / "store"))
+    first, second, _ = run_ranks(3, broken, str(tmp_path / "store"))
     assert re.fullmatch(
         r"error: all_reduce number 1 on tp \(ranks 0, 1, 2\) broke on rank 0, "
         r"at test_watchdog\.py:\d+ in broken: Connection closed by peer; "
@@ -221,13 +221,13 @@ def given_up(runtime, path, both):
 
 
 def test_a_rank_that_fails_by_itself_takes_its_peers_along_without_a_word(tmp_path):
-    first, second = run_fresh(2, given_up, str(tmp_path / "store"), False)
+    first, second = run_ranks(2, given_up, str(tmp_path / "store"), False)
     assert first[0] == [None, True] and first[1] < LONG / 2, "whatever train.timeout is"
     assert second[0] == []
 
 
 def test_a_rank_that_fails_too_speaks_for_itself(tmp_path):
-    for seen, _ in run_fresh(2, given_up, str(tmp_path / "store"), True):
+    for seen, _ in run_ranks(2, given_up, str(tmp_path / "store"), True):
         assert seen == []
 
 
@@ -248,7 +248,7 @@ def quick(runtime, path):
 
 
 def test_ranks_that_meet_in_time_are_left_alone_and_say_when_they_end(tmp_path):
-    assert run_fresh(2, quick, str(tmp_path / "store"))[0] == (False, 0, True)
+    assert run_ranks(2, quick, str(tmp_path / "store"))[0] == (False, 0, True)
 
 
 class Stopped:

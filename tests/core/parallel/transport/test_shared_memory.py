@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_fresh, warm
+from ranks import run_ranks, warm
 
 from mtcli.core.parallel.transport import same_machine, shared_memory
 from mtcli.core.parallel.transport.process_group import gather_json
@@ -76,12 +76,12 @@ def _every_kind(memory, n, me, count, dtype):
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
 def test_collectives_give_what_is_written_out_by_hand(world, dtype):
-    run_fresh(world, every_kind, (0, *SIZES), dtype, shared_memory.SLOT_BYTES)
+    run_ranks(world, every_kind, (0, *SIZES), dtype, shared_memory.SLOT_BYTES)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_does_not_fit_a_slot_goes_in_rounds(world):
-    run_fresh(world, every_kind, (100_000, 130_001), torch.float32, 2**16)
+    run_ranks(world, every_kind, (100_000, 130_001), torch.float32, 2**16)
 
 
 def exchange(runtime, table, slot_bytes):
@@ -102,8 +102,8 @@ def _rows(source, to, count, turn):
 
 @pytest.mark.parametrize("slot_bytes", [2**12, 2**22])
 def test_uneven_shares_reach_their_ranks_and_no_rows_are_no_trouble(slot_bytes):
-    run_fresh(3, exchange, [[2, 0, 900], [0, 0, 0], [1, 400, 3]], slot_bytes)
-    run_fresh(2, exchange, [[0, 0], [700, 1]], slot_bytes)
+    run_ranks(3, exchange, [[2, 0, 900], [0, 0, 0], [1, 400, 3]], slot_bytes)
+    run_ranks(2, exchange, [[0, 0], [700, 1]], slot_bytes)
 
 
 def overlapping(runtime):
@@ -131,7 +131,7 @@ def overlapping(runtime):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_collectives_may_be_under_way_together(world):
-    run_fresh(world, overlapping)
+    run_ranks(world, overlapping)
 
 
 def left_alone(runtime):
@@ -147,7 +147,7 @@ def left_alone(runtime):
 
 
 def test_a_peer_that_has_gone_is_said_at_once():
-    assert run_fresh(2, left_alone) == ["rank 1 has gone", "left"]
+    assert run_ranks(2, left_alone) == ["rank 1 has gone", "left"]
 
 
 def elsewhere(runtime):
@@ -158,7 +158,7 @@ def elsewhere(runtime):
 
 
 def test_ranks_of_several_machines_share_nothing():
-    assert run_fresh(2, elsewhere) == [None, None]
+    assert run_ranks(2, elsewhere) == [None, None]
 
 
 def not_there(runtime, late):
@@ -173,7 +173,7 @@ def not_there(runtime, late):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_peer_that_does_not_come_is_said_in_time(late):
-    said = run_fresh(2, not_there, late)[1 - late]
+    said = run_ranks(2, not_there, late)[1 - late]
     assert said == f"rank {late} has gone, or has not come in 0.5 s"
 
 
@@ -187,7 +187,7 @@ def forbidden(runtime):
 
 
 def test_where_one_rank_gets_no_memory_all_stay_with_the_network():
-    assert run_fresh(2, forbidden) == [None, None]
+    assert run_ranks(2, forbidden) == [None, None]
 
 
 def stranger(address):
