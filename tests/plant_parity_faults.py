@@ -10,17 +10,15 @@ which the oracle has the fault too.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from cover_parity import write
 from parity_factors import GATE, ROWS
 from parity_faults import FAULTS, facts
+from plant_faults import copied
 
-ROOT = Path(__file__).parent.parent
 FEW, TWICE = 4, 2  # rows that a fault is tried on at a time, and red rows that are enough
 EXACT = 1e-10
 
@@ -91,12 +89,7 @@ def try_rows(fault, numbers, table):
 
 def damage(fault, numbers):
     """{row number: its Differences, or None where it fails} with a fault planted."""
-    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-        shutil.copytree(ROOT / "mtcli", Path(folder) / "mtcli")
-        path = Path(folder) / "mtcli" / "core" / fault.file
-        text = path.read_text()
-        assert text.count(fault.old) == 1, f"{fault.file}: {fault.old}"
-        path.write_text(text.replace(fault.old, fault.new))
+    with copied("core/" + fault.file, fault) as folder:
         command = [sys.executable, __file__, "--on", folder, *map(str, numbers)]
         environ = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, check=True)

@@ -15,10 +15,10 @@ import pytest
 import typer
 
 from mtcli import cli
-from mtcli.__main__ import run
+from mtcli.__main__ import _fail, run
 from mtcli.commands.options import ComputeDevice, ConfigFile, JsonOut, Nproc, Overrides
 from mtcli.commands.output import write_json
-from mtcli.core.config.errors import MtcliError, failed, wrong
+from mtcli.core.config.errors import Exit, MtcliError, failed, wrong
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "tqdm", "tokenizers")
 
@@ -443,3 +443,8 @@ def test_what_is_wrong_with_the_config_is_told_beside_a_flag(words, tmp_path, mo
     fields = [line.split(": ")[1] for line in told]
     assert len(told) == len(set(told)) and len([f for f in fields if f.startswith("--")]) == 1
     assert {"model.no", "train.steps", "parallel.tp"} < set(fields)
+
+
+def test_a_name_in_an_error_moves_no_cursor(capsys):
+    assert _fail("no file a\x1b[2Jb", Exit.WRONG_INPUT) == 2
+    assert capsys.readouterr().err == "no file a\\x1b[2Jb\n"

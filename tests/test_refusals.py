@@ -8,8 +8,11 @@ import pytest
 from indexed_dataset import write_dataset
 from tiny import GPT, documents, run_config
 
+from mtcli.commands.ranks import num_ranks
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.data.indexed import token_dtype
+from mtcli.core.runtime.worker_errors import LAUNCHED
 
 # Each line of stdin is a command line; the answer is its exit code, whether torch was imported by
 # then, and what it said.
@@ -68,6 +71,7 @@ REFUSED = {  # words: what is said
     ("preprocess", "nowhere", "--output", "x", "--tokenizer", "bytes"): "nowhere",
     ("preprocess", "text.txt", "--output", "x", "--tokenizer", "gone/"): "gone",
     ("plan", "tiny", "--gpus", "0"): "--gpus: 0 should be at least 1",
+    ("plan", "tiny", "--gpus", "1", "--gpus", "2"): "--gpus: it is given 2 times",
 }
 
 
@@ -109,3 +113,14 @@ def test_a_layout_that_evaluation_has_not_is_one_problem(answers):
 def test_a_run_without_data_is_told_of_its_layout_too(answers):
     said = answers[("train", "tiny", "--set", "parallel.tp=3")][2]
     assert "tp=3 does not divide num_kv_heads=4" in said and DATALESS in said
+
+
+def test_no_workers_are_asked_for_in_a_rank_that_another_launcher_started(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.delenv(LAUNCHED, raising=False)
+    with pytest.raises(MtcliError, match="2 workers are asked for in one of 4 ranks"):
+        num_ranks(2)
+    assert num_ranks(1) == 4
+    monkeypatch.setenv(LAUNCHED, "1")  # ours, whose workers have its command line
+    assert num_ranks(2) == 4

@@ -122,3 +122,13 @@ def test_a_buffer_is_filled_again_only_when_it_has_been_written(tmp_path, monkey
     write(tmp_path / "file", tensors)
     found = load_file(tmp_path / "file")
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_byte_that_moves_from_a_file_to_the_next_changes_their_sampled_hash(tmp_path):
+    hashes = set()
+    for number, contents in enumerate([(b"ab", b"c"), (b"a", b"bc")]):
+        paths = [tmp_path / f"{number}{suffix}" for suffix in (".bin", ".idx")]
+        for path, data in zip(paths, contents, strict=True):
+            path.write_bytes(data)
+        hashes.add(blocks.sampled_hash(paths))
+    assert len(hashes) == 2

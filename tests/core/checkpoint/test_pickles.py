@@ -7,13 +7,16 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtcli.core.checkpoint.megatron.torch_save import (
+    ByteRange,
     NamedClass,
     Pair,
     PickledObject,
+    find_tensor,
     pairs_of,
     read_pickle,
 )
@@ -140,3 +143,12 @@ def test_depth_and_large_numbers_take_no_stack_and_no_memory():
     nested_key = read(b"\x80\x04})" + b"\x85" * DEEP + b"Ns.")
     assert len(nested_key) == 1
     assert read(b"\x80\x04Nr" + struct.pack("<I", 2**31) + b".") is None  # a place in the memo
+
+
+def test_a_tensor_that_begins_within_its_storage_is_found(tmp_path):
+    path = tmp_path / "part.pt"
+    torch.save(torch.arange(6.0)[2:], path)
+    with path.open("rb") as file:
+        entry = find_tensor(file, ByteRange(path, 0, path.stat().st_size))
+        file.seek(entry.offset)
+        assert struct.unpack("<4f", file.read(entry.bytes)) == (2.0, 3.0, 4.0, 5.0)

@@ -543,3 +543,12 @@ def test_unknown_keys_illegal_values_and_broken_rules_are_reported_together():
     assert "tp*cp*pp = 3*1*1 = 3 does not divide the world of 2 ranks" in text
     assert "micro_batch_size*dp = 8*1 = 8 does not divide global_batch_size=7" in text
     assert load_checked("tiny", [], 2) == load_config("tiny")
+
+
+def test_a_batch_is_divided_over_the_data_ranks_alone():
+    batch = ["batch.micro_batch_size=2", "batch.global_batch_size=4"]
+    assert problems(load_config("tiny", ["parallel.tp=4", *batch]), 8) == []  # dp=2
+
+
+def test_a_warm_up_may_be_all_of_a_run():
+    assert problems(load_config("tiny", ["train.steps=5", "optimizer.warmup_steps=5"]), 1) == []

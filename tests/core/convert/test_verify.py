@@ -1,10 +1,14 @@
 """Our engine's logits of a folder. The oracle is transformers, on the same weights and tokens."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny_hf import FAMILIES
 
 from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.convert import verify
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.verify import logit_difference, logits_of, tolerance
@@ -41,3 +45,10 @@ def test_a_sum_in_another_order_may_round_once_for_each_layer_in_float32():
     assert one == 16 * 2.0**-23 * 2.0
     assert tolerance(2.0, None, resummed=24) == 24 * one
     assert tolerance(2.0, torch.bfloat16, resummed=24) == tolerance(2.0, torch.bfloat16)
+
+
+def test_the_logits_of_every_replica_are_compared(monkeypatch):
+    monkeypatch.setattr(verify, "logit_difference", lambda a, b: ([0.0, 5.0][a], 1.0))
+    two = SimpleNamespace(replicas=2, replica=lambda number: number, folder="run")
+    with pytest.raises(MtcliError, match="are 5 apart"):
+        verify.require_same_logits(two, two, None)

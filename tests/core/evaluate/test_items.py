@@ -284,3 +284,16 @@ def test_a_file_that_is_no_report_is_refused(text, message, tmp_path):
     with pytest.raises(MtcliError) as caught:
         read_ngrams(str(tmp_path / "report.json"))
     assert message in str(caught.value)
+
+
+def test_of_equal_sums_the_first_choice_is_picked(own):
+    prepared = prepare_task(load_task(f"{own}/own.toml"), own, TOKENIZER, TaskOptions(512))
+    record = prepared.record(0, [Score(-1.0, False)] * 4)
+    assert record["pick"] == 0
+
+
+def test_an_item_with_another_delimiter_has_another_hash(own):
+    task = load_task(f"{own}/own.toml")
+    other = task.model_copy(update={"delimiter": " "})
+    both = (prepare_task(one, own, TOKENIZER, TaskOptions(512)).hashes for one in (task, other))
+    assert all(a != b for a, b in zip(*both, strict=True))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.mesh.sharding import Box, Parameter, boxes_of_at_most
+from mtcli.core.mesh.sharding import Box, Parameter, boxes_of_at_most, owned_rows
 
 GPT = ModelConfig(num_layers=1, hidden_size=32, num_heads=4, vocab_size=301, max_seq_len=8)
 LLAMA = ModelConfig(
@@ -174,3 +174,11 @@ def test_slabs_are_the_elements_in_order_and_none_is_larger_than_said(shape, mos
     assert max(map(len, found)) <= most
     inner = np.prod(shape[1:], dtype=int)  # rows are not torn where one fits
     assert inner > most or len(found) == -(-len(whole.reshape(-1)) // (most // inner * inner))
+
+
+def test_owners_have_every_row_once_and_the_first_as_many_as_any():
+    for rows in range(8):
+        for owners in range(1, 6):
+            shares = [range(rows)[owned_rows(rows, owner, owners)] for owner in range(owners)]
+            assert [row for share in shares for row in share] == list(range(rows))
+            assert len(shares[0]) == max(map(len, shares)) == -(-rows // owners)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tiny import MOE, run_config
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
@@ -11,7 +12,6 @@ from mtcli.core.model.inputs import make_inputs
 from mtcli.core.model.router import Router
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.tensor import TensorParallelLayers
-from tests.tiny import MOE, run_config
 
 B, S = 2, 12
 CASES = {

@@ -40,7 +40,7 @@ def gradients(step, dtype=torch.float32):
 
 def plain(parameters, rates, dtype):
     """torch's loop on copies in `dtype`: matrices decay, biases and norms do not."""
-    copies = {n: nn.Parameter(p.detach().to(dtype)) for n, p in parameters.items()}
+    copies = {n: nn.Parameter(p.detach().to(dtype, copy=True)) for n, p in parameters.items()}
     decays = {"weight_decay": 0.3, "params": [copies["up.weight"], copies["down.weight"]]}
     others = {"weight_decay": 0.0, "params": [copies["up.bias"], copies["norm.weight"]]}
     options = {"lr": 0.0, "betas": CONFIG.betas, "eps": CONFIG.eps, "foreach": False}

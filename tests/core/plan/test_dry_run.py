@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import slow
+from ranks import run_ranks
+from tiny import Samples, run_config
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.encoder_rows import CountedRows
@@ -19,9 +22,6 @@ from mtcli.core.plan.workload import Workload
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise, shards
 from mtcli.core.training.step import Trainer
-from tests.marks import slow
-from tests.ranks import run_ranks
-from tests.tiny import Samples, run_config
 
 # The fixture of all rows takes half a minute of a core, and beside other work many times as long.
 pytestmark = pytest.mark.timeout(3600)

@@ -4,6 +4,8 @@ from contextlib import closing
 
 import pytest
 import torch
+from ranks import run_ranks
+from tiny import GPT, LLAMA, MOE, Samples, run_config
 
 from mtcli.core.config.loading import load_config
 from mtcli.core.mesh.layout import ParallelLayout
@@ -18,8 +20,6 @@ from mtcli.core.plan.workload import Workload
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
-from tests.ranks import run_ranks
-from tests.tiny import GPT, LLAMA, MOE, Samples, run_config
 
 SIXES = {"hidden_size": 24, "num_heads": 6}
 WIDE = {"num_heads": 12, "num_kv_heads": 6, "ffn_hidden_size": 36}

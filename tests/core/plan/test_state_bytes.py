@@ -1,11 +1,13 @@
 """The plan's state bytes are what a run allocates, rank by rank, to the byte."""
 
+from ranks import run_ranks
+from tiny import BIASED, GPT, LLAMA, MOE, run_config
+
 from mtcli.core.plan.memory import state_bytes
 from mtcli.core.plan.workload import Workload
 from mtcli.core.training.step import Trainer
-from tests.ranks import run_ranks
-from tests.tiny import BIASED, GPT, LLAMA, MOE, run_config
 
+ODD = GPT | {"hidden_size": 18, "num_heads": 3}  # no dimension that four ranks divide
 ROWS = {
     "masters": (1, GPT, {}, "bf16"),
     "masters of float16": (1, MOE, {}, "fp16"),
@@ -15,7 +17,8 @@ ROWS = {
     "zero=3 of nobody": (2, GPT, {"tp": 2, "zero": 3}, "bf16"),
     "biases of experts": (2, BIASED, {"ep": 2}, "fp64"),
     "lamb, onebit": (2, GPT, {}, "fp32"),
-    "zero=3, odd rows": (4, GPT, {"zero": 3}, "fp32"),
+    "zero=1, odd rows": (4, ODD, {"zero": 1}, "bf16"),
+    "zero=3, odd rows": (4, ODD, {"zero": 3}, "fp32"),
     "zero=3 of experts": (4, MOE, {"pp": 2, "ep": 2, "zero": 3}, "bf16"),
     "biases of experts, masters": (4, BIASED, {"tp": 2, "pp": 2, "zero": 1}, "bf16"),
     "biases of experts, zero=3": (4, BIASED, {"ep": 2, "zero": 3}, "bf16"),

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -137,3 +138,16 @@ def test_where_names_cannot_be_swapped_a_folder_is_replaced_all_the_same(tmp_pat
             (made / "number").write_text(str(number))
     assert (tmp_path / "folder" / "number").read_text() == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_file_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, replace = [], Path.replace
+    monkeypatch.setattr(os, "fsync", lambda n: synced.append(os.readlink(f"/proc/self/fd/{n}")))
+
+    def checked(path, target):
+        assert str(path) in synced
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", checked)
+    write_text(tmp_path / "a.txt", "text")
+    assert (tmp_path / "a.txt").read_text() == "text"

@@ -39,6 +39,15 @@ def test_interleaving_divides_the_bubble_by_the_chunks(pp, vpp, micro_batches):
     assert timeline.end == pytest.approx(ideal + (pp - 1 + short) * (F + B), rel=1e-9)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 30))
+def test_interleaving_keeps_its_bubble_for_any_number_of_micro_batches(pp, vpp, micro_batches):
+    timeline = simulate(interleaved(pp, vpp, micro_batches), {"F": F, "B": B})
+    short = (vpp - 1) * max(0, pp - micro_batches)  # fewer micro-batches than ranks
+    ideal = vpp * micro_batches * (F + B)
+    assert timeline.end == pytest.approx(ideal + (pp - 1 + short) * (F + B), rel=1e-9)
+
+
 @pytest.mark.parametrize("lengths", [(1.0, 1.0, 1.0), (1.0, 1.2, 0.7)])
 def test_zero_bubble_fills_the_bubble_with_weight_gradients(lengths):
     """arXiv:2401.10241, table 1: the bubble is (p - 1)(t_F + t_I - t_W)."""

@@ -179,6 +179,7 @@ def test_budgets_follow_shares_but_for_groups_that_are_too_small():
         ([3, 1000], [3, 1000], 2, [1, 1]),
         ([1, 1, 98], [1, 1, 98], 10, [1, 1, 8]),
         ([4, 4], [4, 4], 8, [4, 4]),
+        ([9, 9, 9], [12, 13, 15], 10, [3, 3, 4]),  # 3, 3.25 and 3.75
     ):
         assert budgets_of(sizes, shares, total) == expected, sizes
 

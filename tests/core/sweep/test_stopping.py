@@ -42,3 +42,5 @@ def test_the_median_rule_stops_whose_best_is_worse_than_the_others_average():
     # 2.75 and 4, against the medians (3.25 + 4) / 2, (2.5 + 4) / 2 and (2.5 + 3.25) / 2
     assert below_median(losses, 4, 2) == ["poor"]
     assert below_median({"alone": [1.0, 2.0]}, 2, 2) == []
+    # the average of a trial itself, 3.25, is not among those: 2.5 is above 2, not above 2.625
+    assert below_median({"poor": [4.0, 2.5], "good": [2.0, 2.0]}, 2, 1) == ["poor"]

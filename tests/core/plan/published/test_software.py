@@ -87,6 +87,7 @@ def test_code_of_fp16_without_a_preprint_is_former_code():
     assert not since("", FUSED_ACCUMULATION, former=True) and since("", FUSED_SOFTMAX, former=True)
     assert since("arXiv:2205.05198", FUSED_ACCUMULATION, former=True)
     assert not since("arXiv:2205.05198", HIDDEN_REDUCTION)
+    assert since("arXiv:2205.05198", 2205)  # of the month itself
 
 
 def test_a_token_crosses_to_a_node_once_for_all_of_its_experts_there():
