@@ -21,15 +21,12 @@ ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 ROUNDED = 1e-6  # relative, of a loss or norm in float32; two layouts differ by 1e-7
 TWO_LAYERS = {"num_layers": 2}
 # rows whose block is one graph, exchanges in it
-WHOLE = ("tp", "tp without sequence parallelism", "tp of one key-value head")
+WHOLE = ("tp without sequence parallelism", "tp of one key-value head")
 ROWS = {  # world, model, parallel, data
     "full recompute with dropout": (1, GPT | DROPPING, {"recompute": "full"}, {}),
-    "selective recompute": (1, LLAMA, {"recompute": "selective"}, DOCUMENTS),
-    "tp": (2, LLAMA, {"tp": 2}, {}),
     "tp without sequence parallelism": (2, GPT, {"tp": 2, "sequence_parallel": False}, {}),
     "tp of one key-value head": (2, LLAMA | {"num_kv_heads": 1}, {"tp": 2}, {}),
-    "pp": (2, GPT, {"pp": 2}, {}),
-    "cp and selective recompute": (2, LLAMA, {"cp": 2, "recompute": "selective"}, {}),
+    "cp and selective recompute": (2, LLAMA, {"cp": 2, "recompute": "selective"}, DOCUMENTS),
     "ep and zero=3": (2, MOE, {"ep": 2, "zero": 3}, {}),
 }
 

@@ -29,7 +29,8 @@ ROWS = [  # model, ranks, parallel, scaling
     ("llama", 2, {"tp": 2, "sequence_parallel": False, "recompute": "full"}, "tensorwise"),
     ("blocks", 2, {"tp": 2}, "blockwise"),
     ("gpt", 2, {"pp": 2, "schedule": "zero_bubble"}, "rowwise"),
-    ("llama", 4, {"cp": 2, "zero": 3}, "rowwise"),
+    ("llama", 2, {"cp": 2, "recompute": "selective"}, "rowwise"),
+    ("llama", 2, {"zero": 3}, "rowwise"),
     ("moe", 2, {"tp": 2, "etp": 2, "dispatcher": "all_gather"}, "rowwise"),
 ]
 
