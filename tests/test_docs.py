@@ -30,7 +30,7 @@ from mtcli.core.config.schema import RunConfig
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose commands `make test` runs.
-QUICK = ("checkpoints.md", "config.md", "generate.md", "tasks.md")
+QUICK = ("config.md", "generate.md", "tasks.md")
 FOLDERS = ("mtcli", "tests", "benchmarks", "scripts", "fuzz")
 CODE = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 NAMES = [f"/{path.relative_to(ROOT)}" for path in CODE]

@@ -407,6 +407,7 @@ def test_a_plan_is_quick_and_imports_no_torch():
     assert os.times().children_user - before < 2.0  # 0.3 s on an idle core
 
 
+@slow("a process of its own, 5 s")
 def test_the_530b_preset_is_planned_on_2240_gpus_without_torch(capsys):
     code, out, _ = run(
         capsys, "mt-nlg-530b", "--gpus", "2240", "--device", "a100-80gb", "--json", "-"

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from marks import slow
 
 from mtcli.kernels.launch import HAS_TRITON
 
@@ -246,6 +247,7 @@ def test_what_was_measured_stands_beside_the_estimate(scripts, tmp_path):
 
 
 @needs_triton
+@slow("kernels of two architectures, 4 s")
 def test_the_page_is_written_by_the_command_that_it_names(tmp_path):
     text = PAGE.read_text()
     command = re.search(r"`python (benchmarks/gpu/compile\.py [^`]*)`", text)[1]

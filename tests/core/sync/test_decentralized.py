@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from marks import slow
+from marks import slow, slow_cases
 from ranks import run_ranks
 from replicas_alone import ALONE, Alone
 from tiny import BIASED, GPT, LLAMA, MOE, Samples, run_config
@@ -120,7 +120,10 @@ TOPOLOGIES = [
 ]
 
 
-@pytest.mark.parametrize(("method", "topology", "matrices"), TOPOLOGIES)
+@pytest.mark.parametrize(
+    ("method", "topology", "matrices"),
+    [*TOPOLOGIES[:1], *slow_cases("1 to 2 s; matrices are test_mixing's", *TOPOLOGIES[1:])],
+)
 def test_each_topology_trains_as_its_matrix(method, topology, matrices, tmp_path):
     config = config_of(method, sync={"topology": topology}, optimizer={"clip": 0.0})
     assert_trains_as(config, 4, matrices, tmp_path)
@@ -133,7 +136,7 @@ LAYOUTS = {  # with data ranks inside; the parity table has each method's other 
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zero=1", *slow_cases("2 s", *list(LAYOUTS)[1:])])
 def test_replicas_of_any_layout_train_as_the_reference(layout, tmp_path):
     """awc_dmsgd: of two replicas the others are equal after every step, but for momenta."""
     model, world, parallel, sync = LAYOUTS[layout]
@@ -149,6 +152,7 @@ def test_four_replicas_of_two_ranks_exchange_in_the_backward(tmp_path):
     assert_trains_as(config, 8, [RING], tmp_path)
 
 
+@slow("four runs, 4 s")
 def test_the_average_of_all_in_every_step_is_parallel_momentum_sgd():
     """The oracle is the run with all_reduce; with a gradient clipped by no replica's own norm."""
     plain = {"clip": 0.0, "lr": 0.3}

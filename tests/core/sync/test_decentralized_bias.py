@@ -5,6 +5,7 @@ The bias of DSGD is O(lr^2). Momentum multiplies it by 1 / (1 - b)^2, but not De
 
 import numpy as np
 import pytest
+from marks import slow
 from quadratics import bias, limit, problem, trained
 from ranks import run_ranks
 
@@ -29,6 +30,7 @@ def points():
     return [np.stack([rank[i] for rank in ranks], 1) for i in range(len(CASES))]
 
 
+@slow("thousands of steps of small problems, 5 s")
 def test_each_method_ends_at_its_fixed_point(points):
     for case, found in zip(CASES, points, strict=True):
         method, topology, momentum, lr = case
@@ -36,6 +38,7 @@ def test_each_method_ends_at_its_fixed_point(points):
         np.testing.assert_allclose(found[-1], limit(method, matrix, momentum, lr), atol=1e-8)
 
 
+@slow("the same steps")
 def test_momentum_multiplies_the_bias_of_all_but_decentlam(points):
     biases = {case[:3]: bias(found[-1]) for case, found in zip(CASES, points, strict=True)}
     plain = biases["dsgd", "ring", 0.0]
@@ -57,6 +60,7 @@ def test_the_factor_is_1_over_1_less_momentum_squared_as_the_learning_rate_falls
     assert plain == pytest.approx(bias(limit("decentlam", matrix, 0.9, 1e-5)))
 
 
+@slow("the same steps")
 def test_the_mean_of_replicas_moves_as_momentum_sgd_on_their_mean_gradient(points):
     """Whatever W: x+ = x - lr g + b (x - x-), of the means, with each gradient at its replica."""
     a, b = problem(4)

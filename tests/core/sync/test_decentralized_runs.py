@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from command_line import mtcli
+from marks import slow, slow_cases
 from ranks import run_ranks
 from tiny import GPT, LLAMA, metrics, run_config, write_run
 from trained import checkpoint_of, train_and_save
@@ -31,7 +32,10 @@ RESUMED = [
 ]
 
 
-@pytest.mark.parametrize(("method", "world", "optimizer", "sync", "parallel", "precision"), RESUMED)
+@pytest.mark.parametrize(
+    ("method", "world", "optimizer", "sync", "parallel", "precision"),
+    [*RESUMED[:1], *slow_cases("2 s each", *RESUMED[1:])],
+)
 def test_a_run_that_stopped_after_an_odd_step_goes_on_bit_for_bit(
     method, world, optimizer, sync, parallel, precision, tmp_path
 ):
@@ -80,7 +84,9 @@ def test_on_another_number_of_replicas_all_start_from_the_average(method, world,
             )
 
 
-@pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-5), ("bf16", 5e-3), ("fp16", 2e-3)])
+@pytest.mark.parametrize(
+    ("precision", "rel"), [("bf16", 5e-3), *slow_cases("1 s", ("fp32", 1e-5), ("fp16", 2e-3))]
+)
 def test_narrow_precisions_have_float64_s_curve_to_rounding(precision, rel):
     curves = []
     for one in (precision, "fp64"):
@@ -95,6 +101,7 @@ def test_a_learning_rate_of_zero_moves_nothing_and_divides_by_nothing():
     assert all(step.outcome == "updated" and step.lr == 0.0 for step in steps)
 
 
+@slow("four commands, 2 s")
 def test_a_run_says_that_its_average_is_evaluated_and_every_command_reads_it(tmp_path):
     """The loss that train tells of the average is that of the exported folder's model."""
     optimizer, sync = SGD | {"lr": 0.3}, {"method": "awc_dmsgd"}

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from marks import slow
 from ranks import run_ranks
 from tiny import GPT, LLAMA, MOE, Samples, run_config
 from trained import checkpoint_of, save_to, train_and_save
@@ -217,6 +218,7 @@ RESUMED = {
 }
 
 
+@slow("ten runs, 5 s; the parity table has one resumed amid an exchange")
 @pytest.mark.parametrize(("world", "parallel", "sync", "train"), RESUMED.values(), ids=RESUMED)
 def test_a_run_resumed_between_events_and_amid_an_exchange_is_bit_for_bit_the_same(
     tmp_path, world, parallel, sync, train
@@ -296,6 +298,7 @@ def flat(stored, like):
     return stored.flatten()[: len(like)]
 
 
+@slow("3 s")
 def test_a_run_that_changes_to_diloco_starts_from_its_weights(tmp_path):
     """Also where its replicas differed, and there is no outer state yet: from their mean."""
     run_ranks(2, train_and_save, run_config(GPT), tmp_path / "plain", 0, 2)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import slow_cases
 from ranks import run_ranks
 from tiny import GPT, LLAMA, MOE
 from trained import checkpoint_of
@@ -25,7 +26,12 @@ RUNS = {  # method, model, ranks, parallel, sync, workers, data ranks of each
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = ("four workers", "ep=2", "a centre of four")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *slow_cases("2 s each", *(name for name in RUNS if name not in QUICK))]
+)
 def test_replicas_are_workers_trained_one_at_a_time(tmp_path, name):
     method, model, world, parallel, sync, workers, dp = RUNS[name]
     nesterov = method == "easgd"
@@ -90,7 +96,9 @@ def test_one_worker_per_group_and_one_period_is_a_single_leader(tmp_path):
     assert all(torch.equal(a[name], b[name]) for a, b in pairs for name in a)
 
 
-@pytest.mark.parametrize(("method", "precision"), [("lsgd", "bf16"), ("easgd", "fp16")])
+@pytest.mark.parametrize(
+    ("method", "precision"), [("lsgd", "bf16"), *slow_cases("6 s", ("easgd", "fp16"))]
+)
 def test_a_run_that_resumes_has_the_bits_of_one_that_was_not_stopped(tmp_path, method, precision):
     sync = {"lsgd": LSGD, "easgd": EASGD}[method]
     parallel = {"tp": 2} if method == "lsgd" else {"zero": 1}
@@ -125,7 +133,7 @@ def resumed(runtime, config, folder, start, stop):
     return before, [step.loss for step in done]
 
 
-@pytest.mark.parametrize(("method", "world"), [("lsgd", 2), ("easgd", 8)])
+@pytest.mark.parametrize(("method", "world"), [("lsgd", 2), *slow_cases("5 s", ("easgd", 8))])
 def test_a_run_whose_leader_has_gone_or_that_a_worker_joins_goes_on_from_the_average(
     tmp_path, method, world, capfd
 ):

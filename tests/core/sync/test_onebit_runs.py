@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from marks import slow, slow_cases
 from ranks import run_ranks
 from tiny import GPT, LLAMA, MOE, Samples, run_config
 from trained import checkpoint_of, save_to
@@ -224,7 +225,9 @@ def trained(runtime, config, folder=None, start=0, stop=STEPS):
     ],
     ids=lambda value: value["architecture"] if "architecture" in str(value) else str(value),
 )
-@pytest.mark.parametrize("optimizer", [LAMB, ADAM], ids=["lamb", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [LAMB, pytest.param(ADAM, marks=slow("2 s each"))], ids=["lamb", "adamw"]
+)
 def test_a_run_has_the_weights_of_the_paper_s_loop(
     model, world, parallel, replicas, data_ranks, optimizer
 ):
@@ -254,7 +257,9 @@ def test_the_warm_up_is_the_run_of_one_replica(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "precision"), [(LAMB, "bf16"), (ADAM, "fp16")], ids=["lamb", "adamw"]
+    ("optimizer", "precision"),
+    [(LAMB, "bf16"), *slow_cases("2 s", (ADAM, "fp16"))],
+    ids=["lamb", "adamw"],
 )
 def test_weights_are_the_same_bits_on_all_ranks_after_every_step(optimizer, precision):
     config = config_of(parallel={"tp": 2}, optimizer=optimizer, precision=precision)
@@ -274,6 +279,7 @@ def first_part(runtime, config, folder, stop):
     trained(runtime, config, folder, 0, stop)
 
 
+@slow("five runs, 6 s; the parity table has such runs resumed in float64")
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(tmp_path):
     config = config_of(parallel={"tp": 2}, precision="bf16")
     whole = run_ranks(4, trained, config)
@@ -366,7 +372,7 @@ def measured(runtime, config, steps):
 
 @pytest.mark.parametrize(
     ("world", "parallel", "precision"),
-    [(3, {}, "fp32"), (4, {"tp": 2}, "fp16"), (2, {"pp": 2}, "bf16")],
+    [(3, {}, "fp32"), *slow_cases("2 s", (4, {"tp": 2}, "fp16"), (2, {"pp": 2}, "bf16"))],
     ids=str,
 )
 def test_plan_tells_the_bytes_that_are_sent_and_kept(world, parallel, precision):
@@ -386,6 +392,7 @@ def test_plan_tells_the_bytes_that_are_sent_and_kept(world, parallel, precision)
     assert sum(state for *_, state in ranks) == pytest.approx(kept, rel=1e-6)
 
 
+@slow("24 steps of 4 ranks, 4 s")
 def test_the_volume_is_the_paper_s_share_of_float16_s_over_its_schedule():
     """A sixth of the steps is the warm-up, as in the paper's run at length 128 (1000 of 5993):
     1 / (1/6 + 5/6 / 16) = 4.57, its 4.6."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from marks import slow, slow_cases
 from ranks import run_ranks
 from tiny import DROPPING, GPT, LLAMA, MOE, Samples, run_config
 from trained import train_and_save
@@ -104,7 +105,9 @@ def one_rank_scales(name, micro_batch_size):
     return run_ranks(1, scales, name, {}, {"micro_batch_size": micro_batch_size})[0]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize(
+    "row", [ROWS[-1], *(pytest.param(row, marks=slow("3 to 6 s")) for row in ROWS[:-1])], ids=str
+)
 def test_a_layout_has_float64_s_gradients_to_rounding_and_one_rank_s_loss_scales(row):
     name, world, parallel, batch = row
     whole, norm = exact(name)
@@ -142,7 +145,7 @@ def stopped(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("world", "parallel"),
-    [(2, {"tp": 2}), (2, {"cp": 2, "zero": 1})],
+    [(2, {"tp": 2}), *slow_cases("2 s", (2, {"cp": 2, "zero": 1}))],
     ids=str,
 )
 def test_a_run_goes_on_with_its_loss_scale_and_updates_on_any_layout(

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from marks import slow_cases
 from ranks import run_ranks
 from tiny import GPT, MOE, Samples, Weighted
 from workers import Scripted, one_at_a_time, train_workers, turns, weights_of, worker_config
@@ -26,7 +27,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["lsgd", *slow_cases("2 s each", *list(CASES)[1:])])
 def test_under_a_scripted_clock_workers_do_what_the_script_says(tmp_path, name):
     """They meet when n l tau divides the sum of their steps; the oracle is one worker at a time."""
     sync, model, world, parallel, order = CASES[name]
@@ -99,7 +100,7 @@ def with_a_store(runtime, config, waits=False):
     return steps, taken
 
 
-@pytest.mark.parametrize(("world", "parallel"), [(3, {}), (4, {"tp": 2})])
+@pytest.mark.parametrize(("world", "parallel"), [(3, {}), *slow_cases("4 s", (4, {"tp": 2}))])
 def test_a_slow_worker_makes_fewer_steps_and_each_part_of_the_data_is_trained_on_once(
     world, parallel
 ):

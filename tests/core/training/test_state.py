@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import slow, slow_cases
 from ranks import run_ranks
 from tiny import BIASED, DROPPING, GPT, LLAMA, MOE, run_config
 from trained import checkpoint_of, save_to, train_and_save
@@ -93,6 +94,7 @@ def test_the_same_layout_goes_on_bit_for_bit(run, tmp_path):
         assert torch.equal(tensor, final[name]), name
 
 
+@slow("four runs of 4 ranks, 6 s")
 def test_a_grid_in_bfloat16_has_float32_s_curve_to_rounding_and_goes_on_bit_for_bit(tmp_path):
     config = config_of(LLAMA, GRID, "bf16")
     whole = run_ranks(4, train, config, None, 0, STEPS)[0]
@@ -102,8 +104,9 @@ def test_a_grid_in_bfloat16_has_float32_s_curve_to_rounding_and_goes_on_bit_for_
     assert whole == pytest.approx(exact, rel=1e-3)
 
 
-@pytest.mark.parametrize(("model", "layouts"), CHAINS.values(), ids=CHAINS)
-def test_a_state_that_layouts_take_over_in_turn_keeps_every_bit(model, layouts, tmp_path):
+@pytest.mark.parametrize("name", ["experts", *slow_cases("3 s", "llama")])
+def test_a_state_that_layouts_take_over_in_turn_keeps_every_bit(name, tmp_path):
+    model, layouts = CHAINS[name]
     run_ranks(2, train, config_of(model, FROM), tmp_path / "0", 0, STOP)
     before = tensors(tmp_path / "0", STOP)
     assert any(name.startswith("optimizer.exp_avg_sq/") for name in before)
