@@ -238,6 +238,9 @@ PACKAGE_FAULTS = [
         '            waiting[chunk] += op.kind == "I"\n', "",
         "core/plan/test_memory.py::test_zero_bubble_keeps_the_inputs_and_gradients_that_its_"
         "weight_halves_wait_with"),
+    Fault("lost losses: a leader is elected by those after a resume", "core/sync/lsgd.py",
+        'return {"losses": gather_values(list(self.losses), self.measured_axis)}', "return {}",
+        "core/sync/test_leaders.py::test_a_run_that_resumes_elects_by_the_losses_before_it_too"),
     Fault("one phase: an overlapped exchange that the run's end cuts",
         "core/plan/exchange/diloco.py",
         "1 + (self.share.steps - later - first) // every",

@@ -3,7 +3,7 @@
 `python tests/plant_parity_faults.py` prints docs/parity.md's table, and writes to parity_rows.json
 the fewest rows in which each fault is red twice: those that `make test` runs. It ends with 1 where
 a fault is red in less than two rows, or a row is red for no fault. A fault is tried on a few of the
-rows that can tell, until two are red; a row that is red for none in the end, on each fault that it
+rows that can tell, those first that were red most often, until two are red; a row that is red for none in the end, on each fault that it
 can tell. Each try is a process that imports its own copy of the package (`--on COPY NUMBERS`), in
 which the oracle has the fault too.
 """
@@ -32,7 +32,7 @@ def main():
     print("|---|---|---|---|---|---|")
     for fault in FAULTS:
         waiting = concerned(fault, TABLE)
-        waiting.sort(key=lambda n: (str(TABLE[n]) not in GATE, bool(red[n]), TABLE[n].world))
+        waiting.sort(key=lambda n: (-len(red[n]), str(TABLE[n]) not in GATE, TABLE[n].world))
         while waiting and sum(fault.what in faults for faults in red.values()) < TWICE:
             now, waiting = waiting[:FEW], waiting[FEW:]
             for number in try_rows(fault, now, TABLE):
@@ -63,13 +63,12 @@ def smallest(red, ranks):
     chosen = []
 
     def gain(number):
-        return sum(needed[what] > 0 for what in red[number]) / (2 + ranks[number])
+        new = sum(needed[what] > 0 for what in red[number] if number not in chosen)
+        return new / (2 + ranks[number])
 
-    while number := max((n for n in red if n not in chosen), key=gain, default=0):
-        if not gain(number):
-            break
-        chosen.append(number)
-        for what in red[number]:
+    while gain(best := max(red, key=gain)):
+        chosen.append(best)
+        for what in red[best]:
             needed[what] -= 1
     return sorted(chosen)
 

@@ -4,11 +4,15 @@ import pytest
 import torch
 from marks import slow_cases
 from ranks import run_ranks
-from tiny import GPT, LLAMA, MOE
-from trained import checkpoint_of
+from tiny import GPT, LLAMA, MOE, Samples
+from trained import checkpoint_of, save_to
 from workers import one_at_a_time, train_workers, weights_of, worker_config
 
 from mtcli.core.sync.lsgd import elected
+from mtcli.core.sync.replica_average import distance
+from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.state import initialise, resume
+from mtcli.core.training.step import Trainer
 
 PERIODS = {"period": 2, "global_period": 4}
 LSGD = {"method": "lsgd", "pull": 0.3, "global_pull": 0.2} | PERIODS
@@ -121,10 +125,6 @@ def test_a_run_that_resumes_has_the_bits_of_one_that_was_not_stopped(tmp_path, m
 
 def resumed(runtime, config, folder, start, stop):
     """The replica distances before and after, the losses known, and the leader then elected."""
-    from mtcli.core.sync.replica_average import distance
-    from mtcli.core.training.state import resume
-    from mtcli.core.training.step import Trainer
-
     trainer = Trainer(config, runtime)
     resume(trainer, checkpoint_of(folder, start))
     known = getattr(trainer.exchange, "losses", None)
@@ -153,3 +153,25 @@ def test_a_run_whose_leader_has_gone_or_that_a_worker_joins_goes_on_from_the_ave
     assert len(after) == world
     assert all(torch.isfinite(x).all() for one in after for x in one.values())
     assert any(not torch.equal(after[0][name], mean[name]) for name in mean)
+
+
+def losses_of(runtime, config, folder):
+    """The losses by which leaders are elected: of a run that stops after three steps, and of one
+    that goes on from there."""
+    trainer = Trainer(config, runtime)
+    initialise(trainer)
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    for _ in range(3):
+        trainer.train_step(loader)
+    loader.close()
+    save_to(folder, trainer)
+    again = Trainer(config, runtime)
+    resume(again, checkpoint_of(folder, 3))
+    return list(trainer.exchange.losses), list(again.exchange.losses)
+
+
+def test_a_run_that_resumes_elects_by_the_losses_before_it_too(tmp_path):
+    first, second = run_ranks(2, losses_of, worker_config(GPT, LSGD), tmp_path)
+    for before, after in (first, second):
+        assert after == before and len(after) == 2
+    assert first != second, "each worker has its own"
