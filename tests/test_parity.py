@@ -14,7 +14,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from marks import slow
-from parity_factors import FACTORS, GATE, MORE_ROWS, ROWS, row_of
+from parity_factors import FACTORS, GATE, LAYOUT, MORE_ROWS, ROWS, row_of
 from parity_runs import compare, curve_off, gradients_off, oracle, train_on
 from ranks import run_ranks
 
@@ -68,8 +68,11 @@ def print_table(words):
     print("| row | goes on with | gradients | curve | checkpoint |\n|---|---|---|---|---|")
     for row in (row for row in TABLE if all(word in str(row) for word in words)):
         after = row.then(TABLE)
-        cells = " | ".join(f"{value:.1e}" for value in compare(row, after))
-        print(f"| {row} | {str(after).partition(': ')[2]} | {cells} |", flush=True)
+        layout = {f: after.level(f) for f in (*LAYOUT, "dp") if f in after.levels}
+        layout |= after.more.get("parallel", {})
+        cells = " ".join(f"{name}={value}" for name, value in layout.items()) or "one rank"
+        cells += "".join(f" | {value:.1e}" for value in compare(row, after))
+        print(f"| {row} | {cells} |", flush=True)
 
 
 if __name__ == "__main__" and sys.argv[1:2] == ["--table"]:
