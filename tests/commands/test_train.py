@@ -247,7 +247,8 @@ def test_torchrun_starts_it_and_bf16_keeps_float32_masters(home, tmp_path):
 
 
 def test_slurm_tasks_find_each_other(home, base, tmp_path, spawn):
-    place = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(free_port() % 20000)}
+    job = free_port() % 12000  # its port, 20000 more, is none that a system gives to others
+    place = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": str(job)}
     tasks = [
         spawn(*words(home, to(tmp_path / "slurm")), SLURM_PROCID=str(rank),
               SLURM_LOCALID=str(rank), **place)
