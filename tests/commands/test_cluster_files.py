@@ -129,7 +129,7 @@ def environ_of(document, container):
 )
 def test_a_batch_script_trains_on_its_nodes_and_goes_on_when_submitted_again(script, cluster):
     drill, environ, address = cluster
-    job = {"SLURM_JOB_ID": str(free_port() % 20000), "SLURM_JOB_NUM_NODES": str(NODES)}
+    job = {"SLURM_JOB_ID": str(free_port() % 12000), "SLURM_JOB_NUM_NODES": str(NODES)}
     job |= {"SLURM_JOB_NODELIST": f"{address},{address}", "SLURM_NTASKS": str(NODES)}
     job |= {"SLURM_GPUS_ON_NODE": "1", "SLURM_CPUS_PER_TASK": "1"}
     for steps in (3, 4):
