@@ -34,7 +34,7 @@ def test_every_layout_is_the_run_without_parallelism(row):
     assert all(value < EXACT for value in found), found  # NaN is not
 
 
-@pytest.mark.parametrize("row", tiered(LONG_ROWS, "20 steps of 4 ranks", map(str, LONG_ROWS[:1])))
+@pytest.mark.parametrize("row", tiered(LONG_ROWS, "20 steps of 4 ranks", {str(LONG_ROWS[0])}))
 def test_twenty_steps_in_float32_have_the_curve_to_rounding(row):
     exact = oracle(row, "fp32", 20)
     for rank in run_ranks(row.world, train_on, row.config("fp32", 20), row.samples, 20):
