@@ -109,7 +109,8 @@ class Trainer:
         self.sync_traffic = SyncTraffic((*EXCHANGED, *inside))
         self.groups.world.recorder.sync_traffic = self.sync_traffic
         tokens = [self.groups.axes["tokens" if p.sequence_parallel else "samples"]]
-        if not self.exchange.weights_differ:  # then the replicas' biases are one
+        # Replicas with the same weights have the same biases, by the loads of all of them.
+        if not self.exchange.weights_differ:
             tokens.append(self.groups.replicas)
         bias_rate = config.model.router_bias_update_rate
         self.balance = ExpertBalance(self.stages.values(), bias_rate, self.groups, tokens)
