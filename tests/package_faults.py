@@ -120,6 +120,14 @@ PACKAGE_FAULTS = [
         "return mix((sums[size:] - sums[:-size]) * inverses[: hashes.size - size + 1])",
         "return mix((sums[size:-1] - sums[: -size - 1]) * inverses[: hashes.size - size])",
         "core/curate/test_decontaminate.py::test_random_texts_are_cut_as_by_hand"),
+    Fault("left out: the parts that a killed run has made", "core/curate/engine.py",
+        "return {number: Folder(path) for number, path in paths.items()}",
+        "return {number: Folder(path) for number, (path, _) in enumerate(missing)}",
+        "commands/test_curate.py::test_a_run_killed_ten_times_and_resumed_writes_the_same_bytes"),
+    Fault("wrong order: similarities as tasks of a cluster give them", "core/curate/cluster.py",
+        'ordered = values[np.argsort(removals[:, 0], kind="stable")]', "ordered = values",
+        "core/curate/test_ray.py::test_two_nodes_or_the_one_that_is_left_midway_write_the_bytes_"
+        "of_one_machine"),
     Fault("seed ignores the epoch: packed rows in one order", "core/data/packing.py",
         "np.random.RandomState([self._seed, epoch])", "np.random.RandomState(self._seed)",
         "core/data/test_packing.py::test_an_epoch_has_every_example_once_and_its_labels_are_its_"
@@ -160,6 +168,15 @@ PACKAGE_FAULTS = [
     Fault("off by one: one token less than the context holds", "core/inference/generate.py",
         "        if position >= limit:", "        if position >= limit - 1:",
         "core/inference/test_generate.py::test_a_full_context_ends"),
+    Fault("not on every rank: logits of the last stage alone", "core/inference/model.py",
+        'return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])',
+        "return logits.contiguous()",
+        "core/inference/test_generate.py::test_every_rank_of_any_layout_says_the_same_up_to_the_"
+        "first_stop_string"),
+    Fault("not the first: a text ends at a stop string's last place", "core/inference/generate.py",
+        "text = text.partition(stop)[0]", "text = text.rpartition(stop)[0]",
+        "core/inference/test_generate.py::test_every_rank_of_any_layout_says_the_same_up_to_the_"
+        "first_stop_string"),
     Fault("wrong stage: a rank's chunks beside each other", "core/mesh/layout.py",
         "tuple(range(pp_rank, self.num_stages, self.pp))",
         "tuple(range(pp_rank * self.vpp, (pp_rank + 1) * self.vpp))",
