@@ -8,6 +8,7 @@ as wrong configs are: with all problems at once, and in JSON too.
 import os
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -21,7 +22,9 @@ if TYPE_CHECKING:  # typer keeps its copy of click under a private name
 
 # What stands for a flag elsewhere: of other commands, and of the tools that users come from.
 FLAGS = {"--gpus": "--nproc", "--nproc-per-node": "--nproc", "--nproc": "--gpus", "--np": "--nproc"}
-FLAGS |= {"--config": "CONFIG", "--checkpoint": "CHECKPOINT"}
+FLAGS |= {"-o": "--output", "--batch": "--global-batch", "--batch-size": "--global-batch"}
+# What other tools have a flag for, and here is a command's argument.
+ARGUMENTS = ("--config", "--model", "--checkpoint")
 # Flags that name a file to write, where their metavar says so; and endings of a dataset's files.
 WRITES = ("--json", "--items", "--output", "--trace", "--report", "--plot")
 ENDINGS = (".bin", ".idx", ".json")
@@ -58,7 +61,7 @@ class Command(TyperCommand):
                 if not misread or isinstance(param, TyperOption):
                     problems.append(_wrong_value(ctx, param, given.get(param.name), error))
         if rest and not misread:
-            problems.append(Problem(f"got unexpected extra argument {rest[0]!r}", _usage(ctx)))
+            problems.append(_extra_argument(ctx, rest[0]))
         if not problems:
             return super().parse_args(ctx, args)
         from mtcli.commands.options import config_problems
@@ -127,12 +130,25 @@ def _usage(ctx: typer.Context) -> str:
     return f"`{ctx.command_path} --help` shows its usage"
 
 
+def _extra_argument(ctx: typer.Context, word: str) -> Problem:
+    """An argument more than the command has: a prompt, or a data set, without its flag."""
+    flags = {flag for param in ctx.command.get_params(ctx) for flag in param.opts}
+    hint = f"--prompt {quote(word)}" if "--prompt" in flags else _usage(ctx)
+    if "--set" in flags and os.path.isfile(f"{word}.idx"):
+        hint = f"--set data.train={quote(word)}"
+    return Problem(f"got unexpected extra argument {word!r}", hint)
+
+
 def _wrong_option(ctx: typer.Context, error: typer.TyperException) -> Problem:
     """An option that the command has not, or that lacks its value."""
     message, name = error.format_message().rstrip("."), error.option_name
     options = [flag for param in ctx.command.get_params(ctx) for flag in param.opts]
     if name in options:
         return Problem(message[0].lower() + message[1:], _usage(ctx), name)
+    arguments = [p.metavar for p in ctx.command.get_params(ctx) if not isinstance(p, TyperOption)]
+    if name in ARGUMENTS and arguments[:1] in (["CONFIG"], ["CHECKPOINT"]):
+        hint = f"{arguments[0]} has no flag: {ctx.command_path} {arguments[0]}"
+        return Problem("there is no such option", hint, name)
     meant = _meant_option(name, options)
     hint = f"did you mean {' or '.join(meant)}?" if meant else _usage(ctx)
     return Problem("there is no such option", hint, name)
@@ -140,12 +156,15 @@ def _wrong_option(ctx: typer.Context, error: typer.TyperException) -> Problem:
 
 def _meant_option(name: str, options: list[str]) -> list[str]:
     """Guesses what an unknown option stands for: another one, or a field of the config."""
-    from mtcli.core.config.loading import all_fields
+    from mtcli.core.config.loading import all_fields, value_named
     from mtcli.core.config.synonyms import fields_named, meant_fields, nearest
 
-    word, fields = name.lstrip("-"), all_fields() if "--set" in options else ()
-    if (other := FLAGS.get(name)) in (*options, "CONFIG", "CHECKPOINT"):
+    has_fields = "--set" in options and "--config" not in options  # curate's are others
+    word, fields = name.lstrip("-"), all_fields() if has_fields else ()
+    if (other := FLAGS.get(name)) in options:
         return [other]
+    if has_fields and (value := value_named(word)):
+        return [f"--set {value}"]
     exact = fields_named(word.rpartition(".")[2], fields)
     near = nearest(word, (option.lstrip("-") for option in options if len(option) > 2))
     if near and not exact:
@@ -177,6 +196,9 @@ def _wrong_value(
     from mtcli.core.config.fields import FieldKind, refused
 
     kind, limits = param.type_descriptor, param.type_descriptor.parameter_info
+    if kind.is_choice and not is_option:
+        words = [f"{ctx.command_path} {choice}" for choice in kind.choices]
+        return Problem(f"there is no {ctx.command_path} {value}", " or ".join(words))
     if kind.is_choice:
         return refused(name, FieldKind(str, tuple(kind.choices)), value)
     if kind.annotation in (int, float):

@@ -188,7 +188,7 @@ def test_an_unexpected_exception_is_one_line_and_a_way_to_see_more(probed, capsy
     (["probe", "tiny", "-z"], "-z: there is no such option", "--help` shows its usage"),
     (["probe", "tiny", "--gpus=2"], "--gpus: there is no such option", "did you mean --nproc?"),
     (["probe", "tiny", "--lr", "1"], "--lr: there is no such option", "--set optimizer.lr=VALUE?"),
-    (["probe", "--config", "x"], "--config: there is no such option", "did you mean CONFIG?"),
+    (["probe", "--config", "x"], "--config: there is no such option", "probe CONFIG"),
     (["probe", "tiny", "y"], "got unexpected extra argument 'y'", "--help` shows its usage"),
     (["probe", "tiny", "--set"], "--set: option '--set' requires an argument", "` shows its usage"),
     (["probe", "tiny", "--nproc=2", "--nproc", "2"], "--nproc: it is given 2", "give it once"),

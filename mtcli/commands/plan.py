@@ -148,7 +148,7 @@ def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
         problems.append(Problem(said, "add --dry-run", "--rank"))
     if config is None:
         hint = "a TOML file or a preset; --presets lists them"
-        problems.append(Problem("CONFIG is missing", hint, "CONFIG"))
+        problems.append(Problem("it is missing", hint, "CONFIG"))
     if problems:
         raise MtcliError(*problems)
     assert config is not None

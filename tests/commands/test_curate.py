@@ -138,7 +138,7 @@ def test_a_wrong_command_line_ends_with_2_and_a_hint(tmp_path):
     ray = ["--engine", "ray", "--address", "h:1", "--workers", "2"]
     quality = ["train-quality", "--good", "a.jsonl", "--output", "q"]
     for words, said in (
-        (["none.jsonl", "--output", "o"], "no input none.jsonl"),
+        (["none.jsonl", "--output", "o"], "there is no file or folder none.jsonl"),
         (["a.jsonl", "--output", "o", "--config", "c.toml"], "there is no config file"),
         (["a.jsonl", "--output", "a.jsonl"], "a.jsonl is a file"),
         (["a.jsonl", "--output", "o", "--text-key", "body"], 'no key "body"'),

@@ -380,7 +380,7 @@ def test_presets_are_listed_with_their_parameters(capsys):
 
 def test_a_missing_config_an_unknown_device_and_a_bad_set_are_refused(capsys):
     code, out, err = run(capsys, "--rank", "3", "--json", "-")
-    assert code == 2 and "CONFIG is missing" in err
+    assert code == 2 and "CONFIG: it is missing" in err
     assert [one["field"] for one in json.loads(out)["problems"]] == ["--rank", "CONFIG"]
     code, out, err = run(capsys, "tiny", "--device", "h100", "--output", "-")
     assert code == 2 and "- is stdout" in err and not out

@@ -69,8 +69,10 @@ def test_what_is_wrong_is_told_as_json_too(tmp_path):
     code, out, errors = preprocess(tmp_path / "gone.txt", *flags)
     told = json.loads(out)
     assert (code, told["ok"]) == (2, False)
-    assert [problem["message"] for problem in told["problems"]] == [f"no input {tmp_path}/gone.txt"]
-    assert "error: no input" in errors
+    assert [problem["message"] for problem in told["problems"]] == [
+        f"there is no file or folder {tmp_path}/gone.txt"
+    ]
+    assert "error: there is no file or folder" in errors
 
 
 def test_help_imports_neither_numpy_nor_torch():

@@ -10,6 +10,7 @@ from mtcli.core.checkpoint.manifest import NAME as MANIFEST
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.not_found import download, near_path
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import listed, open_untrusted, shown
 from mtcli.core.runtime.atomic_writes import folder_of
@@ -75,8 +76,10 @@ def find_checkpoint(path: Path) -> CheckpointFolder:
     except OSError as error:  # of a name that is too long, or a folder that may not be read
         raise wrong(f"{path} cannot be opened: {error.strerror}", KINDS) from None
     if not path.is_dir():
-        is_file = f"{path} is a file, and a checkpoint is a folder"
-        raise wrong(is_file if path.exists() else f"there is no folder {path}", KINDS)
+        if path.exists():
+            raise wrong(f"{path} is a file, and a checkpoint is a folder", KINDS)
+        near = near_path(str(path), is_folder=True) or download(str(path))
+        raise wrong(f"there is no folder {path}", KINDS + near)
     hint = f"a checkpoint has a {MANIFEST}, a run has {CHECKPOINTS}/step-..., "
     hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json"
     raise wrong(f"{path} holds no checkpoint", hint)

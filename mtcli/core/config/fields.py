@@ -4,6 +4,7 @@ A section is a frozen pydantic model. Every number has a range, outside of which
 of the pen: the field's own bounds, which are the one truth. Nothing here repeats a number.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -196,15 +197,31 @@ def _hint(kind: FieldKind, name: str, value: Any, default: Any) -> str:
         return f"such as {_assigned(name, kind.options[0] if default is None else default)}"
     if kind.base is tuple:
         if isinstance(value, str):
-            return _assigned(name, [value])
+            options = kind.items[0].options
+            near = meant_value(name, value, options) or (options[0] if options else value)
+            return _assigned(name, [near])
         return f"such as {_assigned(name, list(default or ['a']))}"
     if kind.base is str:
         return "text in quotes"
     if kind.base is bool:
         return f"{_assigned(name, True)}, or false"
     if kind.range:
+        if numbers := _written_out(value):
+            return either(numbers)
         return f"{kind.words}, such as {_figure(kind.low if default is None else default)}"
     return f"fields of its own, as [{name}] or {name}.FIELD=VALUE"
+
+
+def _written_out(value: Any) -> list[str]:
+    """The numbers that a word such as 8k, 10% or 1,000 may stand for, in digits."""
+    match = re.fullmatch(r"(\d{1,3}(?:,\d{3})+|\d{1,9})([kKmMbB%]?)", str(value))
+    if not match or match[0].isdecimal():
+        return []
+    number, unit = int(match[1].replace(",", "")), match[2].lower()
+    if unit == "%":
+        return [f"{number / 100:g}"]
+    factors = {"": (1,), "k": (1024, 1000), "m": (10**6,), "b": (10**9,)}[unit]
+    return [str(number * factor) for factor in factors]
 
 
 def _assigned(name: str, value: Any) -> str:

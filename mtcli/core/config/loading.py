@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
-from os.path import isdir  # false for names that no folder can have, where Path's raises
+from os.path import isdir, isfile  # false for names that no file can have, where Path's raise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import LARGEST, divides, either, field_kind, refused_value, section_at
 from mtcli.core.config.model import ARCHITECTURES, ModelConfig
+from mtcli.core.config.not_found import download, near_path
 from mtcli.core.config.schema import HEAD_OF_FORMAT, RunConfig, TrainConfig
 from mtcli.core.config.synonyms import closest, meant_fields, meant_value
 from mtcli.core.config.untrusted import MAX_TOML_BYTES, parse_toml, read_untrusted
@@ -175,15 +176,22 @@ def read_table(source: str) -> Table:
     if isdir(path):
         path = path / "config.toml"  # a run folder
         if not path.exists():
-            hint = "a run folder holds one; give it, a TOML file, or a preset"
+            hint = "a run folder holds one; give it, a TOML file, or a preset. A folder of text: "
+            hint += f"`mtcli preprocess {source} --output DATA --tokenizer train:8192`"
             raise wrong(f"the folder {source} has no config.toml", hint)
     try:
         return parse_toml(read_untrusted(path, 4 * MAX_TOML_BYTES).decode("utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):
-        hint = "give a TOML file, a run folder, or a preset" + closest(source, preset_names())
+        if isfile(f"{source}.idx"):
+            hint = f"name a config, and this in it: mtcli train tiny --set data.train={source}"
+            raise wrong(f"{source} is a data set, and no config", hint) from None
+        near = closest(source, preset_names()) or near_path(source) or download(source)
+        hint = f"give a TOML file, a run folder, or a preset{near}"
         raise wrong(f"there is no config file or preset named {source!r}", hint) from None
     except ValueError as error:
         hint = "a line is [section] or field = value, and text stands in quotes"
+        if path.suffix in (".yaml", ".yml", ".json"):
+            hint = "configs are TOML: `mtcli plan tiny --gpus 1 --output run.toml` writes one"
         raise wrong(f"{path} is not TOML: {error}", hint) from None
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "check its permissions") from None
@@ -306,6 +314,18 @@ def _fields_of(path: Sequence[str]) -> tuple[str, ...]:
 def all_fields() -> tuple[str, ...]:
     """Lists the fields that hold a value, as section.name."""
     return tuple(_leaves(RunConfig, ""))
+
+
+def value_named(word: str) -> str:
+    """The field and value, as section.name=value, of the one field that has a value of this name,
+    such as train.precision=bf16; empty where none or several have."""
+    found = []
+    for field in all_fields():
+        *sections, name = field.split(".")
+        section = section_at(RunConfig, sections)
+        if section and word in field_kind(section.model_fields[name]).options:
+            found.append(f"{field}={word}")
+    return found[0] if len(found) == 1 else ""
 
 
 def _leaves(section: type[BaseModel], path: str) -> Iterator[str]:

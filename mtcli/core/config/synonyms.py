@@ -57,14 +57,15 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ("zero_stage fsdp", "parallel.zero"),
             ("activation_checkpointing gradient_checkpointing checkpointing", "parallel.recompute"),
             ("max_steps train_steps num_steps train_iters iterations max_iters", "train.steps"),
-            ("out_dir output_dir save_dir run_dir", "train.output"),
+            ("o out out_dir output_dir save_dir run_dir", "train.output"),
             ("dtype mixed_precision torch_dtype", "train.precision"),
             ("save_interval save_steps checkpoint_every", "train.save_every"),
             ("eval_interval eval_steps", "train.eval_every"),
             ("log_interval logging_steps", "train.log_every"),
             ("tracker report_to logger", "train.trackers"),
             ("torch_compile", "train.compile"),
-            ("dataset data_path train_data", "data.train"),
+            ("data dataset data_path train_data", "data.train"),
+            ("lora lora_rank lora_r", "lora.rank"),
             ("val validation valid_data val_data", "data.valid"),
         )
         for name in names.split()
@@ -97,14 +98,24 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "parallel.recompute": {"true": "full", "false": "none", "block": "full"},
         **dict.fromkeys(("train.device", "--device"), {"gpu": "cuda"}),
+        "--to": dict.fromkeys(("huggingface", "transformers", "safetensors"), "hf"),
+        "stages": {
+            **dict.fromkeys(("dedup", "deduplicate", "dedupe"), "exact"),
+            **dict.fromkeys(("fuzzy_dedup", "near_dedup", "minhash", "lsh"), "fuzzy"),
+            **dict.fromkeys(("html", "warc"), "extract"),
+        },
         "train.trackers": {"tb": "tensorboard", "wb": "wandb"},
     }
 )
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = NEAR) -> str | None:
-    """The known name with the nearest spelling; None where none is near."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
+    """The known name that begins with a word of three letters or more, or the one with the nearest
+    spelling; None where none is near."""
+    names = list(known)
+    if len(word) > 2 and (longer := [n for n in names if n.lower().startswith(word.lower())]):
+        return min(longer, key=len)
+    return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=cutoff)), None)
 
 
 def closest(word: str, known: Iterable[str]) -> str:

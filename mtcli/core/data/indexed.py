@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.not_found import near_path
 from mtcli.core.config.untrusted import load_json, open_untrusted
 
 MAGIC = b"MMIDIDX\0\0"
@@ -172,12 +173,23 @@ def _require_file(path: Path, prefix: Path) -> None:
     try:
         open_untrusted(path).close()
     except FileNotFoundError:
-        hint = "data paths name the prefix of a .bin and .idx pair, as preprocess writes them"
-        if prefix.suffix in (".bin", ".idx", ".json") and prefix.with_suffix(".idx").exists():
-            hint = f"name the prefix of the pair: {prefix.with_suffix('')}"
-        raise wrong(f"no file {path}", hint) from None
+        raise wrong(*_not_there(path, prefix)) from None
     except OSError as error:
         raise wrong(f"{path} cannot be read: {error.strerror}", "use another copy") from None
+
+
+def _not_there(path: Path, prefix: Path) -> tuple[str, str]:
+    """Words what a file of a pair that is missing may mean, and the cure."""
+    if prefix.suffix in (".bin", ".idx", ".json") and prefix.with_suffix(".idx").exists():
+        return f"no file {path}", f"name the prefix of the pair: {prefix.with_suffix('')}"
+    if prefix.suffix == ".json" and prefix.is_file():
+        hint = "examples and chats are read from a .jsonl file, with an object on each line"
+        return f"{prefix} is no data set", hint
+    if prefix.is_dir() or prefix.is_file():
+        hint = f"`mtcli preprocess {prefix} --output DATA --tokenizer train:8192`, then name DATA"
+        return f"{prefix} is no data set yet", hint
+    hint = "data paths name the prefix of a .bin and .idx pair, as preprocess writes them"
+    return f"no file {path}", hint + near_path(str(path))
 
 
 def describe(prefix: str | Path) -> dict[str, object] | None:

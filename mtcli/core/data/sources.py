@@ -10,13 +10,14 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, BinaryIO, Literal, NamedTuple, get_args
 
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
+from mtcli.core.config.not_found import near_path
 from mtcli.core.config.untrusted import listed, open_untrusted
 from mtcli.core.data.compressed import COMPRESSIONS, inner_name
 
@@ -34,11 +35,8 @@ KINDS: dict[str, FileKind] = {
     ".parquet": "parquet",
 }
 Kinds = Mapping[str, FileKind]
-KindOf = Callable[..., FileKind | None]  # of a path: `_kind` of the kinds that are known
 # Often beside a corpus, to describe it: of a folder they are read only where a kind is named.
 BESIDE = {".md", ".csv", ".tsv"}
-ACCEPTED = f"files end in {', '.join(KINDS)}, all but the last also {' '.join(COMPRESSIONS)}; "
-ACCEPTED += f"or --format {'|'.join(dict.fromkeys(KINDS.values()))}"
 STDLIB, STDIN = "stdlib", "-"
 REPORT, REMOVED = "report.json", "removed.jsonl.zst"  # of `mtcli curate`, beside its shards
 NOT_CORPUS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -97,8 +95,8 @@ def find_sources(
     not there, holds nothing readable or has another ending.
     """
     left_out: Counter[str] = Counter()
-    kind_of = partial(_kind, known=known, kind=kind)
-    by_input = collect_errors(*(partial(_named, name, kind_of, left_out) for name in inputs))
+    kinds = _Kinds(known, kind)
+    by_input = collect_errors(*(partial(_named, name, kinds, left_out) for name in inputs))
     return SourceList(list(chain(*by_input)), dict(sorted(left_out.items())))
 
 
@@ -132,12 +130,35 @@ def cut(sources: Iterable[SourceFile], blank: bool, size: int = BLOCK_BYTES) -> 
         yield TextBlock(number, tuple(pieces))
 
 
-def _named(name: str, kind_of: KindOf, left_out: Counter[str]) -> list[SourceFile]:
+class _Kinds(NamedTuple):
+    """The formats of files: by the endings that are known, or one that the user names for all."""
+
+    known: Kinds
+    named: FileKind | None
+
+    def of(self, path: Path, within_folder: bool = False) -> FileKind | None:
+        """Tells a file's format by its suffix, under a compression's; None where it is not ours."""
+        inner = inner_name(path)
+        if self.named or (within_folder and inner.suffix in BESIDE):
+            return self.named
+        by_suffix = self.known.get(inner.suffix)
+        return None if by_suffix == "parquet" and inner is not path else by_suffix
+
+    @property
+    def accepted(self) -> str:
+        """Words the endings and formats that are read."""
+        endings = ", ".join(ending for ending in self.known if ending != ".parquet")
+        formats = "|".join(dict.fromkeys(self.known.values()))
+        compressed = " ".join(COMPRESSIONS)
+        return f"files end in .parquet, or {endings}, also {compressed}; or --format {formats}"
+
+
+def _named(name: str, kinds: _Kinds, left_out: Counter[str]) -> list[SourceFile]:
     if name == STDLIB:
         return _stdlib()
     if os.path.isdir(name):
-        return _folder(Path(name), kind_of, left_out)
-    return [_source(Path(name), kind_of)] if os.path.exists(name) else _matches(name, kind_of)
+        return _folder(Path(name), kinds, left_out)
+    return [_source(Path(name), kinds)] if os.path.exists(name) else _matches(name, kinds)
 
 
 def _stdlib() -> list[SourceFile]:
@@ -151,21 +172,21 @@ def _stdlib() -> list[SourceFile]:
     return [SourceFile(str(path), "text", "", path.stat().st_size) for path in sorted(files)]
 
 
-def _folder(folder: Path, kind_of: KindOf, left_out: Counter[str]) -> list[SourceFile]:
+def _folder(folder: Path, kinds: _Kinds, left_out: Counter[str]) -> list[SourceFile]:
     files = []
     for path in sorted(folder.rglob("*")):
         if path.is_dir() or path.name.startswith(".") or _is_of_curate(path):
             continue
-        if path.is_file() and kind_of(path, within_folder=True):
+        if path.is_file() and kinds.of(path, within_folder=True):
             files.append(path)
         else:
             left_out[_ending(path) if path.is_file() else "pipes, devices and broken links"] += 1
     if not files:
         others = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
         described = f"; a folder's {', '.join(sorted(BESIDE))} files are read where they or a "
-        hint = ACCEPTED + (f"{described}--format are named" if BESIDE & left_out.keys() else "")
-        raise wrong(f"{folder} holds no file to read{others}", hint)
-    return [_source(path, kind_of) for path in files]
+        hint = f"{described}--format are named" if BESIDE & left_out.keys() else ""
+        raise wrong(f"{folder} holds no file to read{others}", kinds.accepted + hint)
+    return [_source(path, kinds) for path in files]
 
 
 def _is_of_curate(path: Path) -> bool:
@@ -185,19 +206,20 @@ def _ending(path: Path) -> str:
     return inner.suffix + path.suffix * (inner is not path) or "without an ending"
 
 
-def _matches(pattern: str, kind_of: KindOf) -> list[SourceFile]:
+def _matches(pattern: str, kinds: _Kinds) -> list[SourceFile]:
     paths = [Path(path) for path in sorted(glob.glob(pattern, recursive=True))]
     files = [path for path in paths if path.is_file() and not _is_of_curate(path)]
     if not files:
-        message = f"no input {pattern or repr(pattern)}"
-        raise wrong(message, "inputs are files, folders, globs, - for standard input, or stdlib")
-    return [_source(path, kind_of) for path in files]
+        what = "no file matches" if glob.has_magic(pattern) else "there is no file or folder"
+        hint = "inputs are files, folders, globs, - for standard input, or stdlib"
+        raise wrong(f"{what} {pattern or repr(pattern)}", hint + near_path(pattern))
+    return [_source(path, kinds) for path in files]
 
 
-def _source(path: Path, kind_of: KindOf) -> SourceFile:
-    kind = kind_of(path)
+def _source(path: Path, kinds: _Kinds) -> SourceFile:
+    kind = kinds.of(path)
     if kind is None:
-        raise wrong(f"{path} is of no kind that is known by its name", ACCEPTED)
+        raise wrong(f"{path} is of no kind that is known by its name", kinds.accepted)
     try:
         with open_untrusted(path, 0) as file:
             size = os.fstat(file.fileno()).st_size
@@ -206,17 +228,6 @@ def _source(path: Path, kind_of: KindOf) -> SourceFile:
         raise wrong(f"{path} cannot be read: {error.strerror}", hint) from None
     compression = path.suffix if path.suffix in COMPRESSIONS and kind != "parquet" else ""
     return SourceFile(str(path), kind, compression, size)
-
-
-def _kind(
-    path: Path, known: Kinds, kind: FileKind | None, within_folder: bool = False
-) -> FileKind | None:
-    """The format by a name's suffix, under the compression's; None where it is not ours."""
-    inner = inner_name(path)
-    if kind or (within_folder and inner.suffix in BESIDE):
-        return kind
-    by_suffix = known.get(inner.suffix)
-    return None if by_suffix == "parquet" and inner is not path else by_suffix
 
 
 def _pieces(source: SourceFile, blank: bool, size: int) -> Iterator[FileRange]:

@@ -36,8 +36,8 @@ SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # of BERT's tokenizer
 LETTERS = 1000  # of WordPieces, each as a word's begin and further on
 HUB_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "merges.txt")
 KINDS = (
-    "a tokenizer.json, a folder with one or with vocab.json and merges.txt, a Hugging Face name, "
-    "or bytes"
+    "a tokenizer.json, a folder with one or with vocab.json and merges.txt, a Hugging Face name "
+    "that the network or its cache has, bytes, or train:8192 for a new one of 8192 ids"
 )
 
 
@@ -352,6 +352,6 @@ def _from_hub(name: str) -> Tokenizer:
     if "vocab.json" in paths and "merges.txt" in paths:
         return _from_gpt2_files(paths["vocab.json"], paths["merges.txt"])
     raise wrong(
-        f"tokenizer {name}: neither a file or folder here, nor had from Hugging Face: {reason}",
+        f"tokenizer {name} is no file or folder here, and Hugging Face does not give it: {reason}",
         f"give {KINDS}",
     )

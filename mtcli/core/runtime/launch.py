@@ -220,13 +220,13 @@ def _device(name: str, local_rank: int) -> "torch.device":
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
-        raise wrong("there is no CUDA device here", "--device cpu", "device")
+        raise wrong("there is no CUDA device here", "--set train.device=cpu", "device")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         message = f"local rank {local_rank} has no GPU: this machine has {count}"
-        raise wrong(message, f"--nproc {count} at most, or --device cpu", "device")
+        raise wrong(message, f"--nproc {count} at most, or --set train.device=cpu", "device")
     return torch.device("cuda", local_rank)
 
 

@@ -186,9 +186,9 @@ def _require_flags(request: SweepRequest) -> None:
         message = "all trials have one seed, and read the same data without it"
         hint = "leave it out; or --seeds K, or --vary seed=A,B"
         problems += [Problem(message, hint, "--shared-batches")]
-    if request.random and not fields:
-        hint = "--vary section.field=A,B or LOW..HIGH"
-        problems += [Problem("trials are drawn, and no field is varied", hint, "--random")]
+    if not fields and (request.random or not request.seeds):
+        hint = "--vary optimizer.lr=1e-3,3e-3 or LOW..HIGH; --seeds K trains one config K times"
+        problems += [Problem("no field is varied, so all trials are one", hint, "--vary")]
     if request.sampler and not request.random:
         problems += [Problem("a sampler proposes any number of trials", "--random N", "--sampler")]
     for flag, given in (("hyperband", request.hyperband), ("seeds", request.seeds)):

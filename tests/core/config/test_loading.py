@@ -150,7 +150,8 @@ def test_heads_that_do_not_divide_the_width_are_what_is_wrong_where_head_dim_is_
 def test_a_folder_without_a_config_is_no_run_folder(tmp_path):
     assert _message(str(tmp_path)) == (
         f"error: the folder {tmp_path} has no config.toml\n\n"
-        "hint: a run folder holds one; give it, a TOML file, or a preset"
+        "hint: a run folder holds one; give it, a TOML file, or a preset. A folder of text: "
+        f"`mtcli preprocess {tmp_path} --output DATA --tokenizer train:8192`"
     )
 
 

@@ -457,7 +457,7 @@ def test_all_that_is_not_there_is_told_at_once(run, tmp_path):
     said = refusal(
         lambda: run(path, "gone.jsonl", against=("gone",), stages=stages, settings=settings)
     )
-    inputs = ("no input gone.jsonl\n", "no input gone\n")
+    inputs = ("file or folder gone.jsonl\n", "file or folder gone\n")
     files = (f"{field}: {name} cannot be read" for field, name in NEEDED)
     assert all(words in said for words in (*inputs, *files))
 

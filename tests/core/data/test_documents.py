@@ -247,7 +247,7 @@ def test_stdlib_is_source_without_tests():
         (
             lambda p: (p / "a.pdf").touch(),
             "a.pdf",
-            "is of no kind that is known by its name\n\nhint: files end in .txt",
+            "is of no kind that is known by its name\n\nhint: files end in .parquet, or .txt",
         ),
         (lambda p: (p / "e").mkdir(), "e", "holds no file to read\n"),
         (
@@ -258,8 +258,8 @@ def test_stdlib_is_source_without_tests():
             r"a folder's .csv, .md, .tsv files are read where they or a --format are named",
         ),
         (lambda p: os.mkfifo(p / "a.txt"), "a.txt", "a.txt cannot be read: it is a named pipe"),
-        (lambda p: None, "absent.txt", "no input .*absent.txt"),
-        (lambda p: None, "*.txt", "no input "),
+        (lambda p: None, "absent.txt", "there is no file or folder .*absent.txt"),
+        (lambda p: None, "*.txt", "no file matches "),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path, make, name, message):

@@ -243,7 +243,7 @@ def test_all_that_is_wrong_with_a_request_is_told_at_once(tmp_path):
     assert len(told) == 5
     assert told[:2] == [
         f"{inputs[0]} is of no kind that is known by its name",
-        f"no input {inputs[1]}",
+        f"there is no file or folder {inputs[1]}",
     ]
 
 

@@ -123,7 +123,7 @@ def test_a_tokenizer_without_an_end_of_document_has_none(tmp_path):
         ("./absent", "no such file or folder"),
         ("a/b/c", "no such file or folder"),
         ("absent.json", "no such file or folder"),
-        ("nobody/no-such-model", "neither a file or folder here, nor had from Hugging Face"),
+        ("nobody/no-such-model", "is no file or folder here, and Hugging Face does not give it"),
         ("train:8192", "is trained on a corpus, and there is none here"),
     ],
 )

@@ -61,7 +61,10 @@ def test_asking_for_a_gpu_that_is_not_there_says_what_to_do():
     with pytest.raises(MtcliError) as caught, bring_up("cuda", 10.0):
         pass
     (problem,) = caught.value.problems
-    assert problem.message == "there is no CUDA device here" and problem.hint == "--device cpu"
+    assert (
+        problem.message == "there is no CUDA device here"
+        and problem.hint == "--set train.device=cpu"
+    )
 
 
 def test_more_ranks_than_gpus_is_an_error_with_both_numbers(monkeypatch):
