@@ -18,6 +18,10 @@ CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *rang
 
 def main() -> None:
     """Runs `mtcli` on the process's arguments and exits with its code."""
+    if sys.getfilesystemencoding() != "utf-8":
+        # As in Latin-1's locale: names and texts of files are in UTF-8, and those of its ranks.
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal that has no such letter gets its code
             stream.reconfigure(errors="backslashreplace")

@@ -116,6 +116,17 @@ def test_a_command_that_takes_a_config_takes_overrides(name):
         assert parameters["overrides"].annotation == Overrides
 
 
+def test_names_are_in_utf_8_whatever_the_locale(tmp_path):
+    (tmp_path / "übung.txt").write_text("ein Text\n")
+    words = ["preprocess", "übung.txt", "--output", "daten-ü", "--tokenizer", "bytes"]
+    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "mtcli", *words]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | ascii_locale, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "daten-ü.idx" in done.stdout.decode()
+    assert json.loads((tmp_path / "daten-ü.json").read_text())["documents"] == 1
+
+
 def test_every_command_module_is_registered():
     folder = Path(cli.__file__).parent / "commands"
     modules = {path.stem for path in folder.glob("*.py")} - {

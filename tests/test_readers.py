@@ -52,7 +52,13 @@ def test_a_value_of_json_is_parsed_or_a_value_error():
 
 
 def test_toml_that_the_parser_breaks_on_is_a_value_error():
-    for text in ("a = " + "[" * 5000, "a = " + "9" * 5000, "a = {b = " * 3000):
+    long = "0x" + "f" * 5000
+    for text in (
+        "a = " + "[" * 5000,
+        "a = " + "9" * 5000,
+        f"a = [{{b = {long}}}]",
+        "a = {b = " * 3000,
+    ):
         with pytest.raises(ValueError):
             parse_toml(text)
             pytest.fail(f"{text[:12]} is read")

@@ -130,6 +130,9 @@ def peft_base(folder: Path) -> Path:
     if not isinstance(name, str) or not name or not Path(name).is_dir():
         message = f"{path}: base_model_name_or_path={shown(name)} is no folder here"
         raise wrong(message, "fetch the model, and name its folder there")
+    if (Path(name) / ADAPTER_CONFIG).exists() and not (Path(name) / MANIFEST).exists():
+        message = f"{path}: base_model_name_or_path={shown(name)} holds adapters, and no weights"
+        raise wrong(message, "name the folder of the model that they are for there")
     return Path(name)
 
 

@@ -35,6 +35,7 @@ _LONG_KEY = re.compile(
     rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_KEY_PARTS}}}"""
 )
 MAX_LISTED = 5  # names in an error
+MAX_INTEGER = 2**1000  # float holds it
 SHORT = {"maxlevel": 2, "maxstring": 80, "maxother": 80, "maxlong": 40, "maxdict": 4, "maxlist": 17}
 
 
@@ -105,9 +106,21 @@ def parse_toml(text: str) -> dict[str, Any]:
     if _LONG_KEY.search(text):
         raise ValueError(f"a key has more than {MAX_KEY_PARTS} parts")
     try:
-        return tomllib.loads(text)
+        table = tomllib.loads(text)
+        _require_short_integers(table)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    return table
+
+
+def _require_short_integers(value: Any) -> None:
+    """Raises ValueError for an integer in a value of TOML that no message can show: Python words
+    none of over 4300 digits, and 0x may begin one of any length."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            _require_short_integers(inner)
+    elif isinstance(value, int) and abs(value) >= MAX_INTEGER:
+        raise ValueError(f"an integer has {value.bit_length()} bits, and 1000 are the most")
 
 
 def is_text(value: Any) -> bool:
@@ -127,7 +140,7 @@ def names_a_file(text: str) -> bool:
 def is_number(value: Any) -> bool:
     """Whether a value of JSON is a number that float holds: Python's booleans are none."""
     if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) < 2**1000
+        return not isinstance(value, bool) and abs(value) < MAX_INTEGER
     return isinstance(value, float)
 
 

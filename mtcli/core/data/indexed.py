@@ -9,11 +9,12 @@ document boundaries [D] in sequences, from 0 to S. `.bin` is the sequences back 
 
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.errors import MtcliError, failed, wrong
 from mtcli.core.config.not_found import near_path
 from mtcli.core.config.untrusted import load_json, open_untrusted
 
@@ -59,6 +60,15 @@ class Indexed:
     def tokens_of(self, sequences: range) -> int:
         """Counts the tokens of some sequences."""
         return int(self.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+
+    def require_whole(self) -> None:
+        """Raises MtcliError where the .bin has become shorter since it was opened: reading what is
+        gone would end the process by SIGBUS, without a word."""
+        with suppress(FileNotFoundError):  # what was mapped stays, under no name
+            size, mapped = self.bin.stat().st_size, self.tokens.nbytes
+            if size < mapped:
+                message = f"{self.bin} is {size} bytes now, and was {mapped} when it was opened"
+                raise failed(message, "copy or write the pair again, then --resume")
 
     def _header(self) -> tuple[np.dtype, int, int]:
         """Reads the dtype, S and D, once the file has exactly the size they say."""

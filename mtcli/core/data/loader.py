@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from psutil import virtual_memory
 
 from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import MtcliError, collect_errors, wrong
@@ -26,6 +27,7 @@ from mtcli.core.data.blend import (
 from mtcli.core.data.indexed import Indexed, max_token_id, with_suffix
 from mtcli.core.data.samples import Samples, cached_blend, cached_samples
 
+SAMPLE_BYTES = 12
 WINDOW = 1024  # samples whose segments are found at once: 0.3 us each, against 5 us one by one
 
 
@@ -37,14 +39,12 @@ class SampleId(NamedTuple):
 
 
 class _Dataset(NamedTuple):
-    tokens: np.ndarray  # [num_tokens], on disk
-    pointers: np.ndarray  # int64 [S], on disk: where each sequence begins, in bytes
-    lengths: np.ndarray  # int32 [S]
+    data: Indexed
     samples: Samples
 
     def starts(self, sequence: np.ndarray | int) -> np.ndarray:
-        """The offsets of sequences in `tokens`: int64, of the shape of `sequence`."""
-        return self.pointers[sequence] // self.tokens.itemsize
+        """The offsets of sequences in the tokens: int64, of the shape of `sequence`."""
+        return self.data.pointers[sequence] // self.data.tokens.itemsize
 
 
 class _Segments(NamedTuple):
@@ -84,17 +84,13 @@ class Batches:
         owned = [_owned(data, split, which) for data in indexed]
         self.tokens = [data.tokens_of(part) for data, part in zip(indexed, owned, strict=True)]
         weights, first = _plan(blend, self.tokens, self.planned, seq_len)
+        _require_memory(max(num_samples, self.planned))
         sizes = first
         if num_samples > self.planned:  # with the same weights, so that a blend's order goes on
             shares = weights and shares_of(num_samples, normalised(weights), SURPLUS)
             sizes = shares or [num_samples]
         self._datasets = [
-            _Dataset(
-                data.tokens,
-                data.pointers,
-                data.lengths,
-                cached_samples(data, part, size, seq_len, seed, before),
-            )
+            _Dataset(data, cached_samples(data, part, size, seq_len, seed, before))
             for data, part, size, before in zip(indexed, owned, sizes, first, strict=True)
         ]
         self._order = cached_blend(indexed[0].prefix, weights, num_samples) if weights else None
@@ -107,8 +103,10 @@ class Batches:
         """Reads samples start .. start + count - 1: int64 [count, seq_len + 1]."""
         parts: list[np.ndarray] = []
         for window, first, last in self._windows(start, count):
+            for number in set(window.dataset[first:last]):
+                self._datasets[number].data.require_whole()
             for segment in range(first, last):
-                tokens = self._datasets[window.dataset[segment]].tokens
+                tokens = self._datasets[window.dataset[segment]].data.tokens
                 parts.append(tokens[window.start[segment] : window.stop[segment]])
         out = np.empty((count, self.seq_len + 1), np.int64)
         if parts:
@@ -199,6 +197,16 @@ class Batches:
         return _Segments(first, *(column.tolist() for column in columns))
 
 
+def _require_memory(num_samples: int) -> None:
+    """Raises MtcliError where the order of a run's samples does not fit in this machine's memory:
+    12 bytes each, of a row's place and a number (`samples.Samples`)."""
+    need, memory = SAMPLE_BYTES * num_samples, virtual_memory().total
+    if need > memory:
+        message = f"the order of {num_samples:,} samples takes {need / 2**30:,.0f} GiB, "
+        message += f"and this machine has {memory / 2**30:,.0f} GiB"
+        raise wrong(message, "fewer train.steps, or a smaller batch.global_batch_size")
+
+
 def _owned(data: Indexed, split: str, which: Which) -> range:
     owned = range(*split_range(split, which, len(data)))
     if not data.tokens_of(owned):
@@ -248,7 +256,7 @@ def _spans(dataset: _Dataset, number: int, of: np.ndarray, ids: np.ndarray) -> n
     position = np.arange(ends[-1]) + np.repeat(first[:, 0] - begins, counts)
     sequence = samples.documents[position].astype(np.int64)
     start = dataset.starts(sequence)
-    stop = start + dataset.lengths[sequence]
+    stop = start + dataset.data.lengths[sequence]
     stop[ends - 1] = start[ends - 1] + last[:, 1] + 1
     start[begins] += first[:, 1]
     spans = np.stack([np.repeat(of, counts), np.full_like(start, number), sequence, start, stop])

@@ -115,13 +115,15 @@ def _lines(path: Path) -> list[bytes]:
 def _row(line: bytes) -> dict[str, Any]:
     """Reads a step's record. Raises ValueError where it lacks a figure, or one is no number."""
     row = parse_json(line)
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] >= 2**63:
         raise ValueError("no step")
     row = {key: math.nan if value is None else value for key, value in row.items()}
     for name in FIGURES | (row.keys() & MORE_FIGURES):
         if not is_number(row.get(name)):
             raise ValueError(f"no {name}")
         row[name] = float(row[name])
+    if not math.isfinite(row["step_seconds"]):
+        raise ValueError("no seconds")
     return row
 
 

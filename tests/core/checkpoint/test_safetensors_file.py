@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtcli.core.checkpoint import safetensors_file
 from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
 from mtcli.core.config.errors import MtcliError
 
@@ -43,6 +44,18 @@ def test_the_library_reads_an_encoded_header(tmp_path):
     assert torch.equal(found["x"], values[:4].view(2, 2))
     assert found["é"].shape == (0, 3)
     assert found["s"].item() == 4.0
+
+
+def test_a_header_of_more_tensors_than_are_read_is_refused_before_it_is_parsed(
+    tmp_path, monkeypatch
+):
+    path, most = write(tmp_path / "f", GOOD), len(GOOD)
+    monkeypatch.setattr(safetensors_file, "MAX_TENSORS", most)
+    assert len(read_header(path)) == most
+    monkeypatch.setattr(safetensors_file, "MAX_TENSORS", most - 1)
+    monkeypatch.setattr(safetensors_file, "_json_object", None)
+    with pytest.raises(MtcliError, match=f"its header has {most} tensors, and {most - 1} are"):
+        read_header(path)
 
 
 def test_tensors_start_at_a_multiple_of_eight():

@@ -1,6 +1,7 @@
 """Batches by global sample id: the same however they are asked for, and where they came from."""
 
 import json
+import os
 import threading
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from indexed_dataset import write_dataset
+from ranks import run_ranks
 
 import mtcli.core.data.loader as batches_module
 import mtcli.core.data.samples as cache
@@ -42,6 +44,32 @@ def test_any_way_of_asking_gives_the_same_samples(blend, start, count):
     found = make(words, num_samples=3000).batch(start, count)
     assert found.dtype == np.int64
     assert np.array_equal(found, whole[start : start + count])
+
+
+@pytest.mark.parametrize("count", [10**12, 2**62])
+def test_an_order_of_samples_that_no_memory_holds_is_refused_with_both_sizes(blend, count):
+    words, _ = blend
+    with pytest.raises(MtcliError, match=f"the order of {count:,} samples takes .* GiB, and this"):
+        make(words, num_samples=count)
+    with pytest.raises(MtcliError, match="GiB, and this machine has"):
+        Batches(words, "1", "train", 300, 16, 1, planned=count)
+
+
+def test_data_that_becomes_shorter_under_a_run_is_an_error_and_no_bus_error(tmp_path):
+    """In a process of its own, which SIGBUS would end."""
+    write_dataset(tmp_path / "a", [np.arange(50_000)], np.dtype("<u2"))
+    ((said, code),) = run_ranks(1, shortened, tmp_path / "a")
+    assert said == f"{tmp_path}/a.bin is 1000 bytes now, and was 100000 when it was opened"
+    assert code == 1
+
+
+def shortened(runtime, prefix):
+    """What a loader says of data that lost its end after it was opened."""
+    batches = make(str(prefix), num_samples=3000)
+    os.truncate(f"{prefix}.bin", 1000)
+    with pytest.raises(MtcliError) as error:
+        batches.batch(0, 3000)
+    return error.value.problems[0].message, int(error.value.code)
 
 
 def test_ranks_and_micro_batches_together_make_the_global_batch(blend):

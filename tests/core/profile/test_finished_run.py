@@ -77,10 +77,16 @@ def test_events_are_read_in_order_without_one_that_was_cut_short(run_folder):
     assert read_run(str(run_folder)).events == [event]
 
 
-def test_a_damaged_line_is_named(run_folder):
+@pytest.mark.parametrize(
+    "key, value",
+    [("step", None), ("step", 2**63), ("step_seconds", "Infinity"), ("loss", [1.0])],
+    ids=str,
+)
+def test_a_damaged_line_is_named(run_folder, key, value):
     path = run_folder / "metrics.jsonl"
     lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], "{}", *lines[2:]]))
+    damaged = json.dumps(json.loads(lines[1]) | {key: value}).replace('"Infinity"', "Infinity")
+    path.write_text("\n".join([lines[0], damaged, *lines[2:]]))
     with pytest.raises(MtcliError, match=r"metrics\.jsonl:2 is no record of a step"):
         read_run(str(run_folder))
 

@@ -10,6 +10,7 @@ from chats import save_model, sums, write_lines
 from ranks import run_ranks
 
 from mtcli.core.checkpoint.fine_tuning import source_of
+from mtcli.core.checkpoint.folder import find_checkpoint, model_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config
@@ -253,3 +254,13 @@ def test_settings_of_peft_that_are_not_plain_are_refused(tuned, tmp_path, change
     with pytest.raises(MtcliError) as caught:
         open_checkpoint(tmp_path / "peft")
     assert said in str(caught.value)
+
+
+def test_adapters_for_adapters_that_could_be_themselves_are_refused(tuned, tmp_path):
+    shutil.copytree(tuned / "peft", tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_config.json"
+    own = {"base_model_name_or_path": str(tmp_path / "peft")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    for read in (open_checkpoint, lambda folder: model_of(find_checkpoint(folder))):
+        with pytest.raises(MtcliError, match="peft' holds adapters, and no weights"):
+            read(tmp_path / "peft")

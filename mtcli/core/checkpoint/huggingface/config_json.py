@@ -194,7 +194,8 @@ def _fault(path: Path, family: Family, detail: Any) -> Problem:
     ours = str(detail["loc"][0]) if detail["loc"] else ""
     names = {field.ours: field.theirs for field in family.fields}
     theirs, read = names.get(ours, ours), detail["input"]
-    if ours == "head_dim" and {"num_heads", "hidden_size"} <= read.keys():
+    is_table = isinstance(read, dict)
+    if ours == "head_dim" and is_table and {"num_heads", "hidden_size"} <= read.keys():
         parts = (f"{names[name]}={read[name]}" for name in ("num_heads", "hidden_size"))
         message = f"{path}: {' does not divide '.join(parts)}"
         return Problem(message, "is it the config.json of the weights?")

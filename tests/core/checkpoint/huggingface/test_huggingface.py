@@ -283,6 +283,7 @@ CONFIGS = [
     ("gpt2", {"n_layer": None}, "has no n_layer"),
     ("llama", {"max_position_embeddings": None}, "has no max_position_embeddings"),
     ("gpt2", {"n_head": 7}, "n_head=7 does not divide n_embd="),
+    ("gpt2", {"n_embd": -16}, "n_embd: -16 should be at least 1"),
     ("llama", {"attention_bias": True}, "attention_bias=true cannot be represented"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
