@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mtcli.core.config.fields import Fraction, Positive, Real, Section, Whole
+from mtcli.core.config.fields import Fraction, Positive, Real, Section, Whole, divisors
 
 Method = Literal[
     "all_reduce",
@@ -59,7 +59,7 @@ class SyncConfig(Section):
     machine_size: Whole = 0
     """hierarchical: replicas of a machine, which average first; 0: about the square root"""
     group_size: Whole = 0
-    """lsgd: workers of a group, which has a leader of its own; 0: about the square root"""
+    """lsgd: workers of a group, with a leader; 0: about the square root, all of a prime"""
     period: Whole = 0
     """steps between exchanges; 0: 4 with lsgd and easgd, 32 with local and diloco"""
     global_period: Whole = 0
@@ -118,9 +118,18 @@ class SyncConfig(Section):
         return self.outer_lr, 0.0 if self.top_k else self.outer_momentum
 
     def workers_of_group(self, replicas: int) -> int:
-        """Workers of each group of lsgd: as given, or the divisor of all nearest their root."""
-        near = (size for size in range(1, replicas + 1) if replicas % size == 0)
-        return self.group_size or min(near, key=lambda size: abs(size - replicas**0.5))
+        """Workers of each group of lsgd: as given, or the divisor of all nearest their root, but 1,
+        which would pull nobody; all of a prime number are one group."""
+        sizes = [size for size in divisors(replicas) if size > 1] or [1]
+        return self.group_size or min(sizes, key=lambda size: abs(size - replicas**0.5))
+
+    def groups(self, replicas: int) -> str:
+        """Words the groups of lsgd's workers; empty for other methods."""
+        if self.method != "lsgd":
+            return ""
+        size = self.workers_of_group(replicas)
+        number = replicas // size
+        return f"{number} group{'s' * (number > 1)} x {size} worker{'s' * (size > 1)}"
 
     def num_replicas(self, most: int) -> int:
         """Copies of the model that may differ, where the ranks can hold `most`."""

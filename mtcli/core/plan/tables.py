@@ -235,6 +235,8 @@ def _sync(p: Prediction) -> str:
     if not sent:
         return ""
     several = f", {replicas} replicas" if replicas > 1 else ""
+    groups = p.work.sync.groups(replicas)
+    several += groups and f" in {groups}"
     several += "".join(f", {name.replace('_', ' ')} {fact:.3g}" for name, fact in _graph(p).items())
     return f"{p.work.sync.method}{several}, {gib(sent)} sent per step by all ranks"
 

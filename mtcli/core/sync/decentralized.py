@@ -14,6 +14,10 @@ momentum is that of mixed gradients, so that its fixed point is dsgd's whatever 
 dsgd's at lr / (1 - b). Where lr = 0 it mixes gradients and no weights: m <- b m + W g. Weight decay
 is a part of g.
 
+DecentLaM's m holds what replicas disagree by over the rate of the time, which at the end of a
+schedule is tiny. A run that is made longer goes on at a rate up to thousands of times higher, so m
+is scaled where the rate rises to more than JUMP times the last one: lr m stays what it was.
+
 x are the master weights. awc_dmsgd exchanges while the step is computed. The others exchange a
 bucket of weights as soon as its gradients are reduced, while the backward goes on; where the
 gradients are to be clipped, or may overflow in fp16, all follow their norm.
@@ -21,12 +25,16 @@ gradients are to be clipped, or may overflow in fp16, all follow their norm.
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import mixing_rule
+from mtcli.core.config.untrusted import is_number, shown
 from mtcli.core.mesh.topology import MixingGraph
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.optim.sgd import decayed_gradients
@@ -39,6 +47,8 @@ from mtcli.kernels.multi_tensor import OptimizerTensors
 
 Gradients = Mapping[str, Tensor]
 
+# More than the second step of a warm-up, whose rate is twice the first one's.
+JUMP = 2.0
 AHEAD = 2  # buckets under way, where none waits in memory of its own
 
 
@@ -57,6 +67,8 @@ class Decentralized(ReplicaExchange):
         self.buckets = [rule(names, optimizer, graph, self.replicas) for names in buckets if names]
         self.bucket_of = {bucket.names[0]: bucket for bucket in self.buckets}
         self.lr = 0.0
+        self.divides_by_rate = rule is _DecentLam
+        self.last_rate = 0.0  # above 0, by which momenta hold displacements; 0: they hold none
         if config.overlaps_neighbours:
             for bucket in self.buckets:
                 bucket.keep()
@@ -78,6 +90,10 @@ class Decentralized(ReplicaExchange):
         if factor != 1.0:
             self.inside.scale_gradients_(factor)
         gradients = self.inside.gradients
+        if self.divides_by_rate and lr > JUMP * self.last_rate > 0.0:
+            for bucket in self.buckets:
+                torch._foreach_mul_(bucket.m, self.last_rate / lr)
+        self.last_rate = lr or self.last_rate
         for bucket in self.buckets[:AHEAD]:
             bucket.start(gradients, lr)
         for i, bucket in enumerate(self.buckets):
@@ -86,6 +102,21 @@ class Decentralized(ReplicaExchange):
                 following.start(gradients, lr)
         self.optimizer.updates += 1
         self.inside.after_update()
+
+    def counters(self) -> dict[str, Any]:
+        """The last learning rate, where momenta hold displacements over it."""
+        return {"last_rate": self.last_rate} if self.divides_by_rate else {}
+
+    def load_counters(self, counters: Mapping[str, Any]) -> None:
+        """Restores `counters`; without any, momenta are those of another method.
+
+        Raises MtcliError where the rate is none.
+        """
+        rate = counters.get("last_rate", 0.0)
+        if not is_number(rate) or not 0.0 <= rate < inf:
+            message = f"the checkpoint's last_rate of decentlam is {shown(rate)}"
+            raise wrong(message, "another checkpoint of the run")
+        self.last_rate = float(rate)
 
     def buffers(self) -> list[Tensor]:
         """Lists the memory of exchanges that overlap the step's computing."""

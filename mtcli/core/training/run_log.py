@@ -134,11 +134,12 @@ def _sync(config: RunConfig, world: int) -> str:
     if replicas == 1:
         return config.sync.method
     graph = f" ({config.sync.topology})" if config.sync.method in DECENTRALIZED else ""
+    groups = f" in {words}" if (words := config.sync.groups(replicas)) else ""
     if mixing_rule(config.sync.method, config.optimizer.momentum) != config.sync.method:
         graph += " as dsgd, since optimizer.momentum is 0"
     differ = config.sync.method != "onebit"
     averaged = "; what is evaluated and exported is their average" if differ else ""
-    return f"{config.sync.method}{graph}, {replicas} replicas{each}{averaged}"
+    return f"{config.sync.method}{graph}, {replicas} replicas{each}{groups}{averaged}"
 
 
 def _precision(config: RunConfig, world: int) -> str:

@@ -85,6 +85,23 @@ def test_on_another_number_of_replicas_all_start_from_the_average(method, world,
 
 
 @pytest.mark.parametrize(
+    "method",
+    ["decentlam", *slow_cases("72 steps of 4 ranks, 3 s", "dmsgd", "awc_dmsgd", "da_dmsgd")],
+)
+def test_a_run_that_ended_at_a_tiny_rate_goes_on_at_the_full_one(method, tmp_path):
+    """Its rate rises 15,000 times from one step to the next; it learns on, as one that was planned as
+    long does, and replicas stay as near to each other."""
+    optimizer = {"lr": 0.3, "schedule": "cosine", "min_lr": 1e-5, "clip": 0.0, "momentum": 0.9}
+    short, long = (config_of(method, optimizer=optimizer, train={"steps": n}) for n in (24, 48))
+    run_ranks(4, train_and_save, short, tmp_path, 0, 24)
+    found = run_ranks(4, train_and_save, long, tmp_path, 24, 48)[0]
+    planned = run_ranks(4, train_and_save, long, None, 0, 48)[0]
+    assert found[0].lr > 500 * optimizer["min_lr"]
+    assert max(step.loss for step in found) < planned[23].loss + 0.1
+    assert found[-1].loss < planned[-1].loss + 0.1
+
+
+@pytest.mark.parametrize(
     ("precision", "rel"), [("bf16", 5e-3), *slow_cases("1 s", ("fp32", 1e-5), ("fp16", 2e-3))]
 )
 def test_narrow_precisions_have_float64_s_curve_to_rounding(precision, rel):

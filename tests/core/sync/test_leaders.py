@@ -8,6 +8,7 @@ from tiny import GPT, LLAMA, Samples
 from trained import checkpoint_of, save_to
 from workers import one_at_a_time, train_workers, weights_of, worker_config
 
+from mtcli.core.config.sync import SyncConfig
 from mtcli.core.sync.lsgd import elected
 from mtcli.core.sync.replica_average import distance
 from mtcli.core.training.loader import MicroBatchLoader
@@ -83,6 +84,20 @@ def test_a_pull_of_1_makes_all_workers_equal_their_leader_and_leaves_that_as_it_
         weights["free"][leader - 1]["embedding.weight"], free["embedding.weight"]
     )
     assert all(torch.equal(one, masters["free"][leader]) for one in masters["pulled"])
+
+
+def test_two_workers_are_one_group_by_default_and_a_pull_of_1_makes_them_equal(tmp_path):
+    sync = {"method": "lsgd", "pull": 1.0, "global_pull": 0.0, "period": 2, "global_period": 100}
+    run_ranks(2, train_workers, worker_config(GPT, sync), tmp_path, 0, 2)
+    one, other = weights_of(tmp_path, 2)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_default_group_is_about_the_root_of_all_workers_and_never_one_of_several():
+    sizes = {n: SyncConfig(method="lsgd").workers_of_group(n) for n in range(1, 17)}
+    assert {n for n, size in sizes.items() if size == n} == {1, 2, 3, 5, 7, 11, 13}
+    assert all(n % size == 0 for n, size in sizes.items())
+    assert [sizes[n] for n in (4, 6, 8, 9, 12, 15, 16)] == [2, 2, 2, 3, 3, 3, 4]
 
 
 def test_the_first_of_equal_workers_leads():
