@@ -97,8 +97,7 @@ def test_a_run_that_ended_at_a_tiny_rate_goes_on_at_the_full_one(method, tmp_pat
     found = run_ranks(4, train_and_save, long, tmp_path, 24, 48)[0]
     planned = run_ranks(4, train_and_save, long, None, 0, 48)[0]
     assert found[0].lr > 500 * optimizer["min_lr"]
-    assert max(step.loss for step in found) < planned[23].loss + 0.1
-    assert found[-1].loss < planned[-1].loss + 0.1
+    assert all(a.loss < b.loss + 0.15 for a, b in zip(found, planned[24:], strict=True))
 
 
 @pytest.mark.parametrize(
