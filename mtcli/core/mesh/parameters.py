@@ -106,8 +106,7 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
 
     2 per weight of every matrix the token meets (the embedding lookup is not one, the head is)
     plus 4 * seq_len * heads * head_dim per layer for scores and values: the full square, or with
-    `causal` the half that a causal mask leaves. 3 times this is the model FLOPs of a training
-    token (arXiv:2205.05198, appendix A).
+    `causal` the half that a causal mask leaves. Adapters are not counted.
     """
     tables = ("embedding.weight", "position_embedding.weight", TOKEN_TYPES)
     weights = sum(p.numel for p in parameters(model).values() if p.name not in tables and p.decays)
@@ -116,6 +115,23 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     attended = seq_len / 2 if causal else seq_len
     attention = 4.0 * attended * model.num_heads * model.head_dim * model.num_layers
     return 2.0 * weights + attention
+
+
+def training_flops(
+    model: ModelConfig, seq_len: int, lora: LoraConfig, causal: bool = False
+) -> float:
+    """Floating-point operations of one token's forward and backward pass (see `forward_flops`).
+
+    Each product of the forward pass has two in the backward, so 3 times the forward
+    (arXiv:2205.05198, appendix A). Frozen weights have no gradient, so twice where adapters are
+    trained, and 3 times the adapters. Of the first block's frozen weights the gradient of the
+    inputs counts too, though nothing needs it.
+    """
+    forward = forward_flops(model, seq_len, causal)
+    if not lora.rank:
+        return 3.0 * forward
+    weights = forward_flops(model, 0)
+    return 2.0 * weights + 3.0 * (forward - weights) + 6.0 * count_adapters(model, lora)
 
 
 def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False) -> Parameter:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.rules import require
-from mtcli.core.config.schema import RunConfig
-from mtcli.core.mesh.parameters import forward_flops
+from mtcli.core.config.schema import LoraConfig, RunConfig
+from mtcli.core.mesh.parameters import count_adapters, forward_flops, training_flops
 from mtcli.core.plan.costs import Costs, Pass
 from mtcli.core.plan.hardware import Device, device_named, for_run
 from mtcli.core.plan.memory import Memory, memory
@@ -26,6 +26,8 @@ from mtcli.core.plan.step_time import (
 from mtcli.core.plan.workload import Workload
 from mtcli.core.schedule.timeline import Timeline
 
+NO_ADAPTERS = LoraConfig()
+
 
 @dataclass(frozen=True)
 class Convention:
@@ -36,12 +38,13 @@ class Convention:
     causal: bool = False
     attention: bool = True
 
-    def token_flops(self, model: ModelConfig, seq_len: int) -> float:
+    def token_flops(
+        self, model: ModelConfig, seq_len: int, lora: LoraConfig = NO_ADAPTERS
+    ) -> float:
         """FLOPs of a step per token of it (arXiv:2104.04473, equation 3, for `again`)."""
         attended = seq_len if self.attention else 0
-        forward = forward_flops(model, attended, self.causal)
-        head = 2.0 * model.vocab_size * model.hidden_size
-        return 3 * forward + (forward - head if self.again else 0.0)
+        again = blocks_flops(model, attended, lora, self.causal) if self.again else 0.0
+        return training_flops(model, attended, lora, self.causal) + again
 
 
 MODEL = Convention("3x forward, full attention")  # arXiv:2205.05198, appendix A
@@ -78,19 +81,21 @@ class Prediction:
     @property
     def model_flops_per_gpu(self) -> float:
         """FLOP/s per device that the model needs, by FLOP_CONVENTION."""
-        return 3 * self._forward_flops_per_second
+        flops = training_flops(self.work.model, self.work.seq_len, self.work.lora)
+        return flops * self.tokens_per_second_per_gpu
 
     @property
     def hardware_flops_per_gpu(self) -> float:
         """FLOP/s per device, recomputation included."""
-        return (3 + recomputed_share(self.work)) * self._forward_flops_per_second
+        return (1 + recomputed_share(self.work)) * self.model_flops_per_gpu
 
     @property
     def flops_by_convention(self) -> dict[str, float]:
         """FLOP/s per device by each convention of counting them."""
         m, seq_len = self.work.model, self.work.seq_len
         rate = self.tokens_per_second_per_gpu
-        return {method.name: method.token_flops(m, seq_len) * rate for method in CONVENTIONS}
+        lora = self.work.lora
+        return {c.name: c.token_flops(m, seq_len, lora) * rate for c in CONVENTIONS}
 
     @property
     def mfu(self) -> float:
@@ -130,10 +135,6 @@ class Prediction:
         """
         return evaluation_seconds(self.work, self.costs)
 
-    @property
-    def _forward_flops_per_second(self) -> float:
-        return forward_flops(self.work.model, self.work.seq_len) * self.tokens_per_second_per_gpu
-
     def timeline(self, num_micro_batches: int | None = None) -> Timeline:
         """The simulated pipeline of the step, or of fewer micro-batches of it."""
         count = num_micro_batches or self.work.num_micro_batches
@@ -160,11 +161,17 @@ def predict_workload(work: Workload, device: Device) -> Prediction:
 
 
 def recomputed_share(work: Workload) -> float:
-    """Share of the forward pass that the backward recomputes: all but the head, or attention."""
-    m = work.model
-    flops = forward_flops(m, work.seq_len)
+    """FLOPs that the backward recomputes over those of a step without: the blocks' forward passes,
+    or attention's."""
+    m, flops = work.model, training_flops(work.model, work.seq_len, work.lora)
     if work.recompute == "full":
-        return 1 - 2 * m.vocab_size * m.hidden_size / flops
+        return blocks_flops(m, work.seq_len, work.lora) / flops
     if work.recompute == "selective":
-        return 4 * work.seq_len * m.num_heads * m.head_dim * m.num_layers / flops
+        return (forward_flops(m, work.seq_len) - forward_flops(m, 0)) / flops
     return 0.0
+
+
+def blocks_flops(model: ModelConfig, seq_len: int, lora: LoraConfig, causal: bool = False) -> float:
+    """FLOPs of one token's forward pass through the blocks and their adapters, without the head."""
+    head = 2.0 * model.vocab_size * model.hidden_size
+    return forward_flops(model, seq_len, causal) - head + 2.0 * count_adapters(model, lora)

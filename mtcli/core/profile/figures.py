@@ -11,7 +11,7 @@ from statistics import mean, median
 from typing import Any
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.mesh.parameters import count_active, count_parameters, forward_flops
+from mtcli.core.mesh.parameters import count_active, count_parameters, training_flops
 from mtcli.core.plan.hardware import NAMES, device_named, for_run
 from mtcli.core.plan.memory import memory_by_stage
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload, recomputed_share
@@ -94,14 +94,14 @@ class Profile:
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of a step that the model needs: 3 times the forward pass, full attention."""
-        forward = forward_flops(self.config.model, self.config.batch.seq_len)
-        return 3.0 * forward * self.config.batch.tokens_per_step
+        """FLOPs of a step that the model needs, with full attention."""
+        c = self.config
+        return training_flops(c.model, c.batch.seq_len, c.lora) * c.batch.tokens_per_step
 
     @property
     def hardware_flops(self) -> float:
         """FLOPs of a step, recomputation included."""
-        return self.model_flops * (1.0 + recomputed_share(self.work) / 3.0)
+        return self.model_flops * (1.0 + recomputed_share(self.work))
 
     @property
     def peak_flops(self) -> float:

@@ -11,7 +11,7 @@ from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import append_untrusted
-from mtcli.core.mesh.parameters import forward_flops
+from mtcli.core.mesh.parameters import training_flops
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder, write_text
 from mtcli.core.runtime.json_text import finite
 from mtcli.core.runtime.launch import Runtime
@@ -123,7 +123,7 @@ def _row(config: RunConfig, step: Step, told: StepFacts, peak: float) -> dict[st
     tokens = batch.tokens_per_step
     if step.replica_steps:  # a round
         tokens *= sum(step.replica_steps) // len(step.replica_steps)
-    flops = 3.0 * forward_flops(config.model, batch.seq_len) * tokens
+    flops = training_flops(config.model, batch.seq_len, config.lora) * tokens
     row = {
         "step": step.step,
         "consumed_samples": told.consumed_samples,

@@ -4,9 +4,16 @@ Counts are held to published ones in tests/test_presets.py.
 """
 
 import pytest
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from tiny import LLAMA, run_config
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import (
     count_active,
@@ -15,6 +22,7 @@ from mtcli.core.mesh.parameters import (
     parameters,
     stage_layers,
     stage_parameters,
+    training_flops,
 )
 
 GPT = ModelConfig(num_layers=4, hidden_size=32, num_heads=4, vocab_size=300, max_seq_len=16)
@@ -74,6 +82,38 @@ def test_forward_flops_are_a_third_of_narayanan_s_without_recompute(name):
     s, h, layers = m.max_seq_len, m.hidden_size, m.num_layers
     step = 72 * s * layers * h**2 * (1 + s / (6 * h) + m.vocab_size / (12 * layers * h))
     assert 3 * s * forward_flops(m, s) == pytest.approx(step, rel=1e-12)
+
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("targets", [ALL, ["q_proj", "v_proj", "down_proj"]], ids=len)
+def test_training_adapters_takes_the_operations_that_torch_counts_of_peft(targets):
+    """All but what nothing needs: gradients of the first block's inputs, and of its keys where no
+    adapter is behind them."""
+    m, s, rank = run_config(LLAMA).model, 16, 4
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=m.hidden_size,
+            num_hidden_layers=m.num_layers,
+            intermediate_size=m.ffn_hidden_size,
+            num_attention_heads=m.num_heads,
+            num_key_value_heads=m.num_kv_heads,
+            vocab_size=m.vocab_size,
+            attn_implementation="eager",
+        )
+    )
+    theirs = get_peft_model(theirs, PeftConfig(r=rank, target_modules=targets))
+    with FlopCounterMode(display=False) as counter:
+        ids = torch.arange(s)[None]
+        theirs(ids, labels=ids).loss.backward()
+    fused = (m.num_heads + 2 * m.num_kv_heads) * m.head_dim
+    adapters = sum(name in targets for name in ("q_proj", "k_proj", "v_proj"))
+    unneeded = 2 * s * m.hidden_size * (fused + rank * adapters)
+    unneeded += 2 * s * s * m.hidden_size * ("k_proj" not in targets)
+    lora = LoraConfig(rank=rank, targets=targets)
+    assert s * training_flops(m, s, lora) - unneeded == counter.get_total_flops()
+    assert 3 * forward_flops(m, s) == training_flops(m, s, LoraConfig())
 
 
 def test_a_causal_mask_halves_the_attention_part():

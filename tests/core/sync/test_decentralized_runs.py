@@ -89,8 +89,7 @@ def test_on_another_number_of_replicas_all_start_from_the_average(method, world,
     ["decentlam", *slow_cases("72 steps of 4 ranks, 3 s", "dmsgd", "awc_dmsgd", "da_dmsgd")],
 )
 def test_a_run_that_ended_at_a_tiny_rate_goes_on_at_the_full_one(method, tmp_path):
-    """Its rate rises 15,000 times from one step to the next; it learns on, as one that was planned as
-    long does, and replicas stay as near to each other."""
+    """Its rate rises 15,000 times in a step; it learns on as a run that was planned as long."""
     optimizer = {"lr": 0.3, "schedule": "cosine", "min_lr": 1e-5, "clip": 0.0, "momentum": 0.9}
     short, long = (config_of(method, optimizer=optimizer, train={"steps": n}) for n in (24, 48))
     run_ranks(4, train_and_save, short, tmp_path, 0, 24)

@@ -332,7 +332,7 @@ def _token_seconds(row: Table, result: Table, work: PublishedWork, device: Devic
         "pflops_total": 1e3 / work.layout.world,
         "scaling_efficiency": float(baseline[1]) if baseline else None,
         "mfu": peak,
-        "hfu": peak * 3 / (3 + recomputed_share(work)),
+        "hfu": peak / (1 + recomputed_share(work)),
     }
     for name in {"mfu", "hfu"} & set(result):
         if _positive(name, result[name]) > 1:
