@@ -1,5 +1,6 @@
 """`mtcli generate`: sample text from a checkpoint."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -85,8 +86,9 @@ def generate(
         sampling = Sampling(temperature, top_k, top_p, seed)
         generated = []
         for text in prompt:
-            ids = tokenizer.encode_with_specials(text)
-            new = generate_text(model.scorer, tokenizer.decode, ids, sampling, ends)
+            ids = tokenizer.encode_prompt(text)
+            decode = partial(tokenizer.decode_after, ids)
+            new = generate_text(model.scorer, decode, ids, sampling, ends)
             generated.append({"prompt": text, **new._asdict()})
         if runtime.rank > 0:
             return

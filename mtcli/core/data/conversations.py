@@ -26,7 +26,7 @@ from mtcli.core.data.tokenize import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 WORTH_KEEPING = 1 << 20  # bytes of a file that takes over a second to read
-VERSION = 1  # of how lines become tokens
+VERSION = 2  # of how lines become tokens
 
 
 class ChatExamples(NamedTuple):
@@ -94,7 +94,7 @@ class ExampleTokenizer(NamedTuple):
         else:
             prompt, completion = _prompt_and_completion(record)
             if self.template is None:
-                return self._plain(prompt, completion)
+                return self.tokenizer.encode_example(prompt, completion)
             roles = (("user", prompt), ("assistant", completion))
             messages = [{"role": role, "content": text} for role, text in roles]
         return self._rendered(self.template, messages, record.get("tools"))
@@ -111,13 +111,6 @@ class ExampleTokenizer(NamedTuple):
         if not is_text(text):
             raise BadLine("no text", "it has half of a surrogate pair, which is no text")
         return self.tokenizer.encode_spans(text, spans)
-
-    def _plain(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-        first = self.tokenizer.encode_with_specials(prompt)
-        rest = self.tokenizer.encode(completion)
-        if completion and self.tokenizer.eod_id is not None:
-            rest = [*rest, self.tokenizer.eod_id]
-        return first + rest, [False] * len(first) + [True] * len(rest)
 
 
 def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:

@@ -15,8 +15,8 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
+from tokenizers import Encoding, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import parse_json, read_untrusted
@@ -32,6 +32,7 @@ MAX_DEFINITION_BYTES = 256 << 20  # 262,144 ids and their merges take 35 MB
 END_OF_DOCUMENT = "<|endoftext|>"
 # What families call it, where the folder's tokenizer_config.json does not say.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+CONTEXT = 16  # ids of a prompt that tell how what follows them is decoded
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # of BERT's tokenizers, ids 0 to 4
 LETTERS = 1000  # of WordPieces, each as a word's begin and further on
 HUB_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "merges.txt")
@@ -81,13 +82,36 @@ class Tokenizer:
                 encoded.append(self.backend.encode(text, add_special_tokens=with_specials).ids)
         return encoded
 
-    def encode_with_specials(self, text: str) -> list[int]:
-        """Encodes `text` with the special tokens that tokenizer.json's template puts around it,
-        such as Llama's <s>: as transformers does by default."""
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encodes `text` to go on from: with the special tokens that tokenizer.json's template puts
+        before it, such as Llama's <s>, where it does not spell them, and without those behind."""
         if self.is_bytes:
             return self.encode(text)
-        (ids,) = self.encode_all([text], with_specials=True)
-        return ids
+        begin, encoded, _ = self._framed(text)
+        return begin + encoded.ids
+
+    def encode_example(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+        """Encodes a prompt and its completion as the one text that they are, and says of each token
+        whether it is of the completion: from the token of its first character on. The text ends as
+        the template ends it, and with the end-of-document token, once."""
+        begin, encoded, end = self._framed(prompt + completion)
+        first, _ = _tokens_of(encoded, len(prompt), len(prompt) + len(completion))
+        if self.eod_id is not None and end[-1:] != [self.eod_id]:
+            end = [*end, self.eod_id]
+        ids = begin + encoded.ids + end
+        return ids, [i >= len(begin) + first for i in range(len(ids))]
+
+    def _framed(self, text: str) -> tuple[list[int], Encoding, list[int]]:
+        """(ids that the template puts before a text, the text's encoding, ids behind it)."""
+        with no_panics("the tokenizer fails on a text"):
+            require_measured(self.backend.normalizer, self._growth, text)
+            framed = self.backend.encode(text, add_special_tokens=True).ids
+            encoded = self.backend.encode(text, add_special_tokens=False)
+        ids, count = encoded.ids, len(encoded.ids)
+        starts = (i for i in range(len(framed) - count + 1) if framed[i : i + count] == ids)
+        start = next(starts, 0)
+        begin, end = framed[:start], framed[start + count :]
+        return begin if ids[: len(begin)] != begin else [], encoded, end
 
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]]
@@ -101,11 +125,7 @@ class Tokenizer:
             encoded = self._with_specials.encode(text, add_special_tokens=False)
         inside = [False] * len(encoded.ids)
         for first, end in spans:
-            begin = encoded.char_to_token(first)
-            if begin is None or end <= first:
-                continue
-            last = encoded.char_to_token(end - 1)
-            stop = len(inside) if last is None else last + 1
+            begin, stop = _tokens_of(encoded, first, end)
             inside[begin:stop] = [True] * (stop - begin)
         return encoded.ids, inside
 
@@ -124,6 +144,13 @@ class Tokenizer:
         """Decodes `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD."""
         with no_panics("the tokenizer fails on token ids"):
             return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def decode_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """Decodes `ids` where they stand, behind a prompt's: with the space that a decoder leaves
+        out where a text begins."""
+        context = prompt[-CONTEXT:]
+        before, whole = self.decode(context), self.decode([*context, *ids])
+        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
 
     def save(self, folder: str | Path) -> Path:
         """Writes the files that `load_tokenizer(folder)` reads; returns the folder."""
@@ -144,6 +171,15 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[type, tuple[str, dict[str, object]]]:
         return Tokenizer, (self.definition, self.config)
+
+
+def _tokens_of(encoded: Encoding, first: int, end: int) -> tuple[int, int]:
+    """The tokens [begin, stop) that the characters [first, end) of a text became, those that they
+    share with others included. Some characters, such as spaces, may have become none."""
+    of = encoded.char_to_token
+    begin = next((token for i in range(first, end) if (token := of(i)) is not None), None)
+    last = next((token for i in range(end - 1, first - 1, -1) if (token := of(i)) is not None), -1)
+    return (len(encoded.ids), len(encoded.ids)) if begin is None else (begin, last + 1)
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:

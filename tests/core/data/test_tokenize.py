@@ -206,5 +206,5 @@ def test_truncation_and_padding_that_a_file_was_saved_with_change_no_ids(tmp_pat
     found = load_tokenizer(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for text in ("a", "more than four"):
-        assert found.encode(text) == found.encode_with_specials(text) == list(text.encode())
+        assert found.encode(text) == found.encode_prompt(text) == list(text.encode())
         assert theirs(text).input_ids == list(text.encode())
