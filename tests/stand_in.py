@@ -21,7 +21,7 @@ def main():
         os.execv(sys.executable, [sys.executable, *words])  # a python of its own
     door = socket.socket(socket.AF_UNIX)
     door.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "door"))
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda number, frame: door.send(bytes([number])))
     line = json.dumps([__file__, words, os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(door, [len(line).to_bytes(8, "little")], [0, 1, 2])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from command_line import free_port, launched, mtcli, stand_ins, workers_of
 from indexed_dataset import write_dataset
-from marks import slow
+from marks import slow_cases
 from tiny import metrics, write_run
 
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -191,9 +191,22 @@ def test_weights_of_another_run_start_a_new_one_at_step_0(home, base, tmp_path):
     [
         (signal.SIGTERM, False, 1),
         (signal.SIGTERM, False, 2),
-        pytest.param(signal.SIGINT, True, 2, marks=slow("three processes of their own, 9 s")),
+        *slow_cases(
+            "three processes of their own, 9 s",
+            (signal.SIGINT, True, 2),
+            (signal.SIGHUP, True, 1),
+            (signal.SIGHUP, False, 2),
+            (signal.SIGQUIT, True, 2),
+        ),
     ],
-    ids=["term", "term with workers", "ctrl-c with workers"],
+    ids=[
+        "term",
+        "term with workers",
+        "ctrl-c with workers",
+        "a lost terminal",
+        "a launcher without its terminal",
+        "quit with workers",
+    ],
 )
 def test_a_signal_saves_and_ends_with_130(home, tmp_path, spawn, number, to_workers, nproc):
     folder = tmp_path / "long"

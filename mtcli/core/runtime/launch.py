@@ -103,8 +103,12 @@ def bring_up(
             torch.distributed.destroy_process_group()
 
 
+# Of a scheduler, a terminal's Ctrl-C and Ctrl-\\, and a lost ssh.
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+
+
 class StopSignal:
-    """Remembers SIGINT and SIGTERM, so that a run can save after its step; a second stops it.
+    """Remembers a signal of STOPS, so that a run can save after its step; a second stops it.
 
     A terminal sends Ctrl-C to every process, and the launcher passes it on to its ranks: what comes
     within ONE_PRESS seconds is the same one.
@@ -112,14 +116,20 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received, self.at = 0, 0.0
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._receive)
+        for number in STOPS:
+            if not _is_ignored(number):
+                signal.signal(number, self._receive)
 
     def _receive(self, number: int, frame: object) -> None:
         if not self.received:
             self.received, self.at = number, monotonic()
         elif monotonic() - self.at > ONE_PRESS:
             raise KeyboardInterrupt
+
+
+def _is_ignored(number: signal.Signals) -> bool:
+    """Whether this process was started to outlive a terminal's hang-up, as by nohup."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 # No local rank: accelerate would take it for a launcher's and wait for a rendezvous.
@@ -300,6 +310,7 @@ def _run_workers(nproc: int, command: list[str], max_restarts: int) -> None:
         rdzv_backend="loopback",
         max_restarts=max_restarts,
         monitor_interval=0.1,
+        signals_to_handle=",".join(number.name for number in STOPS if not _is_ignored(number)),
     )
     try:
         elastic_launch(config, command[0])(*command[1:])

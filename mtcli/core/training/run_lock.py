@@ -27,6 +27,7 @@ LOCK = "run.lock"
 FIELD = "train.output"
 # Of train.timeout, to wait for an earlier attempt's rank to end: watchdogs of who waits have more.
 PATIENCE = 0.5
+DYING = 15.0  # seconds to wait for a rank whose launcher was killed, which ends within 3 s
 ATTEMPTS = 100  # to open a lock that other runs remove as they end
 MAX_BYTES = 4096
 # File systems whose flock is seen by every machine that can mount them; the options that undo it
@@ -43,6 +44,7 @@ class Holder(NamedTuple):
     pid: int
     started: int  # clock ticks after the boot; 0 where the system does not say
     since: str  # UTC, ISO 8601
+    launcher: int  # the process that started it as a rank; 0 where none did
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -54,9 +56,11 @@ def require_startable(folder: Path, resume: bool) -> None:
     Only a holder that is known to live is refused: `lock_folder` decides on any other.
     """
     with folder_of(FIELD, folder):
-        holder = _read(folder / LOCK)
-        if holder and _lives(holder) is True:
-            raise _refusal(folder, holder)
+        end = monotonic() + DYING
+        while (holder := _read(folder / LOCK)) and _lives(holder) is True:
+            if not _is_dying(holder) or monotonic() > end:
+                raise _refusal(folder, holder)
+            sleep(0.05)
         _require_no_run(folder, resume)
 
 
@@ -108,13 +112,16 @@ def _record(folder: Path) -> Mapping[str, Any]:
 
 
 def _take_in_turn(path: Path, patience: float) -> tuple[int, Holder | None]:
-    """`_take`, which is tried for some seconds where another process has it."""
-    end = monotonic() + patience
+    """`_take`, which is tried for some seconds where another process has it, and for DYING where
+    that is about to end."""
+    start = monotonic()
     while True:
         try:
             return _take(path)
         except MtcliError:
-            if monotonic() > end:
+            holder = _read(path)
+            dying = holder is not None and _is_dying(holder)
+            if monotonic() - start > (max(patience, DYING) if dying else patience):
                 raise
         sleep(0.05)
 
@@ -202,13 +209,14 @@ def _read(path: Path) -> Holder | None:
     except (FileNotFoundError, ValueError, TypeError):
         return None
     kinds = [type(value) for value in holder]
-    return holder if kinds == [str, str, str, int, int, str] else None
+    return holder if kinds == [str, str, str, int, int, str, int] else None
 
 
 def _this_process() -> Holder:
     since = datetime.now(UTC).isoformat(timespec="seconds")
     host, pid = socket.gethostname(), os.getpid()
-    return Holder(host, _boot(), _namespace(), pid, _start_time(pid) or 0, since)
+    launcher = os.getppid() if "LOCAL_RANK" in os.environ else 0  # as torchrun sets it
+    return Holder(host, _boot(), _namespace(), pid, _start_time(pid) or 0, since, launcher)
 
 
 def _lives(holder: Holder) -> bool | None:
@@ -218,6 +226,12 @@ def _lives(holder: Holder) -> bool | None:
         return _start_time(holder.pid) == holder.started
     restarted = holder.host == socket.gethostname() and holder.boot != boot
     return False if restarted else None
+
+
+def _is_dying(holder: Holder) -> bool:
+    """Whether a holder of this machine has lost its launcher, and so will end by itself."""
+    lives = bool(holder.launcher) and _lives(holder) is True
+    return lives and _start_time(holder.launcher) is None
 
 
 def _boot() -> str:

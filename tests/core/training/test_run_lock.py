@@ -63,6 +63,32 @@ def other(tmp_path):
     process.kill()
 
 
+LAUNCHER = """
+import os, subprocess, sys
+environment = os.environ | {"LOCAL_RANK": "0"}
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1], sys.argv[2]], env=environment)
+rank.wait()
+"""
+
+
+def test_a_rank_whose_launcher_was_killed_is_waited_for(tmp_path):
+    """It ends by itself, here as its input closes; one whose launcher lives is refused at once."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", LAUNCHER, HOLD, str(tmp_path / "run")]
+    launcher = subprocess.Popen(command, **pipes)
+    launcher.stdin.write("\n")
+    launcher.stdin.flush()
+    assert launcher.stdout.readline().strip() == "held"
+    for by in (lock_folder, require_startable):
+        assert "is held by another run" in refusal(tmp_path / "run", by=by)
+    launcher.kill()
+    launcher.wait()
+    closing = threading.Timer(1.0, launcher.stdin.close)
+    closing.start()
+    with lock_folder(tmp_path / "run", resume=True):
+        assert not closing.is_alive(), "it was taken once the rank had ended"
+
+
 def no_locks(*_):
     raise OSError(errno.ENOLCK, "No locks available")
 
