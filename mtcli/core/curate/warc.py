@@ -1,7 +1,8 @@
 """Reads WARC files, and makes text of their HTML: fastwarc, then resiliparse or jusText.
 
-A record of a WARC file is a document whose id is the record's own, or made of the file and the
-record's number; `url` and `date` are kept beside it.
+Of a crawl's WARC the documents are HTML pages; of its WET they are texts, which pass `extract` as
+they are. A document's id is the record's own, or made of the file and the record's number; `url`
+and `date` are kept beside it.
 """
 
 import io
@@ -13,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import open_untrusted
+from mtcli.core.config.untrusted import open_untrusted, shown
 from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import ExtractConfig
-from mtcli.core.curate.documents import BadRecord, Document, key_of, made_key, stem
+from mtcli.core.curate.documents import BadRecord, Document, PassedOver, key_of, made_key, stem
 from mtcli.core.curate.extras import require
 from mtcli.core.data.compressed import pieces
 from mtcli.core.data.documents import HELD_BYTES
@@ -24,16 +25,21 @@ from mtcli.core.data.sources import SourceFile
 from mtcli.core.runtime.process_pool import Progress
 
 HTML = ("text/html", "application/xhtml+xml")
-RECORDS = ("response", "resource")
+PAGES = ("response", "resource")
+TEXTS = "conversion"  # of WET files: text/plain in UTF-8
 ENCODINGS = ("Content-Encoding", "Transfer-Encoding")
 END = b"\r\n\r\n"
 Extract = Callable[[bytes], str]
 
 
-def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Document | BadRecord]:
-    """Yields the HTML pages of a WARC file, compressed or not, that were answered with 200.
+def read_warc(
+    source: SourceFile, name: str, html: bool, progress: Progress
+) -> Iterator[Document | BadRecord | PassedOver]:
+    """Yields the texts of a WET file's conversions and, where `html` says that they will be
+    extracted, the HTML pages that were answered with 200; compressed or not.
 
-    A record of more than HELD_BYTES is bad; so is what a damaged file ends in.
+    Other records are passed over. A record of more than HELD_BYTES is bad; so is what a damaged
+    file ends in.
     """
     warc = require("fastwarc.warc", "extract")
     number = last = end = 0
@@ -47,15 +53,14 @@ def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Doc
                 if record is None:
                     break
                 end = _end(record)
-                document = _document(record, name, number)
+                document = _document(record, name, number, html)
             except Exception as error:  # a library's own, of many kinds, for a damaged record
                 ended = stream.error or error
                 yield BadRecord(name, number, f"a damaged WARC record: {ended}")
                 return
             progress(file.tell() - last)
             last = file.tell()
-            if document:
-                yield document
+            yield document
         progress(source.size - last)
         # The library takes what is left of a record for the end of the file; a length that is too
         # long takes the records after it.
@@ -101,30 +106,42 @@ def _end(record: Any) -> int:
     return int(record.stream_pos) + header + int(headers.get("Content-Length") or 0)
 
 
-def _document(record: Any, name: str, number: int) -> Document | BadRecord | None:
-    if record.headers.get("WARC-Type") not in RECORDS:
-        return None
+def _document(record: Any, name: str, number: int, html: bool) -> Document | BadRecord | PassedOver:
     headers = record.headers
+    role = headers.get("WARC-Type") or "no type"
+    if role not in (*PAGES, TEXTS):
+        return PassedOver(f"WARC records: {shown(role)}")
     status, kind, encoded = 200, headers.get("Content-Type") or "", False
     if record.http_headers is not None:
         status = record.http_headers.status_code
         encoded = any(record.http_headers.get(name) for name in ENCODINGS)
         kind = record.http_content_type or record.http_headers.get("Content-Type") or ""
-    if status != 200 or not kind.lower().startswith(HTML):
-        return None
+    kind = kind.partition(";")[0].strip().lower()
+    if status != 200:
+        return PassedOver(f"answers with status {status}")
+    if not kind.startswith("text/plain" if role == TEXTS else HTML):
+        return PassedOver(f"content of type {shown(kind or 'unknown')}")
+    if role != TEXTS and not html:
+        return PassedOver("HTML, and the stages have no extract")
     if record.content_length > HELD_BYTES:
         return BadRecord(name, number, f"a record of {record.content_length:,} bytes")
     size = record.content_length
-    html = record.reader.read()
-    if not encoded and len(html) != size:
-        raise ValueError(f"{len(html):,} bytes of {size:,}")
+    content = record.reader.read()
+    if not encoded and len(content) != size:
+        raise ValueError(f"{len(content):,} bytes of {size:,}")
     identity = (headers.get("WARC-Record-ID") or "").strip("<>")
     key = key_of(identity) if identity else made_key(name, number)
     assert key is not None, "text is an id"
     fields = {"url": headers.get("WARC-Target-URI"), "date": headers.get("WARC-Date")}
     source = stem(name)
     given = {field: value for field, value in fields.items() if value is not None}
-    return Document(key, source, "", len(html), given, html)
+    if role != TEXTS:
+        return Document(key, source, "", len(content), given, content)
+    try:
+        return Document(key, source, content.decode().strip(), len(content), given)
+    except UnicodeDecodeError as error:
+        why = f"byte {content[error.start]:#04x} of a text is not UTF-8"
+        return BadRecord(name, number, why)
 
 
 def make_extract(config: ExtractConfig) -> Callable[[Batch], None]:

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import importlib
+import json
 import lzma
 import pydoc
 import random
@@ -12,7 +13,7 @@ import ftfy
 import numpy as np
 import pytest
 import zstandard
-from corpora import refusal, removed, shards, warc_bytes, write_jsonl
+from corpora import refusal, removed, shards, warc_bytes, warc_record, write_jsonl
 
 from mtcli.core.curate.batch import Batch, lower
 from mtcli.core.curate.config import LanguageConfig, QualityConfig
@@ -227,6 +228,48 @@ def test_a_warc_file_that_ends_early_is_a_bad_record_and_none_without_extract(pa
     path.write_bytes(data[:-3])
     assert "ends inside a WARC record" in refusal(lambda: run(path, stages=["extract"], force=True))
     assert "the stages have no extract" in refusal(lambda: run(path, stages=["exact"]))
+
+
+def wet_bytes(texts, kind="text/plain"):
+    """A WET file as Common Crawl's: texts of pages, as conversions."""
+    records = [warc_record("warcinfo", None, b"software: x\r\n", "application/warc-fields")]
+    records += [warc_record("conversion", url, text, kind) for url, text in texts.items()]
+    return b"".join(map(gzip.compress, records))
+
+
+@pytest.mark.parametrize("name", ["x.warc.wet.gz", "x.wet.gz", "x.warc.gz"])
+def test_texts_of_a_wet_file_are_documents_as_they_are(name, run, tmp_path):
+    texts = {"http://x/a": "Ein <b>Text</b>\nüber &amp; Häuser.".encode(), "http://x/b": b"two\n"}
+    (tmp_path / name).write_bytes(wet_bytes(texts))
+    stages = ["exact"] if ".wet" in name else ["extract", "exact"]
+    found = shards(out := run(tmp_path / name, stages=stages))
+    assert {record["url"]: record["text"] for record in found} == {
+        url: text.decode().strip() for url, text in texts.items()
+    }
+    assert {record["source"] for record in found} == {"x"}
+    assert json.loads((out / "report.json").read_text())["passed_over"] == {
+        "WARC records: 'warcinfo'": 1
+    }
+    (tmp_path / name).write_bytes(wet_bytes({"http://x/a": b"a \xff"}))
+    assert ":2: byte 0xff of a text is not UTF-8" in refusal(
+        lambda: run(tmp_path / name, stages=stages, force=True)
+    )
+
+
+def test_a_warc_file_of_no_pages_is_refused_with_what_was_passed_over(pages, run, tmp_path):
+    path = tmp_path / "a.warc.gz"
+    page, kinds = b"<p>no", ("text/html", "image/png", "image/png")
+    path.write_bytes(warc_bytes([("http://x", k, 200 + 204 * (k[0] == "t"), page) for k in kinds]))
+    said = refusal(lambda: run(path, stages=["extract"]))
+    for words in ("0 documents are left of 0", "2 content of type 'image/png'",
+                  "1 answers with status 404", "1 WARC records: 'warcinfo'"):  # fmt: skip
+        assert words in said, said
+    assert not list((tmp_path / "out").iterdir())
+    wet = tmp_path / "b.wet.gz"
+    wet.write_bytes(warc_bytes(pages))
+    assert "3 HTML, and the stages have no extract" in refusal(lambda: run(wet, stages=["exact"]))
+    old = [str(path)]
+    assert "--against: a WARC file" in refusal(lambda: run(wet, stages=["exact"], against=old))
 
 
 @pytest.mark.parametrize("too_long", [100, 10**9])
