@@ -20,7 +20,7 @@ from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import Array, rolling
 from mtcli.core.data.compressed import inner_name
 from mtcli.core.data.race import LEVELS, read_race
-from mtcli.core.data.text_files import bad_line, json_of, read_text
+from mtcli.core.data.text_files import bad_line, json_form, json_of, read_text
 
 FIELD = "decontaminate.tasks"
 PUNCTUATION = ".!?"
@@ -188,7 +188,7 @@ def _texts_of(path: Path, fields: Sequence[str]) -> list[str]:
             raise wrong(f"{path} holds 0 task files", "give .jsonl or .txt files, or RACE", FIELD)
         return [text for file in files for text in _texts_of(file, fields)]
     text = read_text(path, FIELD)
-    if inner_name(path).suffix in (".jsonl", ".json", ".ndjson"):
+    if inner_name(path).suffix in (".jsonl", ".json", ".ndjson") or json_form(text):
         return list(_json_texts(path, text, fields))
     return [part for part in text.split("\n\n") if part.strip()]
 

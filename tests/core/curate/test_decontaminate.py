@@ -145,7 +145,8 @@ def test_task_files_are_lines_text_or_race_and_what_is_none_is_refused(run, tmp_
         (tmp_path / f"row.jsonl{ending}").write_bytes(
             compress(json.dumps({"text": question}).encode())
         )
-    tasks = ("race", "plain.txt", "row.jsonl.gz", "row.jsonl.zst")
+    (tmp_path / "rows.txt").write_text(json.dumps({"text": question}) + "\n")
+    tasks = ("race", "plain.txt", "rows.txt", "row.jsonl.gz", "row.jsonl.zst")
     for number, task in enumerate(tasks):
         settings = [f"decontaminate.tasks=['{tmp_path / task}']"]
         (left,) = shards(run(path, stages=STAGE, name=f"out{number}", settings=settings))
