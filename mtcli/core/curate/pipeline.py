@@ -17,7 +17,7 @@ from mtcli.core.config.errors import MtcliError, failed
 from mtcli.core.curate.config import Stage
 from mtcli.core.curate.contamination import cut_corpus, cut_removals
 from mtcli.core.curate.corpus import ChangedLines, Corpus, PassResult, Removals, Slice
-from mtcli.core.curate.documents import CorpusFiles, Document, blocks_of
+from mtcli.core.curate.documents import CorpusFiles, Document, blocks_of, key_of
 from mtcli.core.curate.engine import Engine
 from mtcli.core.curate.html import report_html
 from mtcli.core.curate.output import (
@@ -29,7 +29,7 @@ from mtcli.core.curate.output import (
     outputs,
     require_free,
 )
-from mtcli.core.curate.parts import Files, Part, document_of, json_page
+from mtcli.core.curate.parts import Files, Part, document_of, json_page, load_line
 from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.report import build_report, nothing_left, removed_lines
 from mtcli.core.curate.request import Corpora, CurateRequest, find_corpora
@@ -160,18 +160,18 @@ class _Pipeline:
     def _decide(self, number: int, group: StageGroup, corpus: Corpus) -> PassResult:
         removals: dict[Stage, Removals] = {}
         changed: dict[int, ChangedLines] = {}
-        entered = {}
+        entered, found = {}, None
         for stage in group.corpus:
             entered[stage] = corpus.alive.copy()
             folder = self.work / f"{stage}-{number}"
             path = folder.with_suffix(".npz")
             if stage == "decontaminate":
-                changed = cut_corpus(corpus, self.config.decontaminate, folder, self.engine)
+                changed, found = cut_corpus(corpus, self.config.decontaminate, folder, self.engine)
             if not path.exists():
                 self._removals(stage, corpus, folder, changed).save(path)
             removals[stage] = Removals.load(path)
             corpus.alive[removals[stage].removed] = False
-        return PassResult(corpus, removals, changed, entered)
+        return PassResult(corpus, removals, changed, entered, found)
 
     def _removals(
         self,
@@ -241,6 +241,10 @@ def _documents(view: Slice, changed: ChangedLines | None) -> Iterator[Document]:
     edits = changed_lines(changed)
     keys, lines = view.part.keys(), view.part.lines
     for row in np.flatnonzero(view.alive).tolist():
-        document = document_of(edits[row] if row in edits else lines[row], keys[row], 0)
-        document.size = len(document.text.encode("utf-8", "surrogatepass"))
-        yield document
+        pieces = edits[row].splitlines() if row in edits else [lines[row]]
+        for line in pieces:
+            key = keys[row] if len(pieces) == 1 else key_of(load_line(line)["id"])
+            assert key is not None, "an id that `decontaminate` wrote"
+            document = document_of(line, key, 0)
+            document.size = len(document.text.encode("utf-8", "surrogatepass"))
+            yield document

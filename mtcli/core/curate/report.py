@@ -56,7 +56,7 @@ def build_report(
             cuts = _cuts(result) if stage == "decontaminate" else {}
             stages[stage] = _corpus_count(stage, result, removals, cuts)
             if stage == "decontaminate":
-                contamination = _contamination(result.corpus, cuts, removals)
+                contamination = _contamination(result, cuts, removals)
             else:
                 clusters[stage] = _clusters(result.corpus, removals)
     bad["examples"] = bad["examples"][:BAD_TOLD]
@@ -151,9 +151,10 @@ def _corpus_count(
     left = entered.copy()
     left[removals.removed] = False
     lost = sum(cut["bytes_in"] - cut["bytes_out"] for n, cut in cuts.items() if left[n])
+    apart = sum(cut["pieces"] - 1 for n, cut in cuts.items() if left[n])
     count = StageCount(
         int(entered.sum()),
-        int(left.sum()),
+        int(left.sum()) + apart,
         int(sizes[entered].sum()),
         int(sizes[left].sum()) - lost,
     )
@@ -218,9 +219,12 @@ def _ngrams(cut: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _contamination(
-    corpus: Corpus, cuts: dict[int, dict[str, Any]], removals: Removals
+    result: PassResult, cuts: dict[int, dict[str, Any]], removals: Removals
 ) -> dict[str, Any]:
-    """Lists by task the documents that had an n-gram of it, and which."""
+    """Lists by task the n-grams of it that the corpus had, the documents that were cut for them,
+    and the task's texts of which n-grams were spared as common phrases."""
+    corpus, found = result.corpus, result.found
+    assert found is not None, "the stage was run"
     numbers = np.array(list(cuts), np.int64)
     ids = dict(zip(numbers.tolist(), _ids(corpus, numbers), strict=True))
     dropped = set(removals.removed.tolist())
@@ -230,8 +234,13 @@ def _contamination(
         for task in cut["tasks"]:
             tasks[task].append(told | {"ngrams": cut["ngrams"]})
     return {
-        task: {"documents": len(documents), "shown": documents[:CONTAMINATED_TOLD]}
-        for task, documents in sorted(tasks.items())
+        task: {
+            "documents": len(tasks[task]),
+            "shown": tasks[task][:CONTAMINATED_TOLD],
+            "ngrams": ngrams,
+            "common": found.spared.get(task, []),
+        }
+        for task, ngrams in found.ngrams.items()
     }
 
 
