@@ -36,8 +36,8 @@ Inputs = Annotated[
     list[str],
     typer.Argument(
         metavar="INPUT...",
-        help="files, folders and globs of .warc .jsonl .txt (also under .gz .zst .xz .bz2) and "
-        ".parquet; or train-quality, with --good and --bad, to train a quality classifier",
+        help="files, folders and globs of .warc .wet .jsonl .txt (also under .gz .zst .xz .bz2), "
+        "and .parquet; or train-quality, with --good and --bad, to train a quality classifier",
     ),
 ]
 Output = Annotated[

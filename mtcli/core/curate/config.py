@@ -130,13 +130,14 @@ class DecontaminateConfig(Section):
     min_ngram: Int = Field(default=8, ge=1, le=64)
     """Words of the shortest task text that is looked for as a whole."""
     common: Positive = 10
-    """N-grams found so many times in the corpus are common phrases, and are spared."""
+    """N-grams found so many times in the corpus are common phrases, and are spared, unless all
+    n-grams of a task's text are."""
     margin: Whole = 200
     """Characters cut on each side of a match, and on to the end of the sentence."""
     min_piece: Whole = 200
-    """What is left between cuts is kept where it has more characters."""
-    max_cuts: Whole = 10
-    """A document with more cuts is left out."""
+    """What is left between cuts is a document of its own where it has more characters."""
+    max_pieces: Whole = 10
+    """A document of which more pieces are left is left out."""
     fields: tuple[str, ...] = ("text", "question", "questions", "goal", "sentence", "article")
     """Keys of a task's JSON lines: the first of them that a line has is looked for."""
 

@@ -1,6 +1,7 @@
 """Applies `decontaminate` to a corpus: counts n-grams in all of it, cuts documents part by part."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -8,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from mtcli.core.curate.config import DecontaminateConfig
-from mtcli.core.curate.corpus import ChangedLines, Corpus, Removals, Slice
+from mtcli.core.curate.corpus import ChangedLines, Corpus, Found, Removals, Slice
 from mtcli.core.curate.decontaminate import TaskNgrams, cut_text
+from mtcli.core.curate.documents import Document, id_of, key_of
 from mtcli.core.curate.engine import Engine
 from mtcli.core.curate.hashing import Array
 from mtcli.core.curate.parts import LINES, document_of, line_of, written_aside
@@ -17,27 +19,27 @@ from mtcli.core.runtime.process_pool import Progress
 
 
 class _CutJob(NamedTuple):
-    """The input of a worker that cuts documents; `common` says which n-grams are spared."""
+    """The input of a worker that cuts documents; `spared` are the n-grams that are common."""
 
     config: DecontaminateConfig
     ngrams: TaskNgrams
-    common: Array
+    spared: Array
 
 
 def cut_corpus(
     corpus: Corpus, config: DecontaminateConfig, folder: Path, engine: Engine
-) -> dict[int, ChangedLines]:
+) -> tuple[dict[int, ChangedLines], Found]:
     """Cuts every document with an n-gram of a task that is no common phrase; returns what is left,
-    by part."""
-    common = count_matches(corpus) >= config.common
+    by part, and the n-grams that the corpus has."""
+    counts, ngrams = count_matches(corpus), TaskNgrams(config)
+    spared = ngrams.spared(counts, config.common)
+    found = ngrams.found(counts, spared)
     slices = corpus.new_slices()
-    hit = {index: view for index, view in slices.items() if _hit(view, common).any()}
-    if not hit:
-        return {}
-    job = _CutJob(config, TaskNgrams(config), common)
+    hit = {index: view for index, view in slices.items() if _hit(view, spared).any()}
+    job = _CutJob(config, ngrams, spared)
     made = engine.make(partial(_cut_part, job), hit, folder, "decontaminate")
     rows = {index: np.array(files.array("rows")) for index, files in made.items()}  # in memory
-    return {index: ChangedLines(rows[index], files) for index, files in made.items()}
+    return {index: ChangedLines(rows[index], files) for index, files in made.items()}, found
 
 
 def cut_removals(corpus: Corpus, changed: dict[int, ChangedLines]) -> Removals:
@@ -64,34 +66,34 @@ def count_matches(corpus: Corpus) -> Array:
     return counts
 
 
-def _hit(view: Slice, common: Array) -> Array:
-    """Selects a part's documents that are left and have an n-gram that is not common."""
+def _hit(view: Slice, spared: Array) -> Array:
+    """Selects a part's documents that are left and have an n-gram that is not spared."""
     part, alive = view.part, view.alive
     owners = np.repeat(np.arange(part.count), part.array("num_matches"))
     matches = part.array("matches")[alive[owners]]
-    return np.bincount(owners[alive[owners]], ~common[matches], part.count) > 0
+    return np.bincount(owners[alive[owners]], ~spared[matches], part.count) > 0
 
 
 def _cut_part(job: _CutJob, view: Slice, final: Path, progress: Progress) -> None:
     """Writes the documents of a part that are cut, and what is left of them."""
     part = view.part
-    rows = np.flatnonzero(_hit(view, job.common))
+    rows = np.flatnonzero(_hit(view, job.spared))
     keys, lines, made, reasons, told = part.keys(), part.lines, [], [], []
     for row in rows.tolist():
         document = document_of(lines[row], keys[row], 0)
         before, text = len(document.text.encode()), document.text
-        matches = [m for m in job.ngrams.matches(text) if not job.common[m.ngram]]
+        matches = [m for m in job.ngrams.matches(text) if not job.spared[m.ngram]]
         cut = cut_text(text, matches, job.config)
-        document.text = cut.text
-        made.append(line_of(document))
-        too_many = cut.cuts > job.config.max_cuts
-        reason = 0 if too_many else 1 if not cut.text.strip() else -1
+        pieces = _pieces(document, cut.pieces)
+        made.append(b"".join(map(line_of, pieces)))
+        reason = 0 if len(pieces) > job.config.max_pieces else 1 if not pieces else -1
         reasons.append(reason)
         told.append(
             {
                 "cuts": cut.cuts,
                 "bytes_in": before,
-                "bytes_out": len(cut.text.encode()) if reason < 0 else 0,
+                "bytes_out": sum(piece.size for piece in pieces) if reason < 0 else 0,
+                "pieces": len(pieces),
                 "ngrams": list(dict.fromkeys(map(job.ngrams.text, cut.ngrams))),
                 "tasks": job.ngrams.tasks_of(cut.ngrams),
             }
@@ -102,3 +104,15 @@ def _cut_part(job: _CutJob, view: Slice, final: Path, progress: Progress) -> Non
         np.save(aside / "line_ends.npy", np.cumsum([len(line) for line in made], dtype=np.int64))
         np.save(aside / "reasons.npy", np.array(reasons, np.int64))
         (aside / "cuts.json").write_text(json.dumps(told))
+
+
+def _pieces(document: Document, texts: tuple[str, ...]) -> list[Document]:
+    """A document for each piece, with the id of what it is of and, of several, its number."""
+    keys = [document.key]
+    if len(texts) > 1:
+        name = id_of(document.key)
+        keys = [made for n in range(len(texts)) if (made := key_of(f"{name}#{n + 1}")) is not None]
+    return [
+        replace(document, key=key, text=text, size=len(text.encode()))
+        for key, text in zip(keys, texts, strict=bool(texts))
+    ]

@@ -51,12 +51,13 @@ class Removals(NamedTuple):
 CORPUS_REASONS: dict[str, tuple[str, ...]] = {
     "exact": ("same text",),
     "fuzzy": ("near duplicate",),
-    "decontaminate": ("cut too often", "nothing left"),
+    "decontaminate": ("too many pieces", "nothing left"),
 }
 
 
 class ChangedLines(NamedTuple):
-    """Documents of a part whose lines have changed: their rows, and the files of the new ones."""
+    """Documents of a part whose lines have changed: their rows, and the files of the new lines, of
+    which a document that came apart has several."""
 
     rows: Array
     files: Files
@@ -200,6 +201,13 @@ def table_of(removed: Array) -> Removals:
     return Removals(*table.T.copy(), ones, ones.astype(np.int64) * 0)
 
 
+class Found(NamedTuple):
+    """The n-grams of tasks that a corpus has, and those that were spared as common phrases."""
+
+    ngrams: dict[str, list[str]]  # by task
+    spared: dict[str, list[dict[str, Any]]]  # by task: items' texts and n-grams
+
+
 class PassResult(NamedTuple):
     """The result of a pass: the corpus that is left, what corpus stages removed, and what they cut,
     by part."""
@@ -208,3 +216,4 @@ class PassResult(NamedTuple):
     removals: dict[Stage, Removals]
     changed: dict[int, ChangedLines]
     entered: dict[Stage, Array]  # who was alive before each corpus stage
+    found: Found | None = None  # of the tasks' n-grams

@@ -1,14 +1,16 @@
 """Cuts out of documents what stands in evaluation tasks, as MT-NLG's public tools do.
 
 Words are runs of \\w in lower case. An n-gram of a task that a document holds is cut out with 200
-characters on both sides and on to the end of the sentence there; what is left between cuts is kept
-where it is longer than 200 characters. N-grams that the corpus has ten times are common phrases.
+characters on both sides and on to the end of the sentence there; each piece between cuts that is
+longer than 200 characters is a document of its own. N-grams that the corpus has ten times are
+common phrases, unless all n-grams of a task's text are: such a text has leaked as a whole.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,14 +18,16 @@ from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.untrusted import is_text, listed, shown
 from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import DecontaminateConfig
+from mtcli.core.curate.corpus import Found
 from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import Array, rolling
 from mtcli.core.data.compressed import inner_name
 from mtcli.core.data.race import LEVELS, read_race
-from mtcli.core.data.text_files import bad_line, json_of, read_text
+from mtcli.core.data.text_files import bad_line, json_form, json_of, read_text
 
 FIELD = "decontaminate.tasks"
 PUNCTUATION = ".!?"
+ITEM_CHARACTERS = 200  # of a task's text, that a report shows
 FILTER_BITS = 22  # of a hash, that tell most n-grams of a document apart from all of the tasks
 
 
@@ -49,11 +53,14 @@ class TaskNgrams:
         sizes = np.minimum(words.counts, config.ngram)
         self._tables: dict[int, tuple[Array, int, Array]] = {}
         first_words, lengths, tasks = [], [], []
+        items, ngrams = [], []  # of every window
         count = 0
         for size in range(config.min_ngram, config.ngram + 1):
             starts = _windows_of(batch, size, sizes == size)
             hashes = rolling(batch.word_hashes, size)[starts]
-            once, places = np.unique(hashes, return_index=True)
+            once, places, numbers = np.unique(hashes, return_index=True, return_inverse=True)
+            items.append(words.owners[starts])
+            ngrams.append(count + numbers)
             if once.size:
                 self._tables[size] = once, count, _filter_of(once)
             first_words.append(starts[places])
@@ -62,6 +69,8 @@ class TaskNgrams:
             count += once.size
         self._first_words, self._lengths = np.concatenate(first_words), np.concatenate(lengths)
         self._task_of = np.concatenate(tasks)
+        self._items, self._ngrams = np.concatenate(items), np.concatenate(ngrams)
+        self._task_of_item = task_of
         if not count:
             said = f"{len(texts)} task texts, none with {config.min_ngram} words"
             raise wrong(said, "are these the right files?", FIELD)
@@ -78,6 +87,36 @@ class TaskNgrams:
     def tasks_of(self, ngrams: Sequence[int]) -> list[str]:
         """The tasks that some n-grams are from."""
         return sorted({self.names[self._task_of[ngram]] for ngram in ngrams})
+
+    def spared(self, counts: Array, common: int) -> Array:
+        """Selects the n-grams that are common phrases [n-grams], by how often the corpus has each
+        (those past the end of `counts`, never): none of a text all of whose n-grams are common."""
+        often = np.zeros(len(self._lengths), bool)
+        often[: len(counts)] = counts >= common
+        rare_items = np.zeros(len(self._task_of_item), bool)
+        rare_items[self._items[~often[self._ngrams]]] = True
+        often[self._ngrams[~rare_items[self._items]]] = False
+        return often
+
+    def found(self, counts: Array, spared: Array) -> Found:
+        """Lists, by task, the n-grams that a corpus has, and texts with n-grams it spared."""
+        has = np.zeros(len(self._lengths), bool)
+        has[: len(counts)] = counts > 0
+        ngrams: dict[str, set[str]] = defaultdict(set)
+        by_item: dict[int, list[str]] = defaultdict(list)
+        of_pairs = has[self._ngrams]
+        for item, ngram in zip(
+            self._items[of_pairs].tolist(), self._ngrams[of_pairs].tolist(), strict=True
+        ):
+            text = self.text(ngram)
+            ngrams[self.names[self._task_of_item[item]]].add(text)
+            if spared[ngram]:
+                by_item[item].append(text)
+        kept: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for item, texts in sorted(by_item.items()):
+            told = {"item": self._batch.documents[item].text[:ITEM_CHARACTERS]}
+            kept[self.names[self._task_of_item[item]]].append(told | {"ngrams": texts})
+        return Found({task: sorted(texts) for task, texts in sorted(ngrams.items())}, dict(kept))
 
     def find(self, batch: Batch) -> tuple[Array, Array, Array]:
         """(document, n-gram, first word) of every match in a batch, and so sorted."""
@@ -142,9 +181,9 @@ def make_matches(config: DecontaminateConfig) -> Callable[[list[Document], Batch
 
 
 class Cut(NamedTuple):
-    """The rest of a document, how often it was cut, and the n-grams that it was cut for."""
+    """The pieces left of a document, how often it was cut, and the n-grams it was cut for."""
 
-    text: str
+    pieces: tuple[str, ...]
     cuts: int
     ngrams: tuple[int, ...]
 
@@ -169,7 +208,7 @@ def cut_text(text: str, matches: Sequence[Match], config: DecontaminateConfig) -
         begin += 1
     pieces.append(text[begin:])
     remaining = [piece.strip() for piece in pieces if len(piece) > config.min_piece or not cuts]
-    return Cut("\n\n".join(remaining) if cuts else text, cuts, tuple(ngrams))
+    return Cut(tuple(piece for piece in remaining if piece), cuts, tuple(ngrams))
 
 
 def _texts_of(path: Path, fields: Sequence[str]) -> list[str]:
@@ -188,7 +227,7 @@ def _texts_of(path: Path, fields: Sequence[str]) -> list[str]:
             raise wrong(f"{path} holds 0 task files", "give .jsonl or .txt files, or RACE", FIELD)
         return [text for file in files for text in _texts_of(file, fields)]
     text = read_text(path, FIELD)
-    if inner_name(path).suffix in (".jsonl", ".json", ".ndjson"):
+    if inner_name(path).suffix in (".jsonl", ".json", ".ndjson") or json_form(text):
         return list(_json_texts(path, text, fields))
     return [part for part in text.split("\n\n") if part.strip()]
 

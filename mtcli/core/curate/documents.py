@@ -23,7 +23,8 @@ from mtcli.core.data.sources import (
     find_sources,
 )
 
-CURATE_KINDS: Kinds = KINDS | {".warc": "warc"}
+WET = ".wet"  # extracted text, in WARC's format
+CURATE_KINDS: Kinds = KINDS | {".warc": "warc", WET: "warc"}
 BLOCK_BYTES = 8 << 20  # of input, that a worker does at a time
 DIGITS = 31  # of a number's key, moved up by OFFSET so that none is negative
 OFFSET = 10**30
@@ -51,6 +52,12 @@ class BadRecord(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.file}{f':{self.line}' if self.line else ''}: {self.reason}"
+
+
+class PassedOver(NamedTuple):
+    """A record that is sound and no document, such as a WARC file's answer of 404: why."""
+
+    reason: str
 
 
 class CorpusFiles(NamedTuple):
@@ -90,6 +97,8 @@ def stem(name: str) -> str:
     """A file's name without folders and endings: the source of records that name none."""
     path = PurePosixPath(name)
     if path.suffix in COMPRESSIONS:
+        path = path.with_suffix("")
+    if path.suffix == WET:  # of x.warc.wet.gz
         path = path.with_suffix("")
     return path.stem if path.suffix in CURATE_KINDS else path.name
 

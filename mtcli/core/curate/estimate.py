@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.curate.documents import BadRecord, CorpusFiles, blocks_of
+from mtcli.core.curate.documents import BadRecord, CorpusFiles, Document, blocks_of
 from mtcli.core.curate.minhash import bands_of
 from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.request import CurateRequest, find_corpora
@@ -57,7 +57,8 @@ def estimate(request: CurateRequest) -> dict[str, Any]:
 def _sample(request: CurateRequest, files: CorpusFiles) -> tuple[int, int]:
     """(documents, bytes of text) of a corpus, from some blocks that are spread over it."""
     blocks = blocks_of(files, request.split_on_blank)
-    reader = Reader.of(files, request.text_key, request.split_on_blank)
+    html = "extract" in request.config.ordered
+    reader = Reader.of(files, request.text_key, request.split_on_blank, html=html)
     step = -(-len(blocks) // SAMPLED_BLOCKS)
     documents = text = 0
     consumed = 0.0
@@ -69,11 +70,10 @@ def _sample(request: CurateRequest, files: CorpusFiles) -> tuple[int, int]:
     for block in blocks[::step]:
         for piece in block.pieces:
             for item in islice(reader.read(piece, count), SAMPLED_DOCUMENTS):
-                if isinstance(item, BadRecord):
-                    if not request.skip_bad:
-                        raise wrong(str(item), "mend it, or --skip-bad to leave such records out")
-                    continue
-                documents += 1
-                text += item.size
+                if isinstance(item, BadRecord) and not request.skip_bad:
+                    raise wrong(str(item), "mend it, or --skip-bad to leave such records out")
+                if isinstance(item, Document):
+                    documents += 1
+                    text += item.size
     scale = files.size / consumed if consumed else 0.0
     return round(documents * scale), round(text * scale)

@@ -166,8 +166,13 @@ def _contamination(tasks: Mapping[str, Any]) -> str:
             ]
             for document in hits["shown"][:DOCUMENTS_SHOWN]
         ]
-        parts.append(f"<p><code>{escape(task)}</code>: {hits['documents']:,} documents</p>")
+        counts = f"{len(hits['ngrams']):,} n-grams, {hits['documents']:,} documents cut"
+        parts.append(f"<p><code>{escape(task)}</code>: {counts}</p>")
         parts.append(_table(("document", "what was done", "n-grams"), rows))
+        if common := hits["common"]:
+            rows = [[one["item"], "; ".join(one["ngrams"][:5])] for one in common[:DOCUMENTS_SHOWN]]
+            parts.append(f"<p>Kept as common phrases, of {len(common):,} items:</p>")
+            parts.append(_table(("item", "n-grams"), rows))
     return "\n".join(parts)
 
 

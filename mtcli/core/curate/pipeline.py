@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from mtcli.core.config.errors import failed
+from mtcli.core.config.errors import MtcliError, failed
 from mtcli.core.curate.config import Stage
 from mtcli.core.curate.contamination import cut_corpus, cut_removals
 from mtcli.core.curate.corpus import ChangedLines, Corpus, PassResult, Removals, Slice
-from mtcli.core.curate.documents import CorpusFiles, Document, blocks_of
+from mtcli.core.curate.documents import CorpusFiles, Document, blocks_of, key_of
 from mtcli.core.curate.engine import Engine
 from mtcli.core.curate.html import report_html
 from mtcli.core.curate.output import (
@@ -29,9 +29,9 @@ from mtcli.core.curate.output import (
     outputs,
     require_free,
 )
-from mtcli.core.curate.parts import Files, Part, document_of, json_page
+from mtcli.core.curate.parts import Files, Part, document_of, json_page, load_line
 from mtcli.core.curate.reading import Reader
-from mtcli.core.curate.report import build_report, removed_lines
+from mtcli.core.curate.report import build_report, nothing_left, removed_lines
 from mtcli.core.curate.request import Corpora, CurateRequest, find_corpora
 from mtcli.core.curate.shards import LEVEL, ShardJob, changed_lines, plan_shards, sample_keys
 from mtcli.core.curate.stages import BlockWork, StageGroup, passes_of
@@ -46,8 +46,8 @@ Say = Callable[[str], None]
 def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
     """Writes the shards, the removed documents and the report to `output`; returns the report.
 
-    Raises MtcliError for inputs and configurations that are wrong, for an output that exists, and
-    for a full disk.
+    Raises MtcliError for inputs and configurations that are wrong, for an output that exists, for a
+    full disk, and where no document is left: then nothing is published.
     """
     corpora = find_corpora(request)
     if request.resume and (report := done_before(request, corpora)):
@@ -62,9 +62,16 @@ def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
             begin(work, request, corpora)
             report = _Pipeline(request, corpora, work, engine, say).run()
         shutil.rmtree(work)
+    except _NothingLeft:
+        shutil.rmtree(work)
+        raise
     except OSError as error:
         raise failed(f"{request.output}: {error}", "free space, then --resume") from None
     return report
+
+
+class _NothingLeft(MtcliError):
+    """A run that ends with no document."""
 
 
 class _Pipeline:
@@ -94,6 +101,9 @@ class _Pipeline:
                 new = self._next_pass(number, group, results[-1])
             corpus = Corpus([*map(Part, new), *self._against(number, group)])
             results.append(self._decide(number, group, corpus))
+        if not any(view.alive.any() for view in results[-1].corpus.new_slices().values()):
+            report = build_report(self.request, self.corpora, results, [])
+            raise _NothingLeft(nothing_left(report))
         made = self.work / MADE
         made.mkdir(exist_ok=True)
         shards = self._write_shards(results[-1], made)
@@ -117,7 +127,8 @@ class _Pipeline:
         request = self.request
         blocks = blocks_of(inputs, request.split_on_blank)
         before = self._lines_before(blocks) if len(blocks) > 1 else {}
-        reader = Reader.of(inputs, request.text_key, request.split_on_blank, before)
+        html = "extract" in group.documents
+        reader = Reader.of(inputs, request.text_key, request.split_on_blank, before, html)
         work = partial(_read_block, BlockWork(group, self.config, request.skip_bad), reader)
         items = {block.number: block for block in blocks}
         return list(self.engine.make(work, items, folder, "read", "B").values())
@@ -149,18 +160,18 @@ class _Pipeline:
     def _decide(self, number: int, group: StageGroup, corpus: Corpus) -> PassResult:
         removals: dict[Stage, Removals] = {}
         changed: dict[int, ChangedLines] = {}
-        entered = {}
+        entered, found = {}, None
         for stage in group.corpus:
             entered[stage] = corpus.alive.copy()
             folder = self.work / f"{stage}-{number}"
             path = folder.with_suffix(".npz")
             if stage == "decontaminate":
-                changed = cut_corpus(corpus, self.config.decontaminate, folder, self.engine)
+                changed, found = cut_corpus(corpus, self.config.decontaminate, folder, self.engine)
             if not path.exists():
                 self._removals(stage, corpus, folder, changed).save(path)
             removals[stage] = Removals.load(path)
             corpus.alive[removals[stage].removed] = False
-        return PassResult(corpus, removals, changed, entered)
+        return PassResult(corpus, removals, changed, entered, found)
 
     def _removals(
         self,
@@ -230,6 +241,10 @@ def _documents(view: Slice, changed: ChangedLines | None) -> Iterator[Document]:
     edits = changed_lines(changed)
     keys, lines = view.part.keys(), view.part.lines
     for row in np.flatnonzero(view.alive).tolist():
-        document = document_of(edits[row] if row in edits else lines[row], keys[row], 0)
-        document.size = len(document.text.encode("utf-8", "surrogatepass"))
-        yield document
+        pieces = edits[row].splitlines() if row in edits else [lines[row]]
+        for line in pieces:
+            key = keys[row] if len(pieces) == 1 else key_of(load_line(line)["id"])
+            assert key is not None, "an id that `decontaminate` wrote"
+            document = document_of(line, key, 0)
+            document.size = len(document.text.encode("utf-8", "surrogatepass"))
+            yield document

@@ -224,4 +224,5 @@ def _documents(inputs: Sequence[str], text_key: str) -> Iterator[Document]:
             for item in reader.read(piece, lambda _: None):
                 if isinstance(item, BadRecord):
                     raise wrong(str(item), "mend it")
-                yield item
+                if isinstance(item, Document):
+                    yield item

@@ -4,7 +4,15 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from mtcli.core.config.untrusted import is_text, listed, shown
-from mtcli.core.curate.documents import BadRecord, CorpusFiles, Document, key_of, made_key, stem
+from mtcli.core.curate.documents import (
+    BadRecord,
+    CorpusFiles,
+    Document,
+    PassedOver,
+    key_of,
+    made_key,
+    stem,
+)
 from mtcli.core.curate.parts import is_finite, load_line
 from mtcli.core.curate.warc import read_warc
 from mtcli.core.data.documents import Bad, Reading, Text, read_documents
@@ -13,11 +21,13 @@ from mtcli.core.runtime.process_pool import Progress
 
 
 class Reader(NamedTuple):
-    """Reads the records of file ranges; `lines_before` has those that start inside a file."""
+    """Reads the records of file ranges; `lines_before` has those that start inside a file, and
+    `html` says that a stage will extract the text of pages."""
 
     reading: Reading
     names: Mapping[str, str]
     lines_before: Mapping[tuple[str, int], int]
+    html: bool
 
     @staticmethod
     def of(
@@ -25,17 +35,20 @@ class Reader(NamedTuple):
         text_key: str,
         blank: bool = False,
         lines_before: Mapping[tuple[str, int], int] | None = None,
+        html: bool = False,
     ) -> "Reader":
         """A reader of a corpus; blank lines divide its texts where `blank` says so."""
         reading = Reading(text_key, blank, cuttable=False, whole=True, parse=load_line)
-        return Reader(reading, files.names, lines_before or {})
+        return Reader(reading, files.names, lines_before or {}, html)
 
-    def read(self, piece: FileRange, progress: Progress) -> Iterator[Document | BadRecord]:
+    def read(
+        self, piece: FileRange, progress: Progress
+    ) -> Iterator[Document | BadRecord | PassedOver]:
         """Yields the documents of a file range, in order."""
         path = piece.source.path
         name, before = self.names[path], self.lines_before.get((path, piece.start), 0)
         if piece.source.kind == "warc":
-            yield from read_warc(piece.source, name, progress)
+            yield from read_warc(piece.source, name, self.html, progress)
             return
         unnamed, is_parquet = stem(name), piece.source.kind == "parquet"
         for item in read_documents(piece, self.reading, progress):

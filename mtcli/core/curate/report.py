@@ -3,13 +3,14 @@
 It holds no time, path or number of workers: it is a function of the input and the configuration.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from mtcli.core.config.untrusted import parse_json
+from mtcli.core.config.errors import Problem
+from mtcli.core.config.untrusted import listed, parse_json
 from mtcli.core.curate.blend import blend_of
 from mtcli.core.curate.config import Stage, as_dict
 from mtcli.core.curate.corpus import CORPUS_REASONS, Corpus, PassResult, Removals
@@ -37,6 +38,7 @@ def build_report(
     """Builds report.json."""
     stages: dict[str, StageCount] = {}
     bad: dict[str, Any] = {"count": 0, "examples": []}
+    passed_over: Counter[str] = Counter()
     histograms = np.zeros((2, BINS), np.int64)
     clusters: dict[str, Any] = {}
     contamination: dict[str, Any] = {}
@@ -48,12 +50,13 @@ def build_report(
             if number == 0:
                 bad["count"] += summary["bad"]["count"]
                 bad["examples"] += summary["bad"]["examples"]
+                passed_over.update(summary["passed_over"])
             histograms += summary["sizes"]
         for stage, removals in result.removals.items():
             cuts = _cuts(result) if stage == "decontaminate" else {}
             stages[stage] = _corpus_count(stage, result, removals, cuts)
             if stage == "decontaminate":
-                contamination = _contamination(result.corpus, cuts, removals)
+                contamination = _contamination(result, cuts, removals)
             else:
                 clusters[stage] = _clusters(result.corpus, removals)
     bad["examples"] = bad["examples"][:BAD_TOLD]
@@ -62,6 +65,7 @@ def build_report(
     return {
         **described(request, corpora),
         "bad_lines": bad,
+        "passed_over": dict(sorted(passed_over.items())),
         "stages": [{"stage": stage} | stages[stage].dump() for stage in order],
         "sources": sources,
         "clusters": clusters,
@@ -71,6 +75,33 @@ def build_report(
         "documents": sum(shard["documents"] for shard in shards),
         "shards": shards,
     }
+
+
+def nothing_left(report: dict[str, Any]) -> Problem:
+    """Says what became of all records of a run that ends with no document, by reason."""
+    passed_over, bad, stages = report["passed_over"], report["bad_lines"], report["stages"]
+    files, read = len(report["inputs"]["files"]), stages[0]["documents_in"] if stages else 0
+    said = [f"0 documents are left of {read:,} in {files:,} files"]
+    if passed_over:
+        said.append(f"passed over: {_counted(passed_over)}")
+    if bad["count"]:
+        said.append(f"{bad['count']:,} bad records, such as {bad['examples'][0]}")
+    said += [f"{s['stage']}: {_counted(s['reasons'])}" for s in stages if s["reasons"]]
+    if read:
+        last = next(s["stage"] for s in stages if not s["documents_out"])
+        others = [stage for stage in report["config"]["stages"] if stage != last]
+        hint = f'change the settings of [{last}], or leave it out: --set "stages={others}"'
+    elif passed_over:
+        hint = "of WARC, HTML pages with status 200 are read, and texts of WET files"
+    else:
+        hint = "give files that hold records"
+    return Problem("; ".join(said), hint)
+
+
+def _counted(reasons: dict[str, int]) -> str:
+    """Counts by reason, the most first: "3 answers with status 404, 1 WARC records: 'request'"."""
+    ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+    return listed([f"{count:,} {reason}" for reason, count in ordered])
 
 
 def removed_lines(results: list[PassResult]) -> Iterator[bytes]:
@@ -120,9 +151,10 @@ def _corpus_count(
     left = entered.copy()
     left[removals.removed] = False
     lost = sum(cut["bytes_in"] - cut["bytes_out"] for n, cut in cuts.items() if left[n])
+    apart = sum(cut["pieces"] - 1 for n, cut in cuts.items() if left[n])
     count = StageCount(
         int(entered.sum()),
-        int(left.sum()),
+        int(left.sum()) + apart,
         int(sizes[entered].sum()),
         int(sizes[left].sum()) - lost,
     )
@@ -187,9 +219,12 @@ def _ngrams(cut: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _contamination(
-    corpus: Corpus, cuts: dict[int, dict[str, Any]], removals: Removals
+    result: PassResult, cuts: dict[int, dict[str, Any]], removals: Removals
 ) -> dict[str, Any]:
-    """Lists by task the documents that had an n-gram of it, and which."""
+    """Lists by task the n-grams of it that the corpus had, the documents that were cut for them,
+    and the task's texts of which n-grams were spared as common phrases."""
+    corpus, found = result.corpus, result.found
+    assert found is not None, "the stage was run"
     numbers = np.array(list(cuts), np.int64)
     ids = dict(zip(numbers.tolist(), _ids(corpus, numbers), strict=True))
     dropped = set(removals.removed.tolist())
@@ -199,8 +234,13 @@ def _contamination(
         for task in cut["tasks"]:
             tasks[task].append(told | {"ngrams": cut["ngrams"]})
     return {
-        task: {"documents": len(documents), "shown": documents[:CONTAMINATED_TOLD]}
-        for task, documents in sorted(tasks.items())
+        task: {
+            "documents": len(tasks[task]),
+            "shown": tasks[task][:CONTAMINATED_TOLD],
+            "ngrams": ngrams,
+            "common": found.spared.get(task, []),
+        }
+        for task, ngrams in found.ngrams.items()
     }
 
 

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.curate.config import CurateConfig
-from mtcli.core.curate.documents import CorpusFiles, find_files
+from mtcli.core.curate.documents import WET, CorpusFiles, find_files
+from mtcli.core.data.compressed import inner_name
 from mtcli.core.data.sources import FileKind, SourceFile, require_used
 
 HINT = "a file that is there, by its path from here or from the config's folder"
@@ -46,13 +47,21 @@ def find_corpora(request: CurateRequest) -> Corpora:
         lambda: find_files(request.against) if request.against else None,
         lambda: _require_files(request.config),
     )
-    has_warc = any(source.kind == "warc" for source in new.sources)
-    if has_warc and "extract" not in request.config.ordered:
+    if _has_pages(new) and "extract" not in request.config.ordered:
         said = "a WARC file is given, and the stages have no extract"
         raise wrong(said, "stages = ['extract', ...]", "stages")
+    if old and _has_pages(old):
+        said = "a WARC file is given, whose pages are no text yet"
+        raise wrong(said, "mtcli curate it first, and name the folder that this makes", "--against")
     corpora = Corpora(new, old)
     require_used(corpora.sources, request.text_key, request.split_on_blank)
     return corpora
+
+
+def _has_pages(files: CorpusFiles) -> bool:
+    """Whether a corpus has WARC files other than WET, whose records are texts already."""
+    warc = (Path(source.path) for source in files.sources if source.kind == "warc")
+    return any(inner_name(path).suffix != WET for path in warc)
 
 
 def _require_files(config: CurateConfig) -> None:

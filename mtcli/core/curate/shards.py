@@ -148,7 +148,8 @@ def write_lines(path: Path, lines: Sequence[tuple[bytes, bytes]]) -> dict[str, A
             compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
             file.write(compressor.compress(b"".join([line for _, line in lines])))
     size = sum([len(line) for _, line in lines])
-    return {"name": path.name, "documents": len(lines), "bytes": size}
+    documents = sum([line.count(b"\n") for _, line in lines])  # several of one that was cut apart
+    return {"name": path.name, "documents": documents, "bytes": size}
 
 
 def _lines_of(job: ShardJob, routes: Routes, number: int) -> list[tuple[bytes, bytes]]:

@@ -13,7 +13,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.curate.batch import Batch, batches
 from mtcli.core.curate.config import CORPUS_STAGES, CurateConfig, Stage
 from mtcli.core.curate.decontaminate import make_matches
-from mtcli.core.curate.documents import BadRecord, Document, id_of
+from mtcli.core.curate.documents import BadRecord, Document, PassedOver, id_of
 from mtcli.core.curate.exact import text_hashes
 from mtcli.core.curate.hashing import Array
 from mtcli.core.curate.language import make_language
@@ -29,6 +29,10 @@ SAMPLE_CHARACTERS = 200
 SUMMED = ("documents_in", "documents_out", "bytes_in", "bytes_out")
 BINS = 32  # of a histogram of sizes: powers of two
 BAD_TOLD = 20  # bad lines that a report names
+REASONS = 100  # of records passed over, that a part tells apart
+OTHER_REASONS = "other reasons"
+
+Records = Iterable[Document | BadRecord | PassedOver]
 
 StageFunction = Callable[[Batch], None]
 Feature = Callable[[list[Document], Batch], dict[str, Array]]
@@ -134,17 +138,18 @@ class BlockWork:
         group, config, skip_bad = self._made_of
         return _made_once, (group, config.model_dump_json(), skip_bad)
 
-    def run(self, items: Iterable[Document | BadRecord], folder: Path) -> None:
+    def run(self, items: Records, folder: Path) -> None:
         """Makes the part of a block's documents. Raises MtcliError for a bad line that is not
         skipped."""
         with written_aside(folder) as aside:
             self._write(items, PartWriter(aside))
 
-    def _write(self, items: Iterable[Document | BadRecord], writer: PartWriter) -> None:
+    def _write(self, items: Records, writer: PartWriter) -> None:
         counts = {stage: StageCount() for stage, _ in self._stages}
         bad: list[str] = []
+        passed_over: Counter[str] = Counter()
         sizes = np.zeros((2, BINS), np.int64)
-        for batch in batches(self._good(items, bad)):
+        for batch in batches(self._good(items, bad, passed_over)):
             sizes[0] += _histogram(batch.documents)
             for stage, function in self._stages:
                 _run_stage(stage, function, batch, counts[stage])
@@ -160,14 +165,20 @@ class BlockWork:
             {
                 "stages": {stage: count.dump() for stage, count in counts.items()},
                 "bad": {"count": len(bad), "examples": bad[:BAD_TOLD]},
+                "passed_over": passed_over,
                 "sizes": sizes.tolist(),
             }
         )
 
-    def _good(self, items: Iterable[Document | BadRecord], bad: list[str]) -> Iterator[Document]:
+    def _good(
+        self, items: Records, bad: list[str], passed_over: Counter[str]
+    ) -> Iterator[Document]:
         for item in items:
             if isinstance(item, Document):
                 yield item
+            elif isinstance(item, PassedOver):
+                is_told = item.reason in passed_over or len(passed_over) < REASONS
+                passed_over[item.reason if is_told else OTHER_REASONS] += 1
             elif self._skip_bad:
                 bad.append(str(item))
             else:

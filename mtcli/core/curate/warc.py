@@ -1,45 +1,57 @@
 """Reads WARC files, and makes text of their HTML: fastwarc, then resiliparse or jusText.
 
-A record of a WARC file is a document whose id is the record's own, or made of the file and the
-record's number; `url` and `date` are kept beside it.
+Of a crawl's WARC the documents are HTML pages; of its WET they are texts, which pass `extract` as
+they are. A document's id is the record's own, or made of the file and the record's number; `url`
+and `date` are kept beside it.
 """
 
 import io
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import open_untrusted
+from mtcli.core.config.untrusted import open_untrusted, shown
 from mtcli.core.curate.batch import Batch
 from mtcli.core.curate.config import ExtractConfig
-from mtcli.core.curate.documents import BadRecord, Document, key_of, made_key, stem
+from mtcli.core.curate.documents import BadRecord, Document, PassedOver, key_of, made_key, stem
 from mtcli.core.curate.extras import require
+from mtcli.core.curate.page_limits import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    MAX_SECONDS,
+    TooSlow,
+    depth_of,
+    time_limit,
+)
 from mtcli.core.data.compressed import pieces
-from mtcli.core.data.documents import HELD_BYTES
 from mtcli.core.data.sources import SourceFile
 from mtcli.core.runtime.process_pool import Progress
 
 HTML = ("text/html", "application/xhtml+xml")
-RECORDS = ("response", "resource")
-ENCODINGS = ("Content-Encoding", "Transfer-Encoding")
+PAGES = ("response", "resource")
+TEXTS = "conversion"  # of WET files: text/plain in UTF-8
 END = b"\r\n\r\n"
 Extract = Callable[[bytes], str]
 
 
-def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Document | BadRecord]:
-    """Yields the HTML pages of a WARC file, compressed or not, that were answered with 200.
+def read_warc(
+    source: SourceFile, name: str, html: bool, progress: Progress
+) -> Iterator[Document | BadRecord | PassedOver]:
+    """Yields the texts of a WET file's conversions and, where `html` says that they will be
+    extracted, the HTML pages that were answered with 200; compressed or not.
 
-    A record of more than HELD_BYTES is bad; so is what a damaged file ends in.
+    Other records are passed over. A record of more than MAX_BYTES, or a page of more than
+    MAX_DEPTH, is bad; so is what a damaged file ends in.
     """
     warc = require("fastwarc.warc", "extract")
     number = last = end = 0
     with open_untrusted(source.path) as file:
         stream = _Stream(pieces(file, source.compression, source.path))
-        records = warc.ArchiveIterator(stream, parse_http=True, auto_decode="all")
+        records = warc.ArchiveIterator(stream, parse_http=True, auto_decode="none")
         while True:
             number += 1
             try:
@@ -47,15 +59,14 @@ def read_warc(source: SourceFile, name: str, progress: Progress) -> Iterator[Doc
                 if record is None:
                     break
                 end = _end(record)
-                document = _document(record, name, number)
+                document = _document(record, name, number, html)
             except Exception as error:  # a library's own, of many kinds, for a damaged record
                 ended = stream.error or error
                 yield BadRecord(name, number, f"a damaged WARC record: {ended}")
                 return
             progress(file.tell() - last)
             last = file.tell()
-            if document:
-                yield document
+            yield document
         progress(source.size - last)
         # The library takes what is left of a record for the end of the file; a length that is too
         # long takes the records after it.
@@ -101,46 +112,100 @@ def _end(record: Any) -> int:
     return int(record.stream_pos) + header + int(headers.get("Content-Length") or 0)
 
 
-def _document(record: Any, name: str, number: int) -> Document | BadRecord | None:
-    if record.headers.get("WARC-Type") not in RECORDS:
-        return None
-    headers = record.headers
-    status, kind, encoded = 200, headers.get("Content-Type") or "", False
-    if record.http_headers is not None:
-        status = record.http_headers.status_code
-        encoded = any(record.http_headers.get(name) for name in ENCODINGS)
-        kind = record.http_content_type or record.http_headers.get("Content-Type") or ""
-    if status != 200 or not kind.lower().startswith(HTML):
-        return None
-    if record.content_length > HELD_BYTES:
-        return BadRecord(name, number, f"a record of {record.content_length:,} bytes")
-    size = record.content_length
-    html = record.reader.read()
-    if not encoded and len(html) != size:
-        raise ValueError(f"{len(html):,} bytes of {size:,}")
+def _document(record: Any, name: str, number: int, html: bool) -> Document | BadRecord | PassedOver:
+    if reason := _passed_over(record, html):
+        return PassedOver(reason)
+    size, http = record.content_length, record.http_headers
+    if size > MAX_BYTES:
+        return BadRecord(name, number, f"a record of {size:,} bytes")
+    stored = record.reader.read()
+    if len(stored) != size:
+        raise ValueError(f"{len(stored):,} bytes of {size:,}")
+    try:
+        content = _decoded(stored, dict(http.items()) if http else {})
+        return _made(record, content, name, number)
+    except (ValueError, OSError, zlib.error) as error:
+        return BadRecord(name, number, str(error))
+
+
+def _passed_over(record: Any, html: bool) -> str | None:
+    """Says why a record is no document, where it is none."""
+    http, role = record.http_headers, record.headers.get("WARC-Type") or "no type"
+    kind = (http and record.http_content_type) or (http or record.headers).get("Content-Type") or ""
+    kind = kind.partition(";")[0].strip().lower()
+    if role not in (*PAGES, TEXTS):
+        return f"WARC records: {shown(role)}"
+    if http and http.status_code != 200:
+        return f"answers with status {http.status_code}"
+    if not kind.startswith("text/plain" if role == TEXTS else HTML):
+        return f"content of type {shown(kind or 'unknown')}"
+    return None if role == TEXTS or html else "HTML, and the stages have no extract"
+
+
+def _made(record: Any, content: bytes, name: str, number: int) -> Document:
+    """The document of a record's content. Raises ValueError for a text that is not UTF-8, and for a
+    page that is too deep."""
+    headers, html, text = record.headers, None, ""
+    if headers.get("WARC-Type") == TEXTS:
+        text = _text(content)
+    elif depth_of(html := content) > MAX_DEPTH:
+        raise ValueError(f"a page of more than {MAX_DEPTH:,} nested elements")
     identity = (headers.get("WARC-Record-ID") or "").strip("<>")
     key = key_of(identity) if identity else made_key(name, number)
     assert key is not None, "text is an id"
     fields = {"url": headers.get("WARC-Target-URI"), "date": headers.get("WARC-Date")}
-    source = stem(name)
     given = {field: value for field, value in fields.items() if value is not None}
-    return Document(key, source, "", len(html), given, html)
+    return Document(key, stem(name), text, len(content), given, html)
+
+
+def _text(content: bytes) -> str:
+    try:
+        return content.decode().strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {content[error.start]:#04x} of a text is not UTF-8") from None
+
+
+def _decoded(content: bytes, headers: Mapping[str, str]) -> bytes:
+    """Undoes a page's chunks and compression. Raises ValueError for more than MAX_BYTES, and
+    OSError or zlib.error where it is damaged."""
+    stream_io = require("fastwarc.stream_io", "extract")
+    named = {name.lower(): value.lower() for name, value in headers.items()}
+    if "chunked" in named.get("transfer-encoding", ""):
+        content = stream_io.ChunkedReader(io.BytesIO(content)).read(MAX_BYTES + 1)
+    encodings = named.get("content-encoding", "").split(",")
+    for encoding in reversed([one.strip() for one in encodings]):
+        if encoding in ("gzip", "x-gzip"):
+            content = stream_io.GzipReader(io.BytesIO(content)).read(MAX_BYTES + 1)
+        elif encoding == "br":
+            content = stream_io.BrotliReader(io.BytesIO(content)).read(MAX_BYTES + 1)
+        elif encoding == "deflate":  # with zlib's header or, as some servers send it, bare
+            bits = zlib.MAX_WBITS if content[:1] == b"x" else -zlib.MAX_WBITS
+            content = zlib.decompressobj(bits).decompress(content, MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"a page of more than {MAX_BYTES:,} bytes once inflated")
+    return content
 
 
 def make_extract(config: ExtractConfig) -> Callable[[Batch], None]:
     """The stage: text out of pages; other documents pass as they are."""
     make = {"resiliparse": _resiliparse, "justext": _justext}[config.engine]
-    return partial(_extract, make(config))
+    lxml = ["lxml.etree"] * (config.engine == "justext")
+    unreadable = tuple(require(module, "extract").LxmlError for module in lxml)
+    return partial(_extract, make(config), unreadable)
 
 
-def _extract(extract: Extract, batch: Batch) -> None:
+def _extract(extract: Extract, unreadable: tuple[type[Exception], ...], batch: Batch) -> None:
     for index in batch.alive():
         document = batch.documents[index]
         if document.html is None:
             continue
         try:
-            text = extract(document.html).strip()
-        except (ValueError, UnicodeError, RecursionError) as error:
+            with time_limit():
+                text = extract(document.html).strip()
+        except TooSlow:
+            batch.drop(index, "extract", f"more than {MAX_SECONDS:g} s of a processor")
+            continue
+        except (ValueError, UnicodeError, RecursionError, *unreadable) as error:
             batch.drop(index, "extract", f"not HTML: {type(error).__name__}")
             continue
         document.html = None

@@ -3,7 +3,7 @@
 from codecs import BOM_UTF8
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import MAX_BYTES, open_untrusted, parse_json, read_untrusted
@@ -40,6 +40,21 @@ def _decompressed(path: Path) -> bytes:
             if size > MAX_BYTES:
                 raise OSError(f"it holds more than {MAX_BYTES} bytes")
     return b"".join(parts)
+
+
+def json_form(text: str) -> Literal["lines", "document"] | None:
+    """Tells how a text is JSON: an object a line, or one document; None where it is not JSON."""
+    start = text.lstrip()
+    if not start.startswith(("{", "[")):
+        return None
+    for part, form in ((start.partition("\n")[0], "lines"), (start, "document")):
+        try:
+            value = parse_json(part)
+        except ValueError:
+            continue
+        if form == "document" or isinstance(value, dict):
+            return form  # type: ignore[return-value]
+    return None
 
 
 def json_of(text: str, path: Path, line: int, field: str) -> Any:

@@ -5,7 +5,9 @@ tasks. "tied" is what is not known to differ: an adjusted p-value of 5 % or more
 interval, over passages where items share them, that contains 0.
 """
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import is_number, load_json
+from mtcli.core.config.untrusted import is_number, load_json, shown
 from mtcli.core.evaluate.journal import read_items
 from mtcli.core.evaluate.statistics import (
     LEVEL,
@@ -76,23 +78,54 @@ def read_result(path: str) -> Evaluated:
         raise wrong(f"{file} cannot be read: {error.strerror}", NEEDED, FIELD) from None
     except ValueError as error:
         raise wrong(f"{file} is not JSON lines: {error}", NEEDED, FIELD) from None
-    items: dict[str, dict[tuple[str, int], Record]] = {}
-    for number, record in enumerate(records, start=1):
-        if not _is_item(record):
-            raise wrong(f"{file}, line {number}: it is no item", NEEDED, FIELD)
-        task_items = items.setdefault(record["task"], {})
-        repeat = next(n for n in range(len(task_items) + 1) if (record["id"], n) not in task_items)
-        task_items[record["id"], repeat] = record
     metrics = {name: report.get("metric", "accuracy") for name, report in tasks.items()
                if isinstance(report, dict)}  # fmt: skip
+    for name, metric in metrics.items():
+        if not isinstance(metric, str):
+            said = f"{path}: the metric of {shown(name)} is {shown(metric)}, and no name"
+            raise wrong(said, NEEDED, FIELD)
+    items: dict[str, dict[tuple[str, int], Record]] = {}
+    seen: Counter[tuple[str, str]] = Counter()
+    for number, record in enumerate(records, start=1):
+        if problem := _problem(record, metrics):
+            raise wrong(f"{file}, line {number}: {problem}", NEEDED, FIELD)
+        name = record["task"], record["id"]
+        items.setdefault(record["task"], {})[record["id"], seen[name]] = record
+        seen[name] += 1
     return Evaluated(path, str(table.get("checkpoint", "")), metrics, items)
 
 
-def _is_item(record: Any) -> bool:
+TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # fields of an item that may be left out
+    "correct": ("true or false", lambda value: isinstance(value, bool)),
+    "answer": ("a whole number", lambda value: type(value) is int),
+    "num_tokens": ("a whole number", lambda value: type(value) is int and value >= 0),
+    "cluster": ("a text", lambda value: isinstance(value, str)),
+    "picks": ("whole numbers by metric", lambda value: isinstance(value, dict)
+              and all(type(pick) is int for pick in value.values())),
+}  # fmt: skip
+
+
+def _problem(record: Any, metrics: Mapping[str, str]) -> str | None:
+    """Says why a line is no item of a task that is known by its metric; None where it is one."""
     if not isinstance(record, dict) or not isinstance(record.get("loglikelihoods"), list):
-        return False
-    texts = all(isinstance(record.get(key), str) for key in ("task", "id", "hash"))
-    return texts and all(map(is_number, record["loglikelihoods"]))
+        return "it is no item"
+    if not all(isinstance(record.get(key), str) for key in ("task", "id", "hash")):
+        return "it is no item"
+    if not all(map(is_number, record["loglikelihoods"])):
+        return "it is no item: a log-likelihood is no number"
+    for key, (what, fits) in TYPES.items():
+        if key in record and not fits(record[key]):
+            return f"{key} is {shown(record[key])}, and not {what}"
+    if "correct" not in record:
+        odd = [x for x in record["loglikelihoods"] if not math.isfinite(x)]
+    else:  # a choice may be impossible
+        odd = [x for x in record["loglikelihoods"] if math.isnan(x)]
+        metric, picks = metrics.get(record["task"], "accuracy"), record.get("picks", {})
+        if metric != "accuracy" and metric not in picks:
+            return f"it has no pick of {shown(metric)}, the metric of its task"
+        if picks and "answer" not in record:
+            return "it has picks and no answer"
+    return f"a log-likelihood is {odd[0]}: the model is broken" if odd else None
 
 
 def _about(result: Evaluated) -> dict[str, str]:
@@ -105,7 +138,11 @@ def _compared(a: Evaluated, b: Evaluated, metrics: dict[str, str]) -> dict[str, 
         shared = [key for key in a.items[task] if key in b.items[task]]
         pairs = [(a.items[task][key], b.items[task][key]) for key in shared]
         if pairs:
-            of_choice = "correct" in pairs[0][0]
+            kinds = {"correct" in record for pair in pairs for record in pair}
+            if len(kinds) > 1:
+                said = f"{task}: items are right or wrong in one result, and not in the other"
+                raise wrong(said, "evaluate both on one task", FIELD)
+            of_choice = kinds.pop()
             reports[task] = _accuracies(pairs, metric) if of_choice else _likelihoods(pairs)
             reports[task]["total"] = len(pairs)
             reports[task]["other_prompts"] = sum(x["hash"] != y["hash"] for x, y in pairs)
@@ -148,9 +185,15 @@ def _clusters(pairs: Pairs) -> list[str] | None:
 def _likelihoods(pairs: Pairs) -> Report:
     """The mean loss of a token, of windows that are compared one by one."""
     tokens = np.array([pair[0].get("num_tokens", 1) for pair in pairs], np.float64)
+    if not tokens.sum():
+        raise wrong(f"{len(pairs)} items hold 0 tokens", NEEDED, FIELD)
     a, b = (np.array([-sum(pair[side]["loglikelihoods"]) for pair in pairs]) for side in (0, 1))
     scale = len(tokens) / tokens.sum()
     differences = (b - a) * scale
+    if not np.isfinite(differences).all():
+        raise wrong(
+            f"log-likelihoods of {len(pairs)} items are too large to compare", NEEDED, FIELD
+        )
     error = standard_error(differences)
     z = abs(float(differences.mean())) / error if error else 0.0
     return {

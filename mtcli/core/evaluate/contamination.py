@@ -1,6 +1,7 @@
 """Finds items that a training corpus contained, by the report of `mtcli curate`.
 
-The report lists, by task, the n-grams of task texts that were found in documents. An item with one
+The report lists, by task, the n-grams of task texts that were found in documents, also of those
+that it kept as common phrases. An item with one
 of them in its prompt or choices is contaminated; accuracies are then told of both halves, as GPT-3
 (arXiv:2005.14165, section 4) and MT-NLG do.
 """
@@ -23,10 +24,9 @@ def read_ngrams(path: str) -> frozenset[tuple[str, ...]]:
     tasks = table.get("contamination") if isinstance(table, dict) else None
     if not isinstance(tasks, dict):
         raise wrong(f"{path} lists no contamination", HINT, FIELD)
-    shown = [
-        row for task in tasks.values() if isinstance(task, dict) for row in _list(task, "shown")
-    ]
-    ngrams = [ngram for row in shown if isinstance(row, dict) for ngram in _list(row, "ngrams")]
+    reports = [task for task in tasks.values() if isinstance(task, dict)]
+    shown = [row for task in reports for row in _list(task, "shown") if isinstance(row, dict)]
+    ngrams = [ngram for table in (*reports, *shown) for ngram in _list(table, "ngrams")]
     if not all(map(is_text, ngrams)):
         raise wrong(f"{path}: one of {len(ngrams)} n-grams is no text", HINT, FIELD)
     return frozenset(words for words in map(_words, ngrams) if words)

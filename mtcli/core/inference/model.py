@@ -1,5 +1,6 @@
 """Opens a model on this rank: its stages, their weights, and forward passes for evaluation."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtcli.core.checkpoint.adapters import base_of
+from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.folder import HUGGINGFACE
 from mtcli.core.checkpoint.huggingface.config_json import GENERATION, NAME, read_json
 from mtcli.core.checkpoint.integrity import verify_weights
@@ -184,14 +187,21 @@ class OpenModel:
 
     def identity(self) -> str:
         """Names the weights as they are in their files, what is computed of them and how, and the
-        tokenizer: a hash that another layout does not change."""
-        folder, config = self.checkpoint.folder, self.scorer.config
+        tokenizer: a hash that another layout does not change.
+
+        Sizes and times of files count besides the hashes of their bytes, since those of a folder
+        without a manifest are of samples.
+        """
+        config, stored = self.scorer.config, []
         model, train = config.model.model_dump_json(), config.train
-        files = sorted(path for path in folder.iterdir() if path.is_file())
-        stats = [(file.name, status.st_size, status.st_mtime_ns)
-                 for file in files for status in [file.stat()]]  # fmt: skip
+        for part in (self.checkpoint, base_of(self.checkpoint)):
+            files = sorted(path for path in part.folder.iterdir() if path.is_file())
+            stats = [(file.name, status.st_size, status.st_mtime_ns)
+                     for file in files for status in [file.stat()]]  # fmt: skip
+            readable = [file for file in files if os.access(file, os.R_OK)]
+            stored += [str(part.folder.resolve()), stats, sampled_hash(readable)]
         tokenizer = None if self.tokenizer is None else self.tokenizer.sha256
-        facts = str(folder.resolve()), stats, model, train.precision, train.matmul, tokenizer
+        facts = stored, model, train.precision, train.matmul, tokenizer
         return sha256(repr(facts).encode()).hexdigest()[:32]
 
     def facts(self) -> dict[str, Any]:

@@ -13,7 +13,9 @@ def warc_bytes(pages):
     """A WARC file, each record under gzip by itself, as Common Crawl's are."""
     out = io.BytesIO()
     out.write(
-        gzip.compress(_record("warcinfo", None, b"software: test\r\n", "application/warc-fields"))
+        gzip.compress(
+            warc_record("warcinfo", None, b"software: test\r\n", "application/warc-fields")
+        )
     )
     for url, kind, status, body in pages:
         head = (
@@ -21,12 +23,14 @@ def warc_bytes(pages):
         )
         payload = head.encode() + body
         out.write(
-            gzip.compress(_record("response", url, payload, "application/http; msgtype=response"))
+            gzip.compress(
+                warc_record("response", url, payload, "application/http; msgtype=response")
+            )
         )
     return out.getvalue()
 
 
-def _record(kind, url, payload, content_type):
+def warc_record(kind, url, payload, content_type):
     lines = ["WARC/1.0", f"WARC-Type: {kind}", "WARC-Date: 2026-11-01T00:00:00Z"]
     if url:
         lines += [f"WARC-Target-URI: {url}", f"WARC-Record-ID: <urn:test:{url}>"]

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from corpora import tree, write_jsonl
+from corpora import refusal, tree, write_jsonl
 
 from mtcli.core.curate import documents as documents_module
 from mtcli.core.curate.cluster import ClusterEngine
@@ -83,13 +83,12 @@ def test_a_cluster_of_any_size_writes_the_bytes_of_one_machine(prose, run, tmp_p
             assert of(name, against=against, engine=engine) == one, (cores, against)
 
 
-def test_a_cluster_writes_nothing_of_nothing(run, tmp_path):
+def test_a_cluster_refuses_a_corpus_of_nothing_as_one_machine(run, tmp_path):
     for number, records in enumerate([[], [{"id": "a", "text": "x"}]]):
         path = write_jsonl(tmp_path / f"{number}.jsonl", records)
-        stages = ["rules", "exact", "fuzzy"]
-        one = tree(run(path, stages=stages, name=f"one{number}"))
-        engine = ClusterEngine(EagerCluster(2))
-        assert tree(run(path, stages=stages, name=f"many{number}", engine=engine)) == one
+        for engine in (None, ClusterEngine(EagerCluster(2))):
+            said = refusal(lambda e=engine, p=path: run(p, stages=["rules", "exact"], engine=e))
+            assert f"0 documents are left of {number}" in said
 
 
 def components_by_hand(edges):

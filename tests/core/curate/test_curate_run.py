@@ -83,7 +83,7 @@ def test_near_duplicates_are_those_of_exact_all_pairs(
 
 def test_a_corpus_has_more_parts_than_files_may_be_open(prose, run, tmp_path, small_blocks):
     texts = [prose(200) for _ in range(170)]
-    texts += [f"{text} {number}" for number, text in enumerate(texts)]
+    texts += [f"{text} {number}" for number, text in enumerate(texts)] + [prose(200)]
     path = write_jsonl(tmp_path / "in.jsonl", [{"id": n, "text": t} for n, t in enumerate(texts)])
     tasks = write_jsonl(tmp_path / "task.jsonl", [{"text": text} for text in texts[:170]])
     settings = [f"decontaminate.tasks=['{tasks}']"]
@@ -95,7 +95,8 @@ def test_a_corpus_has_more_parts_than_files_may_be_open(prose, run, tmp_path, sm
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     reasons = [line["reason"] for line in removed(out)]
     assert (
-        shards(out) == [] and sorted(reasons) == ["near duplicate"] * 170 + ["nothing left"] * 170
+        len(shards(out)) == 1
+        and sorted(reasons) == ["near duplicate"] * 170 + ["nothing left"] * 170
     )
 
 
@@ -360,10 +361,18 @@ def test_a_configuration_is_refused_with_every_problem_and_the_nearest_names():
         assert words in said
 
 
-def test_everything_may_be_removed(run, tmp_path):
-    path = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "text": "x"}])
-    out = run(path, stages=["rules", "exact", "fuzzy"])
-    assert shards(out) == [] and len(removed(out)) == 1
+def test_a_run_that_leaves_no_document_is_refused_and_keeps_what_was_there(run, tmp_path, prose):
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": "a", "text": prose()}])
+    before = tree(run(path, stages=["exact"]))
+    write_jsonl(path, [{"id": "a", "text": "x"}, {"id": "b", "text": "x"}])
+    stages = ["exact", "rules", "fuzzy"]
+    said = refusal(lambda: run(path, stages=stages, force=True))
+    assert "0 documents are left of 2 in 1 files" in said
+    assert "exact: 1 same text" in said and "rules: 1 too few words" in said
+    assert "stages=['exact', 'fuzzy']" in said
+    assert tree(tmp_path / "out") == before
+    path.write_text("")
+    assert "0 documents are left of 0 in 1 files" in refusal(lambda: run(path, name="empty"))
 
 
 @pytest.mark.parametrize("half", ["\ud83d", "whole"])

@@ -9,6 +9,8 @@ import pytest
 import zstandard
 from corpora import refusal, removed, shards, write_jsonl
 
+from mtcli.core.evaluate.contamination import read_ngrams
+
 STAGE = ["decontaminate"]
 
 
@@ -68,18 +70,22 @@ def test_a_planted_n_gram_is_cut_out_with_what_stands_around_it(place, run, tmp_
     words = re.findall(r"\w+", task.lower())
     grams = {" ".join(words[i : i + 13]) for i in range(len(words) - 12)}
     pieces, cuts = cut_by_hand(text, grams)
-    kept, untouched = shards(out)
-    assert kept == {
-        "id": "x",
-        "text": "\n\n".join(p.strip() for p in pieces),
-        "source": "in",
-        "k": 1,
-    }
+    *kept, untouched = shards(out)
+    names = ["x"] if len(pieces) == 1 else [f"x#{n + 1}" for n in range(len(pieces))]
+    assert kept == [
+        {"id": name, "text": piece.strip(), "source": "in", "k": 1}
+        for name, piece in zip(names, pieces, strict=True)
+    ]
     assert untouched["text"] == clean
-    assert gram not in " ".join(re.findall(r"\w+", kept["text"].lower()))
-    (told,) = json.loads((out / "report.json").read_text())["contamination"][str(tasks)]["shown"]
+    report = json.loads((out / "report.json").read_text())
+    assert report["documents"] == report["stages"][0]["documents_out"] == len(pieces) + 1
+    assert report["stages"][0]["bytes_out"] == sum(
+        len(one["text"].encode()) for one in (*kept, untouched)
+    )
+    assert all(gram not in " ".join(re.findall(r"\w+", p.lower())) for p in pieces)
+    (told,) = report["contamination"][str(tasks)]["shown"]
     assert (told["id"], told["cuts"], told["dropped"]) == ("x", cuts, False)
-    assert set(told["ngrams"]) <= grams
+    assert set(told["ngrams"]) <= grams == set(report["contamination"][str(tasks)]["ngrams"])
 
 
 def test_random_texts_are_cut_as_by_hand(run, tmp_path):
@@ -101,18 +107,22 @@ def test_random_texts_are_cut_as_by_hand(run, tmp_path):
     path = write_jsonl(tmp_path / "in.jsonl", [{"id": n, "text": t} for n, t in texts.items()])
     settings = [f"decontaminate.tasks=['{tasks}']", "decontaminate.common=100000"]
     out = run(path, stages=STAGE, settings=settings)
-    kept = {record["id"]: record["text"] for record in shards(out)}
+    kept = {}
+    for record in shards(out):
+        kept.setdefault(record["id"].partition("#")[0], []).append(record["text"])
     for name, text in texts.items():
         pieces, cuts = cut_by_hand(text, grams)
-        want = text if not cuts else "\n\n".join(piece.strip() for piece in pieces)
-        assert kept.get(name, "") == want, name
+        want = [text] if not cuts else [piece.strip() for piece in pieces]
+        assert kept.get(name, []) == want, name
 
 
 def test_common_phrases_are_spared_and_documents_cut_too_often_are_dropped(run, tmp_path):
     source = random.Random(5)
-    common = " ".join(f"c{i}" for i in range(13))
+    common = " ".join(f"c{i}" for i in range(13))  # of a longer text, the rest of which is rare
     rare = [" ".join(f"r{k}x{i}" for i in range(13)) for k in range(11)]
-    tasks = write_jsonl(tmp_path / "t.jsonl", [{"text": common}, *({"text": r} for r in rare)])
+    tasks = write_jsonl(
+        tmp_path / "t.jsonl", [{"text": f"{common} x y"}, *({"text": r} for r in rare)]
+    )
     often = " ".join(f"{sentences(source, 30)} {gram}." for gram in rare)
     records = [{"id": f"c{i}", "text": f"{sentences(source, 30)} {common}."} for i in range(10)]
     records += [{"id": "often", "text": often}, {"id": "short", "text": f"{rare[0]} and so on."}]
@@ -126,10 +136,42 @@ def test_common_phrases_are_spared_and_documents_cut_too_often_are_dropped(run, 
     out = of("ten")
     assert [r["text"] for r in shards(out)] == [r["text"] for r in records[:10]]
     assert [(r["id"], r["reason"]) for r in removed(out)] == [
-        ("often", "cut too often"), ("short", "nothing left"),
+        ("often", "too many pieces"), ("short", "nothing left"),
     ]  # fmt: skip
+    (told,) = json.loads((out / "report.json").read_text())["contamination"].values()
+    assert told["common"] == [{"item": f"{common} x y", "ngrams": [common]}]
+    assert common in told["ngrams"] and set(rare) < set(told["ngrams"])
+    assert (common,) not in read_ngrams(str(out / "report.json"))
+    assert tuple(common.split()) in read_ngrams(str(out / "report.json"))
     assert all(common not in r["text"] for r in shards(of("eleven", "decontaminate.common=11")))
-    assert "often" in [r["id"] for r in shards(of("more", "decontaminate.max_cuts=11"))]
+    assert "often#11" in [r["id"] for r in shards(of("more", "decontaminate.max_pieces=11"))]
+
+
+def test_a_text_that_leaks_as_a_whole_is_no_common_phrase(run, tmp_path):
+    source = random.Random(6)
+    question = " ".join(f"q{i}" for i in range(15))
+    tasks = write_jsonl(tmp_path / "t.jsonl", [{"text": question}])
+    texts = [f"{sentences(source, 60)} {question}. {sentences(source, 60)}" for _ in range(12)]
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": i, "text": t} for i, t in enumerate(texts)])
+    out = run(path, stages=STAGE, settings=[f"decontaminate.tasks=['{tasks}']"])
+    assert all("q5 q6" not in record["text"] for record in shards(out))
+    (told,) = json.loads((out / "report.json").read_text())["contamination"].values()
+    assert told["documents"] == 12 and len(told["ngrams"]) == 3 and told["common"] == []
+
+
+def test_pieces_of_a_document_are_documents_of_the_stages_after(run, tmp_path):
+    source = random.Random(8)
+    gram, long = " ".join(f"q{i}" for i in range(13)), sentences(source, 60)
+    tasks = write_jsonl(tmp_path / "t.jsonl", [{"text": gram}])
+    text = f"{long} {gram}. {sentences(source, 60)}"
+    path = write_jsonl(tmp_path / "in.jsonl", [{"id": 7, "text": text}, {"id": 8, "text": "z"}])
+    settings = [f"decontaminate.tasks=['{tasks}']"]
+    one, two = (
+        shards(run(path, stages=stages, settings=settings, name=str(number)))
+        for number, stages in enumerate([STAGE, [*STAGE, "exact"]])
+    )
+    assert [record["id"] for record in one] == ["7#1", "7#2", 8]
+    assert sorted(map(str, two)) == sorted(map(str, one))
 
 
 def test_task_files_are_lines_text_or_race_and_what_is_none_is_refused(run, tmp_path):
@@ -145,11 +187,13 @@ def test_task_files_are_lines_text_or_race_and_what_is_none_is_refused(run, tmp_
         (tmp_path / f"row.jsonl{ending}").write_bytes(
             compress(json.dumps({"text": question}).encode())
         )
-    tasks = ("race", "plain.txt", "row.jsonl.gz", "row.jsonl.zst")
+    (tmp_path / "rows.txt").write_text(json.dumps({"text": question}) + "\n")
+    tasks = ("race", "plain.txt", "rows.txt", "row.jsonl.gz", "row.jsonl.zst")
     for number, task in enumerate(tasks):
         settings = [f"decontaminate.tasks=['{tmp_path / task}']"]
-        (left,) = shards(run(path, stages=STAGE, name=f"out{number}", settings=settings))
-        assert question not in left["text"] and len(left["text"]) > 1000
+        left = shards(run(path, stages=STAGE, name=f"out{number}", settings=settings))
+        assert [record["id"] for record in left] == ["x#1", "x#2"]
+        assert all(question not in r["text"] and len(r["text"]) > 500 for r in left)
     for content, said in (
         ('{"a": 1}\n', "no text in any of"),
         ("{\n", "line 1: not JSON"),

@@ -3,23 +3,31 @@
 import bz2
 import gzip
 import importlib
+import io
+import json
 import lzma
 import pydoc
 import random
 import re
+import tracemalloc
+import zlib
 
 import ftfy
 import numpy as np
 import pytest
 import zstandard
-from corpora import refusal, removed, shards, warc_bytes, write_jsonl
+from corpora import refusal, removed, shards, warc_bytes, warc_record, write_jsonl
+from fastwarc import stream_io
 
+from mtcli.core.curate import page_limits
+from mtcli.core.curate import warc as warc_module
 from mtcli.core.curate.batch import Batch, lower
 from mtcli.core.curate.config import LanguageConfig, QualityConfig
 from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import jaccard, unaligned
 from mtcli.core.curate.language import make_identify
 from mtcli.core.curate.normalise import make_fix
+from mtcli.core.curate.page_limits import depth_of
 from mtcli.core.curate.quality import load_classifier, pareto_draw, train_quality
 from mtcli.core.curate.rules import FAR, KINDS, PACKED_STOP_WORDS, STOP_WORDS
 from mtcli.core.curate.shingles import shingle_set
@@ -227,6 +235,129 @@ def test_a_warc_file_that_ends_early_is_a_bad_record_and_none_without_extract(pa
     path.write_bytes(data[:-3])
     assert "ends inside a WARC record" in refusal(lambda: run(path, stages=["extract"], force=True))
     assert "the stages have no extract" in refusal(lambda: run(path, stages=["exact"]))
+
+
+def warc_of(body, encoding=None):
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: {len(body)}\r\n"
+    name = "Transfer" if encoding == "chunked" else "Content"
+    head += f"{name}-Encoding: {encoding}\r\n" if encoding else ""
+    payload = head.encode() + b"\r\n" + body
+    return warc_record("response", "http://x", payload, "application/http; msgtype=response")
+
+
+NESTED = {
+    "div": b"<div>x" * 20_000,
+    "closed": b"<DIV>x" * 20_000 + b"</DIV>" * 20_000,
+    "misnested": b"<a><div>x</a>" * 20_000,
+    "tables": b"<div><table><tr><td></div></table>x" * 20_000,
+    "utf-16": ("<div>x" * 20_000).encode("utf-16"),
+    "raw": b"<script>var a = '<div>'</script><!-- <b> --><div>" * 20_000,
+}
+
+
+@pytest.mark.parametrize("shape", NESTED)
+def test_a_page_of_nested_tags_is_a_bad_record(shape, pages, run, tmp_path):
+    path = tmp_path / "a.warc"
+    path.write_bytes(warc_of(NESTED[shape]) + gzip.decompress(warc_bytes(pages)))
+    said = "a.warc:1: a page of more than 4,000 nested elements"
+    assert said in refusal(lambda: run(path, stages=["extract"]))
+    out = run(path, stages=["extract"], skip_bad=True)
+    assert len(shards(out)) == len(pages)
+    bad = json.loads((out / "report.json").read_text())["bad_lines"]
+    assert bad == {"count": 1, "examples": [said]}
+
+
+def test_long_pages_that_are_flat_are_not_deep():
+    row = b"<tr><td><p>a<br><img src=x><td><b>x</b><li>one<span class='a'>x</span></tr>"
+    raw = b"<script>'<div>'</script><!-- <div> --><style><b></style>"
+    table = b"<p>x<table>" + row * 5000 + b"</table>"
+    for page in (row * 9000, raw * 9000, table, b"<div><span>x</span></div>" * 9000):
+        assert depth_of(page) < 10
+    assert depth_of(b"<div>" * 300) == 0
+    assert depth_of(b"<i>" * 100 + b"<br>" * 4000) == 100
+
+
+def test_a_page_that_inflates_is_read_up_to_a_bound(pages, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(warc_module, "MAX_BYTES", 1 << 20)
+    page = b"<p>" + b"x" * (64 << 20)
+    path = tmp_path / "a.warc"
+    path.write_bytes(warc_of(gzip.compress(page), "gzip") + gzip.decompress(warc_bytes(pages)))
+    tracemalloc.start()
+    out = run(path, stages=["extract"], skip_bad=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(shards(out)) == len(pages) and peak < 20 << 20
+    (told,) = json.loads((out / "report.json").read_text())["bad_lines"]["examples"]
+    assert told == "a.warc:1: a page of more than 1,048,576 bytes once inflated"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "bare deflate", "chunked", "br"])
+def test_pages_are_read_in_every_encoding_and_damage_is_of_one_record(encoding, run, tmp_path):
+    page, chunks = b"<p>" + b"a long paragraph of text. " * 40, io.BytesIO()
+    writer = stream_io.BrotliWriter(chunks)
+    writer.write(page)
+    writer.close()
+    bare = zlib.compressobj(wbits=-15)
+    packed = {"gzip": gzip.compress(page), "deflate": zlib.compress(page), "br": chunks.getvalue(),
+              "bare deflate": bare.compress(page) + bare.flush(),
+              "chunked": b"%x\r\n%s\r\n0\r\n\r\n" % (len(page), page)}[encoding]  # fmt: skip
+    path, name = tmp_path / "a.warc", encoding.removeprefix("bare ")
+    damaged = warc_of(b"\xff" + packed[1:], name)
+    path.write_bytes(damaged + warc_of(packed, name) + warc_of(page))
+    out = run(path, stages=["extract"], skip_bad=True)
+    assert [record["text"].count("a long paragraph") for record in shards(out)] == [40, 40]
+    (told,) = json.loads((out / "report.json").read_text())["bad_lines"]["examples"]
+    assert told.startswith("a.warc:1: ")
+
+
+def test_a_page_that_takes_too_long_or_is_no_html_is_dropped(pages, run, tmp_path, monkeypatch):
+    monkeypatch.setattr(warc_module, "time_limit", lambda: page_limits.time_limit(0.05))
+    path = tmp_path / "a.warc"
+    path.write_bytes(warc_of(b"<p>x" * 4000) + warc_of(b"<!--" * 50))
+    said = refusal(lambda: run(path, stages=["extract"], settings=["extract.engine='justext'"]))
+    assert "1 more than 20 s of a processor" in said and "1 not HTML: ParserError" in said
+
+
+def wet_bytes(texts, kind="text/plain"):
+    """A WET file as Common Crawl's: texts of pages, as conversions."""
+    records = [warc_record("warcinfo", None, b"software: x\r\n", "application/warc-fields")]
+    records += [warc_record("conversion", url, text, kind) for url, text in texts.items()]
+    return b"".join(map(gzip.compress, records))
+
+
+@pytest.mark.parametrize("name", ["x.warc.wet.gz", "x.wet.gz", "x.warc.gz"])
+def test_texts_of_a_wet_file_are_documents_as_they_are(name, run, tmp_path):
+    texts = {"http://x/a": "Ein <b>Text</b>\nüber &amp; Häuser.".encode(), "http://x/b": b"two\n"}
+    (tmp_path / name).write_bytes(wet_bytes(texts))
+    stages = ["exact"] if ".wet" in name else ["extract", "exact"]
+    found = shards(out := run(tmp_path / name, stages=stages))
+    assert {record["url"]: record["text"] for record in found} == {
+        url: text.decode().strip() for url, text in texts.items()
+    }
+    assert {record["source"] for record in found} == {"x"}
+    assert json.loads((out / "report.json").read_text())["passed_over"] == {
+        "WARC records: 'warcinfo'": 1
+    }
+    (tmp_path / name).write_bytes(wet_bytes({"http://x/a": b"a \xff"}))
+    assert ":2: byte 0xff of a text is not UTF-8" in refusal(
+        lambda: run(tmp_path / name, stages=stages, force=True)
+    )
+
+
+def test_a_warc_file_of_no_pages_is_refused_with_what_was_passed_over(pages, run, tmp_path):
+    path = tmp_path / "a.warc.gz"
+    page, kinds = b"<p>no", ("text/html", "image/png", "image/png")
+    path.write_bytes(warc_bytes([("http://x", k, 200 + 204 * (k[0] == "t"), page) for k in kinds]))
+    said = refusal(lambda: run(path, stages=["extract"]))
+    for words in ("0 documents are left of 0", "2 content of type 'image/png'",
+                  "1 answers with status 404", "1 WARC records: 'warcinfo'"):  # fmt: skip
+        assert words in said, said
+    assert not list((tmp_path / "out").iterdir())
+    wet = tmp_path / "b.wet.gz"
+    wet.write_bytes(warc_bytes(pages))
+    assert "3 HTML, and the stages have no extract" in refusal(lambda: run(wet, stages=["exact"]))
+    old = [str(path)]
+    assert "--against: a WARC file" in refusal(lambda: run(wet, stages=["exact"], against=old))
 
 
 @pytest.mark.parametrize("too_long", [100, 10**9])

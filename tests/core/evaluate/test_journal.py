@@ -1,18 +1,26 @@
 """A run that was ended goes on from its items, and two runs are compared by theirs."""
 
 import json
+import math
+import os
+from time import process_time
+from types import SimpleNamespace
 
 import pytest
 from eval_data import make_data
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers_scorer import TransformersScorer, gpt2
 
+from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.loading import config_of
 from mtcli.core.data.tokenize import byte_tokenizer
 from mtcli.core.evaluate.comparison import compare_files
 from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.tasks.registry import Evaluation, parse_tasks, task_runs
 from mtcli.core.evaluate.tasks.task import TaskOptions
+from mtcli.core.inference.model import OpenModel
 
 
 class Ended(Exception):
@@ -149,6 +157,91 @@ def test_log_likelihoods_of_windows_are_compared_in_pairs(data, tmp_path):
     found = compare_files(*items)["tasks"]["wikitext103"]
     assert (found["metric"], found["verdict"]) == ("loss", "b")
     assert found["difference"] == pytest.approx(-0.02)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("correct", "no", "line 1: correct is 'no', and not true or false"),
+        ("correct", 1, "line 1: correct is 1, and not true or false"),
+        ("answer", True, "line 1: answer is true, and not a whole number"),
+        ("answer", "0", "line 1: answer is '0', and not a whole number"),
+        ("picks", {"accuracy": 0.0}, "line 1: picks is"),
+        ("picks", [0], "line 1: picks is"),
+        ("cluster", 3, "line 1: cluster is 3, and not a text"),
+        ("num_tokens", -1, "line 1: num_tokens is -1, and not a whole number"),
+        ("loglikelihoods", [-1.0, math.nan], "line 1: a log-likelihood is nan"),
+        ("loglikelihoods", ["-1"], "line 1: it is no item"),
+    ],
+)
+def test_an_item_of_other_types_or_of_nan_is_refused(field, value, message, tmp_path):
+    a, b = result(tmp_path, "a", [True]), result(tmp_path, "b", [True], **{field: value})
+    with pytest.raises(MtcliError) as caught:
+        compare_files(a, b)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("odd", [math.nan, -math.inf])
+def test_losses_that_are_no_numbers_are_refused_and_not_tied(odd, tmp_path):
+    names = []
+    for name, last in (("a", -2.0), ("b", odd)):
+        items = [{"task": "wikitext103", "hash": "h", "id": f"window {n}", "loglikelihoods": [x]}
+                 for n, x in enumerate([-1.0, last])]  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(i) + "\n" for i in items))
+        about = {"items": f"{name}.jsonl", "tasks": {"wikitext103": {}}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(about))
+        names.append(str(tmp_path / f"{name}.json"))
+    with pytest.raises(MtcliError, match=f"line 2: a log-likelihood is {odd}"):
+        compare_files(*names)
+
+
+def test_metrics_that_are_no_names_or_have_no_picks_and_mixed_items_are_refused(tmp_path):
+    a, b = result(tmp_path, "a", [True]), result(tmp_path, "b", [True])
+    for metric, message in (
+        (["accuracy"], "the metric of 'piqa' is ['accuracy'], and no name"),
+        ("accuracy_per_token", "line 1: it has no pick of 'accuracy_per_token'"),
+    ):
+        about = {"items": "b.items.jsonl", "tasks": {"piqa": {"metric": metric}}}
+        (tmp_path / "b.json").write_text(json.dumps(about))
+        with pytest.raises(MtcliError) as caught:
+            compare_files(a, b)
+        assert message in str(caught.value)
+    result(tmp_path, "b", [True])
+    item = {"task": "piqa", "hash": "h", "id": "0", "loglikelihoods": [-1.0]}
+    (tmp_path / "b.items.jsonl").write_text(json.dumps(item) + "\n")
+    with pytest.raises(MtcliError, match="right or wrong in one result, and not in the other"):
+        compare_files(a, b)
+
+
+def test_items_of_one_id_are_paired_in_order_in_linear_time(tmp_path):
+    def count(name, number):
+        path = result(tmp_path, name, [n % 2 == 0 for n in range(number)], id="same")
+        start = process_time()
+        report = compare_files(path, path)["tasks"]["piqa"]
+        assert report["total"] == number and report["only_a"] == 0
+        return process_time() - start
+
+    count("warm", 10)
+    assert count("large", 20_000) < 40 * count("small", 1_000) + 1.0  # 400 times where quadratic
+
+
+def test_weights_of_one_size_and_time_are_told_apart_by_their_bytes(tmp_path):
+    folder = tmp_path / "model"
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 257, "n_positions": 8}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(folder)
+
+    def identity():
+        checkpoint = open_checkpoint(folder)
+        scorer = SimpleNamespace(config=config_of({"model": checkpoint.model.model_dump()}))
+        return OpenModel(scorer, None, checkpoint).identity()
+
+    before, file = identity(), folder / "model.safetensors"
+    assert identity() == before
+    status, data = file.stat(), bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert identity() != before
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.tasks.choice import prepare_task
-from mtcli.core.evaluate.tasks.items import Renderer
+from mtcli.core.evaluate.tasks.items import Renderer, read_items
 from mtcli.core.evaluate.tasks.rows import Row, Split
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.task_file import load_task
@@ -72,6 +72,39 @@ def test_accuracy_and_perplexity_are_of_whole_words(tmp_path):
     report = prepared.report([Score(-1.0, True), Score(-3.0, False)])
     assert report["perplexity"] == pytest.approx(math.exp(2.0))
     assert (report["accuracy"], report["correct"], report["total"]) == (0.5, 1, 2)
+
+
+JSON_LINES = '{"text": "the cat sat"}\n{"text": "so did the dog"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("t.json", JSON_LINES, ["sat", "dog"]),
+        ("t.txt", "\n" + JSON_LINES, ["sat", "dog"]),
+        ("t", JSON_LINES, ["sat", "dog"]),
+        ("t.ndjson", JSON_LINES, ["sat", "dog"]),
+        ("t", "the cat sat\nso did the dog\n", ["sat", "dog"]),
+        ("t.txt", "[1] the cat sat\n{so} did the dog\n", ["sat", "dog"]),
+        ("t.json", f"[{JSON_LINES.strip().replace(chr(10), ', ')}]", "is one JSON document"),
+        ("t.txt", '{\n "text": "the cat sat"\n}\n', "is one JSON document"),
+        ("t.jsonl", '[{"text": "the cat sat"}]', "is one JSON document"),
+        ("t.json", "the cat sat\n", "line 1: not JSON"),
+        ("t.csv", "id,text\n1,the cat sat\n", "ends in .csv, and is no JSON lines"),
+        ("t.py", "import this\n", "ends in .py, and is no JSON lines"),
+    ],
+)
+def test_the_format_of_a_file_is_that_of_its_content_and_suffix(name, content, texts, tmp_path):
+    file = tmp_path / name
+    file.write_text(content)
+    if isinstance(texts, list):
+        items, *_ = read_items(TASK, file, None, 0, 0)
+        assert [item.choices[0] for item in items] == texts
+        return
+    with pytest.raises(MtcliError) as caught:
+        read_items(TASK, file, None, 0, 0)
+    problem = caught.value.problems[0]
+    assert texts in problem.message and problem.message.startswith(str(file)) and problem.hint
 
 
 @pytest.mark.parametrize(

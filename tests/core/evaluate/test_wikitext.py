@@ -168,3 +168,10 @@ def test_a_folder_without_the_file_or_with_several_is_refused(tmp_path):
     with pytest.raises(MtcliError) as caught:
         prepare_wikitext(tmp_path, TOKENIZER, TaskOptions(max_seq_len=64))
     assert "found: a.test.tokens, b.test.tokens" in caught.value.problems[0].hint
+
+
+@pytest.mark.parametrize("text", ['{"text": "a b"}\n{"text": "c"}\n', '[\n{"text": "a b"}]'])
+def test_json_is_no_text_of_words(text, tmp_path):
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(MtcliError, match=r"t\.json is JSON, and no text of words"):
+        prepare_wikitext(tmp_path / "t.json", TOKENIZER, TaskOptions(max_seq_len=9))

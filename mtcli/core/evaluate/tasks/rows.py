@@ -8,9 +8,12 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import is_text, parse_json
 from mtcli.core.data.compressed import inner_name
 from mtcli.core.data.race import Article, read_race
-from mtcli.core.data.text_files import bad_line, read_text
+from mtcli.core.data.text_files import bad_line, json_form, read_text
 from mtcli.core.evaluate.tasks.task import find_file
 from mtcli.core.evaluate.tasks.task_file import DataLayout
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+TEXTS = {"lines": ("", ".txt", ".text"), "tsv": ("", ".txt", ".tsv")}  # besides a task's own names
 
 
 class Row(NamedTuple):
@@ -62,8 +65,9 @@ def _first(folder: Path, patterns: tuple[str, ...]) -> Path | None:
 
 
 def _read(file: Path, layout: DataLayout, label_files: tuple[str, ...]) -> Split:
-    kind = "jsonl" if inner_name(file).suffix == ".jsonl" else layout.format
-    rows = list({"jsonl": _jsonl, "tsv": _tsv, "lines": _lines}[kind](file))
+    text = read_text(file)
+    kind = _format(file, text, layout)
+    rows = list({"jsonl": _jsonl, "tsv": _tsv, "lines": _lines}[kind](file, text))
     if not rows:
         raise wrong(f"{file} has 0 rows", "docs/tasks.md says what each data set is", "--task")
     if not label_files:
@@ -71,7 +75,7 @@ def _read(file: Path, layout: DataLayout, label_files: tuple[str, ...]) -> Split
     labels = _first(file.parent, tuple(Path(name).name for name in label_files))
     if labels is None:
         return Split(rows, file, label_files[0])
-    values = [label for _, label in _numbered(labels)]
+    values = [label for _, label in _numbered(read_text(labels))]
     if len(values) != len(rows):
         message = f"{labels} has {len(values)} labels, and {file.name} has {len(rows)} rows"
         raise wrong(message, "both must be of one part of the data set", "--task")
@@ -84,14 +88,35 @@ def _read(file: Path, layout: DataLayout, label_files: tuple[str, ...]) -> Split
     )
 
 
-def _numbered(file: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a file that are not blank, with their numbers."""
-    lines = enumerate(read_text(file).split("\n"), start=1)
+def _format(file: Path, text: str, layout: DataLayout) -> str:
+    """The format of a file by its content and the suffix of its name.
+
+    Raises MtcliError for a JSON document that is not lines, and for a suffix of another format.
+    """
+    form, suffix = json_form(text), inner_name(file).suffix
+    if form == "document":
+        hint = 'python -c "import json; [print(json.dumps(row)) for row in json.load(open('
+        hint += f"'{file}'))]\" > {file.with_suffix('.jsonl').name}, where it is a list of rows"
+        raise wrong(f"{file} is one JSON document, and not a JSON object a line", hint, "--task")
+    if form == "lines" or suffix in JSON_LINES or layout.format == "jsonl":
+        return "jsonl"
+    named = (inner_name(Path(name)).suffix for name in (*layout.test, *layout.train))
+    known = dict.fromkeys((*TEXTS[layout.format], *named))
+    if suffix not in known:
+        said = f"{file} ends in {suffix}, and is no JSON lines"
+        hint = f"name it by what it holds: {', '.join(filter(None, known))} or .jsonl"
+        raise wrong(said, f"{hint}; docs/tasks.md says what each data set is", "--task")
+    return layout.format
+
+
+def _numbered(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of a text that are not blank, with their numbers."""
+    lines = enumerate(text.split("\n"), start=1)
     return ((number, line) for number, line in lines if line.strip())
 
 
-def _jsonl(file: Path) -> Iterator[Row]:
-    for number, line in _numbered(file):
+def _jsonl(file: Path, text: str) -> Iterator[Row]:
+    for number, line in _numbered(text):
         try:
             fields = parse_json(line)
         except ValueError as error:
@@ -103,8 +128,8 @@ def _jsonl(file: Path) -> Iterator[Row]:
         yield Row(fields, file, number)
 
 
-def _tsv(file: Path) -> Iterator[Row]:
-    lines = _numbered(file)
+def _tsv(file: Path, text: str) -> Iterator[Row]:
+    lines = _numbered(text)
     header = next(lines)[1].split("\t")
     for number, line in lines:
         cells = line.split("\t")
@@ -114,8 +139,8 @@ def _tsv(file: Path) -> Iterator[Row]:
         yield Row(dict(zip(header, cells, strict=True)), file, number)
 
 
-def _lines(file: Path) -> Iterator[Row]:
-    return (Row({"text": line}, file, number) for number, line in _numbered(file))
+def _lines(file: Path, text: str) -> Iterator[Row]:
+    return (Row({"text": line}, file, number) for number, line in _numbered(text))
 
 
 def _race(path: Path, part: str) -> Iterator[Row]:

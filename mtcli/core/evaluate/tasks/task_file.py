@@ -25,8 +25,8 @@ class DataLayout(Section):
     """The files of a data set's rows: of each list, the first file that the folder has is read."""
 
     format: Literal["jsonl", "tsv", "lines", "race"] = "jsonl"
-    """a JSON object a line, a table with a header, a text a line, or RACE's articles; a file's
-    suffix .jsonl goes before it"""
+    """a JSON object a line, a table with a header, a text a line, or RACE's articles; a file of
+    JSON lines is read as that whatever this says"""
     test: tuple[str, ...]
     """files of the items"""
     test_labels: tuple[str, ...] = ()

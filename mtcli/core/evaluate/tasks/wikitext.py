@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.data.text_files import read_text
+from mtcli.core.data.text_files import json_form, read_text
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.loglikelihood import (
     Request,
@@ -94,6 +94,9 @@ def prepare_wikitext(path: Path, tokenizer: EvalTokenizer, options: TaskOptions)
         raise wrong(message, f"the paper advances by {OVERLAP}", "--overlap")
     file = find_file(path, "*test*.tokens")
     text = read_text(file)
+    if json_form(text):
+        hint = "the test file of words, wiki.test.tokens, or any plain text"
+        raise wrong(f"{file} is JSON, and no text of words", hint, "--task")
     original = text.strip().split(" ")[: options.limit]
     tokens = tokenizer.plain(detokenise(" ".join(original)))
     if len(tokens) < 2:
