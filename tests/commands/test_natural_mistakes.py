@@ -52,7 +52,7 @@ MISTAKES = [  # what is typed, the error, and its hint
     ("curate texts --output c --stages exact", "--stages: there is no such option",
      "curate --help`"),
     ("curate pages --output c", "pages holds no file to read, and 1 others: 1 .html",
-     ".warc, also .gz"),
+     ".warc, "),
     ("shard texts out --to safetensors", "--to: 'safetensors' should be", "did you mean 'hf'?"),
     ("data list tiny --step 1", "there is no mtcli data list", "mtcli data explain"),
 ]
