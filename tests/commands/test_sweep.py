@@ -3,6 +3,7 @@
 import fcntl
 import json
 import time
+from itertools import count
 
 import pytest
 from chats import save_model, sums, write_lines
@@ -16,6 +17,7 @@ from mtcli.core.config.errors import failed
 from mtcli.core.sweep.rules import SMALL_GEMM
 from mtcli.core.training import run_lock
 from mtcli.core.training import save as saving
+from mtcli.core.training import save_schedule
 
 RUN = {"train": {"steps": 6, "precision": "fp64", "save_every": 3}}
 
@@ -298,6 +300,20 @@ def test_trials_on_data_ranks_end_early_where_they_do_on_one(tmp_path):
     one, two = (outcomes(tmp_path / out) for out in ("out1", "out2"))
     assert {name: told[:2] for name, told in two.items()} == {n: t[:2] for n, t in one.items()}
     assert sorted(told[0] for told in two.values())[0::3] == ["diverged", "stopped"]
+
+
+def clock_of_hundred_seconds_a_look(rank):
+    times = count(0.0, 100.0 * (rank == 0))
+    save_schedule.monotonic = lambda: next(times)
+
+
+@pytest.mark.parametrize("nproc", [2, *slow_cases("a sweep", 1)])
+def test_all_models_of_a_sweep_save_by_the_clock_of_rank_0(nproc, tmp_path):
+    config = write_run(tmp_path, train={"steps": 5, "save_minutes": 5, "keep": 0})
+    words = ("--vary", "optimizer.lr=1e-3,1e-2", "--nproc", nproc)
+    done = sweep(config, *words, fault=clock_of_hundred_seconds_a_look)
+    assert done.returncode == 0, done.stderr
+    assert dict(saved_steps(tmp_path / "out")) == {"lr=0.001": [3, 5], "lr=0.01": [3, 5]}
 
 
 def saves_fail_at_step_two(rank):

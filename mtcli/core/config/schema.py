@@ -222,7 +222,9 @@ class TrainConfig(Section):
     cuda_graphs: bool = False
     """replay a micro-batch's forward and backward as CUDA graphs; dp alone, no expert capacity"""
     save_every: Whole = 0
-    """steps between checkpoints; 0 saves at the end only"""
+    """steps between checkpoints; 0 saves by time, and at the end"""
+    save_minutes: Annotated[Real, Field(ge=0.0, le=1e6)] = 30.0
+    """minutes after the last checkpoint to the next, more where one costs over 1 %; 0 not by time"""
     keep: Whole = 2
     """newest checkpoints kept; 0 keeps all"""
     keep_every: Whole = 0

@@ -27,6 +27,7 @@ from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_lock import PATIENCE, lock_folder
 from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.save import Saver
+from mtcli.core.training.save_schedule import SaveSchedule
 from mtcli.core.training.state import (
     StartingPoint,
     base_record,
@@ -102,8 +103,9 @@ def _train(
     for note in starting_notes(config, start) if runtime.rank == 0 else ():
         sys.stderr.write(f"{note}\n")
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
+    saves = SaveSchedule(config.train)
     about = loader.batches.describe()
-    log.begin(runtime, trainer.state_bytes(), str(start), about)
+    log.begin(runtime, trainer.state_bytes(), str(start), about | {"saves": str(saves)})
     stopped, timer = False, StepTimer(runtime.recorder, world.rank, world.size)
     next_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
     with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
@@ -120,15 +122,16 @@ def _train(
                 valid_loss = trainer.evaluate(valid)
             told_now = step.step % config.train.log_every == 0
             times = timer.taken() if told_now else []
-            own = stop.received > 0, trainer.sync_traffic.taken(), times
-            stopped, sync_bytes, ranks = agreed(trainer.groups, *own)
+            due = saves.due_by_time(saver.stall_seconds)
+            own = stop.received > 0, due, trainer.sync_traffic.taken(), times
+            stopped, due, sync_bytes, ranks = agreed(trainer.groups, *own)
             told = StepFacts(trainer.consumed_samples, valid_loss, sync_bytes, apart, ranks)
             log.step(step, told)
             saver.poll()
-            every = config.train.save_every or config.train.steps
             again = is_due(config, step.step)
-            if stopped or again or step.step == config.train.steps or step.step % every == 0:
+            if stopped or again or due or saves.due_by_step(step.step):
                 saver.save(progress(trainer, samples, base))
+                saves.saved()
             if again and not stopped:
                 saver.finish()
                 adopt_current(loader, config, runtime, step.step)

@@ -80,6 +80,7 @@ class Saver:
         self.pending: BackgroundWrite | None = None
         self.step = 0  # of the save that is pending, or else of the last one
         self.fault = ""  # of the last save
+        self.stall_seconds = 0.0  # in which training stood still for the last good one
         self.warned: set[str] = set()
 
     def __enter__(self) -> "Saver":
@@ -148,8 +149,8 @@ class Saver:
             self.log.save_failed(self.step, self.fault, self.last_good)
             return
         self.fault, self.last_good = "", record.folder
-        stall = record.stall_seconds + (perf_counter() - start) * training
-        self.log.saved(record._replace(stall_seconds=stall))
+        self.stall_seconds = record.stall_seconds + (perf_counter() - start) * training
+        self.log.saved(record._replace(stall_seconds=self.stall_seconds))
 
     def _write(self, taken: HostCopy, step: int, extra: dict[str, Any], stall: float) -> SaveRecord:
         """Writes a snapshot, in the thread: it shares nothing with training but its arguments."""
