@@ -15,9 +15,8 @@ from mtcli.core.checkpoint.folder import step_folders, step_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import failed
 from mtcli.core.sweep.rules import SMALL_GEMM
-from mtcli.core.training import run_lock
+from mtcli.core.training import run_lock, save_schedule
 from mtcli.core.training import save as saving
-from mtcli.core.training import save_schedule
 
 RUN = {"train": {"steps": 6, "precision": "fp64", "save_every": 3}}
 

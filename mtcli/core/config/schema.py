@@ -224,7 +224,7 @@ class TrainConfig(Section):
     save_every: Whole = 0
     """steps between checkpoints; 0 saves by time, and at the end"""
     save_minutes: Annotated[Real, Field(ge=0.0, le=1e6)] = 30.0
-    """minutes after the last checkpoint to the next, more where one costs over 1 %; 0 not by time"""
+    """minutes from one checkpoint to the next, more where one costs over 1 %; 0 not by time"""
     keep: Whole = 2
     """newest checkpoints kept; 0 keeps all"""
     keep_every: Whole = 0

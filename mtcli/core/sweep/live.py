@@ -251,8 +251,9 @@ class LiveArray:
 
         def take(config: RunConfig) -> None:
             stack = self.stack.enter_context(ExitStack())
-            notice = stack.enter_context(lock_folder(Path(config.train.output), resume=True))
-            self.locks[Path(config.train.output).name] = stack
+            folder = Path(config.train.output)
+            notice = stack.enter_context(lock_folder(folder, resume=True, anew=True))
+            self.locks[folder.name] = stack
             if notice:
                 self.watcher.say(f"note: {notice}")
 

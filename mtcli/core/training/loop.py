@@ -24,6 +24,7 @@ from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.rank_times import StepTimer, agreed
 from mtcli.core.training.reselect import adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
+from mtcli.core.training.run_folder import newest_saved
 from mtcli.core.training.run_lock import PATIENCE, lock_folder
 from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.save import Saver
@@ -46,16 +47,18 @@ def train(
     *,
     resume: bool,
     measure_peak: Callable[[], float],
+    anew: bool = False,
 ) -> bool:
     """Trains to train.steps; returns False where a signal stopped it, after saving.
 
     `resume` goes on from the newest checkpoint of train.output, on this config's layout, whatever
-    layout wrote it. Another run takes the weights of train.init, where that is set, at step 0.
+    layout wrote it; `anew` lets a run begin again that has none. Another run takes the weights of
+    train.init, where that is set, at step 0.
     `measure_peak` tells a device's FLOP/s, which MFU is a fraction of; all ranks call it at once.
     """
     stop = StopSignal()
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
-    with _locked(config, resume, runtime.attempt, world):
+    with _locked(config, (resume, anew), runtime.attempt, world):
         start = starting_point(config, world)
         config = with_tokenizer(config, start)
         if start.step >= config.train.steps:
@@ -67,15 +70,21 @@ def train(
 
 
 @contextmanager
-def _locked(config: RunConfig, resumes: bool, attempt: Attempt, world: Axis) -> Iterator[None]:
-    """The run folder, held by rank 0. Raises MtcliError on every rank where that is refused."""
+def _locked(
+    config: RunConfig, begins: tuple[bool, bool], attempt: Attempt, world: Axis
+) -> Iterator[None]:
+    """The run folder, held by rank 0. Raises MtcliError on every rank where that is refused.
+
+    `begins` is whether a run that is there may be resumed, and whether it may begin anew.
+    """
+    resumes, anew = begins
     with ExitStack() as stack:
 
         def take() -> str:
             if world.rank:
                 return ""
             folder, patience = Path(config.train.output), PATIENCE * config.train.timeout
-            return stack.enter_context(lock_folder(folder, resumes, attempt, patience))
+            return stack.enter_context(lock_folder(folder, resumes, attempt, patience, anew))
 
         checked_later = partial(require_data, config)
         (notice,) = together(world, lambda: collect_errors(take, otherwise=checked_later))
@@ -114,7 +123,7 @@ def _train(
             step = next_step(loader)
             timer.end(step.seconds)
             if step.outcome == "fault":
-                _skip(trainer, step, first_nonfinite(trainer, loader))
+                _skip(saver, step, first_nonfinite(trainer, loader))
             if step.outcome != "updated":
                 samples.skip(step.step, step.outcome)
             valid_loss, apart = None, distance(trainer.exchange)
@@ -154,14 +163,16 @@ def _open_loaders(
     return loader, valid
 
 
-def _skip(trainer: Trainer, step: Step, where: str) -> None:
+def _skip(saver: Saver, step: Step, where: str) -> None:
     """Goes on to the next batch with the weights as they were, or stops the run (exit 1)."""
     scaled = f" at loss scale {step.loss_scale:,g}" if step.loss_scale != 1.0 else ""
     message = f"step {step.step}: loss {step.loss}, gradient norm {step.grad_norm}{scaled}"
     message += f"; first {where}"
+    trainer = saver.trainer
     if trainer.config.train.on_nonfinite == "stop":
-        hint = "the last checkpoint is kept; lower optimizer.lr, look at the samples, or "
-        raise failed(message, hint + "set train.on_nonfinite = 'skip'")
+        saver.wait()
+        hint = "lower optimizer.lr, look at the samples, or set train.on_nonfinite = 'skip'"
+        raise failed(message, f"{newest_saved(Path(trainer.config.train.output))}; {hint}")
     trainer.step = step.step
     if trainer.groups.rank == 0:
         sys.stderr.write(f"\nwarning: skipped {message}\n")
