@@ -54,6 +54,7 @@ def train(
     """Train or fine-tune a model from a config or a Hugging Face folder; writes a run folder."""
     from mtcli.core.checkpoint.fine_tuning import source_of
     from mtcli.core.config.errors import collect_errors
+    from mtcli.core.data.vocabulary import with_vocabulary
     from mtcli.core.runtime.attempts import times_restarted
     from mtcli.core.runtime.launch import environment_world
     from mtcli.core.runtime.slurm import require_srun
@@ -64,6 +65,7 @@ def train(
     own = _own_folder(config) if resume or start_over else []
     overrides = [*own, *overrides]
     source = source_of(config, init)
+    overrides = with_vocabulary(source, overrides)
     again = times_restarted() > 0
     start = partial(_require_start, source, overrides, resume or again, start_over or again)
     run, *_ = collect_errors(

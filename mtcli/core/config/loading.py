@@ -71,7 +71,9 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
         table = _without(table, ["train", "steps"])
     if "train.steps" in fields and "optimizer.warmup_steps" not in fields:
         match table:
-            case {"train": {"steps": int(n)}, "optimizer": {"warmup_steps": int(m)}} if 0 < n < m:
+            case {"train": {"steps": n}, "optimizer": {"warmup_steps": int(m)}} if (
+                type(n) is int and 0 < n < m
+            ):
                 return _with(table, ["optimizer", "warmup_steps"], n)
     return table
 

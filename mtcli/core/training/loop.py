@@ -12,6 +12,7 @@ from mtcli.core.checkpoint.progress import planned_samples
 from mtcli.core.config.errors import collect_errors, failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
+from mtcli.core.data.vocabulary import describe_vocabulary
 from mtcli.core.parallel.groups import Axis, Groups, world_axis
 from mtcli.core.parallel.together import together
 from mtcli.core.runtime.attempts import Attempt
@@ -113,7 +114,7 @@ def _train(
         sys.stderr.write(f"{note}\n")
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     saves = SaveSchedule(config.train)
-    about = loader.batches.describe()
+    about = describe_vocabulary(config) | loader.batches.describe()
     log.begin(runtime, trainer.state_bytes(), str(start), about | {"saves": str(saves)})
     stopped, timer = False, StepTimer(runtime.recorder, world.rank, world.size)
     next_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
