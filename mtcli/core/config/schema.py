@@ -243,6 +243,8 @@ class TrainConfig(Section):
     """ranks compare every collective (op, number, shape, dtype, line) before it runs; slow"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """what happens when a loss or gradient is not finite, once its origin is named"""
+    max_skips: Positive = 100
+    """skip: batches in a row that may be skipped; after so many the run ends, with exit 1"""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """experiment trackers; a missing or offline tracker never stops a run"""
 

@@ -193,6 +193,11 @@ class LiveArray:
                 continue
             if step.outcome != "updated":
                 seat.samples.skip(step.step, step.outcome)
+            if (skips := seat.samples.faults_in_a_row(step.step)) >= self.shape.train.max_skips:
+                message = f"step {step.step}: {skips:,} batches in a row were skipped"
+                self._end(seat, "diverged", message)
+                ended.append(index)
+                continue
             seat.records.step(
                 step, StepFacts(seat.member.consumed_samples, valid[index], sent, None), self.peak
             )

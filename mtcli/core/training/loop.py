@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from mtcli.core.checkpoint.progress import planned_samples
-from mtcli.core.config.errors import collect_errors, failed
+from mtcli.core.config.errors import MtcliError, collect_errors, failed
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
 from mtcli.core.data.vocabulary import describe_vocabulary
@@ -127,6 +127,9 @@ def _train(
                 _skip(saver, step, first_nonfinite(trainer, loader))
             if step.outcome != "updated":
                 samples.skip(step.step, step.outcome)
+            if samples.faults_in_a_row(step.step) >= config.train.max_skips:
+                saver.wait()
+                raise _too_many_skips(config, step.step)
             valid_loss, apart = None, distance(trainer.exchange)
             if valid and step.step % config.train.eval_every == 0:
                 valid_loss = trainer.evaluate(valid)
@@ -177,3 +180,10 @@ def _skip(saver: Saver, step: Step, where: str) -> None:
     trainer.step = step.step
     if trainer.groups.rank == 0:
         sys.stderr.write(f"\nwarning: skipped {message}\n")
+
+
+def _too_many_skips(config: RunConfig, step: int) -> MtcliError:
+    message = f"step {step}: {config.train.max_skips:,} batches in a row were skipped, as many as "
+    hint = "--resume from it with a lower optimizer.lr, or other data"
+    saved = newest_saved(Path(config.train.output))
+    return failed(f"{message}train.max_skips allows", f"{saved}; {hint}")
