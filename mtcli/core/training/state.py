@@ -99,7 +99,7 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
     """
     output = Path(config.train.output)
     if newest_step(output / CHECKPOINTS, world):
-        checkpoint = open_agreed(output, world)
+        checkpoint = open_agreed(output, world, config.train.init)
 
         def verify() -> None:
             with offering_earlier(checkpoint.folder):
