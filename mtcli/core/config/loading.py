@@ -22,7 +22,7 @@ MAX_PROBLEMS = 100
 FOLLOWS = {  # fields of [model] that `with_model_defaults` derives, and from which
     "num_kv_heads": ("num_heads",),
     "head_dim": ("num_heads", "hidden_size"),
-    "ffn_hidden_size": ("hidden_size",),
+    "ffn_hidden_size": ("hidden_size", "moe_ffn_hidden_size"),
 }
 USUAL_HEAD_DIM = 128  # breaks no rule of its own, where the model's is not known
 
