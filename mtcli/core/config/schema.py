@@ -245,8 +245,16 @@ class TrainConfig(Section):
     """what happens when a loss or gradient is not finite, once its origin is named"""
     max_skips: Positive = 100
     """skip: batches in a row that may be skipped; after so many the run ends, with exit 1"""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """experiment trackers; a missing or offline tracker never stops a run"""
+    tracker_project: PathText | None = None
+    """the trackers' project, or MLflow's experiment [WANDB_PROJECT, or mtcli]"""
+    tracker_entity: PathText | None = None
+    """wandb: the user or team that the project is of [WANDB_ENTITY]"""
+    tracker_name: PathText | None = None
+    """the run's name for trackers [WANDB_NAME, or that of the run folder]"""
+    tracker_tags: tuple[str, ...] = ()
+    """the run's tags for trackers"""
 
 
 class RunConfig(Section):

@@ -71,7 +71,7 @@ class RunRecords:
             self.say(f"note: metrics of steps {step + 1:,} to {last:,} are kept in {aside}")
         if step:
             self.event("resumed", {"step": step, "world": runtime.world})
-        self.trackers = open_trackers(self.config)
+        self.trackers = open_trackers(self.config, step)
 
     def step(self, step: Step, told: StepFacts, peak: float) -> dict[str, Any]:
         """Records a step, and returns its row; `peak` are the FLOP/s of all ranks' devices."""
