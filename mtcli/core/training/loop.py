@@ -25,7 +25,7 @@ from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.rank_times import StepTimer, agreed
 from mtcli.core.training.reselect import adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
-from mtcli.core.training.run_folder import newest_saved
+from mtcli.core.training.run_folder import how_it_goes_on, newest_saved
 from mtcli.core.training.run_lock import PATIENCE, lock_folder
 from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.save import Saver
@@ -184,6 +184,5 @@ def _skip(saver: Saver, step: Step, where: str) -> None:
 
 def _too_many_skips(config: RunConfig, step: int) -> MtcliError:
     message = f"step {step}: {config.train.max_skips:,} batches in a row were skipped, as many as "
-    hint = "--resume from it with a lower optimizer.lr, or other data"
-    saved = newest_saved(Path(config.train.output))
-    return failed(f"{message}train.max_skips allows", f"{saved}; {hint}")
+    hint = f"{how_it_goes_on(Path(config.train.output))}, and a lower optimizer.lr or other data"
+    return failed(f"{message}train.max_skips allows", hint)

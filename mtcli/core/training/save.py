@@ -140,7 +140,8 @@ class Saver:
             good = f"the last good checkpoint is {self.last_good}"
             good = good if self.last_good else "there is no good checkpoint"
             cure = "lower optimizer.lr" if RUINED in self.fault else "free some space"
-            raise failed(f"step {self.step}: {self.fault}", f"{good}; {cure}, and --resume")
+            cure += ", and --resume" if self.last_good else ", and --start-over"
+            raise failed(f"step {self.step}: {self.fault}", f"{good}; {cure}")
 
     def _collect(self, training: bool = True) -> None:
         """Waits for the save in flight and logs how it ended; `training` stands still."""

@@ -164,7 +164,7 @@ def test_a_run_ends_after_so_many_skips_in_a_row_and_keeps_the_last_good_checkpo
     good = Path(config.train.output) / "checkpoints" / step(2)
     assert code == 1 and text.startswith(
         "error: step 9: 5 batches in a row were skipped, as many as train.max_skips allows\n\n"
-        f"hint: the last good checkpoint is {good}; --resume from it with a lower optimizer.lr"
+        f"hint: the last good checkpoint is {good}: run the same command with --resume, and a "
     )
     assert saved(Path(config.train.output)) == [step(2)]
     failures = [(event["step"], event["last_good"]) for event in events

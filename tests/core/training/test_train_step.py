@@ -189,7 +189,9 @@ def test_a_loop_stops_at_or_skips_steps_that_are_not_finite(tmp_path, choice):
         assert rows[1]["loss"] is None, "JSON has no NaN"
         assert problem.message.startswith("step 3: the checkpoint was not saved (rank 0: ")
         assert problem.message.endswith(" holds a value that is not finite)")
-        assert problem.hint.startswith("there is no good checkpoint; lower optimizer.lr, and")
+        assert problem.hint.startswith(
+            "there is no good checkpoint; lower optimizer.lr, and --start"
+        )
         return
     assert problem.message.startswith("step 2: loss nan, gradient norm nan; first ")
     assert problem.hint.startswith("no checkpoint is saved yet; lower optimizer.lr, look at")
