@@ -315,6 +315,15 @@ def test_all_models_of_a_sweep_save_by_the_clock_of_rank_0(nproc, tmp_path):
     assert dict(saved_steps(tmp_path / "out")) == {"lr=0.001": [3, 5], "lr=0.01": [3, 5]}
 
 
+def test_a_model_that_only_skips_ends_and_the_others_go_on(tmp_path):
+    skipping = {"steps": 6, "on_nonfinite": "skip", "max_skips": 3, "precision": "fp32"}
+    config = write_run(tmp_path, train=skipping, optimizer={"warmup_steps": 0})
+    done = sweep(config, "--vary", "optimizer.lr=1e-3,1e38")
+    assert done.returncode == 0, done.stderr
+    assert "lr=1e+38: diverged, step 4: 3 batches in a row were skipped" in done.stderr
+    assert dict(saved_steps(tmp_path / "out"))["lr=0.001"] == [6]
+
+
 def saves_fail_at_step_two(rank):
     def save(root, step, *arguments, **options):
         if step == 2:
