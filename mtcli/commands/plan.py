@@ -111,10 +111,12 @@ def plan(
             _require_none("--validate", given_flags(context, OF_PLANS))
             return _validate(validate, json_out, plot)
         from mtcli.core.checkpoint.fine_tuning import source_of
+        from mtcli.core.data.vocabulary import with_vocabulary
         from mtcli.core.plan.answer import answer, read_request
 
         source = source_of(_source(config, rank, dry_run))
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
+        overrides = with_vocabulary(source, overrides)
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
         planned = answer(read_request(source, wanted, fixed, gpus, device, not no_calibrate), top)
     counted = None

@@ -56,8 +56,10 @@ def profile(
         return _show_run(config, report, plot, json_out)
     from mtcli.core.checkpoint.fine_tuning import source_of
     from mtcli.core.config.rules import load_checked
+    from mtcli.core.data.vocabulary import with_vocabulary
 
-    run = load_checked(source_of(config), overrides, num_ranks(nproc))
+    source = source_of(config)
+    run = load_checked(source, with_vocabulary(source, overrides), num_ranks(nproc))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes on stderr
     total = run.train.model_copy(update={"steps": max(run.train.steps, warmup + steps + 1)})
     run = run.model_copy(update={"train": total})

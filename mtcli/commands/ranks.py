@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from mtcli.core.config.model import ModelConfig
     from mtcli.core.config.schema import TrainConfig
     from mtcli.core.runtime.launch import Runtime
+    from mtcli.core.runtime.worker_errors import GoesOn
 
 Result = TypeVar("Result")
 # What a forward pass reads, and the micro-batch that a layout's rules are about.
@@ -39,15 +40,20 @@ def run_ranks(
     train: "TrainConfig",
     work: "Callable[[Runtime], Result]",
     max_restarts: int = 0,
+    goes_on: "GoesOn | None" = None,
 ) -> Result | None:
     """Runs `work(runtime)` and returns this rank's result. Where no launcher has started this
-    process, runs the same command line in `nproc` workers, and returns None when they are done."""
-    from mtcli.core.runtime.launch import bring_up, environment_world, launch
+    process, runs the same command line in `nproc` workers, and returns None when they are done.
 
+    `goes_on` gives the hint after a fault of a rank: to run it again, where nothing is saved."""
+    from mtcli.core.runtime.launch import bring_up, environment_world, launch
+    from mtcli.core.runtime.worker_errors import again
+
+    goes_on = goes_on or again
     if environment_world() is None:
-        launch(nproc, sys.argv[1:], max_restarts)
+        launch(nproc, sys.argv[1:], max_restarts, goes_on)
         return None
-    settings = train.matmul, train.debug_collectives, train.cuda_graphs
+    settings = train.matmul, train.debug_collectives, train.cuda_graphs, goes_on
     with bring_up(train.device, train.timeout, *settings) as runtime:
         return work(runtime)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Output = Annotated[
     str, typer.Option("--output", metavar="DIR", help="where each trial has a run folder")
 ]
+GOES_ON = "what models have saved is kept: run the same command with --resume"
 Vary = Annotated[
     list[str],
     typer.Option(
@@ -130,7 +131,8 @@ def sweep(
             _report(sweep, json_out)
         return finished
 
-    if run_ranks(nproc, plan.trials[0].config.train, work) is False:  # it was told to stop
+    train = plan.trials[0].config.train
+    if run_ranks(nproc, train, work, goes_on=lambda: GOES_ON) is False:  # it was told to stop
         raise KeyboardInterrupt
 
 

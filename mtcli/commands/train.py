@@ -23,6 +23,13 @@ Resume = Annotated[
         help="go on from the newest checkpoint of train.output, or of CONFIG where that is a run",
     ),
 ]
+StartOver = Annotated[
+    bool,
+    typer.Option(
+        "--start-over",
+        help="begin a run anew that has saved no checkpoint to go on from; its records are kept",
+    ),
+]
 MaxRestarts = Annotated[
     int,
     typer.Option(
@@ -39,6 +46,7 @@ def train(
     config: TrainingConfig = None,
     nproc: Nproc = 1,
     resume: Resume = False,
+    start_over: StartOver = False,
     init: InitFrom = None,
     skip_bad: SkipBad = False,
     max_restarts: MaxRestarts = 0,
@@ -46,15 +54,20 @@ def train(
     """Train or fine-tune a model from a config or a Hugging Face folder; writes a run folder."""
     from mtcli.core.checkpoint.fine_tuning import source_of
     from mtcli.core.config.errors import collect_errors
+    from mtcli.core.data.vocabulary import with_vocabulary
     from mtcli.core.runtime.attempts import times_restarted
     from mtcli.core.runtime.launch import environment_world
     from mtcli.core.runtime.slurm import require_srun
+    from mtcli.core.training.run_folder import how_it_goes_on
 
     require_srun(nproc)
     overrides = [*overrides, "data.skip_bad=true"] if skip_bad else overrides
-    overrides = [*_own_folder(config), *overrides] if resume else overrides
+    own = _own_folder(config) if resume or start_over else []
+    overrides = [*own, *overrides]
     source = source_of(config, init)
-    start = partial(_require_start, source, overrides, resume or times_restarted() > 0)
+    overrides = with_vocabulary(source, overrides)
+    again = times_restarted() > 0
+    start = partial(_require_start, source, overrides, resume or again, start_over or again)
     run, *_ = collect_errors(
         lambda: _planned(source, overrides, num_ranks(nproc)),
         *([start] if environment_world() is None else []),  # ranks find out when they start
@@ -66,9 +79,11 @@ def train(
         from mtcli.core.training.loop import train as train_run
 
         measure_peak = partial(peak_flops, run, runtime)
-        return train_run(run, runtime, resume=resume, measure_peak=measure_peak)
+        flags = {"resume": resume, "anew": start_over}
+        return train_run(run, runtime, **flags, measure_peak=measure_peak)
 
-    if run_ranks(nproc, run.train, work, max_restarts) is False:  # it was told to stop
+    goes_on = partial(how_it_goes_on, Path(run.train.output))
+    if run_ranks(nproc, run.train, work, max_restarts, goes_on) is False:  # it was told to stop
         raise KeyboardInterrupt
 
 
@@ -95,7 +110,7 @@ def _planned(source: "str | Table", overrides: list[str], world: int) -> "RunCon
     return with_steps(run, starting_tokenizer(run))
 
 
-def _require_start(source: "str | Table", overrides: list[str], resume: bool) -> None:
+def _require_start(source: "str | Table", overrides: list[str], resume: bool, anew: bool) -> None:
     """Raises MtcliError with all that is wrong with a run's data, folder and first weights."""
     from mtcli.core.checkpoint.fine_tuning import require_weights
     from mtcli.core.config.errors import collect_errors
@@ -110,6 +125,6 @@ def _require_start(source: "str | Table", overrides: list[str], resume: bool) ->
     steps = [
         lambda: require_data(config),
         lambda: require_subset(config),
-        lambda: require_startable(Path(config.train.output), resume),
+        lambda: require_startable(Path(config.train.output), resume, anew),
     ]
     collect_errors(*steps, *([] if resume else [lambda: require_weights(config)]))

@@ -95,6 +95,28 @@ def test_a_rank_killed_in_a_step(drill, undisturbed):
     goes_on(drill, undisturbed(2), 2)
 
 
+def test_a_run_that_dies_before_its_first_save_begins_anew_only_where_that_is_asked_for(
+    drill, undisturbed
+):
+    unsaved = ["train.save_every=1000"]
+    fault = partial(before_step, step=8, act=kill, on=1)
+    run = drill.train(nproc=2, fault=fault, settings=unsaved)
+    assert run.codes == [1, -signal.SIGKILL] and drill.steps() == []
+    again = "hint: no checkpoint is saved yet: run the same command with --start-over\n"
+    assert again in run.errors[0]
+    refused = drill.train("--resume", nproc=2, settings=unsaved)
+    said = f"{drill.output} holds a run that has come to step 7 and saved no checkpoint\n\nhint: "
+    assert refused.codes == [2, 2] and f"{said}--start-over" in refused.errors[0]
+    assert len(drill.losses()) == 7, "and nothing is lost"
+    anew = drill.train("--start-over", nproc=2, settings=unsaved)
+    assert anew.returncode == 0, anew.errors
+    aside = drill.output / "metrics.superseded.jsonl"
+    assert f"note: metrics of steps 1 to 7 are kept in {aside}\n" in anew.stderr
+    assert drill.losses() == undisturbed(2) and aside.read_text().count("\n") == 7
+    finished = drill.train("--start-over", nproc=2, settings=unsaved)
+    assert finished.returncode == 2 and "already holds a run" in finished.stderr
+
+
 REPLICAS = {
     "lsgd": ["sync.method=lsgd", "sync.period=2", "optimizer.name=sgd", "optimizer.momentum=0.9"],
     "diloco": ["sync.method=diloco", "sync.period=2"],

@@ -73,14 +73,14 @@ def test_beside_a_live_run_that_has_saved_nothing_no_other_starts(drill, nproc):
     assert not (drill.output / "run.lock").exists()
 
 
-def test_a_killed_run_that_had_saved_nothing_goes_on_with_one_line_about_it(drill):
+def test_a_killed_run_that_had_saved_nothing_begins_anew_with_one_line_about_it(drill):
     live = start("train", drill.config, fault=partial(paused, step=2, go=drill.folder / "go"))
     until(lambda: len(rows(drill)) == 1)
     os.kill(live.ranks[0].pid, signal.SIGKILL)
     assert live.ended().codes == [-signal.SIGKILL]
     again = launched("train", drill.config)
-    assert again.returncode == 2 and f"{drill.output} already holds a run" in again.stderr
-    resumed = drill.train("--resume")
+    assert again.returncode == 2 and f"{drill.output} holds a run that has come" in again.stderr
+    resumed = drill.train("--start-over")
     assert resumed.codes == [0]
     said = f"note: took over {drill.output} from process {live.ranks[0].pid} on "
     assert resumed.stderr.count(said) == 1

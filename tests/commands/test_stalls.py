@@ -18,8 +18,8 @@ from tiny import write_run
 TIMEOUTS = 3, 12, 48
 AT_ONCE = 30.0  # s: a busy machine takes its time, and a rank that is not ended goes on for longer
 GONE = r"it does not answer \(stopped, dead, or its machine lost\)"
-RESUME = "hint: the last good checkpoint is kept: run the same command with --resume"
-SLOW = rf"\n\n{RESUME}; raise train.timeout \(\d+ s\) if the rank was only slow\n"
+AGAIN = "hint: no checkpoint is saved yet: run the same command with --start-over"
+SLOW = rf"\n\n{AGAIN}; raise train.timeout \(\d+ s\) if the rank was only slow\n"
 
 
 STOPPED = r"error: \w+ number \d+ on \w+ \(ranks? .* has waited for \d+ s on rank 0, at "
@@ -129,7 +129,7 @@ def test_a_rank_that_leaves_without_a_word_is_named(config):
     expected = r"error: \w+ number \d+ on \w+ \(ranks 0, 1\) broke on rank 0, at "
     lost = r"(rank 1 has gone|Connection closed by peer \S+|.*: Connection reset by peer)"
     expected += rf"\w+\.py:\d+ in \w+ \(step \d+\): {lost}; "
-    expected += rf"rank 1 is absent: {GONE}\n\n{RESUME}\n"
+    expected += rf"rank 1 is absent: {GONE}\n\n{AGAIN}\n"
     assert re.fullmatch(expected, error), error
 
 
@@ -144,7 +144,7 @@ def test_ranks_that_wait_for_each_other_are_told_and_how_to_find_out(config):
     both += rf"rank 1 is in {parts[1]}, at test_stalls\.py:\d+ in wait_for_nothing"
     expected = rf"error: ({parts[0]}|{parts[1]}) has waited for \d+ s on rank \d, at "
     expected += rf".* \(step \d+\): no rank is absent, they wait for each other: {both}\n\n"
-    expected += rf"{RESUME}; train.debug_collectives = true names the first call that differs\n"
+    expected += rf"{AGAIN}; train.debug_collectives = true names the first call that differs\n"
     assert re.fullmatch(expected, error), error
 
 

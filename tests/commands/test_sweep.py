@@ -3,6 +3,7 @@
 import fcntl
 import json
 import time
+from itertools import count
 
 import pytest
 from chats import save_model, sums, write_lines
@@ -14,7 +15,7 @@ from mtcli.core.checkpoint.folder import step_folders, step_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import failed
 from mtcli.core.sweep.rules import SMALL_GEMM
-from mtcli.core.training import run_lock
+from mtcli.core.training import run_lock, save_schedule
 from mtcli.core.training import save as saving
 
 RUN = {"train": {"steps": 6, "precision": "fp64", "save_every": 3}}
@@ -298,6 +299,29 @@ def test_trials_on_data_ranks_end_early_where_they_do_on_one(tmp_path):
     one, two = (outcomes(tmp_path / out) for out in ("out1", "out2"))
     assert {name: told[:2] for name, told in two.items()} == {n: t[:2] for n, t in one.items()}
     assert sorted(told[0] for told in two.values())[0::3] == ["diverged", "stopped"]
+
+
+def clock_of_hundred_seconds_a_look(rank):
+    times = count(0.0, 100.0 * (rank == 0))
+    save_schedule.monotonic = lambda: next(times)
+
+
+@pytest.mark.parametrize("nproc", [2, *slow_cases("a sweep", 1)])
+def test_all_models_of_a_sweep_save_by_the_clock_of_rank_0(nproc, tmp_path):
+    config = write_run(tmp_path, train={"steps": 5, "save_minutes": 5, "keep": 0})
+    words = ("--vary", "optimizer.lr=1e-3,1e-2", "--nproc", nproc)
+    done = sweep(config, *words, fault=clock_of_hundred_seconds_a_look)
+    assert done.returncode == 0, done.stderr
+    assert dict(saved_steps(tmp_path / "out")) == {"lr=0.001": [3, 5], "lr=0.01": [3, 5]}
+
+
+def test_a_model_that_only_skips_ends_and_the_others_go_on(tmp_path):
+    skipping = {"steps": 6, "on_nonfinite": "skip", "max_skips": 3, "precision": "fp32"}
+    config = write_run(tmp_path, train=skipping, optimizer={"warmup_steps": 0})
+    done = sweep(config, "--vary", "optimizer.lr=1e-3,1e38")
+    assert done.returncode == 0, done.stderr
+    assert "lr=1e+38: diverged, step 4: 3 batches in a row were skipped" in done.stderr
+    assert dict(saved_steps(tmp_path / "out"))["lr=0.001"] == [6]
 
 
 def saves_fail_at_step_two(rank):

@@ -53,16 +53,18 @@ def weights_hash(base: Checkpoint) -> str:
     return sampled_hash(sorted(base.folder / name for name in base.headers))
 
 
-def with_base(own: Checkpoint, open_base: Open) -> Checkpoint:
-    """The merged model of a run's adapters. Raises MtcliError where their base is gone or changed,
-    or is of another model."""
+def with_base(own: Checkpoint, open_base: Open, moved_to: str | None = None) -> Checkpoint:
+    """The merged model of a run's adapters, whose base is looked for at `moved_to` first. Raises
+    MtcliError where it is gone or changed, or is of another model."""
     assert own.config is not None, "a run has a config"
     record = progress_of(own).base
-    names = [name for name in (own.config.train.init, record and record.path) if name]
+    names = [moved_to, own.config.train.init, record and record.path]
+    names = list(dict.fromkeys(name for name in names if name))
     path = next((Path(name) for name in names if Path(name).exists()), None)
     if path is None:
         message = f"{own.folder} holds adapters of {' or '.join(names) or 'weights'}, which is gone"
-        raise wrong(message, "put it back, or start where its path leads to it", "train.init")
+        hint = "put it back, or start where its path leads to it; train goes on with a base that"
+        raise wrong(message, f"{hint} has moved: --resume --set train.init=FOLDER", "train.init")
     base = base_of(open_base(path))
     if record is not None and weights_hash(base) != record.hash:
         message = f"{own.folder} holds adapters of {path} with the hash {record.hash}, and it has "

@@ -107,7 +107,9 @@ def no_base(lora: LoraConfig) -> MtcliError:
 def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """The fields that shape a model's parameters and differ."""
     shapes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
-    shapes += ("ffn_hidden_size", "vocab_size", "position", "activation")
+    shapes += ("vocab_size", "position", "activation")
+    with_experts = ("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size")
+    shapes += with_experts if ours["num_experts"] else ("ffn_hidden_size",)
     if ours["head"] == theirs["head"]:
         shapes += ("tie_embeddings",)
     return [(name, ours[name], theirs[name]) for name in shapes if ours[name] != theirs[name]]

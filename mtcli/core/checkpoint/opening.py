@@ -152,9 +152,10 @@ def newest_step(root: Path, axis: Axis) -> Path | None:
     return Path(newest) if newest else None
 
 
-def open_agreed(path: Path, axis: Axis) -> Checkpoint:
+def open_agreed(path: Path, axis: Axis, base: str | None = None) -> Checkpoint:
     """Opens the checkpoint in a folder, of a run its newest, as rank 0 finds it. Collective.
 
+    The weights that its adapters are for may have moved to `base`.
     Raises MtcliError on every rank where one cannot open it, or finds another one there.
     """
     own = together(axis, lambda: find_checkpoint(path) if axis.rank == 0 else None)
@@ -163,7 +164,7 @@ def open_agreed(path: Path, axis: Axis) -> Checkpoint:
     if form == "mtcli":
         checkpoint = _open_ours_together(source, axis)
         if _has_adapters(checkpoint):
-            return together(axis, lambda: with_base(checkpoint, open_checkpoint))
+            return together(axis, lambda: with_base(checkpoint, open_checkpoint, base))
         return checkpoint
     checkpoint = together(axis, lambda: _as_rank_0(axis, lambda: open_folder(source)))
     if axis.size > 1:

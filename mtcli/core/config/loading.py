@@ -23,7 +23,7 @@ MAX_PROBLEMS = 100
 FOLLOWS = {  # fields of [model] that `with_model_defaults` derives, and from which
     "num_kv_heads": ("num_heads",),
     "head_dim": ("num_heads", "hidden_size"),
-    "ffn_hidden_size": ("hidden_size",),
+    "ffn_hidden_size": ("hidden_size", "moe_ffn_hidden_size"),
 }
 USUAL_HEAD_DIM = 128  # breaks no rule of its own, where the model's is not known
 
@@ -72,7 +72,9 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
         table = _without(table, ["train", "steps"])
     if "train.steps" in fields and "optimizer.warmup_steps" not in fields:
         match table:
-            case {"train": {"steps": int(n)}, "optimizer": {"warmup_steps": int(m)}} if 0 < n < m:
+            case {"train": {"steps": n}, "optimizer": {"warmup_steps": int(m)}} if (
+                type(n) is int and 0 < n < m
+            ):
                 return _with(table, ["optimizer", "warmup_steps"], n)
     return table
 

@@ -93,7 +93,7 @@ class ModelConfig(Section):
     head_dim: Positive
     """width of a head [hidden_size / num_heads]"""
     ffn_hidden_size: Positive
-    """inner width of the MLP [4 * hidden_size for gpt]"""
+    """inner width of the MLP [4 * hidden_size for gpt, moe_ffn_hidden_size with experts]"""
     vocab_size: Positive
     """number of token ids; padding is derived from tp and never leaks"""
     max_seq_len: Positive
@@ -200,5 +200,7 @@ def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
     if type(hidden) is int and filled.get("activation") != "swiglu":
         filled.setdefault("ffn_hidden_size", 4 * hidden)
     if filled.get("num_experts"):
+        if width := filled.get("moe_ffn_hidden_size"):
+            filled.setdefault("ffn_hidden_size", width)  # of no layer
         filled.setdefault("moe_ffn_hidden_size", filled.get("ffn_hidden_size", 0))
     return filled

@@ -222,7 +222,9 @@ class TrainConfig(Section):
     cuda_graphs: bool = False
     """replay a micro-batch's forward and backward as CUDA graphs; dp alone, no expert capacity"""
     save_every: Whole = 0
-    """steps between checkpoints; 0 saves at the end only"""
+    """steps between checkpoints; 0 saves by time, and at the end"""
+    save_minutes: Annotated[Real, Field(ge=0.0, le=1e6)] = 30.0
+    """minutes from one checkpoint to the next, more where one costs over 1 %; 0 not by time"""
     keep: Whole = 2
     """newest checkpoints kept; 0 keeps all"""
     keep_every: Whole = 0
@@ -241,8 +243,18 @@ class TrainConfig(Section):
     """ranks compare every collective (op, number, shape, dtype, line) before it runs; slow"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """what happens when a loss or gradient is not finite, once its origin is named"""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    max_skips: Positive = 100
+    """skip: batches in a row that may be skipped; after so many the run ends, with exit 1"""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
     """experiment trackers; a missing or offline tracker never stops a run"""
+    tracker_project: PathText | None = None
+    """the trackers' project, or MLflow's experiment [WANDB_PROJECT, or mtcli]"""
+    tracker_entity: PathText | None = None
+    """wandb: the user or team that the project is of [WANDB_ENTITY]"""
+    tracker_name: PathText | None = None
+    """the run's name for trackers [WANDB_NAME, or that of the run folder]"""
+    tracker_tags: tuple[str, ...] = ()
+    """the run's tags for trackers"""
 
 
 class RunConfig(Section):

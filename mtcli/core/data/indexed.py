@@ -222,6 +222,13 @@ def max_token_id(prefix: str | Path) -> int | None:
     return value if type(value) is int else None
 
 
+def tokenizer_size(prefix: str | Path) -> int | None:
+    """The ids of the tokenizer that made the data at `prefix`, where `PREFIX.json` has it."""
+    tokenizer = (describe(prefix) or {}).get("tokenizer")
+    value = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+    return value if type(value) is int and value > 0 else None
+
+
 def tokenizer_folder(prefix: str | Path) -> Path | None:
     """The folder of the tokenizer that made the data at `prefix`, where preprocess left one."""
     folder = with_suffix(prefix, ".tokenizer")

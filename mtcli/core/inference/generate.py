@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import MtcliError, failed, wrong
 from mtcli.core.inference.model import InferenceModel
 from mtcli.core.model.inputs import KVCache
 
@@ -74,7 +74,7 @@ def generate(
     """Generates tokens after a prompt, the same on every rank, up to one of `ends` or max_tokens.
 
     Stops where the model's longest context is full. Raises MtcliError for a prompt that is empty
-    or already longer than that.
+    or already longer than that, and where a model's logits are not finite (exit 1).
     """
     limit = model.max_seq_len
     if not 0 < len(prompt) <= limit:
@@ -84,14 +84,21 @@ def generate(
     cache, new, position = KVCache(), prompt, 0
     for _ in range(max_tokens):
         positions = torch.arange(position, position + len(new))[None]
-        logits = model.next_logits(torch.tensor([new]), positions, cache)[0]
-        token = choose(logits.cpu(), sampling, generator)
+        logits = model.next_logits(torch.tensor([new]), positions, cache)[0].cpu()
+        if not logits.max().isfinite():  # a NaN is the largest
+            raise _ruined(position + len(new) - len(prompt))
+        token = choose(logits, sampling, generator)
         if token in ends:
             return
         yield token
         position, new = position + len(new), [token]
         if position >= limit:
             return
+
+
+def _ruined(count: int) -> MtcliError:
+    message = f"after {count} new tokens the model's logits are not finite, so no token is likelier"
+    return failed(message, "take an earlier checkpoint: weights of this one are NaN or infinite")
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:

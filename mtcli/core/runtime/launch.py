@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from mtcli.core.runtime.attempts import Attempt, alone, keeps_store
 from mtcli.core.runtime.slurm import slurm_task, whole
 from mtcli.core.runtime.worker_errors import (
     LAUNCHED,
+    GoesOn,
+    again,
     end_rank,
     first_failure,
     hand_over,
@@ -58,7 +61,9 @@ def environment_rank(environ: Mapping[str, str] = os.environ) -> int:
     return ranks[0] if ranks else 0
 
 
-def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> None:
+def launch(
+    nproc: int, arguments: list[str], max_restarts: int = 0, goes_on: GoesOn = again
+) -> None:
     """Runs `mtcli <arguments>` in nproc workers and returns when all are done.
 
     With one worker this process becomes it. Raises MtcliError with the first failure's own words.
@@ -69,7 +74,7 @@ def launch(nproc: int, arguments: list[str], max_restarts: int = 0) -> None:
         os.execve(sys.executable, command, os.environ | settings | _RANK_ZERO)
     os.environ.update(settings | {LAUNCHED: "1"})
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
-    _run_workers(nproc, command, max_restarts)
+    _run_workers(nproc, command, max_restarts, goes_on)
 
 
 @contextmanager
@@ -79,19 +84,20 @@ def bring_up(
     matmul: str = "fast",
     debug_collectives: bool = False,
     cuda_graphs: bool = False,
+    goes_on: GoesOn = again,
 ) -> Iterator[Runtime]:
     """Brings up process groups and their watchdog, and gives this process's Runtime.
 
-    A rank that waits for another for `timeout` seconds ends the run. An error inside is handed to
-    our launcher, which reports the first one, once.
+    A rank that waits for another for `timeout` seconds ends the run, with the hint `goes_on`. An
+    error inside is handed to our launcher, which reports the first one, once.
     """
     if not cuda_graphs:
         let_segments_grow()
     try:
         ranks = _ranks(os.environ) or (0, 1, 0, 1)
-        with telling_of_lost_peers(ranks[0]):
+        with telling_of_lost_peers(ranks[0], goes_on):
             runtime, store = _start(ranks, device, timeout, matmul, debug_collectives)
-            with _watched(runtime, store, timeout):
+            with _watched(runtime, store, timeout, goes_on):
                 yield runtime
     except (Exception, KeyboardInterrupt) as error:
         if LAUNCHED in os.environ:
@@ -191,7 +197,9 @@ def _start(
 
 
 @contextmanager
-def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> Iterator[None]:
+def _watched(
+    runtime: Runtime, store: "dist.Store | None", timeout: float, goes_on: GoesOn
+) -> Iterator[None]:
     """Runs the watchdog of this rank, where it has peers."""
     if store is None:
         yield
@@ -202,7 +210,8 @@ def _watched(runtime: Runtime, store: "dist.Store | None", timeout: float) -> It
 
     # A connection of its own: what waits on one holds up every other thread that uses it.
     own = dist.PrefixStore("watch", store.clone())
-    watchdog = Watchdog(runtime.recorder, own, runtime.rank, runtime.world, timeout, end_rank)
+    end = partial(end_rank, goes_on=goes_on)
+    watchdog = Watchdog(runtime.recorder, own, runtime.rank, runtime.world, timeout, end)
     watchdog.start(os.getpid())
     try:
         yield
@@ -290,7 +299,7 @@ def set_gpu_matmul(matmul: str) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def _run_workers(nproc: int, command: list[str], max_restarts: int) -> None:
+def _run_workers(nproc: int, command: list[str], max_restarts: int, goes_on: GoesOn) -> None:
     import logging
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -317,7 +326,7 @@ def _run_workers(nproc: int, command: list[str], max_restarts: int) -> None:
     except SignalException:
         raise KeyboardInterrupt from None
     except ChildFailedError as error:
-        raise first_failure(error) from None
+        raise first_failure(error, goes_on) from None
 
 
 # glibc gives freed blocks back to the system and faults them in again at the next step; keeping

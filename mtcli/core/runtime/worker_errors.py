@@ -9,12 +9,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 from mtcli.core.config.errors import Exit, MtcliError, Problem
+
+GoesOn = Callable[[], str]  # the hint on how to go on after a fault, by what is saved then
 
 LAUNCHED = "MTCLI_LAUNCHED"  # set in workers that report their errors to our own launcher
 
@@ -25,8 +27,13 @@ class LostPeer(MtcliError):
     """Peers of this rank, or the store by which they meet, have gone: another error caused it."""
 
 
+def again() -> str:
+    """Advises to run a command again that saves nothing."""
+    return "run the same command again"
+
+
 @contextmanager
-def telling_of_lost_peers(rank: int) -> Iterator[None]:
+def telling_of_lost_peers(rank: int, goes_on: GoesOn = again) -> Iterator[None]:
     """Turns what torch says of a connection that broke into a LostPeer (exit 1).
 
     The watchdog names collectives of ours that break; this is for what it does not see: ranks that
@@ -46,12 +53,11 @@ def telling_of_lost_peers(rank: int) -> Iterator[None]:
 
         store = "{}, port {}".format(*endpoint(os.environ))
         message = f"rank {rank} does not reach another rank, or the run's store at {store}"
-        hint = "look for the rank that failed first, then --resume"
-        hint = f"the last good checkpoint is kept: {hint}"
+        hint = f"look for the rank that failed first; {goes_on()}"
         raise LostPeer(Problem(f"{message}: {what}", hint), code=Exit.FAILED) from error
 
 
-def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
+def first_failure(error: Any, goes_on: GoesOn = again) -> MtcliError | KeyboardInterrupt:
     """The cause among the failures of a ChildFailedError, in its own words."""
     codes = {failure.exitcode for failure in error.failures.values()}
     if Exit.INTERRUPTED in codes:
@@ -63,8 +69,7 @@ def first_failure(error: Any) -> MtcliError | KeyboardInterrupt:
     cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
     if failure.exitcode < 0:
         cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
-    hint = "the last good checkpoint is kept: run the same command with --resume"
-    return MtcliError(Problem(f"rank {rank} failed: {cause}", hint), code=Exit.FAILED)
+    return MtcliError(Problem(f"rank {rank} failed: {cause}", goes_on()), code=Exit.FAILED)
 
 
 def _consequence(failure: Any) -> tuple[int, int, bool]:
@@ -104,7 +109,9 @@ def hand_over(error: BaseException) -> NoReturn:
     os._exit(error.code if isinstance(error, MtcliError) else Exit.FAILED)
 
 
-def end_rank(error: MtcliError | None, silent: list[int], lost: bool) -> NoReturn:
+def end_rank(
+    error: MtcliError | None, silent: list[int], lost: bool, goes_on: GoesOn = again
+) -> NoReturn:
     """Ends this rank from another thread: with the watchdog's error, or where it has none quietly.
 
     `lost` says that it follows from another rank's error, if that one has left any. Otherwise our
@@ -114,6 +121,9 @@ def end_rank(error: MtcliError | None, silent: list[int], lost: bool) -> NoRetur
     if error is None:
         _leave("", {"code": int(Exit.FAILED), "cause": cause})
     else:
+        (problem,) = error.problems
+        hint = "; ".join(filter(None, [goes_on(), problem.hint]))
+        error = MtcliError(problem._replace(hint=hint), code=error.code)
         sys.stderr.write("\n")  # the progress line is not at its end
         if LAUNCHED not in os.environ:
             sys.stderr.write(f"{error}\n")

@@ -30,6 +30,7 @@ from mtcli.core.training.metrics import RunRecords, StepFacts
 from mtcli.core.training.rank_times import agreed
 from mtcli.core.training.run_lock import lock_folder
 from mtcli.core.training.save import Saver, saving_ranks
+from mtcli.core.training.save_schedule import SaveSchedule
 from mtcli.core.training.state import (
     StartingPoint,
     base_record,
@@ -95,6 +96,7 @@ class LiveArray:
         self.savers = [seat.saver for seat in self.seats]
         self.first_step, self.seconds, self.tokens = self.array.step, 0.0, 0
         self.names = [record.name for record in trials]
+        self.saves, self.save_seconds = SaveSchedule(self.shape.train), 0.0  # of the last saves
 
     def __enter__(self) -> "LiveArray":
         return self
@@ -115,18 +117,17 @@ class LiveArray:
     def train(self, until: int) -> bool:
         """Trains to a step, or until no model is left; returns False where a rank was told to stop.
 
-        Models are saved as a run alone would be: every train.save_every steps, at their last step,
-        and when they are told to stop.
+        Models are saved as a run alone would be: when its schedule says so, at their last step, and
+        when they are told to stop.
         """
         stopped = False
         while self.seats and self.array.step < until and not stopped:
             start = perf_counter()
             steps = self.array.train_step(self.loader)
-            stopped, sent, _ = agreed(self.groups, self.watcher.stops(), self.traffic.taken())
+            told = self.watcher.stops(), self.saves.due_by_time(self.save_seconds)
+            stopped, due, sent, _ = agreed(self.groups, *told, self.traffic.taken())
             ended = self._record(steps, sent // len(steps))
-            train = self.shape.train
-            due = train.save_every and self.array.step % train.save_every == 0
-            if stopped or self.array.step == train.steps or due:
+            if stopped or due or self.saves.due_by_step(self.array.step):
                 self.save()
             if ended:
                 self._leave(ended)
@@ -150,9 +151,12 @@ class LiveArray:
 
     def save(self) -> None:
         """Begins to save every model whose run goes on; where ranks exchange for it, in turn."""
+        start = perf_counter()
         for seat in self.seats:
             if seat.record.status != "diverged":
                 self._save(seat)
+        self.save_seconds = perf_counter() - start
+        self.saves.saved()
 
     def _save(self, seat: Seat) -> None:
         seat.saver.save(progress(seat.member, seat.samples, seat.base))
@@ -189,6 +193,11 @@ class LiveArray:
                 continue
             if step.outcome != "updated":
                 seat.samples.skip(step.step, step.outcome)
+            if (skips := seat.samples.faults_in_a_row(step.step)) >= self.shape.train.max_skips:
+                message = f"step {step.step}: {skips:,} batches in a row were skipped"
+                self._end(seat, "diverged", message)
+                ended.append(index)
+                continue
             seat.records.step(
                 step, StepFacts(seat.member.consumed_samples, valid[index], sent, None), self.peak
             )
@@ -247,8 +256,9 @@ class LiveArray:
 
         def take(config: RunConfig) -> None:
             stack = self.stack.enter_context(ExitStack())
-            notice = stack.enter_context(lock_folder(Path(config.train.output), resume=True))
-            self.locks[Path(config.train.output).name] = stack
+            folder = Path(config.train.output)
+            notice = stack.enter_context(lock_folder(folder, resume=True, anew=True))
+            self.locks[folder.name] = stack
             if notice:
                 self.watcher.say(f"note: {notice}")
 

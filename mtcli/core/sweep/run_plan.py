@@ -11,6 +11,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.epochs import with_steps
 from mtcli.core.data.loader import require_data
 from mtcli.core.data.subset import require_subset
+from mtcli.core.data.vocabulary import with_vocabulary
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder
 from mtcli.core.sweep.rules import require_array
 from mtcli.core.sweep.sampling import SamplingPlan, read_sampler
@@ -22,7 +23,7 @@ class SweepRequest(NamedTuple):
     """The command line of `mtcli sweep`."""
 
     config: str | None
-    overrides: Sequence[str]
+    overrides: list[str]
     output: Path
     vary: Sequence[str] = ()
     random: int | None = None
@@ -73,9 +74,13 @@ def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
         lambda: read_hyperband(request.hyperband),
         lambda: _require_flags(request),
     )
-    source = partial(source_of, request.config, request.init)
+
+    def space_of() -> SweepSpace:
+        source = source_of(request.config, request.init)
+        return SweepSpace(source, with_vocabulary(source, request.overrides), request.output)
+
     (space,) = collect_errors(
-        lambda: SweepSpace(source(), request.overrides, request.output),
+        space_of,
         otherwise=lambda: collect_errors(*flags),
     )
     draws = bool(request.random or request.hyperband)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.synonyms import closest
+from mtcli.core.config.untrusted import open_to_lock
 from mtcli.core.runtime.json_text import json_text
 from mtcli.core.sweep.trials import Varied
 
@@ -62,6 +63,7 @@ class Proposals:
         self.sampler = getattr(optuna.samplers, SAMPLERS[sampling.sampler])
         log, about = output / NAME, {"study_name": STUDY, "direction": "minimize"}
         try:
+            _drop_cut_line(log)
             storage = JournalStorage(JournalFileBackend(str(log)))
             self.study = optuna.create_study(storage=storage, load_if_exists=True, **about)
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -77,14 +79,14 @@ class Proposals:
 
     def done(self) -> list[dict[str, Any]]:
         """The values of the trials that an earlier start has told of."""
-        return [self._values(t.params) for t in self.study.trials if t.state.is_finished()]
+        return [self._values(t.params) for t in self._trials() if t.state.is_finished()]
 
     def ask(self, most: int) -> list[tuple[int, dict[str, Any]]]:
         """The numbers and values of up to `most` trials: those that an earlier start has not told
         of, then new ones; none where all have been proposed."""
-        waiting = [t for t in self.study.trials if t.state.name == "RUNNING"]
+        waiting = [t for t in self._trials() if t.state.name == "RUNNING"]
         proposed = [(trial.number, self._values(trial.params)) for trial in waiting[:most]]
-        left = self.sampling.trials - len(self.study.trials)
+        left = self.sampling.trials - len(self._trials())
         # By how far the study is: one that goes on draws what it would have drawn, and not its
         # first numbers again.
         self.study.sampler = self.sampler(seed=self.sampling.seed + len(self.study.trials))
@@ -92,6 +94,10 @@ class Proposals:
             trial = self.study.ask(self._distributions())
             proposed.append((trial.number, self._values(trial.params)))
         return proposed
+
+    def _trials(self) -> list["optuna.trial.FrozenTrial"]:
+        """The study's trials, without one whose proposal was cut off by the end of its process."""
+        return [t for t in self.study.trials if len(t.params) == len(self.sampling.varied)]
 
     def tell(self, number: int, score: float | None) -> None:
         """Tells the loss of a trial, or that it has none: it diverged."""
@@ -128,3 +134,14 @@ class Proposals:
             else option.range.rounded(params[option.field])
             for option in self.sampling.varied
         }
+
+
+def _drop_cut_line(log: Path) -> None:
+    """Cuts off the last line of a study's log where a process that was killed wrote half of it."""
+    if not log.exists():
+        return
+    with open_to_lock(log) as file:
+        lines = file.read()
+        end = lines.rfind(b"\n") + 1
+        if 0 < end < len(lines):
+            file.truncate(end)

@@ -98,6 +98,15 @@ class ConsumedSamples:
         first, last = (step - 1) * size, step * size - 1
         self.skipped.append(SkippedBatch(step=step, first=first, last=last, why=why))
 
+    def faults_in_a_row(self, step: int) -> int:
+        """Counts the batches up to that of a step that were skipped in turn for their faults."""
+        count = 0
+        for batch in reversed(self.skipped):
+            if batch.why != "fault" or batch.step != step - count:
+                break
+            count += 1
+        return count
+
     def record(self, consumed: int) -> SampleRecord:
         """The record after so many samples; `consumed` never falls."""
         self._draw(consumed)

@@ -1,6 +1,7 @@
 """A run's records: metrics.jsonl, events.jsonl and what experiment trackers are told."""
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from io import TextIOWrapper
@@ -54,7 +55,8 @@ class RunRecords:
         self.behind = False  # records that could not be written
 
     def begin(self, runtime: Runtime, step: int) -> None:
-        """Writes the config, and opens the records without the steps that will be run again."""
+        """Writes the config, and opens the records; those of steps that will be run again are kept
+        in files of their own."""
         if not self.writes:
             return
         with folder_of("train.output", self.folder):
@@ -62,11 +64,14 @@ class RunRecords:
             write_text(self.folder / "config.toml", dump_toml(self.config))
             facts = {"world": runtime.world} | runtime.attempt.record()
             write_text(self.folder / FACTS, json.dumps(facts) + "\n")
-            self.metrics = _truncated(self.folder / METRICS, step)
-            self.events = _truncated(self.folder / EVENTS, step)
+            self.metrics, last = _reopened(self.folder / METRICS, step)
+            self.events, _ = _reopened(self.folder / EVENTS, step)
+        if last:
+            aside = _aside(self.folder / METRICS)
+            self.say(f"note: metrics of steps {step + 1:,} to {last:,} are kept in {aside}")
         if step:
             self.event("resumed", {"step": step, "world": runtime.world})
-        self.trackers = open_trackers(self.config)
+        self.trackers = open_trackers(self.config, step)
 
     def step(self, step: Step, told: StepFacts, peak: float) -> dict[str, Any]:
         """Records a step, and returns its row; `peak` are the FLOP/s of all ranks' devices."""
@@ -150,10 +155,21 @@ def _row(config: RunConfig, step: Step, told: StepFacts, peak: float) -> dict[st
     return row
 
 
-def _truncated(path: Path, step: int) -> Any:
-    """A file of records opened for appending, without the steps that will be run again."""
-    lines = []
-    if path.exists() and step:
-        lines = [line for line, record in step_records(path) if record["step"] <= step]
-    write_text(path, "".join(line + "\n" for line in lines))
-    return TextIOWrapper(append_untrusted(path), encoding="utf-8")
+def _reopened(path: Path, step: int) -> tuple[Any, int]:
+    """A file of records opened for appending, without those of later steps, and the last of these
+    steps or 0: they are appended to another file before."""
+    records = list(step_records(path)) if path.exists() else []
+    later = [(line, record["step"]) for line, record in records if record["step"] > step]
+    if later:
+        with append_untrusted(_aside(path)) as file:
+            file.write("".join(f"{line}\n" for line, _ in later).encode())
+            file.flush()
+            os.fsync(file.fileno())
+    write_text(path, "".join(f"{line}\n" for line, record in records if record["step"] <= step))
+    file = TextIOWrapper(append_untrusted(path), encoding="utf-8")
+    return file, max((of_step for _, of_step in later), default=0)
+
+
+def _aside(path: Path) -> Path:
+    """The file of records of steps that were run again."""
+    return path.with_suffix(f".superseded{path.suffix}")

@@ -70,10 +70,12 @@ def rank_times(sums: list[float]) -> RankTimes | None:
 
 
 def agreed(
-    groups: Groups, stops: bool, sent: int, taken: Sequence[float] = ()
-) -> tuple[bool, int, RankTimes | None]:
-    """Whether any rank stops, so that all leave the loop after the same step; the bytes that all
-    ranks sent for data parallelism; and how long each took, where they tell. Collective."""
-    own = torch.tensor([float(stops), float(sent), *taken], dtype=torch.float64)
-    stopped, total, *of_ranks = all_reduce(own.to(groups.device), groups.world).tolist()
-    return stopped > 0.0, round(total), rank_times(of_ranks)
+    groups: Groups, stops: bool, saves: bool, sent: int, taken: Sequence[float] = ()
+) -> tuple[bool, bool, int, RankTimes | None]:
+    """Whether any rank stops, so that all leave the loop after the same step; whether rank 0 saves;
+    the bytes that all ranks sent for data parallelism; and how long each took, where they tell.
+    Collective."""
+    told = float(stops), float(saves and groups.world.rank == 0), float(sent)
+    own = torch.tensor([*told, *taken], dtype=torch.float64)
+    stopped, saved, total, *of_ranks = all_reduce(own.to(groups.device), groups.world).tolist()
+    return stopped > 0.0, saved > 0.0, round(total), rank_times(of_ranks)

@@ -19,6 +19,25 @@ def holds_run(folder: Path) -> bool:
     return any(path.exists() for path in traces) or bool(step_folders(folder / CHECKPOINTS))
 
 
+def newest_saved(folder: Path) -> str:
+    """Says which checkpoint a run folder has."""
+    saved = step_folders(folder / CHECKPOINTS)
+    return f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint is saved yet"
+
+
+def how_it_goes_on(folder: Path) -> str:
+    """Advises how to go on after a fault."""
+    anew = not step_folders(folder / CHECKPOINTS) and last_step(folder / METRICS)
+    flag = "--start-over" if anew else "--resume"
+    return f"{newest_saved(folder)}: run the same command with {flag}"
+
+
+def last_step(path: Path) -> int:
+    """The last step that METRICS tells of; 0 where there is none."""
+    records = step_records(path) if path.is_file() else ()
+    return max((record["step"] for _, record in records), default=0)
+
+
 def step_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(line, record) of what METRICS or EVENTS tells of a step, without the last line of a killed
     run."""

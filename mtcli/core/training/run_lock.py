@@ -17,11 +17,12 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
+from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import QUIETLY, open_untrusted, parse_json
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder
 from mtcli.core.runtime.attempts import Attempt
-from mtcli.core.training.run_folder import FACTS, holds_run
+from mtcli.core.training.run_folder import FACTS, METRICS, holds_run, last_step
 
 LOCK = "run.lock"
 FIELD = "train.output"
@@ -50,7 +51,7 @@ class Holder(NamedTuple):
         return f"process {self.pid} on {self.host}, since {self.since}"
 
 
-def require_startable(folder: Path, resume: bool) -> None:
+def require_startable(folder: Path, resume: bool, anew: bool = False) -> None:
     """Raises MtcliError where a run could not start in a folder now; takes nothing.
 
     Only a holder that is known to live is refused: `lock_folder` decides on any other.
@@ -61,17 +62,22 @@ def require_startable(folder: Path, resume: bool) -> None:
             if not _is_dying(holder) or monotonic() > end:
                 raise _refusal(folder, holder)
             sleep(0.05)
-        _require_no_run(folder, resume)
+        _require_beginning(folder, resume, anew)
 
 
 @contextmanager
 def lock_folder(
-    folder: Path, resume: bool, attempt: Attempt | None = None, patience: float = 0.0
+    folder: Path,
+    resume: bool,
+    attempt: Attempt | None = None,
+    patience: float = 0.0,
+    anew: bool = False,
 ) -> Iterator[str]:
     """Holds a run folder, which is made where there is none.
 
     Gives a sentence about the holder before, where that has died, or "". Raises MtcliError where
     another run holds the folder, or may, and without `resume` where it holds a run that has ended.
+    A run that has made steps and saved none begins at its first again only with `anew`.
     An attempt goes on from earlier ones of its launch, and waits `patience` seconds for a rank of
     theirs to end: a node that has lost its launcher ends its ranks when their peers have gone.
     """
@@ -81,7 +87,7 @@ def lock_folder(
         own = attempt is not None and is_continued(folder, attempt)
         file, before = _take_in_turn(path, patience if own else 0.0)
     try:
-        _require_no_run(folder, resume or own)
+        _require_beginning(folder, resume or own, anew or own)
         yield f"took over {folder} from {before}, which has died" if before else ""
     finally:
         with suppress(OSError):  # the folder has gone, or its disk
@@ -97,10 +103,19 @@ def is_continued(folder: Path, attempt: Attempt) -> bool:
     return attempt.continues(_record(folder))
 
 
-def _require_no_run(folder: Path, resume: bool) -> None:
-    if holds_run(folder) and not resume:
-        hint = "--resume goes on from it; or set train.output to another folder"
-        raise wrong(f"{folder} already holds a run", hint, FIELD)
+def _require_beginning(folder: Path, resume: bool, anew: bool) -> None:
+    """Raises MtcliError where a folder has a run that may not go on, or not begin anew."""
+    if not holds_run(folder):
+        return
+    other = "or set train.output to another folder"
+    saved = bool(step_folders(folder / CHECKPOINTS))
+    done = 0 if saved else last_step(folder / METRICS)
+    if done and not anew:
+        message = f"{folder} holds a run that has come to step {done:,} and saved no checkpoint"
+        hint = f"--start-over begins it anew, and keeps its records; {other}"
+        raise wrong(message, hint, FIELD)
+    if not resume and (saved or not anew):
+        raise wrong(f"{folder} already holds a run", f"--resume goes on from it; {other}", FIELD)
 
 
 def _record(folder: Path) -> Mapping[str, Any]:

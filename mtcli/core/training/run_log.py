@@ -38,11 +38,13 @@ class RunLog:
         if not self.speaks:
             return
         config, tokens = self.config, self.config.batch.tokens_per_step
+        steps = config.train.steps
         self.records.begin(runtime, self.first_step)
         rows = {
             "model": _model(config),
             "layout": f"{world} ranks: {_axes(config, world)}",
             "step": f"{tokens:,} tokens, {_precision(config, world)}",
+            "run": f"{steps:,} steps, {steps * tokens:,} tokens",
             "sync": _sync(config, world),
             "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
             "from": resumed_from,

@@ -5,10 +5,12 @@ end of the run, comes. The threads of all ranks exchange through process groups 
 no collective of a step uses. A save that fails leaves the run going.
 """
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from time import perf_counter
@@ -31,6 +33,8 @@ from mtcli.core.parallel.tree import Tree, make_tree
 from mtcli.core.training.metrics import RunRecords, SaveRecord
 from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.state import RunState, saved_replicas, shards
+
+RUINED = "holds a value that is not finite"
 
 
 class BackgroundWrite:
@@ -80,6 +84,7 @@ class Saver:
         self.pending: BackgroundWrite | None = None
         self.step = 0  # of the save that is pending, or else of the last one
         self.fault = ""  # of the last save
+        self.stall_seconds = 0.0  # in which training stood still for the last good one
         self.warned: set[str] = set()
 
     def __enter__(self) -> "Saver":
@@ -133,8 +138,10 @@ class Saver:
         self.wait()
         if self.fault:
             good = f"the last good checkpoint is {self.last_good}"
-            hint = f"{good if self.last_good else 'there is no good checkpoint'}; free some space, "
-            raise failed(f"step {self.step}: {self.fault}", hint + "and --resume")
+            good = good if self.last_good else "there is no good checkpoint"
+            cure = "lower optimizer.lr" if RUINED in self.fault else "free some space"
+            cure += ", and --resume" if self.last_good else ", and --start-over"
+            raise failed(f"step {self.step}: {self.fault}", f"{good}; {cure}")
 
     def _collect(self, training: bool = True) -> None:
         """Waits for the save in flight and logs how it ended; `training` stands still."""
@@ -148,13 +155,13 @@ class Saver:
             self.log.save_failed(self.step, self.fault, self.last_good)
             return
         self.fault, self.last_good = "", record.folder
-        stall = record.stall_seconds + (perf_counter() - start) * training
-        self.log.saved(record._replace(stall_seconds=stall))
+        self.stall_seconds = record.stall_seconds + (perf_counter() - start) * training
+        self.log.saved(record._replace(stall_seconds=self.stall_seconds))
 
     def _write(self, taken: HostCopy, step: int, extra: dict[str, Any], stall: float) -> SaveRecord:
         """Writes a snapshot, in the thread: it shares nothing with training but its arguments."""
         start, config, ranks = perf_counter(), self.config, self.ranks
-        device_seconds = save_together(ranks, taken.wait)
+        device_seconds = save_together(ranks, partial(_sound, taken))
         folder = save(
             Path(config.train.output) / CHECKPOINTS,
             step,
@@ -178,6 +185,18 @@ class Saver:
         if text not in self.warned:
             self.warned.add(text)
             self.log.warn(text)
+
+
+def _sound(taken: HostCopy) -> float:
+    """Waits for a snapshot; the seconds that its device took. Raises MtcliError where a value of it
+    is not finite: such a checkpoint would take the place of a good one (0.1 s per GB)."""
+    seconds = taken.wait()
+    for name, tensor, *_ in taken.shards:
+        if tensor.is_floating_point() and tensor.numel():
+            low, high = tensor.aminmax()  # a NaN is both
+            if not math.isfinite(float(low)) or not math.isfinite(float(high)):
+                raise failed(f"{name} {RUINED}")
+    return seconds
 
 
 def saving_ranks(groups: Groups) -> Tree:

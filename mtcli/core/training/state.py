@@ -25,6 +25,7 @@ from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError, Problem
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.indexed import tokenizer_folder
+from mtcli.core.data.vocabulary import vocabulary_notes
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.model import init
@@ -98,7 +99,7 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
     """
     output = Path(config.train.output)
     if newest_step(output / CHECKPOINTS, world):
-        checkpoint = open_agreed(output, world)
+        checkpoint = open_agreed(output, world, config.train.init)
 
         def verify() -> None:
             with offering_earlier(checkpoint.folder):
@@ -118,8 +119,11 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
 
 def starting_notes(config: RunConfig, start: StartingPoint) -> list[str]:
     """Says which parameters another run's weights lack, and begin from the seed, and whether they
-    are the average of replicas that differ. `resume` speaks of a run's own."""
-    if start.checkpoint is None or start.is_own:
+    are the average of replicas that differ; of weights that are the seed's, whether the data uses
+    their vocabulary. `resume` speaks of a run's own."""
+    if start.checkpoint is None:
+        return vocabulary_notes(config)
+    if start.is_own:
         return []
     fresh = ", ".join(sorted(missing_head(start.checkpoint, config.model)))
     notes = [f"note: {fresh} begin from the seed"] if fresh else []

@@ -1,19 +1,42 @@
-"""Experiment trackers, through accelerate's; one that is missing or offline never stops a run."""
+"""Experiment trackers, through accelerate's; one that is missing or offline never stops a run.
 
+A run that goes on is the same run for its trackers: the run folder keeps the id that each knows it
+by. One that begins at step 0 is a new run.
+"""
+
+import json
+import os
+import re
+import secrets
 import sys
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.untrusted import load_json
+from mtcli.core.runtime.atomic_writes import write_text
+
+IDS = "trackers.json"  # of a run folder: each tracker's id of the run
+PROJECT = "mtcli"
 
 
-def open_trackers(config: RunConfig) -> list[Any]:
-    """The trackers of train.trackers that start, each with log(values, step) and finish()."""
-    trackers = []
+def open_trackers(config: RunConfig, step: int) -> list[Any]:
+    """The trackers of train.trackers that start, each with log(values, step) and finish(); of a run
+    that goes on after a step."""
+    trackers, path = [], Path(config.train.output) / IDS
+    known = _known(path) if step else {}
+    ids = dict(known)
     for name in config.train.trackers:
         try:
-            trackers.append(_Quiet(name, _open(name, config)))
+            tracker, ids[name] = _open(name, config, step, known.get(name))
+            trackers.append(_Quiet(name, tracker))
         except Exception as error:  # noqa: BLE001 - whatever a tracker does, the run goes on
             _warn(name, error)
+    if ids:
+        with suppress(OSError):  # a full disk, which the records will tell of
+            write_text(path, json.dumps(ids) + "\n")
     return trackers
 
 
@@ -39,16 +62,66 @@ class _Quiet:
             self.tracker = None
 
 
-def _open(name: str, config: RunConfig) -> Any:
-    from accelerate.tracking import TensorBoardTracker, WandBTracker
+def _open(name: str, config: RunConfig, step: int, known: str | None) -> tuple[Any, str]:
+    """(a tracker that has started, its id of the run), which is `known` where the run goes on."""
+    from accelerate import PartialState
+    from accelerate.tracking import (
+        MLflowTracker,
+        TensorBoardTracker,
+        TrackioTracker,
+        WandBTracker,
+    )
 
-    output = config.train.output
-    if name == "tensorboard":
-        tracker = TensorBoardTracker("events", output)
+    PartialState()  # without which accelerate's trackers but TensorBoard's fail in their first line
+    train = config.train
+    project = train.tracker_project or os.environ.get("WANDB_PROJECT") or PROJECT
+    folder = Path(train.output).name
+    title = train.tracker_name or os.environ.get("WANDB_NAME") or folder
+    about, tags = config.model_dump(mode="json", exclude_none=True), train.tracker_tags
+    if name == "tensorboard":  # which drops what an ended attempt has told of later steps
+        tracker = TensorBoardTracker("events", train.output, purge_step=step + 1)
+        tracker.start()
+        return tracker, "events"
+    if name == "mlflow":
+        tracker = MLflowTracker(
+            project, run_id=known, run_name=title, tags=dict.fromkeys(tags, "true") or None
+        )
+        tracker.start()
+        if known is None:  # it takes no second value of a parameter
+            tracker.store_init_configuration(_flat(about))
+        return tracker, tracker.tracker.info.run_id
+    if name == "trackio":  # which knows a run by its name
+        run = known or train.tracker_name or f"{folder}-{secrets.token_hex(4)}"
+        tracker = TrackioTracker(project, name=run, resume="allow", config=about)
     else:
-        tracker = WandBTracker(output.rstrip("/").rpartition("/")[2], dir=output)
+        run = os.environ.get("WANDB_RUN_ID") or known or secrets.token_hex(4)
+        names = {"name": title, "entity": train.tracker_entity, "tags": list(tags) or None}
+        same = {"id": run, "resume": "allow", "dir": train.output}
+        tracker = WandBTracker(project, config=about, **names, **same)
     tracker.start()
-    return tracker
+    return tracker, run
+
+
+def _known(path: Path) -> dict[str, str]:
+    """The ids of a run folder's trackers; none that is no plain word."""
+    with suppress(MtcliError):
+        ids = load_json(path, "", "", 1 << 16)
+        if isinstance(ids, dict):
+            return {k: v for k, v in ids.items() if _is_plain(v)}
+    return {}
+
+
+def _is_plain(word: Any) -> bool:
+    return isinstance(word, str) and re.fullmatch(r"[\w.-]{1,128}", word) is not None
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A config's fields as section.name."""
+    fields: dict[str, Any] = {}
+    for name, value in table.items():
+        nested = isinstance(value, dict)
+        fields |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return fields
 
 
 def _warn(name: str, error: Exception) -> None:

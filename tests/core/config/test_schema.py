@@ -3,8 +3,10 @@
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from mtcli.core.config.loading import validate
 from mtcli.core.config.model import ModelConfig, with_model_defaults
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.mesh.parameters import parameters
 
 SIZES = {
     "num_layers": 2,
@@ -30,6 +32,23 @@ def test_a_llama_fills_in_llama_s_conventions():
 
 def test_an_architecture_s_default_gives_way_to_a_field():
     assert ModelConfig(norm="rmsnorm", tie_embeddings=False, **SIZES).norm == "rmsnorm"
+
+
+def test_a_mixture_needs_no_width_of_the_mlp_that_it_has_not():
+    """With the width of an expert, `ffn_hidden_size` sizes no tensor and may be left out."""
+    widths = {"moe_ffn_hidden_size": 24, "shared_expert_ffn_hidden_size": 40}
+    for architecture in ("qwen2-moe", "mixtral"):
+        model = ModelConfig(architecture=architecture, **widths, **SIZES)
+        other = ModelConfig(architecture=architecture, ffn_hidden_size=999, **widths, **SIZES)
+        assert parameters(model) == parameters(other)
+    problems = refused({"architecture": "qwen2-moe", "moe_ffn_hidden_size": -1, **SIZES})
+    assert problems == ["model.moe_ffn_hidden_size"]
+    assert refused({"architecture": "mixtral", **SIZES}) == ["model.ffn_hidden_size"]
+
+
+def refused(model):
+    """The fields that a [model] is refused for."""
+    return [problem.field for problem in validate({"model": model})[1]]
 
 
 def test_a_qwen2_moe_has_a_gated_shared_expert_and_query_biases():

@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,6 +172,23 @@ def test_a_prompt_that_does_not_fit_is_an_error_with_both_numbers(model, prompt)
     (problem,) = caught.value.problems
     assert problem.message == f"the prompt has {len(prompt)} tokens and the model takes 1 to 24"
     assert problem.field == "--prompt"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_not_finite_end_the_generation_with_exit_1(model, value, temperature):
+    engine, calls = open_model(model[1], (), ALONE).scorer, iter(range(9))
+
+    def broken(*arguments):
+        logits = engine.next_logits(*arguments)
+        logits[0, 3] = value if next(calls) == 2 else logits[0, 3]
+        return logits
+
+    ruined = SimpleNamespace(max_seq_len=engine.max_seq_len, next_logits=broken)
+    with pytest.raises(MtcliError) as caught:
+        list(generate(ruined, PROMPT, 12, Sampling(temperature), ()))
+    said = "after 2 new tokens the model's logits are not finite, so no token is likelier"
+    assert caught.value.problems[0].message == said and caught.value.code == 1
 
 
 def test_a_model_that_sees_the_future_is_refused_and_can_still_be_proven(model, tmp_path):

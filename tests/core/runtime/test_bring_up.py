@@ -236,6 +236,11 @@ def test_of_several_failures_the_cause_is_told(failures, text, code):
     assert text in str(error) and int(error.code) == code
 
 
+def test_a_rank_that_was_killed_is_told_with_what_is_saved_by_then():
+    error = first_failure(Failures({1: (-9, 5, "")}), lambda: "look there")
+    assert str(error).endswith("rank 1 failed: it was killed by SIGKILL\n\nhint: look there")
+
+
 def test_a_worker_that_was_interrupted_interrupts_the_launcher():
     error = first_failure(Failures({0: (1, 5, LOST), 1: (130, 5, "")}))
     assert isinstance(error, KeyboardInterrupt)
@@ -260,6 +265,8 @@ def test_a_connection_that_breaks_is_told_in_a_line(monkeypatch, error, what):
         raise error
     said = "rank 3 does not reach another rank, or the run's store at node7, port 29500: " + what
     assert caught.value.problems[0].message == said and caught.value.code == 1
+    hint = "look for the rank that failed first; run the same command again"
+    assert caught.value.problems[0].hint == hint
 
 
 def test_an_error_of_another_kind_is_left_alone():

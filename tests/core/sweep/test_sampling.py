@@ -46,6 +46,18 @@ def test_what_was_asked_and_not_told_is_proposed_again(tmp_path):
         proposals(tmp_path, 5, seed="seed=3,5")
 
 
+@pytest.mark.parametrize("left", [1, 2, 20, -1])
+def test_a_study_whose_last_line_was_cut_goes_on_without_it(tmp_path, left):
+    """Optuna says of such a file that it is no log, and all trials would be lost."""
+    asked = proposals(tmp_path, 5).ask(2)
+    log = tmp_path / "optuna.log"
+    *lines, last = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines) + last[:left])
+    again = proposals(tmp_path, 5).ask(2)
+    assert again[0] == asked[0] and len(again) == 2
+    assert log.read_bytes().startswith(b"".join(lines))
+
+
 @pytest.mark.parametrize("text", ["garbage\n{}\n", "{}\n{}\n", "[1]\n[1]\n"])
 def test_a_damaged_study_is_refused(tmp_path, text):
     (tmp_path / "optuna.log").write_text(text)

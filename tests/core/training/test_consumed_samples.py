@@ -270,3 +270,14 @@ def forget_plan(folder):
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["extra"]["samples"]["planned"]
     write_manifest(folder / "manifest.json", manifest)
+
+
+def test_faults_are_counted_from_the_last_update_or_overflow_on():
+    samples = ConsumedSamples.__new__(ConsumedSamples)
+    samples.batch, samples.skipped = run_config(GPT).batch, []
+    counts = {}
+    for step, why in enumerate(["fault", "fault", None, "fault", "overflow", "fault", "fault"], 1):
+        if why:
+            samples.skip(step, why)
+        counts[step] = samples.faults_in_a_row(step)
+    assert counts == {1: 1, 2: 2, 3: 0, 4: 1, 5: 0, 6: 1, 7: 2}

@@ -214,6 +214,30 @@ def test_a_base_that_is_gone_or_changed_is_refused(home):
         open_checkpoint(home / "run")
 
 
+def test_a_run_goes_on_with_a_base_that_has_moved_where_its_weights_are_the_same(home):
+    def settings(name, steps):
+        output = f"train.output={home / name}"
+        return "optimizer.schedule=constant", f"train.steps={steps}", output
+
+    def adapters_of(name):
+        own = open_checkpoint(home / name).adapters.own
+        return own, {name: own.read(name) for name in own.names()}
+
+    save_model(home / "llama")
+    run(config(home, "llama", *settings("whole", 3)))
+    _, expected = adapters_of("whole")
+    run(config(home, "llama", *settings("half", 2)))
+    (home / "llama").rename(home / "elsewhere")
+    moved = config(home, "elsewhere", *settings("half", 3))
+    save_model(home / "other", initializer_range=0.1)
+    with pytest.raises(MtcliError, match=r"holds adapters of .*other with the hash .*it has now"):
+        train(config(home, "other", *settings("half", 3)), ALONE, resume=True, measure_peak=float)
+    train(moved, ALONE, resume=True, measure_peak=lambda: 1e12)
+    own, found = adapters_of("half")
+    assert own.step == 3 and own.extra["base"]["path"] == str(home / "elsewhere")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_adapters_of_another_rank_are_refused(tuned, tmp_path):
     init, output = f"train.init={tuned / 'run'}", f"train.output={tmp_path / 'new'}"
     other = config(tuned, "llama", "lora.rank=2", init, output)

@@ -339,3 +339,56 @@ def test_an_attempt_waits_for_a_rank_of_its_launch_to_end_and_for_no_other(
     threading.Timer(0.2, other.kill).start()
     with lock_folder(tmp_path / "run", False, AGAIN, patience=60.0) as notice:
         assert "which has died" in notice
+
+
+def recorded(folder, *steps):
+    """A run folder with rows of some steps and no checkpoint."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    return folder
+
+
+def entered(by, folder, **flags):
+    """What is wrong with a folder, or ""."""
+    try:
+        if by is require_startable:
+            require_startable(folder, **flags)
+        else:
+            with lock_folder(folder, **flags):
+                pass
+    except MtcliError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("by", [lock_folder, require_startable])
+def test_a_run_without_a_checkpoint_begins_anew_only_where_that_is_asked_for(by, tmp_path):
+    folder = recorded(tmp_path / "run", 70, 71)
+    for resume in (False, True):
+        said = entered(by, folder, resume=resume)
+        assert f"{folder} holds a run that has come to step 71 and saved no checkpoint" in said
+        assert "\n\nhint: --start-over begins it anew, and keeps its records; or set" in said
+        assert not entered(by, folder, resume=resume, anew=True)
+
+
+@pytest.mark.parametrize("by", [lock_folder, require_startable])
+def test_a_run_that_has_done_no_step_is_resumed_from_its_start(by, tmp_path):
+    folder = recorded(tmp_path / "run")
+    assert "already holds a run" in entered(by, folder, resume=False)
+    assert not entered(by, folder, resume=True) and not entered(by, folder, resume=False, anew=True)
+
+
+@pytest.mark.parametrize("by", [lock_folder, require_startable])
+def test_a_run_with_a_checkpoint_never_begins_anew(by, tmp_path):
+    folder = recorded(tmp_path / "run", 1, 2)
+    (folder / "checkpoints" / "step-00000001").mkdir()
+    said = entered(by, folder, resume=False, anew=True)
+    assert f"{folder} already holds a run" in said and "--resume goes on from it" in said
+    assert not entered(by, folder, resume=True, anew=True)
+
+
+def test_a_restarted_attempt_begins_its_own_run_anew_by_itself(tmp_path):
+    folder = recorded(tmp_path / "run", 3)
+    (folder / "run.json").write_text('{"launch": "a", "job": "b"}')
+    assert not entered(lock_folder, folder, resume=False, attempt=AGAIN)

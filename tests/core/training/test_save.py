@@ -22,7 +22,7 @@ from mtcli.core.checkpoint.async_save import Snapshot
 from mtcli.core.checkpoint.integrity import verify_hashes
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Shard
-from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.errors import MtcliError, failed
 from mtcli.core.data.indexed import token_dtype
 from mtcli.core.training.loop import train
 from mtcli.core.training.run_log import RunLog
@@ -137,6 +137,40 @@ def test_the_stall_is_the_snapshot_and_the_wait_for_the_save_before(config_for, 
     assert (stalls[1] > 0.4) == (not mode), "after the last step nothing stands still"
     text = f"saved {config.train.output}/checkpoints/{step(1)}: {events[0]['bytes']:,} bytes"
     assert f"{text}, training stood still {stalls[0]:.3f} s, written in " in said
+
+
+def ruined_at_4(runtime, output):
+    """Weights of rank 0 become infinite in the fourth step, and from then on all skip."""
+    real = Trainer.train_step
+
+    def train_step(self, loader):
+        step = real(self, loader)
+        if step.step == 4 and runtime.rank == 0:
+            shard = next(iter(self.strategy.shards.values()))
+            shard.tensor.fill_(float("inf"))
+        return step
+
+    Trainer.train_step = train_step
+
+
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"zero": 0}], ids=str)
+def test_a_run_ends_after_so_many_skips_in_a_row_and_keeps_the_last_good_checkpoint(
+    config_for, parallel
+):
+    limits = {"steps": 40, "keep": 1, "on_nonfinite": "skip", "max_skips": 5}
+    config = config_for("run", parallel=parallel, train=limits)
+    answer, events, said = run_ranks(2, told, config, ruined_at_4)[0]
+    text, code = answer
+    good = Path(config.train.output) / "checkpoints" / step(2)
+    assert code == 1 and text.startswith(
+        "error: step 9: 5 batches in a row were skipped, as many as train.max_skips allows\n\n"
+        f"hint: the last good checkpoint is {good}: run the same command with --resume, and a "
+    )
+    assert saved(Path(config.train.output)) == [step(2)]
+    failures = [(event["step"], event["last_good"]) for event in events
+                if event["event"] == "save_failed"]  # fmt: skip
+    assert failures == [(4, str(good)), (6, str(good)), (8, str(good))]
+    assert "holds a value that is not finite" in events[1]["reason"]
 
 
 def full_at_4(runtime, output):
@@ -299,11 +333,20 @@ def test_a_run_killed_while_its_thread_writes_goes_on_from_the_checkpoint_before
     assert found == [("saved", 2), ("resumed", 2), ("saved", 4), ("saved", 6)]
 
 
+def slow_before_an_error(runtime, output):
+    def train_step(self, loader):
+        if self.step == 1:
+            raise failed("the second step")
+        return real(self, loader)
+
+    slow(runtime, output)
+    real, Trainer.train_step = Trainer.train_step, train_step
+
+
 def test_an_error_in_training_waits_for_the_save_in_flight(config_for):
-    wild = {"lr": 1e38, "warmup_steps": 0, "schedule": "constant"}
-    config = config_for("run", optimizer=wild, train={"save_every": 1})
-    (message, code), events, _ = run_ranks(1, told, config, slow)[0]
-    assert code == 1 and message.startswith("error: step 2: loss nan")
+    config = config_for("run", train={"save_every": 1})
+    (message, code), events, _ = run_ranks(1, told, config, slow_before_an_error)[0]
+    assert code == 1 and message.startswith("error: the second step")
     assert [(event["event"], event["step"]) for event in events] == [("saved", 1)]
     verify_hashes(open_checkpoint(Path(config.train.output)))
 

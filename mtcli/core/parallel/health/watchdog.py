@@ -26,7 +26,6 @@ from mtcli.core.parallel.health.flight_recorder import (
     location,
 )
 
-KEPT = "the last good checkpoint is kept: run the same command with --resume"
 NAMED = 4  # ranks that an error describes one by one; the others are counted
 STALL, REPORTER, REPORTED, PROGRESS = "stall", "reporter", "reported", "progress"
 PATIENCE = 20.0  # seconds for a rank whose peer has failed to end by itself
@@ -235,7 +234,7 @@ class Watchdog:
             self.end(error_of(own, answers, self.world, self.timeout), [], True)
         else:
             message = f"rank {self.rank}, at {own.location}, has lost the run's store: its launcher"
-            self.end(failed(f"{message}, or rank 0, has ended", KEPT), [], True)
+            self.end(failed(f"{message}, or rank 0, has ended"), [], True)
 
     def _await(self, condition: Callable[[], bool], seconds: float) -> None:
         """Returns when the condition holds, or after so many seconds."""
@@ -269,8 +268,7 @@ class Watchdog:
             wait, where = self._wait(call), call_site(call.thread)
             message = f"{wait} has waited for {wait.seconds:.0f} s on rank {self.rank}, at {where}"
             message += "; no rank could be asked why: rank 0's store does not answer"
-            hint = "the last good checkpoint is kept: look at rank 0's machine, then use --resume"
-            self.end(failed(message, hint), [], False)
+            self.end(failed(message, "look at rank 0's machine"), [], False)
 
 
 def values_of(store: dist.Store, keys: list[str]) -> list[bytes]:
@@ -309,7 +307,7 @@ def error_of(
         why = re.sub(r"^\[\S+\] ", "", stall.broke.splitlines()[0]).partition(". ")[0]
         head = f"{wait} broke on rank {stall.rank}, at {_location(stall)}: {why}"
         words = [_absence(rank, None, wait) for rank in silent]
-        return failed("; ".join([head, *_at_most_named(words)]), KEPT)
+        return failed("; ".join([head, *_at_most_named(words)]))
     met = _follow(stall, answers)
     roots = [rank for rank in met if rank not in answers or answers[rank].wait is None]
     roots = roots or silent
@@ -323,9 +321,9 @@ def error_of(
         words[0] = f"no rank is absent, they wait for each other: {words[0]}"
     assert stall.wait is not None, "only those who wait lead to others"
     head = f"{stall.wait} has waited for {stall.wait.seconds:.0f} s on rank {stall.rank}"
-    hint = f"{KEPT}; train.debug_collectives = true names the first call that differs"
+    hint = "train.debug_collectives = true names the first call that differs"
     if roots:
-        hint = f"{KEPT}; raise train.timeout ({timeout:g} s) if the rank was only slow"
+        hint = f"raise train.timeout ({timeout:g} s) if the rank was only slow"
     return failed(f"{head}, at {_location(stall)}: {'; '.join(_at_most_named(words))}", hint)
 
 

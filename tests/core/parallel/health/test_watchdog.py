@@ -20,8 +20,7 @@ from mtcli.core.sync.all_reduce import Bucket
 
 TIMEOUT = 0.8
 LONG = 40.0  # s: more than anything here takes, on a busy machine too
-LATE = "the last good checkpoint is kept: run the same command with --resume; raise train.timeout "
-LATE += r"\(0.8 s\) if the rank was only slow"
+LATE = r"raise train.timeout \(0.8 s\) if the rank was only slow"
 
 
 class Ended(threading.Event):
@@ -191,7 +190,7 @@ def test_a_collective_that_breaks_is_explained_before_its_rank_goes_on(tmp_path)
     assert re.fullmatch(
         r"error: all_reduce number 1 on tp \(ranks 0, 1, 2\) broke on rank 0, "
         r"at test_watchdog\.py:\d+ in broken: Connection closed by peer; "
-        r"rank 2 is absent: it does not answer \(stopped, dead, or its machine lost\)\n\nhint: .*",
+        r"rank 2 is absent: it does not answer \(stopped, dead, or its machine lost\)",
         first[0],
     ), first
     assert first[2] < LONG / 2, "two seconds, however long train.timeout is"
@@ -283,7 +282,7 @@ def test_a_rank_whose_store_does_not_answer_speaks_for_itself():
     assert re.fullmatch(
         r"error: all_reduce number 1 on tp \(ranks 0\) has waited for \d+ s on rank 0, at "
         r"threading\.py:\d+ in wait; no rank could be asked why: rank 0's store does not answer\n\n"
-        r"hint: the last good checkpoint is kept: look at rank 0's machine, then use --resume",
+        r"hint: look at rank 0's machine",
         ended.error,
     )
     assert ended.silent == []
@@ -300,7 +299,7 @@ def test_a_collective_that_breaks_with_the_store_names_the_host_of_both():
     assert re.fullmatch(
         r"error: all_reduce number 1 on data \(ranks 0, 1\) broke on rank 1, "
         r"at test_watchdog\.py:\d+ in test_\w+: Connection reset by peer; rank 0 is absent: "
-        r"it does not answer \(stopped, dead, or its machine lost\)\n\nhint: .*--resume",
+        r"it does not answer \(stopped, dead, or its machine lost\)",
         ended.error,
     )
 
@@ -313,7 +312,7 @@ def test_a_rank_that_has_lost_the_store_ends_where_it_is():
     assert ended.wait(LONG)
     assert re.fullmatch(
         r"error: rank 1, at threading\.py:\d+ in wait, has lost the run's store: its launcher, "
-        r"or rank 0, has ended\n\nhint: .*--resume",
+        r"or rank 0, has ended",
         ended.error,
     )
 

@@ -1,0 +1,79 @@
+"""The vocabulary of a model beside that of its data: rows of an embedding that no token uses.
+
+Rows that are never a target are only pushed away, and with a high learning rate the loss has
+spikes. So a preset's vocabulary is a default, which the tokenizer of the data overrides; one that a
+config sets is kept.
+"""
+
+from collections.abc import Sequence
+
+from mtcli.core.config.blend import read_blend
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.loading import Table, preset_names, read_config, read_table, with_overrides
+from mtcli.core.config.schema import RunConfig
+
+
+def with_vocabulary(source: str | Table, overrides: list[str]) -> list[str]:
+    """The overrides of a config, and before them the vocabulary of its data's tokenizer where the
+    model's is that of a preset, which starts from no weights."""
+    try:
+        config, _ = read_config(source, overrides)
+        size = _largest(config) if config else None
+        if (
+            config is None
+            or size is None
+            or config.train.init
+            or not _is_default(source, overrides)
+        ):
+            return overrides
+    except MtcliError:  # what reads them says it, with all else that is wrong
+        return overrides
+    return [f"model.vocab_size={size}", *overrides]
+
+
+def describe_vocabulary(config: RunConfig) -> dict[str, str]:
+    """Lines of a run's header, by name: the model's vocabulary and the data's."""
+    size, ids = _largest(config), config.model.vocab_size
+    if size is None:
+        return {}
+    same = "as many as the data's tokenizer" if size == ids else f"the data's tokenizer {size:,}"
+    return {"vocab": f"{ids:,} ids, {same}"}
+
+
+def vocabulary_notes(config: RunConfig) -> list[str]:
+    """Warns where the data has no use for most of the model's vocabulary, or for half of it."""
+    used, ids = _largest(config, used=True), config.model.vocab_size
+    if used is None or 2 * used > ids:
+        return []
+    size = _largest(config) or used
+    note = f"warning: model.vocab_size={ids}, and the data has ids up to {used - 1}: {ids - used:,}"
+    cure = f"--set model.vocab_size={size}" if size < ids else "preprocess --tokenizer train:N"
+    return [f"{note} rows of the embedding are never used; {cure}"]
+
+
+def _is_default(source: str | Table, overrides: Sequence[str]) -> bool:
+    """Whether a config's vocabulary is that of a preset it names."""
+    is_preset = isinstance(source, str) and source in preset_names()
+    if isinstance(source, str):
+        source = {} if is_preset else read_table(source)
+    model = with_overrides(source, overrides).get("model", {})
+    return (
+        isinstance(model, dict) and "vocab_size" not in model and (is_preset or "preset" in model)
+    )
+
+
+def _largest(config: RunConfig, used: bool = False) -> int | None:
+    """The largest vocabulary of the data's tokenizers, or of the ids that are `used`; None of other
+    formats than tokens, or where a dataset does not tell."""
+    data = config.data
+    if data.format != "tokens" or not data.train:
+        return None
+    from mtcli.core.data.indexed import max_token_id, tokenizer_size  # numpy, for no plan
+
+    words = (data.train, data.valid) if data.valid else (data.train,)
+    sizes = []
+    for prefix in (prefix for each in words for prefix in read_blend(each)[0]):
+        largest = max_token_id(prefix) if used else None
+        sizes.append(tokenizer_size(prefix) if largest is None else largest + 1)
+    known = [size for size in sizes if size is not None]
+    return max(known) if len(known) == len(sizes) else None

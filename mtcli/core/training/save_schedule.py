@@ -1,0 +1,42 @@
+"""When a run saves: after some steps, after some time, and at its end.
+
+A save by time has to be the same step on every rank: rank 0's clock decides, and the exchange that
+ends a step tells the others.
+"""
+
+from time import monotonic
+
+from mtcli.core.config.schema import TrainConfig
+
+SHARE = 0.01  # of a run's time, that saves by time may take at most
+
+
+class SaveSchedule:
+    """The saves of a run that begins now."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.train, self.last = train, monotonic()
+
+    def due_by_step(self, step: int) -> bool:
+        """Whether a run saves after a step, at whatever time."""
+        every = self.train.save_every
+        return step == self.train.steps or (every > 0 and step % every == 0)
+
+    def due_by_time(self, cost_seconds: float) -> bool:
+        """Whether the last save is long ago, by this rank's clock: `train.save_minutes`, and longer
+        where training stood still `cost_seconds` for it."""
+        wait = max(60.0 * self.train.save_minutes, cost_seconds / SHARE)
+        return self.train.save_minutes > 0.0 and monotonic() - self.last >= wait
+
+    def saved(self) -> None:
+        """Counts the time from here on."""
+        self.last = monotonic()
+
+    def __str__(self) -> str:
+        train = self.train
+        times = [f"every {train.save_every:,} steps"] if train.save_every else []
+        if train.save_minutes:
+            rarer = f"rarer where that would take over {SHARE:.0%} of the time"
+            times.append(f"every {train.save_minutes:g} min without another save ({rarer})")
+        kept = f"the newest {train.keep:,}" if train.keep else "all"
+        return f"{', '.join([*times, 'at the end'])}; keeps {kept}"
