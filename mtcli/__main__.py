@@ -10,10 +10,8 @@ from io import TextIOWrapper
 
 import typer
 
-from mtcli.core.config.errors import Exit, MtcliError, Problem
-
-# Names out of files stand in messages: they move no cursor and ring no bell.
-CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+from mtcli.core.config.errors import Exit, MtcliError, Problem, visible
+from mtcli.core.runtime.streams import hold_streams
 
 
 def main() -> None:
@@ -25,12 +23,14 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal that has no such letter gets its code
             stream.reconfigure(errors="backslashreplace")
+    hold_streams()
     code = run(sys.argv[1:])
     try:
-        if sys.stdout is not None:  # None where it was closed, as by `>&-`
-            sys.stdout.flush()
-    except BrokenPipeError:  # the reader left, as `| head` does; nothing more can be written
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stdout.flush()
+    except (BrokenPipeError, MtcliError) as error:  # a reader that left needs no word, as `| head`
+        if isinstance(error, MtcliError):
+            _fail(str(error), error.code)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered is lost
         code = code or Exit.FAILED
     if os.environ.get("WORLD_SIZE", "1") != "1":
         # A rank has said all. About one teardown of the interpreter in ten aborts in a thread of
@@ -62,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _fail(text: str, code: Exit) -> Exit:
-    sys.stderr.write(text.translate(CONTROLS) + "\n")
+    sys.stderr.write(visible(text) + "\n")
     return code
 
 

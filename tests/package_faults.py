@@ -34,7 +34,7 @@ PACKAGE_FAULTS = [
         "        return _fail(str(problem), Exit.DONE)",
         "test_cli.py::test_an_unexpected_exception_is_one_line_and_a_way_to_see_more"),
     Fault("moves the cursor: names out of files on a terminal", "__main__.py",
-        'sys.stderr.write(text.translate(CONTROLS) + "\\n")', 'sys.stderr.write(text + "\\n")',
+        'sys.stderr.write(visible(text) + "\\n")', 'sys.stderr.write(text + "\\n")',
         "test_cli.py::test_a_name_in_an_error_moves_no_cursor"),
     Fault("unrefused: --nproc in a rank that another launcher started", "commands/ranks.py",
         "if nproc > 1 and LAUNCHED not in os.environ:", "if False:",

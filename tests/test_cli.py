@@ -17,8 +17,9 @@ import typer
 from mtcli import cli
 from mtcli.__main__ import _fail, run
 from mtcli.commands.options import ComputeDevice, ConfigFile, JsonOut, Nproc, Overrides
-from mtcli.commands.output import write_json
+from mtcli.commands.output import say, write_json
 from mtcli.core.config.errors import Exit, MtcliError, failed, wrong
+from mtcli.core.runtime.console import print_line, print_table
 
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "rich", "tqdm", "tokenizers")
 
@@ -413,6 +414,35 @@ def test_a_closed_stdout_is_no_traceback():
     program = [sys.executable, "-m", "mtcli", "--version"]
     done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *program], capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "2> >(true)"])
+def test_a_stderr_that_fails_ends_no_work(redirection, tmp_path):
+    (tmp_path / "a.txt").write_text("text\n")
+    words = "preprocess a.txt --output a --tokenizer bytes"
+    command = f"{sys.executable} -m mtcli {words} {redirection}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "a.json").read_text())["documents"] == 1
+
+
+@pytest.mark.parametrize("words", ["--help", "plan --presets", "plan tiny --json -"])
+def test_a_full_stdout_is_an_error_with_its_reason(words):
+    command = f"{sys.executable} -m mtcli {words} > /dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "error: stdout cannot be written: No space left on device" in done.stderr
+    assert "unexpected" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_control_characters_of_names_and_texts_are_shown_by_their_codes(capsys):
+    print_table("\x1b[2Jtitle", ("name", "text"), [["a\x07b", "c\rd"]])
+    print_line("e\x1b]0;f")
+    say("g\x9b31m")
+    out = capsys.readouterr().out
+    assert not set(out) & {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))}
+    for code in ("\\x1b[2J", "a\\x07b", "c\\x0dd", "e\\x1b]0;f", "g\\x9b31m"):
+        assert code in out
 
 
 def test_a_terminal_without_a_letter_gets_its_code():

@@ -17,7 +17,7 @@ from mtcli.commands.options import (
     TextKey,
     refuse_flags,
 )
-from mtcli.commands.output import answer, answering, print_facts
+from mtcli.commands.output import answer, answering, print_facts, say
 
 if TYPE_CHECKING:
     from mtcli.core.curate.engine import Engine
@@ -164,7 +164,7 @@ def curate(
         return
     began = perf_counter()
     with _open_engine(engine, address, request.workers) as opened:
-        report = run(request, opened, lambda line: typer.echo(line, err=True))
+        report = run(request, opened, lambda line: say(line, err=True))
     timing = {"seconds": perf_counter() - began, "workers": request.workers}
     timing |= {"output": str(output)}
     if report["blend"]:
@@ -257,18 +257,18 @@ def _show(report: dict[str, Any], output: Path) -> None:
     print_table("", ("stage", "documents", "left", "removed", "MB left", "why"), rows)
     bad = report["bad_lines"]
     if bad["count"]:
-        typer.echo(f"bad lines left out: {bad['count']:,}, such as {bad['examples'][0]}")
-    typer.echo(
+        say(f"bad lines left out: {bad['count']:,}, such as {bad['examples'][0]}")
+    say(
         f"{report['documents']:,} documents in {len(report['shards'])} shards, "
         f"{report['seconds']:.1f} s"
     )
     for line in report.get("preprocess", ()):
-        typer.echo(line)
+        say(line)
     if report["blend"]:
         for source, facts in report["blend"]["sources"].items():
-            typer.echo(f"{source}: weight {facts['weight']:.5f}, {facts['epochs']:.2f} epochs")
-        typer.echo(f"data.train = {report['data.train']}")
+            say(f"{source}: weight {facts['weight']:.5f}, {facts['epochs']:.2f} epochs")
+        say(f"data.train = {report['data.train']}")
         for kind, what in LEFT_OUT.items():
             if names := report["blend"][kind]:
-                typer.echo(f"note: {', '.join(names)}: {what}", err=True)
-    typer.echo(str(output))
+                say(f"note: {', '.join(names)}: {what}", err=True)
+    say(str(output))

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 
 import typer
 
-from mtcli.core.config.errors import MtcliError
+from mtcli.core.config.errors import MtcliError, visible
 
 P = ParamSpec("P")
 
@@ -49,10 +49,15 @@ def print_facts(rows: dict[str, str]) -> None:
     print_table("", ("", ""), [[name.replace("_", " "), value] for name, value in rows.items()])
 
 
+def say(text: str, err: bool = False) -> None:
+    """Prints a line for people, on stdout or stderr, with its control characters made visible."""
+    typer.echo(visible(text), err=err)
+
+
 def say_wrote(*paths: str | None) -> None:
     """Names the files that were written, on stderr; None stands for one that was not asked for."""
     for path in filter(None, paths):
-        typer.echo(f"wrote {path}", err=True)
+        say(f"wrote {path}", err=True)
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def _console(quiet: bool) -> "tuple[Callable[[str], None], Bar]":
 
     def say(line: str) -> None:
         if not quiet:
-            typer.echo(line, err=True)
+            say(line, err=True)
 
     @contextmanager
     def bar(name: str, total: int) -> "Iterator[Callable[[int], object]]":

@@ -4,6 +4,14 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+_CODES = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+
+
+def visible(text: str) -> str:
+    """Shows control characters other than tabs and line ends by their codes: names and texts out of
+    files move no cursor, ring no bell and hide nothing."""
+    return text.translate(_CODES)
+
 
 class Exit(IntEnum):
     """Exit codes of every command."""

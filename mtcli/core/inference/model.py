@@ -18,7 +18,7 @@ from mtcli.core.checkpoint.huggingface.config_json import GENERATION, NAME, read
 from mtcli.core.checkpoint.integrity import verify_weights
 from mtcli.core.checkpoint.opening import open_agreed
 from mtcli.core.checkpoint.reader import Checkpoint
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import visible, wrong
 from mtcli.core.config.rules import forward_config, require_causal
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import shown
@@ -250,7 +250,7 @@ def open_model(
         require_causal(path, checkpoint.model)
     together(world, lambda: verify_weights(checkpoint, runtime.rank, runtime.world))
     if checkpoint.replicas > 1 and runtime.rank == 0:
-        sys.stderr.write(f"note: {checkpoint.averaging}\n")
+        sys.stderr.write(visible(f"note: {checkpoint.averaging}\n"))
     scorer = open_inference_model(checkpoint, overrides, runtime)
     folder = checkpoint.tokenizer_folder
     tokenizer = None if folder is None else load_tokenizer(folder)

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mtcli.core.config.errors import visible
+
 PROSE = 24  # letters beyond which a cell may go on in the next line
 WORD = 40  # letters of a word, such as a path, beyond which it is broken
 UNITS = "[KMGT]?i?B|ms|us|s"
@@ -41,14 +43,14 @@ def print_table(title: str, columns: Sequence[str], rows: Rows, *, right: bool =
     """
     room, table = width(), _table(columns, rows, right)
     if title:
-        _print(Text(title, style="italic"), room)
+        _print(Text(visible(title), style="italic"), room)
     if _least(table) <= room or len(columns) < 3:
         _print(table, max(room, _least(table)))
         return
     names = [name.replace("\n", " ") for name in columns]
     for number, row in enumerate(rows):
         if number:
-            print_line("")
+            _write("")
         _print(_table(("", ""), list(zip(names, row, strict=True)), right=False), room)
 
 
@@ -56,7 +58,7 @@ def print_line(text: str, indent: str | None = None) -> None:
     """Prints text as it is; with an `indent`, of the lines after the first, it wraps."""
     if indent is not None:
         text = textwrap.fill(text, width(), subsequent_indent=indent, break_long_words=False)
-    sys.stdout.write(text + "\n")
+    _write(visible(text))
 
 
 def _table(columns: Sequence[str], rows: Rows, right: bool) -> Table:
@@ -78,7 +80,7 @@ def _table(columns: Sequence[str], rows: Rows, right: bool) -> Table:
 
 def _joined(cell: str) -> str:
     """A cell whose figures stay beside their units where it wraps."""
-    return re.sub(rf"(?<=\d) (?=(?:{UNITS})\b)", HARD_SPACE, cell)
+    return re.sub(rf"(?<=\d) (?=(?:{UNITS})\b)", HARD_SPACE, visible(cell))
 
 
 def _least(table: Table) -> int:
@@ -93,4 +95,8 @@ def _print(shown: Table | Text, columns: int) -> None:
     with console.capture() as captured:
         console.print(shown)
     for line in captured.get().splitlines():
-        print_line(line.rstrip().replace(HARD_SPACE, " "))
+        _write(line.rstrip().replace(HARD_SPACE, " "))
+
+
+def _write(line: str) -> None:
+    sys.stdout.write(line + "\n")

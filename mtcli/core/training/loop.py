@@ -6,10 +6,8 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-import typer
-
 from mtcli.core.checkpoint.progress import planned_samples
-from mtcli.core.config.errors import MtcliError, collect_errors, failed
+from mtcli.core.config.errors import MtcliError, collect_errors, failed, visible
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
 from mtcli.core.data.vocabulary import describe_vocabulary
@@ -65,7 +63,9 @@ def train(
         if start.step >= config.train.steps:
             if world.rank == 0:
                 done = f"step {start.step} of train.steps={config.train.steps} is done"
-                typer.echo(f"nothing to do: {done}; set more train.steps to go on from {start}")
+                sys.stdout.write(
+                    visible(f"nothing to do: {done}; set more train.steps to go on from {start}\n")
+                )
             return True
         return _train(config, runtime, start, stop, measure_peak)
 
@@ -90,7 +90,7 @@ def _locked(
         checked_later = partial(require_data, config)
         (notice,) = together(world, lambda: collect_errors(take, otherwise=checked_later))
         if notice:
-            sys.stderr.write(f"note: {notice}\n")
+            sys.stderr.write(visible(f"note: {notice}\n"))
         yield
 
 
@@ -111,7 +111,7 @@ def _train(
     start.close()
     adopt_current(loader, config, runtime, trainer.step)
     for note in starting_notes(config, start) if runtime.rank == 0 else ():
-        sys.stderr.write(f"{note}\n")
+        sys.stderr.write(visible(f"{note}\n"))
     log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
     saves = SaveSchedule(config.train)
     about = describe_vocabulary(config) | loader.batches.describe()

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import typer
 from tqdm import tqdm
 
+from mtcli.core.config.errors import visible
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
@@ -51,7 +51,7 @@ class RunLog:
             "output": config.train.output,
         }
         for name, text in (rows | dict(data)).items():
-            typer.echo(f"{name:<7}{text}")
+            sys.stdout.write(visible(f"{name:<7}{text}\n"))
         self.bar = tqdm(
             total=config.train.steps, initial=self.first_step, unit="step", file=sys.stderr
         )
@@ -106,7 +106,7 @@ class RunLog:
     def end(self) -> None:
         """Names what was written last."""
         if self.speaks:
-            typer.echo(f"wrote {self.last_saved or self.config.train.output}")
+            sys.stdout.write(visible(f"wrote {self.last_saved or self.config.train.output}\n"))
 
 
 def _model(config: RunConfig) -> str:
