@@ -11,7 +11,7 @@ from io import TextIOWrapper
 import typer
 
 from mtcli.core.config.errors import Exit, MtcliError, Problem, visible
-from mtcli.core.runtime.streams import hold_streams
+from mtcli.streams import hold_streams
 
 
 def main() -> None:

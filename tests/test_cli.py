@@ -17,7 +17,7 @@ import typer
 from mtcli import cli
 from mtcli.__main__ import _fail, run
 from mtcli.commands.options import ComputeDevice, ConfigFile, JsonOut, Nproc, Overrides
-from mtcli.commands.output import say, write_json
+from mtcli.commands.output import echo, write_json
 from mtcli.core.config.errors import Exit, MtcliError, failed, wrong
 from mtcli.core.runtime.console import print_line, print_table
 
@@ -438,7 +438,7 @@ def test_a_full_stdout_is_an_error_with_its_reason(words):
 def test_control_characters_of_names_and_texts_are_shown_by_their_codes(capsys):
     print_table("\x1b[2Jtitle", ("name", "text"), [["a\x07b", "c\rd"]])
     print_line("e\x1b]0;f")
-    say("g\x9b31m")
+    echo("g\x9b31m")
     out = capsys.readouterr().out
     assert not set(out) & {chr(code) for code in (*range(9), *range(11, 32), *range(127, 160))}
     for code in ("\\x1b[2J", "a\\x07b", "c\\x0dd", "e\\x1b]0;f", "g\\x9b31m"):

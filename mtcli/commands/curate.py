@@ -17,7 +17,7 @@ from mtcli.commands.options import (
     TextKey,
     refuse_flags,
 )
-from mtcli.commands.output import answer, answering, print_facts, say
+from mtcli.commands.output import answer, answering, echo, print_facts
 
 if TYPE_CHECKING:
     from mtcli.core.curate.engine import Engine
@@ -164,7 +164,7 @@ def curate(
         return
     began = perf_counter()
     with _open_engine(engine, address, request.workers) as opened:
-        report = run(request, opened, lambda line: say(line, err=True))
+        report = run(request, opened, lambda line: echo(line, err=True))
     timing = {"seconds": perf_counter() - began, "workers": request.workers}
     timing |= {"output": str(output)}
     if report["blend"]:
@@ -257,18 +257,18 @@ def _show(report: dict[str, Any], output: Path) -> None:
     print_table("", ("stage", "documents", "left", "removed", "MB left", "why"), rows)
     bad = report["bad_lines"]
     if bad["count"]:
-        say(f"bad lines left out: {bad['count']:,}, such as {bad['examples'][0]}")
-    say(
+        echo(f"bad lines left out: {bad['count']:,}, such as {bad['examples'][0]}")
+    echo(
         f"{report['documents']:,} documents in {len(report['shards'])} shards, "
         f"{report['seconds']:.1f} s"
     )
     for line in report.get("preprocess", ()):
-        say(line)
+        echo(line)
     if report["blend"]:
         for source, facts in report["blend"]["sources"].items():
-            say(f"{source}: weight {facts['weight']:.5f}, {facts['epochs']:.2f} epochs")
-        say(f"data.train = {report['data.train']}")
+            echo(f"{source}: weight {facts['weight']:.5f}, {facts['epochs']:.2f} epochs")
+        echo(f"data.train = {report['data.train']}")
         for kind, what in LEFT_OUT.items():
             if names := report["blend"][kind]:
-                say(f"note: {', '.join(names)}: {what}", err=True)
-    say(str(output))
+                echo(f"note: {', '.join(names)}: {what}", err=True)
+    echo(str(output))

@@ -14,7 +14,7 @@ from mtcli.commands.options import (
     given_flags,
     refuse_flags,
 )
-from mtcli.commands.output import answer, answering, say, say_wrote
+from mtcli.commands.output import answer, answering, echo, say_wrote
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import wrong
 
@@ -174,14 +174,14 @@ def eval(
     def work(runtime: "Runtime") -> dict[str, Any] | None:
         from mtcli.core.evaluate.run import evaluate
 
-        return evaluate(request, runtime, lambda line: say(line, err=True))
+        return evaluate(request, runtime, lambda line: echo(line, err=True))
 
     result = run_ranks(nproc, train, work)
     if result is None:  # of a launcher, and of every rank but the first
         return
     if answer(result, json_out):
         _print_table(result["tasks"])
-        say(f"{result['seconds']:.1f} s", err=True)
+        echo(f"{result['seconds']:.1f} s", err=True)
     items_path = str(request.items) if "items" in result else None
     say_wrote(items_path, None if json_out == "-" else json_out)
 

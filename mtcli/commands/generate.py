@@ -13,7 +13,7 @@ from mtcli.commands.options import (
     Overrides,
     given_flags,
 )
-from mtcli.commands.output import answer, answering, say
+from mtcli.commands.output import answer, answering, echo
 from mtcli.commands.ranks import num_ranks, require_model, run_ranks
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 
@@ -94,7 +94,7 @@ def generate(
             return
         answer({"checkpoint": checkpoint, "generated": generated}, json_out)
         for sample in generated if not json_out else ():
-            say(f"{sample['prompt']}{sample['text']}")
+            echo(f"{sample['prompt']}{sample['text']}")
 
     run_ranks(nproc, train, work)
 

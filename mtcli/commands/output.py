@@ -49,7 +49,7 @@ def print_facts(rows: dict[str, str]) -> None:
     print_table("", ("", ""), [[name.replace("_", " "), value] for name, value in rows.items()])
 
 
-def say(text: str, err: bool = False) -> None:
+def echo(text: str, err: bool = False) -> None:
     """Prints a line for people, on stdout or stderr, with its control characters made visible."""
     typer.echo(visible(text), err=err)
 
@@ -57,7 +57,7 @@ def say(text: str, err: bool = False) -> None:
 def say_wrote(*paths: str | None) -> None:
     """Names the files that were written, on stderr; None stands for one that was not asked for."""
     for path in filter(None, paths):
-        say(f"wrote {path}", err=True)
+        echo(f"wrote {path}", err=True)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtcli.commands.options import JsonOut, NoCalibrate, OptionalConfig, Overrides, given_flags
-from mtcli.commands.output import refusing, say, say_wrote, write_json
+from mtcli.commands.output import echo, refusing, say_wrote, write_json
 
 if TYPE_CHECKING:
     from mtcli.core.plan.answer import PlanAnswer
@@ -198,8 +198,8 @@ def _show(
         print_table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
     _show_search(planned)
     if draw:
-        say(planned.drawing_title)
-        say(draw_timeline(planned.drawing, width(DRAWN_WIDTH)))
+        echo(planned.drawing_title)
+        echo(draw_timeline(planned.drawing, width(DRAWN_WIDTH)))
     if ranks:
         print_table(*tables.rank_table(layout))
         for line in tables.group_lines(layout):
@@ -231,19 +231,19 @@ def _validate(path: str, json_out: str | None, plot: str | None) -> None:
 
     records, left_out = read_records(path)
     for line in left_out:
-        say(f"left out record {line}", err=True)
+        echo(f"left out record {line}", err=True)
     scored = score(records)
     data = summarize(scored) | {"left_out": left_out}
     if data["untimed"]:
         which = ", ".join(map(str, data["untimed"]))
-        say(f"no step time printed in record {which}", err=True)
+        echo(f"no step time printed in record {which}", err=True)
     if json_out:
         write_json(data, json_out)
     if json_out != "-":
         columns = ("source", "runs", "median error", "median |error|")
         columns += ("rank by tokens/s", "by time")
         print_table("Predicted against published step times", columns, summary_rows(data))
-        say(memory_line(data))
+        echo(memory_line(data))
     if plot:
         from mtcli.core.profile.render.pictures import save_scatter
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from mtcli.commands.options import Force, JsonOut, Resume, SkipBad, SplitOn, TextKey
-from mtcli.commands.output import answer, answering, print_facts, say
+from mtcli.commands.output import answer, answering, echo, print_facts
 
 InputPaths = Annotated[
     list[str],
@@ -98,7 +98,7 @@ def preprocess(
         max_document_bytes=max_document_bytes,
         sentences=sentences,
     )
-    report = run(request, lambda line: say(line, err=True))
+    report = run(request, lambda line: echo(line, err=True))
     if answer(report, json_out):
         _show(report)
 
@@ -116,4 +116,4 @@ def _show(report: dict[str, Any]) -> None:
         "tokens/s": f"{report['tokens_per_second']:,.0f}",
     }
     print_facts(rows)
-    say("\n".join(report["outputs"]))
+    echo("\n".join(report["outputs"]))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtcli.commands.options import ConfigFile, JsonOut, NoCalibrate, Nproc, Overrides, given_flags
-from mtcli.commands.output import answer, answering, say, say_wrote
+from mtcli.commands.output import answer, answering, echo, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def profile(
         from mtcli.core.profile.measure import measure
 
         if runtime.rank == 0:
-            say(_purpose(run, runtime.world, warmup, steps), err=True)
+            echo(_purpose(run, runtime.world, warmup, steps), err=True)
         measured = measure(run, runtime, warmup, steps)
         if runtime.rank > 0:
             return

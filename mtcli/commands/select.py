@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, Overrides
-from mtcli.commands.output import answer, answering, print_facts, say_wrote
+from mtcli.commands.output import answer, answering, echo, print_facts, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 from mtcli.core.config.errors import collect_errors
 
@@ -153,7 +153,7 @@ def _console(quiet: bool) -> "tuple[Callable[[str], None], Bar]":
 
     def say(line: str) -> None:
         if not quiet:
-            say(line, err=True)
+            echo(line, err=True)
 
     @contextmanager
     def bar(name: str, total: int) -> "Iterator[Callable[[int], object]]":

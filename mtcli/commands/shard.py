@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from mtcli.commands.options import JsonOut, Nproc, Overrides, given_flags
-from mtcli.commands.output import answer, answering, print_facts, say, say_wrote
+from mtcli.commands.output import answer, answering, echo, print_facts, say_wrote
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def _convert(
     from mtcli.core.convert.shard import convert, require_target
 
     require_target(source, target, plan)
-    say(_announcement(source, target, plan, layout), err=True)
+    echo(_announcement(source, target, plan, layout), err=True)
     _finish(convert(source, target, plan), json_out)
     say_wrote(str(target))
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtcli.commands.options import InitFrom, JsonOut, Nproc, Overrides, SkipBad, TrainingConfig
-from mtcli.commands.output import answer, answering, say, say_wrote
+from mtcli.commands.output import answer, answering, echo, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _draw(sweep: "Sweep") -> str | None:
     from mtcli.core.sweep import picture
 
     if find_spec("matplotlib") is None:
-        say("note: no picture without matplotlib: pip install 'mtcli[report]'", err=True)
+        echo("note: no picture without matplotlib: pip install 'mtcli[report]'", err=True)
         return None
     target = sweep.plan.output / picture.NAME
     picture.save_picture(target, sweep.records, sweep.plan.fields)
