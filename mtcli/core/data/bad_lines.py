@@ -22,11 +22,12 @@ class BadLine(Exception):
         super().__init__(reason)
         self.kind, self.reason, self.hint, self.setting = kind, reason, hint, setting
 
-    def hint_of(self, field: str) -> str:
-        """The hint, by the flag or config field that names the file."""
+    def hint_of(self, field: str, others_are_good: bool) -> str:
+        """The hint, by the flag or config field that names the file; where all its lines are bad it
+        is of another shape, and leaving them out leaves nothing."""
         if field.startswith("--"):
             return self.hint
-        return f"{self.hint}{', or ' * bool(self.setting)}{self.setting}{SKIP}"
+        return f"{self.hint}{', or ' * bool(self.setting)}{self.setting}{SKIP * others_are_good}"
 
 
 def read_lines(
@@ -77,10 +78,12 @@ def json_object(line: bytes, hint: str = "mend it") -> dict[str, Any]:
     return record
 
 
-def refusal(faults: Sequence[tuple[str, BadLine]], source: Path, field: str = "") -> MtcliError:
-    """The error of bad lines, each with where it is: FILE:LINE."""
+def refusal(
+    faults: Sequence[tuple[str, BadLine]], source: Path, good: int, field: str = ""
+) -> MtcliError:
+    """The error of bad lines, each with where it is: FILE:LINE; beside them so many are good."""
     problems = [
-        Problem(f"{where}: {fault.reason}", fault.hint_of(field), field)
+        Problem(f"{where}: {fault.reason}", fault.hint_of(field, good > 0), field)
         for where, fault in faults[:NAMED]
     ]
     if len(faults) > NAMED:

@@ -139,7 +139,8 @@ def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
 
     examples, faults = read_lines(path, arrays, field)
     if faults and not tokenize.skip_bad:
-        raise refusal([(f"{path}:{line}", fault) for line, fault in faults], path)
+        bad = [(f"{path}:{line}", fault) for line, fault in faults]
+        raise refusal(bad, path, len(examples))
     if not examples:
         left_out = f": all {len(faults)} lines are bad" if faults else ""
         raise wrong(f"{path} has no example{left_out}", "a line is an example", field)

@@ -90,7 +90,7 @@ def read_race_examples(
                 examples.append(example)
                 ended = [a + b for a, b in zip(ended, truncated, strict=True)]
     if faults and not room.skip_bad:
-        raise refusal(faults, path, field)
+        raise refusal(faults, path, len(examples), field)
     if not examples:
         raise wrong(f"{path} has no question: all {len(faults)} are bad", "mend them", field)
     return Examples(examples, _by_kind(faults), files, (ended[0], ended[1]))
@@ -149,7 +149,7 @@ def read_classes(
     examples = [example._replace(name=str(number)) for number, example in lines]
     faults = [(f"{path}:{number}", fault) for number, fault in numbered]
     if faults and not room.skip_bad:
-        raise refusal(faults, path, field)
+        raise refusal(faults, path, len(examples), field)
     if not examples:
         raise wrong(f"{path} has no example: {len(faults)} lines are bad", LINE, field)
     return Examples(examples, _by_kind(faults), [path])

@@ -66,7 +66,7 @@ class Proposals:
             _drop_cut_line(log)
             storage = JournalStorage(JournalFileBackend(str(log)))
             self.study = optuna.create_study(storage=storage, load_if_exists=True, **about)
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             hint = "remove it, and a new study begins; or name another folder"
             raise wrong(f"{log} is no study of Optuna's: {error}", hint, "--output") from None
         varied = sorted(sampling.varied, key=lambda one: one.field)

@@ -94,6 +94,13 @@ def test_every_bad_line_is_named_by_file_and_number_or_counted(tmp_path, folder)
         assert (count, lines) == (1, [3])
 
 
+def test_a_file_of_another_shape_is_not_to_be_left_out_line_by_line(tmp_path, folder):
+    path = write_lines(tmp_path / "a.jsonl", [{"conversations": []}] * 3)
+    with pytest.raises(MtcliError, match="it has no prompt; its keys are") as caught:
+        read(path, folder)
+    assert "--skip-bad" not in str(caught.value)
+
+
 def test_the_first_bad_lines_are_told_at_once_and_the_rest_counted(tmp_path, folder):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(b"x\n" * 13)
