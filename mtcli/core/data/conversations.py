@@ -5,6 +5,9 @@ latter with `"tools"` where it has any. With a chat template both go through it,
 user's message and a completion as the assistant's; the assistant's tokens count. Without one a
 prompt and a completion are text: the completion's tokens and the end-of-document token count.
 
+A message's `weight` is that of its tokens' losses, a line's that of all of them. Other tools' names
+for a weight of 0 are read too.
+
 What was read of a large file is kept beside it: one process reads it, all others map the result.
 """
 
@@ -12,33 +15,40 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, wrong
-from mtcli.core.config.untrusted import is_text, shown
+from mtcli.core.config.untrusted import is_number, is_text, shown
 from mtcli.core.data.bad_lines import NAMED, BadLine, json_object, read_lines, refusal
-from mtcli.core.data.chat_template import ChatTemplate, TemplateFault
+from mtcli.core.data.chat_template import REASONING, ChatTemplate, TemplateFault
 from mtcli.core.data.samples import kept
 from mtcli.core.data.tokenize import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 WORTH_KEEPING = 1 << 20  # bytes of a file that takes over a second to read
-VERSION = 2  # of how lines become tokens
+VERSION = 3  # of how lines become tokens
+# Whether a message is trained on, as OpenAI, Axolotl and others say it.
+SWITCHES = {"train": True, "training": True, "loss_mask": True, "masked": False}
+MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *SWITCHES}
+MESSAGE_KEYS |= {*REASONING}
+LINE_KEYS = {"messages", "tools", "prompt", "completion", "weight"}
 
 
 class ChatExamples(NamedTuple):
-    """The examples of a file: int32 `tokens` [N] with uint8 `counts` [N], whether a token's loss
-    counts; int64 `ends` [S] of each example in them; int64 `lines` [S], from 1; uint8 `skipped`,
-    a JSON list of (kind, line, reason) of what was left out, and how many by kind."""
+    """The examples of a file: int32 `tokens` [N] with int32 `weight_bits` [N], those of each loss's
+    float32 weight, as kept arrays are integers; int64 `ends` [S] of each example in them; int64
+    `lines` [S], from 1; uint8 `report`, in JSON what was left out by kind, and the keys that
+    nothing reads."""
 
     tokens: np.ndarray
-    counts: np.ndarray
+    weight_bits: np.ndarray
     ends: np.ndarray
     lines: np.ndarray
-    skipped: np.ndarray
+    report: np.ndarray
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -47,7 +57,7 @@ class ChatExamples(NamedTuple):
         """Whether the arrays have the shapes above, and the report can be read."""
         shapes = [array.shape for array in self[:4]]
         count, total = self.ends.size, int(self.ends[-1]) if self.ends.size else 0
-        return shapes == [(total,), (total,), (count,), (count,)] and self.skipped.ndim == 1
+        return shapes == [(total,), (total,), (count,), (count,)] and self.report.ndim == 1
 
     @property
     def lengths(self) -> np.ndarray:
@@ -55,10 +65,28 @@ class ChatExamples(NamedTuple):
         return np.diff(self.ends, prepend=0)
 
     @property
+    def weights(self) -> np.ndarray:
+        """The weight of each token's loss: float32 [N]."""
+        return self.weight_bits.view(np.float32)
+
+    @property
     def skipped_by_kind(self) -> dict[str, tuple[int, list[int]]]:
         """(how many, the first lines) that were left out, by kind of fault."""
-        table = json.loads(self.skipped.tobytes())
+        table = json.loads(self.report.tobytes())["skipped"]
         return {kind: (count, lines) for kind, (count, lines) in table.items()}
+
+    @property
+    def unread_keys(self) -> dict[str, int]:
+        """How many lines have a key, of theirs or of a message, that nothing reads."""
+        return dict(json.loads(self.report.tobytes())["unread"])
+
+
+class ReadLine(NamedTuple):
+    """A line's tokens, the weight of each one's loss, and its keys that nothing reads."""
+
+    tokens: list[int]
+    weights: list[float]
+    unread: set[str]
 
 
 class ExampleTokenizer(NamedTuple):
@@ -69,22 +97,32 @@ class ExampleTokenizer(NamedTuple):
     most: int
     skip_bad: bool
 
-    def __call__(self, line: bytes) -> tuple[list[int], list[bool]]:
-        """(tokens, whether each one's loss counts) of a line. Raises BadLine."""
+    def __call__(self, line: bytes) -> ReadLine:
+        """Reads a line. Raises BadLine."""
+        record = json_object(line)
+        scale = weight_of(record, "the line")
         try:
-            ids, counts = self._encoded(json_object(line))
+            ids, weights = self._encoded(record)
         except MtcliError as error:
             raise BadLine("refused by the tokenizer", error.problems[0].message) from None
         if len(ids) > self.most:
             reason = f"it has {len(ids)} tokens, and batch.seq_len={self.most} is the context"
             hint = f"shorten it, or set batch.seq_len of {len(ids)} or more"
             raise BadLine("longer than the context", reason, hint)
-        counts = [False, *counts[1:]]  # nothing precedes the first token, which would predict it
-        if not any(counts):
-            raise BadLine("nothing to learn", "no token of it is the assistant's")
-        return ids, counts
+        # nothing precedes the first token, which would predict it
+        weights = [0.0, *(scale * weight for weight in weights[1:])]
+        if not any(weights):
+            raise BadLine("nothing to learn", "no token of it is the assistant's and has a weight")
+        return ReadLine(ids, weights, self._unread(record))
 
-    def _encoded(self, record: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
+    def _unread(self, record: Mapping[str, Any]) -> set[str]:
+        """The keys of a line and its messages that neither this nor the template reads."""
+        inner = (m for m in record.get("messages", ()) if "messages" in record)
+        keys = {key for message in inner for key in message} - MESSAGE_KEYS
+        source = self.template.source if self.template else ""
+        return {key for key in keys | (record.keys() - LINE_KEYS) if key not in source}
+
+    def _encoded(self, record: Mapping[str, Any]) -> tuple[list[int], Sequence[float]]:
         if "messages" in record:
             messages = _messages(record["messages"])
             if self.template is None:
@@ -101,7 +139,7 @@ class ExampleTokenizer(NamedTuple):
 
     def _rendered(
         self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: Any
-    ) -> tuple[list[int], list[bool]]:
+    ) -> tuple[list[int], Sequence[float]]:
         if tools is not None and not isinstance(tools, list):
             raise BadLine("wrong tools", f"tools are {shown(tools)}, and should be a list")
         try:
@@ -110,7 +148,20 @@ class ExampleTokenizer(NamedTuple):
             raise BadLine("refused by the chat template", str(fault)) from None
         if not is_text(text):
             raise BadLine("no text", "it has half of a surrogate pair, which is no text")
-        return self.tokenizer.encode_spans(text, spans)
+        weights = [
+            weight_of(message, f"message {number}")
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant"
+        ]
+        if len(weights) != len(spans):
+            if len(set(weights)) > 1:
+                reason = (
+                    f"the chat template marks {len(spans)} spans as the assistant's, and there "
+                )
+                reason += f"are {len(weights)} messages of it, whose weights differ"
+                raise BadLine("weights without a place", reason, "give them one weight")
+            weights = weights[:1] * len(spans)
+        return self.tokenizer.encode_spans(text, spans, weights)
 
 
 def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
@@ -133,9 +184,12 @@ def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExa
 
 
 def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
+    unread: Counter[str] = Counter()
+
     def arrays(line: bytes) -> tuple[np.ndarray, np.ndarray]:
-        tokens, counts = tokenize(line)
-        return np.array(tokens, np.int32), np.array(counts, np.uint8)
+        tokens, weights, keys = tokenize(line)
+        unread.update(keys)
+        return np.array(tokens, np.int32), np.array(weights, np.float32)
 
     examples, faults = read_lines(path, arrays, field)
     if faults and not tokenize.skip_bad:
@@ -149,15 +203,31 @@ def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
         kind: (count, [line for line, fault in faults if fault.kind == kind][:NAMED])
         for kind, count in sorted(by_kind.items())
     }
-    report = np.frombuffer(json.dumps(named).encode(), np.uint8)
-    ids, counts = zip(*(read for _, read in examples), strict=True)
+    told = {"skipped": named, "unread": dict(unread.most_common(NAMED))}
+    report = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    ids, weights = zip(*(read for _, read in examples), strict=True)
     return ChatExamples(
         tokens=np.concatenate(ids),
-        counts=np.concatenate(counts),
+        weight_bits=np.concatenate(weights).view(np.int32),
         ends=np.cumsum([len(tokens) for tokens in ids], dtype=np.int64),
         lines=np.array([number for number, _ in examples], np.int64),
-        skipped=report,
+        report=report,
     )
+
+
+def weight_of(item: Mapping[str, Any], what: str) -> float:
+    """The weight of the losses of a line or a message: its `weight`, or 0 where another tool's
+    switch leaves it out. Raises BadLine where one is no number or no switch."""
+    weight = item.get("weight", 1.0)
+    if not is_number(weight) or not 0.0 <= weight < inf:
+        reason = f"{what} has the weight {shown(weight)}"
+        raise BadLine("wrong weight", reason, "a number of 0 or more")
+    for name, is_on in SWITCHES.items():
+        value = item.get(name, is_on)
+        if value not in (0, 1):
+            raise BadLine("wrong weight", f"{what} has {name}={shown(value)}", "true or false")
+        weight = weight if bool(value) == is_on else 0.0
+    return float(weight)
 
 
 def _prompt_and_completion(record: Mapping[str, Any]) -> tuple[str, str]:

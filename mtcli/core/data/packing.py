@@ -19,6 +19,7 @@ import numpy as np
 from mtcli.core.config.blend import Which, read_blend
 from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.untrusted import listed
 from mtcli.core.data.blend import chosen, split_range
 from mtcli.core.data.chat_template import load_chat_template
 from mtcli.core.data.conversations import ExampleTokenizer, read_examples
@@ -170,10 +171,10 @@ class PackedConversations:
         return out
 
     def loss_weights(self, start: int, count: int) -> np.ndarray:
-        """The weight of each label's loss: float32 [count, seq_len], 1 for the tokens to learn."""
+        """The weight of each label's loss: float32 [count, seq_len]; 0 but for tokens to learn."""
         out = np.zeros((count, self.seq_len + 1), np.float32)
         for row, at, source, tokens in self._placed(start, count):
-            out[row, at] = self.examples[source].counts[tokens]
+            out[row, at] = self.examples[source].weights[tokens]
         return np.ascontiguousarray(out[:, 1:])
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
@@ -206,11 +207,17 @@ class PackedConversations:
             for name, examples in zip(self.prefixes, self.examples, strict=True)
             for kind, (count, named) in examples.skipped_by_kind.items()
         ]
-        return lines | ({"bad": "; ".join(left_out)} if left_out else {})
+        unread = [
+            f"{key!r} of {count:,} lines in {name}"
+            for name, examples in zip(self.prefixes, self.examples, strict=True)
+            for key, count in examples.unread_keys.items()
+        ]
+        lines |= {"bad": "; ".join(left_out)} if left_out else {}
+        return lines | ({"unread": f"nothing reads {listed(unread)}"} if unread else {})
 
     def _tokens_with_loss(self) -> int:
         counts = (
-            np.add.reduceat(examples.counts, examples.ends - examples.lengths, dtype=np.int64)
+            np.add.reduceat(examples.weights > 0, examples.ends - examples.lengths, dtype=np.int64)
             for examples in self.examples
         )
         return sum(int(c[self.number[self.source == i]].sum()) for i, c in enumerate(counts))

@@ -114,20 +114,20 @@ class Tokenizer:
         return begin if ids[: len(begin)] != begin else [], encoded, end
 
     def encode_spans(
-        self, text: str, spans: Sequence[tuple[int, int]]
-    ) -> tuple[list[int], list[bool]]:
-        """Encodes the text of a chat template, special tokens as such, and says of each token
-        whether it is in one of the spans [first, end) of characters: from the token of a span's
-        first character to that of its last.
+        self, text: str, spans: Sequence[tuple[int, int]], weights: Sequence[float]
+    ) -> tuple[list[int], list[float]]:
+        """Encodes the text of a chat template, special tokens as such, and gives each token the
+        weight of the span [first, end) of characters that it is in: from the token of a span's
+        first character to that of its last; 0 outside of all.
         """
         with no_panics("the tokenizer fails on a text"):
             require_measured(self.backend.normalizer, self._growth, text)
             encoded = self._with_specials.encode(text, add_special_tokens=False)
-        inside = [False] * len(encoded.ids)
-        for first, end in spans:
+        of_tokens = [0.0] * len(encoded.ids)
+        for (first, end), weight in zip(spans, weights, strict=True):
             begin, stop = _tokens_of(encoded, first, end)
-            inside[begin:stop] = [True] * (stop - begin)
-        return encoded.ids, inside
+            of_tokens[begin:stop] = [weight] * (stop - begin)
+        return encoded.ids, of_tokens
 
     @cached_property
     def _with_specials(self) -> HfTokenizer:

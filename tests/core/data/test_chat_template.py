@@ -36,7 +36,7 @@ def test_tokens_and_the_assistant_s_are_those_of_transformers(tmp_path, template
         assert text == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         wanted = theirs.apply_chat_template(messages, tools=tools, **options)
-        ids, counts = loaded.encode_spans(text, spans)
+        ids, counts = loaded.encode_spans(text, spans, [1.0] * len(spans))
         assert ids == wanted["input_ids"]
         assert list(map(int, counts)) == wanted["assistant_masks"]
         assert any(counts) and not all(counts)
@@ -123,5 +123,5 @@ def test_the_end_of_document_of_our_own_tokenizers_is_a_token_in_a_template(tmp_
     loaded, chat = ours(tmp_path)
     text, spans = chat.render(TALKS[1])
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALKS[1])["input_ids"]
-    ids, counts = loaded.encode_spans(text, spans)
+    ids, counts = loaded.encode_spans(text, spans, [1.0] * len(spans))
     assert ids == theirs and ids[-1] == loaded.eod_id == 256 and counts[-1]

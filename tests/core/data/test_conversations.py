@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chats import MARKED, sums, talks, tokenizer, write_lines
+from chats import MARKED, PLAIN, sums, talks, tokenizer, write_lines
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data import bad_lines, conversations
@@ -51,7 +51,7 @@ def read(path, *arguments, **options):
 def unpacked(examples):
     bounds = [0, *examples.ends.tolist()]
     for first, end in zip(bounds, bounds[1:], strict=False):
-        yield examples.tokens[first:end].tolist(), examples.counts[first:end].tolist()
+        yield examples.tokens[first:end].tolist(), examples.weights[first:end].tolist()
 
 
 def test_lines_become_the_tokens_that_transformers_gives(tmp_path, folder):
@@ -77,6 +77,77 @@ def test_without_a_template_the_completion_and_the_end_of_document_count(tmp_pat
     write_lines(path, talks(1))
     with pytest.raises(MtcliError, match="a.jsonl:1: it has messages, and the tokenizer has no"):
         read(path, folder, templated=False)
+
+
+FOUR = ("user", "assistant", "user", "assistant")
+
+
+def talk(first, second=None, **others):
+    """A talk of two turns, whose assistant's messages have these keys besides."""
+    keys = ({}, first, {}, second or {})
+    messages = [
+        {"role": role, "content": f"number {i}"} | more
+        for i, (role, more) in enumerate(zip(FOUR, keys, strict=True))
+    ]
+    return {"messages": messages} | others
+
+
+@pytest.fixture(scope="module", params=["marked", "unmarked"])
+def any_folder(request, tmp_path_factory):
+    """A tokenizer's folder whose template has generation markers, or has none."""
+    path = tmp_path_factory.mktemp(request.param)
+    tokenizer({"marked": MARKED, "unmarked": PLAIN}[request.param]).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "first", "second"),
+    [
+        (talk({"weight": 0}), 0, 1),
+        (talk({"train": False}), 0, 1),
+        (talk({"training": False}, {"training": True}), 0, 1),
+        (talk({}, {"loss_mask": 0}), 1, 0),
+        (talk({"loss_mask": 1}, {"masked": True}), 1, 0),
+        (talk({"weight": 0.25}, {"weight": 3}), 0.25, 3),
+        (talk({"weight": 0.5}, weight=0.5), 0.25, 0.5),
+    ],
+    ids=str,
+)
+def test_a_message_s_weight_is_that_of_its_tokens(tmp_path, any_folder, line, first, second):
+    whole = talk({})
+    path = write_lines(tmp_path / "a.jsonl", [line, whole])
+    (ids, weights), (plain, counts) = unpacked(read(path, any_folder))
+    assert ids == plain, "the text is the same"
+    changes = [i for i, (a, b) in enumerate(zip([0, *counts], counts, strict=False)) if a != b]
+    middle = changes[2]  # where the second turn begins
+    assert weights[:middle] == [first * count for count in counts[:middle]]
+    assert weights[middle:] == [second * count for count in counts[middle:]]
+
+
+def test_weights_that_are_none_are_bad_lines_and_a_line_of_weight_0_has_nothing_to_learn(
+    tmp_path, folder
+):
+    lines = [
+        talk({"weight": -1}), talk({"weight": "1"}), talk({"train": "no"}), talk({}, weight=[1]),
+        talk({"weight": 0}, {"weight": 0}), talk({}, weight=0), talk({}),
+    ]  # fmt: skip
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    with pytest.raises(MtcliError) as caught:
+        read(path, folder)
+    said = [problem.message.partition(": ")[2] for problem in caught.value.problems]
+    assert said[:4] == [
+        "message 1 has the weight -1", "message 1 has the weight '1'",
+        "message 1 has train='no'", "the line has the weight [1]",
+    ]  # fmt: skip
+    assert said[4:] == ["no token of it is the assistant's and has a weight"] * 2
+
+
+def test_keys_that_nothing_reads_are_counted_and_named_once(tmp_path):
+    moody = MARKED.replace("m['content']", "(m['content'] ~ m.get('mood', ''))")
+    tokenizer(moody).save_pretrained(tmp_path)
+    lines = [talk({"score": 3, "mood": "!"}, id=7), talk({"score": 1}, source="x"), talk({})]
+    examples = read(write_lines(tmp_path / "a.jsonl", lines), tmp_path)
+    assert examples.unread_keys == {"score": 2, "id": 1, "source": 1}
 
 
 def test_every_bad_line_is_named_by_file_and_number_or_counted(tmp_path, folder):
