@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from command_line import free_port, launched, mtcli, stand_ins, workers_of
 from indexed_dataset import write_dataset
-from marks import slow_cases
+from marks import slow, slow_cases
 from tiny import metrics, write_run
 
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -248,6 +249,19 @@ def wait_for(process, condition, seconds=120.0):
 
 def lines_in(path):
     return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@slow("processes of their own, 7 s: a fork has chosen its temporary folder")
+def test_several_processes_leave_nothing_in_the_temporary_folder(home, tmp_path):
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    settings = [to(tmp_path / "run"), "train.steps=1"]
+    command = [sys.executable, "-m", "mtcli", *words(home, *settings, flags=["--nproc", "2"])]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    left = {path.name for path in temporary.iterdir()}
+    assert left <= {f"mtcli-{os.getuid()}"}, "that is this user's own, until the next boot"
 
 
 def test_torchrun_starts_it_and_bf16_keeps_float32_masters(home, tmp_path):

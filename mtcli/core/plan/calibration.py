@@ -262,7 +262,7 @@ def _measured(file: Path, facts: Facts, measure: Measure) -> Calibration | Failu
 
 @contextmanager
 def _alone() -> Iterator[bool]:
-    """Holds this machine's lock: of two that measure at once, each would see the other's load.
+    """Holds this user's lock: of two that measure at once, each would see the other's load.
 
     False where another process holds it for longer than PATIENCE. The system frees it when its
     holder dies. A machine on which no such file can be made has no lock.
@@ -291,16 +291,10 @@ def _locked(file: int) -> bool:
 
 
 def _lock_file() -> int | None:
-    """Opens a lock file that all users may lock, none may write, and no link redirects."""
+    """Opens a lock file of this user's on this machine, which no other user can hold."""
     with suppress(OSError):
-        path = os.path.join(tempfile.gettempdir(), "mtcli-calibration.lock")
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o444)
-            os.fchmod(file, 0o444)  # whatever the umask is
-            return file
-        except FileExistsError:
-            return os.open(path, flags)
+        path = private_folder() / "calibration.lock"
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     return None
 
 

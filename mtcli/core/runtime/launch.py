@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from tempfile import TemporaryDirectory
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -302,7 +303,7 @@ def set_gpu_matmul(matmul: str) -> None:
 def _run_workers(nproc: int, command: list[str], max_restarts: int, goes_on: GoesOn) -> None:
     import logging
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -311,18 +312,21 @@ def _run_workers(nproc: int, command: list[str], max_restarts: int, goes_on: Goe
 
     logging.disable(logging.ERROR)  # elastic's loggers; what fails comes as an exception
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=f"mtcli-{os.getpid()}",
-        rdzv_backend="loopback",
-        max_restarts=max_restarts,
-        monitor_interval=0.1,
-        signals_to_handle=",".join(number.name for number in STOPS if not _is_ignored(number)),
-    )
     try:
-        elastic_launch(config, command[0])(*command[1:])
+        # Elastic would make a folder of its own for why ranks failed, and leave it.
+        with TemporaryDirectory(prefix="mtcli-") as logs:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=nproc,
+                run_id=f"mtcli-{os.getpid()}",
+                rdzv_backend="loopback",
+                max_restarts=max_restarts,
+                monitor_interval=0.1,
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+                signals_to_handle=",".join(one.name for one in STOPS if not _is_ignored(one)),
+            )
+            elastic_launch(config, command[0])(*command[1:])
     except SignalException:
         raise KeyboardInterrupt from None
     except ChildFailedError as error:
