@@ -75,10 +75,10 @@ def train(
     )
 
     def work(runtime: "Runtime") -> bool:
-        from mtcli.core.profile.measure import peak_flops
+        from mtcli.core.profile.measure import run_peak_flops
         from mtcli.core.training.loop import train as train_run
 
-        measure_peak = partial(peak_flops, run, runtime)
+        measure_peak = partial(run_peak_flops, run, runtime)
         flags = {"resume": resume, "anew": start_over}
         return train_run(run, runtime, **flags, measure_peak=measure_peak)
 

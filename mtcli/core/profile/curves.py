@@ -57,7 +57,7 @@ def curves_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Any]]]:
             "values": [value if math.isfinite(value) else None for value in line.values],
         }
         for name, line in curves.items()
-        if line.steps
+        if any(map(math.isfinite, line.values))
     }
 
 

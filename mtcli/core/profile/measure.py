@@ -179,6 +179,12 @@ def peak_flops(config: RunConfig, runtime: Runtime) -> float:
     return 2.0 * side**3 / min(seconds)
 
 
+def run_peak_flops(config: RunConfig, runtime: Runtime) -> float:
+    """The `peak_flops` of a long run; 0 on a CPU, whose rate at its start says nothing of later:
+    beside other work it made an MFU of 239 %."""
+    return 0.0 if runtime.device.type == "cpu" else peak_flops(config, runtime)
+
+
 def device_name(device: torch.device) -> str:
     """The device's name in plan/hardware.py: "cpu", "h100", ..., or "" for an unlisted board."""
     return "cpu" if device.type == "cpu" else board_name(torch.cuda.get_device_name(device))

@@ -74,7 +74,8 @@ class RunRecords:
         self.trackers = open_trackers(self.config, step)
 
     def step(self, step: Step, told: StepFacts, peak: float) -> dict[str, Any]:
-        """Records a step, and returns its row; `peak` are the FLOP/s of all ranks' devices."""
+        """Records a step, and returns its row; `peak` are the FLOP/s of all ranks' devices, 0 where
+        they are not known."""
         row = _row(self.config, step, told, peak)
         if not self.writes:
             return row
@@ -139,7 +140,7 @@ def _row(config: RunConfig, step: Step, told: StepFacts, peak: float) -> dict[st
         "skipped": step.outcome != "updated",
         "step_seconds": step.seconds,
         "tokens_per_second": tokens / step.seconds,
-        "mfu": flops / step.seconds / peak,
+        "mfu": flops / step.seconds / peak if peak else None,
         "sync_bytes": told.sync_bytes,
     }
     if step.replica_steps:

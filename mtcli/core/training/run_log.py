@@ -1,10 +1,17 @@
-"""Prints a run's numbers before it starts, its progress and its warnings; writes its records."""
+"""Prints a run's numbers before it starts, its progress and its warnings; writes its records.
 
+Progress is a bar on a terminal, and elsewhere a line now and then, of names and values.
+"""
+
+import resource
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from mtcli.core.config.errors import visible
@@ -16,6 +23,9 @@ from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.metrics import RunRecords, SaveRecord, StepFacts
 from mtcli.core.training.step import Step
 
+LINE_SECONDS = 5.0  # between two lines of progress, at least
+BAR = "{percentage:3.0f}% {n_fmt}/{total_fmt} |{bar:6}| {elapsed}<{remaining}{postfix}"
+
 
 class RunLog:
     """Rank 0's records and what it says; the same calls on other ranks say nothing."""
@@ -25,6 +35,7 @@ class RunLog:
         self.peak = peak_flops
         self.records = RunRecords(config, speaks, self._say)
         self.bar: Any = None
+        self.begun_at = self.line_at = 0.0  # of the clock: the first step, and the last line
         self.last_saved: Path | None = None
         self.loss_scale = 1.0  # that was last shown
 
@@ -34,7 +45,7 @@ class RunLog:
         """Says what is about to be done, in numbers, and opens the files; `data` are lines on the
         data by name."""
         world = runtime.world
-        self.flops_per_second = self.peak * world
+        self.flops_per_second, self.device = self.peak * world, runtime.device
         if not self.speaks:
             return
         config, tokens = self.config, self.config.batch.tokens_per_step
@@ -52,9 +63,10 @@ class RunLog:
         }
         for name, text in (rows | dict(data)).items():
             sys.stdout.write(visible(f"{name:<7}{text}\n"))
-        self.bar = tqdm(
-            total=config.train.steps, initial=self.first_step, unit="step", file=sys.stderr
-        )
+        self.begun_at = monotonic()
+        if sys.stderr.isatty():
+            total, first = config.train.steps, self.first_step
+            self.bar = tqdm(total=total, initial=first, bar_format=BAR, file=sys.stderr)
 
     def step(self, step: Step, told: StepFacts) -> None:
         """Records a step."""
@@ -64,18 +76,37 @@ class RunLog:
         if step.outcome == "overflow":
             what = f"gradients overflow at loss scale {step.loss_scale:,g}"
             self.warn(f"step {step.step} skipped, {what}")
-        if step.step % self.config.train.log_every == 0:
-            self.bar.set_postfix_str(self._line(row), refresh=False)
+        is_due = step.step % self.config.train.log_every == 0
+        if self.bar is None:
+            ends = step.step == self.config.train.steps or "valid_loss" in row
+            if ends or (is_due and monotonic() - self.line_at >= LINE_SECONDS):
+                self.line_at = monotonic()
+                self._say(f"step {step.step}/{self.config.train.steps} {self._figures(row)}")
+            return
+        if is_due:
+            self.bar.set_postfix_str(self._figures(row), refresh=False)
         self.bar.update(step.step - self.bar.n)  # draws the line, so it comes last
 
-    def _line(self, row: dict[str, Any]) -> str:
-        """The progress line; the loss scale only where it has changed."""
-        text = f"loss {row['loss']:.4f} lr {row['lr']:.2e} {row['tokens_per_second']:,.0f} tok/s"
-        text += f" mfu {100 * row['mfu']:.1f}%"
+    def _figures(self, row: dict[str, Any]) -> str:
+        """Words a step's record as names and values, what matters first: 80 columns may be all
+        there are. The loss scale only where it has changed."""
+        figures = {"loss": f"{row['loss']:.4f}"}
+        if "valid_loss" in row:
+            figures["valid"] = f"{row['valid_loss']:.4f}"
+        figures["grad_norm"] = f"{row['grad_norm']:.4g}"
+        figures["tokens/s"] = f"{row['tokens_per_second']:.0f}"
+        if row["mfu"] is not None:
+            figures["mfu"] = f"{row['mfu']:.1%}"
+        figures["lr"] = f"{row['lr']:.2e}"
         if row["loss_scale"] != self.loss_scale:
             self.loss_scale = row["loss_scale"]
-            text += f" loss scale {self.loss_scale:,g}"
-        return text + (f" valid {row['valid_loss']:.4f}" if "valid_loss" in row else "")
+            figures["loss_scale"] = f"{self.loss_scale:g}"
+        if self.bar is None:
+            figures["memory_gib"] = f"{_peak_memory(self.device) / 2**30:.2f}"
+            done = row["step"] - self.first_step
+            left = (monotonic() - self.begun_at) / done * (self.config.train.steps - row["step"])
+            figures["left"] = str(timedelta(seconds=round(left)))
+        return " ".join(f"{name} {value}" for name, value in figures.items())
 
     def saved(self, save: SaveRecord) -> None:
         """Records a checkpoint, and how long training stood still for it."""
@@ -100,13 +131,21 @@ class RunLog:
         """Closes the progress line, the files and the trackers."""
         if not self.speaks:
             return
-        self.bar.close()
+        if self.bar is not None:
+            self.bar.close()
         self.records.close()
 
     def end(self) -> None:
         """Names what was written last."""
         if self.speaks:
             sys.stdout.write(visible(f"wrote {self.last_saved or self.config.train.output}\n"))
+
+
+def _peak_memory(device: torch.device) -> int:
+    """The most bytes that this rank has held: of a GPU's memory, or of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _model(config: RunConfig) -> str:

@@ -1,6 +1,7 @@
 """Prints a profile as text: tables for people, and the measured timeline above the planned one."""
 
 from collections.abc import Callable, Iterable, Sequence
+from math import isnan
 
 from mtcli.core.profile.figures import Json, Profile, fullest_stage, planned_memory
 from mtcli.core.runtime.console import print_line, print_table, width
@@ -127,9 +128,10 @@ def run_rows(data: Json) -> list[list[str]]:
         ["tokens", f"{data['tokens']:,}"],
         ["step time, median", f"{seconds:.4g} s ({middle})"],
         ["tokens/s, median", f"{data['tokens_per_second']:,.0f}"],
-        ["MFU, median", f"{data['mfu']:.1%}"],
         ["parameters", f"{data['parameters']:,}"],
     ]
+    if not isnan(data["mfu"]):
+        rows.insert(-1, ["MFU, median", f"{data['mfu']:.1%}"])
     if "loss" in data:
         loss = data["loss"]
         text = f"{loss['first']:.4f} to {loss['last']:.4f}, least {loss['min']:.4f}"
@@ -161,9 +163,10 @@ def show_run(rows: Sequence[Json], data: Json) -> None:
             f"{row['grad_norm']:.4g}",
             f"{row['step_seconds']:.4g} s",
             f"{row['tokens_per_second']:,.0f}",
-            f"{row['mfu']:.1%}",
+            *([] if isnan(data["mfu"]) else [f"{row['mfu']:.1%}"]),
         ]
         for row in picked
     ]
-    columns = ("step", "loss", "gradient norm", "step time", "tokens/s", "MFU")
+    columns = ["step", "loss", "gradient norm", "step time", "tokens/s"]
+    columns += [] if isnan(data["mfu"]) else ["MFU"]
     print_table(f"{len(rows)} steps", columns, cells, right=True)
