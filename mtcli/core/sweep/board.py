@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from tqdm import tqdm
 
+from mtcli.core.config.errors import visible
 from mtcli.core.plan.hardware import gib
 from mtcli.core.sweep.record import TrialRecord
 
@@ -55,9 +56,9 @@ class Board:
         if not self.speaks:
             return
         if self.live:
-            self.live.console.print(text, markup=False, highlight=False)
+            self.live.console.print(visible(text), markup=False, highlight=False)
         else:
-            tqdm.write(text, file=sys.stderr)
+            tqdm.write(visible(text), file=sys.stderr)
 
     def begin(self, live: "LiveArray", world: int) -> None:
         """Says what an array is about to do, in numbers."""

@@ -125,7 +125,7 @@ class RunLog:
 
     def _say(self, text: str) -> None:
         if self.speaks:
-            tqdm.write(text, file=sys.stderr)
+            tqdm.write(visible(text), file=sys.stderr)
 
     def close(self) -> None:
         """Closes the progress line, the files and the trackers."""
