@@ -27,6 +27,8 @@ MISTAKES = [  # what is typed, the error, and its hint
     ("train tiny --set data.train=texts", "texts is no data set yet",
      "`mtcli preprocess texts --output"),
     ("train tiny --set data.train=list.json", "list.json is no data set", "from a .jsonl file"),
+    ("train tiny --set data.train=chats.jsonl.gz", "chats.jsonl.gz is compressed",
+     "`gunzip -k chats.jsonl.gz`, then name chats.jsonl"),
     ("train tiny --set data.train=data/tt", "no file data/tt.idx", "did you mean 'data/t.idx'?"),
     ("train tiny --set data.train=data/t --set train.device=cuda", "there is no CUDA device here",
      "--set train.device=cpu"),
@@ -64,6 +66,7 @@ def folder(tmp_path_factory):
     """A folder with text, a data set data/t, and files that are none."""
     folder = tmp_path_factory.mktemp("mistakes")
     files = {"texts/a.txt": "text", "pages/a.html": "<p>", "list.json": "[{}]", "x.yaml": "a: 1\n"}
+    files |= {"chats.jsonl.gz": ""}
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
