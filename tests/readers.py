@@ -38,6 +38,7 @@ from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
 from mtcli.core.inference.model import end_ids
 from mtcli.core.plan.published.validate import read_records, score, summarize
 from mtcli.core.profile.finished_run import read_run, summary_of
+from mtcli.core.runtime.work_folder import WorkFolder
 
 TOKENS = b"\x01\x00\x02\x00\x03\x00\x04\x00"
 MODEL_TOML = b"""seed = 3
@@ -489,10 +490,10 @@ def cache(folder):
 
 def journal(folder):
     """The journal that `preprocess --resume` goes on from."""
-    lines = [{"fingerprint": "f"}, {"blocks": 0, "token_bytes": 0, "length_bytes": 0, "counts": {}}]
+    lines = [{"fingerprint": "f"}, {"blocks": 1, "token_bytes": 0, "length_bytes": 0, "counts": {}}]
 
     def check(data):
-        (folder / "x.partial").mkdir(exist_ok=True)
+        WorkFolder(folder / "x.partial", folder / "x").close()
         for name in ("tokens.bin", "lengths.i32"):
             (folder / "x.partial" / name).write_bytes(b"")
         (folder / "x.partial" / "journal.jsonl").write_bytes(data)

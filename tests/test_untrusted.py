@@ -22,6 +22,7 @@ from hostile import write_manifest
 
 from mtcli.__main__ import run
 from mtcli.core.data.samples import Samples, load_kept
+from mtcli.core.runtime.work_folder import MARK, WorkFolder
 
 MARKER = "a-pickle-was-loaded"
 
@@ -263,7 +264,7 @@ MORE_PLACES = [
     ("gpt2/merges.txt", ["preprocess", "text.txt", "--output", "out", "--tokenizer", "gpt2"]),
     ("t.json", ["preprocess", "text.txt", "--output", "out", "--tokenizer", "t.json"]),
     ("new.txt", ["preprocess", "new.txt", *PREPROCESS]),
-    ("out.partial/lock", ["preprocess", "text.txt", *PREPROCESS]),
+    (f"out.partial/{MARK}", ["preprocess", "text.txt", *PREPROCESS]),
     ("out.partial/tokens.bin", ["preprocess", "text.txt", *PREPROCESS, "--resume"]),
     ("run/events.jsonl", RESUME),
     ("run/run.json", RESUME),
@@ -325,10 +326,11 @@ def in_time(what):
 def test_a_link_in_a_folder_that_is_written_in_leads_nowhere(home, tmp_path, capsys):
     shutil.copytree(home, tmp_path / "x")
     (tmp_path / "mine").write_text("mine")
-    for name in ("lock", "tokens.bin", "journal.jsonl"):
+    for name in (MARK, "tokens.bin", "journal.jsonl"):
         folder = tmp_path / "x" / "out.partial"
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        WorkFolder(folder, tmp_path / "x" / "out").close()
+        (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(tmp_path / "mine")
         with one_process(tmp_path / "x"):
             run(["preprocess", "text.txt", *PREPROCESS, "--resume"])

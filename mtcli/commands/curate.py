@@ -211,7 +211,7 @@ def _train_quality(
     """Trains a quality classifier."""
     from mtcli.core.config.errors import wrong
     from mtcli.core.curate.quality import train_quality
-    from mtcli.core.runtime.atomic_writes import require_writable
+    from mtcli.core.runtime.outputs import require_writable
 
     if inputs != [TRAIN]:
         first = next(word for word in inputs if word != TRAIN) if len(inputs) > 1 else inputs[0]

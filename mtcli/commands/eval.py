@@ -167,7 +167,7 @@ def eval(
         batch_tokens=batch_tokens,
         tokenizer=tokenizer,
         contaminated=ngrams,
-        items=items_file(items, json_out, checkpoint),
+        items=items_file(items, json_out, checkpoint, specs),
         json_out=json_out,
     )
 

@@ -48,7 +48,7 @@ Overrides = Annotated[
 
 def _writable_json(target: str | None) -> str | None:
     if target and target != "-":
-        from mtcli.core.runtime.atomic_writes import require_writable
+        from mtcli.core.runtime.outputs import require_writable
 
         require_writable(target, "--json")
     return target

@@ -159,7 +159,7 @@ def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
 
 def _require_outputs(plot: str | None, output: str | None) -> None:
     """Raises MtcliError, before anything is measured, where a file could not be written after."""
-    from mtcli.core.runtime.atomic_writes import require_picture, require_writable
+    from mtcli.core.runtime.outputs import require_picture, require_writable
 
     if plot:
         require_picture(plot, "--plot")

@@ -112,7 +112,7 @@ def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
 
 def _require_outputs(trace: str | None, report: str | None, plot: str | None) -> None:
     """Raises MtcliError, before any step is run, where a file could not be written after it."""
-    from mtcli.core.runtime.atomic_writes import require_extra, require_picture, require_writable
+    from mtcli.core.runtime.outputs import require_extra, require_picture, require_writable
 
     if trace:
         require_writable(trace, "--trace", (".json",))

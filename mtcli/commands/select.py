@@ -106,7 +106,7 @@ def select(
 ) -> None:
     """Choose a core-set of the training data: weighted sequences, for data.subset."""
     from mtcli.core.config.loading import train_settings
-    from mtcli.core.runtime.atomic_writes import require_writable
+    from mtcli.core.runtime.outputs import require_writable
     from mtcli.core.select.request import SelectRequest, require_request
 
     request = SelectRequest(

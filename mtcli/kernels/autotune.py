@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, cast
 
 import torch
@@ -93,9 +94,9 @@ def write_table(table: AutotuneTable, device: str, file: Path) -> None:
     known = json.loads(file.read_text()) if file.exists() else {}
     known[device] = merged(known.get(device, {}), table)
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    partial.replace(file)
+    with NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
+        partial.write(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    os.replace(partial.name, file)
     _measured.cache_clear()
 
 

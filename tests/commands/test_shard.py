@@ -123,8 +123,12 @@ def test_zeros_of_another_sign_and_equal_nans_are_counted_by_their_bits(tmp_path
 def test_force_replaces_no_folder_that_holds_the_source(gpt2, tmp_path):
     run(gpt2, tmp_path / "outer", "--to", "hf")
     run(gpt2, tmp_path / "outer" / "inner", "--to", "hf")
-    for target in ("outer/inner", "outer"):
-        with pytest.raises(MtcliError, match="outer/inner, and would be replaced before all is"):
+    (tmp_path / "outer" / "tokenizer").symlink_to("inner")
+    for target, said in (
+        ("outer/inner", "the input .*outer/inner would be replaced"),
+        ("outer", "outer holds 2 files of no checkpoint: inner, tokenizer"),
+    ):
+        with pytest.raises(MtcliError, match=said):
             run(tmp_path / "outer" / "inner", tmp_path / target, "--to", "hf", "--force")
     assert open_checkpoint(tmp_path / "outer" / "inner").model == open_checkpoint(gpt2).model
 

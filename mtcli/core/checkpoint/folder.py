@@ -31,6 +31,11 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 ADAPTER_CONFIG = "adapter_config.json"  # of peft
+SUBFOLDERS = (TOKENIZER, HUGGINGFACE)
+# All that is written to a checkpoint's folder, in any format, besides tensors.
+WRITTEN = {MANIFEST, CONFIG, config_json.NAME, config_json.GENERATION, ADAPTER_CONFIG}
+WRITTEN |= {*TOKENIZER_FILES}
+_TENSORS = re.compile(r"(rank|model|adapter_model)[-\d]*(-of-\d+)?\.safetensors(\.index\.json)?")
 METADATA = "metadata.json"  # of Megatron's torch_dist
 LATEST = "latest_checkpointed_iteration.txt"
 LEGACY = "mp_rank_00*"  # folders of Megatron's checkpoints before torch_dist
@@ -186,11 +191,28 @@ def require_free(final: Path, force: bool) -> None:
         if not final.exists() or (final.is_dir() and not any(final.iterdir())):
             return
     marks = (MANIFEST, config_json.NAME, ADAPTER_CONFIG)
-    if not any((final / name).is_file() for name in marks):
-        message = f"{final} exists and is not a checkpoint, and --force replaces nothing else"
+    if final.is_symlink() or not any((final / name).is_file() for name in marks):
+        what = "a link" if final.is_symlink() else "not a checkpoint"
+        message = f"{final} exists and is {what}, and --force replaces nothing but a checkpoint"
         raise wrong(message, "name another folder, or remove it yourself")
+    if unrelated := unrelated_files(final):
+        message = f"{final} holds {len(unrelated)} files of no checkpoint: {listed(unrelated)}"
+        raise wrong(message, "name another folder, or move them out of it")
     if not force:
         raise wrong(f"{final} exists", "name another folder, or give --force to replace it")
+
+
+def unrelated_files(folder: Path) -> list[str]:
+    """Lists what a folder holds besides the files of a checkpoint, in any of the formats written:
+    whoever put it there would miss it."""
+    unrelated = []
+    for path in folder.iterdir():
+        if path.name in SUBFOLDERS and path.is_dir() and not path.is_symlink():
+            inner = (file.name for file in path.iterdir())
+            unrelated += [f"{path.name}/{name}" for name in inner if name not in WRITTEN]
+        elif path.name not in WRITTEN and not _TENSORS.fullmatch(path.name):
+            unrelated.append(path.name)
+    return sorted(unrelated)
 
 
 def require_inside(folder: Path, path: Path) -> Path:

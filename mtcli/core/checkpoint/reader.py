@@ -128,6 +128,11 @@ class Checkpoint:
         return replace(self, replicas=1, averages=self.replicas)
 
     @property
+    def folders(self) -> list[Path]:
+        """The folders that are read: its own, and that of the weights its adapters are for."""
+        return [self.folder, *(self.adapters.base.folders if self.adapters else [])]
+
+    @property
     def weights_differ(self) -> bool:
         """Whether replicas have other weights, or adapters, and not other optimizer state alone."""
         if self.adapters is not None:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from mtcli.core.checkpoint.folder import step_folders, step_of
+from mtcli.core.checkpoint.folder import step_folders, step_of, unrelated_files
 from mtcli.core.checkpoint.manifest import NAME
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import open_to_lock, open_untrusted
+from mtcli.core.config.untrusted import listed, open_to_lock, open_untrusted
 from mtcli.core.runtime.atomic_writes import PARTIAL
 
 
@@ -71,12 +71,16 @@ def prune(
 ) -> None:
     """Removes all checkpoints but the newest `keep`, multiples of `every`, and `newest`.
 
-    One that is being read stays until the next save, and one that cannot be removed; `warn` is told
-    of that, and where a file system without locks does not say who reads.
+    Those that are links stay, and until the next save those that are being read. `warn` is told of
+    those that cannot be removed or hold files of something else, and where a file system without
+    locks does not say who reads.
     """
     folders = {step_of(folder): folder for folder in step_folders(root)}
     for step in steps_to_remove(list(folders), keep, every):
-        if folders[step] == newest:
+        if folders[step] == newest or folders[step].is_symlink():
+            continue
+        if unrelated := unrelated_files(folders[step]):
+            warn(f"{folders[step]} stays: {listed(unrelated)} in it is of no checkpoint")
             continue
         try:
             _remove(folders[step], warn)

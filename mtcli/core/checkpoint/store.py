@@ -23,6 +23,7 @@ from mtcli.core.checkpoint.folder import (
     rank_file,
     step_name,
     tokenizer_files,
+    unrelated_files,
 )
 from mtcli.core.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -96,9 +97,8 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     partial, final = root / (step_name(step) + PARTIAL), root / step_name(step)
 
     def prepare() -> None:
-        for stale in root.glob(f"step-*{PARTIAL}"):  # of runs that were killed
-            shutil.rmtree(stale, ignore_errors=True)
-        make_partial(partial, needed)
+        _remove_stale(root)
+        make_partial(partial, final, needed)
 
     def write() -> dict[str, Any]:
         try:
@@ -133,6 +133,13 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
         prune(root, keep, keep_every, final, warn)
     ranks.tell(None)
     return final
+
+
+def _remove_stale(root: Path) -> None:
+    """Removes what killed runs left of checkpoints, where nothing else is in it."""
+    for stale in root.glob(f"step-*{PARTIAL}"):
+        if stale.is_dir() and not stale.is_symlink() and not unrelated_files(stale):
+            shutil.rmtree(stale, ignore_errors=True)
 
 
 def block_bytes_of(size: int) -> int:

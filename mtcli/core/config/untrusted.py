@@ -62,11 +62,11 @@ def read_untrusted(path: str | Path, most: int = MAX_BYTES) -> bytes:
 
 
 def append_untrusted(path: str | Path) -> IO[bytes]:
-    """Opens or makes a regular file, in a folder that may be a stranger's, to append to.
+    """Opens or makes a regular file, in a folder that may be a stranger's, to append to and read.
 
     Raises OSError for anything else, and for a link, which could lead to a file of the user's.
     """
-    return open(path, "ab", opener=lambda name, flags: _open_regular(name, flags | os.O_NOFOLLOW))
+    return open(path, "a+b", opener=lambda name, flags: _open_regular(name, flags | os.O_NOFOLLOW))
 
 
 def _open_regular(path: str, flags: int) -> int:

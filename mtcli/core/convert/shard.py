@@ -13,7 +13,6 @@ from mtcli.core.checkpoint.folder import require_free
 from mtcli.core.checkpoint.manifest import is_optimizer
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.reader import Checkpoint
-from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import ParallelConfig
 from mtcli.core.convert.inspect import describe, optimizer_kinds
 from mtcli.core.convert.layout import output_config
@@ -22,6 +21,8 @@ from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.upcycle import rounding, upcycled
 from mtcli.core.convert.upcycle_recipe import UpcycleRecipe
 from mtcli.core.convert.verify import require_same, require_same_logits, verify_in_processes
+from mtcli.core.runtime.atomic_writes import partial_name
+from mtcli.core.runtime.outputs import require_apart
 from mtcli.core.runtime.process_pool import MemoryWatch, ProcessMemory, Progress
 
 Json = dict[str, Any]
@@ -58,9 +59,7 @@ def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
 
     Returns the result in numbers. Raises MtcliError where the input, the disk or a proof fails.
     """
-    if source.folder.resolve().is_relative_to(target.resolve()):
-        message = f"{target} holds {source.folder}, and would be replaced before all is proved"
-        raise wrong(message, "write to another folder, and remove this one afterwards")
+    require_apart(source.folders, [target, partial_name(target)], "DST")  # all is proved last
     start, watch, source = perf_counter(), MemoryWatch(), replicas_kept(source, plan)
     new = _new_model(source, plan)
     memory = verify_in_processes(

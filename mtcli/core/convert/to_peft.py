@@ -12,7 +12,8 @@ from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.resharding import code_of, dtype_name
 from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.convert.to_mtcli import read_stored, tokenizer_of
-from mtcli.core.runtime.atomic_writes import atomic_folder
+from mtcli.core.runtime.atomic_writes import atomic_folder, partial_name
+from mtcli.core.runtime.outputs import require_apart
 
 
 def to_peft(source: Checkpoint, final: Path, force: bool) -> dict[str, Any]:
@@ -26,6 +27,7 @@ def to_peft(source: Checkpoint, final: Path, force: bool) -> dict[str, Any]:
     plan = [(box.key, code_of(own.dtype(name)), box.shape) for name, box in boxes]
     size = sum(prod(box.shape) * own.dtype(name).itemsize for name, box in boxes)
     require_free(final, force)
+    require_apart(source.folders, [final, partial_name(final)], "DST")
     with atomic_folder(final, size) as partial:
         tensors = (
             tensor

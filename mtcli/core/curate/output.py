@@ -13,7 +13,8 @@ from mtcli.core.curate.documents import BLOCK_BYTES
 from mtcli.core.curate.report import described
 from mtcli.core.curate.request import Corpora, CurateRequest
 from mtcli.core.data.sources import REMOVED, REPORT
-from mtcli.core.runtime.atomic_writes import clear_folder
+from mtcli.core.runtime.outputs import require_apart
+from mtcli.core.runtime.work_folder import WorkFolder
 
 WORK = ".curate"
 MADE = "out"  # in the work folder: what is moved to the output once all of it is there
@@ -32,18 +33,18 @@ def _fingerprint(request: CurateRequest, corpora: Corpora) -> str:
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
-def begin(work: Path, request: CurateRequest, corpora: Corpora) -> None:
+def begin(work: WorkFolder, request: CurateRequest, corpora: Corpora) -> None:
     """Empties the work folder, unless this run resumes what is in it."""
-    path, now = work / "fingerprint", _fingerprint(request, corpora)
+    path, now = work.path / "fingerprint", _fingerprint(request, corpora)
     before = read_untrusted(path).decode(errors="replace") if path.exists() else ""
     if request.resume and before and before != now:
-        message = f"{work} was begun with other inputs or options"
+        message = f"{work.path} was begun with other inputs or options"
         raise wrong(message, "give the same ones, or leave --resume out to start over")
     if request.resume and before:
         return
-    for published in _named(work / MADE / REPORT, request.output):  # by a run killed meanwhile
+    for published in _named(work.path / MADE / REPORT, request.output):  # by a run killed meanwhile
         published.unlink()
-    clear_folder(work)
+    work.clear()
     with append_untrusted(path) as file:
         file.write(now.encode())
 
@@ -74,6 +75,8 @@ def require_free(request: CurateRequest, corpora: Corpora) -> None:
     if inside:
         message = f"the input {inside[0]} is in --output {output}, whose files a run replaces"
         raise wrong(message, "name another folder", "--output")
+    inputs = (source.path for source in corpora.sources)
+    require_apart(inputs, [output / WORK, *outputs(output)], "--output")
     made = [] if request.force or not output.exists() else outputs(output)
     if made and not (request.resume and (output / WORK).exists()):
         message = f"{output} has {len(made)} files of an earlier run, such as {made[0].name}"

@@ -5,7 +5,6 @@ made on the way lies in `OUTPUT/.curate`, in parts that appear whole or not at a
 that was killed goes on from there, on any number of workers.
 """
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -37,8 +36,9 @@ from mtcli.core.curate.shards import LEVEL, ShardJob, changed_lines, plan_shards
 from mtcli.core.curate.stages import BlockWork, StageGroup, passes_of
 from mtcli.core.data.documents import count_lines
 from mtcli.core.data.sources import REMOVED, REPORT, TextBlock, told
-from mtcli.core.runtime.atomic_writes import atomic_file, folder_of, lock_output, write_text
+from mtcli.core.runtime.atomic_writes import atomic_file, folder_of, write_text
 from mtcli.core.runtime.process_pool import Progress
+from mtcli.core.runtime.work_folder import WorkFolder
 
 Say = Callable[[str], None]
 
@@ -54,19 +54,19 @@ def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
         say(f"{request.output} is complete: nothing to do")
         return report
     require_free(request, corpora)
-    work = request.output / WORK
     with folder_of("--output", request.output):
-        work.mkdir(parents=True, exist_ok=True)
+        work = WorkFolder(request.output / WORK, request.output)
     try:
-        with lock_output(work / "lock", request.output):
-            begin(work, request, corpora)
-            report = _Pipeline(request, corpora, work, engine, say).run()
-        shutil.rmtree(work)
+        begin(work, request, corpora)
+        report = _Pipeline(request, corpora, work.path, engine, say).run()
+        work.remove()
     except _NothingLeft:
-        shutil.rmtree(work)
+        work.remove()
         raise
     except OSError as error:
         raise failed(f"{request.output}: {error}", "free space, then --resume") from None
+    finally:
+        work.close()
     return report
 
 

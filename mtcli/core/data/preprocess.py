@@ -52,6 +52,7 @@ from mtcli.core.data.tokenize import (
     train_word_pieces,
 )
 from mtcli.core.data.workspace import FINAL, Workspace
+from mtcli.core.runtime.outputs import require_apart
 from mtcli.core.runtime.process_pool import ProcessPool
 
 TRAIN = "train:"  # of a tokenizer: a new one, of as many ids as follow
@@ -138,6 +139,9 @@ def _named_sources(request: PreprocessRequest) -> SourceList:
 
     checks = require_workers, require_train_size, partial(_require_output, request.output)
     listing, *_ = collect_errors(partial(_sources, request), *checks)
+    outputs = [with_suffix(request.output, suffix) for suffix in (*FINAL, ".partial")]
+    inputs = (source.path for source in listing.sources)
+    require_apart((*inputs, request.tokenizer), outputs, "--output")
     require_used(listing.sources, request.text_key, request.split_on_blank)
     return listing
 
@@ -232,14 +236,18 @@ def _run(
     if space.is_finished:
         space.publish()
         return describe(request.output) or {}
+    tokenizer = _tokenizer(request, listing.sources, space)
+    append_eod = _append_eod(request, tokenizer)
+    if not space.resumed_at:  # what an ended run left is cleared once this one is accepted
+        space.begin()
+        tokenizer.save(space.folder / "tokenizer")
     corpus: Iterable[SourceFile] = listing.sources
     if request.from_stdin:
         folder = space.subfolder("spool")
         corpus = spool(sys.stdin.buffer, request.format, request.split_on_blank, folder)
     corpus = iter(corpus)
     first = list(islice(corpus, 1))
-    tokenizer = _tokenizer(request, listing.sources, space)
-    job, encoder = _job(request, tokenizer, first, space.subfolder("parts"))
+    job, encoder = _job(request, tokenizer, append_eod, first, space.subfolder("parts"))
     size = sum(source.size for source in listing.sources)
     files = f"{len(listing.sources):,} files of {size / 1e6:,.1f} MB"
     say(
@@ -283,12 +291,9 @@ def _tokenizer(
     if space.resumed_at:
         return load_tokenizer(folder)
     if request.train_size is None:
-        tokenizer = load_tokenizer(request.tokenizer)
-    else:
-        train = train_word_pieces if request.sentences else train_tokenizer
-        tokenizer = train(_spread(request, sources), request.train_size)
-    tokenizer.save(folder)
-    return tokenizer
+        return load_tokenizer(request.tokenizer)
+    train = train_word_pieces if request.sentences else train_tokenizer
+    return train(_spread(request, sources), request.train_size)
 
 
 def _spread(request: PreprocessRequest, sources: list[SourceFile]) -> Iterator[str]:
@@ -303,16 +308,25 @@ def _spread(request: PreprocessRequest, sources: list[SourceFile]) -> Iterator[s
                     yield item.text
 
 
-def _job(
-    request: PreprocessRequest, tokenizer: Tokenizer, first: list[SourceFile], parts: Path
-) -> tuple[EncodeJob, str]:
-    """The workers' job, with the encoder that is proven on the corpus's beginning; and its name."""
+def _append_eod(request: PreprocessRequest, tokenizer: Tokenizer) -> bool:
+    """Whether documents get an end. Raises MtcliError where the tokenizer has none."""
     append = request.append_eod
     if append is None:  # of sentences an encoder makes rows of its own
         append = tokenizer.eod_id is not None and not request.sentences
     if append and tokenizer.eod_id is None:
         message = f"tokenizer {request.tokenizer} has no end-of-document token to append"
         raise wrong(message, "--no-append-eod")
+    return append
+
+
+def _job(
+    request: PreprocessRequest,
+    tokenizer: Tokenizer,
+    append_eod: bool,
+    first: list[SourceFile],
+    parts: Path,
+) -> tuple[EncodeJob, str]:
+    """The workers' job, with the encoder that is proven on the corpus's beginning; and its name."""
     reading = request.reading(is_cuttable(tokenizer) and not request.sentences)
     sample = ""
     for block in islice(cut(first, reading.blank), 1):
@@ -323,7 +337,7 @@ def _job(
                 sample += item.text[:SAMPLE_BYTES]
     encoder, encode = make_encode(tokenizer, sample)
     dtype = token_dtype(tokenizer.vocab_size)
-    about = (append, request.skip_bad, parts, request.sentences)
+    about = (append_eod, request.skip_bad, parts, request.sentences)
     return EncodeJob(encode, reading, dtype, tokenizer.eod_id, *about), encoder
 
 

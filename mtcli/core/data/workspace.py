@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -22,7 +23,8 @@ from mtcli.core.config.fields import Count
 from mtcli.core.config.untrusted import append_untrusted, open_untrusted, parse_json, read_untrusted
 from mtcli.core.data.encoders import TextCounts
 from mtcli.core.data.indexed import with_suffix, write_index
-from mtcli.core.runtime.atomic_writes import clear_folder, lock_output, sync_folder, write_text
+from mtcli.core.runtime.atomic_writes import sync_folder, write_text
+from mtcli.core.runtime.work_folder import WorkFolder
 
 READY = ("tokenizer", "tokens.bin", "facts.json", "index.idx")  # in the order of FINAL
 SPILLED = ("tokens.bin", "lengths.i32", "documents.i32")
@@ -47,30 +49,44 @@ class Workspace:
     """The tokens of the first `blocks` blocks in a folder, and what they hold in `counts`."""
 
     def __init__(self, prefix: Path, fingerprint: str, resume: bool) -> None:
-        """Opens or begins. Raises MtcliError where another run writes here, or began otherwise."""
-        self.prefix, self.folder = prefix, with_suffix(prefix, ".partial")
+        """Opens the folder, and takes up what is in it where the run is resumed.
+
+        Raises MtcliError where another run writes here, or began otherwise, or it is none of ours.
+        """
+        self._work = WorkFolder(with_suffix(prefix, ".partial"), prefix)
+        self.prefix, self.folder = prefix, self._work.path
         self.fingerprint = fingerprint
         self.blocks, self.counts = 0, TextCounts()
         self._hash, self._committed = hashlib.sha256(), time.monotonic()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = lock_output(self.folder / "lock", prefix)
-        self._journal = self.folder / "journal.jsonl"
-        journaled = self._last_line() if resume else None
-        if journaled is None:
-            clear_folder(self.folder)
-            self._write_line({"fingerprint": fingerprint})
-        self._files = [append_untrusted(self.folder / name) for name in SPILLED]
-        if journaled is not None and not self.is_finished:
-            self._take_up(journaled)
+        self._journal, self._files = self.folder / "journal.jsonl", list[IO[bytes]]()
+        self._began = False
+        try:
+            journaled = self._last_line() if resume else None
+            if journaled is not None and journaled.blocks:
+                self._open(journaled)
+        except MtcliError:
+            self.close()
+            raise
         self.resumed_at = self.blocks
+
+    def begin(self) -> None:
+        """Empties the folder for a run that resumes none."""
+        self._work.clear()
+        self._write_line({"fingerprint": self.fingerprint})
+        self._open(Journaled())
 
     def close(self) -> None:
         """Closes the files; the folder stays for a later run."""
-        for file in (*self._files, self._lock):
+        for file in self._files:
             file.close()
+        self._work.close()
 
     def leave(self, resumable: bool) -> None:
-        """Closes after a failure; the folder stays only where a later run can resume it."""
+        """Closes after a failure; the folder stays only where a later run can resume it, and as it
+        was where this one has not begun."""
+        if not self._began and self._journal.exists():
+            self.close()
+            return
         if not resumable or self.counts.documents == 0:
             self.remove()
             return
@@ -81,13 +97,17 @@ class Workspace:
 
     def remove(self) -> None:
         """Closes, and removes the folder."""
-        self.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for file in self._files:
+            file.close()
+        self._work.remove()
 
     def subfolder(self, name: str) -> Path:
-        """Makes a folder for what does not outlive the run; it may be there already."""
+        """Makes an empty folder for what does not outlive the run."""
         folder = self.folder / name
-        folder.mkdir(exist_ok=True)
+        if folder.is_symlink():
+            folder.unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
         return folder
 
     def append(self, parts: tuple[Path, ...], counts: TextCounts) -> None:
@@ -149,7 +169,7 @@ class Workspace:
     @property
     def is_finished(self) -> bool:
         """Whether only the moves to the final names are left to do."""
-        return self._lines()[-1:] == [{"finished": True}]
+        return self._began and self._lines()[-1:] == [{"finished": True}]
 
     def _last_line(self) -> Journaled | None:
         lines = self._lines()
@@ -164,8 +184,12 @@ class Workspace:
         except ValidationError as error:
             raise self._damaged(error.errors()[0]["msg"]) from None
 
-    def _take_up(self, journaled: Journaled) -> None:
-        """Truncates both files to what the journal vouches for; counts and hashes that again."""
+    def _open(self, journaled: Journaled) -> None:
+        """Opens the spilled files, truncated to what the journal vouches for, and hashes it."""
+        self._files = [append_untrusted(self.folder / name) for name in SPILLED]
+        self._began = True
+        if self.is_finished:
+            return
         self.blocks, self.counts = journaled.blocks, journaled.counts
         for file, name in zip(self._files, SIZES, strict=True):
             size = getattr(journaled, name)
@@ -192,7 +216,6 @@ class Workspace:
         return lines
 
     def _damaged(self, why: str) -> MtcliError:
-        self._lock.close()
         return wrong(f"{self._journal} is damaged: {why}", "leave --resume out to start over")
 
     def _write_line(self, line: dict[str, object]) -> None:

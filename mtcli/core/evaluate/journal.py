@@ -7,15 +7,18 @@ of its texts.
 """
 
 import json
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from mtcli.core.config.errors import failed
-from mtcli.core.config.untrusted import append_untrusted, is_number, open_untrusted, parse_json
+from mtcli.core.config.untrusted import is_number, open_untrusted, parse_json
 from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.tasks.task import PreparedTask, Record
-from mtcli.core.runtime.atomic_writes import PARTIAL, aside
+from mtcli.core.runtime.atomic_writes import aside, partial_name
+from mtcli.core.runtime.work_folder import lock_output
 
 Known = dict[str, dict[str, Record]]  # task -> hash -> line
 
@@ -24,16 +27,35 @@ class Journal:
     """The file of items of one run; `path` is None on every rank but the first."""
 
     def __init__(self, path: Path | None, model: str) -> None:
-        """`model` names weights, precision and tokenizer: lines of another model are not taken."""
+        """Locks FILE until `close`.
+
+        `model` names weights, precision and tokenizer: lines of another model are not taken.
+        Raises MtcliError where another evaluation has the file.
+        """
         self.path, self.model = path, model
         self.lines: list[tuple[str, int, Record]] = []
-        self._file: IO[bytes] | None = None
-        self.known = {} if path is None else _read(self._partial, model)
+        self.known, self._begun = Known(), False
+        if path is not None:
+            self._partial = partial_name(path)
+            self._file = lock_output(self._partial, path)
+            self.known = _read(self._file, model)
 
-    @property
-    def _partial(self) -> Path:
-        assert self.path is not None, "one rank writes"
-        return self.path.with_name(self.path.name + PARTIAL)
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unlocks FILE; FILE.partial stays for a later run where it has an item."""
+        if self.path is None or self._file.closed:
+            return
+        with suppress(OSError):  # of a disk that is full, which `keep` has told
+            self._file.flush()
+        if not os.fstat(self._file.fileno()).st_size:
+            self._partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._file.close()
 
     def recorded(self, task: str, hashes: Sequence[str]) -> dict[int, Record]:
         """The lines of items that an earlier run has finished, by the items' numbers."""
@@ -74,15 +96,15 @@ class Journal:
         if self.path is None or kept:
             return
         try:
-            if self._file is None:
-                self._file = self._begun()
+            if not self._begun:
+                self._begin()
             self._file.write(json.dumps(record).encode() + b"\n")
         except OSError as error:
             raise failed(f"{self._partial} cannot be written: {error.strerror}") from None
 
     def flush(self) -> None:
         """Hands finished items to the system: they outlive this process."""
-        if self._file is not None:
+        if self.path is not None:
             self._file.flush()
 
     def finish(self, tasks: Sequence[str]) -> None:
@@ -94,18 +116,16 @@ class Journal:
         self.lines.sort(key=lambda line: (order[line[0]], line[1]))
         with aside(self.path) as made:
             made.write_text("".join(json.dumps(line) + "\n" for _, _, line in self.lines))
-        if self._file is not None:
-            self._file.close()
         self._partial.unlink(missing_ok=True)
+        self.close()
 
-    def _begun(self) -> IO[bytes]:
-        """The file to append to; one of another model begins anew, with what is known of this."""
+    def _begin(self) -> None:
+        """Begins to append; lines of another model are removed."""
         if not self.known:
-            self._partial.unlink(missing_ok=True)
-        file = append_untrusted(self._partial)
+            self._file.truncate(0)
         head = json.dumps({"model": self.model}) + "\n" if not self.known else "\n"
-        file.write(head.encode())  # the last line of a run that was killed may be half-written
-        return file
+        self._file.write(head.encode())  # the last line of a killed run may be half-written
+        self._begun = True
 
 
 def read_items(path: Path) -> list[Record]:
@@ -114,19 +134,16 @@ def read_items(path: Path) -> list[Record]:
         return [parse_json(line) for line in file if line.strip()]
 
 
-def _read(path: Path, model: str) -> Known:
+def _read(file: IO[bytes], model: str) -> Known:
     """The lines of an ended run of this model; a last line that is half-written is left out."""
     known: Known = {}
-    try:
-        with open_untrusted(path) as file:
-            if _parsed(file.readline()) != {"model": model}:
-                return {}
-            for line in file:
-                record = _parsed(line)
-                if isinstance(record.get("task"), str) and isinstance(record.get("hash"), str):
-                    known.setdefault(record["task"], {})[record["hash"]] = record
-    except OSError:
+    file.seek(0)
+    if _parsed(file.readline()) != {"model": model}:
         return {}
+    for line in file:
+        record = _parsed(line)
+        if isinstance(record.get("task"), str) and isinstance(record.get("hash"), str):
+            known.setdefault(record["task"], {})[record["hash"]] = record
     return known
 
 

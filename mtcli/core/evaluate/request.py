@@ -1,5 +1,6 @@
 """The request of `mtcli eval`: its flags, checked before torch is loaded."""
 
+import json
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import NamedTuple
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import CLASSIFIERS, ModelConfig
 from mtcli.core.evaluate.tasks.registry import HARNESS_PREFIX, WIKITEXT, TaskSpec
-from mtcli.core.runtime.atomic_writes import require_writable
+from mtcli.core.runtime.outputs import require_apart, require_no_link, require_writable
 from mtcli.core.runtime.private_folder import user_cache
 
 
@@ -37,16 +38,21 @@ class EvalRequest(NamedTuple):
         return items.name if items.parent == of_json else str(items)
 
 
-def items_file(items: str | None, json_out: str | None, checkpoint: str) -> Path:
+def items_file(
+    items: str | None, json_out: str | None, checkpoint: str, tasks: Sequence[TaskSpec]
+) -> Path:
     """Chooses where each item's result goes: the file that --items names, one beside that of
-    --json, or one in the user's cache."""
+    --json, or one in the user's cache, of these tasks of the checkpoint."""
     if items is not None:
         require_writable(items, "--items")
         return Path(items)
     if json_out and json_out != "-":
         beside = Path(json_out)
         if beside.suffix and not beside.is_char_device():
-            return beside.with_suffix(".items.jsonl")
+            derived = beside.with_suffix(".items.jsonl")
+            require_no_link(derived, "--json")
+            require_apart((path for _, path in tasks if path), [derived], "--json")
+            return derived
     folder = user_cache() / "eval"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +60,8 @@ def items_file(items: str | None, json_out: str | None, checkpoint: str) -> Path
         message = f"items cannot be kept in {folder}: {error.strerror}"
         raise wrong(message, "name a file", "--items") from None
     name = Path(checkpoint).resolve()
-    return folder / f"{name.name}-{sha256(str(name).encode()).hexdigest()[:8]}.items.jsonl"
+    told = json.dumps([str(name), *tasks], default=str)
+    return folder / f"{name.name}-{sha256(told.encode()).hexdigest()[:8]}.items.jsonl"
 
 
 USES = {  # flags that some tasks alone have a use for

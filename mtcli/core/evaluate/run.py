@@ -34,15 +34,15 @@ def evaluate(
         open_model(path, request.overrides, runtime, encoders=True) for path in request.ensemble
     ]
     identity = "+".join(model.identity() for model in (read, *others))
-    journal = Journal(request.items if runtime.rank == 0 else None, identity)
-    runs = _task_runs(request, read, [model.scorer for model in others], journal, runtime)
     summary = {"checkpoint": request.checkpoint} | opened.facts()
     summary |= {"device": runtime.device.type}
     summary |= {"versions": {name: _version(name) for name in ("mtcli", "torch", "lm_eval")}}
-    if runtime.rank == 0:
-        say(_announcement(summary, runs))
-    reports = _run(runs, quiet=runtime.rank > 0)
-    journal.finish(list(reports["tasks"]))
+    with Journal(request.items if runtime.rank == 0 else None, identity) as journal:
+        runs = _task_runs(request, read, [model.scorer for model in others], journal, runtime)
+        if runtime.rank == 0:
+            say(_announcement(summary, runs))
+        reports = _run(runs, quiet=runtime.rank > 0)
+        journal.finish(list(reports["tasks"]))
     if runtime.rank > 0:
         return None
     return summary | reports | ({"items": request.items_beside_json()} if journal.lines else {})

@@ -1,80 +1,20 @@
 """Atomic writes: a file or folder is written aside, fsynced and renamed, so that nothing
-half-written has the final name. Outputs that a user names are checked, and locked, before the work.
+half-written has the final name.
 """
 
 import ctypes
-import fcntl
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
 
 from mtcli.core.config.errors import failed, wrong
-from mtcli.core.config.untrusted import append_untrusted
+from mtcli.core.runtime.work_folder import WorkFolder
 
 PARTIAL = ".partial"  # a folder being written, or left by a process that was killed
-
-
-def require_writable(target: str, flag: str, suffixes: tuple[str, ...] = ()) -> None:
-    """Raises MtcliError where a flag's file could not be written, before any work is done."""
-    path = Path(target)
-    if target == "-":
-        raise wrong("- is stdout, and this is written to a file", "name a file", flag)
-    if suffixes and path.suffix not in suffixes:
-        message = f"it does not write {path.suffix or 'files without a suffix'}"
-        raise wrong(message, f"a name that ends in {' or '.join(suffixes)}", flag)
-    if os.path.isfile(path.parent):
-        raise wrong(f"{path.parent} is a file, and no folder", "name another folder", flag)
-    if not os.path.isdir(path.parent):
-        raise wrong(f"there is no folder {str(path.parent)!r}", "create it first", flag)
-    if os.path.isdir(path):
-        raise wrong(f"{target} is a folder", "name a file", flag)
-    # A file is replaced in its folder; what `aside` writes through is written itself.
-    written = path if path.exists() and not path.is_file() else path.parent
-    if not os.access(written, os.W_OK):
-        message = f"{written} cannot be written: it is read-only, or another user's"
-        raise wrong(message, "name another folder", flag)
-
-
-def require_picture(target: str, flag: str) -> None:
-    """As `require_writable`, of a picture: its suffix says which kind."""
-    require_writable(target, flag, (".png", ".svg", ".pdf"))
-    require_extra("matplotlib", flag)
-
-
-def require_extra(module: str, flag: str) -> None:
-    """Raises MtcliError where the `report` extra is not installed."""
-    if find_spec(module) is None:
-        message = f"{flag} needs {module}, which is not installed"
-        raise wrong(message, "pip install 'mtcli[report]'", flag)
-
-
-def lock_output(path: Path, output: Path) -> IO[bytes]:
-    """The open file that locks an output until it is closed or its process ends.
-
-    Raises MtcliError where another run has it.
-    """
-    lock = append_untrusted(path)
-    try:
-        # lockf, not flock: workers forked later must not hold it when we are killed.
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise wrong(f"another run is writing {output}", "wait for it, or end it") from None
-    return lock
-
-
-def clear_folder(folder: Path) -> None:
-    """Empties a run's work folder, but for its `lock`."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != "lock":
-            path.unlink()
 
 
 @contextmanager
@@ -113,12 +53,14 @@ def folder_of(field: str, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Gives a name to write to, which becomes `path` at the end, and vanishes after a failure.
+    """Gives an empty file to write to, which becomes `path` at the end, and vanishes after a
+    failure: nobody can put a link in its place, as its name is random.
 
     Raises OSError where the disk does not take it.
     """
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    temporary = path.with_name(f".{path.stem[:32]}.{secrets.token_hex(8)}{path.suffix}")
     try:
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         yield temporary
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
@@ -140,24 +82,31 @@ def write_text(path: Path, text: str) -> None:
 def atomic_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
     """Gives a folder to write in, which gets the name `final` at the end, over what may be there.
 
-    After a failure nothing is left of it. Raises MtcliError (exit 1) where the disk is too small or
-    fails.
+    After a failure nothing is left of it. Raises MtcliError where another run writes it, or the
+    name of its work folder is taken (exit 2); where the disk is too small or fails (exit 1).
     """
-    partial = final.with_name(final.name + PARTIAL)
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        make_partial(partial, needed_bytes)
-        yield partial
-        replace_folder(partial, final)
-    except OSError as error:
-        message = f"{final} was not written: {error.strerror or error}"
-        raise failed(message, "is the disk full or read-only?") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with ExitStack() as cleanup:
+        try:
+            make_folder(final.absolute().parent)
+            work = WorkFolder(partial_name(final), final)
+            cleanup.callback(work.remove)
+            work.clear()
+            made = work.path / final.name
+            make_partial(made, final, needed_bytes)
+            yield made
+            replace_folder(made, final)
+        except OSError as error:
+            message = f"{final} was not written: {error.strerror or error}"
+            raise failed(message, "is the disk full or read-only?") from None
 
 
-def make_partial(partial: Path, needed_bytes: int) -> None:
-    """Makes a folder to write in, and those above it.
+def partial_name(final: Path) -> Path:
+    """Names the folder or file in which another is written until it is whole."""
+    return final.with_name(final.name + PARTIAL)
+
+
+def make_partial(partial: Path, final: Path, needed_bytes: int) -> None:
+    """Makes a folder to write `final` in, and those above it.
 
     Raises MtcliError (exit 1) where its disk has not so many bytes free.
     """
@@ -165,7 +114,7 @@ def make_partial(partial: Path, needed_bytes: int) -> None:
     partial.mkdir()
     free = shutil.disk_usage(partial).free
     if needed_bytes > free:
-        message = f"{partial.with_suffix('')} takes {needed_bytes} bytes and the disk has {free}"
+        message = f"{final} takes {needed_bytes} bytes and the disk has {free}"
         hint = "free some space, or write elsewhere"
         raise failed(f"No space left on device: {message} free", hint)
 
@@ -182,7 +131,7 @@ def replace_folder(partial: Path, final: Path) -> None:
         sync_folder(final.parent)
         shutil.rmtree(partial, ignore_errors=True)
         return
-    old = final.with_name(final.name + ".old" + PARTIAL)
+    old = partial.with_name(final.name + ".old" + PARTIAL)
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)  # of a replacement that was killed
         final.rename(old)

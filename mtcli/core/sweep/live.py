@@ -20,6 +20,7 @@ from mtcli.core.parallel.health.traffic import REDUCED, SyncTraffic
 from mtcli.core.parallel.together import together
 from mtcli.core.parallel.tree import Tree
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.runtime.outputs import require_no_link
 from mtcli.core.sweep.array import ModelArray
 from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.sweep.member import Member
@@ -257,6 +258,7 @@ class LiveArray:
         def take(config: RunConfig) -> None:
             stack = self.stack.enter_context(ExitStack())
             folder = Path(config.train.output)
+            require_no_link(folder, "--output")
             notice = stack.enter_context(lock_folder(folder, resume=True, anew=True))
             self.locks[folder.name] = stack
             if notice:

@@ -19,11 +19,12 @@ from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.together import together
 from mtcli.core.runtime.atomic_writes import make_folder
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.runtime.outputs import require_no_link
 from mtcli.core.select.request import SelectRequest
 from mtcli.core.select.selection import Console, select
 from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.run_folder import SUBSETS
 
-SUBSETS = "subsets"  # of a run folder
 # Of the layout, what an opened model takes over. Sequences are whole there: cp ranks read others.
 KEPT = ("tp", "tp_mode", "tp_rows", "pp", "ep", "etp", "dispatcher")
 
@@ -56,6 +57,7 @@ def adopt_current(loader: MicroBatchLoader, config: RunConfig, runtime: Runtime,
 def _write(path: Path, subset: Subset, world: Axis) -> None:
     if world.rank == 0:
         make_folder(path.parent)
+        require_no_link(path, "train.output")
         write_subset(path, subset)
 
 

@@ -7,10 +7,19 @@ from typing import Any
 
 from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders
 from mtcli.core.config.untrusted import parse_json, read_untrusted
+from mtcli.core.runtime.outputs import require_no_link
 
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"  # what happens besides steps: saves, resuming
+TENSORBOARD = "events"  # the folder of that tracker's files
+SUBSETS = "subsets"  # the folder of core-sets that a run selects on its way
 FACTS = "run.json"  # what a config does not say: the world, and which launch it is
+
+
+def require_own_folders(folder: Path) -> None:
+    """Raises MtcliError where a folder in a run's folder is a link."""
+    for name in (CHECKPOINTS, TENSORBOARD, SUBSETS, "wandb"):
+        require_no_link(folder / name, "train.output")
 
 
 def holds_run(folder: Path) -> bool:

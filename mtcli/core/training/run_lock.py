@@ -22,7 +22,13 @@ from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import QUIETLY, open_untrusted, parse_json
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder
 from mtcli.core.runtime.attempts import Attempt
-from mtcli.core.training.run_folder import FACTS, METRICS, holds_run, last_step
+from mtcli.core.training.run_folder import (
+    FACTS,
+    METRICS,
+    holds_run,
+    last_step,
+    require_own_folders,
+)
 
 LOCK = "run.lock"
 FIELD = "train.output"
@@ -104,7 +110,9 @@ def is_continued(folder: Path, attempt: Attempt) -> bool:
 
 
 def _require_beginning(folder: Path, resume: bool, anew: bool) -> None:
-    """Raises MtcliError where a folder has a run that may not go on, or not begin anew."""
+    """Raises MtcliError where a folder has a run that may not go on, or not begin anew, or links in
+    the place of its folders."""
+    require_own_folders(folder)
     if not holds_run(folder):
         return
     other = "or set train.output to another folder"

@@ -17,6 +17,7 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import load_json
 from mtcli.core.runtime.atomic_writes import write_text
+from mtcli.core.training.run_folder import TENSORBOARD
 
 IDS = "trackers.json"  # of a run folder: each tracker's id of the run
 PROJECT = "mtcli"
@@ -79,9 +80,9 @@ def _open(name: str, config: RunConfig, step: int, known: str | None) -> tuple[A
     title = train.tracker_name or os.environ.get("WANDB_NAME") or folder
     about, tags = config.model_dump(mode="json", exclude_none=True), train.tracker_tags
     if name == "tensorboard":  # which drops what an ended attempt has told of later steps
-        tracker = TensorBoardTracker("events", train.output, purge_step=step + 1)
+        tracker = TensorBoardTracker(TENSORBOARD, train.output, purge_step=step + 1)
         tracker.start()
-        return tracker, "events"
+        return tracker, TENSORBOARD
     if name == "mlflow":
         tracker = MLflowTracker(
             project, run_id=known, run_name=title, tags=dict.fromkeys(tags, "true") or None

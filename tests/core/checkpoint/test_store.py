@@ -121,6 +121,21 @@ def test_the_checkpoint_just_written_is_kept_even_where_later_steps_exist(tmp_pa
     assert names(tmp_path) == ["step-00000003", "step-00000009"]
 
 
+def test_retention_leaves_links_and_what_a_user_keeps_in_a_checkpoint(tmp_path):
+    root, warnings = tmp_path / "checkpoints", []
+    for step in (1, 2, 3):
+        save_halves(root, step)
+    (root / "step-00000001").rename(tmp_path / "elsewhere")
+    (root / "step-00000001").symlink_to(tmp_path / "elsewhere")
+    (root / "step-00000002" / "notes.txt").write_text("precious")
+    shutil.copytree(root / "step-00000002", root / "step-00000009.partial")
+    save_halves(root, 4, keep=1, warn=warnings.append)
+    expected = ["step-00000001", "step-00000002", "step-00000004", "step-00000009.partial"]
+    assert names(root) == expected
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+    assert warnings == [f"{root}/step-00000002 stays: notes.txt in it is of no checkpoint"]
+
+
 def test_a_step_saved_again_replaces_the_first(tmp_path):
     save_halves(tmp_path, 1)
     folder, _ = save_halves(tmp_path, 1, tensors=values(seed=1))

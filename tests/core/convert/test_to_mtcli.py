@@ -42,6 +42,7 @@ from mtcli.core.mesh.parameters import parameters
 from mtcli.core.parallel.tree import ALONE
 from mtcli.core.runtime import atomic_writes
 from mtcli.core.runtime.atomic_writes import atomic_folder
+from mtcli.core.runtime.work_folder import WorkFolder
 
 DENSE = ModelConfig(
     num_layers=4, hidden_size=8, num_heads=4, vocab_size=300, max_seq_len=6, ffn_hidden_size=12
@@ -244,8 +245,10 @@ def test_a_name_that_is_taken_is_refused_without_force(tmp_path):
 
 def test_what_a_killed_conversion_left_is_written_over(tmp_path):
     source = open_checkpoint(save_halves(tmp_path / "src")[0])
-    (tmp_path / "dst.partial").mkdir()
-    (tmp_path / "dst.partial" / "stale").write_text("half")
+    left = WorkFolder(tmp_path / "dst.partial", tmp_path / "dst")
+    (left.path / "dst").mkdir()
+    (left.path / "dst" / "stale").write_text("half")
+    left.close()
     to_mtcli(source, tmp_path / "dst", *parse_layout(""), WriteOptions())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
     assert not (tmp_path / "dst" / "stale").exists()
@@ -254,7 +257,9 @@ def test_what_a_killed_conversion_left_is_written_over(tmp_path):
 def test_what_a_killed_replacement_left_does_not_stop_the_next(tmp_path):
     source = open_checkpoint(save_halves(tmp_path / "src")[0])
     to_mtcli(source, tmp_path / "dst", *parse_layout(""), WriteOptions())
-    shutil.copytree(tmp_path / "dst", tmp_path / "dst.partial")  # killed while it was removed
+    left = WorkFolder(tmp_path / "dst.partial", tmp_path / "dst")
+    shutil.copytree(tmp_path / "dst", left.path / "dst")  # killed while it was removed
+    left.close()
     to_mtcli(source, tmp_path / "dst", *parse_layout(""), WriteOptions(force=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dst", "src"]
 
@@ -265,7 +270,7 @@ def test_a_replacement_that_cannot_get_its_name_leaves_what_it_would_replace(tmp
     rename = Path.rename
 
     def failing(self, target):
-        if self.name == "dst.partial":
+        if (self.parent.name, self.name) == ("dst.partial", "dst"):
             raise OSError(errno.EIO, "Input/output error")
         return rename(self, target)
 

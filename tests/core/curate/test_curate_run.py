@@ -19,6 +19,7 @@ from mtcli.core.curate import documents as documents_module
 from mtcli.core.curate import engine as engine_module
 from mtcli.core.curate import pipeline as pipeline_module
 from mtcli.core.curate.config import load_config
+from mtcli.core.runtime.work_folder import WorkFolder
 
 FUZZY = ["fuzzy"]
 
@@ -346,7 +347,7 @@ def test_outputs_in_the_way_and_other_inputs_than_a_run_began_with_are_refused(r
     assert "other inputs" in refusal(lambda: run(path, resume=True))
     assert shards(run(path, force=True)) == [{"id": "a", "text": "xyz", "source": "in"}]
     shutil.rmtree(out)
-    (out / ".curate").mkdir(parents=True)
+    WorkFolder(out / ".curate", out).close()
     (out / ".curate" / "fingerprint").write_text("other")
     assert "begun with other inputs" in refusal(lambda: run(path, resume=True))
 

@@ -1,7 +1,6 @@
-"""Files of a profile: refused before the work, or whole."""
+"""Files and folders appear whole or not at all."""
 
 import os
-import subprocess
 import threading
 from pathlib import Path
 
@@ -9,28 +8,7 @@ import pytest
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime import atomic_writes
-from mtcli.core.runtime.atomic_writes import (
-    aside,
-    atomic_folder,
-    folder_of,
-    require_extra,
-    require_writable,
-    write_text,
-)
-
-
-def test_a_suffix_that_cannot_be_written_is_refused():
-    with pytest.raises(MtcliError, match=r"it does not write \.gif") as caught:
-        require_writable("a.gif", "--plot", (".png", ".svg"))
-    assert "ends in .png or .svg" in str(caught.value)
-
-
-def test_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(MtcliError, match="there is no folder"):
-        require_writable(str(tmp_path / "no" / "a.png"), "--plot", (".png",))
-    (tmp_path / "file").touch()
-    with pytest.raises(MtcliError, match="file is a file, and no folder"):
-        require_writable(str(tmp_path / "file" / "a.png"), "--plot", (".png",))
+from mtcli.core.runtime.atomic_writes import aside, atomic_folder, folder_of, write_text
 
 
 def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
@@ -40,36 +18,6 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path):
         expected = f"train.output: {taken} is a folder, and a file is written there"
         with pytest.raises(MtcliError, match=expected), folder_of("train.output", tmp_path):
             write()
-
-
-def test_a_folder_is_no_file(tmp_path):
-    (tmp_path / "a.html").mkdir()
-    with pytest.raises(MtcliError, match="is a folder"):
-        require_writable(str(tmp_path / "a.html"), "--report", (".html",))
-
-
-def test_a_folder_that_takes_no_files_is_refused_before_the_work(tmp_path):
-    folder = tmp_path / "read-only"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", str(folder)], check=False)
-    if mounted.returncode:
-        pytest.skip("mounting a read-only disk takes root")
-    try:
-        with pytest.raises(MtcliError, match="--output: .*read-only cannot be written") as caught:
-            require_writable(str(folder / "a.json"), "--output")
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
-    assert caught.value.code == 2
-    os.symlink(tmp_path / "elsewhere.json", tmp_path / "link.json")
-    for takes in ("link.json", "new.json"):
-        require_writable(str(tmp_path / takes), "--output")
-    require_writable("/dev/null", "--output")
-
-
-def test_a_missing_extra_says_how_to_install_it():
-    with pytest.raises(MtcliError, match="--plot needs no_such_module") as caught:
-        require_extra("no_such_module", "--plot")
-    assert "mtcli[report]" in str(caught.value)
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path):
@@ -151,3 +99,26 @@ def test_a_file_is_durable_before_it_has_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "replace", checked)
     write_text(tmp_path / "a.txt", "text")
     assert (tmp_path / "a.txt").read_text() == "text"
+
+
+def test_a_temporary_name_cannot_be_guessed_and_follows_no_link(tmp_path, monkeypatch):
+    target, mine = tmp_path / "facts.json", tmp_path / "mine"
+    mine.write_text("mine")
+    names = []
+    for _ in range(2):
+        with atomic_writes.atomic_file(target) as path:
+            path.write_text("{}")
+            names.append(path.name)
+    assert names[0] != names[1] and str(os.getpid()) not in names
+    assert target.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    monkeypatch.setattr(atomic_writes.secrets, "token_hex", lambda n: "0")
+    (tmp_path / ".facts.0.json").symlink_to(mine)
+    with pytest.raises(FileExistsError), atomic_writes.atomic_file(target):
+        raise AssertionError("there is nothing to write to")
+    assert mine.read_text() == "mine"
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
