@@ -388,7 +388,7 @@ PACKAGE_FAULTS = [
         "self.counted += end - first + self.replicas", "self.counted += end - first",
         "core/training/test_rounds.py::test_tickets_go_on_where_the_last_round_ended"),
     Fault("not weighed: the loss of rounds is a mean over steps", "core/training/rounds.py",
-        "sums[0] = sum(step.loss * step.weight for step in done)",
+        "sums[0] = sum(step.loss * step.labels for step in done)",
         "sums[0] = sum(step.loss for step in done)",
         "core/training/test_rounds.py::test_under_a_scripted_clock_workers_do_what_the_script_"
         "says"),

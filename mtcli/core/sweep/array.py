@@ -72,13 +72,13 @@ class ModelArray:
     def _train_step(self, loader: ArrayLoader) -> list[Step]:
         start = perf_counter()
         self.groups.world.recorder.step = self.step + 1
-        loss_sums, weights = self.forward_backward(loader)
+        loss_sums, labels = self.forward_backward(loader)
         norms = (self.compiled or self.memory).norms(self.gradients)
         losses = all_reduce(loss_sums, self.groups.world)
         made = [
-            self._step_of(member, loss / (weight or 1.0), norm)
-            for member, loss, weight, norm in zip(
-                self.members, losses.tolist(), weights, norms, strict=True
+            self._step_of(member, loss / (count or 1.0), norm)
+            for member, loss, count, norm in zip(
+                self.members, losses.tolist(), labels, norms, strict=True
             )
         ]
         self._update([update for _, update in made])
@@ -86,12 +86,12 @@ class ModelArray:
         return [step._replace(seconds=seconds) for step, _ in made]
 
     def forward_backward(self, loader: ArrayLoader) -> tuple[Tensor, list[float]]:
-        """(each model's sum of this rank's weighted losses [B], the weights of the global batches),
+        """(each model's sum of this rank's weighted losses [B], the labels of the global batches),
         with the gradients reduced."""
         scales = [member.loss_scale.scale for member in self.members]
         batch = loader.step(self.step, scales)
         device = self.groups.device
-        factors = [s / (weight or 1.0) for s, weight in zip(scales, batch.weights, strict=True)]
+        factors = [s / (count or 1.0) for s, count in zip(scales, batch.labels, strict=True)]
         factor_B = torch.tensor(factors, dtype=torch.float64, device=device)
         total_B = torch.zeros(len(self.members), dtype=torch.float64, device=device)
         self.fresh = set(self.trained)
@@ -103,22 +103,22 @@ class ModelArray:
         for name in self.fresh:
             self.gradients[name] = self.memory.gradients.tensors[name].zero_()
         all_reduce(self.memory.gradients.flat, self.groups.axes["samples"])
-        return total_B, batch.weights
+        return total_B, batch.labels
 
     @torch.no_grad()
     def evaluate(self, loader: ArrayLoader) -> list[float]:
         """Each model's weighted mean loss over train.eval_batches global batches."""
         total_B = torch.zeros(len(self.members), dtype=torch.float64, device=self.groups.device)
-        weights = [0.0] * len(self.members)
+        labels = [0.0] * len(self.members)
         for step in range(self.shape.train.eval_batches):
             batch = loader.step(step, None)
             for number in range(self.micro_batches):
                 inputs = batch.load(number)
                 losses_T = self.stage.losses(self.stage(None, inputs), inputs)
                 total_B += losses_T.double().view(len(self.members), -1).sum(1)
-            weights = [a + b for a, b in zip(weights, batch.weights, strict=True)]
+            labels = [a + b for a, b in zip(labels, batch.labels, strict=True)]
         sums = all_reduce(total_B, self.groups.world).tolist()
-        return [total / weight for total, weight in zip(sums, weights, strict=True)]
+        return [total / count for total, count in zip(sums, labels, strict=True)]
 
     def _step_of(
         self, member: Member, loss: float, scaled_norm: float

@@ -18,7 +18,7 @@ class ArrayBatch(NamedTuple):
     """This rank's part of every model's global batch."""
 
     load: Callable[[int], Inputs]  # gives micro-batch m of all models
-    weights: list[float]  # sums of the loss weights of each model's global batch
+    labels: list[float]  # of each model's global batch, those that have a weight
 
 
 class ArrayLoader:
@@ -44,7 +44,7 @@ class ArrayLoader:
             factors = torch.tensor(scales, dtype=torch.float64, device=inputs.tokens.device)
             return replace(inputs, aux_scale=factors * inputs.aux_scale)
 
-        return ArrayBatch(load, [batch.weight for batch in each])
+        return ArrayBatch(load, [batch.labels for batch in each])
 
     def compact(self, keep: Sequence[int]) -> None:
         """Keeps the loaders of some models."""

@@ -1,7 +1,8 @@
 """An encoder's inputs: rows of several sequences, masked tokens, and labels of sequences.
 
-The loss of a step is that of predicted tokens over their weights' sum W, plus that of sequences
-over theirs, C, both over the global batch. Class weights times W / C make them one sum over W.
+The loss of a step is that of predicted tokens over their number P, plus that of sequences over
+theirs, C, both over the global batch. Class weights times P / C make them one sum over P. What has
+no weight is not counted.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +20,10 @@ from mtcli.core.parallel.groups import Groups
 
 
 class EncoderRead(NamedTuple):
-    """A micro-batch's rows, and sums of this rank's weights: of predicted tokens, of classes."""
+    """A micro-batch's rows, and how many labels of this rank weigh: of tokens, of classes."""
 
     rows: EncoderRows
-    weight_sums: tuple[float, float]
+    label_counts: tuple[int, int]
 
 
 class EncoderInputs:
@@ -45,18 +46,18 @@ class EncoderInputs:
         count: int,
         hosted: Callable[[np.ndarray], np.ndarray],
     ) -> EncoderRead:
-        """Rows where the device can fetch them, with their sums."""
+        """Rows where the device can fetch them, with the numbers of labels that weigh."""
         rows = batches.rows(start, count)
         own = rows.weights[:, self.host_positions]
         # Every cp rank has all labels of sequences, and one of them counts them.
-        classified = rows.class_weights.sum(dtype=np.float64) * (self.groups.cp.rank == 0)
+        classified = np.count_nonzero(rows.class_weights) * (self.groups.cp.rank == 0)
         arrays = EncoderRows(*(hosted(array) for array in rows))
-        return EncoderRead(arrays, (float(own.sum(dtype=np.float64)), float(classified)))
+        return EncoderRead(arrays, (int(np.count_nonzero(own)), int(classified)))
 
-    def weigh(self, sums: Sequence[float], parts: int) -> tuple[float, float]:
-        """(what the summed loss is divided by, the factor of class weights) by the sums over a
+    def divisor(self, counts: Sequence[float], parts: int) -> tuple[float, float]:
+        """(what the summed loss is divided by, the factor of class weights) by the counts over a
         global batch, or over the part of it that a replica has."""
-        predicted, classified = sums
+        predicted, classified = counts
         if self.model.head != "mlm":
             return classified, 1.0
         return predicted, predicted / max(1.0, classified)

@@ -1,14 +1,14 @@
 """From samples to a rank's micro-batches, read ahead off the main thread.
 
-A step's loss is the sum of weight times loss over its labels, by the sum of weights over the global
-batch, which every rank is given with the step.
+A step's loss is the sum of weight times loss over its labels, by the number of labels that have a
+weight over the global batch, which every rank is given with the step: weights are not made to sum
+to 1 within a batch, where they would cancel.
 
 Micro-batch m of data rank r is the contiguous block of samples consumed + m * (mbs * dp) + r * mbs
 and so on for mbs samples: a global batch holds the same samples on every layout. Of a block, each
 row of a grid of tp ranks has consecutive samples.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -40,8 +40,8 @@ class StepBatch(NamedTuple):
     """This rank's part of a global batch."""
 
     load: Callable[[int], Inputs]  # gives micro-batch m
-    weight: float  # sum of loss weights: of the global batch, or of an asynchronous replica's
-    replica_weight: float  # sum of those of this rank's replica
+    labels: float  # that have a weight: of the global batch, or of an asynchronous replica's
+    replica_labels: float  # those of this rank's replica
 
 
 class MicroBatchLoader:
@@ -105,13 +105,13 @@ class MicroBatchLoader:
             self.reader.close()
 
     def _batch(self, step: int, samples: list[Any], loss_scale: float) -> StepBatch:
-        """Ranks exchange sums of weights, 8 bytes each, where the labels do not weigh 1 each."""
-        columns = zip(*(read.weight_sums for read in samples), strict=True)
+        """Ranks exchange numbers of labels, 8 bytes each, where they do not weigh 1 each."""
+        columns = zip(*(read.label_counts for read in samples), strict=True)
         sums, replicas = [self._sums(column) for column in columns], self.groups.layout.replicas
         parts = replicas if self.is_asynchronous else 1
-        weight, _ = self.inputs.weigh([total for total, _ in sums], parts)
-        own_weight, factor = self.inputs.weigh([own for _, own in sums], replicas)
-        self._require_weight(step, weight)
+        labels, _ = self.inputs.divisor([total for total, _ in sums], parts)
+        own_labels, factor = self.inputs.divisor([own for _, own in sums], replicas)
+        self._require_labels(step, labels)
         others = {"attended": self.has_blocks, "aux_scale": self._aux_scale(loss_scale)}
         firsts = self._starts(step)
 
@@ -119,8 +119,8 @@ class MicroBatchLoader:
             numbers = self._numbers(firsts[m], loss_scale)
             return self.inputs.inputs(samples[m], numbers, factor, others)
 
-        # A replica without weights has gradients of 0, whatever they are divided by.
-        return StepBatch(load, weight, own_weight or 1.0)
+        # A replica without labels has gradients of 0, whatever they are divided by.
+        return StepBatch(load, labels, own_labels or 1.0)
 
     def _wanted(self, step: int) -> Iterator[tuple[int, int]]:
         while (step + 1) * self.config.batch.global_batch_size <= len(self.batches):
@@ -157,13 +157,13 @@ class MicroBatchLoader:
             return inside, inside
         return sum(all_gather(torch.full_like(own, inside), groups.replicas).tolist()), inside
 
-    def _require_weight(self, step: int, weight: float) -> None:
+    def _require_labels(self, step: int, labels: float) -> None:
         """Raises MtcliError where no label of a step's batch is known to have a weight."""
         size = self.config.batch.global_batch_size
-        if not self.is_asynchronous and not 0.0 < weight < math.inf:
-            message = f"the loss weights of samples {step * size} to {(step + 1) * size - 1}"
+        if not self.is_asynchronous and not labels:
+            message = f"of samples {step * size} to {(step + 1) * size - 1}, step {step + 1}"
             hint = "leave out samples without weight, or set a larger batch.global_batch_size"
-            raise failed(f"{message}, step {step + 1}, have the sum {weight:g}", hint)
+            raise failed(f"{message}, no label has a weight", hint)
 
     def _numbers(self, first: int, loss_scale: float) -> Tensor | None:
         """Global token numbers [mbs, s] of samples from `first` on; None where none is dropped."""

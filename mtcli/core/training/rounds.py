@@ -87,25 +87,25 @@ class Rounds:
         trainer, groups = self.trainer, self.trainer.groups
         sums = torch.zeros(3 + trainer.layout.replicas, dtype=torch.float64)
         if groups.replica.rank == 0:
-            sums[0] = sum(step.loss * step.weight for step in done)
-            sums[1] = sum(step.weight for step in done)
+            sums[0] = sum(step.loss * step.labels for step in done)
+            sums[1] = sum(step.labels for step in done)
             sums[2] = sum(step.grad_norm for step in done)
             sums[3 + groups.replicas.rank] = len(done)
-        loss, weight, norm, *steps = all_reduce(sums.to(groups.device), groups.world).tolist()
+        loss, labels, norm, *steps = all_reduce(sums.to(groups.device), groups.world).tolist()
         loads = [step.expert_load or 0.0 for step in done]
         load = torch.tensor([max(loads, default=0.0)], dtype=torch.float64, device=groups.device)
         load = all_reduce(load, groups.world, dist.ReduceOp.MAX)
         config, counts = trainer.config, tuple(map(round, steps))
         return Step(
             step=trainer.step,
-            loss=loss / (weight or 1.0),
+            loss=loss / (labels or 1.0),
             lr=learning_rate(config.optimizer, trainer.step, config.train.steps),
             grad_norm=norm / sum(counts),
             seconds=0.0,
             loss_scale=trainer.loss_scale.scale,
             outcome="updated",
             expert_load=float(load) or None,
-            weight=weight,
+            labels=labels,
             replica_steps=counts,
         )
 

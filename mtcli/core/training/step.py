@@ -52,7 +52,7 @@ class Step(NamedTuple):
     loss_scale: float  # of this step
     outcome: Outcome
     expert_load: float | None = None  # largest over mean, worst layer; None without router biases
-    weight: float = 1.0  # sum of the loss weights of its labels
+    labels: float = 1.0  # those that have a weight
     replica_steps: tuple[int, ...] = ()  # of a round of asynchronous replicas: those of each
 
 
@@ -159,7 +159,7 @@ class Trainer:
         step, scale = self.step + 1, self.loss_scale.scale
         lr = learning_rate(config.optimizer, step, config.train.steps)
         norms = [norm / scale for norm in scaled_norms]
-        loss, norm = sum(loss_sums) / (batch.weight or 1.0), sum(norms) / len(norms)
+        loss, norm = sum(loss_sums) / (batch.labels or 1.0), sum(norms) / len(norms)
         outcome = outcome_of(loss, norm, self.loss_scale)
         if outcome != "fault":
             self.step = step
@@ -169,13 +169,13 @@ class Trainer:
             own = 0 if self.is_asynchronous else self.groups.replicas.rank
             # A replica whose labels have no weight has no loss, and no gradient.
             if loss_sums[own]:
-                self.exchange.note_loss(loss_sums[own] / batch.replica_weight)
+                self.exchange.note_loss(loss_sums[own] / batch.replica_labels)
             self.exchange.update(lr, clip_factor(norms[own], config.optimizer.clip) / scale)
             expert_load = self.balance.move_biases()
         self._end_phase("end")
         self.phases = Phases(**self._phase_ends)
         seconds = perf_counter() - start
-        return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load, batch.weight)
+        return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load, batch.labels)
 
     def forward_backward(
         self, loader: MicroBatchLoader, as_written: bool = False
@@ -186,7 +186,7 @@ class Trainer:
         """
         self._end_phase("begin")
         batch = loader.step(self.step, self.loss_scale.scale)
-        gradient_scale = self.loss_scale.scale / batch.replica_weight
+        gradient_scale = self.loss_scale.scale / batch.replica_labels
         self._end_phase("data")
         optimizer, steps = self.config.optimizer, self.config.train.steps
         self.exchange.before_step(learning_rate(optimizer, self.step + 1, steps))
@@ -250,14 +250,14 @@ class Trainer:
             assert last is not None, "activations come from the last stage"
             total.add_(last.losses(x_TD, inputs).double().sum())
 
-        weight = 0.0
+        labels = 0.0
         with averaged(self.exchange):
             for step in range(steps):
                 batch = loader.step(step, loss_scale=0.0)
                 pipeline.forward(batch.load, self.micro_batch_tokens, add)
-                weight += batch.weight
+                labels += batch.labels
         loss_sums, _ = self._global(float(total), 0.0)
-        return sum(loss_sums) / weight
+        return sum(loss_sums) / labels
 
     def _global(
         self, loss_sum: float, square_sum: float, only_replica: bool = False

@@ -45,7 +45,7 @@ class TokenRead(NamedTuple):
     tokens: np.ndarray | Tensor  # int64 [mbs, seq_len + 1]
     documents: np.ndarray | Tensor | None  # int32 of the same shape, where the config asks for them
     weights: np.ndarray | Tensor | None  # float32 [mbs, seq_len], of the labels' losses
-    weight_sums: tuple[float, ...]  # one, of this rank's labels; none without weights
+    label_counts: tuple[int, ...]  # one: labels of this rank that have a weight; none without any
 
 
 class TokenInputs:
@@ -57,7 +57,7 @@ class TokenInputs:
         self.host_positions, self.positions = positions, positions.to(groups.device)
 
     def read(self, batches: TokenBatches, start: int, count: int, hosted: Hosted) -> TokenRead:
-        """Rows where the device can fetch them, with the sum of their labels' weights.
+        """Rows where the device can fetch them, with the number of labels that weigh.
 
         Raises MtcliError for ids that are not in the vocabulary.
         """
@@ -66,17 +66,17 @@ class TokenInputs:
         documents = batches.documents(start, count) if asked else None
         rows = batches.batch(start, count)
         require_ids(batches, start, rows, self.config.model.vocab_size)
-        weights, sums = batches.loss_weights(start, count), list[float]()
+        weights, counts = batches.loss_weights(start, count), list[int]()
         if weights is not None:
             own = torch.from_numpy(weights)[:, self.host_positions]
-            weights, sums = own.numpy(), [float(own.sum(dtype=torch.float64))]
+            weights, counts = own.numpy(), [int(own.count_nonzero())]
         given = (None if x is None else hosted(x) for x in (rows, documents, weights))
-        return TokenRead(*given, tuple(sums))
+        return TokenRead(*given, tuple(counts))
 
-    def weigh(self, sums: Sequence[float], parts: int) -> tuple[float, float]:
-        """(what the summed loss is divided by, 1: no label is of a class) by the sums over a global
-        batch, or over the 1 / `parts` of it that a replica has."""
-        return (sums[0] if sums else self.config.batch.tokens_per_step / parts), 1.0
+    def divisor(self, counts: Sequence[float], parts: int) -> tuple[float, float]:
+        """(what the summed loss is divided by, 1: no label is of a class) by the counts over a
+        global batch, or over the 1 / `parts` of it that a replica has."""
+        return (counts[0] if counts else self.config.batch.tokens_per_step / parts), 1.0
 
     def inputs(
         self, read: TokenRead, numbers: Tensor | None, class_factor: float, others: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Loss weights: the plain weighted mean, and the bits of no weights where all are one.
+"""Loss weights: the weighted sum by the number of labels, and the bits of none where all are 1.
 
 That every layout has the run of its oracle with random weights is a factor of the parity table.
 """
@@ -36,7 +36,7 @@ class Nothing(Samples):
         return np.repeat((ids < 4).astype(np.float32), self.rows.shape[1] - 1, 1)
 
 
-def test_one_rank_gives_the_weighted_mean_of_transformers_model(gpt2):
+def test_one_rank_gives_the_weighted_sum_by_labels_of_transformers_model(gpt2):
     model, checkpoint = gpt2
     config = run_config(checkpoint.model.model_dump(exclude_none=True), train={"matmul": "strict"})
     trainer = Trainer(config, ALONE)
@@ -49,11 +49,38 @@ def test_one_rank_gives_the_weighted_mean_of_transformers_model(gpt2):
     assert (weights.sum(1) == 0).any() and (weights > 0).any()
     logits, weights = model(rows[:, :-1]).logits.flatten(0, 1), torch.from_numpy(weights).flatten()
     losses = torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten(), reduction="none")
-    loss = (losses * weights).sum() / weights.sum()
+    loss = (losses * weights).sum() / weights.count_nonzero()
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert step.loss == pytest.approx(loss.item(), rel=1e-5)
     assert step.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+
+
+class Sixfold(Samples):
+    """Sample 0 weighs 6, and the others 0.5."""
+
+    def loss_weights(self, start, count):
+        ids = np.arange(start, start + count)[:, None]
+        one = np.ones(self.rows.shape[1] - 1, np.float32)
+        return np.where(ids == 0, np.float32(6.0), np.float32(0.5)) * one
+
+
+@pytest.mark.parametrize(("size", "factors"), [(1, [6.0, 0.5]), (2, [None, 0.5])], ids=str)
+def test_a_sample_s_weight_scales_its_gradient_in_a_batch_of_any_size(size, factors):
+    """CRAIG's update (arXiv:1906.01827, algorithm 1): each member's own weight is its stepsize."""
+    batch = {"micro_batch_size": 1, "global_batch_size": size}
+    still = run_config(batch=batch, train={"precision": "fp64"}, optimizer={"lr": 0.0})
+
+    def steps(samples):
+        trainer = Trainer(still, ALONE)
+        initialise(trainer)
+        with closing(MicroBatchLoader(samples(still), still, trainer.groups)) as loader:
+            found = [trainer.train_step(loader) for _ in factors]
+        return [(step.loss, step.grad_norm) for step in found]
+
+    for plain, weighted, factor in zip(steps(Samples), steps(Sixfold), factors, strict=True):
+        if factor is not None:
+            assert weighted == pytest.approx([factor * x for x in plain], rel=1e-12)
 
 
 def test_logits_are_made_of_tokens_whose_loss_has_a_weight_alone(monkeypatch):
@@ -102,7 +129,7 @@ def evaluated(runtime, config, samples):
 
 
 @pytest.mark.parametrize("parallel", [{"cp": 2, "pp": 2}, {"zero": 3}], ids=str)
-def test_evaluation_is_the_weighted_mean_over_all_its_batches(parallel):
+def test_evaluation_is_the_mean_over_the_labels_of_all_its_batches(parallel):
     train = {"eval_batches": 3, "precision": "fp64"}
     still = run_config(train=train, optimizer={"lr": 0.0})
     trainer = Trainer(still, ALONE)
@@ -110,8 +137,8 @@ def test_evaluation_is_the_weighted_mean_over_all_its_batches(parallel):
     loader = MicroBatchLoader(Weighted(still), still, trainer.groups)
     means = [trainer.train_step(loader).loss for _ in range(3)]
     loader.close()
-    weights = Weighted(still).loss_weights(0, 12).reshape(3, -1).sum(1, dtype=np.float64)
-    expected = float(np.average(means, weights=weights))
+    counts = np.count_nonzero(Weighted(still).loss_weights(0, 12).reshape(3, -1), axis=1)
+    expected = float(np.average(means, weights=counts))
     config = run_config(parallel=parallel, train=train)
     for loss in run_ranks(4, evaluated, config, Weighted):
         assert loss == pytest.approx(expected, rel=1e-12)
@@ -133,5 +160,5 @@ def refused(runtime, config):
 
 
 def test_a_step_without_any_weight_is_an_error_on_every_rank():
-    message = "the loss weights of samples 4 to 7, step 2, have the sum 0"
+    message = "of samples 4 to 7, step 2, no label has a weight"
     assert run_ranks(2, refused, run_config()) == [(message, 1)] * 2
