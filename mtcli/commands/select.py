@@ -170,9 +170,13 @@ def _facts(subset: "Subset") -> dict[str, str]:
     size, total = len(subset.indices), subset.num_candidates
     rows = {"sequences": f"{size:,} of {total:,}, of {subset.seq_len:,} tokens each"}
     rows["chosen_by"] = subset.method + (f", {subset.proxy}" if subset.proxy else "")
-    pairs = ("objective", subset.objective, subset.random_objective)
-    bounds = ("bound_of_the_gradient's_error", subset.bound, subset.random_bound)
-    for name, value, random in (pairs, bounds):
+    what = "mean_hidden_states" if subset.proxy == "features" else "gradient"
+    compared = (
+        ("objective", subset.objective, subset.random_objective),
+        (f"error_of_the_{what}", subset.error, subset.random_error),
+        ("bound_of_that_error", subset.bound, subset.random_bound),
+    )
+    for name, value, random in compared:
         if value is not None and random is not None:
             beside = "" if subset.method == "random" else f"; of as many random ones {random:,.4g}"
             rows[name] = f"{value:,.4g}{beside}"

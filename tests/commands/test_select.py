@@ -63,6 +63,8 @@ def test_a_tenth_has_the_keys_that_are_promised_and_beats_a_random_one(home, sub
         home, "--fraction", "0.1", "--method", "random", out=("--output", "r.json", *OUT[2:])
     )
     assert random["objective"] == pytest.approx(subset["random_objective"])
+    assert random["error"] == pytest.approx(subset["random_error"])
+    assert 0 < subset["error"] < subset["bound"]
     assert set(random["weights"]) == {count / len(random["indices"])}
 
 

@@ -74,6 +74,10 @@ class Subset(Section):
     """L: the sum of all candidates' distances to the chosen, which bounds the gradient's error"""
     random_bound: float | None
     """that of as many random ones"""
+    error: float | None = None
+    """of the weighted sum of the chosen proxies, as the length of what it lacks of the sum of all"""
+    random_error: float | None = None
+    """that of as many random ones"""
     indices: tuple[Count, ...]
     """the chosen candidates in the order of their picks"""
     weights: tuple[Weight, ...]
@@ -357,6 +361,6 @@ def token_batches(
 def subset_facts(subset: Subset) -> dict[str, Any]:
     """The keys of a subset that a command answers."""
     keys = ("method", "proxy", "objective", "random_objective", "bound", "random_bound")
-    keys += ("num_candidates", "seq_len")
+    keys += ("error", "random_error", "num_candidates", "seq_len")
     facts = {key: getattr(subset, key) for key in keys}
     return facts | {"indices": list(subset.indices), "weights": list(subset.weights)}

@@ -35,6 +35,7 @@ class Chosen(NamedTuple):
     weights: np.ndarray  # float64 [r]
     objective: float | None  # F: facility location; None where there are no proxies
     bound: float | None  # L: the sum of every candidate's distance to its nearest chosen one
+    error: float | None = None  # |sum of g_i - sum of gamma_j g_j|, which L bounds
 
 
 class Quota(NamedTuple):
@@ -112,6 +113,13 @@ def unjudged(orders: Sequence[list[int]]) -> Chosen:
     """Candidates that no proxies judge."""
     indices = np.array(round_robin(orders), np.int64)
     return Chosen(indices, np.ones(len(indices)), None, None)
+
+
+def with_error(chosen: Chosen, proxies: Tensor) -> Chosen:
+    """Adds the error of the weighted sum of the chosen proxies [n, d], in float64."""
+    picked = proxies[torch.from_numpy(chosen.indices)].double()
+    difference = proxies.sum(0, dtype=torch.float64) - torch.from_numpy(chosen.weights) @ picked
+    return chosen._replace(error=float(difference.norm()))
 
 
 def evenly_weighed(chosen: Chosen, groups: Sequence[np.ndarray]) -> Chosen:

@@ -32,6 +32,7 @@ from mtcli.core.select.coreset import (
     planned_bytes,
     random_orders,
     unjudged,
+    with_error,
 )
 from mtcli.core.select.dsir import resample
 from mtcli.core.select.proxies import Proxy, example_proxies, proxy_width, sequence_proxies
@@ -166,7 +167,7 @@ def _chosen(
     if request.method == "craig":
         assert proxies is not None, "core-sets are chosen by proxies"
         target = Quota(sizes, request.cover)
-        return _by_shares(choose(proxies, groups, target, work), candidates)
+        return _by_shares(choose(proxies, groups, target, work), proxies, candidates)
     assert isinstance(candidates.data, TokenSequences) and candidates.target is not None
     where = candidates.data, candidates.target, sizes[0], work.seed, work.advance
     return _evenly(candidates, proxies, [resample(*where).tolist()], work)
@@ -186,11 +187,14 @@ def _evenly(
     chosen = (
         unjudged(orders) if proxies is None else judge(proxies, candidates.groups, orders, work)
     )
-    return _by_shares(evenly_weighed(chosen, candidates.groups), candidates)
+    return _by_shares(evenly_weighed(chosen, candidates.groups), proxies, candidates)
 
 
-def _by_shares(chosen: Chosen, candidates: Candidates) -> Chosen:
-    """Scales the weights of each group, which sum to its size, to its share of all candidates."""
+def _by_shares(chosen: Chosen, proxies: Tensor | None, candidates: Candidates) -> Chosen:
+    """Scales the weights of each group, which sum to its size, to its share of all candidates; the
+    error is that of the weights before, as the bound is."""
+    if proxies is not None:
+        chosen = with_error(chosen, proxies)
     total, weights = sum(candidates.shares), chosen.weights.copy()
     for group, share in zip(candidates.groups, candidates.shares, strict=True):
         factor = share / total * len(candidates) / len(group)
@@ -250,6 +254,8 @@ def _record(
         random_objective=random and random.objective,
         bound=chosen.bound,
         random_bound=random and random.bound,
+        error=chosen.error,
+        random_error=random and random.error,
         indices=tuple(chosen.indices.tolist()),
         weights=tuple(chosen.weights.tolist()),
         sources=_sources(candidates.data, candidates.counts, candidates.source_shares),

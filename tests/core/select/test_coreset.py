@@ -17,6 +17,7 @@ from mtcli.core.select.coreset import (
     judge,
     planned_bytes,
     random_orders,
+    with_error,
 )
 from mtcli.core.select.distances import Points
 
@@ -53,6 +54,9 @@ def test_the_bound_is_of_the_gradients_error_and_weights_sum_to_all(size):
     assert len(set(chosen.indices.tolist())) == size
     assert chosen.bound == pytest.approx(residual(points, chosen.indices), rel=1e-6, abs=1e-4)
     assert error(points, chosen) <= chosen.bound + 1e-3
+    evenly = evenly_weighed(chosen, together(300))
+    for one in (chosen, evenly):
+        assert with_error(one, points).error == pytest.approx(error(points, one), rel=1e-9)
     assert chosen.weights.sum() == pytest.approx(300)
     assert chosen.weights.min() >= 1.0
 
