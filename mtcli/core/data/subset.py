@@ -75,7 +75,7 @@ class Subset(Section):
     random_bound: float | None
     """that of as many random ones"""
     error: float | None = None
-    """of the weighted sum of the chosen proxies, as the length of what it lacks of the sum of all"""
+    """the length of what the weighted sum of the chosen proxies lacks of the sum of all"""
     random_error: float | None = None
     """that of as many random ones"""
     indices: tuple[Count, ...]

@@ -27,10 +27,12 @@ class WorkFolder:
         Raises MtcliError where another run has it, or it is none of ours.
         """
         self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
         while True:
-            with suppress(FileNotFoundError):  # a run that ended has removed the folder
+            with suppress(FileNotFoundError):  # a run that ends removes the folder meanwhile
                 require_work_folder(path)
-                path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(exist_ok=True)
+            with suppress(FileNotFoundError):
                 self._lock = lock_output(path / MARK, output)
                 break
         if not self._lock.tell():
