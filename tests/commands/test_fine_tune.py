@@ -89,6 +89,20 @@ def test_weights_of_ours_are_trained_on_without_a_config(home, run):
     assert (open_checkpoint(home / "more").tokenizer_folder / "chat_template.jinja").is_file()
 
 
+def test_the_lines_of_a_step_are_read_by_the_tokenizer_of_the_weights(home, run):
+    told = mtcli("data", "explain", "run", "--step", "1", "--json", "-", folder=home)
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)["documents"]
+    lines, theirs = list(sums(40)), tokenizer()
+    for row in found:
+        line = lines[row["document"] - 1]
+        messages = [{"role": "user", "content": line["prompt"]}]
+        messages.append({"role": "assistant", "content": line["completion"]})
+        ids = theirs.apply_chat_template(messages)["input_ids"]
+        assert (row["turn"], row["tokens"]) == (1, len(ids))
+    assert len({row["document"] for row in found}) == len(found) > 4
+
+
 def test_talks_that_a_template_shows_otherwise_later_are_unrolled_and_explained(home, tmp_path):
     tokenizer(REWRITING["DeepSeek-R1"]).save_pretrained(tmp_path)
     data = {"data.train": "talks.jsonl", "data.tokenizer": tmp_path, "train.output": "unrolled"}

@@ -201,14 +201,15 @@ def test_no_text_that_begins_as_the_prompt_ends_is_taken_for_the_prompt(content)
     assert text[:first] == "<s><|User|>Hi<|Assistant|>" and end == len(text)
 
 
-def test_a_tag_that_begins_as_the_prompt_s_is_the_turn_s():
+@pytest.mark.parametrize("tag", ["<tool>", "<text>"], ids=["of a call", "of any turn"])
+def test_a_tag_that_begins_as_the_prompt_s_is_the_turn_s(tag):
     source = "{% for m in messages %}{% if m.role != 'user' %}<A>{% endif %}"
-    source += "{% if m.tool_calls %}<tool>{% endif %}"
+    source += f"{{% if m.tool_calls %}}{tag}{{% elif m.role != 'user' %}}<text>{{% endif %}}"
     source += "{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
     chat = ChatTemplate(source + "{% if add_generation_prompt %}<A><think>{% endif %}", {})
     asked = said("user", [{"type": "text", "text": "Hi"}])
     ((text, ((first, end),), _),) = chat.render([asked, said("assistant", [], tool_calls=[{}])])
-    assert (text[:first], text[first:end]) == ("Hi<A>", "<tool>")
+    assert (text[:first], text[first:end]) == ("Hi<A>", tag)
 
 
 @pytest.mark.parametrize(

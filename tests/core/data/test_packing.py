@@ -186,6 +186,13 @@ def test_words_count_what_unrolled_talks_repeat_once(unrolling):
     assert last["data"].startswith("24 examples, ") and "turns" not in last
 
 
+def test_talks_of_two_files_are_two_though_their_lines_have_one_number(unrolling):
+    for name in ("c.jsonl", "d.jsonl"):
+        write_lines(unrolling / name, [list(talks(2))[1]])
+    told = open_conversations(config(unrolling, "c.jsonl", "d.jsonl", seq_len=192), None).describe()
+    assert told["data"].startswith("4 examples of 2 conversations, ")
+
+
 def test_no_talk_is_trained_on_in_part_and_validated_on_in_part(unrolling):
     lines = []
     for which, wanted in (("train", 9), ("valid", 3)):
