@@ -43,7 +43,7 @@ MESSAGE_KEYS |= {*REASONING}
 LINE_KEYS = {"messages", "tools", "prompt", "completion", "weight"}
 
 
-# An example's tokens, the weight of each one's loss, and its `Example.turn`.
+# An example's tokens, the weight of each one's loss, and its `ChatExample.turn`.
 Encoded = tuple[list[int], Sequence[float], int]
 
 
@@ -98,7 +98,7 @@ class ChatExamples(NamedTuple):
         return dict(json.loads(self.report.tobytes())["unread"])
 
 
-class Example(NamedTuple):
+class ChatExample(NamedTuple):
     """An example: its tokens int32 [n], the weight of each one's loss float32 [n], and the only
     message that has one, -1 where several may, or there is no chat template."""
 
@@ -110,7 +110,7 @@ class Example(NamedTuple):
 class ReadLine(NamedTuple):
     """A line's examples, and its keys that nothing reads."""
 
-    examples: list[Example]
+    examples: list[ChatExample]
     unread: set[str]
 
 
@@ -141,7 +141,7 @@ class ExampleTokenizer(NamedTuple):
             # nothing precedes the first token, which would predict it
             scaled = np.array([0.0, *(scale * weight for weight in weights[1:])], np.float32)
             if scaled.any():
-                examples.append(Example(np.array(ids, np.int32), scaled, turn))
+                examples.append(ChatExample(np.array(ids, np.int32), scaled, turn))
         if not examples:
             raise BadLine("nothing to learn", "no token of it is the assistant's and has a weight")
         return ReadLine(examples, self._unread(record))
@@ -214,7 +214,7 @@ def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExa
 def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
     unread: Counter[str] = Counter()
 
-    def examples_of(line: bytes) -> list[Example]:
+    def examples_of(line: bytes) -> list[ChatExample]:
         examples, keys = tokenize(line)
         unread.update(keys)
         return examples
@@ -245,7 +245,7 @@ def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
     )
 
 
-def _shared(examples: Sequence[Example]) -> np.ndarray:
+def _shared(examples: Sequence[ChatExample]) -> np.ndarray:
     """How many tokens each example of a line begins with that the one before has, too: int64."""
     shared = np.zeros(len(examples), np.int64)
     for number, (before, example) in enumerate(pairwise(examples), start=1):
