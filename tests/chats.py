@@ -34,6 +34,68 @@ BUSY = """{{ bos_token }}
 {%- if add_generation_prompt %}{{ '[A]' }}{% endif %}
 {{- strftime_now('') }}"""
 
+# Short ones that show a turn otherwise once others follow it, in the shapes of published ones.
+REWRITING = {
+    # Reasoning, an empty one too, is shown behind the last user's message alone.
+    "Qwen3": """{% set ns = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and loop.index0 > ns.last %}
+        {{- '<|im_start|>assistant\n<think>\n' + (m.reasoning_content or '') }}
+        {{- '\n</think>\n\n' + m.content + '<|im_end|>\n' }}
+    {%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}""",
+    # Every rendering that ends with a turn ends with a token.
+    "Phi-3": """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}
+{%- else %}{{ eos_token }}{% endif %}""",
+    # The last turn alone has its analysis, and ends with another token.
+    "gpt-oss": """{% for m in messages %}
+    {%- if m.role != 'assistant' %}
+        {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+    {%- elif loop.last and not add_generation_prompt %}
+        {%- if 'thinking' in m %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}
+    {%- else %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}""",
+    # Tools stand before the last user's message, the system's prompt in it if nothing follows.
+    "Mistral v0.3": """{% set system = messages[0].content if messages[0].role == 'system' %}
+{%- set turns = messages[1:] if system else messages %}
+{%- set users = turns | selectattr('role', 'equalto', 'user') | list %}
+{{- bos_token }}
+{%- for m in turns %}
+    {%- if m.role == 'user' %}
+        {%- if tools and m == users[-1] %}
+            {{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST] ' + (system + '\n\n' if loop.last and system else '') + m.content + '[/INST]' }}
+    {%- elif m.role == 'assistant' %}{{- ' ' + m.content | trim + eos_token }}
+    {%- else %}{{- raise_exception('Only user and assistant roles are supported!') }}{% endif %}
+{%- endfor %}""",
+    # The prompt opens a reasoning, which no turn has.
+    "DeepSeek-R1": """{{ bos_token }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|Assistant|>' + m.content.split('</think>')[-1] + '<|end|>' }}
+    {%- else %}{{- '<|User|>' + m.content if m.role == 'user' else m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|Assistant|><think>\n' }}{% endif %}""",
+    # The prompt has an empty thought, which no turn has.
+    "Gemma 4": """{{ bos_token }}
+{%- for m in messages %}
+    {{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}
+    {{- m.content | trim + '<turn|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|turn>model\n<|channel>thought\n<channel|>' }}{% endif %}""",
+}
+
 
 def tokenizer(template=MARKED):
     """transformers' tokenizer of bytes, with the special tokens of ChatML."""

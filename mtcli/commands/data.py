@@ -17,6 +17,7 @@ def data(
     action: Action, config: ConfigFile, overrides: Overrides, step: Step, json_out: JsonOut = None
 ) -> None:
     """Say which documents a training step consumed."""
+    from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
     from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders
     from mtcli.core.config.loading import load_config
     from mtcli.core.data.explain import explain_step
@@ -28,9 +29,10 @@ def data(
         from mtcli.core.checkpoint.progress import planned_samples
 
         planned = planned_samples(open_checkpoint(Path(config)))
-    documents = explain_step(load_config(config, overrides), step, planned)
+    run = load_config(config, overrides)
+    documents = explain_step(run, step, planned, starting_tokenizer(run))
     if answer({"step": step, "documents": documents}, json_out):
-        columns = ("sample", "source", "document", "id", "offset", "tokens")
+        columns = [name for name in documents[0] if name != "data"]
         print_table("", columns, [[_cell(row[name]) for name in columns] for row in documents])
 
 

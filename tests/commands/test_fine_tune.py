@@ -1,7 +1,9 @@
 """`mtcli train` on a Hugging Face folder and a JSONL, as a newcomer types it."""
 
+import json
+
 import pytest
-from chats import fine_tune, save_model, sums, talks, write_lines
+from chats import REWRITING, fine_tune, save_model, sums, talks, tokenizer, write_lines
 from command_line import mtcli
 from marks import slow
 from tiny import metrics
@@ -87,6 +89,43 @@ def test_weights_of_ours_are_trained_on_without_a_config(home, run):
     assert (open_checkpoint(home / "more").tokenizer_folder / "chat_template.jinja").is_file()
 
 
+def test_the_lines_of_a_step_are_read_by_the_tokenizer_of_the_weights(home, run):
+    told = mtcli("data", "explain", "run", "--step", "1", "--json", "-", folder=home)
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)["documents"]
+    lines, theirs = list(sums(40)), tokenizer()
+    for row in found:
+        line = lines[row["document"] - 1]
+        messages = [{"role": "user", "content": line["prompt"]}]
+        messages.append({"role": "assistant", "content": line["completion"]})
+        ids = theirs.apply_chat_template(messages)["input_ids"]
+        assert (row["turn"], row["tokens"]) == (1, len(ids))
+    assert len({row["document"] for row in found}) == len(found) > 4
+
+
+def test_talks_that_a_template_shows_otherwise_later_are_unrolled_and_explained(home, tmp_path):
+    tokenizer(REWRITING["DeepSeek-R1"]).save_pretrained(tmp_path)
+    data = {"data.train": "talks.jsonl", "data.tokenizer": tmp_path, "train.output": "unrolled"}
+    done = fine_tune(home, "llama", **data)
+    assert done.returncode == 0, done.stderr
+    assert "data   18 examples of 12 conversations, " in done.stdout
+    assert "turns  6 conversations are 12 examples, one a turn, as the chat" in done.stdout
+    told = mtcli("data", "explain", "unrolled", "--step", "1", "--json", "-", folder=home)
+    assert told.returncode == 0, told.stderr
+    found = json.loads(told.stdout)["documents"]
+    lines = list(talks(12))
+    for row in found:
+        messages = lines[row["document"] - 1]["messages"]
+        assert messages[row["turn"]]["role"] == "assistant"
+    assert len({(row["document"], row["turn"]) for row in found}) == len(found) > 0
+    table = mtcli("data", "explain", "unrolled", "--step", "1", folder=home).stdout
+    assert table.split()[:7] == ["sample", "source", "document", "id", "turn", "offset", "tokens"]
+    last = {"data.loss_on": "last", "train.output": "last"}
+    done = fine_tune(home, "llama", **data | last)
+    assert done.returncode == 0, done.stderr
+    assert "data   12 examples, " in done.stdout and "turns " not in done.stdout
+
+
 def test_a_preset_with_other_weights_is_told_the_command(home):
     done = fine_tune(home, "tiny", "--init", "llama", **{"data.train": "my.jsonl"})
     assert done.returncode == 2
@@ -135,6 +174,8 @@ def test_weights_of_a_blend_and_epochs_of_tokens_are_refused(home):
     assert "error: data.train: conversations have no weights" in done.stderr
     done = fine_tune(home, "llama", **{"data.train": "data", "train.epochs": 2})
     assert "epochs=2.0 with format='tokens'" in done.stderr
+    done = fine_tune(home, "llama", **{"data.train": "data", "data.loss_on": "last"})
+    assert "loss_on='last' with format='tokens', which has no chats" in done.stderr
 
 
 def test_a_hugging_face_folder_can_be_planned(home):

@@ -454,7 +454,12 @@ NEEDS = (
     _of_sync("period", *LEADERS, *PERIODIC),
     _of_sync("outer_lr outer_momentum outer_nesterov", "diloco"),
     _of_sync("fragments overlap_steps quantise top_k error_decay", *PERIODIC),
-    Need(("data.chat_template",), "data.format", ("conversations",), "which has no chats"),
+    Need(
+        ("data.chat_template", "data.loss_on"),
+        "data.format",
+        ("conversations",),
+        "which has no chats",
+    ),
     Need(
         ("train.epochs", "data.skip_bad"),
         "data.format",

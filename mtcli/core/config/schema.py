@@ -22,6 +22,7 @@ Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
 TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
 OptimizerName = Literal["adamw", "lamb", "sgd"]
+LossOn = Literal["assistant", "last"]
 
 
 def _listed(value: Any) -> Any:
@@ -170,6 +171,8 @@ class DataConfig(Section):
     """of conversations or an encoder's rows, a folder or name [the data's, or train.init's]"""
     chat_template: bool = True
     """conversations: prompts, too, go through the chat template where there is one"""
+    loss_on: LossOn = "assistant"
+    """conversations: train on all of the assistant's turns, or on the last one of each alone"""
     skip_bad: bool = False
     """leave bad examples and too long ones out, and count them"""
     seed: Annotated[Int, Field(ge=0, le=2**32 - 1)] | None = None

@@ -5,8 +5,12 @@ immutable sandbox. It sees what transformers shows it (trim_blocks, lstrip_block
 raise_exception, strftime_now, tojson, special tokens by name), and gives the same text.
 
 The assistant's characters are those between `{% generation %}` and `{% endgeneration %}`. In a
-template without these, turn i is what rendering messages 0 .. i adds to messages 0 .. i - 1 and
-their generation prompt.
+template without these, turn i is what rendering messages 0 .. i adds to its prompt: messages
+0 .. i - 1 and their generation prompt.
+
+Many templates show a turn otherwise once others follow it: Qwen3 and gpt-oss drop its reasoning,
+Phi-3 ends each rendering with a token. A conversation that such a template renders is unrolled:
+turn i is an example of messages 0 .. i, as the template shows them to the model that writes it.
 """
 
 import json
@@ -14,11 +18,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import accumulate
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
 from mtcli.core.config.errors import wrong
+from mtcli.core.config.schema import LossOn
 from mtcli.core.config.untrusted import load_json, read_untrusted
 from mtcli.core.data.tokenize import configured_token
 
@@ -28,6 +34,7 @@ FILE = "chat_template.jinja"
 OLD_FILE = "chat_template.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")  # <think> and <tool> begin alike, and are two tags
 TEMPLATE_FIELD = "chat_template"  # of both JSON files
 SPECIALS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # of a message: the standard name first
@@ -37,14 +44,20 @@ Render = Callable[[Mapping[str, Any]], str]
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the (first, end) characters of each of the assistant's spans."""
+    """An example as text, the (first, end) characters of each of the assistant's spans, and the
+    numbers of the messages that these are of."""
 
     text: str
     spans: list[tuple[int, int]]
+    turns: list[int]
 
 
 class TemplateFault(Exception):
     """Says why a template does not render a conversation: by its own words where it refuses it."""
+
+    def __init__(self, reason: str, hint: str = "mend it") -> None:
+        super().__init__(reason)
+        self.hint = hint
 
 
 class ChatTemplate:
@@ -55,37 +68,111 @@ class ChatTemplate:
         is no template."""
         self.source, self.names = source, dict(names)
         self.mark = f"\0{uuid4().hex}\0"  # that no text of a conversation has
+        self.probe = f"\ue000{uuid4().hex}"  # nor does it begin as any
         self.is_marked = GENERATION.search(source) is not None
         self._render = _compiled(source, self.mark)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
-        """Renders a conversation. Raises TemplateFault where the template refuses it, or shows an
-        assistant's turn otherwise once other messages follow it."""
-        messages = [_with_reasoning(message) for message in messages]
-        parts = self._text(messages, tools).split(self.mark)
-        text = "".join(parts)
-        if not self.is_marked:
-            return Rendered(text, list(self._turns(text, messages, tools)))
-        ends = [*accumulate(map(len, parts), initial=0)]
-        return Rendered(text, [(ends[i], ends[i + 1]) for i in range(1, len(parts), 2)])
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        loss_on: LossOn = "assistant",
+    ) -> list[Rendered]:
+        """Renders a conversation, in which the assistant speaks: one example, or one of each turn
+        where the template shows turns otherwise once others follow them; with a loss on the last
+        turn alone, the conversation up to that.
 
-    def _turns(
-        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None
-    ) -> list[tuple[int, int]]:
-        """The spans of a template without generation markers."""
-        spans = []
-        for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        Raises TemplateFault where the template refuses it, or a turn has no certain place in it.
+        """
+        messages = [_with_reasoning(message) for message in messages]
+        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+        if loss_on == "last":
+            return [self._turn(messages[: turns[-1] + 1], tools)]
+        if self.is_marked:
+            return [self._marked(messages, tools, turns)]
+        whole = self._whole(messages, tools, turns)
+        return [whole] if whole else [self._turn(messages[: turn + 1], tools) for turn in turns]
+
+    def _marked(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, turns: list[int]
+    ) -> Rendered:
+        """The spans between generation markers."""
+        parts = self._text(messages, tools).split(self.mark)
+        ends = [*accumulate(map(len, parts), initial=0)]
+        spans = [(ends[i], ends[i + 1]) for i in range(1, len(parts), 2)]
+        return Rendered("".join(parts), spans, turns)
+
+    def _whole(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, turns: list[int]
+    ) -> Rendered | None:
+        """The spans of all turns of a template without markers; None where it shows one otherwise
+        behind its prompt, or once others follow it."""
+        text, spans = self._text(messages, tools), []
+        for turn in turns:
             before = self._text(messages[:turn], tools, add_generation_prompt=True)
             after = self._text(messages[: turn + 1], tools)
             if not (text.startswith(after) and after.startswith(before)):
-                raise TemplateFault(
-                    f"the chat template shows message {turn} otherwise once others follow it, and "
-                    "has no {% generation %} markers"
-                )
+                return None
             spans.append((len(before), len(after)))
-        return spans
+        return Rendered(text, spans, turns)
+
+    def _turn(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
+        """The example of the last message, the assistant's, behind all others."""
+        turn = len(messages) - 1
+        if self.is_marked:
+            text, spans, _ = self._marked(messages, tools, [turn])
+            earlier, said, _ = self._marked(messages[:turn], tools, [])
+            if [text[a:b] for a, b in spans[: len(said)]] != [earlier[a:b] for a, b in said]:
+                message = f"marks other text of messages before {turn} than without it"
+                raise TemplateFault(f"the chat template {message}")
+            return Rendered(text, spans[len(said) :], [turn])
+        prompt = self._text(messages[:turn], tools, add_generation_prompt=True)
+        text = self._text(messages, tools)
+        if not text.startswith(prompt):
+            prompt, completion = self._placed(messages, tools, prompt, text)
+            text = prompt + completion
+        return Rendered(text, [(len(prompt), len(text))], [turn])
+
+    def _placed(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: str, text: str
+    ) -> tuple[str, str]:
+        """The prompt of the last message, and what the message is, where its rendering `text` does
+        not begin with its `prompt`.
+
+        Either the two show earlier messages otherwise (Mistral 7B v0.3 leaves the system's out once
+        the assistant has answered): then the prompt is as the model gets it. Or the prompt goes on
+        with what no turn has (DeepSeek-R1's "<think>"): then it ends where the two part. A probe in
+        the place of the message before says where that one ends in both.
+        """
+        turn = len(messages) - 1
+        if not turn:
+            raise _unplaced(turn, "its generation prompt is no part of it")
+        *earlier, asked, last = messages
+
+        def behind(*said: Message, probes: int = 1, add_generation_prompt: bool = False) -> str:
+            shown = self._text([*earlier, self._probed(asked), *said], tools, add_generation_prompt)
+            if shown.count(self.probe) != probes:
+                raise _unplaced(turn, f"it does not show message {turn - probes % 2} just once")
+            return shown.partition(self.probe)[2]
+
+        opened, added = behind(add_generation_prompt=True), behind(last)
+        if not (prompt.endswith(opened) and text.endswith(added)):
+            raise _unplaced(turn, f"what it writes there depends on message {turn - 1}")
+        if added.startswith(opened):
+            return prompt, added.removeprefix(opened)
+        # what any turn begins with: no text that begins as the prompt ends is taken for the prompt
+        plain = self._probed({"role": last["role"], "content": last.get("content")})
+        shared = _common(opened, added, behind(plain, probes=2))
+        if len(shared) <= len(_common(opened, behind())):
+            raise _unplaced(turn, "it begins otherwise than its generation prompt")
+        return prompt.removesuffix(opened) + shared, added.removeprefix(shared)
+
+    def _probed(self, message: Message) -> Message:
+        """A message that says the probe, in the form that it has."""
+        said: Any = self.probe
+        if isinstance(message.get("content"), list):
+            said = [{"type": "text", "text": said}]
+        return {**message, "content": said}
 
     def _text(
         self,
@@ -102,6 +189,18 @@ class ChatTemplate:
                 **self.names,
             }
         )
+
+
+def _unplaced(turn: int, why: str) -> TemplateFault:
+    return TemplateFault(
+        f"the chat template leaves message {turn} no certain place: {why}",
+        "put {% generation %} and {% endgeneration %} around what it writes of the assistant's",
+    )
+
+
+def _common(*texts: str) -> str:
+    """What all texts begin with, short of a tag that they begin and end otherwise."""
+    return OPEN_TAG.sub("", commonprefix(texts))
 
 
 def load_chat_template(folder: Path | None, config: Mapping[str, object]) -> ChatTemplate | None:

@@ -5,6 +5,9 @@ latter with `"tools"` where it has any. With a chat template both go through it,
 user's message and a completion as the assistant's; the assistant's tokens count. Without one a
 prompt and a completion are text: the completion's tokens and the end-of-document token count.
 
+Where the chat template shows a turn otherwise once others follow it, a line is unrolled into one
+example a turn. These repeat what came before; `shared` says how much.
+
 A message's `weight` is that of its tokens' losses, a line's that of all of them. Other tools' names
 for a weight of 0 are read too.
 
@@ -15,6 +18,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +26,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.config.schema import LossOn
 from mtcli.core.config.untrusted import is_number, is_text, shown
 from mtcli.core.data.bad_lines import NAMED, BadLine, json_object, read_lines, refusal
-from mtcli.core.data.chat_template import REASONING, ChatTemplate, TemplateFault
+from mtcli.core.data.chat_template import REASONING, ChatTemplate, Rendered, TemplateFault
 from mtcli.core.data.samples import kept
 from mtcli.core.data.tokenize import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 WORTH_KEEPING = 1 << 20  # bytes of a file that takes over a second to read
-VERSION = 3  # of how lines become tokens
+VERSION = 4  # of how lines become tokens
 # Whether a message is trained on, as OpenAI, Axolotl and others say it.
 SWITCHES = {"train": True, "training": True, "loss_mask": True, "masked": False}
 MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *SWITCHES}
@@ -38,16 +43,23 @@ MESSAGE_KEYS |= {*REASONING}
 LINE_KEYS = {"messages", "tools", "prompt", "completion", "weight"}
 
 
+# An example's tokens, the weight of each one's loss, and its `ChatExample.turn`.
+Encoded = tuple[list[int], Sequence[float], int]
+
+
 class ChatExamples(NamedTuple):
     """The examples of a file: int32 `tokens` [N] with int32 `weight_bits` [N], those of each loss's
     float32 weight, as kept arrays are integers; int64 `ends` [S] of each example in them; int64
-    `lines` [S], from 1; uint8 `report`, in JSON what was left out by kind, and the keys that
-    nothing reads."""
+    `lines` [S], from 1, and `turns` [S], the only message of the line that has a loss, -1 where any
+    may; int64 `shared` [S], the first tokens that an example of the line has had before; uint8
+    `report`, in JSON what was left out by kind, and the keys that nothing reads."""
 
     tokens: np.ndarray
     weight_bits: np.ndarray
     ends: np.ndarray
     lines: np.ndarray
+    turns: np.ndarray
+    shared: np.ndarray
     report: np.ndarray
 
     def __len__(self) -> int:
@@ -55,14 +67,19 @@ class ChatExamples(NamedTuple):
 
     def fits(self) -> bool:
         """Whether the arrays have the shapes above, and the report can be read."""
-        shapes = [array.shape for array in self[:4]]
+        shapes = [array.shape for array in self[:-1]]
         count, total = self.ends.size, int(self.ends[-1]) if self.ends.size else 0
-        return shapes == [(total,), (total,), (count,), (count,)] and self.report.ndim == 1
+        return shapes == [(total,)] * 2 + [(count,)] * 4 and self.report.ndim == 1
 
     @property
     def lengths(self) -> np.ndarray:
         """The tokens of each example: int64 [S]."""
         return np.diff(self.ends, prepend=0)
+
+    @property
+    def bounds(self) -> np.ndarray:
+        """Where the examples of each line begin, and the last end: int64 [lines + 1]."""
+        return np.append(np.flatnonzero(np.diff(self.lines, prepend=0)), len(self))
 
     @property
     def weights(self) -> np.ndarray:
@@ -81,11 +98,19 @@ class ChatExamples(NamedTuple):
         return dict(json.loads(self.report.tobytes())["unread"])
 
 
-class ReadLine(NamedTuple):
-    """A line's tokens, the weight of each one's loss, and its keys that nothing reads."""
+class ChatExample(NamedTuple):
+    """An example: its tokens int32 [n], the weight of each one's loss float32 [n], and the only
+    message that has one, -1 where several may, or there is no chat template."""
 
-    tokens: list[int]
-    weights: list[float]
+    tokens: np.ndarray
+    weights: np.ndarray
+    turn: int
+
+
+class ReadLine(NamedTuple):
+    """A line's examples, and its keys that nothing reads."""
+
+    examples: list[ChatExample]
     unread: set[str]
 
 
@@ -96,24 +121,30 @@ class ExampleTokenizer(NamedTuple):
     template: ChatTemplate | None
     most: int
     skip_bad: bool
+    loss_on: LossOn = "assistant"
 
     def __call__(self, line: bytes) -> ReadLine:
         """Reads a line. Raises BadLine."""
         record = json_object(line)
         scale = weight_of(record, "the line")
         try:
-            ids, weights = self._encoded(record)
+            encoded = self._encoded(record)
         except MtcliError as error:
             raise BadLine("refused by the tokenizer", error.problems[0].message) from None
-        if len(ids) > self.most:
-            reason = f"it has {len(ids)} tokens, and batch.seq_len={self.most} is the context"
-            hint = f"shorten it, or set batch.seq_len of {len(ids)} or more"
+        longest = max(len(ids) for ids, _, _ in encoded)
+        if longest > self.most:
+            reason = f"it has {longest} tokens, and batch.seq_len={self.most} is the context"
+            hint = f"shorten it, or set batch.seq_len of {longest} or more"
             raise BadLine("longer than the context", reason, hint)
-        # nothing precedes the first token, which would predict it
-        weights = [0.0, *(scale * weight for weight in weights[1:])]
-        if not any(weights):
+        examples = []
+        for ids, weights, turn in encoded:
+            # nothing precedes the first token, which would predict it
+            scaled = np.array([0.0, *(scale * weight for weight in weights[1:])], np.float32)
+            if scaled.any():
+                examples.append(ChatExample(np.array(ids, np.int32), scaled, turn))
+        if not examples:
             raise BadLine("nothing to learn", "no token of it is the assistant's and has a weight")
-        return ReadLine(ids, weights, self._unread(record))
+        return ReadLine(examples, self._unread(record))
 
     def _unread(self, record: Mapping[str, Any]) -> set[str]:
         """The keys of a line and its messages that neither this nor the template reads."""
@@ -122,7 +153,7 @@ class ExampleTokenizer(NamedTuple):
         source = self.template.source if self.template else ""
         return {key for key in keys | (record.keys() - LINE_KEYS) if key not in source}
 
-    def _encoded(self, record: Mapping[str, Any]) -> tuple[list[int], Sequence[float]]:
+    def _encoded(self, record: Mapping[str, Any]) -> list[Encoded]:
         if "messages" in record:
             messages = _messages(record["messages"])
             if self.template is None:
@@ -132,27 +163,23 @@ class ExampleTokenizer(NamedTuple):
         else:
             prompt, completion = _prompt_and_completion(record)
             if self.template is None:
-                return self.tokenizer.encode_example(prompt, completion)
+                return [(*self.tokenizer.encode_example(prompt, completion), -1)]
             roles = (("user", prompt), ("assistant", completion))
             messages = [{"role": role, "content": text} for role, text in roles]
-        return self._rendered(self.template, messages, record.get("tools"))
-
-    def _rendered(
-        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: Any
-    ) -> tuple[list[int], Sequence[float]]:
+        tools = record.get("tools")
         if tools is not None and not isinstance(tools, list):
             raise BadLine("wrong tools", f"tools are {shown(tools)}, and should be a list")
         try:
-            text, spans = template.render(messages, tools)
+            rendered = self.template.render(messages, tools, self.loss_on)
         except TemplateFault as fault:
-            raise BadLine("refused by the chat template", str(fault)) from None
+            raise BadLine("refused by the chat template", str(fault), fault.hint) from None
+        return [self._weighted(messages, example) for example in rendered]
+
+    def _weighted(self, messages: Sequence[Mapping[str, Any]], example: Rendered) -> Encoded:
+        text, spans, turns = example
         if not is_text(text):
             raise BadLine("no text", "it has half of a surrogate pair, which is no text")
-        weights = [
-            weight_of(message, f"message {number}")
-            for number, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
+        weights = [weight_of(messages[turn], f"message {turn}") for turn in turns]
         if len(weights) != len(spans):
             if len(set(weights)) > 1:
                 reason = (
@@ -161,7 +188,8 @@ class ExampleTokenizer(NamedTuple):
                 reason += f"are {len(weights)} messages of it, whose weights differ"
                 raise BadLine("weights without a place", reason, "give them one weight")
             weights = weights[:1] * len(spans)
-        return self.tokenizer.encode_spans(text, spans, weights)
+        ids, of_tokens = self.tokenizer.encode_spans(text, spans, weights)
+        return ids, of_tokens, turns[0] if len(turns) == 1 else -1
 
 
 def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
@@ -179,23 +207,23 @@ def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExa
         return build()  # which says what is wrong
     template = tokenize.template.source if tokenize.template else None
     facts = [VERSION, stat.st_size, stat.st_mtime_ns, tokenize.tokenizer.sha256, template]
-    facts += [tokenize.template and tokenize.template.names, tokenize.most, tokenize.skip_bad]
+    facts += [tokenize.template and tokenize.template.names, *tokenize[2:]]
     return kept(path.with_name(f"{path.name}.cache"), path, facts, ChatExamples, build)
 
 
 def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
     unread: Counter[str] = Counter()
 
-    def arrays(line: bytes) -> tuple[np.ndarray, np.ndarray]:
-        tokens, weights, keys = tokenize(line)
+    def examples_of(line: bytes) -> list[ChatExample]:
+        examples, keys = tokenize(line)
         unread.update(keys)
-        return np.array(tokens, np.int32), np.array(weights, np.float32)
+        return examples
 
-    examples, faults = read_lines(path, arrays, field)
+    read, faults = read_lines(path, examples_of, field)
     if faults and not tokenize.skip_bad:
         bad = [(f"{path}:{line}", fault) for line, fault in faults]
-        raise refusal(bad, path, len(examples))
-    if not examples:
+        raise refusal(bad, path, len(read))
+    if not read:
         left_out = f": all {len(faults)} lines are bad" if faults else ""
         raise wrong(f"{path} has no example{left_out}", "a line is an example", field)
     by_kind = Counter(fault.kind for _, fault in faults)
@@ -205,14 +233,26 @@ def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
     }
     told = {"skipped": named, "unread": dict(unread.most_common(NAMED))}
     report = np.frombuffer(json.dumps(told).encode(), np.uint8)
-    ids, weights = zip(*(read for _, read in examples), strict=True)
+    tokens, weights, turns = zip(*(one for _, examples in read for one in examples), strict=True)
     return ChatExamples(
-        tokens=np.concatenate(ids),
+        tokens=np.concatenate(tokens),
         weight_bits=np.concatenate(weights).view(np.int32),
-        ends=np.cumsum([len(tokens) for tokens in ids], dtype=np.int64),
-        lines=np.array([number for number, _ in examples], np.int64),
+        ends=np.cumsum([len(ids) for ids in tokens], dtype=np.int64),
+        lines=np.array([line for line, examples in read for _ in examples], np.int64),
+        turns=np.array(turns, np.int64),
+        shared=np.concatenate([_shared(examples) for _, examples in read]),
         report=report,
     )
+
+
+def _shared(examples: Sequence[ChatExample]) -> np.ndarray:
+    """How many tokens each example of a line begins with that the one before has, too: int64."""
+    shared = np.zeros(len(examples), np.int64)
+    for number, (before, example) in enumerate(pairwise(examples), start=1):
+        size = min(len(before.tokens), len(example.tokens))
+        differs = before.tokens[:size] != example.tokens[:size]
+        shared[number] = differs.argmax() if differs.any() else size
+    return shared
 
 
 def weight_of(item: Mapping[str, Any], what: str) -> float:

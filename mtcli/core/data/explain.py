@@ -1,7 +1,7 @@
 """Names the documents that a training step consumed: source, id, and which of their tokens.
 
 A token file knows its documents by number alone. Their ids are read again from the files that
-`mtcli preprocess` was given, where these are still there.
+`mtcli preprocess` was given, where these are still there. A document of conversations is a line.
 """
 
 from collections import defaultdict
@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.documents import Reading, Text, read_documents
+from mtcli.core.data.epochs import with_steps
 from mtcli.core.data.indexed import describe
 from mtcli.core.data.loader import require_named
+from mtcli.core.data.packing import PackedConversations, open_conversations
 from mtcli.core.data.sources import FileRange, find_sources
 from mtcli.core.data.subset import require_subset, token_batches
 
@@ -25,31 +27,42 @@ class Named(NamedTuple):
     source: Any
 
 
-def explain_step(config: RunConfig, step: int, planned: int | None = None) -> list[dict[str, Any]]:
+def explain_step(
+    config: RunConfig, step: int, planned: int | None = None, tokenizer: Path | None = None
+) -> list[dict[str, Any]]:
     """The spans of documents that step 1, 2, ... of a run is made of, in order.
 
-    `planned` is how many samples the run was to have when it began. Raises MtcliError for a step
-    that the run has not, and for data that is not there or is no blend of documents.
+    `planned` is how many samples the run was to have when it began; `tokenizer` is that of the
+    weights it starts from. Raises MtcliError for a step that the run has not, and for data that is
+    not there or is no blend of documents and no conversations.
     """
     require_named(config.data)
+    is_chat = config.data.format == "conversations"
+    if is_chat:
+        config = with_steps(config, tokenizer)
     steps, size = config.train.steps, config.batch.global_batch_size
     if not 1 <= step <= steps:
         raise wrong(f"step {step} of a run of {steps} steps", f"1 to {steps}", "--step")
-    if config.model.head != "lm" or config.data.format != "tokens":
+    if config.model.head != "lm" or config.data.format not in ("tokens", "conversations"):
         said = f"head {config.model.head!r} on data of format {config.data.format!r}"
-        raise wrong(said, "documents of steps are known of a head 'lm' on 'tokens'")
+        raise wrong(
+            said, "documents of steps are known of a head 'lm' on 'tokens' or 'conversations'"
+        )
     if config.data.reselect_every:
         said = f"reselect_every={config.data.reselect_every} chooses by weights that have gone"
         raise wrong(said, "documents of steps are known of one data.subset", "data.reselect_every")
+    samples_of_step = range((step - 1) * size, step * size)
+    if is_chat:
+        return _examples(open_conversations(config, tokenizer), samples_of_step)
     subset = require_subset(config)
     batches = token_batches(config, "train", subset, steps * size, planned)
-    samples = batches.sample_ids((step - 1) * size, size)
+    samples = batches.sample_ids(samples_of_step.start, size)
     wanted: dict[str, set[int]] = defaultdict(set)
     for sample in samples:
         wanted[sample.prefix].update(sequence for sequence, _, _ in sample.spans)
     names = {prefix: _named(prefix, numbers) for prefix, numbers in wanted.items()}
     spans = []
-    for number, sample in enumerate(samples, start=(step - 1) * size):
+    for number, sample in zip(samples_of_step, samples, strict=True):
         for sequence, offset, tokens in sample.spans:
             name = names[sample.prefix].get(sequence, Named(None, None))
             about = {"sample": number, "source": name.source or Path(sample.prefix).name}
@@ -58,6 +71,22 @@ def explain_step(config: RunConfig, step: int, planned: int | None = None) -> li
                 about | {"data": sample.prefix, "document": sequence, "id": name.id} | span
             )
     return spans
+
+
+def _examples(conversations: PackedConversations, samples: range) -> list[dict[str, Any]]:
+    """The examples of samples: each begins as its line does, and has a loss on one `turn`, the
+    number of a message, or (None) on all that are the assistant's. Padding has none."""
+    examples = []
+    for sample in samples:
+        for item in conversations.epochs.items(sample).tolist():
+            prefix = conversations.prefixes[conversations.source[item]]
+            line, turn = int(conversations.lines[item]), int(conversations.turns[item])
+            name = Path(prefix).name
+            about = {"sample": sample, "source": name, "data": prefix, "document": line}
+            span = {"offset": 0, "tokens": int(conversations.lengths[item])}
+            about |= {"id": f"{name}:{line}", "turn": None if turn < 0 else turn}
+            examples.append(about | span)
+    return examples
 
 
 def _named(prefix: str, numbers: Collection[int]) -> dict[int, Named]:

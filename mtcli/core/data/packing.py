@@ -22,7 +22,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import listed
 from mtcli.core.data.blend import chosen, split_range
 from mtcli.core.data.chat_template import load_chat_template
-from mtcli.core.data.conversations import ExampleTokenizer, read_examples
+from mtcli.core.data.conversations import ChatExamples, ExampleTokenizer, read_examples
 from mtcli.core.data.loader import SampleId
 from mtcli.core.data.tokenize import load_tokenizer
 
@@ -127,17 +127,19 @@ class PackedConversations:
         read = (partial(read_examples, Path(path), tokenize, field) for path in self.prefixes)
         self.examples = collect_errors(*read)
         split = chosen(config.data, which)[1]
-        owned = [range(*split_range(split, which, len(examples))) for examples in self.examples]
+        owned = [_share(examples, split, which) for examples in self.examples]
         self.source = np.repeat(np.arange(len(owned)), [len(part) for part in owned])
         self.number = np.concatenate([np.arange(part.start, part.stop) for part in owned])
         if not len(self.number):
-            sizes = " + ".join(str(len(examples)) for examples in self.examples)
-            message = f'split "{split}" of {sizes} examples gives {which} none'
+            sizes = " + ".join(str(len(examples.bounds) - 1) for examples in self.examples)
+            message = f'split "{split}" of {sizes} conversations gives {which} none'
             raise wrong(message, "give it a larger share, or data of its own", "data.split")
         pairs = zip(self.examples, owned, strict=True)
-        self.lengths = np.concatenate(
-            [read.lengths[part.start : part.stop] for read, part in pairs]
-        )
+        of_examples = [
+            np.stack([read.lengths, read.lines, read.turns, read.shared])[:, part.start : part.stop]
+            for read, part in pairs
+        ]
+        self.lengths, self.lines, self.turns, self.shared = np.concatenate(of_examples, axis=1)
         self.rows = pack(self.lengths, self.seq_len + 1)
         # the row of a mixture belongs to the source of its first example
         self.row_source = self.source[self.rows.order[self.rows.bounds[:-1]]]
@@ -182,10 +184,7 @@ class PackedConversations:
         samples = []
         for number in range(start, start + count):
             examples = self.epochs.items(number)
-            spans = tuple(
-                (int(self.examples[self.source[e]].lines[self.number[e]]), 0, int(self.lengths[e]))
-                for e in examples
-            )
+            spans = tuple((int(self.lines[e]), 0, int(self.lengths[e])) for e in examples)
             first = self.source[examples[0]] if len(examples) else 0
             samples.append(SampleId(self.prefixes[first], spans or ((0, 0, self.seq_len + 1),)))
         return samples
@@ -197,11 +196,20 @@ class PackedConversations:
 
     def describe(self) -> dict[str, str]:
         """Words the data in numbers: what is trained on, and what was left out of each file."""
+        counts = self._per_conversation()
+        unrolled, repeated = counts[counts > 1], int(self.shared.sum())
+        of = f" of {len(counts):,} conversations" if len(unrolled) else ""
         lines = {
-            "data": f"{len(self.number):,} examples, {int(self.lengths.sum()):,} tokens, "
-            f"{self._tokens_with_loss():,} of them with a loss",
+            "data": f"{len(self.lengths):,} examples{of}, {int(self.lengths.sum()) - repeated:,} "
+            f"tokens, {self._tokens_with_loss():,} of them with a loss",
             "packed": self.epochs.words(self.lengths, self.seq_len, 1),
         }
+        if len(unrolled):
+            lines["turns"] = (
+                f"{len(unrolled):,} conversations are {unrolled.sum():,} examples, one a turn, as "
+                "the chat template shows turns otherwise once others follow; "
+                f"they read {repeated:,} tokens again"
+            )
         left_out = [
             f"{count} {kind}, {name}:{', '.join(map(str, named))}{', ...' * (count > len(named))}"
             for name, examples in zip(self.prefixes, self.examples, strict=True)
@@ -214,6 +222,12 @@ class PackedConversations:
         ]
         lines |= {"bad": "; ".join(left_out)} if left_out else {}
         return lines | ({"unread": f"nothing reads {listed(unread)}"} if unread else {})
+
+    def _per_conversation(self) -> np.ndarray:
+        """How many examples each conversation is: int64."""
+        owner = np.stack([self.source, self.lines])  # lines are numbered from 1
+        begins = np.flatnonzero(np.diff(owner, prepend=-1).any(axis=0))
+        return np.diff(begins, append=len(self.lines))
 
     def _tokens_with_loss(self) -> int:
         counts = (
@@ -235,6 +249,13 @@ class PackedConversations:
         return placed
 
 
+def _share(examples: ChatExamples, split: str, which: Which) -> range:
+    """The examples of the conversations that belong to `which` of a split, none of it in two."""
+    bounds = examples.bounds
+    first, end = split_range(split, which, len(bounds) - 1)
+    return range(int(bounds[first]), int(bounds[end]))
+
+
 def open_conversations(
     config: RunConfig, tokenizer: str | Path | None, which: Which = "train"
 ) -> PackedConversations:
@@ -251,7 +272,7 @@ def open_conversations(
     if data.chat_template:
         folder = path if path.is_dir() else path.parent
         template = load_chat_template(folder if path.exists() else None, loaded.config)
-    tokenize = ExampleTokenizer(loaded, template, config.batch.seq_len, data.skip_bad)
+    tokenize = ExampleTokenizer(loaded, template, config.batch.seq_len, data.skip_bad, data.loss_on)
     paths, field = data.train, "data.train"
     if which == "valid" and data.valid:
         paths, field = data.valid, "data.valid"

@@ -41,6 +41,7 @@ from mtcli.core.training.consumed_samples import ConsumedSamples
 FIXED = ("seed", "data.seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
 FIXED += ("lora.rank", "lora.alpha", "lora.targets")
 FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
+FIXED += ("data.loss_on",)
 
 
 class RunState(Protocol):

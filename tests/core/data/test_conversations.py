@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chats import MARKED, PLAIN, sums, talks, tokenizer, write_lines
+from chats import MARKED, PLAIN, REWRITING, sums, talks, tokenizer, write_lines
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data import bad_lines, conversations
@@ -38,10 +38,10 @@ def folder(tmp_path_factory):
     return path
 
 
-def encoder(folder, most=128, skip_bad=False, templated=True):
+def encoder(folder, most=128, skip_bad=False, templated=True, loss_on="assistant"):
     loaded = load_tokenizer(folder)
     template = load_chat_template(folder, loaded.config) if templated else None
-    return ExampleTokenizer(loaded, template, most, skip_bad)
+    return ExampleTokenizer(loaded, template, most, skip_bad, loss_on)
 
 
 def read(path, *arguments, **options):
@@ -124,6 +124,68 @@ def test_a_message_s_weight_is_that_of_its_tokens(tmp_path, any_folder, line, fi
     assert weights[middle:] == [second * count for count in counts[middle:]]
 
 
+@pytest.fixture(scope="module")
+def phi(tmp_path_factory):
+    """A tokenizer's folder whose template shows a turn otherwise once others follow it."""
+    path = tmp_path_factory.mktemp("phi")
+    tokenizer(REWRITING["Phi-3"]).save_pretrained(path)
+    return path
+
+
+def unrolled(messages):
+    """The tokens and weights of each turn by transformers: the talk up to it, its own counted."""
+    theirs = tokenizer(REWRITING["Phi-3"])
+    for end in (turn + 1 for turn, m in enumerate(messages) if m["role"] == "assistant"):
+        ids = theirs.apply_chat_template(messages[:end])["input_ids"]
+        prompt = theirs.apply_chat_template(messages[: end - 1], add_generation_prompt=True)
+        size = len(prompt["input_ids"])
+        assert ids[:size] == prompt["input_ids"]
+        yield ids, [0] * size + [1] * (len(ids) - size)
+
+
+def test_a_talk_that_is_unrolled_is_an_example_a_turn(tmp_path, phi):
+    lines = [*talks(5), *sums(2)]
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    pairs = (
+        line.get("messages")
+        or [{"role": "user", "content": line["prompt"]}]
+        + [{"role": "assistant", "content": line["completion"]}]
+        for line in lines
+    )
+    wanted = [list(unrolled(messages)) for messages in pairs]
+    examples = read(path, phi, most=192)
+    assert list(unpacked(examples)) == [example for talk in wanted for example in talk]
+    assert examples.lines.tolist() == [1, 2, 2, 3, 4, 4, 5, 6, 7]
+    assert examples.turns.tolist() == [2, 1, 3, 1, 2, 4, 1, 1, 1]
+    last = read(path, phi, most=192, loss_on="last")
+    assert list(unpacked(last)) == [talk[-1] for talk in wanted]
+    assert last.lines.tolist() == [1, 2, 3, 4, 5, 6, 7] and not last.shared.any()
+
+
+def test_what_examples_of_a_talk_begin_alike_with_is_counted(tmp_path, phi, folder):
+    path = write_lines(tmp_path / "a.jsonl", [talk({}), *sums(1)])
+    examples = read(path, phi)
+    (first, _), (second, _), _ = unpacked(examples)
+    alike = first.index(tokenizer().eos_token_id)  # the first ends there, and the second goes on
+    assert first[:alike] == second[:alike] and len(first) == alike + 1
+    assert examples.shared.tolist() == [0, alike, 0]
+    assert read(path, folder).shared.tolist() == [0, 0]
+
+
+def test_a_turn_without_weight_is_no_example_and_a_long_one_makes_its_line_too_long(tmp_path, phi):
+    path = write_lines(tmp_path / "a.jsonl", [talk({"weight": 0}, {"weight": 0.5}), talk({})])
+    examples = read(path, phi)
+    assert (examples.lines.tolist(), examples.turns.tolist()) == ([1, 2, 2], [3, 1, 3])
+    (_, weights), _, (ids, counts) = unpacked(examples)
+    assert weights == [0.5 * count for count in counts]
+    assert len(read(path, phi, most=len(ids))) == 3
+    with pytest.raises(MtcliError, match=f"it has {len(ids)} tokens, and batch.seq_len"):
+        read(path, phi, most=len(ids) - 1)
+    write_lines(path, [talk({}, {"train": False})])
+    with pytest.raises(MtcliError, match="no token of it is the assistant's and has a weight"):
+        read(path, phi, loss_on="last")
+
+
 def test_weights_that_are_none_are_bad_lines_and_a_line_of_weight_0_has_nothing_to_learn(
     tmp_path, folder
 ):
@@ -200,6 +262,10 @@ def test_what_a_template_refuses_is_a_bad_line(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", sums(1))
     with pytest.raises(MtcliError, match="a.jsonl:1: the chat template refuses it: not today"):
         read(path, tmp_path)
+    tokenizer("{{ messages | length }}").save_pretrained(tmp_path)
+    with pytest.raises(MtcliError, match="a.jsonl:1: the chat template leaves message 1 no") as why:
+        read(path, tmp_path)
+    assert "put {% generation %} and {% endgeneration %} around" in why.value.problems[0].hint
 
 
 def test_a_line_that_never_ends_is_refused_without_being_read_whole(tmp_path, folder, monkeypatch):
@@ -219,7 +285,8 @@ def test_what_was_read_of_a_large_file_is_kept_until_it_changes(tmp_path, folder
     again = read(path, folder, skip_bad=True)
     assert all(map(np.array_equal, first, again))
     assert again.skipped_by_kind == {"no completion": (1, [6])}
-    for change in ({"most": 127}, {"skip_bad": False}, {"templated": False}):
+    changes = ({"most": 127}, {"skip_bad": False}, {"templated": False}, {"loss_on": "last"})
+    for change in changes:
         with pytest.raises(TypeError):
             read(path, folder, **({"skip_bad": True} | change))
     write_lines(path, talks(4))

@@ -1,10 +1,11 @@
 """Packed rows: every example in one row, near the fewest rows, and each once per epoch."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from chats import sums, talks, tokenizer, write_lines
+from chats import REWRITING, sums, talks, tokenizer, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import LLAMA, run_config
@@ -48,12 +49,12 @@ def home(tmp_path_factory):
     return folder
 
 
-def config(home, *names, **data):
+def config(home, *names, seq_len=128, **data):
     names = [str(home / name) for name in names or ("a.jsonl", "b.jsonl")]
-    sizes = LLAMA | {"vocab_size": 300, "max_seq_len": 128}
+    sizes = LLAMA | {"vocab_size": 300, "max_seq_len": seq_len}
     return run_config(
         sizes,
-        batch={"seq_len": 128, "global_batch_size": 4},
+        batch={"seq_len": seq_len, "global_batch_size": 4},
         data={"train": names, "tokenizer": str(home / "tokenizer")} | data,
         optimizer={"warmup_steps": 0},
     )
@@ -127,7 +128,7 @@ def test_validation_is_of_its_own_files_or_of_a_share(home):
     share = config(home, "a.jsonl", split="90,10,0")
     counts = [len(open_conversations(share, None, which).number) for which in ("train", "valid")]
     assert counts == [36, 4]
-    with pytest.raises(MtcliError, match='split "1,0,0" of 40 examples gives valid none'):
+    with pytest.raises(MtcliError, match='split "1,0,0" of 40 conversations gives valid none'):
         open_conversations(config(home, "a.jsonl"), None, "valid")
 
 
@@ -145,3 +146,59 @@ def test_a_tokenizer_is_needed_and_the_starting_weights_may_bring_it(home):
 def test_words_say_how_much_there_is(home):
     told = open_conversations(config(home), None).describe()
     assert told["data"].startswith("55 examples, ") and "steps an epoch" in told["packed"]
+    assert "turns" not in told
+
+
+@pytest.fixture(scope="module")
+def unrolling(tmp_path_factory):
+    """Two files of 12 talks, 6 of which have two turns, and a template that unrolls these."""
+    folder = tmp_path_factory.mktemp("unrolling")
+    tokenizer(REWRITING["Phi-3"]).save_pretrained(folder / "tokenizer")
+    for seed, name in enumerate(("a.jsonl", "b.jsonl")):
+        write_lines(folder / name, talks(12, seed))
+    return folder
+
+
+def test_words_count_what_unrolled_talks_repeat_once(unrolling):
+    data = open_conversations(config(unrolling, seq_len=192), None)
+    spelt = [
+        [tuple(read.tokens[a:b]) for a, b in pairwise([0, *read.ends])] for read in data.examples
+    ]
+    again = sum(
+        next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+        for file, read in zip(spelt, data.examples, strict=True)
+        for (one, line), (other, before) in pairwise(zip(file, read.lines, strict=True))
+        if line == before
+    )
+    tokens = sum(map(len, spelt[0] + spelt[1]))
+    learned = sum(int((read.weights > 0).sum()) for read in data.examples)
+    told = data.describe()
+    assert again > 0 and told["data"] == (
+        f"36 examples of 24 conversations, {tokens - again:,} tokens, "
+        f"{learned:,} of them with a loss"
+    )
+    assert told["turns"] == (
+        "12 conversations are 24 examples, one a turn, as the chat template shows turns otherwise "
+        f"once others follow; they read {again:,} tokens again"
+    )
+    assert f"{tokens / (len(data.rows) * 193):.0%} full" in told["packed"]
+    last = open_conversations(config(unrolling, seq_len=192, loss_on="last"), None).describe()
+    assert last["data"].startswith("24 examples, ") and "turns" not in last
+
+
+def test_talks_of_two_files_are_two_though_their_lines_have_one_number(unrolling):
+    for name in ("c.jsonl", "d.jsonl"):
+        write_lines(unrolling / name, [list(talks(2))[1]])
+    told = open_conversations(config(unrolling, "c.jsonl", "d.jsonl", seq_len=192), None).describe()
+    assert told["data"].startswith("4 examples of 2 conversations, ")
+
+
+def test_no_talk_is_trained_on_in_part_and_validated_on_in_part(unrolling):
+    lines = []
+    for which, wanted in (("train", 9), ("valid", 3)):
+        share = open_conversations(
+            config(unrolling, "a.jsonl", seq_len=192, split="75,25,0"), None, which
+        )
+        lines.append(set(share.lines.tolist()))
+        assert len(lines[-1]) == wanted < len(share.lengths)
+    assert not lines[0] & lines[1]

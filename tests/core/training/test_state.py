@@ -224,6 +224,7 @@ CHANGES = [
     ),
     ({"data": {"document_mask": True}}, "data.document_mask: it is True, and the run .* False"),
     ({"data": {"document_positions": True}}, "data.document_positions: it is True, .* with False"),
+    ({"data": {"loss_on": "last"}}, "data.loss_on: it is last, and the run was .* assistant"),
     ({"model": {"init_std": 0.5}}, "model.init_std: it is 0.5, and the run was trained with 0.02"),
 ]
 
