@@ -6,7 +6,8 @@ recall is the share of copies whose Jaccard similarity with their original is at
 above. No two of the originals are copies, nor two texts of code (the standard library's modules of
 3 kB and more under one licence header, by themselves and joined by tens) or of random data (CSV of
 whole numbers, assembly, bytes in hexadecimal): where the largest similarity of two is at the
-threshold, one of them is lost. Words are what whitespace separates.
+threshold, one of them is lost. Blanks are CSV with blanks for commas. Words are what whitespace
+separates.
 
     python benchmarks/bench_fuzzy_shingles.py --prose /data/wikitext-103 [--json FILE]
 """
@@ -96,8 +97,9 @@ def unrelated(texts: list[str], source: random.Random) -> dict[str, list[str]]:
     found["ten modules"] = [LICENCE + "".join(ten) for ten in tens]
     for rows in (2_000, 20_000):
         made = {
-            "CSV below 10": lambda: table(10, source),
-            "CSV below 1,000": lambda: table(1000, source),
+            "CSV below 10": lambda: table(10, source, ","),
+            "CSV below 1,000": lambda: table(1000, source, ","),
+            "blanks below 10": lambda: table(10, source, " "),
             "assembly": lambda: assembly(source),
             "hexadecimal": lambda: ", ".join(f"0x{source.randrange(256):02x}" for _ in range(12)),
         }
@@ -107,8 +109,8 @@ def unrelated(texts: list[str], source: random.Random) -> dict[str, list[str]]:
     return found
 
 
-def table(top: int, source: random.Random) -> str:
-    return ",".join(str(source.randrange(top)) for _ in range(COLUMNS))
+def table(top: int, source: random.Random, separator: str) -> str:
+    return separator.join(str(source.randrange(top)) for _ in range(COLUMNS))
 
 
 def assembly(source: random.Random) -> str:
