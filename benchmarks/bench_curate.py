@@ -29,7 +29,7 @@ from pathlib import Path
 
 from mtcli.core.curate import pipeline
 from mtcli.core.curate.batch import BATCH_BYTES, Batch
-from mtcli.core.curate.config import load_config
+from mtcli.core.curate.config import FuzzyConfig, load_config
 from mtcli.core.curate.documents import Document
 from mtcli.core.curate.engine import LocalEngine
 from mtcli.core.curate.hashing import jaccard
@@ -43,6 +43,9 @@ from mtcli.core.curate.warc import make_extract
 ROOT = Path(__file__).parent.parent
 MODULES = ["argparse", "csv", "heapq", "shutil", "textwrap", "tarfile", "zipfile", "pathlib"]
 MODULES += ["logging", "random"]
+SHINGLE, THRESHOLD, HASHES = (
+    FuzzyConfig.model_fields[name].default for name in ("shingle", "threshold", "hashes")
+)
 PLANTED = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
 # Tells its own peak: what the system says of a child counts its parent's memory before the exec.
 PEAK = """
@@ -148,7 +151,7 @@ def whole_rates(texts, repeats, folder):
     rates = {name: size / seconds for name, seconds in best(contenders, repeats).items()}
     few = texts[: max(50, len(texts) // 40)]  # datasketch is slow: a fortieth of the text
     small = sum(len(text.encode()) for text in few) / 1e6
-    seconds = best({"datasketch": lambda: datasketch_pairs(few, 0.8)}, repeats)
+    seconds = best({"datasketch": lambda: datasketch_pairs(few, THRESHOLD)}, repeats)
     return rates | {name: small / least for name, least in seconds.items()}
 
 
@@ -244,11 +247,11 @@ def draw_memory(found, path):
 # Peers
 
 
-def shingles(text, size=5):
+def shingles(text, size=SHINGLE):
     return {text[i : i + size] for i in range(max(1, len(text) - size + 1))}
 
 
-def datasketch_pairs(texts, threshold, hashes=192):
+def datasketch_pairs(texts, threshold, hashes=HASHES):
     from datasketch import MinHash, MinHashLSH
 
     index, found = MinHashLSH(threshold=threshold, num_perm=hashes), set()
@@ -260,10 +263,10 @@ def datasketch_pairs(texts, threshold, hashes=192):
     return found
 
 
-def rensa_pairs(texts, threshold, hashes=192):
+def rensa_pairs(texts, threshold, hashes=HASHES):
     from rensa import RMinHash, RMinHashLSH
 
-    index, found = RMinHashLSH(threshold=threshold, num_perm=hashes, num_bands=24), set()
+    index, found = RMinHashLSH(threshold=threshold, num_perm=hashes, num_bands=HASHES // 8), set()
     for number, text in enumerate(texts):
         sketch = RMinHash(num_perm=hashes, seed=42)
         sketch.update(sorted(shingles(text)))
@@ -333,34 +336,34 @@ def at_jaccard(text, wanted, source):
     while True:
         before = " ".join(words)
         words[source.randrange(len(words))] = f"{source.randrange(10**6):x}"
-        if jaccard(shingle_set(text, 5), shingle_set(" ".join(words), 5)) < wanted:
+        if jaccard(shingle_set(text, SHINGLE), shingle_set(" ".join(words), SHINGLE)) < wanted:
             return before
 
 
 def recall(folder, source, pairs=60):
-    """By planted similarity: the share of pairs at 0.8 and above that were found, and of pairs
-    below it how many were removed."""
+    """By planted similarity: the share of pairs at the threshold and above that were found, and of
+    pairs below it how many were removed."""
     texts, planted = texts_of(pairs * len(PLANTED) * 0.0035, source), []
     originals = list(dict.fromkeys(texts))[: pairs * len(PLANTED)]
     everything = list(originals)
     for number, text in enumerate(originals):
         everything.append(at_jaccard(text, PLANTED[number % len(PLANTED)], source))
         planted.append((number, len(everything) - 1, PLANTED[number % len(PLANTED)]))
-    found = our_pairs(everything, folder, 0.8)
-    sets = [shingle_set(text, 5) for text in everything]
+    found = our_pairs(everything, folder, THRESHOLD)
+    sets = [shingle_set(text, SHINGLE) for text in everything]
     exact = {
         pair
         for pair in combinations(range(len(sets)), 2)
-        if jaccard(sets[pair[0]], sets[pair[1]]) >= 0.8
+        if jaccard(sets[pair[0]], sets[pair[1]]) >= THRESHOLD
     }
     by_level = defaultdict(lambda: [0, 0])
     for first, second, level in planted:
         by_level[level][0] += (first, second) in found
         by_level[level][1] += 1
     return {
-        "pairs_at_0.8": len(exact),
+        "pairs_at_threshold": len(exact),
         "recall": len(found & exact) / len(exact),
-        "found_below_0.8": len(found - exact),
+        "found_below_threshold": len(found - exact),
         "found_by_planted_jaccard": {str(level): by_level[level] for level in PLANTED},
     }
 
@@ -401,7 +404,7 @@ def f1(found, truth):
     return {"precision": precision, "recall": recall, "f1": score}
 
 
-def labelled_scores(folder, source, threshold=0.7):
+def labelled_scores(folder, source, threshold=THRESHOLD):
     texts, truth = labelled(source)
     contenders = {
         "mtcli": lambda: our_pairs(texts, folder, threshold),

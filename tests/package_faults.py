@@ -44,7 +44,8 @@ PACKAGE_FAULTS = [
         "commands/test_generate_text.py::test_ranks_that_fail_together_answer_once_in_json"),
     Fault("retention: removes the newest where its step is not the highest",
         "core/checkpoint/retention.py",
-        "if folders[step] == newest or folders[step].is_symlink():", "if folders[step].is_symlink():",
+        "if folders[step] == newest or folders[step].is_symlink():",
+        "if folders[step].is_symlink():",
         "core/checkpoint/test_store.py::test_the_checkpoint_just_written_is_kept_even_where_"
         "later_steps_exist"),
     Fault("lock not taken alone: prunes what is being read", "core/checkpoint/retention.py",

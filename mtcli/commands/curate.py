@@ -258,6 +258,13 @@ def _show(report: dict[str, Any], output: Path) -> None:
     bad = report["bad_lines"]
     if bad["count"]:
         echo(f"bad lines left out: {bad['count']:,}, such as {bad['examples'][0]}")
+    for large in report["clusters"].get("fuzzy", {}).get("large", ()):
+        echo(
+            f"note: {large['clustered']:,} of {large['documents']:,} documents of "
+            f"{large['source']} are one fuzzy cluster, of which {large['kept_id']} stays: look at "
+            "removed.jsonl.zst; larger fuzzy.shingle and fuzzy.threshold remove less",
+            err=True,
+        )
     echo(
         f"{report['documents']:,} documents in {len(report['shards'])} shards, "
         f"{report['seconds']:.1f} s"

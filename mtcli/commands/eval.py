@@ -1,7 +1,7 @@
 """`mtcli eval`: how good is this checkpoint? Our tasks and lm-eval's, on any layout."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -44,6 +44,13 @@ Harness = Annotated[
 ]
 Shots = Annotated[
     int, typer.Option(min=0, max=10**4, help="solved examples before each item, or as many as fit")
+]
+ShotsPer = Annotated[
+    Literal["item", "task", "lm-eval"],
+    typer.Option(
+        help="draw them anew for each item, once for the task, or as lm-eval does, one after "
+        "another"
+    ),
 ]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="seed of the examples' draw")]
 Items = Annotated[
@@ -114,6 +121,7 @@ def eval(
     checkpoint: OptionalCheckpoint = None,
     harness: Harness = "",
     shots: Shots = 0,
+    shots_per: ShotsPer = "item",
     seed: Seed = 1234,
     compare: Compare = None,
     contaminated: Contaminated = None,
@@ -161,6 +169,7 @@ def eval(
         tasks=tuple(specs),
         overrides=tuple(overrides),
         shots=shots,
+        shots_per=shots_per,
         seed=seed,
         limit=limit,
         overlap=overlap,

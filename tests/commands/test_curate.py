@@ -49,6 +49,16 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def test_a_note_says_that_one_cluster_has_most_of_a_source(tmp_path):
+    texts = [f"{'the same words ' * 9}{number}" for number in range(12)]
+    lines = [json.dumps({"id": n, "text": t, "source": "forms"}) for n, t in enumerate(texts)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    words = ["in.jsonl", "--output", "out", "--set", "stages=['fuzzy']", "--workers", "1"]
+    done = in_process("curate", *words, folder=tmp_path)
+    said = "note: 12 of 12 documents of forms are one fuzzy cluster, of which 0 stays"
+    assert said in done.stderr and done.returncode == 0
+
+
 def kill_at(renaming, after, counter):
     """Has this process killed at some renaming of a file, of its own or a worker's."""
     command, replace = os.getpid(), Path.replace

@@ -207,7 +207,7 @@ def score_after_shots(runtime, folder, overrides):
     from mtcli.core.inference.model import open_model
 
     opened = open_model(str(folder / "model"), overrides, runtime)
-    options = TaskOptions(opened.scorer.max_seq_len, shots=5)
+    options = TaskOptions(opened.scorer.max_seq_len, shots=5, shots_per="task")
     encoder = eval_tokenizer(opened.tokenizer)
     prepared = prepare_task(load_task("piqa"), folder / "piqa", encoder, options)
     planned = plan(opened.scorer, prepared.requests, 160)

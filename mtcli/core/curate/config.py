@@ -110,11 +110,11 @@ class ExactConfig(Section):
 class FuzzyConfig(Section):
     """One document kept of those that resemble each other: MinHash, LSH, verified Jaccard."""
 
-    threshold: Real = Field(default=0.8, ge=0.01, le=1.0)
+    threshold: Real = Field(default=0.7, ge=0.01, le=1.0)
     """The least Jaccard similarity of two duplicates' sets of shingles."""
-    shingle: Int = Field(default=5, ge=1, le=64)
-    """Characters in a shingle."""
-    hashes: Int = Field(default=192, ge=16, le=1024)
+    shingle: Int = Field(default=12, ge=1, le=64)
+    """Characters in a shingle: two long tables of numbers have most shingles of 5 in common."""
+    hashes: Int = Field(default=160, ge=16, le=1024)
     """Values in a MinHash signature; bands are as long as a recall of 0.995 allows."""
     priority: tuple[str, ...] = ()
     """Sources, the best first, whose copy stays; sources that it does not name come last."""

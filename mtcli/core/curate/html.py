@@ -137,6 +137,11 @@ def _clusters(stage: str, clusters: Mapping[str, Any]) -> str:
         _columns(names, [(count,) for _, count in sizes[:20]]),
     ]
     if stage == "fuzzy":
+        parts += [
+            f"<p>One cluster has {large['clustered']:,} of {large['documents']:,} documents of "
+            f"<code>{escape(large['source'])}</code>.</p>"
+            for large in clusters["large"]
+        ]
         shares = clusters["jaccard"]
         first = next((index for index, count in enumerate(shares) if count), 0)
         names = [f"{index / 20:.2f}" for index in range(first, 20)]

@@ -15,6 +15,7 @@ from mtcli.core.curate.blend import blend_of
 from mtcli.core.curate.config import Stage, as_dict
 from mtcli.core.curate.corpus import CORPUS_REASONS, Corpus, PassResult, Removals
 from mtcli.core.curate.documents import CorpusFiles, id_of
+from mtcli.core.curate.large_clusters import large_clusters
 from mtcli.core.curate.parts import json_line
 from mtcli.core.curate.request import Corpora, CurateRequest
 from mtcli.core.curate.stages import BAD_TOLD, BINS, SAMPLE_CHARACTERS, SAMPLES, StageCount
@@ -59,6 +60,9 @@ def build_report(
                 contamination = _contamination(result, cuts, removals)
             else:
                 clusters[stage] = _clusters(result.corpus, removals)
+                if stage == "fuzzy":
+                    large = large_clusters(result.corpus, result.entered[stage], removals)
+                    clusters[stage]["large"] = large
     bad["examples"] = bad["examples"][:BAD_TOLD]
     order = [stage for stage in request.config.ordered if stage in stages]
     sources = _sources(results[-1].corpus)

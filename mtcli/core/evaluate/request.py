@@ -9,6 +9,7 @@ from typing import NamedTuple
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import CLASSIFIERS, ModelConfig
 from mtcli.core.evaluate.tasks.registry import HARNESS_PREFIX, WIKITEXT, TaskSpec
+from mtcli.core.evaluate.tasks.task import ShotsPer
 from mtcli.core.runtime.outputs import require_apart, require_no_link, require_writable
 from mtcli.core.runtime.private_folder import user_cache
 
@@ -21,6 +22,7 @@ class EvalRequest(NamedTuple):
     tasks: tuple[TaskSpec, ...]
     overrides: tuple[str, ...]
     shots: int
+    shots_per: ShotsPer
     seed: int
     limit: int | None
     overlap: int | None
@@ -66,7 +68,7 @@ def items_file(
 
 USES = {  # flags that some tasks alone have a use for
     "wikitext": ("--overlap", "--items"),
-    "choices": ("--shots", "--seed", "--contaminated", "--items"),
+    "choices": ("--shots", "--shots-per", "--seed", "--contaminated", "--items"),
     "lm_eval": ("--shots", "--seed"),
     "labels": ("--ensemble", "--items"),
     "masked": ("--items",),

@@ -63,6 +63,7 @@ def _task_runs(
             request.limit,
             request.overlap,
             request.shots,
+            request.shots_per,
             request.seed,
             request.contaminated,
         )

@@ -11,8 +11,9 @@ from mtcli.core.evaluate.contamination import read_ngrams
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
-from mtcli.core.evaluate.tasks.items import Shots, ask, read_items
+from mtcli.core.evaluate.tasks.items import ask, read_items
 from mtcli.core.evaluate.tasks.registry import TASKS, parse_tasks
+from mtcli.core.evaluate.tasks.shots import Draw, draw_shots, render_shot
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.task_file import load_task, task_names
 
@@ -103,26 +104,13 @@ def test_lengths_are_of_tokens_characters_and_bytes(own):
         assert tuple(picks[name] for name in names) == expected
 
 
-def test_shots_come_from_the_train_part_and_never_are_the_item(own):
-    task = load_task(f"{own}/own.toml")
-    items, drawn, source = read_items(task, own, None, 3, 7)
-    assert source == str(own / "train.jsonl") and len(drawn) == 3
-    shots = Shots(task, TOKENIZER, drawn, 3)
-    peru, chile = (ask(task, item, shots, TOKENIZER, 512) for item in items)
-    assert peru.num_shots == 2 and "Peru: Lima\n" not in peru.context
-    assert chile.num_shots == 3 and chile.context.count("\n") == 3
-    assert sorted(chile.context.splitlines()) == ["Japan: Tokyo", "Kenya: Nairobi", "Peru: Lima"]
-    assert read_items(task, own, None, 3, 7)[1] == drawn
-    assert any(read_items(task, own, None, 3, seed)[1] != drawn for seed in range(5))
-
-
 def test_as_many_shots_as_fit_stand_before_an_item(data):
     task = load_task("piqa")
-    items, drawn, _ = read_items(task, data / "piqa", None, 8, 1)
-    shots = Shots(task, TOKENIZER, drawn, 8)
+    items, pool = read_items(task, data / "piqa", None, with_pool=True)
     counts = set()
-    for item in items:
-        texts = shots.before(item)
+    for item, drawn in zip(items, draw_shots("item", Draw(pool, 8, 1), items), strict=True):
+        shots = [render_shot(task, TOKENIZER, shot) for shot in drawn]
+        texts = [shot.text for shot in shots]
         longest = max(map(len, item.choices)) + len(item.prompts[0]) + 1
         for room in (longest - 1, longest + len(texts[0]) - 1, 300, 5000):
             asked = ask(task, item, shots, TOKENIZER, room)
@@ -131,20 +119,6 @@ def test_as_many_shots_as_fit_stand_before_an_item(data):
             assert asked.context == "".join(texts[: asked.num_shots])
             counts.add(asked.num_shots)
     assert {0, 1, 8} <= counts
-
-
-def test_without_a_train_part_shots_are_other_items_of_other_passages(tmp_path, data):
-    rows = (data / "boolq/val.jsonl").read_text().splitlines()
-    first = json.loads(rows[0])
-    twin = json.dumps(first | {"question": "is it its twin"})
-    (tmp_path / "val.jsonl").write_text("\n".join([*rows, twin]))
-    task = load_task("boolq")
-    for seed in range(4):
-        items, drawn, _ = read_items(task, tmp_path, None, 6, seed)
-        shots = Shots(task, TOKENIZER, drawn, 6)
-        for item in items:
-            asked = ask(task, item, shots, TOKENIZER, 9999)
-            assert asked.num_shots == 6 and item.cluster not in asked.context
 
 
 def test_the_limit_takes_the_first_items_of_each_group(data):
@@ -156,12 +130,12 @@ def test_the_limit_takes_the_first_items_of_each_group(data):
 def test_labels_may_be_in_the_rows_or_beside_them(data, tmp_path):
     task, folder = load_task("winogrande"), data / "winogrande"
     rows = [json.loads(line) for line in (folder / "dev.jsonl").read_text().splitlines()]
-    expected = [item.answer for item in read_items(task, folder, None, 0, 0)[0]]
+    expected = [item.answer for item in read_items(task, folder, None)[0]]
     for row in rows:
         del row["answer"]
     (tmp_path / "dev.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "dev-labels.lst").write_text((folder / "dev-labels.lst").read_text())
-    assert [item.answer for item in read_items(task, tmp_path, None, 0, 0)[0]] == expected
+    assert [item.answer for item in read_items(task, tmp_path, None)[0]] == expected
     assert expected == [int(line) - 1 for line in (folder / "dev-labels.lst").read_text().split()]
 
 

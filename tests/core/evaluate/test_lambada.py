@@ -98,11 +98,11 @@ def test_the_format_of_a_file_is_that_of_its_content_and_suffix(name, content, t
     file = tmp_path / name
     file.write_text(content)
     if isinstance(texts, list):
-        items, *_ = read_items(TASK, file, None, 0, 0)
+        items, *_ = read_items(TASK, file, None)
         assert [item.choices[0] for item in items] == texts
         return
     with pytest.raises(MtcliError) as caught:
-        read_items(TASK, file, None, 0, 0)
+        read_items(TASK, file, None)
     problem = caught.value.problems[0]
     assert texts in problem.message and problem.message.startswith(str(file)) and problem.hint
 

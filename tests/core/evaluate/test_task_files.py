@@ -1,7 +1,6 @@
 """Published tasks as data: lm-eval's own figures on the same model, items and shots."""
 
 import json
-import random
 from functools import cache
 from pathlib import Path
 
@@ -97,17 +96,19 @@ def race_rows(folder):
         yield {"article": row["article"], "problems": str(problems)}
 
 
-def theirs(task, rows, shots, folder, backend):
-    """lm-eval's metrics, and log-likelihoods by item, of its task on local rows."""
-    (folder / "test.jsonl").write_text("\n".join(rows))
-    files = {"test": str(folder / "test.jsonl")}
+def theirs(task, rows, pool, folder, backend):
+    """lm-eval's metrics, and log-likelihoods by item, of its task on local rows; its own sampler
+    draws SHOTS of the pool where there is one."""
     config = dict(reference(task)) | {"dataset_path": "json", "dataset_name": None, "tag": None}
-    config |= {"test_split": "test", "validation_split": None, "training_split": None}
-    if shots:
-        (folder / "shots.jsonl").write_text("\n".join(shots))
-        files |= {"train": str(folder / "shots.jsonl")}
-        config |= {"fewshot_split": "train", "fewshot_config": {"sampler": "first_n"}}
-        config |= {"training_split": "train", "num_fewshot": len(shots)}
+    items_split = "test_split" if config.get("test_split") else "validation_split"
+    config |= dict.fromkeys(("test_split", "validation_split", "training_split"))
+    config |= {items_split: "items"} | ({"training_split": "pool"} if pool else {})
+    config |= {"num_fewshot": SHOTS} if pool else {}
+    files = {}
+    for name, lines in {"items": rows, "pool": pool}.items():
+        if lines:
+            files[name] = str(folder / f"{name}.jsonl")
+            Path(files[name]).write_text("\n".join(lines))
     config |= {"dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")}}
     manager = TaskManager(include_defaults=False)
     found = simple_evaluate(backend, tasks=[config], task_manager=manager, bootstrap_iters=0)
@@ -118,7 +119,7 @@ def theirs(task, rows, shots, folder, backend):
 
 def ours(task, path, model, num_shots):
     tokenizer = eval_tokenizer(byte_tokenizer())
-    options = TaskOptions(ROOMY, None, None, num_shots)
+    options = TaskOptions(ROOMY, shots=num_shots, shots_per="lm-eval")
     prepared = prepare_task(load_task(task), path, tokenizer, options)
     scores = run(model, plan(model, prepared.requests, 4096))
     spans = zip([0, *prepared.ends[:-1]], prepared.ends, strict=True)
@@ -133,13 +134,9 @@ SHOTS_OF = dict.fromkeys(REFERENCES, SHOTS) | {"race": 0, "lambada_cloze": 0}
 @pytest.mark.parametrize(("task", "num_shots"), [("piqa", 0), *SHOTS_OF.items()])
 def test_figures_are_lm_evals_own(task, num_shots, data, model, backend, tmp_path):
     part, train = PARTS.get(task, ("val", "train"))
-    shots = []
-    if num_shots:
-        pool = rows_of(data, task, train)
-        drawn = random.Random(1234).sample(range(len(pool)), SHOTS + 8)[:SHOTS]
-        shots = [pool[number] for number in drawn]
+    pool = rows_of(data, task, train) if num_shots else []
     report, records = ours(task, path_of(data, task), model, num_shots)
-    expected, sums = theirs(task, rows_of(data, task, part), shots, tmp_path, backend)
+    expected, sums = theirs(task, rows_of(data, task, part), pool, tmp_path, backend)
     records = [one for one in records if task != "race" or one["group"] == "high"]
     assert len(records) == len(sums)
     for record, found in zip(records, sums, strict=True):

@@ -1,7 +1,7 @@
 """Scores the items of a task file: picks, accuracies under each normalisation, and records."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from mtcli.core.evaluate.contamination import is_contaminated
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.statistics import accuracy_of
-from mtcli.core.evaluate.tasks.items import Asked, Shots, ask, read_items
+from mtcli.core.evaluate.tasks.items import Asked, ask, read_items
+from mtcli.core.evaluate.tasks.shots import INTERVAL_COVERS, Draw, draw_shots, render_shot
 from mtcli.core.evaluate.tasks.task import (
     PreparedTask,
     Record,
@@ -32,9 +33,13 @@ def prepare_task(
 
     Raises MtcliError naming file and line of the first bad row.
     """
-    items, drawn, source = read_items(task, path, options.limit, options.shots, options.seed)
-    shots = Shots(task, tokenizer, drawn, options.shots)
-    asked = [ask(task, item, shots, tokenizer, options.max_seq_len) for item in items]
+    items, pool = read_items(task, path, options.limit, options.shots > 0)
+    draws = draw_shots(options.shots_per, Draw(pool, options.shots, options.seed), items)
+    render = cache(partial(render_shot, task, tokenizer))
+    asked = [
+        ask(task, item, [render(shot) for shot in drawn], tokenizer, options.max_seq_len)
+        for item, drawn in zip(items, draws, strict=True)
+    ]
     if (ngrams := options.contaminated) is not None:
         asked = [
             entry._replace(
@@ -46,7 +51,7 @@ def prepare_task(
     return PreparedTask(
         num_items=len(items),
         requests=[request for entry in asked for request in entry.requests],
-        report=partial(_report, task, asked, ends, source, options.shots),
+        report=partial(_report, task, asked, ends, options, pool.source),
         ends=ends,
         hashes=[_hash(task, entry) for entry in asked],
         record=lambda number, scores: _record(task, asked[number], scores),
@@ -108,8 +113,8 @@ def _report(
     task: TaskFile,
     asked: Sequence[Asked],
     ends: Sequence[int],
-    source: str,
-    num_shots: int,
+    options: TaskOptions,
+    shots_from: str,
     scores: Sequence[Score],
 ) -> Report:
     """Reports the accuracies, each with its interval; see docs/eval.md."""
@@ -136,10 +141,12 @@ def _report(
     report |= _by_group(task, asked, groups[task.metric])
     report |= _by_contamination(asked, groups[task.metric])
     report |= {"metric": task.metric, "version": task.version}
-    if num_shots:
+    if options.shots:
         counts = [entry.num_shots for entry in asked]
-        report |= {"shots": num_shots, "shots_mean": float(np.mean(counts))}
-        report |= {"shots_min": min(counts), "shots_from": source}
+        report |= {"shots": options.shots, "shots_per": options.shots_per}
+        report |= {"interval_covers": INTERVAL_COVERS[options.shots_per]}
+        report |= {"shots_mean": float(np.mean(counts)), "shots_min": min(counts)}
+        report |= {"shots_from": shots_from}
     return report
 
 

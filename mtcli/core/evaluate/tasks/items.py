@@ -1,14 +1,9 @@
-"""Makes the items of a task file: rows of its data set, rendered, with the shots before them.
+"""Makes the items of a task file: rows of its data set, rendered, and what shots are drawn from.
 
-Shots come from the train part where the folder has one, else from the items themselves. One draw
-serves all items, so that a model reads the shots once; an item that was drawn, or whose passage
-was, has the next one drawn in its place.
+Shots come from the train part where the folder has one, else from the items themselves.
 """
 
-import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +15,6 @@ from mtcli.core.evaluate.loglikelihood import Request
 from mtcli.core.evaluate.tasks.rows import Row, Split, read_test, read_train, require_texts
 from mtcli.core.evaluate.tasks.task_file import TaskFile, several
 from mtcli.core.evaluate.tasks.templates import Templates
-
-SPARE = 8  # shots drawn besides, for the items that were drawn themselves
 
 
 class Item(NamedTuple):
@@ -120,40 +113,20 @@ def _answer(value: Any, item: Item) -> int:
     return int(value)
 
 
-@dataclass(frozen=True)
-class Shots:
-    """Drawn examples with their answers, in the order in which they stand before an item."""
+class Pool(NamedTuple):
+    """The examples that shots are drawn from, the file that they came from, and whether lm-eval
+    draws one more and leaves the item out (`spare_shot` of a task file)."""
 
-    task: TaskFile
-    tokenizer: EvalTokenizer
-    drawn: Sequence[Item]
-    number: int  # of them before each item
-
-    def before(self, item: Item) -> list[str]:
-        """The texts of the shots for an item: none is the item itself, or of its passage."""
-        return [
-            text
-            for shot, text in zip(self.drawn, self.texts, strict=True)
-            if shot.prompts != item.prompts and not (shot.cluster and shot.cluster == item.cluster)
-        ][: self.number]
-
-    @cached_property
-    def texts(self) -> list[str]:
-        """Each shot's text: prompt, answer and separator."""
-        return [_solved(self.task, shot) for shot in self.drawn]
-
-    @cached_property
-    def lengths(self) -> dict[str, int]:
-        """The tokens of each text by itself."""
-        return {text: len(self.tokenizer.encode(text)) for text in self.texts}
+    examples: list[Item]
+    source: str
+    lm_eval_spare: bool
 
 
-def _solved(task: TaskFile, item: Item) -> str:
-    answer = item.answer or 0
-    prompt, choice = (
-        texts[answer if len(texts) > 1 else 0] for texts in (item.prompts, item.choices)
-    )
-    return f"{prompt}{task.delimiter}{choice}{task.separator}"
+class Shot(NamedTuple):
+    """A solved example: its text, and the tokens of the text by itself."""
+
+    text: str
+    num_tokens: int
 
 
 class Asked(NamedTuple):
@@ -167,9 +140,9 @@ class Asked(NamedTuple):
 
 
 def read_items(
-    task: TaskFile, path: Path, limit: int | None, num_shots: int, seed: int
-) -> tuple[list[Item], list[Item], str]:
-    """Reads a task's items, `limit` of each group, draws shots, and says what they are drawn from.
+    task: TaskFile, path: Path, limit: int | None, with_pool: bool = False
+) -> tuple[list[Item], Pool]:
+    """Reads a task's items, `limit` of each group, and what shots are drawn from.
 
     Raises MtcliError for unreadable files, and where there is nothing to draw from.
     """
@@ -177,16 +150,15 @@ def read_items(
     test = read_test(path, task.data)
     every = renderer.items(test)
     items = _limited(every, task.groups, limit)
-    if not num_shots:
-        return items, [], ""
+    if not with_pool:
+        return items, Pool([], "", False)
     train = read_train(path, task.data)
-    pool = every if train is None else renderer.items(train)
-    source = test.source if train is None else train.source
-    if len(pool) == 1 and train is None:
-        message = f"{source} has {len(pool)} example, itself the item, to draw shots from"
+    if train is not None:
+        return items, Pool(renderer.items(train), str(train.source), task.spare_shot)
+    if len(every) == 1:
+        message = f"{test.source} has 1 example, itself the item, to draw shots from"
         raise wrong(message, "put the train file beside the items, or leave --shots out", "--shots")
-    count = min(len(pool), num_shots + SPARE)
-    return items, random.Random(seed).sample(pool, count), str(source)
+    return items, Pool(every, str(test.source), True)
 
 
 def _limited(items: list[Item], groups: tuple[str, ...], limit: int | None) -> list[Item]:
@@ -199,21 +171,24 @@ def _limited(items: list[Item], groups: tuple[str, ...], limit: int | None) -> l
 
 
 def ask(
-    task: TaskFile, item: Item, shots: Shots, tokenizer: EvalTokenizer, max_seq_len: int
+    task: TaskFile,
+    item: Item,
+    shots: Sequence[Shot],
+    tokenizer: EvalTokenizer,
+    max_seq_len: int,
 ) -> Asked:
     """The requests for an item after as many shots as fit in `max_seq_len` inputs.
 
     One for each choice or prompt, and then one for each choice without its question where
     `unconditional` is among the normalisations. A longer item without shots loses its beginning.
     """
-    texts = shots.before(item)
     bare = _requests(task, item, "", tokenizer)
     longest = max(len(request.tokens) for request in bare) + len(tokenizer.encode(task.intro))
-    ends = list(accumulate((shots.lengths[text] for text in texts), initial=longest))
+    ends = list(accumulate((shot.num_tokens for shot in shots), initial=longest))
     # Tokens may merge where texts meet, one at each: then one shot more has room.
     count = sum(end - number <= max_seq_len + 1 for number, end in enumerate(ends)) - 1
     for num_shots in range(max(0, count), -1, -1):
-        context = task.intro + "".join(texts[:num_shots])
+        context = task.intro + "".join(shot.text for shot in shots[:num_shots])
         asked = _requests(task, item, context, tokenizer) if context else bare
         if num_shots == 0 or max(len(request.tokens) for request in asked) <= max_seq_len + 1:
             break

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.evaluate.loglikelihood import Request, Score
 
 Report = dict[str, Any]  # numbers, None for what there is none of, and what they were made of
 Record = dict[str, Any]  # of one item, as JSON
+ShotsPer = Literal["item", "task", "lm-eval"]  # whom one draw of shots is for
 Advance = Callable[[int], object]  # told how many more requests are done
 
 
@@ -20,6 +21,7 @@ class TaskOptions(NamedTuple):
     limit: int | None = None  # items of each kind; None = all
     overlap: int | None = None  # tokens that wikitext103's windows advance by; None = at most 32
     shots: int = 0  # examples before each item
+    shots_per: ShotsPer = "item"
     seed: int = 1234  # of their draw
     contaminated: frozenset[tuple[str, ...]] | None = None  # n-grams that a corpus contained
 

@@ -65,6 +65,9 @@ class TaskFile(Section):
     """between prompt and choice"""
     separator: str = "\n\n"
     """after each shot"""
+    spare_shot: bool = False
+    """whether lm-eval draws an example more than it puts before an item, as it does where its task
+    names neither a fewshot_split nor a test_split: for --shots-per lm-eval"""
     id: str = ""
     """an expression: what names an item; its number from 0 by default"""
     group: str = ""

@@ -1,0 +1,49 @@
+"""Finds clusters of near duplicates that have most of a source's documents.
+
+Removing them is rarely what a user wants: texts of one form, such as tables of numbers or code
+under one licence, can share shingles without being copies.
+"""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from mtcli.core.curate.corpus import Corpus, Removals
+from mtcli.core.curate.documents import id_of
+from mtcli.core.curate.hashing import Array
+
+FEWEST = 10  # documents of a source that is looked at
+
+
+def large_clusters(corpus: Corpus, entered: Array, removals: Removals) -> list[dict[str, Any]]:
+    """Lists the sources of which more than half of the documents are one cluster, by name: their
+    `documents` (of those that `entered`, bool [documents]), the `clustered` ones, and `kept_id`."""
+    totals = _totals(corpus, entered)
+    kept, sizes = np.unique(removals.kept, return_counts=True)
+    kept = kept[sizes >= FEWEST // 2]
+    copies = removals.rows(np.isin(removals.kept, kept))
+    stay = kept[kept < corpus.num_new]
+    numbers = np.concatenate([copies.removed, stay])
+    clusters = np.concatenate([copies.kept, stay])
+    counts = Counter(zip(corpus.sources(numbers), clusters.tolist(), strict=True))
+    return [
+        {
+            "source": source,
+            "documents": totals[source],
+            "clustered": count,
+            "kept_id": id_of(*corpus.keys(np.array([number]))),
+        }
+        for (source, number), count in sorted(counts.items())
+        if totals[source] >= FEWEST and 2 * count > totals[source]
+    ]
+
+
+def _totals(corpus: Corpus, entered: Array) -> Counter[str]:
+    """The documents of each source that entered, without those of an older corpus."""
+    totals: Counter[str] = Counter()
+    for part, alive, first in corpus.new_slices().values():
+        names, of = part.summary["sources"], part.array("sources")
+        counts = np.bincount(of[entered[first : first + len(alive)]], minlength=len(names))
+        totals.update(dict(zip(names, counts.tolist(), strict=True)))
+    return totals
