@@ -105,6 +105,9 @@ class Samples:
     def loss_weights(self, start, count):
         return None
 
+    def padding(self, start, count):
+        return None
+
     def documents(self, start, count):
         return self.row_documents[np.arange(start, start + count) % len(self.rows)]
 
@@ -148,7 +151,8 @@ class EncoderSamples:
 class Weighted(Samples):
     """Samples with random loss weights, among them labels, halves and whole samples without any.
 
-    Of global batches of 4 by turns one data rank of 2, and the first micro-batches, have none.
+    Of global batches of 4 by turns one data rank of 2, and the first micro-batches, have none. Some
+    of the labels without weight, and two whole samples of 8, are padding.
     """
 
     def loss_weights(self, start, count):
@@ -159,6 +163,13 @@ class Weighted(Samples):
         weights[6::8, :-1] = 0.0
         weights[np.isin(np.arange(len(weights)) % 8, [1, 3, 4, 5])] = 0.0
         return weights[ids]
+
+    def padding(self, start, count):
+        ids = np.arange(start, start + count) % len(self.rows) % 8
+        padding = np.zeros((count, self.rows.shape[1] - 1), bool)
+        padding[ids == 2, : padding.shape[1] // 2] = True
+        padding[np.isin(ids, [1, 3])] = True
+        return padding
 
 
 def metrics(folder):

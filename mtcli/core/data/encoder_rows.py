@@ -39,6 +39,13 @@ class EncoderRows(NamedTuple):
     classes: np.ndarray  # int64 [M]
     class_weights: np.ndarray  # float32 [M]
 
+    @property
+    def padding(self) -> np.ndarray:
+        """Says which tokens fill rows up behind their sequences: bool [n, S]."""
+        count, size = self.documents.shape
+        sequences = np.bincount(self.firsts // size, minlength=count)
+        return self.documents >= sequences[:, None]
+
 
 class EncoderBatches(Protocol):
     """The rows of a data set in order, by global sample; what training records of them."""

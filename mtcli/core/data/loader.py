@@ -130,6 +130,9 @@ class Batches:
         """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
         return None
 
+    def padding(self, start: int, count: int) -> None:
+        """Returns None: tokens fill every sample."""
+
     def describe(self) -> dict[str, str]:
         """Returns no lines: what the data holds, preprocess has said."""
         return {}
@@ -360,6 +363,9 @@ class CountedTokens:
 
     def loss_weights(self, start: int, count: int) -> None:
         """Returns None: every token's loss weighs 1."""
+
+    def padding(self, start: int, count: int) -> None:
+        """Returns None: tokens fill every sample."""
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Returns none: these samples come from no data set."""

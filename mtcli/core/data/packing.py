@@ -179,6 +179,13 @@ class PackedConversations:
             out[row, at] = self.examples[source].weights[tokens]
         return np.ascontiguousarray(out[:, 1:])
 
+    def padding(self, start: int, count: int) -> np.ndarray:
+        """Says what fills rows up: bool [count, seq_len], of their tokens before the last."""
+        out = np.ones((count, self.seq_len + 1), bool)
+        for row, at, *_ in self._placed(start, count):
+            out[row, at] = False
+        return np.ascontiguousarray(out[:, :-1])
+
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Identifies rows by the file of their first example, with all their line numbers."""
         samples = []

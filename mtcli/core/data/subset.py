@@ -301,6 +301,9 @@ class SubsetBatches:
         weights = self.member_weights[self._places(start, count)]
         return np.repeat(weights[:, None], self.sequences.seq_len, axis=1)
 
+    def padding(self, start: int, count: int) -> None:
+        """Returns None: tokens fill every sample."""
+
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Identifies the spans that `batch(start, count)` is made of."""
         candidates = self.members[self._places(start, count)].tolist()

@@ -54,13 +54,15 @@ class Inputs:
     `positions` count within a sequence or document; `attention_mask` says which keys of their row
     tokens attend to. `numbers` are global token numbers, sample * seq_len + position over the run,
     which index every dropout mask; None means no dropout. `weights` are those of the labels'
-    losses; None means 1 each. Of `sentences` a head predicts one class each.
+    losses; None means 1 each. `padding` is True where what fills a row up is no token to a router;
+    None: nowhere. Of `sentences` a head predicts one class each.
     """
 
     tokens: Tensor  # [b, s] int64
     positions: Tensor  # [b, s] int64
     labels: Tensor | None = None  # [b, s] int64
     weights: Tensor | None = None  # [b, s] float32
+    padding: Tensor | None = None  # [b, s] bool
     numbers: Tensor | None = None  # [b, s] int64
     attention_mask: AttentionMask = AttentionMask()
     mask: Tensor | None = None  # [b, s, s] bool, True may attend, instead of `attention_mask`
@@ -78,20 +80,24 @@ class Inputs:
 
     def tensors(self) -> list[Tensor]:
         """All that a training step reads, in a fixed order; what there is none of is left out."""
-        optional = self.labels, self.weights, self.numbers, self.attention_mask.documents
+        optional = self.labels, self.weights, self.padding, self.numbers
+        optional += (self.attention_mask.documents,)
         given = (self.tokens, self.positions, *optional, *(self.rotation or ()))
         return [x for x in given if x is not None]
 
     def clone(self) -> "Inputs":
         """The same, in memory of its own."""
-        optional = self.labels, self.weights, self.numbers, self.attention_mask.documents
-        labels, weights, numbers, documents = (None if x is None else x.clone() for x in optional)
+        optional = self.labels, self.weights, self.padding, self.numbers
+        labels, weights, padding, numbers, documents = (
+            None if x is None else x.clone() for x in (*optional, self.attention_mask.documents)
+        )
         return replace(
             self,
             tokens=self.tokens.clone(),
             positions=self.positions.clone(),
             labels=labels,
             weights=weights,
+            padding=padding,
             numbers=numbers,
             attention_mask=AttentionMask(self.attention_mask.causal, documents),
             rotation=self.rotation and RotaryTable(*(x.clone() for x in self.rotation)),

@@ -3,6 +3,9 @@
 Where the model has a bias per expert, it is added to the scores for the choice alone: weights,
 capacity and losses see the scores (arXiv:2408.15664, section 3). `expert_balance.py` moves it.
 
+What fills rows up goes to experts as tokens do, and is none to capacity, losses and loads: these
+are of the tokens alone, in however many rows these are.
+
 T local tokens, E experts, k chosen; s tokens of a sequence. All of it in float32 (float64 stays).
 """
 
@@ -44,12 +47,15 @@ class Router(nn.Module):
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = self.build.replicated_linear(x_TD.to(wide), self.weight.to(wide))
         scores_TE, weights, experts = route(logits_TE, self.bias, self.choice)
-        kept = self._kept(scores_TE.detach(), experts, inputs)
+        real_T = None
+        if inputs.padding is not None:
+            real_T = ~self.build.my_tokens(inputs.padding.flatten())
+        kept = self._kept(scores_TE.detach(), experts, real_T, inputs)
         if isinstance(inputs.aux_scale, Tensor) or inputs.aux_scale:
-            losses = self._losses(logits_TE, scores_TE, experts, inputs)
+            losses = self._losses(logits_TE, scores_TE, experts, real_T, inputs)
             x_TD = _WithLoss.apply(x_TD, losses, inputs.aux_scale)
             if self.bias is not None:
-                x_TD = _Counted.apply(x_TD, experts, self.load_E)
+                x_TD = _Counted.apply(x_TD, experts, real_T, self.load_E)
         numbers, count = self.build.experts_of_all(experts, self.model.num_experts)
         return x_TD, Routing(weights, numbers, kept, count)
 
@@ -60,20 +66,22 @@ class Router(nn.Module):
         b, s = inputs.shape
         tokens = b * s // (self.build.groups.tp.size if self.build.sequence_parallel else 1)
         if self.model.drop_scope == "sub_sequence":
-            return self._limit(tokens)
+            return math.ceil(self._room(tokens * self.model.top_k))
         # a sequence's tokens may all be on one rank: as many as its share allows, for each sequence
-        return min(tokens, b * self._limit(s * self.build.groups.cp.size))
+        whole = math.ceil(self._room(s * self.build.groups.cp.size * self.model.top_k))
+        return min(tokens, b * whole)
 
-    def _limit(self, tokens: int) -> int:
-        """ceil(tokens * top_k / num_experts * capacity_factor)."""
-        m = self.model
-        return math.ceil(tokens * m.top_k / m.num_experts * m.capacity_factor)
+    def _room(self, copies: Any) -> Any:
+        """The room of an expert for so many copies of tokens, top_k of each, to be rounded up."""
+        return copies / self.model.num_experts * self.model.capacity_factor
 
-    def _kept(self, scores_TE: Tensor, experts: Tensor, inputs: Inputs) -> Tensor | None:
+    def _kept(
+        self, scores_TE: Tensor, experts: Tensor, real_T: Tensor | None, inputs: Inputs
+    ) -> Tensor | None:
         """[T, k] bool: which copies their experts have room for; None without a capacity."""
         if not self.model.capacity_factor:
             return None
-        chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
+        chosen = _chosen(scores_TE, experts, real_T)
         if self.model.drop_scope == "sub_sequence":
             shape = (self.build.num_models, -1, chosen.shape[1])
             sets = (scores_TE * chosen).view(shape), chosen.view(shape)
@@ -85,7 +93,8 @@ class Router(nn.Module):
 
     def _within_capacity(self, scores_bsE: Tensor, chosen_bsE: Tensor) -> Tensor:
         """[b, s, E] bool: the chosen tokens that each expert keeps, of each row of tokens."""
-        limit = self._limit(scores_bsE.shape[1])
+        copies_b = chosen_bsE.sum((1, 2), dtype=torch.float64)
+        limit = self._room(copies_b).ceil()[:, None, None]
         if self.model.drop_policy == "position":
             return (chosen_bsE.cumsum(1) <= limit) & (chosen_bsE > 0)
         # Equal tokens, as in a run of spaces, have equal scores but for rounding, which depends on
@@ -108,25 +117,34 @@ class Router(nn.Module):
         return self.build.my_tokens(x_bsE[:, positions].flatten(0, 1))
 
     def _losses(
-        self, logits_TE: Tensor, scores_TE: Tensor, experts: Tensor, inputs: Inputs
+        self,
+        logits_TE: Tensor,
+        scores_TE: Tensor,
+        experts: Tensor,
+        real_T: Tensor | None,
+        inputs: Inputs,
     ) -> Tensor:
         """This rank's part of the auxiliary losses [models], each weighted by the tokens it is a
-        mean of."""
+        mean of: those that are `real_T`, and no padding."""
         m, models = self.model, self.build.num_models
         total = logits_TE.new_zeros(models)
         if m.z_loss_coeff:
             squares_T = logits_TE.logsumexp(-1).square()
+            if real_T is not None:
+                squares_T = squares_T * real_T
             total = total + m.z_loss_coeff * squares_T.view(models, -1).sum(1)
         if m.aux_loss_coeff or m.sequence_aux_loss_coeff:
             if not self.choice.softmax:
                 scores_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
-            chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
+            if real_T is not None:
+                scores_TE = scores_TE * real_T[:, None]
+            chosen = _chosen(scores_TE, experts, real_T)
             each = [self._sequence_sums(x, inputs) for x in (scores_TE, chosen)]
             if m.aux_loss_coeff:
                 batch = [x.view(models, -1, x.shape[1]).sum(1) for x in each]
-                total = total + m.aux_loss_coeff * self._balance(*batch, "micro_batch", inputs)
+                total = total + m.aux_loss_coeff * self._balance(*batch, "micro_batch")
             if m.sequence_aux_loss_coeff:
-                loss = self._balance(*each, "sequence", inputs)
+                loss = self._balance(*each, "sequence")
                 total = total + m.sequence_aux_loss_coeff * loss
         return total
 
@@ -138,7 +156,7 @@ class Router(nn.Module):
             x_TE = F.pad(x_TE, (0, 0, before, b * n - before - tokens))
         return x_TE.view(b, n, -1).sum(1)
 
-    def _balance(self, scores_bE: Tensor, chosen_bE: Tensor, scope: str, inputs: Inputs) -> Tensor:
+    def _balance(self, scores_bE: Tensor, chosen_bE: Tensor, scope: str) -> Tensor:
         """Switch's E * sum_e f_e P_e times its tokens (arXiv:2101.03961, section 2.2) [models].
 
         Over each of b sets of tokens, a sequence or the micro-batch, of which these are sums.
@@ -146,11 +164,16 @@ class Router(nn.Module):
         """
         groups = self.build.groups
         axis = groups.axes[scope] if self.build.sequence_parallel else groups.cp
-        ranks = groups.cp.size * (groups.tp_row.size if scope == "micro_batch" else 1)
-        tokens = inputs.tokens.numel() * ranks / len(chosen_bE)
-        shares = all_reduce(chosen_bE, axis) / (tokens * self.model.top_k)
+        copies_bE = all_reduce(chosen_bE, axis)  # top_k of each token
+        shares = copies_bE / copies_bE.sum(1, keepdim=True).clamp(min=1.0)
         weighted = (shares * scores_bE).view(self.build.num_models, -1)
         return self.model.num_experts * weighted.sum(1)
+
+
+def _chosen(scores_TE: Tensor, experts: Tensor, real_T: Tensor | None) -> Tensor:
+    """[T, E]: 1 where a token that is none of padding goes to an expert, else 0."""
+    chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
+    return chosen if real_T is None else chosen.mul_(real_T[:, None])
 
 
 class _WithLoss(torch.autograd.Function):
@@ -174,13 +197,17 @@ class _Counted(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, experts: Tensor, load_E: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, experts: Tensor, real_T: Tensor | None, load_E: Tensor
+    ) -> Tensor:
         chosen = experts.flatten()
-        ctx.counts_E = torch.zeros_like(load_E).scatter_add_(0, chosen, torch.ones_like(chosen))
+        ones = torch.ones_like(experts) if real_T is None else real_T[:, None].expand_as(experts)
+        copies = ones.flatten().to(load_E.dtype)
+        ctx.counts_E = torch.zeros_like(load_E).scatter_add_(0, chosen, copies)
         ctx.load_E = load_E
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.load_E.add_(ctx.counts_E)
-        return grad, None, None
+        return grad, None, None, None

@@ -158,7 +158,7 @@ def summary_of(run: FinishedRun) -> dict[str, Any]:
         "tokens_per_second": median(row["tokens_per_second"] for row in run.rows),
         "mfu": median(row["mfu"] for row in run.rows),
         "step_quantiles": quantiles(seconds),
-        "tokens": len(run.rows) * run.config.batch.tokens_per_step,
+        "tokens": sum(row.get("tokens", run.config.batch.tokens_per_step) for row in run.rows),
         "parameters": count_parameters(run.config.model),
         "world": run.world,
         "resumed_at": run.resumed,

@@ -21,7 +21,7 @@ from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.engines import adapter_settings
 from mtcli.core.parallel.groups import Groups
-from mtcli.core.sweep.batches import ArrayLoader
+from mtcli.core.sweep.batches import ArrayBatch, ArrayLoader
 from mtcli.core.sweep.layers import ArrayLayers
 from mtcli.core.sweep.member import Member
 from mtcli.core.sweep.memory import ArrayMemory
@@ -72,22 +72,23 @@ class ModelArray:
     def _train_step(self, loader: ArrayLoader) -> list[Step]:
         start = perf_counter()
         self.groups.world.recorder.step = self.step + 1
-        loss_sums, labels = self.forward_backward(loader)
+        loss_sums, batch = self.forward_backward(loader)
         norms = (self.compiled or self.memory).norms(self.gradients)
         losses = all_reduce(loss_sums, self.groups.world)
         made = [
             self._step_of(member, loss / (count or 1.0), norm)
             for member, loss, count, norm in zip(
-                self.members, losses.tolist(), labels, norms, strict=True
+                self.members, losses.tolist(), batch.labels, norms, strict=True
             )
         ]
         self._update([update for _, update in made])
         seconds = perf_counter() - start
-        return [step._replace(seconds=seconds) for step, _ in made]
+        pairs = zip(made, batch.tokens, strict=True)
+        return [step._replace(seconds=seconds, tokens=tokens) for (step, _), tokens in pairs]
 
-    def forward_backward(self, loader: ArrayLoader) -> tuple[Tensor, list[float]]:
-        """(each model's sum of this rank's weighted losses [B], the labels of the global batches),
-        with the gradients reduced."""
+    def forward_backward(self, loader: ArrayLoader) -> tuple[Tensor, ArrayBatch]:
+        """(each model's sum of this rank's weighted losses [B], their batch), with the gradients
+        reduced."""
         scales = [member.loss_scale.scale for member in self.members]
         batch = loader.step(self.step, scales)
         device = self.groups.device
@@ -103,7 +104,7 @@ class ModelArray:
         for name in self.fresh:
             self.gradients[name] = self.memory.gradients.tensors[name].zero_()
         all_reduce(self.memory.gradients.flat, self.groups.axes["samples"])
-        return total_B, batch.labels
+        return total_B, batch
 
     @torch.no_grad()
     def evaluate(self, loader: ArrayLoader) -> list[float]:

@@ -19,6 +19,7 @@ class ArrayBatch(NamedTuple):
 
     load: Callable[[int], Inputs]  # gives micro-batch m of all models
     labels: list[float]  # of each model's global batch, those that have a weight
+    tokens: list[float]  # without padding
 
 
 class ArrayLoader:
@@ -44,7 +45,7 @@ class ArrayLoader:
             factors = torch.tensor(scales, dtype=torch.float64, device=inputs.tokens.device)
             return replace(inputs, aux_scale=factors * inputs.aux_scale)
 
-        return ArrayBatch(load, [batch.labels for batch in each])
+        return ArrayBatch(load, [batch.labels for batch in each], [batch.tokens for batch in each])
 
     def compact(self, keep: Sequence[int]) -> None:
         """Keeps the loaders of some models."""
@@ -76,7 +77,7 @@ def stacked(parts: Sequence[Inputs]) -> Inputs:
     if rotation is not None:
         tables = [part.rotation for part in parts if part.rotation is not None]
         rotation = RotaryTable(*(torch.cat(xs) for xs in zip(*tables, strict=True)))
-    fields = ("tokens", "positions", "labels", "weights", "numbers", "token_types")
+    fields = ("tokens", "positions", "labels", "weights", "padding", "numbers", "token_types")
     return replace(
         first,
         **{name: joined(name) for name in fields},

@@ -132,7 +132,7 @@ class LiveArray:
                 self.save()
             if ended:
                 self._leave(ended)
-            tokens = len(steps) * self.shape.batch.tokens_per_step
+            tokens = sum(step.tokens for step in steps)
             self.seconds, self.tokens = self.seconds + perf_counter() - start, self.tokens + tokens
             self.watcher.stepped([seat.record for seat in self.seats], tokens / steps[0].seconds)
             for seat in self.seats:

@@ -7,6 +7,7 @@ those that the graphs know, and every gradient is added to buckets that begin at
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -69,8 +70,8 @@ class CudaGraphPipeline:
     def train_step(self, load: Callable[[int], Inputs], scale: float) -> float:
         """As Pipeline.train_step; gradients are reduced when all are there.
 
-        Another scale is recorded anew. With loss weights, whose sum differs from step to step, it
-        goes into the weights instead, and only another loss scale is recorded anew.
+        Another scale is recorded anew. With loss weights, whose number differs from step to step,
+        it goes into the weights instead, and with padding that of auxiliary losses into a tensor.
         """
         pipeline, losses, spans = self.pipeline, [], []
         first = load(0)
@@ -93,7 +94,9 @@ class CudaGraphPipeline:
 
     def _is_new(self, inputs: Inputs, scale: float) -> bool:
         """Whether a number that is part of the graphs is another than they have."""
-        if not self.scale or inputs.aux_scale != self.inputs.aux_scale:
+        if not self.scale:
+            return True
+        if self.inputs.padding is None and inputs.aux_scale != self.inputs.aux_scale:
             return True
         return scale != self.scale and self.inputs.weights is None
 
@@ -101,6 +104,9 @@ class CudaGraphPipeline:
         # First, as each recording takes as much memory as a micro-batch.
         self.replays.clear()
         self.inputs, self.scale, self.total = inputs.clone(), scale, None
+        if inputs.padding is not None:
+            aux_scale = torch.tensor(float(inputs.aux_scale), device=inputs.tokens.device)
+            self.inputs = replace(self.inputs, aux_scale=aux_scale)
         self.begin()
         with self.recorder.warm_up():
             for _ in range(WARM_UPS):
@@ -116,6 +122,8 @@ class CudaGraphPipeline:
             static.copy_(new)
         if self.inputs.weights is not None:
             self.inputs.weights.mul_(factor)
+        if isinstance(self.inputs.aux_scale, Tensor):
+            self.inputs.aux_scale.fill_(inputs.aux_scale)
 
     def _forward(self) -> None:
         stage = self.pipeline.stages[0]

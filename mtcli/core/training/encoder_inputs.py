@@ -17,13 +17,16 @@ from mtcli.core.data.encoder_rows import EncoderBatches, EncoderRows
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, Sentences, make_inputs, token_positions
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.training.token_inputs import Divisors
 
 
 class EncoderRead(NamedTuple):
-    """A micro-batch's rows, and how many labels of this rank weigh: of tokens, of classes."""
+    """A micro-batch's rows; how many labels of this rank weigh, of tokens and of classes, and how
+    many tokens it has."""
 
     rows: EncoderRows
-    label_counts: tuple[int, int]
+    counts: tuple[int, int, int]
+    padding: np.ndarray  # bool [n, this rank's s]
 
 
 class EncoderInputs:
@@ -46,21 +49,23 @@ class EncoderInputs:
         count: int,
         hosted: Callable[[np.ndarray], np.ndarray],
     ) -> EncoderRead:
-        """Rows where the device can fetch them, with the numbers of labels that weigh."""
+        """Rows where the device can fetch them, with their counts."""
         rows = batches.rows(start, count)
         own = rows.weights[:, self.host_positions]
         # Every cp rank has all labels of sequences, and one of them counts them.
         classified = np.count_nonzero(rows.class_weights) * (self.groups.cp.rank == 0)
+        padding = rows.padding[:, self.host_positions]
+        counts = np.count_nonzero(own), int(classified), np.count_nonzero(~padding)
         arrays = EncoderRows(*(hosted(array) for array in rows))
-        return EncoderRead(arrays, (int(np.count_nonzero(own)), int(classified)))
+        return EncoderRead(arrays, counts, hosted(padding))
 
-    def divisor(self, counts: Sequence[float], parts: int) -> tuple[float, float]:
-        """(what the summed loss is divided by, the factor of class weights) by the counts over a
-        global batch, or over the part of it that a replica has."""
-        predicted, classified = counts
+    def divisors(self, counts: Sequence[float], parts: int) -> Divisors:
+        """The divisors by the counts over a global batch, or over the part of it that a replica
+        has."""
+        predicted, classified, tokens = counts
         if self.model.head != "mlm":
-            return classified, 1.0
-        return predicted, predicted / max(1.0, classified)
+            return Divisors(classified, tokens)
+        return Divisors(predicted, tokens, predicted / max(1.0, classified))
 
     def inputs(
         self, read: EncoderRead, numbers: Tensor | None, class_factor: float, others: dict[str, Any]
@@ -78,6 +83,7 @@ class EncoderInputs:
             token_types=rows.token_types[:, here],
             labels=rows.labels[:, here],
             weights=rows.weights[:, here],
+            padding=torch.as_tensor(read.padding).to(device, non_blocking=True),
             positions=token_positions(documents, self.model)[:, here],
             documents=documents,
             sentences=Sentences(at, rows.classes, rows.class_weights * class_factor),

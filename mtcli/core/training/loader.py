@@ -42,6 +42,7 @@ class StepBatch(NamedTuple):
     load: Callable[[int], Inputs]  # gives micro-batch m
     labels: float  # that have a weight: of the global batch, or of an asynchronous replica's
     replica_labels: float  # those of this rank's replica
+    tokens: float  # of the same batch as `labels`, without padding
 
 
 class MicroBatchLoader:
@@ -105,22 +106,22 @@ class MicroBatchLoader:
             self.reader.close()
 
     def _batch(self, step: int, samples: list[Any], loss_scale: float) -> StepBatch:
-        """Ranks exchange numbers of labels, 8 bytes each, where they do not weigh 1 each."""
-        columns = zip(*(read.label_counts for read in samples), strict=True)
+        """Ranks exchange counts, 8 bytes each, where labels do not weigh 1 each."""
+        columns = zip(*(read.counts for read in samples), strict=True)
         sums, replicas = [self._sums(column) for column in columns], self.groups.layout.replicas
         parts = replicas if self.is_asynchronous else 1
-        labels, _ = self.inputs.divisor([total for total, _ in sums], parts)
-        own_labels, factor = self.inputs.divisor([own for _, own in sums], replicas)
-        self._require_labels(step, labels)
-        others = {"attended": self.has_blocks, "aux_scale": self._aux_scale(loss_scale)}
+        whole = self.inputs.divisors([total for total, _ in sums], parts)
+        own = self.inputs.divisors([mine for _, mine in sums], replicas)
+        self._require_labels(step, whole.labels)
+        others = {"attended": self.has_blocks, "aux_scale": loss_scale / (own.tokens or 1.0)}
         firsts = self._starts(step)
 
         def load(m: int) -> Inputs:
             numbers = self._numbers(firsts[m], loss_scale)
-            return self.inputs.inputs(samples[m], numbers, factor, others)
+            return self.inputs.inputs(samples[m], numbers, own.class_factor, others)
 
         # A replica without labels has gradients of 0, whatever they are divided by.
-        return StepBatch(load, labels, own_labels or 1.0)
+        return StepBatch(load, whole.labels, own.labels or 1.0, whole.tokens)
 
     def _wanted(self, step: int) -> Iterator[tuple[int, int]]:
         while (step + 1) * self.config.batch.global_batch_size <= len(self.batches):
@@ -173,9 +174,6 @@ class MicroBatchLoader:
             return None
         ids = torch.arange(first, first + self._mbs, device=self.groups.device)
         return ids[:, None] * self.config.batch.seq_len + self.inputs.positions
-
-    def _aux_scale(self, loss_scale: float) -> float:
-        return loss_scale * self.groups.layout.replicas / self.config.batch.tokens_per_step
 
     @property
     def _mbs(self) -> int:

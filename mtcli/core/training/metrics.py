@@ -125,21 +125,18 @@ class RunRecords:
 
 def _row(config: RunConfig, step: Step, told: StepFacts, peak: float) -> dict[str, Any]:
     """The record of a step; `peak` are the FLOP/s of all ranks' devices."""
-    batch = config.batch
-    tokens = batch.tokens_per_step
-    if step.replica_steps:  # a round
-        tokens *= sum(step.replica_steps) // len(step.replica_steps)
-    flops = training_flops(config.model, batch.seq_len, config.lora) * tokens
+    flops = training_flops(config.model, config.batch.seq_len, config.lora) * step.tokens
     row = {
         "step": step.step,
         "consumed_samples": told.consumed_samples,
+        "tokens": round(step.tokens),
         "loss": step.loss,
         "lr": step.lr,
         "grad_norm": step.grad_norm,
         "loss_scale": step.loss_scale,
         "skipped": step.outcome != "updated",
         "step_seconds": step.seconds,
-        "tokens_per_second": tokens / step.seconds,
+        "tokens_per_second": step.tokens / step.seconds,
         "mfu": flops / step.seconds / peak if peak else None,
         "sync_bytes": told.sync_bytes,
     }

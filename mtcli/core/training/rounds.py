@@ -85,13 +85,16 @@ class Rounds:
     def _together(self, done: Sequence[Step]) -> Step:
         """What all replicas did: their mean loss and norm, and how many steps each has made."""
         trainer, groups = self.trainer, self.trainer.groups
-        sums = torch.zeros(3 + trainer.layout.replicas, dtype=torch.float64)
+        sums = torch.zeros(4 + trainer.layout.replicas, dtype=torch.float64)
         if groups.replica.rank == 0:
             sums[0] = sum(step.loss * step.labels for step in done)
             sums[1] = sum(step.labels for step in done)
             sums[2] = sum(step.grad_norm for step in done)
-            sums[3 + groups.replicas.rank] = len(done)
-        loss, labels, norm, *steps = all_reduce(sums.to(groups.device), groups.world).tolist()
+            sums[3] = sum(step.tokens for step in done)
+            sums[4 + groups.replicas.rank] = len(done)
+        loss, labels, norm, tokens, *steps = all_reduce(
+            sums.to(groups.device), groups.world
+        ).tolist()
         loads = [step.expert_load or 0.0 for step in done]
         load = torch.tensor([max(loads, default=0.0)], dtype=torch.float64, device=groups.device)
         load = all_reduce(load, groups.world, dist.ReduceOp.MAX)
@@ -106,6 +109,7 @@ class Rounds:
             outcome="updated",
             expert_load=float(load) or None,
             labels=labels,
+            tokens=tokens,
             replica_steps=counts,
         )
 

@@ -53,6 +53,7 @@ class Step(NamedTuple):
     outcome: Outcome
     expert_load: float | None = None  # largest over mean, worst layer; None without router biases
     labels: float = 1.0  # those that have a weight
+    tokens: float = 0.0  # without padding
     replica_steps: tuple[int, ...] = ()  # of a round of asynchronous replicas: those of each
 
 
@@ -175,7 +176,8 @@ class Trainer:
         self._end_phase("end")
         self.phases = Phases(**self._phase_ends)
         seconds = perf_counter() - start
-        return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load, batch.labels)
+        counts = batch.labels, batch.tokens
+        return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load, *counts)
 
     def forward_backward(
         self, loader: MicroBatchLoader, as_written: bool = False

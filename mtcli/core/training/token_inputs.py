@@ -35,6 +35,10 @@ class TokenBatches(Protocol):
     def loss_weights(self, start: int, count: int) -> np.ndarray | None:
         """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
 
+    def padding(self, start: int, count: int) -> np.ndarray | None:
+        """Says which of their tokens are none but fill rows up: bool [count, seq_len]; None: none
+        is, of all samples."""
+
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Where their tokens come from."""
 
@@ -44,8 +48,17 @@ class TokenRead(NamedTuple):
 
     tokens: np.ndarray | Tensor  # int64 [mbs, seq_len + 1]
     documents: np.ndarray | Tensor | None  # int32 of the same shape, where the config asks for them
-    weights: np.ndarray | Tensor | None  # float32 [mbs, seq_len], of the labels' losses
-    label_counts: tuple[int, ...]  # one: labels of this rank that have a weight; none without any
+    weights: np.ndarray | Tensor | None  # float32 [mbs, this rank's s], of the labels' losses
+    padding: np.ndarray | Tensor | None  # bool [mbs, this rank's s]
+    counts: tuple[int, ...]  # this rank's labels that have a weight, and tokens; () without weights
+
+
+class Divisors(NamedTuple):
+    """What the sums over a batch are divided by."""
+
+    labels: float  # that have a weight: of the summed loss
+    tokens: float  # without padding: of the summed losses of routers
+    class_factor: float = 1.0  # of the weights of classes, for one sum with that of tokens
 
 
 class TokenInputs:
@@ -57,7 +70,7 @@ class TokenInputs:
         self.host_positions, self.positions = positions, positions.to(groups.device)
 
     def read(self, batches: TokenBatches, start: int, count: int, hosted: Hosted) -> TokenRead:
-        """Rows where the device can fetch them, with the number of labels that weigh.
+        """Rows where the device can fetch them, with the number of labels that weigh and of tokens.
 
         Raises MtcliError for ids that are not in the vocabulary.
         """
@@ -66,17 +79,23 @@ class TokenInputs:
         documents = batches.documents(start, count) if asked else None
         rows = batches.batch(start, count)
         require_ids(batches, start, rows, self.config.model.vocab_size)
-        weights, counts = batches.loss_weights(start, count), list[int]()
+        weights, padding = (
+            None if x is None else torch.from_numpy(x)[:, self.host_positions].numpy()
+            for x in (batches.loss_weights(start, count), batches.padding(start, count))
+        )
+        assert padding is None or weights is not None, "what fills rows up has no loss"
+        counts: tuple[int, ...] = ()
         if weights is not None:
-            own = torch.from_numpy(weights)[:, self.host_positions]
-            weights, counts = own.numpy(), [int(own.count_nonzero())]
-        given = (None if x is None else hosted(x) for x in (rows, documents, weights))
-        return TokenRead(*given, tuple(counts))
+            filled = 0 if padding is None else np.count_nonzero(padding)
+            counts = np.count_nonzero(weights), weights.size - filled
+        given = (None if x is None else hosted(x) for x in (rows, documents, weights, padding))
+        return TokenRead(*given, counts)
 
-    def divisor(self, counts: Sequence[float], parts: int) -> tuple[float, float]:
-        """(what the summed loss is divided by, 1: no label is of a class) by the counts over a
-        global batch, or over the 1 / `parts` of it that a replica has."""
-        return (counts[0] if counts else self.config.batch.tokens_per_step / parts), 1.0
+    def divisors(self, counts: Sequence[float], parts: int) -> Divisors:
+        """The divisors by the counts over a global batch, or over the 1 / `parts` of it that a
+        replica has."""
+        labels, tokens = counts or [self.config.batch.tokens_per_step / parts] * 2
+        return Divisors(labels, tokens)
 
     def inputs(
         self, read: TokenRead, numbers: Tensor | None, class_factor: float, others: dict[str, Any]
@@ -90,6 +109,7 @@ class TokenInputs:
             rows[:, self.positions],
             labels=rows[:, self.positions + 1],
             weights=None if read.weights is None else self._on_device(read.weights),
+            padding=None if read.padding is None else self._on_device(read.padding),
             positions=positions,
             numbers=numbers,
             documents=documents,

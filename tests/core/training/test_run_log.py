@@ -30,7 +30,7 @@ def told(tmp_path, monkeypatch, capsys):
         for number in range(1, 21):
             clock[0] += 2.0
             valid = 3.25 if number in validated else None
-            step = Step(number, 2.0 / number, 1e-3, 0.5, 0.1, 1.0, "updated", None)
+            step = Step(number, 2.0 / number, 1e-3, 0.5, 0.1, 1.0, "updated", tokens=32)
             log.step(step, StepFacts(4 * number, valid, 0, None))
         log.close()
         return capsys.readouterr().err
