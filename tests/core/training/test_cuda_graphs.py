@@ -95,13 +95,21 @@ def test_another_loss_scale_is_recorded_anew():
     assert recorder.events.count("record") == 3 * 2
 
 
-def test_the_loss_scale_of_auxiliary_losses_is_part_of_a_graph_with_loss_weights_too():
+class Unpadded(Weighted):
+    def padding(self, start, count):
+        return None
+
+
+@pytest.mark.parametrize(("samples", "recordings"), [(Unpadded, 3), (Weighted, 1)])
+def test_the_scale_of_auxiliary_losses_is_part_of_a_graph_unless_padding_moves_it_each_step(
+    samples, recordings
+):
     train = {"precision": "fp16", "loss_scale_window": 1, "initial_loss_scale": 64.0}
     config, recorder = run_config(MOE, train=train), Again()
-    replayed, _ = curve(config, recorder, Weighted)
-    written, _ = curve(config, samples=Weighted)
+    replayed, _ = curve(config, recorder, samples)
+    written, _ = curve(config, samples=samples)
     assert [s for pair in replayed for s in pair] == pytest.approx(sum(written, ()), rel=2e-3)
-    assert recorder.events.count("record") == 3 * 2
+    assert recorder.events.count("record") == recordings * 2
 
 
 def test_each_recording_has_a_pool_of_its_own_which_both_of_its_graphs_share(monkeypatch):
