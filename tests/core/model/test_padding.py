@@ -60,7 +60,7 @@ class Packed:
 
 
 def step(runtime, num_rows, parallel):
-    """(loss, gradient norm, tokens, largest load, biases that were moved) of a step on all texts."""
+    """(loss, gradient norm, tokens, largest load, moved biases) of a step on all texts."""
     losses = {"aux_loss_coeff": 0.3, "z_loss_coeff": 0.2, "sequence_aux_loss_coeff": 0.0}
     losses |= {"router_bias_update_rate": 0.1}
     config = run_config(
