@@ -1,107 +1,58 @@
 """Renders messages as a tokenizer's chat template says, and finds what the assistant wrote.
 
 A chat template is a Jinja program that comes with a tokenizer: untrusted, so it runs in Jinja's
-immutable sandbox. It sees what transformers shows it (trim_blocks, lstrip_blocks, loop controls,
-raise_exception, strftime_now, tojson, special tokens by name), and gives the same text.
-
-The assistant's characters are those between `{% generation %}` and `{% endgeneration %}`. In a
-template without these, turn i is what rendering messages 0 .. i adds to messages 0 .. i - 1 and
-their generation prompt.
+immutable sandbox (`chat_program.py`), and that in a process with limits.
 """
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import load_json, read_untrusted
+from mtcli.core.data.chat_program import ChatProgram, Message, Span
 from mtcli.core.data.tokenize import configured_token
+from mtcli.core.runtime.sandbox import Sandbox
 
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest published ones have 30 KB
-MAX_RENDERED = 1 << 24  # characters of one conversation
 FILE = "chat_template.jinja"
 OLD_FILE = "chat_template.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TEMPLATE_FIELD = "chat_template"  # of both JSON files
 SPECIALS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # of a message: the standard name first
 
-Message = Mapping[str, Any]
-Render = Callable[[Mapping[str, Any]], str]
-
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the (first, end) characters of each of the assistant's spans."""
+    """A conversation as text, and the assistant's spans in it."""
 
     text: str
-    spans: list[tuple[int, int]]
-
-
-class TemplateFault(Exception):
-    """Says why a template does not render a conversation: by its own words where it refuses it."""
+    spans: list[Span]
 
 
 class ChatTemplate:
-    """A compiled chat template."""
+    """A compiled chat template, in a sandbox."""
 
-    def __init__(self, source: str, names: Mapping[str, str]) -> None:
-        """`names` are the special tokens, such as eos_token. Raises TemplateFault where `source`
-        is no template."""
+    def __init__(self, source: str, names: Mapping[str, str], path: Path = Path(FILE)) -> None:
+        """`names` are the special tokens, such as eos_token; `path` is the file in errors. Raises
+        ValueError where `source` is no template, and OverLimit."""
         self.source, self.names = source, dict(names)
-        self.mark = f"\0{uuid4().hex}\0"  # that no text of a conversation has
-        self.is_marked = GENERATION.search(source) is not None
-        self._render = _compiled(source, self.mark)
+        self._program = Sandbox(str(path), ChatProgram, source, self.names)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
-        """Renders a conversation. Raises TemplateFault where the template refuses it, or shows an
-        assistant's turn otherwise once other messages follow it."""
-        messages = [_with_reasoning(message) for message in messages]
-        parts = self._text(messages, tools).split(self.mark)
-        text = "".join(parts)
-        if not self.is_marked:
-            return Rendered(text, list(self._turns(text, messages, tools)))
-        ends = [*accumulate(map(len, parts), initial=0)]
-        return Rendered(text, [(ends[i], ends[i + 1]) for i in range(1, len(parts), 2)])
+    def ask(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None = None
+    ) -> Callable[[], Rendered]:
+        """Has a conversation rendered meanwhile. The result returns it, in the order in which they
+        were asked for, or raises ValueError where the template refuses it, or shows an assistant's
+        turn otherwise once other messages follow it, and OverLimit.
 
-    def _turns(
-        self, text: str, messages: Sequence[Message], tools: Sequence[Any] | None
-    ) -> list[tuple[int, int]]:
-        """The spans of a template without generation markers."""
-        spans = []
-        for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self._text(messages[:turn], tools, add_generation_prompt=True)
-            after = self._text(messages[: turn + 1], tools)
-            if not (text.startswith(after) and after.startswith(before)):
-                raise TemplateFault(
-                    f"the chat template shows message {turn} otherwise once others follow it, and "
-                    "has no {% generation %} markers"
-                )
-            spans.append((len(before), len(after)))
-        return spans
+        Raises ValueError where it is nested too deeply."""
+        self._program.ask([[_with_reasoning(message) for message in messages], tools])
+        return self._rendered
 
-    def _text(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        return self._render(
-            {
-                "messages": messages,
-                "tools": tools,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-                **self.names,
-            }
-        )
+    def _rendered(self) -> Rendered:
+        text, spans = self._program.answer()
+        return Rendered(text, [(first, end) for first, end in spans])
 
 
 def load_chat_template(folder: Path | None, config: Mapping[str, object]) -> ChatTemplate | None:
@@ -109,7 +60,7 @@ def load_chat_template(folder: Path | None, config: Mapping[str, object]) -> Cha
     given where it has one; None where there is none. A file of its own comes before the config's,
     as in transformers.
 
-    Raises MtcliError where it cannot be read or is no template.
+    Raises MtcliError where it cannot be read or is no template, and OverLimit.
     """
     source: object = config.get(TEMPLATE_FIELD)
     path = (folder or Path()) / TOKENIZER_CONFIG
@@ -127,9 +78,9 @@ def load_chat_template(folder: Path | None, config: Mapping[str, object]) -> Cha
         message = f"{path}: its chat template is no text of up to {MAX_TEMPLATE_BYTES} bytes"
         raise wrong(message, "use another copy", "data.tokenizer")
     try:
-        return ChatTemplate(source, special_tokens(config))
-    except TemplateFault as fault:
-        raise wrong(f"{path}: {fault}", "use another copy", "data.tokenizer") from None
+        return ChatTemplate(source, special_tokens(config), path)
+    except ValueError as error:
+        raise wrong(f"{path}: {error}", "use another copy", "data.tokenizer") from None
 
 
 def special_tokens(config: Mapping[str, object]) -> dict[str, str]:
@@ -150,72 +101,9 @@ def _read(path: Path) -> object:
         ) from None
 
 
-def _compiled(source: str, mark: str) -> Render:
-    """Compiles a template; what it renders between generation markers stands between `mark`s."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - as Jinja reads it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("marked")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def marked(self, caller: Callable[[], str]) -> str:
-            return f"{mark}{caller()}{mark}"
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        template = environment.from_string(source)
-    except (jinja2.TemplateError, RecursionError, ValueError) as error:
-        raise TemplateFault(f"its chat template is no Jinja template: {error}") from None
-
-    def render(values: Mapping[str, Any]) -> str:
-        parts, length = [], 0
-        try:
-            for part in template.generate(**values):
-                parts.append(part)
-                length += len(part)
-                if length > MAX_RENDERED:
-                    raise TemplateFault(f"the chat template writes over {MAX_RENDERED} characters")
-        except TemplateFault:
-            raise
-        except Exception as error:  # a template is a program: any of its errors
-            message = str(error) or type(error).__name__
-            raise TemplateFault(f"the chat template refuses it: {message}") from None
-        return "".join(parts)
-
-    return render
-
-
 def _with_reasoning(message: Message) -> Message:
     """A message whose reasoning has every name that templates read it by."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without Jinja's escapes of HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

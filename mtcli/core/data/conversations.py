@@ -13,7 +13,7 @@ What was read of a large file is kept beside it: one process reads it, all other
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -24,7 +24,7 @@ import numpy as np
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import is_number, is_text, shown
 from mtcli.core.data.bad_lines import NAMED, BadLine, json_object, read_lines, refusal
-from mtcli.core.data.chat_template import REASONING, ChatTemplate, TemplateFault
+from mtcli.core.data.chat_template import REASONING, ChatTemplate, Rendered
 from mtcli.core.data.samples import kept
 from mtcli.core.data.tokenize import Tokenizer
 
@@ -36,6 +36,8 @@ SWITCHES = {"train": True, "training": True, "loss_mask": True, "masked": False}
 MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *SWITCHES}
 MESSAGE_KEYS |= {*REASONING}
 LINE_KEYS = {"messages", "tools", "prompt", "completion", "weight"}
+
+Encode = Callable[[], tuple[list[int], Sequence[float]]]  # a line's tokens, and each one's weight
 
 
 class ChatExamples(NamedTuple):
@@ -97,12 +99,16 @@ class ExampleTokenizer(NamedTuple):
     most: int
     skip_bad: bool
 
-    def __call__(self, line: bytes) -> ReadLine:
-        """Reads a line. Raises BadLine."""
+    def __call__(self, line: bytes) -> Callable[[], ReadLine]:
+        """Begins to read a line, which the template renders meanwhile; the result ends it. Both
+        raise BadLine, and the result OverLimit."""
         record = json_object(line)
         scale = weight_of(record, "the line")
+        return partial(self._read, record, scale, self._encoding(record))
+
+    def _read(self, record: Mapping[str, Any], scale: float, encode: Encode) -> ReadLine:
         try:
-            ids, weights = self._encoded(record)
+            ids, weights = encode()
         except MtcliError as error:
             raise BadLine("refused by the tokenizer", error.problems[0].message) from None
         if len(ids) > self.most:
@@ -122,7 +128,7 @@ class ExampleTokenizer(NamedTuple):
         source = self.template.source if self.template else ""
         return {key for key in keys | (record.keys() - LINE_KEYS) if key not in source}
 
-    def _encoded(self, record: Mapping[str, Any]) -> tuple[list[int], Sequence[float]]:
+    def _encoding(self, record: Mapping[str, Any]) -> Encode:
         if "messages" in record:
             messages = _messages(record["messages"])
             if self.template is None:
@@ -132,20 +138,24 @@ class ExampleTokenizer(NamedTuple):
         else:
             prompt, completion = _prompt_and_completion(record)
             if self.template is None:
-                return self.tokenizer.encode_example(prompt, completion)
+                return partial(self.tokenizer.encode_example, prompt, completion)
             roles = (("user", prompt), ("assistant", completion))
             messages = [{"role": role, "content": text} for role, text in roles]
-        return self._rendered(self.template, messages, record.get("tools"))
-
-    def _rendered(
-        self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], tools: Any
-    ) -> tuple[list[int], Sequence[float]]:
+        tools = record.get("tools")
         if tools is not None and not isinstance(tools, list):
             raise BadLine("wrong tools", f"tools are {shown(tools)}, and should be a list")
         try:
-            text, spans = template.render(messages, tools)
-        except TemplateFault as fault:
-            raise BadLine("refused by the chat template", str(fault)) from None
+            return partial(self._rendered, messages, self.template.ask(messages, tools))
+        except ValueError as error:
+            raise BadLine("no JSON", str(error)) from None
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], render: Callable[[], Rendered]
+    ) -> tuple[list[int], Sequence[float]]:
+        try:
+            text, spans = render()
+        except ValueError as error:
+            raise BadLine("refused by the chat template", str(error)) from None
         if not is_text(text):
             raise BadLine("no text", "it has half of a surrogate pair, which is no text")
         weights = [
@@ -168,7 +178,8 @@ def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExa
     """The examples of a file, which `field` of the config names.
 
     Raises MtcliError with the first bad lines by file and number, unless `tokenize` skips them,
-    and where the file cannot be read or has no example.
+    and where the file cannot be read or has no example; OverLimit, by file and number, whether it
+    skips or not.
     """
     build = partial(_read, path, tokenize, field)
     try:
@@ -186,12 +197,12 @@ def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExa
 def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
     unread: Counter[str] = Counter()
 
-    def arrays(line: bytes) -> tuple[np.ndarray, np.ndarray]:
-        tokens, weights, keys = tokenize(line)
+    def arrays(read: Callable[[], ReadLine]) -> tuple[np.ndarray, np.ndarray]:
+        tokens, weights, keys = read()
         unread.update(keys)
         return np.array(tokens, np.int32), np.array(weights, np.float32)
 
-    examples, faults = read_lines(path, arrays, field)
+    examples, faults = read_lines(path, lambda line: partial(arrays, tokenize(line)), field)
     if faults and not tokenize.skip_bad:
         bad = [(f"{path}:{line}", fault) for line, fault in faults]
         raise refusal(bad, path, len(examples))

@@ -8,7 +8,6 @@ from chats import BUSY, MARKED, PLAIN, talks, tokenizer
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.chat_template import (
     ChatTemplate,
-    TemplateFault,
     load_chat_template,
     special_tokens,
 )
@@ -32,7 +31,7 @@ def test_tokens_and_the_assistant_s_are_those_of_transformers(tmp_path, template
     theirs.save_pretrained(tmp_path)
     loaded, chat = ours(tmp_path)
     for messages in TALKS:
-        text, spans = chat.render(messages, tools)
+        text, spans = chat.ask(messages, tools)()
         assert text == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         wanted = theirs.apply_chat_template(messages, tools=tools, **options)
@@ -47,7 +46,7 @@ def test_without_markers_a_turn_is_what_it_adds_to_its_generation_prompt(tmp_pat
     theirs.save_pretrained(tmp_path)
     _, chat = ours(tmp_path)
     for messages in TALKS[:6]:
-        text, spans = chat.render(messages)
+        text, spans = chat.ask(messages)()
         assert text == theirs.apply_chat_template(messages, tokenize=False)
         said = [m["content"] + "<|im_end|>\n" for m in messages if m["role"] == "assistant"]
         assert [text[first:end] for first, end in spans] == said
@@ -95,8 +94,8 @@ def test_a_file_that_is_no_template_is_refused_by_name(tmp_path):
 )
 def test_a_template_that_refuses_escapes_or_never_ends_is_stopped(template, said):
     messages = TALKS[1] + TALKS[1]
-    with pytest.raises(TemplateFault, match=said):
-        ChatTemplate(template, {}).render(messages)
+    with pytest.raises(ValueError, match=said):
+        ChatTemplate(template, {}).ask(messages)()
 
 
 def test_special_tokens_are_read_as_text_or_as_added_tokens():
@@ -108,7 +107,7 @@ def test_reasoning_has_every_name_that_templates_read_it_by():
     source = "{% for m in messages %}{{ m.thinking }}{{ m.reasoning_content }}{% endfor %}"
     messages = [{"role": "assistant", "content": "", "reasoning": "so"}]
     theirs = tokenizer(source).apply_chat_template(messages, tokenize=False)
-    text = ChatTemplate(source + "{% generation %}{% endgeneration %}", {}).render(messages).text
+    text = ChatTemplate(source + "{% generation %}{% endgeneration %}", {}).ask(messages)().text
     assert text == theirs == "soso"
 
 
@@ -121,7 +120,7 @@ def test_the_end_of_document_of_our_own_tokenizers_is_a_token_in_a_template(tmp_
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
     )
     loaded, chat = ours(tmp_path)
-    text, spans = chat.render(TALKS[1])
+    text, spans = chat.ask(TALKS[1])()
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALKS[1])["input_ids"]
     ids, counts = loaded.encode_spans(text, spans, [1.0] * len(spans))
     assert ids == theirs and ids[-1] == loaded.eod_id == 256 and counts[-1]
