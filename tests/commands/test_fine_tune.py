@@ -11,6 +11,8 @@ from tiny import metrics
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import load_config
 
+NESTED = "".join(f"{{% for i{n} in range(9) %}}" for n in range(25)) + "{% endfor %}" * 25
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
@@ -144,6 +146,21 @@ def test_weights_that_do_not_tell_their_model_need_a_config(home, tmp_path):
     done = mtcli("train", "--init", tmp_path, "--set", "data.train=my.jsonl", folder=home)
     assert done.returncode == 2 and "does not tell its model" in done.stderr
     assert f"mtcli train CONFIG --init {tmp_path}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (NESTED, "chat_template.jinja: its chat template is no Jinja template: too many"),
+        ("{{ '%2000000000d' % 1 }}", "my.jsonl:1: {}/chat_template.jinja takes over 512 MiB"),
+    ],
+)
+def test_a_chat_template_that_would_never_end_is_refused_by_name(home, tmp_path, template, said):
+    tokenizer(template).save_pretrained(tmp_path)
+    data = {"data.train": "my.jsonl", "data.tokenizer": tmp_path, "train.output": "never"}
+    done = fine_tune(home, "llama", **data)
+    assert done.returncode == 2 and said.format(tmp_path) in done.stderr
+    assert "\nhint: " in done.stderr and "Traceback" not in done.stderr
 
 
 def test_bad_lines_are_told_at_once_or_left_out_and_counted(home):

@@ -1,15 +1,19 @@
 """Says what is wrong with lines of data, all at once, or counts them where they are left out."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.untrusted import open_untrusted, parse_json
+from mtcli.core.runtime.sandbox import OverLimit
 
 Read = TypeVar("Read")
 
 MAX_LINE_BYTES = 16 << 20
+AHEAD_BYTES = 64 << 10  # of lines that are begun and not finished, besides the last one
 NAMED = 10  # bad lines in an error or a report; the others are counted
 SKIP = "; --skip-bad leaves such lines out and counts them"
 
@@ -31,29 +35,50 @@ class BadLine(Exception):
 
 
 def read_lines(
-    path: Path, read: Callable[[bytes], Read], field: str
+    path: Path, begin: Callable[[bytes], Callable[[], Read]], field: str
 ) -> tuple[list[tuple[int, Read]], list[tuple[int, BadLine]]]:
-    """Reads a JSONL file: (number, what `read` returns) of each line, and (number, fault) of those
-    for which it raises BadLine; numbers are from 1, and blank lines are left out.
+    """Reads a JSONL file: (number, record) of each line, and (number, fault) of bad ones; numbers
+    are from 1, and blank lines are left out.
 
-    Raises MtcliError where the file, which `field` names, cannot be read.
+    `begin` is called some lines ahead, so that another process may work on them; the function that
+    it returns returns the record. Both raise BadLine.
+
+    Raises MtcliError where the file, which `field` names, cannot be read, and OverLimit.
     """
     records: list[tuple[int, Read]] = []
     faults: list[tuple[int, BadLine]] = []
+    begun: deque[tuple[int, int, Callable[[], Read]]] = deque()
+    ahead = 0  # bytes of the lines that are begun
+
+    def finish(most: int) -> None:
+        nonlocal ahead
+        while ahead > most:
+            number, size, end = begun.popleft()
+            ahead -= size
+            try:
+                records.append((number, end()))
+            except BadLine as fault:
+                faults.append((number, fault))
+            except OverLimit as limit:
+                raise OverLimit(f"{path}:{number}: {limit}") from None
+
     try:
         with open_untrusted(path) as file:
             for number, line in enumerate(_lines(file), start=1):
                 if line.isspace():
                     continue
                 try:
-                    records.append((number, read(line)))
+                    begun.append((number, len(line), begin(line)))
+                    ahead += len(line)
                 except BadLine as fault:
                     faults.append((number, fault))
+                finish(AHEAD_BYTES)
+            finish(0)
     except OSError as error:
         raise wrong(
             f"{path} cannot be read: {error.strerror}", "name a JSONL file", field
         ) from None
-    return records, faults
+    return records, sorted(faults, key=itemgetter(0))
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:

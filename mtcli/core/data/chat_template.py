@@ -1,206 +1,60 @@
-"""Renders messages as a tokenizer's chat template says, and finds what the assistant wrote.
+"""Finds the chat template of a tokenizer, and has it render conversations in a sandbox.
 
-A chat template is a Jinja program that comes with a tokenizer: untrusted, so it runs in Jinja's
-immutable sandbox. It sees what transformers shows it (trim_blocks, lstrip_blocks, loop controls,
-raise_exception, strftime_now, tojson, special tokens by name), and gives the same text.
-
-The assistant's characters are those between `{% generation %}` and `{% endgeneration %}`. In a
-template without these, turn i is what rendering messages 0 .. i adds to its prompt: messages
-0 .. i - 1 and their generation prompt.
-
-Many templates show a turn otherwise once others follow it: Qwen3 and gpt-oss drop its reasoning,
-Phi-3 ends each rendering with a token. A conversation that such a template renders is unrolled:
-turn i is an example of messages 0 .. i, as the template shows them to the model that writes it.
+A chat template is a Jinja program that comes with a tokenizer: untrusted, so it runs in a process
+with limits of time and memory (`sandbox.py`). What runs there is in `chat_program.py`: how a
+conversation becomes examples, and which characters of these the assistant wrote.
 """
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from itertools import accumulate
-from os.path import commonprefix
 from pathlib import Path
-from typing import Any, NamedTuple
-from uuid import uuid4
+from typing import Any
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import LossOn
 from mtcli.core.config.untrusted import load_json, read_untrusted
+from mtcli.core.data.chat_program import ChatProgram, Message, Rendered, TemplateFault
 from mtcli.core.data.tokenize import configured_token
+from mtcli.core.runtime.sandbox import Sandbox
 
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest published ones have 30 KB
-MAX_RENDERED = 1 << 24  # characters of one conversation
 FILE = "chat_template.jinja"
 OLD_FILE = "chat_template.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-OPEN_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")  # <think> and <tool> begin alike, and are two tags
 TEMPLATE_FIELD = "chat_template"  # of both JSON files
 SPECIALS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-REASONING = ("reasoning_content", "thinking", "reasoning")  # of a message: the standard name first
-
-Message = Mapping[str, Any]
-Render = Callable[[Mapping[str, Any]], str]
-
-
-class Rendered(NamedTuple):
-    """An example as text, the (first, end) characters of each of the assistant's spans, and the
-    numbers of the messages that these are of."""
-
-    text: str
-    spans: list[tuple[int, int]]
-    turns: list[int]
-
-
-class TemplateFault(Exception):
-    """Says why a template does not render a conversation: by its own words where it refuses it."""
-
-    def __init__(self, reason: str, hint: str = "mend it") -> None:
-        super().__init__(reason)
-        self.hint = hint
 
 
 class ChatTemplate:
-    """A compiled chat template."""
+    """A compiled chat template, in a sandbox."""
 
-    def __init__(self, source: str, names: Mapping[str, str]) -> None:
-        """`names` are the special tokens, such as eos_token. Raises TemplateFault where `source`
-        is no template."""
+    def __init__(self, source: str, names: Mapping[str, str], path: Path = Path(FILE)) -> None:
+        """`names` are the special tokens, such as eos_token; `path` is the file in errors. Raises
+        ValueError where `source` is no template, and OverLimit."""
         self.source, self.names = source, dict(names)
-        self.mark = f"\0{uuid4().hex}\0"  # that no text of a conversation has
-        self.probe = f"\ue000{uuid4().hex}"  # nor does it begin as any
-        self.is_marked = GENERATION.search(source) is not None
-        self._render = _compiled(source, self.mark)
+        self._program = Sandbox(str(path), ChatProgram, source, self.names)
 
-    def render(
+    def ask(
         self,
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
         loss_on: LossOn = "assistant",
-    ) -> list[Rendered]:
-        """Renders a conversation, in which the assistant speaks: one example, or one of each turn
-        where the template shows turns otherwise once others follow them; with a loss on the last
-        turn alone, the conversation up to that.
+    ) -> Callable[[], list[Rendered]]:
+        """Has a conversation, in which the assistant speaks, rendered meanwhile. The result returns
+        its examples, in the order in which conversations were asked for. It raises TemplateFault
+        where the template refuses one, or a turn has no certain place in it, and OverLimit.
 
-        Raises TemplateFault where the template refuses it, or a turn has no certain place in it.
-        """
-        messages = [_with_reasoning(message) for message in messages]
-        turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-        if loss_on == "last":
-            return [self._turn(messages[: turns[-1] + 1], tools)]
-        if self.is_marked:
-            return [self._marked(messages, tools, turns)]
-        whole = self._whole(messages, tools, turns)
-        return [whole] if whole else [self._turn(messages[: turn + 1], tools) for turn in turns]
+        Raises ValueError where the conversation is nested too deeply."""
+        self._program.ask([messages, tools, loss_on])
+        return self._examples
 
-    def _marked(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, turns: list[int]
-    ) -> Rendered:
-        """The spans between generation markers."""
-        parts = self._text(messages, tools).split(self.mark)
-        ends = [*accumulate(map(len, parts), initial=0)]
-        spans = [(ends[i], ends[i + 1]) for i in range(1, len(parts), 2)]
-        return Rendered("".join(parts), spans, turns)
-
-    def _whole(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, turns: list[int]
-    ) -> Rendered | None:
-        """The spans of all turns of a template without markers; None where it shows one otherwise
-        behind its prompt, or once others follow it."""
-        text, spans = self._text(messages, tools), []
-        for turn in turns:
-            before = self._text(messages[:turn], tools, add_generation_prompt=True)
-            after = self._text(messages[: turn + 1], tools)
-            if not (text.startswith(after) and after.startswith(before)):
-                return None
-            spans.append((len(before), len(after)))
-        return Rendered(text, spans, turns)
-
-    def _turn(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
-        """The example of the last message, the assistant's, behind all others."""
-        turn = len(messages) - 1
-        if self.is_marked:
-            text, spans, _ = self._marked(messages, tools, [turn])
-            earlier, said, _ = self._marked(messages[:turn], tools, [])
-            if [text[a:b] for a, b in spans[: len(said)]] != [earlier[a:b] for a, b in said]:
-                message = f"marks other text of messages before {turn} than without it"
-                raise TemplateFault(f"the chat template {message}")
-            return Rendered(text, spans[len(said) :], [turn])
-        prompt = self._text(messages[:turn], tools, add_generation_prompt=True)
-        text = self._text(messages, tools)
-        if not text.startswith(prompt):
-            prompt, completion = self._placed(messages, tools, prompt, text)
-            text = prompt + completion
-        return Rendered(text, [(len(prompt), len(text))], [turn])
-
-    def _placed(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: str, text: str
-    ) -> tuple[str, str]:
-        """The prompt of the last message, and what the message is, where its rendering `text` does
-        not begin with its `prompt`.
-
-        Either the two show earlier messages otherwise (Mistral 7B v0.3 leaves the system's out once
-        the assistant has answered): then the prompt is as the model gets it. Or the prompt goes on
-        with what no turn has (DeepSeek-R1's "<think>"): then it ends where the two part. A probe in
-        the place of the message before says where that one ends in both.
-        """
-        turn = len(messages) - 1
-        if not turn:
-            raise _unplaced(turn, "its generation prompt is no part of it")
-        *earlier, asked, last = messages
-
-        def behind(*said: Message, probes: int = 1, add_generation_prompt: bool = False) -> str:
-            shown = self._text([*earlier, self._probed(asked), *said], tools, add_generation_prompt)
-            if shown.count(self.probe) != probes:
-                raise _unplaced(turn, f"it does not show message {turn - probes % 2} just once")
-            return shown.partition(self.probe)[2]
-
-        opened, added = behind(add_generation_prompt=True), behind(last)
-        if not (prompt.endswith(opened) and text.endswith(added)):
-            raise _unplaced(turn, f"what it writes there depends on message {turn - 1}")
-        if added.startswith(opened):
-            return prompt, added.removeprefix(opened)
-        # what any turn begins with: no text that begins as the prompt ends is taken for the prompt
-        plain = self._probed({"role": last["role"], "content": last.get("content")})
-        shared = _common(opened, added, behind(plain, probes=2))
-        if len(shared) <= len(_common(opened, behind())):
-            raise _unplaced(turn, "it begins otherwise than its generation prompt")
-        return prompt.removesuffix(opened) + shared, added.removeprefix(shared)
-
-    def _probed(self, message: Message) -> Message:
-        """A message that says the probe, in the form that it has."""
-        said: Any = self.probe
-        if isinstance(message.get("content"), list):
-            said = [{"type": "text", "text": said}]
-        return {**message, "content": said}
-
-    def _text(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        return self._render(
-            {
-                "messages": messages,
-                "tools": tools,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-                **self.names,
-            }
-        )
-
-
-def _unplaced(turn: int, why: str) -> TemplateFault:
-    return TemplateFault(
-        f"the chat template leaves message {turn} no certain place: {why}",
-        "put {% generation %} and {% endgeneration %} around what it writes of the assistant's",
-    )
-
-
-def _common(*texts: str) -> str:
-    """What all texts begin with, short of a tag that they begin and end otherwise."""
-    return OPEN_TAG.sub("", commonprefix(texts))
+    def _examples(self) -> list[Rendered]:
+        examples, fault = self._program.answer()
+        if fault:
+            raise TemplateFault(*fault)
+        return [
+            Rendered(text, [(first, end) for first, end in spans], turns)
+            for text, spans, turns in examples
+        ]
 
 
 def load_chat_template(folder: Path | None, config: Mapping[str, object]) -> ChatTemplate | None:
@@ -208,7 +62,7 @@ def load_chat_template(folder: Path | None, config: Mapping[str, object]) -> Cha
     given where it has one; None where there is none. A file of its own comes before the config's,
     as in transformers.
 
-    Raises MtcliError where it cannot be read or is no template.
+    Raises MtcliError where it cannot be read or is no template, and OverLimit.
     """
     source: object = config.get(TEMPLATE_FIELD)
     path = (folder or Path()) / TOKENIZER_CONFIG
@@ -226,9 +80,9 @@ def load_chat_template(folder: Path | None, config: Mapping[str, object]) -> Cha
         message = f"{path}: its chat template is no text of up to {MAX_TEMPLATE_BYTES} bytes"
         raise wrong(message, "use another copy", "data.tokenizer")
     try:
-        return ChatTemplate(source, special_tokens(config))
-    except TemplateFault as fault:
-        raise wrong(f"{path}: {fault}", "use another copy", "data.tokenizer") from None
+        return ChatTemplate(source, special_tokens(config), path)
+    except ValueError as error:
+        raise wrong(f"{path}: {error}", "use another copy", "data.tokenizer") from None
 
 
 def special_tokens(config: Mapping[str, object]) -> dict[str, str]:
@@ -247,74 +101,3 @@ def _read(path: Path) -> object:
         raise wrong(
             f"{path} cannot be read: {error}", "use another copy", "data.tokenizer"
         ) from None
-
-
-def _compiled(source: str, mark: str) -> Render:
-    """Compiles a template; what it renders between generation markers stands between `mark`s."""
-    import jinja2
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012 - as Jinja reads it
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            call = self.call_method("marked")
-            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(line)
-
-        def marked(self, caller: Callable[[], str]) -> str:
-            return f"{mark}{caller()}{mark}"
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        template = environment.from_string(source)
-    except (jinja2.TemplateError, RecursionError, ValueError) as error:
-        raise TemplateFault(f"its chat template is no Jinja template: {error}") from None
-
-    def render(values: Mapping[str, Any]) -> str:
-        parts, length = [], 0
-        try:
-            for part in template.generate(**values):
-                parts.append(part)
-                length += len(part)
-                if length > MAX_RENDERED:
-                    raise TemplateFault(f"the chat template writes over {MAX_RENDERED} characters")
-        except TemplateFault:
-            raise
-        except Exception as error:  # a template is a program: any of its errors
-            message = str(error) or type(error).__name__
-            raise TemplateFault(f"the chat template refuses it: {message}") from None
-        return "".join(parts)
-
-    return render
-
-
-def _with_reasoning(message: Message) -> Message:
-    """A message whose reasoning has every name that templates read it by."""
-    reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
-    if reasoning is None:
-        return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without Jinja's escapes of HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

@@ -16,7 +16,7 @@ What was read of a large file is kept beside it: one process reads it, all other
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -29,7 +29,8 @@ from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.schema import LossOn
 from mtcli.core.config.untrusted import is_number, is_text, shown
 from mtcli.core.data.bad_lines import NAMED, BadLine, json_object, read_lines, refusal
-from mtcli.core.data.chat_template import REASONING, ChatTemplate, Rendered, TemplateFault
+from mtcli.core.data.chat_program import REASONING, Rendered, TemplateFault
+from mtcli.core.data.chat_template import ChatTemplate
 from mtcli.core.data.samples import kept
 from mtcli.core.data.tokenize import Tokenizer
 
@@ -42,9 +43,9 @@ MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight
 MESSAGE_KEYS |= {*REASONING}
 LINE_KEYS = {"messages", "tools", "prompt", "completion", "weight"}
 
-
 # An example's tokens, the weight of each one's loss, and its `ChatExample.turn`.
 Encoded = tuple[list[int], Sequence[float], int]
+Encode = Callable[[], list[Encoded]]  # encodes a line's examples, once they are rendered
 
 
 class ChatExamples(NamedTuple):
@@ -123,12 +124,16 @@ class ExampleTokenizer(NamedTuple):
     skip_bad: bool
     loss_on: LossOn = "assistant"
 
-    def __call__(self, line: bytes) -> ReadLine:
-        """Reads a line. Raises BadLine."""
+    def __call__(self, line: bytes) -> Callable[[], ReadLine]:
+        """Begins to read a line, which the template renders meanwhile; the result ends it. Both
+        raise BadLine, and the result OverLimit."""
         record = json_object(line)
         scale = weight_of(record, "the line")
+        return partial(self._read, record, scale, self._encoding(record))
+
+    def _read(self, record: Mapping[str, Any], scale: float, encode: Encode) -> ReadLine:
         try:
-            encoded = self._encoded(record)
+            encoded = encode()
         except MtcliError as error:
             raise BadLine("refused by the tokenizer", error.problems[0].message) from None
         longest = max(len(ids) for ids, _, _ in encoded)
@@ -153,7 +158,7 @@ class ExampleTokenizer(NamedTuple):
         source = self.template.source if self.template else ""
         return {key for key in keys | (record.keys() - LINE_KEYS) if key not in source}
 
-    def _encoded(self, record: Mapping[str, Any]) -> list[Encoded]:
+    def _encoding(self, record: Mapping[str, Any]) -> Encode:
         if "messages" in record:
             messages = _messages(record["messages"])
             if self.template is None:
@@ -163,17 +168,25 @@ class ExampleTokenizer(NamedTuple):
         else:
             prompt, completion = _prompt_and_completion(record)
             if self.template is None:
-                return [(*self.tokenizer.encode_example(prompt, completion), -1)]
+                return lambda: [(*self.tokenizer.encode_example(prompt, completion), -1)]
             roles = (("user", prompt), ("assistant", completion))
             messages = [{"role": role, "content": text} for role, text in roles]
         tools = record.get("tools")
         if tools is not None and not isinstance(tools, list):
             raise BadLine("wrong tools", f"tools are {shown(tools)}, and should be a list")
         try:
-            rendered = self.template.render(messages, tools, self.loss_on)
+            render = self.template.ask(messages, tools, self.loss_on)
+        except ValueError as error:
+            raise BadLine("no JSON", str(error)) from None
+        return partial(self._rendered, messages, render)
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], render: Callable[[], list[Rendered]]
+    ) -> list[Encoded]:
+        try:
+            return [self._weighted(messages, example) for example in render()]
         except TemplateFault as fault:
-            raise BadLine("refused by the chat template", str(fault), fault.hint) from None
-        return [self._weighted(messages, example) for example in rendered]
+            raise BadLine("refused by the chat template", fault.reason, fault.hint) from None
 
     def _weighted(self, messages: Sequence[Mapping[str, Any]], example: Rendered) -> Encoded:
         text, spans, turns = example
@@ -196,7 +209,8 @@ def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExa
     """The examples of a file, which `field` of the config names.
 
     Raises MtcliError with the first bad lines by file and number, unless `tokenize` skips them,
-    and where the file cannot be read or has no example.
+    and where the file cannot be read or has no example; OverLimit, by file and number, whether it
+    skips or not.
     """
     build = partial(_read, path, tokenize, field)
     try:
@@ -214,12 +228,12 @@ def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExa
 def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
     unread: Counter[str] = Counter()
 
-    def examples_of(line: bytes) -> list[ChatExample]:
-        examples, keys = tokenize(line)
+    def examples_of(end: Callable[[], ReadLine]) -> list[ChatExample]:
+        examples, keys = end()
         unread.update(keys)
         return examples
 
-    read, faults = read_lines(path, examples_of, field)
+    read, faults = read_lines(path, lambda line: partial(examples_of, tokenize(line)), field)
     if faults and not tokenize.skip_bad:
         bad = [(f"{path}:{line}", fault) for line, fault in faults]
         raise refusal(bad, path, len(read))

@@ -6,6 +6,7 @@ and choice, then the article, at most 128 and 512 tokens, or 1/4 and all of a sh
 is longer ends there, which is counted.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,7 +146,7 @@ def read_classes(
             raise BadLine("longer than the context", reason, "shorten it", longer)
         return Example((segments,), label, "", "", "")
 
-    lines, numbered = read_lines(path, read, field)
+    lines, numbered = read_lines(path, lambda line: partial(read, line), field)
     examples = [example._replace(name=str(number)) for number, example in lines]
     faults = [(f"{path}:{number}", fault) for number, fault in numbered]
     if faults and not room.skip_bad:

@@ -25,6 +25,7 @@ from mtcli.core.data.chat_template import load_chat_template
 from mtcli.core.data.conversations import ChatExamples, ExampleTokenizer, read_examples
 from mtcli.core.data.loader import SampleId
 from mtcli.core.data.tokenize import load_tokenizer
+from mtcli.core.runtime.sandbox import OverLimit
 
 
 class Rows(NamedTuple):
@@ -121,7 +122,8 @@ class PackedConversations:
         which: Which,
         field: str,
     ) -> None:
-        """Raises MtcliError where a file cannot be read, has bad lines, or the split gives none."""
+        """Raises MtcliError where a file cannot be read, has bad lines, or the split gives none,
+        and OverLimit."""
         self.seq_len, self.weights = config.batch.seq_len, None
         self.prefixes = read_blend(paths, field)[0]
         read = (partial(read_examples, Path(path), tokenize, field) for path in self.prefixes)
@@ -275,12 +277,17 @@ def open_conversations(
         message = "conversations are read by a tokenizer, and none is named"
         raise wrong(message, hint, "data.tokenizer")
     loaded, path = load_tokenizer(spec), Path(spec).expanduser()
-    template = None
-    if data.chat_template:
-        folder = path if path.is_dir() else path.parent
-        template = load_chat_template(folder if path.exists() else None, loaded.config)
-    tokenize = ExampleTokenizer(loaded, template, config.batch.seq_len, data.skip_bad, data.loss_on)
+    folder = path if path.is_dir() else path.parent
     paths, field = data.train, "data.train"
     if which == "valid" and data.valid:
         paths, field = data.valid, "data.valid"
-    return PackedConversations(paths, config, tokenize, which, field)
+    try:
+        template = None
+        if data.chat_template:
+            template = load_chat_template(folder if path.exists() else None, loaded.config)
+        tokenize = ExampleTokenizer(
+            loaded, template, config.batch.seq_len, data.skip_bad, data.loss_on
+        )
+        return PackedConversations(paths, config, tokenize, which, field)
+    except OverLimit as limit:
+        raise wrong(str(limit), limit.hint, "data.tokenizer") from None

@@ -6,12 +6,8 @@ import pytest
 from chats import BUSY, MARKED, PLAIN, REWRITING, talks, tokenizer
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.chat_template import (
-    ChatTemplate,
-    TemplateFault,
-    load_chat_template,
-    special_tokens,
-)
+from mtcli.core.data.chat_program import TemplateFault
+from mtcli.core.data.chat_template import ChatTemplate, load_chat_template, special_tokens
 from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & 'c' é"}}]
@@ -32,7 +28,7 @@ def test_tokens_and_the_assistant_s_are_those_of_transformers(tmp_path, template
     theirs.save_pretrained(tmp_path)
     loaded, chat = ours(tmp_path)
     for messages in TALKS:
-        ((text, spans, _),) = chat.render(messages, tools)
+        ((text, spans, _),) = chat.ask(messages, tools)()
         assert text == theirs.apply_chat_template(messages, tools=tools, tokenize=False)
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         wanted = theirs.apply_chat_template(messages, tools=tools, **options)
@@ -47,7 +43,7 @@ def test_without_markers_a_turn_is_what_it_adds_to_its_generation_prompt(tmp_pat
     theirs.save_pretrained(tmp_path)
     _, chat = ours(tmp_path)
     for messages in TALKS[:6]:
-        ((text, spans, turns),) = chat.render(messages)
+        ((text, spans, turns),) = chat.ask(messages)()
         assert text == theirs.apply_chat_template(messages, tokenize=False)
         said = [m["content"] + "<|im_end|>\n" for m in messages if m["role"] == "assistant"]
         assert [text[first:end] for first, end in spans] == said
@@ -100,7 +96,7 @@ def test_a_file_that_is_no_template_is_refused_by_name(tmp_path):
 def test_a_template_that_refuses_escapes_or_never_ends_is_stopped(template, said):
     messages = TALKS[1] + TALKS[1]
     with pytest.raises(TemplateFault, match=said):
-        ChatTemplate(template, {}).render(messages)
+        ChatTemplate(template, {}).ask(messages)()
 
 
 def test_special_tokens_are_read_as_text_or_as_added_tokens():
@@ -112,9 +108,8 @@ def test_reasoning_has_every_name_that_templates_read_it_by():
     source = "{% for m in messages %}{{ m.thinking }}{{ m.reasoning_content }}{% endfor %}"
     messages = [{"role": "assistant", "content": "", "reasoning": "so"}]
     theirs = tokenizer(source).apply_chat_template(messages, tokenize=False)
-    ((text, _, _),) = ChatTemplate(source + "{% generation %}{% endgeneration %}", {}).render(
-        messages
-    )
+    chat = ChatTemplate(source + "{% generation %}{% endgeneration %}", {})
+    ((text, _, _),) = chat.ask(messages)()
     assert text == theirs == "soso"
 
 
@@ -127,7 +122,7 @@ def test_the_end_of_document_of_our_own_tokenizers_is_a_token_in_a_template(tmp_
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
     )
     loaded, chat = ours(tmp_path)
-    ((text, spans, _),) = chat.render(TALKS[1])
+    ((text, spans, _),) = chat.ask(TALKS[1])()
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALKS[1])["input_ids"]
     ids, counts = loaded.encode_spans(text, spans, [1.0] * len(spans))
     assert ids == theirs and ids[-1] == loaded.eod_id == 256 and counts[-1]
@@ -168,35 +163,35 @@ def test_what_a_template_shows_otherwise_later_is_an_example_a_turn(name, tools,
     chat = ChatTemplate(REWRITING[name], names)
     wanted = [(*oracle(name, messages[:end], tools), [end - 1]) for end in (2, 4)]
     if name == "Mistral v0.3" and not tools:  # which then shows all turns alike
-        ((text, spans, turns),) = chat.render(messages, tools)
+        ((text, spans, turns),) = chat.ask(messages, tools)()
         assert turns == [1, 3] and text.startswith("".join(wanted[1][:2]))
         assert [text[a:b] for a, b in spans] == [completion for _, completion, _ in wanted]
     else:
-        found = chat.render(messages, tools)
+        found = chat.ask(messages, tools)()
         assert [(t[:a], t[a:b], turn) for t, ((a, b),), turn in found] == wanted
         assert all(example.spans[0][1] == len(example.text) for example in found)
-    ((text, ((first, end),), turns),) = chat.render(messages, tools, "last")
+    ((text, ((first, end),), turns),) = chat.ask(messages, tools, "last")()
     assert (text[:first], text[first:end], turns) == wanted[1] and end == len(text)
 
 
 def test_a_system_s_message_that_an_answer_hides_is_in_the_prompt_as_the_model_gets_it():
     chat = ChatTemplate(REWRITING["Mistral v0.3"], {"eos_token": "</s>", "bos_token": "<s>"})
-    first, second = chat.render([SYSTEM, *TWO])
+    first, second = chat.ask([SYSTEM, *TWO])()
     assert first.text == "<s>[INST] Be brief.\n\nHi[/INST] <b>Hé</s>"
     assert second.text == "<s>[INST] Hi[/INST] <b>Hé</s>[INST] Be brief.\n\nSo?[/INST] y</s>"
     for example, answer in ((first, " <b>Hé</s>"), (second, " y</s>")):
         ((begin, end),) = example.spans
         assert example.text[begin:end] == answer
-    assert chat.render([SYSTEM, *TWO], loss_on="last") == [second]
+    assert chat.ask([SYSTEM, *TWO], loss_on="last")() == [second]
     with pytest.raises(TemplateFault, match="Only user and assistant roles are supported!"):
-        chat.render([*TWO, said("tool", "4")], loss_on="assistant")
+        chat.ask([*TWO, said("tool", "4")], loss_on="assistant")()
 
 
 @pytest.mark.parametrize("content", ["<think", "<t>", "think>\n", "<", "a</think>b", ""])
 def test_no_text_that_begins_as_the_prompt_ends_is_taken_for_the_prompt(content):
     chat = ChatTemplate(REWRITING["DeepSeek-R1"], {"bos_token": "<s>"})
     talk = [said("user", "Hi"), said("assistant", content)]
-    ((text, ((first, end),), _),) = chat.render(talk)
+    ((text, ((first, end),), _),) = chat.ask(talk)()
     assert text == "<s><|User|>Hi<|Assistant|>" + content.split("</think>")[-1] + "<|end|>"
     assert text[:first] == "<s><|User|>Hi<|Assistant|>" and end == len(text)
 
@@ -208,7 +203,7 @@ def test_a_tag_that_begins_as_the_prompt_s_is_the_turn_s(tag):
     source += "{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
     chat = ChatTemplate(source + "{% if add_generation_prompt %}<A><think>{% endif %}", {})
     asked = said("user", [{"type": "text", "text": "Hi"}])
-    ((text, ((first, end),), _),) = chat.render([asked, said("assistant", [], tool_calls=[{}])])
+    ((text, ((first, end),), _),) = chat.ask([asked, said("assistant", [], tool_calls=[{}])])()
     assert (text[:first], text[first:end]) == ("Hi<A>", tag)
 
 
@@ -230,7 +225,7 @@ def test_a_turn_without_a_certain_place_is_refused_by_its_number(shown, prompt, 
     chat = ChatTemplate(source + f"{{% if add_generation_prompt %}}{prompt}{{% endif %}}", {})
     for loss_on in ("assistant", "last"):
         with pytest.raises(TemplateFault, match=why) as caught:
-            chat.render(talk, loss_on=loss_on)
+            chat.ask(talk, loss_on=loss_on)()
         assert "{% generation %}" in caught.value.hint
 
 
@@ -239,7 +234,7 @@ def test_the_last_turn_alone_is_what_comes_behind_its_prompt(template):
     chat, theirs = ChatTemplate(template, {}), tokenizer(PLAIN)
     for messages in (TWO, [SYSTEM, *TWO, TWO[0]]):
         until = messages[: 4 + (messages[0] is SYSTEM)]
-        ((text, ((first, end),), turns),) = chat.render(messages, loss_on="last")
+        ((text, ((first, end),), turns),) = chat.ask(messages, loss_on="last")()
         assert text == theirs.apply_chat_template(until, tokenize=False)
         prompt = theirs.apply_chat_template(until[:-1], tokenize=False, add_generation_prompt=True)
         assert (text[:first], turns) == (prompt, [len(until) - 1])
@@ -251,4 +246,4 @@ def test_markers_that_move_are_refused_of_the_last_turn_alone():
         "{% for m in messages %}{% generation %}{{ loop.length }}{% endgeneration %}{% endfor %}"
     )
     with pytest.raises(TemplateFault, match="marks other text of messages before 3 than without"):
-        ChatTemplate(source, {}).render(TWO, loss_on="last")
+        ChatTemplate(source, {}).ask(TWO, loss_on="last")()

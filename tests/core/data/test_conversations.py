@@ -1,6 +1,7 @@
 """Lines of conversations: which tokens they become, what is refused, and what is kept."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from mtcli.core.data import bad_lines, conversations
 from mtcli.core.data.chat_template import load_chat_template
 from mtcli.core.data.conversations import ExampleTokenizer, read_examples
 from mtcli.core.data.tokenize import load_tokenizer
+from mtcli.core.runtime.sandbox import OverLimit
 
 BAD = {
     b"not json": "it is not JSON",
@@ -38,6 +40,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@cache  # a chat template takes a process
 def encoder(folder, most=128, skip_bad=False, templated=True, loss_on="assistant"):
     loaded = load_tokenizer(folder)
     template = load_chat_template(folder, loaded.config) if templated else None
@@ -262,10 +265,35 @@ def test_what_a_template_refuses_is_a_bad_line(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", sums(1))
     with pytest.raises(MtcliError, match="a.jsonl:1: the chat template refuses it: not today"):
         read(path, tmp_path)
-    tokenizer("{{ messages | length }}").save_pretrained(tmp_path)
+    tokenizer("{{ messages | length }}").save_pretrained(tmp_path / "unplaced")
     with pytest.raises(MtcliError, match="a.jsonl:1: the chat template leaves message 1 no") as why:
-        read(path, tmp_path)
+        read(path, tmp_path / "unplaced")
     assert "put {% generation %} and {% endgeneration %} around" in why.value.problems[0].hint
+
+
+def test_a_template_that_passes_a_limit_names_the_line_and_reads_no_other(tmp_path):
+    source = "{% if 'slow' in messages[0].content %}{{ 'a' * 10 ** 9 }}{% endif %}"
+    tokenizer(MARKED + source).save_pretrained(tmp_path)
+    lines = [*sums(4), {"prompt": "slow", "completion": "b"}, *sums(4)]
+    path = write_lines(tmp_path / "a.jsonl", lines)
+    with pytest.raises(OverLimit) as caught:
+        read(path, tmp_path, skip_bad=True)
+    said = f"{path}:5: {tmp_path}/chat_template.jinja takes over 512 MiB of memory"
+    assert str(caught.value) == said
+
+
+def test_bad_lines_are_told_in_their_order_and_lines_are_begun_ahead_of_them(tmp_path):
+    source = "{% if 'no' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
+    tokenizer(MARKED + source).save_pretrained(tmp_path)
+    refused = {"prompt": "no", "completion": "b"}
+    path = write_lines(tmp_path / "a.jsonl", [refused, {"prompt": "a"}, refused, *sums(1)])
+    found = read(path, tmp_path, skip_bad=True)
+    kinds = {"no completion": (1, [2]), "refused by the chat template": (2, [1, 3])}
+    assert found.skipped_by_kind == kinds and found.lines.tolist() == [4]
+    with pytest.raises(MtcliError) as caught:
+        read(path, tmp_path)
+    where = [problem.message.partition(": ")[0] for problem in caught.value.problems]
+    assert where == [f"{path}:{number}" for number in (1, 2, 3)]
 
 
 def test_a_line_that_never_ends_is_refused_without_being_read_whole(tmp_path, folder, monkeypatch):

@@ -16,6 +16,7 @@ from mtcli.core.evaluate.tasks.registry import TASKS, parse_tasks
 from mtcli.core.evaluate.tasks.shots import Draw, draw_shots, render_shot
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.task_file import load_task, task_names
+from mtcli.core.runtime import sandbox
 
 TOKENIZER = EvalTokenizer(lambda text: list(text.encode()), prefix_id=256)
 OWN = """
@@ -199,8 +200,8 @@ def test_a_table_with_a_short_line_is_refused(tmp_path, data):
         ('answer = "right"', "", "without an answer it is a cloze"),
         ('"{{country}}: "', '["a", "b"]', "2 prompts take 1 choice"),
         ('choices = "cities"', 'choices = ["x"]', "nothing to choose from"),
-        ('"{{country}}: "', '"{{country"', "the task own: unexpected end of template"),
-        ('"right"', '"right +"', "the task own: unexpected"),
+        ('"{{country}}: "', '"{{country"', "own.toml: unexpected end of template"),
+        ('"right"', '"right +"', "own.toml: unexpected"),
         (
             "delimiter",
             'metric = "accuracy_by_luck"\ndelimiter',
@@ -216,6 +217,31 @@ def test_a_bad_task_file_is_refused(own, old, new, message):
     with pytest.raises(MtcliError) as caught:
         prepare_task(load_task(f"{own}/own.toml"), own, TOKENIZER, TaskOptions(512))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("new", "said"),
+    [
+        ("{{ (country * 40) | regex_replace('(e|r|.)+$!', '') }}", "takes over 0.5 s of processor"),
+        ("{{ '%2000000000d' % 1 }}", "takes over 512 MiB of memory"),
+    ],
+)
+def test_a_task_that_never_ends_is_ended_by_name(own, new, said, monkeypatch):
+    monkeypatch.setattr(sandbox, "SECONDS", 0.5)
+    (own / "own.toml").write_text(OWN.replace("{{country}}", new))
+    with pytest.raises(MtcliError) as caught:
+        prepare_task(load_task(f"{own}/own.toml"), own, TOKENIZER, TaskOptions(512))
+    (problem,) = caught.value.problems
+    assert f"{own}/test.jsonl, line 1: {own}/own.toml {said}" in problem.message
+    assert problem.hint and caught.value.code == 2
+
+
+def test_a_task_of_too_many_loops_is_refused_by_name(own):
+    loops = "".join(f"{{% for i{n} in range(9) %}}" for n in range(25)) + "{% endfor %}" * 25
+    (own / "own.toml").write_text(OWN.replace("{{country}}", loops))
+    with pytest.raises(MtcliError, match="own.toml: too many statically nested blocks") as caught:
+        prepare_task(load_task(f"{own}/own.toml"), own, TOKENIZER, TaskOptions(512))
+    assert caught.value.problems[0].hint
 
 
 def test_a_file_may_go_on_from_a_task_of_ours(own, data):

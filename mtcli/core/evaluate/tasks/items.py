@@ -6,15 +6,16 @@ Shots come from the train part where the folder has one, else from the items the
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.text_files import bad_line
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.loglikelihood import Request
-from mtcli.core.evaluate.tasks.rows import Row, Split, read_test, read_train, require_texts
-from mtcli.core.evaluate.tasks.task_file import TaskFile, several
-from mtcli.core.evaluate.tasks.templates import Templates
+from mtcli.core.evaluate.tasks.rows import Split, read_test, read_train
+from mtcli.core.evaluate.tasks.task_file import TaskFile
+from mtcli.core.evaluate.tasks.templates import TaskProgram
+from mtcli.core.runtime.sandbox import OverLimit, Sandbox
 
 
 class Item(NamedTuple):
@@ -27,8 +28,8 @@ class Item(NamedTuple):
     prompts: tuple[str, ...]
     choices: tuple[str, ...]
     answer: int | None
-    group: str
-    cluster: str
+    group: str = ""
+    cluster: str = ""
 
     @property
     def num_answers(self) -> int:
@@ -37,80 +38,43 @@ class Item(NamedTuple):
 
 
 class Renderer:
-    """A task file's templates, compiled."""
+    """A task file's templates, in a sandbox."""
 
     def __init__(self, task: TaskFile) -> None:
-        """Raises MtcliError for a template that is none."""
-        self.task, templates = task, Templates()
+        """Raises MtcliError for a template that is none, or passes a limit."""
+        self.task = task
         try:
-            self.values = {name: templates.value(code) for name, code in task.values.items()}
-            self.prompts = [templates.text(template) for template in several(task.prompt)]
-            self.choices = (
-                templates.value(task.choices)
-                if isinstance(task.choices, str)
-                else [templates.text(template) for template in task.choices]
-            )
-            named = {name: getattr(task, name) for name in ("where", "answer", "id", *_PARTS)}
-            self.named = {name: templates.value(code) for name, code in named.items() if code}
+            self._program = Sandbox(task.file, TaskProgram, task.model_dump())
         except ValueError as error:
             hint = "its templates and expressions are Jinja's: docs/tasks.md"
-            raise wrong(f"the task {task.name}: {error}", hint, "--task") from None
+            raise wrong(f"{task.file}: {error}", hint, "--task") from None
+        except OverLimit as limit:
+            raise wrong(str(limit), limit.hint, "--task") from None
 
     def items(self, split: Split) -> list[Item]:
         """Renders the rows for which `where` holds.
 
-        Raises MtcliError naming file and line of the first row that lacks something.
+        Raises MtcliError naming file and line of the first row that lacks something, or for which
+        a template passes a limit.
         """
         items = []
         for number, row in enumerate(split.rows):
             try:
-                fields = self._fields(number, row)
-                if "where" not in self.named or self.named["where"](fields):
-                    items.append(self._item(number, fields))
+                self._program.ask({"index": number} | row.fields)
+                fields = self._program.answer()
             except ValueError as error:
                 missing = f", and there is no {split.missing_labels}" * bool(split.missing_labels)
                 raise bad_line(row.file, row.line, f"{error}{missing}") from None
+            except OverLimit as limit:
+                message = f"{row.file}, line {row.line}: {limit}"
+                raise wrong(message, limit.hint, "--task") from None
+            if fields is not None:
+                texts = {key: tuple(fields.pop(key)) for key in ("prompts", "choices")}
+                items.append(Item(**({"id": str(number)} | fields | texts)))
         if not items:
             message = f"{split.source} has {len(split.rows)} rows, and 0 of them are items"
             raise wrong(message, f"{self.task.name} takes those where {self.task.where}", "--task")
         return items
-
-    def _fields(self, number: int, row: Row) -> dict[str, Any]:
-        fields = {"index": number} | row.fields
-        for name, compute in self.values.items():
-            fields[name] = compute(fields)
-        return fields
-
-    def _item(self, number: int, fields: dict[str, Any]) -> Item:
-        prompts = tuple(render(fields) for render in self.prompts)
-        if isinstance(self.choices, list):
-            choices = tuple(render(fields) for render in self.choices)
-        else:
-            choices = tuple(self.choices(fields))
-        require_texts(*prompts, *choices)
-        if not choices or not all(choice.strip() for choice in choices):
-            raise ValueError(f"one of {len(choices)} choices is empty")
-        item = Item(str(number), prompts, choices, None, "", "")
-        if "id" in self.named:
-            item = item._replace(id=str(self.named["id"](fields)))
-        for name in _PARTS:
-            if name in self.named:
-                item = item._replace(**{name: str(self.named[name](fields))})
-        if "answer" not in self.named:
-            return item
-        return item._replace(answer=_answer(self.named["answer"](fields), item))
-
-
-_PARTS = ("group", "cluster")
-
-
-def _answer(value: Any, item: Item) -> int:
-    """The number of the right choice, given as that, as a truth value or as the choice's text."""
-    if isinstance(value, str) and value in item.choices:
-        return item.choices.index(value)
-    if not isinstance(value, int) or not 0 <= value < item.num_answers:
-        raise ValueError(f"the answer {value!r:.80} is none of {item.num_answers} choices")
-    return int(value)
 
 
 class Pool(NamedTuple):

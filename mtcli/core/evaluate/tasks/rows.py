@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.untrusted import is_text, parse_json
+from mtcli.core.config.untrusted import parse_json
 from mtcli.core.data.compressed import inner_name
 from mtcli.core.data.race import Article, read_race
 from mtcli.core.data.text_files import bad_line, json_form, read_text
@@ -159,10 +159,3 @@ def _question(article: Article, number: int) -> dict[str, Any]:
     ]
     more = {"article": article.text, "number": number, "last": number == len(asked) - 1}
     return asked[number] | more | {"earlier": asked[:number]}
-
-
-def require_texts(*values: Any) -> None:
-    """Raises ValueError where something is no text that UTF-8 can hold."""
-    for value in values:
-        if not is_text(value):
-            raise ValueError(f"{value!r:.80} is no text")

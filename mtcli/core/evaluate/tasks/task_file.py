@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import PrivateAttr, ValidationError
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import Section
@@ -83,6 +83,12 @@ class TaskFile(Section):
     """the context of a choice without its question"""
     metric: str = "accuracy"
     """the accuracy that publications report"""
+    _file: str = PrivateAttr("")
+
+    @property
+    def file(self) -> str:
+        """Names where it was read: its file, or the task of ours."""
+        return self._file
 
 
 def task_names() -> tuple[str, ...]:
@@ -102,6 +108,7 @@ def load_task(name: str) -> TaskFile:
     except ValidationError as error:
         raise MtcliError(*(_problem(name, detail) for detail in error.errors())) from None
     _check(name, task)
+    task._file = name
     return task
 
 
