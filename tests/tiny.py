@@ -65,7 +65,7 @@ def run_config(model=GPT, overrides=(), **sections):
     return config_of(table, overrides)
 
 
-def write_run(folder, **sections):
+def write_run(folder, model=GPT, **sections):
     """Writes documents and a run's config into a folder; returns the config's file.
 
     Its run folder is folder/run, where `sections`, as of `run_config`, name no other.
@@ -73,7 +73,7 @@ def write_run(folder, **sections):
     write_dataset(folder / "data", documents(), token_dtype(GPT["vocab_size"]))
     sections["data"] = {"train": [str(folder / "data")]} | sections.get("data", {})
     sections["train"] = {"output": str(folder / "run")} | sections.get("train", {})
-    (folder / "run.toml").write_text(dump_toml(run_config(GPT, **sections)))
+    (folder / "run.toml").write_text(dump_toml(run_config(model, **sections)))
     return folder / "run.toml"
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from chats import fine_tune, save_model, sums, write_lines
-from command_line import mtcli
+from command_line import in_process, mtcli
 from marks import slow
-from tiny import metrics
+from tiny import MOE, metrics, write_run
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Shard, commit, dump_written, write_shards
@@ -163,3 +163,37 @@ def test_the_plan_knows_that_frozen_weights_have_no_gradients(home):
     full, lora = plans
     assert lora["gradients"] < full["gradients"] / 4
     assert full["weights"] < lora["weights"] < 1.5 * full["weights"]
+
+
+def biases(folder):
+    checkpoint = open_checkpoint(folder)
+    return {n: checkpoint.read(n).tolist() for n in checkpoint.names() if n.endswith("router.bias")}
+
+
+def test_a_mixture_s_router_biases_come_with_its_weights_and_stay_as_they_are(tmp_path):
+    model = {"aux_loss_coeff": 0.0, "router_bias_update_rate": 0.01}
+    write_run(tmp_path, model=MOE | model, train={"steps": 2})
+    assert in_process("train", "run.toml", folder=tmp_path).returncode == 0
+    before = biases(tmp_path / "run")
+    assert len(before) == 2 and any(before["blocks.0.mlp.router.bias"])
+    data = ["--set", f"data.train={tmp_path}/data", "--set", "train.steps=2"]
+    data += ["--set", "batch.seq_len=8", "--set", "batch.global_batch_size=4"]
+    still = ["--set", "model.router_bias_update_rate=0"]
+    (tmp_path / "own").mkdir()
+    write_run(tmp_path / "own", model=MOE, train={"steps": 2})
+    for name, words in {
+        "lora": ["--init", "run", "--set", "lora.rank=2", *data],
+        "full": ["--init", "run", *still, *data],
+        "own config": ["own/run.toml", "--init", "run"],
+    }.items():
+        done = in_process("train", *words, "--set", f"train.output={name}", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+        kept = tmp_path / name
+        if name == "lora":
+            line = ["shard", "lora", "merged", "--merge-lora", "--layout", "tp=2"]
+            assert in_process(*line, folder=tmp_path).returncode == 0
+            kept = tmp_path / "merged"
+        assert biases(kept) == before, name
+        more = ["--resume", "--set", "train.steps=3"]
+        done = in_process("train", name, *more, folder=tmp_path)
+        assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ from mtcli.core.checkpoint.folder import (
 from mtcli.core.checkpoint.huggingface import config_json
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.loading import Table, read_table, without_steps
+from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig, RunConfig
 
 # Of full fine-tuning, where nothing else is said: a hundredth of what pre-training takes, so that
@@ -47,20 +48,38 @@ def source_of(config: str | None, init: str | None = None) -> str | Table:
     table = read_table(config)
     table = without_steps(table) if is_run else table
     train = table.get("train", {})
-    return table | {"train": train | {"init": init}} if init and isinstance(train, dict) else table
+    if not init or not isinstance(train, dict):
+        return table
+    return _with_biases(table | {"train": train | {"init": init}}, model_in(init))
 
 
 def _table_of_weights(init: str, source: str) -> Table:
     """The table that trains the model of `source` from the weights `init`."""
-    model = model_of(find_checkpoint(Path(source)))
+    model = model_in(source)
     if model is None:
         message = f"{source} does not tell its model"
         raise wrong(message, f"name a CONFIG of it: mtcli train CONFIG --init {init}", "--init")
-    return {
+    table = {
         "model": model.model_dump(mode="json", exclude_none=True),
         "optimizer": dict(OPTIMIZER),
         "train": {"init": init},
     }
+    return _with_biases(table, model)
+
+
+def model_in(source: str) -> ModelConfig | None:
+    """The model of the checkpoint in a folder, if that tells it. Raises MtcliError where there is
+    no checkpoint."""
+    return model_of(find_checkpoint(Path(source)))
+
+
+def _with_biases(table: Table, start: ModelConfig | None) -> Table:
+    """A run's table that keeps the routers' biases of the weights it starts from, which a rate of 0
+    would leave out."""
+    model = table.get("model")
+    if start is None or not start.has_router_biases or not isinstance(model, dict):
+        return table
+    return table | {"model": {**model, "router_biases": True}}
 
 
 def starting_folder(config: RunConfig) -> CheckpointFolder | None:

@@ -54,7 +54,8 @@ OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_expe
     *("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"),
     *("normalize_top_k", "router_score", "router_groups", "router_top_groups"),
     *("capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"),
-    *("aux_loss_coeff", "sequence_aux_loss_coeff", "router_bias_update_rate", "z_loss_coeff"),
+    *("aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff"),
+    *("router_bias_update_rate", "router_biases"),
 )
 
 
@@ -159,9 +160,16 @@ class ModelConfig(Section):
     sequence_aux_loss_coeff: Coefficient = 0.0
     """the same loss over each sequence, which no layout changes"""
     router_bias_update_rate: Coefficient = 0.0
-    """step of each expert's bias in the choice of experts, towards an even load; 0 is no bias"""
+    """step of each expert's bias in the choice of experts, towards an even load; 0 moves none"""
+    router_biases: bool = False
+    """keep a bias per expert where no step moves it, as of weights that have them"""
     z_loss_coeff: Coefficient = 0.0
     """mean square of the router's log-sum-exp"""
+
+    @property
+    def has_router_biases(self) -> bool:
+        """Whether the choice of experts has a bias for each."""
+        return self.router_biases or self.router_bias_update_rate > 0.0
 
     @property
     def is_gated(self) -> bool:

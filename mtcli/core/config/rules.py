@@ -294,10 +294,6 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.train.precision == "fp8":
         message = f"rank={lora.rank} with precision='fp8', whose frozen weights are not kept narrow"
         yield Problem(message, "train.precision = 'bf16'", "lora.rank")
-    if m.router_bias_update_rate:
-        message = f"rank={lora.rank} with router_bias_update_rate={m.router_bias_update_rate:g}, "
-        message += "which moves biases of a model that stays as it is"
-        yield Problem(message, "model.router_bias_update_rate = 0.0", "lora.rank")
     known = lora_targets(m)
     for name in lora.targets:
         if name not in known:

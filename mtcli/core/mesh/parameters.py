@@ -207,7 +207,7 @@ def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterat
 def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     experts, hidden, ffn = model.num_experts, model.hidden_size, model.moe_ffn_hidden_size
     yield Parameter(f"{name}.router.weight", (experts, hidden), (None, None), "normal", layer)
-    if model.router_bias_update_rate:
+    if model.has_router_biases:
         bias = f"{name}.router.bias"
         yield Parameter(bias, (experts,), (None,), "zeros", layer, trained=False)
     gated = model.is_gated

@@ -30,7 +30,7 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.sync.method != "all_reduce":
         message = f"sync.method={config.sync.method!r} exchanges replicas of one model"
         yield Problem(message, "all_reduce", "sync.method")
-    if config.model.router_bias_update_rate:
+    if config.model.router_bias_update_rate and not config.lora.rank:
         message = "biases of routers are moved by one model's loads"
         yield Problem(
             message, "model.aux_loss_coeff balances experts", "model.router_bias_update_rate"

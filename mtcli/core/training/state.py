@@ -156,8 +156,8 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
     fixed = {field: (attrgetter(field)(before), attrgetter(field)(config)) for field in FIXED}
     shapes = before.model.model_dump(), config.model.model_dump()
     fixed |= {f"model.{key}": (shapes[0][key], shapes[1][key]) for key in shapes[0]}
-    if all(fixed["model.router_bias_update_rate"]):  # with biases, at any rate
-        del fixed["model.router_bias_update_rate"]
+    if before.model.has_router_biases and config.model.has_router_biases:
+        del fixed["model.router_bias_update_rate"], fixed["model.router_biases"]
     problems = [
         Problem(f"it is {new}, and the run was trained with {old}", f"set it back to {old}", field)
         for field, (old, new) in fixed.items()

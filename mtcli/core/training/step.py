@@ -113,7 +113,8 @@ class Trainer:
         # Replicas with the same weights have the same biases, by the loads of all of them.
         if not self.exchange.weights_differ:
             tokens.append(self.groups.replicas)
-        bias_rate = config.model.router_bias_update_rate
+        # Adapters are of a model that stays as it is, biases too.
+        bias_rate = 0.0 if config.lora.rank else config.model.router_bias_update_rate
         self.balance = ExpertBalance(self.stages.values(), bias_rate, self.groups, tokens)
         self.loss_scale = LossScale.of(config.train)
         self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.batch_shards)
