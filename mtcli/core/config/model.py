@@ -54,8 +54,8 @@ OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_expe
     *("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"),
     *("normalize_top_k", "router_score", "router_groups", "router_top_groups"),
     *("capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"),
-    *("aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff"),
-    *("router_bias_update_rate", "router_biases"),
+    *("aux_loss_coeff", "sequence_aux_loss_coeff", "router_bias_update_rate"),
+    *("router_biases", "z_loss_coeff"),
 )
 
 
