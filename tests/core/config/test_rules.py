@@ -506,7 +506,8 @@ def test_every_field_of_experts_is_refused_on_a_dense_model():
         "normalize_top_k": False, "router_score": "sigmoid", "router_groups": 2,
         "router_top_groups": 2, "capacity_factor": 1.0, "drop_policy": "position",
         "drop_scope": "sub_sequence", "pad_to_capacity": True, "aux_loss_coeff": 0.1,
-        "sequence_aux_loss_coeff": 0.1, "router_bias_update_rate": 0.1, "z_loss_coeff": 0.1,
+        "sequence_aux_loss_coeff": 0.1, "router_bias_update_rate": 0.1, "router_biases": True,
+        "z_loss_coeff": 0.1,
     }  # fmt: skip
     model = load_config("tiny").model.model_copy(update=given | {"router_groups": 2})
     config = load_config("tiny").model_copy(update={"model": model})
