@@ -4,11 +4,14 @@ Stores and gloo of a launcher and its ranks; their sockets are read from the sys
 """
 
 import base64
+import ipaddress
+import json
 import os
 import pickle
 import signal
 import socket
 import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,6 +44,12 @@ def listening(pids):
             if one.status == psutil.CONN_LISTEN:
                 found.add((one.laddr.ip, one.laddr.port))
     return found
+
+
+def reachable(sockets):
+    """The addresses of sockets that another machine could reach."""
+    addresses = [ipaddress.ip_address(address) for address, _ in sockets]
+    return {one for one in addresses if not (getattr(one, "ipv4_mapped", None) or one).is_loopback}
 
 
 def family(launcher):
@@ -134,6 +143,47 @@ def test_ranks_of_several_machines_listen_on_the_interface_of_the_master_alone(t
     finally:
         run.ended(wanted=[])
     assert len(sockets) >= 3 and {one for one, _ in sockets} == {address}
+
+
+@slow("starts Ray, 10 s")
+def test_a_ray_cluster_is_reached_from_its_machine_alone_and_with_its_token_alone(tmp_path):
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    texts = [" ".join(f"word{n * m}" for m in range(200)) for n in range(500)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    environ = os.environ | {"HOME": str(tmp_path), "RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": ""}
+    for name in ("RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"):
+        environ.pop(name, None)
+    words = ["curate", "in.jsonl", "--output", "out", "--engine", "ray", "--workers", "1"]
+    command = [sys.executable, "-m", "mtcli", *words]
+    driver = psutil.Popen(command, env=environ, cwd=tmp_path, stderr=subprocess.PIPE)
+    processes = [driver]
+
+    def sockets():
+        assert driver.poll() is None, driver.stderr.read().decode()
+        processes[1:] = driver.children(recursive=True)
+        found = listening(one.pid for one in processes)
+        return found if len(found) >= 6 else None
+
+    try:
+        found = until(sockets)
+        driver.suspend()
+        assert not reachable(found)
+        token = driver.children()[0].environ()["RAY_AUTH_TOKEN"]
+        assert len(token) == 64 and not any(token in " ".join(p.cmdline()) for p in processes)
+        assert not (tmp_path / ".ray").exists()
+        (gcs,) = (one for one in processes if one.name() == "gcs_server")
+        ((_, port),) = listening([gcs.pid])
+        ask = [sys.executable, "-m", "ray.scripts.scripts", "health-check"]
+        ask += ["--address", f"127.0.0.1:{port}"]
+        environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        refused = subprocess.run(ask, env=environ, capture_output=True, text=True)
+        assert refused.returncode == 1 and "InvalidAuthToken" in refused.stderr
+        environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        subprocess.run(ask, env=environ, check=True)
+    finally:
+        for one in processes:
+            one.kill()
+        driver.wait()
 
 
 def test_an_address_that_no_other_machine_can_use_is_refused(tmp_path):

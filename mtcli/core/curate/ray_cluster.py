@@ -2,12 +2,17 @@
 
 Tasks run again wherever a node died, as often as it takes; what its object store held is made anew
 by the tasks that made it (Ray's lineage). Objects that do not fit in memory are spilled by Ray.
+
+Ray runs the code of whoever it lets in, so every cluster authenticates its callers by a token:
+https://docs.ray.io/en/latest/ray-security/token-auth.html
 """
 
 import io
 import os
 import pickle
+import secrets
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +25,10 @@ from mtcli.core.curate.cluster import Ref
 from mtcli.core.curate.extras import require
 
 CONNECT_SECONDS = 5.0
+TOKEN = (
+    "`ray get-auth-token --generate` makes ~/.ray/auth_token, a copy of which every node needs; "
+    "or set RAY_AUTH_TOKEN"
+)
 SAME = "inputs, task files, models and the output must have one path on all nodes"
 
 
@@ -122,27 +131,26 @@ def _without_refs(item: Any) -> tuple[bytes, list[Any]]:
 def ray_cluster(address: str | None, cores: int) -> Iterator[RayCluster]:
     """Joins the cluster at an address, or starts one of so many cores here, and leaves it.
 
-    `RAY_ADDRESS` is as an address. Raises MtcliError where Ray is not installed or not there.
+    A cluster that is started here listens on loopback. `RAY_ADDRESS` is as an address. Raises
+    MtcliError where Ray is not installed, or no cluster there accepts our token alone.
     """
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    _set_environment(address)
     ray = require("ray", "--engine ray", "ray")
-    address = address or os.environ.get("RAY_ADDRESS") or None
-    if address:
-        _require_there(address)
-    where: dict[str, Any] = {"address": address} if address else {"address": "local"}
-    if not address:
+    where: dict[str, Any] = {"address": address}
+    if address == "local":
         where |= {"num_cpus": cores, "include_dashboard": False}
+    else:
+        _require_there(address)
+        _require_token(address)
     try:
         ray.init(**where, logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        said = f"no Ray cluster at {address or 'this machine'}: {str(error).splitlines()[0]}"
-        hint = "`ray start --head` starts one, and says its address"
-        if "AuthToken" in str(error):
-            hint = "set RAY_AUTH_MODE=token where `ray start` made a token, or disabled where not"
-        raise wrong(said, hint, "--address") from error
+        raise _not_there(address, str(error).splitlines()[0]) from error
     except Exception as error:  # Ray raises no other class where a node does not start in time
         hint = "run it again when the machine is less busy, or with --engine local"
         reason = str(error).partition("\n")[0]
-        said = f"Ray did not start at {address or 'this machine'}: {reason}"
+        said = f"Ray did not start at {_name(address)}: {reason}"
         raise failed(said, hint) from error
     try:
         yield RayCluster()
@@ -150,11 +158,21 @@ def ray_cluster(address: str | None, cores: int) -> Iterator[RayCluster]:
         ray.shutdown()
 
 
+def _set_environment(address: str) -> None:
+    """Sets what Ray reads when it is imported, and gives to the processes that it starts."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if address == "local":
+        # The node is then 127.0.0.1, as on Windows and OSX, whose firewalls ask about any other.
+        # ray.init(_node_ip_address=) cannot name it: Ray replaces a loopback address.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ["RAY_AUTH_TOKEN"] = os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
+
+
 def _require_there(address: str) -> None:
     """Raises MtcliError where nothing listens at HOST:PORT: Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host and address in ("auto", "local"):
+    if address == "auto":
         return
+    host, _, port = address.rpartition(":")
     hint = "HOST:PORT, as `ray start --head` says it, or auto"
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise wrong(f"{address!r} is no address", hint, "--address")
@@ -162,3 +180,42 @@ def _require_there(address: str) -> None:
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except OSError as error:
         raise wrong(f"nothing answers at {address}: {error}", hint, "--address") from None
+
+
+def _require_token(address: str) -> None:
+    """Raises MtcliError where a cluster takes callers without a token, or refuses ours.
+
+    Ray itself joins the former, and calls the latter for a minute.
+    """
+    refusal = _refusal(address, "disabled")
+    if not refusal:
+        said = f"the cluster at {address} runs the code of anyone who can reach it"
+        raise wrong(said, f"start all its nodes with RAY_AUTH_MODE=token: {TOKEN}", "--address")
+    if "InvalidAuthToken" not in refusal:
+        raise _not_there(address, refusal.splitlines()[-1])
+    if _refusal(address, "token"):
+        said = f"the cluster at {address} refuses our token, or we have none"
+        raise wrong(said, f"give mtcli the cluster's: {TOKEN}", "--address")
+
+
+def _refusal(address: str, auth_mode: str) -> str:
+    """Returns the error of a caller in this RAY_AUTH_MODE, empty where the cluster accepts it.
+
+    The caller is a process of its own: Ray reads the mode once.
+    """
+    command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "health-check"]
+    command += ["--skip-version-check", "--address", address]
+    environment = os.environ | {"RAY_AUTH_MODE": auth_mode}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    return done.stderr.strip() or f"Ray's health check ended with {done.returncode}"
+
+
+def _not_there(address: str, reason: str) -> MtcliError:
+    said = f"no Ray cluster at {_name(address)}: {reason}"
+    return wrong(said, "`ray start --head` starts one, and says its address", "--address")
+
+
+def _name(address: str) -> str:
+    return "this machine" if address == "local" else address

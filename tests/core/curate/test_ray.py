@@ -3,6 +3,10 @@
 import os
 import random
 import re
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,13 +17,22 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.curate import documents as documents_module
 from mtcli.core.curate.cluster import ClusterEngine
 
+# Ray reads them when it is imported.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
+from mtcli.core.curate import ray_cluster as ray_cluster_module  # noqa: E402
 from mtcli.core.curate.ray_cluster import RayCluster, ray_cluster  # noqa: E402
 
 WORDS = re.findall(r"[a-z]{2,}", Path(random.__file__).read_text())
+HEAD = """
+from ray.cluster_utils import Cluster
+print(Cluster(initialize_head=True, head_node_args={"num_cpus": 1}).address, flush=True)
+input()
+"""
 STAGES = ["normalise", "exact", "fuzzy", "decontaminate", "rules"]
 
 
@@ -30,6 +43,23 @@ def nodes():
     second = cluster.add_node(num_cpus=1)
     yield cluster, second
     cluster.shutdown()
+
+
+@contextmanager
+def head(auth_mode):
+    """The address of a cluster that another process has started in a mode of authentication."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEAD],
+        env=os.environ | {"RAY_AUTH_MODE": auth_mode},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.communicate("\n")
 
 
 @pytest.fixture
@@ -83,6 +113,16 @@ def test_an_error_in_a_task_is_the_user_s_as_on_one_machine(run, tmp_path):
         os.environ.pop("RAY_ADDRESS", None)
 
 
+def test_a_cluster_that_neither_answers_nor_wants_a_token_is_not_joined(monkeypatch):
+    monkeypatch.setattr(ray_cluster_module, "_refusal", lambda *_: "in GcsClient\nRpcError: late")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(MtcliError) as caught, ray_cluster(address, 1):
+            pass
+    assert caught.value.code == 2
+    assert f"--address: no Ray cluster at {address}: RpcError: late" in str(caught.value)
+
+
 def test_a_node_that_does_not_start_is_told_without_a_trace(monkeypatch):
     import ray
 
@@ -96,3 +136,30 @@ def test_a_node_that_does_not_start_is_told_without_a_trace(monkeypatch):
         pass
     assert caught.value.code == 1
     assert "--engine local" in str(caught.value)
+
+
+@slow("starts Ray, 7 s")
+def test_a_cluster_is_joined_with_its_token_alone(monkeypatch):
+    with head("token") as address:
+        with ray_cluster(address, 1) as cluster:
+            assert cluster.cores == 1
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "6" * 64)
+        with pytest.raises(MtcliError) as caught, ray_cluster(address, 1):
+            pass
+    assert caught.value.code == 2
+    assert f"--address: the cluster at {address} refuses our token" in str(caught.value)
+    assert "`ray get-auth-token --generate`" in str(caught.value)
+
+
+@slow("starts Ray, 5 s")
+def test_a_cluster_that_lets_anyone_in_is_not_joined():
+    with (
+        head("disabled") as address,
+        pytest.raises(MtcliError) as caught,
+        ray_cluster(address, 1),
+    ):
+        pass
+    assert caught.value.code == 2
+    expected = f"--address: the cluster at {address} runs the code of anyone who can reach it"
+    assert expected in str(caught.value)
+    assert "RAY_AUTH_MODE=token" in str(caught.value)
