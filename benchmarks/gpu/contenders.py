@@ -105,7 +105,7 @@ class _Fixed:
         tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         scale = loss_scale / labels.numel()
         inputs = make_inputs(self.model, self.dtype, tokens, labels=labels, aux_scale=scale)
-        return StepBatch(lambda m: inputs, float(labels.numel()), float(labels.numel()))
+        return StepBatch(lambda m: inputs, *[float(labels.numel())] * 3)
 
 
 def hugging_face(config: RunConfig, device: torch.device) -> Contender:
