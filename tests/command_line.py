@@ -85,7 +85,10 @@ class Started:
             process.kill()
             process.join()
         outputs, errors = (
-            [_of(name, rank).read_text(errors="replace") for rank in range(len(self.ranks))]
+            [
+                _of(name, rank).read_bytes().decode(errors="replace")
+                for rank in range(len(self.ranks))
+            ]
             for name in self.names[1:]
         )
         self.room.cleanup()

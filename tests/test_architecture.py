@@ -258,6 +258,12 @@ def test_a_module_that_needs_an_extra_is_imported_only_inside_functions():
         assert not needing & set(imports(path, module_level=True)), path
 
 
+def test_a_bar_of_progress_is_made_in_one_place():
+    """Elsewhere than on a terminal it is lines; training has lines with figures of its own."""
+    using = {module_name(path) for path in SOURCES if "tqdm" in _outside(imports(path))}
+    assert using == {"mtcli.core.runtime.progress", "mtcli.core.training.run_log"}
+
+
 def test_files_are_named_after_ideas():
     names = {path.stem for path in SOURCES}
     assert not names & {"utils", "util", "helpers", "misc", "common"}

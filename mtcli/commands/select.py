@@ -157,9 +157,9 @@ def _console(quiet: bool) -> "tuple[Callable[[str], None], Bar]":
 
     @contextmanager
     def bar(name: str, total: int) -> "Iterator[Callable[[int], object]]":
-        from tqdm import tqdm
+        from mtcli.core.runtime.progress import progress_bar
 
-        with tqdm(total=total, desc=name, disable=quiet) as shown:
+        with progress_bar(name, total, quiet=quiet) as shown:
             yield shown.update
 
     return say, bar

@@ -153,7 +153,7 @@ def _spent(source: Checkpoint, memory: ProcessMemory) -> Json:
 
 @contextmanager
 def _bar(what: str, total: int) -> Iterator[Progress]:
-    from tqdm import tqdm
+    from mtcli.core.runtime.progress import progress_bar
 
-    with tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None) as bar:
+    with progress_bar(what, total, "B") as bar:
         yield bar.update

@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 from mtcli.core.config.errors import MtcliError, failed, wrong
 from mtcli.core.curate.cluster import Ref
 from mtcli.core.curate.extras import require
+from mtcli.core.runtime.progress import progress_bar
 
 CONNECT_SECONDS = 5.0
 TOKEN = (
@@ -84,7 +83,7 @@ class RayCluster:
         for item in items:
             data, refs = _without_refs(item)
             rows.append(task.remote(function_ref, data, *refs))
-        with tqdm(total=len(rows), desc=what, file=sys.stderr, leave=False, delay=0.5) as bar:
+        with progress_bar(what, len(rows), unit="tasks", leave=False) as bar:
             for row in rows:
                 self._wait(row[0])
                 bar.update()

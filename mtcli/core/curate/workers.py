@@ -1,12 +1,10 @@
 """Maps work over processes with a line of progress, or in this one where there is one worker."""
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from mtcli.core.runtime.process_pool import ProcessPool, Progress
+from mtcli.core.runtime.progress import progress_bar
 
 KILLED = "signal 9 is most often the system short of memory: try fewer --workers, and --resume"
 
@@ -18,10 +16,7 @@ def run(
 ) -> Iterator[Any]:
     """Yields `work(item, progress)` of each item, in order, from at most `workers` processes."""
     workers = min(workers, len(items))
-    bar = tqdm(
-        total=total, desc=what, unit=unit, unit_scale=unit == "B", file=sys.stderr,
-        leave=False, delay=0.5,
-    )  # fmt: skip
+    bar = progress_bar(what, total, unit, leave=False)
     if workers < 2:
         with bar:
             for item in items:

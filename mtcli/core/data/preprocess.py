@@ -16,8 +16,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from mtcli.core.config.errors import collect_errors, failed, wrong
 from mtcli.core.data.documents import Reading, Text, read_documents
 from mtcli.core.data.encoders import (
@@ -54,6 +52,7 @@ from mtcli.core.data.tokenize import (
 from mtcli.core.data.workspace import FINAL, Workspace
 from mtcli.core.runtime.outputs import require_apart
 from mtcli.core.runtime.process_pool import ProcessPool
+from mtcli.core.runtime.progress import progress_bar
 
 TRAIN = "train:"  # of a tokenizer: a new one, of as many ids as follow
 TRAIN_BYTES = 64 << 20  # of the corpus, evenly spread, that a new tokenizer is trained on
@@ -359,7 +358,7 @@ def _encode_all(
     # A worker gets the job once; processes start before the progress bar starts its thread.
     with (
         ProcessPool(partial(encode_block, job), request.workers, KILLED) as pool,
-        tqdm(total=size or None, unit="B", unit_scale=True, file=sys.stderr) as bar,
+        progress_bar("preprocess", size or None, "B") as bar,
     ):
         began, before = time.perf_counter(), space.counts.tokens
         for counts, skipped in pool.map(remembered(), bar.update):
@@ -371,7 +370,7 @@ def _encode_all(
                 if piece.stop == piece.source.size:  # the spooled file was read to its end
                     Path(piece.source.path).unlink()
             speed = (space.counts.tokens - before) / (time.perf_counter() - began)
-            bar.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(f"tokens/s {speed:.0f}", refresh=False)
 
 
 def _facts(

@@ -6,8 +6,6 @@ from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
 from typing import Any
 
-from tqdm import tqdm
-
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.evaluate.encoders import encoder_runs
@@ -19,6 +17,7 @@ from mtcli.core.evaluate.tasks.registry import Evaluation, task_runs
 from mtcli.core.evaluate.tasks.task import TaskOptions, TaskRun
 from mtcli.core.inference.model import InferenceModel, OpenModel, open_model
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.runtime.progress import progress_bar
 
 
 def evaluate(
@@ -103,6 +102,6 @@ def _run(runs: Sequence[TaskRun], quiet: bool) -> dict[str, Any]:
     """Runs the tasks; returns each one's report by name, and the seconds they took together."""
     start, reports = perf_counter(), {}
     for run in runs:
-        with tqdm(total=run.num_requests, desc=run.name, unit=" requests", disable=quiet) as bar:
+        with progress_bar(run.name, run.num_requests, " requests", quiet=quiet) as bar:
             reports[run.name] = run.run(bar.update)
     return {"tasks": reports, "seconds": perf_counter() - start}

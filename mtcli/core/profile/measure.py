@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
-from tqdm import tqdm
 
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.model.build import DTYPES
@@ -27,6 +26,7 @@ from mtcli.core.profile.clock import Clock, clock_for, clock_offset, op_range
 from mtcli.core.profile.records import RANK_RECORD, Profiled, RankRecord, StepRecord
 from mtcli.core.profile.summary import summarized, waiting_of
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.runtime.progress import progress_bar
 from mtcli.core.training.loader import MicroBatchLoader, open_loader, synthetic_loader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Phases, Trainer
@@ -58,7 +58,7 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
     loader = open_data(config, trainer.groups)
     peak = peak_flops(config, runtime)
     offset = clock_offset(trainer.groups.world)
-    bar = tqdm(total=warmup + steps + 1, unit="step", file=sys.stderr, disable=runtime.rank > 0)
+    bar = progress_bar("profile", warmup + steps + 1, "step", quiet=runtime.rank > 0)
     for _ in range(warmup):
         timed_step(trainer, loader, clock, offset)
         bar.update()

@@ -1,7 +1,6 @@
 """Shows a sweep while it runs: a table of its models on a terminal, elsewhere a line."""
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
-from tqdm import tqdm
 
 from mtcli.core.config.errors import visible
 from mtcli.core.plan.hardware import gib
+from mtcli.core.runtime.progress import progress_bar, write_line
 from mtcli.core.sweep.record import TrialRecord
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class Board:
             self.live = Live(console=console, refresh_per_second=4, get_renderable=self._table)
             self.live.start()
         else:
-            self.bar = tqdm(total=self.steps, initial=done, unit="step", file=sys.stderr)
+            self.bar = progress_bar("sweep", self.steps, "step", done)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -58,7 +57,7 @@ class Board:
         if self.live:
             self.live.console.print(visible(text), markup=False, highlight=False)
         else:
-            tqdm.write(visible(text), file=sys.stderr)
+            write_line(text)
 
     def begin(self, live: "LiveArray", world: int) -> None:
         """Says what an array is about to do, in numbers."""

@@ -20,10 +20,10 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
 from mtcli.core.mesh.parameters import count_adapters, count_parameters
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.runtime.progress import LINE_SECONDS, write_line
 from mtcli.core.training.metrics import RunRecords, SaveRecord, StepFacts
 from mtcli.core.training.step import Step
 
-LINE_SECONDS = 5.0  # between two lines of progress, at least
 BAR = "{percentage:3.0f}% {n_fmt}/{total_fmt} |{bar:6}| {elapsed}<{remaining}{postfix}"
 
 
@@ -125,7 +125,7 @@ class RunLog:
 
     def _say(self, text: str) -> None:
         if self.speaks:
-            tqdm.write(visible(text), file=sys.stderr)
+            write_line(text)
 
     def close(self) -> None:
         """Closes the progress line, the files and the trackers."""
