@@ -68,8 +68,8 @@ class Router(nn.Module):
         if self.model.drop_scope == "sub_sequence":
             return math.ceil(self._room(tokens * self.model.top_k))
         # a sequence's tokens may all be on one rank: as many as its share allows, for each sequence
-        whole = math.ceil(self._room(s * self.build.groups.cp.size * self.model.top_k))
-        return min(tokens, b * whole)
+        sequence = math.ceil(self._room(s * self.build.groups.cp.size * self.model.top_k))
+        return min(tokens, b * sequence)
 
     def _room(self, copies: Any) -> Any:
         """The room of an expert for so many copies of tokens, top_k of each, to be rounded up."""

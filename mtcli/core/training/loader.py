@@ -110,18 +110,18 @@ class MicroBatchLoader:
         columns = zip(*(read.counts for read in samples), strict=True)
         sums, replicas = [self._sums(column) for column in columns], self.groups.layout.replicas
         parts = replicas if self.is_asynchronous else 1
-        whole = self.inputs.divisors([total for total, _ in sums], parts)
-        own = self.inputs.divisors([mine for _, mine in sums], replicas)
-        self._require_labels(step, whole.labels)
-        others = {"attended": self.has_blocks, "aux_scale": loss_scale / (own.tokens or 1.0)}
+        batch = self.inputs.divisors([total for total, _ in sums], parts)
+        replica = self.inputs.divisors([part for _, part in sums], replicas)
+        self._require_labels(step, batch.labels)
+        others = {"attended": self.has_blocks, "aux_scale": loss_scale / (replica.tokens or 1.0)}
         firsts = self._starts(step)
 
         def load(m: int) -> Inputs:
             numbers = self._numbers(firsts[m], loss_scale)
-            return self.inputs.inputs(samples[m], numbers, own.class_factor, others)
+            return self.inputs.inputs(samples[m], numbers, replica.class_factor, others)
 
         # A replica without labels has gradients of 0, whatever they are divided by.
-        return StepBatch(load, whole.labels, own.labels or 1.0, whole.tokens)
+        return StepBatch(load, batch.labels, replica.labels or 1.0, batch.tokens)
 
     def _wanted(self, step: int) -> Iterator[tuple[int, int]]:
         while (step + 1) * self.config.batch.global_batch_size <= len(self.batches):
