@@ -78,7 +78,7 @@ class Board:
         losses = sorted(r.losses[-1] for r in running if math.isfinite(r.losses[-1]))
         if losses:
             line = f"loss {losses[0]:.4f} to {losses[-1]:.4f} of {len(running)} models"
-            self.bar.set_postfix_str(f"{line} {tokens_per_second:,.0f} tok/s", refresh=False)
+            self.bar.set_postfix_str(f"{line} tokens/s {tokens_per_second:.0f}")
         self.bar.update(len(running))
 
     def _table(self) -> Table:

@@ -71,6 +71,7 @@ def test_a_terminal_has_a_bar_and_quiet_nothing(monkeypatch, capsys, leave):
     assert isinstance(progress_bar("x", 4), ProgressLines)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with progress_bar("shown", 4, unit="step", done=1, leave=leave) as bar:
+        assert (bar.leave, bar.delay) == (leave, 0.0 if leave else 0.5)
         bar.start_t -= 1.0  # as if it had been open for a second
         bar.last_print_t -= 1.0
         bar.update(3)
