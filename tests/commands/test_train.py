@@ -19,7 +19,7 @@ from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import load_config
 
 STEPS = 6
-KEYS = ["step", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "skipped"]
+KEYS = ["step", "consumed_samples", "tokens", "loss", "lr", "grad_norm", "loss_scale", "skipped"]
 KEYS += ["step_seconds", "tokens_per_second", "mfu", "sync_bytes"]
 
 

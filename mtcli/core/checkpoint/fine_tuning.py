@@ -1,5 +1,6 @@
 """The run config of a fine-tuning, whose model is that of the weights it starts from; no torch."""
 
+from contextlib import suppress
 from os.path import isfile  # false for names that no file can have, where Path's raises
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,10 @@ def source_of(config: str | None, init: str | None = None) -> str | Table:
     train = table.get("train", {})
     if not init or not isinstance(train, dict):
         return table
-    return _with_biases(table | {"train": train | {"init": init}}, model_in(init))
+    start = None
+    with suppress(MtcliError):  # as what opens the weights says
+        start = model_in(init)
+    return _with_biases(table | {"train": train | {"init": init}}, start)
 
 
 def _table_of_weights(init: str, source: str) -> Table:
