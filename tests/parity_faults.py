@@ -30,6 +30,7 @@ def facts(row):
         dp=shards if row.replicas == 1 else 1,  # else the oracle has as many data ranks
         micro_batches=config.batch.global_batch_size // (config.batch.micro_batch_size * shards),
         moe=m.num_experts > 0, dropout=m.attention_dropout > 0,
+        padded=row.level("samples") == "weights",
         lamb=config.optimizer.name == "lamb", sync=config.sync.method, lora=config.lora.rank > 0,
         no_sp=p.tp > 1 and not p.sequence_parallel,
         sp=p.tp > 1 and p.sequence_parallel and p.grid_rows == 1,
@@ -224,6 +225,10 @@ FAULTS = [
         'self._balance(*each, "sequence")',
         'self._balance(*(x.sum(0, keepdim=True) for x in each), "sequence")',
         lambda f: f.m.sequence_aux_loss_coeff > 0 and f.b.micro_batch_size > 1),
+    Fault("wrong slice: the padding of another tp rank's tokens", "model/router.py",
+        "real_T = ~self.build.my_tokens(inputs.padding.flatten())",
+        "real_T = ~inputs.padding.flatten()[: len(x_TD)]",
+        lambda f: f.sp and f.moe and f.padded),
     Fault("lost state: a run goes on with moments of zero", "training/state.py",
         "            view.copy_(saved.read(stored, box))", "            pass",
         lambda f: True),
