@@ -93,10 +93,15 @@ class Profile:
         return predict_workload(self.work, replace(device, flops=flops))
 
     @property
+    def tokens_per_step(self) -> float:
+        """Tokens of a timed step, on average, without what fills rows up."""
+        return mean(step.tokens for step in self.records[0].steps)
+
+    @property
     def model_flops(self) -> float:
         """FLOPs of a step that the model needs, with full attention."""
         c = self.config
-        return training_flops(c.model, c.batch.seq_len, c.lora) * c.batch.tokens_per_step
+        return training_flops(c.model, c.batch.seq_len, c.lora) * self.tokens_per_step
 
     @property
     def hardware_flops(self) -> float:
@@ -140,7 +145,7 @@ class Profile:
         return {
             "step_seconds": {"min": min(seconds), "median": median(seconds), "max": max(seconds)},
             "steps": seconds,
-            "tokens_per_second": self.config.batch.tokens_per_step / median(seconds),
+            "tokens_per_second": self.tokens_per_step / median(seconds),
             "mfu": self.utilisation(self.model_flops),
             "hfu": self.utilisation(self.hardware_flops),
             "flop_convention": FLOP_CONVENTION,

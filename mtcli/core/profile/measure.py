@@ -104,7 +104,7 @@ def _watched_step(
     recorder = trainer.groups.world.recorder
     traffic = recorder.traffic = Traffic()
     clock.begin()
-    trainer.train_step(loader)
+    made = trainer.train_step(loader)
     clock.end()
     recorder.traffic = None
 
@@ -114,7 +114,8 @@ def _watched_step(
     assert trainer.phases is not None, "a step leaves its phases"
     phases = Phases(*(moment(stamp) for stamp in trainer.phases))
     spans = trainer.pipeline.spans
-    step = StepRecord(phases, tuple(OpSpan(op, moment(a), moment(b)) for op, a, b in spans))
+    moved = tuple(OpSpan(op, moment(a), moment(b)) for op, a, b in spans)
+    step = StepRecord(phases, moved, made.tokens)
     if trainer.groups.device.type == "cuda":
         traffic.waits.clear()  # the host went on, its device waited
     elif trainer.strategy.recorded:

@@ -17,13 +17,15 @@ class WaitSeconds(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step on one rank, in seconds of rank 0's clock.
+    """One step on one rank, in seconds of rank 0's clock; `tokens` of its global batch are none of
+    padding.
 
     `waiting` is None where collectives are waited for by a device, or are not all ours.
     """
 
     phases: Phases
     spans: tuple[OpSpan, ...]
+    tokens: float
     waiting: WaitSeconds | None = None
 
     @property

@@ -31,12 +31,12 @@ def op(text):
     return Op(text[0], int(text[1]), int(text[3]))
 
 
-def step_of(rank, scale=1.0):
+def step_of(rank, scale=1.0, tokens=16.0):
     phases = Phases(
         begin=0.0, data=0.5, pipeline=10.0, reduce=10.5, norm=10.75, agree=11.0, end=12.0
     )
     spans = tuple(OpSpan(op(o), scale * a, scale * b) for o, a, b in SPANS[rank])
-    return StepRecord(Phases(*(scale * moment for moment in phases)), spans)
+    return StepRecord(Phases(*(scale * moment for moment in phases)), spans, tokens)
 
 
 def record_of(rank, exchanging=None, steps=None):

@@ -6,7 +6,7 @@ from io import BufferedWriter, BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
-from handmade import config_table, record_of
+from handmade import config_table, record_of, step_of
 
 from mtcli.commands.profile import _show_profile
 from mtcli.core.config.loading import config_of
@@ -249,6 +249,14 @@ def test_step_times_are_those_of_the_slowest_rank():
     data = Profile(config_of(config_table()), 2, "", records).as_json()
     assert data["step_seconds"] == {"min": 12.0, "median": 14.0, "max": 15.0}
     assert data["tokens_per_second"] == pytest.approx(TOKENS / 14.0)
+
+
+def test_padding_is_no_token_of_a_step():
+    steps = [[step_of(rank, tokens=tokens) for tokens in (10.0, 4.0, 7.0)] for rank in (0, 1)]
+    records = [record_of(rank, steps=steps[rank]) for rank in (0, 1)]
+    data = Profile(config_of(config_table()), 2, "", records).as_json()
+    assert data["tokens_per_second"] == pytest.approx(7.0 / 12.0)
+    assert data["model_flops_per_step"] == 3 * FORWARD * 7
 
 
 def test_memory_is_that_of_the_fullest_rank(profile):
