@@ -197,3 +197,19 @@ def test_a_mixture_s_router_biases_come_with_its_weights_and_stay_as_they_are(tm
         more = ["--resume", "--set", "train.steps=3"]
         done = in_process("train", name, *more, folder=tmp_path)
         assert done.returncode == 0, done.stderr
+    write_run(tmp_path / "own", model=MOE, train={"steps": 2, "init": str(tmp_path / "run")})
+    done = in_process("train", "own/run.toml", folder=tmp_path)
+    assert done.returncode == 2 and "hint: model.router_biases = true" in done.stderr
+    words = ["own/run.toml", "--set", "model.router_biases=true", "--set", "train.output=told"]
+    assert in_process("train", *words, folder=tmp_path).returncode == 0
+    assert biases(tmp_path / "told") == before
+    array = ["sweep", "--init", "run", "--output", "array", "--vary", "optimizer.lr=1e-3,3e-3"]
+    done = in_process(*array, *still, *data, folder=tmp_path)
+    assert done.returncode == 2 and "biases of routers are one model's" in done.stderr
+    done = in_process(*array, "--set", "lora.rank=2", *data, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    trial = next(path for path in (tmp_path / "array").iterdir() if "0.003" in path.name)
+    alone = ["--set", "lora.rank=2", "--set", "optimizer.lr=3e-3", "--set", "train.output=alone"]
+    assert in_process("train", "--init", "run", *alone, *data, folder=tmp_path).returncode == 0
+    losses = [[row["loss"] for row in metrics(folder)] for folder in (trial, tmp_path / "alone")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -45,6 +45,8 @@ def require_model(checkpoint: Checkpoint, model: ModelConfig, but_head: bool = F
     if not problems:
         return
     hint = "the checkpoint is of another model; compare its config.toml with yours"
+    if model.num_experts and checkpoint.model.has_router_biases and not model.has_router_biases:
+        hint = "model.router_biases = true keeps the biases of its routers as they are"
     if model.num_experts and not checkpoint.model.num_experts:
         sizes = f"num_experts={model.num_experts},top_k={model.top_k}"
         slices = checkpoint.model.ffn_hidden_size // max(1, model.moe_ffn_hidden_size)

@@ -52,7 +52,7 @@ def source_of(config: str | None, init: str | None = None) -> str | Table:
     if not init or not isinstance(train, dict):
         return table
     start = None
-    with suppress(MtcliError):  # as what opens the weights says
+    with suppress(MtcliError):  # `require_weights` says what is wrong with them
         start = model_in(init)
     return _with_biases(table | {"train": train | {"init": init}}, start)
 
@@ -81,7 +81,8 @@ def _with_biases(table: Table, start: ModelConfig | None) -> Table:
     """A run's table that keeps the routers' biases of the weights it starts from, which a rate of 0
     would leave out."""
     model = table.get("model")
-    if start is None or not start.has_router_biases or not isinstance(model, dict):
+    is_mixture = isinstance(model, dict) and bool(model.get("num_experts"))
+    if start is None or not start.has_router_biases or not is_mixture:
         return table
     return table | {"model": {**model, "router_biases": True}}
 

@@ -30,11 +30,12 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.sync.method != "all_reduce":
         message = f"sync.method={config.sync.method!r} exchanges replicas of one model"
         yield Problem(message, "all_reduce", "sync.method")
-    if config.model.router_bias_update_rate and not config.lora.rank:
-        message = "biases of routers are moved by one model's loads"
-        yield Problem(
-            message, "model.aux_loss_coeff balances experts", "model.router_bias_update_rate"
-        )
+    if config.model.has_router_biases and not config.lora.rank:
+        moved = config.model.router_bias_update_rate > 0.0
+        field = "router_bias_update_rate" if moved else "router_biases"
+        message = "biases of routers are one model's, and are moved by its loads"
+        hint = "model.aux_loss_coeff balances experts; adapters (lora.rank) share the biases"
+        yield Problem(message, hint, f"model.{field}")
     if config.data.reselect_every:
         message = f"reselect_every={config.data.reselect_every} chooses by one model's weights"
         yield Problem(message, "set data.reselect_every=0", "data.reselect_every")
