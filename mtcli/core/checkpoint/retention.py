@@ -16,7 +16,7 @@ from mtcli.core.checkpoint.folder import step_folders, step_of, unrelated_files
 from mtcli.core.checkpoint.manifest import NAME
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import listed, open_to_lock, open_untrusted
-from mtcli.core.runtime.atomic_writes import PARTIAL
+from mtcli.core.runtime.atomic_writes import partial_name
 
 
 class ReadLock:
@@ -71,9 +71,9 @@ def prune(
 ) -> None:
     """Removes all checkpoints but the newest `keep`, multiples of `every`, and `newest`.
 
-    Those that are links stay, and until the next save those that are being read. `warn` is told of
-    those that cannot be removed or hold files of something else, and where a file system without
-    locks does not say who reads.
+    A link stays. A checkpoint that is being read stays until the next save. `warn` is told where a
+    checkpoint cannot be removed, holds other files, or lies on a file system without locks, which
+    does not say who reads.
     """
     folders = {step_of(folder): folder for folder in step_folders(root)}
     for step in steps_to_remove(list(folders), keep, every):
@@ -95,7 +95,7 @@ def _remove(folder: Path, warn: Callable[[str], None]) -> None:
         file = open_to_lock(folder / NAME)
     except FileNotFoundError:
         return  # another process removes it
-    partial = folder.with_name(folder.name + PARTIAL)
+    partial = partial_name(folder)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

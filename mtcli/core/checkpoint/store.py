@@ -43,7 +43,7 @@ from mtcli.core.config.errors import MtcliError, failed
 from mtcli.core.config.untrusted import read_untrusted
 from mtcli.core.mesh.sharding import BOX_BYTES, Box, boxes_of_at_most
 from mtcli.core.parallel.tree import Ranks
-from mtcli.core.runtime.atomic_writes import PARTIAL, make_partial, replace_folder
+from mtcli.core.runtime.atomic_writes import PARTIAL, make_partial, partial_name, replace_folder
 
 NAMED = 4  # ranks whose faults an error tells; the others are counted
 Result = TypeVar("Result")
@@ -94,7 +94,8 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     Raises MtcliError (exit 1) on every rank where any could not write; the checkpoints that were
     there remain.
     """
-    partial, final = root / (step_name(step) + PARTIAL), root / step_name(step)
+    final = root / step_name(step)
+    partial = partial_name(final)
 
     def prepare() -> None:
         _remove_stale(root)

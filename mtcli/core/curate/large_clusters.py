@@ -17,13 +17,16 @@ FEWEST = 10  # documents of a source that is looked at
 
 
 def large_clusters(corpus: Corpus, entered: Array, removals: Removals) -> list[dict[str, Any]]:
-    """Lists the sources of which more than half of the documents are one cluster, by name: their
-    `documents` (of those that `entered`, bool [documents]), the `clustered` ones, and `kept_id`."""
+    """Lists the sources, by name, where more than half of the documents are one cluster.
+
+    `documents` counts the source's documents that `entered` (bool [documents]), `clustered` those
+    in the cluster; `kept_id` is the id of the one that stays.
+    """
     totals = _totals(corpus, entered)
-    kept, sizes = np.unique(removals.kept, return_counts=True)
-    kept = kept[sizes >= FEWEST // 2]
-    copies = removals.rows(np.isin(removals.kept, kept))
-    stay = kept[kept < corpus.num_new]
+    kept_rows, sizes = np.unique(removals.kept, return_counts=True)
+    kept_rows = kept_rows[sizes >= FEWEST // 2]
+    copies = removals.rows(np.isin(removals.kept, kept_rows))
+    stay = kept_rows[kept_rows < corpus.num_new]
     numbers = np.concatenate([copies.removed, stay])
     clusters = np.concatenate([copies.kept, stay])
     counts = Counter(zip(corpus.sources(numbers), clusters.tolist(), strict=True))
@@ -43,7 +46,7 @@ def _totals(corpus: Corpus, entered: Array) -> Counter[str]:
     """The documents of each source that entered, without those of an older corpus."""
     totals: Counter[str] = Counter()
     for part, alive, first in corpus.new_slices().values():
-        names, of = part.summary["sources"], part.array("sources")
-        counts = np.bincount(of[entered[first : first + len(alive)]], minlength=len(names))
+        names, source_of = part.summary["sources"], part.array("sources")
+        counts = np.bincount(source_of[entered[first : first + len(alive)]], minlength=len(names))
         totals.update(dict(zip(names, counts.tolist(), strict=True)))
     return totals

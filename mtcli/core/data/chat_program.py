@@ -44,8 +44,8 @@ Conversation = tuple[Sequence[Message], Sequence[Any] | None, "LossOn"]  # messa
 
 
 class Rendered(NamedTuple):
-    """An example as text, the (first, end) characters of each of the assistant's spans, and the
-    numbers of the messages that these are of."""
+    """Holds an example's text, the assistant's spans in it as (first, end) characters, and the
+    numbers of the messages that have a span."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -115,11 +115,11 @@ class ChatProgram:
         behind its prompt, or once others follow it."""
         text, spans = self._text(messages, tools), []
         for turn in turns:
-            before = self._text(messages[:turn], tools, add_generation_prompt=True)
-            after = self._text(messages[: turn + 1], tools)
-            if not (text.startswith(after) and after.startswith(before)):
+            prompt = self._text(messages[:turn], tools, add_generation_prompt=True)
+            answered = self._text(messages[: turn + 1], tools)
+            if not (text.startswith(answered) and answered.startswith(prompt)):
                 return None
-            spans.append((len(before), len(after)))
+            spans.append((len(prompt), len(answered)))
         return Rendered(text, spans, turns)
 
     def _turn(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
@@ -205,7 +205,7 @@ def _unplaced(turn: int, why: str) -> TemplateFault:
 
 
 def _common(*texts: str) -> str:
-    """What all texts begin with, short of a tag that they begin and end otherwise."""
+    """Returns the common prefix of texts, less a tag that is open where they part."""
     return OPEN_TAG.sub("", commonprefix(texts))
 
 

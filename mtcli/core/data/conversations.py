@@ -262,9 +262,9 @@ def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
 def _shared(examples: Sequence[ChatExample]) -> np.ndarray:
     """How many tokens each example of a line begins with that the one before has, too: int64."""
     shared = np.zeros(len(examples), np.int64)
-    for number, (before, example) in enumerate(pairwise(examples), start=1):
-        size = min(len(before.tokens), len(example.tokens))
-        differs = before.tokens[:size] != example.tokens[:size]
+    for number, (previous, example) in enumerate(pairwise(examples), start=1):
+        size = min(len(previous.tokens), len(example.tokens))
+        differs = previous.tokens[:size] != example.tokens[:size]
         shared[number] = differs.argmax() if differs.any() else size
     return shared
 

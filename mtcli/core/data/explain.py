@@ -82,10 +82,10 @@ def _examples(conversations: PackedConversations, samples: range) -> list[dict[s
             prefix = conversations.prefixes[conversations.source[item]]
             line, turn = int(conversations.lines[item]), int(conversations.turns[item])
             name = Path(prefix).name
-            about = {"sample": sample, "source": name, "data": prefix, "document": line}
+            row = {"sample": sample, "source": name, "data": prefix, "document": line}
             span = {"offset": 0, "tokens": int(conversations.lengths[item])}
-            about |= {"id": f"{name}:{line}", "turn": None if turn < 0 else turn}
-            examples.append(about | span)
+            row |= {"id": f"{name}:{line}", "turn": None if turn < 0 else turn}
+            examples.append(row | span)
     return examples
 
 

@@ -336,8 +336,8 @@ def _job(
                 sample += item.text[:SAMPLE_BYTES]
     encoder, encode = make_encode(tokenizer, sample)
     dtype = token_dtype(tokenizer.vocab_size)
-    about = (append_eod, request.skip_bad, parts, request.sentences)
-    return EncodeJob(encode, reading, dtype, tokenizer.eod_id, *about), encoder
+    options = (append_eod, request.skip_bad, parts, request.sentences)
+    return EncodeJob(encode, reading, dtype, tokenizer.eod_id, *options), encoder
 
 
 def _encode_all(

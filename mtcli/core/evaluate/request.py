@@ -62,8 +62,8 @@ def items_file(
         message = f"items cannot be kept in {folder}: {error.strerror}"
         raise wrong(message, "name a file", "--items") from None
     name = Path(checkpoint).resolve()
-    told = json.dumps([str(name), *tasks], default=str)
-    return folder / f"{name.name}-{sha256(told.encode()).hexdigest()[:8]}.items.jsonl"
+    identity = json.dumps([str(name), *tasks], default=str)
+    return folder / f"{name.name}-{sha256(identity.encode()).hexdigest()[:8]}.items.jsonl"
 
 
 USES = {  # flags that some tasks alone have a use for

@@ -50,14 +50,14 @@ class Router(nn.Module):
         real_T = None
         if inputs.padding is not None:
             real_T = ~self.build.my_tokens(inputs.padding.flatten())
-        kept = self._kept(scores_TE.detach(), experts, real_T, inputs)
+        kept_Tk = self._kept(scores_TE.detach(), experts, real_T, inputs)
         if isinstance(inputs.aux_scale, Tensor) or inputs.aux_scale:
             losses = self._losses(logits_TE, scores_TE, experts, real_T, inputs)
             x_TD = _WithLoss.apply(x_TD, losses, inputs.aux_scale)
             if self.bias is not None:
                 x_TD = _Counted.apply(x_TD, experts, real_T, self.load_E)
         numbers, count = self.build.experts_of_all(experts, self.model.num_experts)
-        return x_TD, Routing(weights, numbers, kept, count)
+        return x_TD, Routing(weights, numbers, kept_Tk, count)
 
     def capacity(self, inputs: Inputs) -> int:
         """Rows of an expert of this rank where all are padded to capacity; else 0."""
@@ -125,7 +125,7 @@ class Router(nn.Module):
         inputs: Inputs,
     ) -> Tensor:
         """This rank's part of the auxiliary losses [models], each weighted by the tokens it is a
-        mean of: those that are `real_T`, and no padding."""
+        mean of. `real_T` is False where a token is padding."""
         m, models = self.model, self.build.num_models
         total = logits_TE.new_zeros(models)
         if m.z_loss_coeff:

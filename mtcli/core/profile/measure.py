@@ -104,7 +104,7 @@ def _watched_step(
     recorder = trainer.groups.world.recorder
     traffic = recorder.traffic = Traffic()
     clock.begin()
-    made = trainer.train_step(loader)
+    trained = trainer.train_step(loader)
     clock.end()
     recorder.traffic = None
 
@@ -114,8 +114,8 @@ def _watched_step(
     assert trainer.phases is not None, "a step leaves its phases"
     phases = Phases(*(moment(stamp) for stamp in trainer.phases))
     spans = trainer.pipeline.spans
-    moved = tuple(OpSpan(op, moment(a), moment(b)) for op, a, b in spans)
-    step = StepRecord(phases, moved, made.tokens)
+    shifted = tuple(OpSpan(op, moment(a), moment(b)) for op, a, b in spans)
+    step = StepRecord(phases, shifted, trained.tokens)
     if trainer.groups.device.type == "cuda":
         traffic.waits.clear()  # the host went on, its device waited
     elif trainer.strategy.recorded:

@@ -17,7 +17,7 @@ class WaitSeconds(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step on one rank, in seconds of rank 0's clock; `tokens` of its global batch are none of
+    """One step on one rank, in seconds of rank 0's clock; `tokens` of its global batch, without
     padding.
 
     `waiting` is None where collectives are waited for by a device, or are not all ours.

@@ -43,7 +43,7 @@ class Sandbox:
         """Raises ValueError where `build` does, and OverLimit."""
         self.name, self._seconds, self._bytes = name, SECONDS, MAX_BYTES
         self._queue: list[bytes] = []
-        self._unanswered = 0  # of those that were sent
+        self._unanswered = 0  # requests that were sent
         # -P, as the current folder may be a stranger's; modules are those of this process
         path = os.pathsep.join(filter(None, sys.path))
         self._process = subprocess.Popen(

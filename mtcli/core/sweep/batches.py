@@ -18,7 +18,7 @@ class ArrayBatch(NamedTuple):
     """This rank's part of every model's global batch."""
 
     load: Callable[[int], Inputs]  # gives micro-batch m of all models
-    labels: list[float]  # of each model's global batch, those that have a weight
+    labels: list[float]  # labels with a weight, of each model's global batch
     tokens: list[float]  # without padding
 
 

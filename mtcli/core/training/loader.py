@@ -40,7 +40,7 @@ class StepBatch(NamedTuple):
     """This rank's part of a global batch."""
 
     load: Callable[[int], Inputs]  # gives micro-batch m
-    labels: float  # that have a weight: of the global batch, or of an asynchronous replica's
+    labels: float  # labels with a weight: of the global batch, or of an asynchronous replica
     replica_labels: float  # those of this rank's replica
     tokens: float  # of the same batch as `labels`, without padding
 

@@ -52,7 +52,7 @@ class Step(NamedTuple):
     loss_scale: float  # of this step
     outcome: Outcome
     expert_load: float | None = None  # largest over mean, worst layer; None without router biases
-    labels: float = 1.0  # those that have a weight
+    labels: float = 1.0  # labels with a weight
     tokens: float = 0.0  # without padding
     replica_steps: tuple[int, ...] = ()  # of a round of asynchronous replicas: those of each
 

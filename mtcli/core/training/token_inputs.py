@@ -54,10 +54,10 @@ class TokenRead(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """What the sums over a batch are divided by."""
+    """Holds the divisors of a batch's sums."""
 
-    labels: float  # that have a weight: of the summed loss
-    tokens: float  # without padding: of the summed losses of routers
+    labels: float  # labels with a weight; divides the summed loss
+    tokens: float  # tokens without padding; divides the summed losses of routers
     class_factor: float = 1.0  # of the weights of classes, for one sum with that of tokens
 
 

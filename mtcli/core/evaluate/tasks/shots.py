@@ -14,7 +14,7 @@ from mtcli.core.evaluate.tasks.items import Item, Pool, Shot
 from mtcli.core.evaluate.tasks.task import ShotsPer
 from mtcli.core.evaluate.tasks.task_file import TaskFile
 
-SPARE = 8  # shots drawn besides, for those that may not stand before an item
+SPARE = 8  # extra draws: some shots may not stand before an item
 
 
 class Draw(NamedTuple):
