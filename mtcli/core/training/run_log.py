@@ -50,12 +50,14 @@ class RunLog:
             return
         config, tokens = self.config, self.config.batch.tokens_per_step
         steps = config.train.steps
+        fills = config.data.format == "tokens" and config.model.head == "lm"
+        most = "" if fills else "at most "  # what fills rows up is no token
         self.records.begin(runtime, self.first_step)
         rows = {
             "model": _model(config),
             "layout": f"{world} ranks: {_axes(config, world)}",
-            "step": f"{tokens:,} tokens, {_precision(config, world)}",
-            "run": f"{steps:,} steps, {steps * tokens:,} tokens",
+            "step": f"{most}{tokens:,} tokens, {_precision(config, world)}",
+            "run": f"{steps:,} steps, {most}{steps * tokens:,} tokens",
             "sync": _sync(config, world),
             "rank 0": f"{rank_bytes / 2**20:,.1f} MiB of weights, gradients and optimizer",
             "from": resumed_from,
