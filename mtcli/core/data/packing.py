@@ -207,10 +207,11 @@ class PackedConversations:
         """Words the data in numbers: what is trained on, and what was left out of each file."""
         counts = self._per_conversation()
         unrolled, repeated = counts[counts > 1], int(self.shared.sum())
+        new_tokens = int(self.lengths.sum()) - repeated
         talks = f" of {len(counts):,} conversations" if len(unrolled) else ""
         lines = {
-            "data": f"{len(self.lengths):,} examples{talks}, {int(self.lengths.sum()) - repeated:,} "
-            f"tokens, {self._tokens_with_loss():,} of them with a loss",
+            "data": f"{len(self.lengths):,} examples{talks}, {new_tokens:,} tokens, "
+            f"{self._tokens_with_loss():,} of them with a loss",
             "packed": self.epochs.words(self.lengths, self.seq_len, 1),
         }
         if len(unrolled):
