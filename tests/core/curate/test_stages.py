@@ -27,7 +27,7 @@ from mtcli.core.curate.documents import Document
 from mtcli.core.curate.hashing import jaccard, unaligned
 from mtcli.core.curate.language import make_identify
 from mtcli.core.curate.normalise import make_fix
-from mtcli.core.curate.page_limits import depth_of
+from mtcli.core.curate.page_limits import depth_of, has_many_attributes
 from mtcli.core.curate.quality import load_classifier, pareto_draw, train_quality
 from mtcli.core.curate.rules import FAR, KINDS, PACKED_STOP_WORDS, STOP_WORDS
 from mtcli.core.curate.shingles import shingle_set
@@ -275,6 +275,29 @@ def test_long_pages_that_are_flat_are_not_deep():
         assert depth_of(page) < 10
     assert depth_of(b"<div>" * 300) == 0
     assert depth_of(b"<i>" * 100 + b"<br>" * 4000) == 100
+
+
+ATTRIBUTES = "a{}=x ", 'a{}="x>"', "a{}\n", "a{} = '>' ", "/A{}", "a'{} "
+
+
+@pytest.mark.parametrize("form", ATTRIBUTES)
+def test_a_tag_of_many_attributes_is_a_bad_record(form, pages, run, tmp_path):
+    for count in (1000, 1001):
+        page = f"<p>x<p {''.join(map(form.format, range(count)))}>x</p>"
+        assert has_many_attributes(page.encode()) == (count > 1000)
+        assert has_many_attributes(page.encode("utf-16")) == (count > 1000)
+    path = tmp_path / "a.warc"
+    path.write_bytes(warc_of(page.encode()) + gzip.decompress(warc_bytes(pages)))
+    said = "a.warc:1: a page with a tag of more than 1,000 attributes"
+    assert said in refusal(lambda: run(path, stages=["extract"]))
+    assert len(shards(run(path, stages=["extract"], skip_bad=True))) == len(pages)
+
+
+def test_long_texts_scripts_and_comments_are_no_attributes():
+    words = b"if i<n then a b " * 2000
+    for page in (b"<p>" + b"a b " * 2000, b"<ScRipt a=1>%b</sCript>" % words, b"<!-- %b" % words):
+        assert not has_many_attributes(page + b"<p a>")
+    assert has_many_attributes(b"<script>%b</script><p %b>" % (words, words))
 
 
 def test_a_page_that_inflates_is_read_up_to_a_bound(pages, run, tmp_path, monkeypatch):
