@@ -20,14 +20,14 @@ from functools import partial
 from math import exp, log, sqrt
 from statistics import mean, median
 
+from published.records import PublishedRun
+from published.scores import Scored, read_records, score, summarize
+from published.software import PUBLISHED, PublishedPhysics, published
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
 from mtcli.core.plan.certainty import SHARE, kind_of
-from mtcli.core.plan.published.records import PublishedRun
-from mtcli.core.plan.published.software import PUBLISHED, PublishedPhysics, published
-from mtcli.core.plan.published.validate import Scored, read_records, score, summarize
 from mtcli.core.plan.search import lower_bound
 from mtcli.core.plan.step_time import block_costs
 

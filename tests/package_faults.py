@@ -264,17 +264,6 @@ PACKAGE_FAULTS = [
         "1 + (self.share.steps - later - first) // every",
         "1 + (self.share.steps - first) // every",
         "core/plan/test_sync_bytes.py::test_diloco_sends_and_keeps_what_is_planned"),
-    Fault("wrong tie: ranks of equal values", "core/plan/published/validate.py",
-        "first[value] + (count[value] - 1) / 2 for value", "first[value] for value",
-        "core/plan/published/test_validate.py::test_rank_correlation_is_spearmans"),
-    Fault("signed: the median of absolute errors", "core/plan/published/validate.py",
-        "errors = [abs(run.error) for run in scored if", "errors = [run.error for run in scored if",
-        "core/plan/published/test_validate.py::test_the_summary_holds_errors_memory_and_the_"
-        "table_its_rows"),
-    Fault("off by one: what appeared in the month of a preprint", "core/plan/published/software.py",
-        "return int(preprint[1]) >= month", "return int(preprint[1]) > month",
-        "core/plan/published/test_software.py::test_code_of_fp16_without_a_preprint_is_former_"
-        "code"),
     Fault("in place: gradients of one value are summed where the first lies",
         "core/plan/tape/autograd.py",
         "self.new(grad.size) if summed else grad", "grad",

@@ -36,7 +36,6 @@ from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.task_file import load_task
 from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
 from mtcli.core.inference.model import end_ids
-from mtcli.core.plan.published.validate import read_records, score, summarize
 from mtcli.core.profile.finished_run import read_run, summary_of
 from mtcli.core.runtime.work_folder import WorkFolder
 
@@ -65,21 +64,6 @@ HF_CONFIG = {
     "rope_scaling": None,
     "tie_word_embeddings": True,
 }
-RECORD = {
-    "id": 1,
-    "source": "paper",
-    "table": "2",
-    "gpu": "A100-80",
-    "n_gpus": 8,
-    "precision": "bf16 mixed",
-    "flop_convention": "4x",
-    "parallel": {"tp": 2, "pp": 2, "global_batch": 16, "micro_batch": 1},
-    "model": {
-        "layers": 4, "hidden": 64, "heads": 4, "kv_heads": 4, "ffn_hidden": 256, "vocab": 500,
-        "seq": 32, "gated": True, "experts": 0,
-    },
-    "result": {"iter_time_s": 1.5, "mem_gb": 2.0},
-}  # fmt: skip
 STEP = {"step": 1, "loss": 2.5, "grad_norm": 1.0, "lr": 0.1, "step_seconds": 0.5}
 STEP |= {"tokens_per_second": 64.0, "mfu": 0.01, "consumed_samples": 4, "skipped": False}
 RACE = {"article": "a b", "questions": ["q  _  .", "r"], "answers": ["A", "D"]}
@@ -382,18 +366,6 @@ def run_facts(folder):
     return check, [b'{"world": 2}']
 
 
-def records(folder):
-    """Published runs for `plan --validate`, each of which is scored or left out with a reason."""
-
-    def check(data):
-        (folder / "x.json").write_bytes(data)
-        found, left_out = read_records(str(folder / "x.json"))
-        assert len(found) + len(left_out) == len(json.loads(data))
-        assert summarize(score(found))["records"] == len(found)
-
-    return check, [json.dumps([RECORD, RECORD | {"id": 2, "precision": None}]).encode()]
-
-
 def tokenizer(folder):
     """tokenizer.json, against the tokenizers library."""
     from tokenizers import Tokenizer
@@ -523,7 +495,6 @@ READERS = {
     "metrics": metrics,
     "run_facts": run_facts,
     "events": events,
-    "records": records,
     "tokenizer": tokenizer,
     "tokenizer_config": tokenizer_config,
     "lambada": lambada,

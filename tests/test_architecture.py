@@ -63,7 +63,6 @@ LIGHT = (
     "evaluate.request",
     "evaluate.tasks.templates",
     "plan.answer",
-    "plan.published.validate",
     "runtime.atomic_writes",
     "runtime.console",
     "runtime.launch",

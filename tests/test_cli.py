@@ -285,7 +285,7 @@ def test_every_number_of_a_command_line_has_a_finite_range(name):
 COMMAND_LINES = [
     ["train", "x"], ["train", "tiny", "--init", "x"], ["plan", "x"],
     ["plan", "tiny", "--json", "x"], ["plan", "tiny", "--output", "x"],
-    ["plan", "tiny", "--plot=x"], ["plan", "--validate", "x"],
+    ["plan", "tiny", "--plot=x"],
     ["profile", "x"], ["profile", "tiny", "--trace", "x"], ["profile", "tiny", "--report", "x"],
     ["profile", "tiny", "--plot", "x"], ["eval", "x", "--task", "lambada=a"],
     ["eval", "a", "--task", "x"], ["eval", "a", "--task", "lambada=a", "--tokenizer", "x"],

@@ -14,7 +14,7 @@ from hostile import VALUES, hostile, write_manifest
 from hypothesis import given, settings
 from indexed_dataset import write_dataset
 from marks import slow
-from readers import READERS, RECORD, attempt
+from readers import READERS, attempt
 
 from mtcli.core.checkpoint.manifest import read_manifest
 from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
@@ -23,7 +23,6 @@ from mtcli.core.config.loading import load_config
 from mtcli.core.config.untrusted import parse_json, parse_toml, shown
 from mtcli.core.data.indexed import Indexed
 from mtcli.core.evaluate.tasks.wikitext import detokenise
-from mtcli.core.plan.published.validate import read_records
 
 EXAMPLES = int(os.environ.get("MTCLI_EXAMPLES", "40"))
 
@@ -134,13 +133,6 @@ def test_ten_megabytes_of_manifest_and_of_header_are_read_in_seconds(tmp_path):
     start = time.process_time()
     assert len(read_manifest(tmp_path).tensors) == len(read_header(tmp_path / "f")) == count
     assert time.process_time() - start < 10  # 0.6 s; the square of their number would take hours
-
-
-def test_a_record_of_more_ranks_than_gpus_is_left_out(tmp_path):
-    path = tmp_path / "x.json"
-    path.write_text(json.dumps([RECORD | {"n_gpus": 2}, RECORD]))
-    found, left_out = read_records(str(path))
-    assert (len(found), left_out) == (1, ["1: a layout of 4 ranks does not divide 2 GPUs"])
 
 
 def test_brackets_that_are_never_closed_take_no_square_of_time():

@@ -144,7 +144,6 @@ PLACES = [
     ("last.jsonl", ["eval", "run", "--task", "lambada=last.jsonl"]),
     ("race/high/1.txt", ["eval", "run", "--task", "race=race"]),
     ("task.yaml", ["eval", "run", "--task", "lm_eval:task.yaml"]),
-    ("records.json", ["plan", "--validate", "records.json"]),
     ("plan.toml", ["plan", "plan.toml"]),
 ]  # fmt: skip
 

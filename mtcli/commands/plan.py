@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mtcli.core.plan.dry_run import DryRun
 
 OF_PLANS = ("config", "overrides", "fixed", "gpus", "device", "top", "global_batch", "seq")
-OF_PLANS += ("ranks", "draw", "output", "dry_run", "rank", "no_calibrate")
+OF_PLANS += ("ranks", "draw", "plot", "output", "dry_run", "rank", "no_calibrate")
 DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
 Fixed = Annotated[
@@ -54,7 +54,7 @@ RankMaps = Annotated[
 Draw = Annotated[bool, typer.Option("--draw", help="draw the pipeline's timeline")]
 Plot = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="write the timeline, or what --validate finds, as a picture"),
+    typer.Option(metavar="FILE", help="write the timeline as a picture"),
 ]
 Output = Annotated[
     str | None, typer.Option(metavar="FILE", help="write the config of the best layout")
@@ -69,9 +69,6 @@ Rank = Annotated[
     int | None, typer.Option(min=0, max=2**20 - 1, help="the rank of the dry run [the fullest]")
 ]
 Presets = Annotated[bool, typer.Option("--presets", help="list the presets")]
-Validate = Annotated[
-    str | None, typer.Option(metavar="FILE", help="score the predictor on published runs")
-]
 
 
 def plan(
@@ -91,7 +88,6 @@ def plan(
     dry_run: DryRunFlag = False,
     rank: Rank = None,
     presets: Presets = False,
-    validate: Validate = None,
     no_calibrate: NoCalibrate = False,
     json_out: JsonOut = None,
 ) -> None:
@@ -105,11 +101,8 @@ def plan(
     with refusing(json_out, **NOTHING):
         _require_outputs(plot, output)
         if presets:
-            _require_none("--presets", given_flags(context, (*OF_PLANS, "plot", "validate")))
+            _require_alone(given_flags(context, OF_PLANS))
             return _list_presets(json_out)
-        if validate:
-            _require_none("--validate", given_flags(context, OF_PLANS))
-            return _validate(validate, json_out, plot)
         from mtcli.core.checkpoint.fine_tuning import source_of
         from mtcli.core.data.vocabulary import with_vocabulary
         from mtcli.core.plan.answer import answer, read_request
@@ -167,13 +160,13 @@ def _require_outputs(plot: str | None, output: str | None) -> None:
         require_writable(output, "--output")
 
 
-def _require_none(flag: str, given: list[str]) -> None:
-    """Raises MtcliError where a flag that plans nothing stands beside those of a plan."""
+def _require_alone(given: list[str]) -> None:
+    """Raises MtcliError where --presets, which plans nothing, stands beside flags of a plan."""
     from mtcli.core.config.errors import wrong
 
     if given:
-        said = f"{flag} plans nothing, and has no use for {', '.join(given)}"
-        raise wrong(said, f"{flag} without {'it' if len(given) == 1 else 'them'}", flag)
+        said = f"--presets plans nothing, and has no use for {', '.join(given)}"
+        raise wrong(said, f"--presets without {'it' if len(given) == 1 else 'them'}", "--presets")
 
 
 def _show(
@@ -217,38 +210,6 @@ def _show_search(planned: "PlanAnswer") -> None:
         print_table("The best with one field changed (estimated)", tables.NEIGHBOURS, rows)
     if planned.enough:
         print_table(*tables.enough_table(planned.enough))
-
-
-def _validate(path: str, json_out: str | None, plot: str | None) -> None:
-    from mtcli.core.plan.published.validate import (
-        memory_line,
-        read_records,
-        score,
-        summarize,
-        summary_rows,
-    )
-    from mtcli.core.runtime.console import print_table
-
-    records, left_out = read_records(path)
-    for line in left_out:
-        echo(f"left out record {line}", err=True)
-    scored = score(records)
-    data = summarize(scored) | {"left_out": left_out}
-    if data["untimed"]:
-        which = ", ".join(map(str, data["untimed"]))
-        echo(f"no step time printed in record {which}", err=True)
-    if json_out:
-        write_json(data, json_out)
-    if json_out != "-":
-        columns = ("source", "runs", "median error", "median |error|")
-        columns += ("rank by tokens/s", "by time")
-        print_table("Predicted against published step times", columns, summary_rows(data))
-        echo(memory_line(data))
-    if plot:
-        from mtcli.core.profile.render.pictures import save_scatter
-
-        save_scatter(scored, plot)
-        say_wrote(plot)
 
 
 def _list_presets(json_out: str | None) -> None:

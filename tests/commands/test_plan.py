@@ -252,29 +252,6 @@ def test_a_terminal_of_80_columns_holds_the_tables_and_breaks_no_word(capsys, mo
     assert "drawn with 16 of its 32 micro-batches" in lines
 
 
-def test_published_runs_are_scored_counted_and_drawn(capsys, tmp_path):
-    model = {"layers": 24, "hidden": 2048, "heads": 16, "seq": 2048}
-    parallel = {"tp": 1, "global_batch": 64, "micro_batch": 4}
-    row = {"source": "a paper", "gpu": "A100-80GB", "n_gpus": 8, "precision": "bf16"}
-    row |= {"model": model, "parallel": parallel}
-    rows = [
-        row | {"id": 1, "result": {"iter_time_s": 2.0, "mem_gb": 30}},
-        row | {"id": 2, "result": {"tflops_per_gpu": 150}},
-        row | {"id": 3, "result": {}},
-        {"id": 4},
-    ]
-    source, picture = tmp_path / "runs.json", tmp_path / "scatter.png"
-    source.write_text(json.dumps(rows))
-    code, out, err = run(capsys, "--validate", str(source), "--plot", str(picture))
-    assert code == 0 and "over 1 runs" in out
-    assert "left out record 4: no field 'model'" in err and "time printed in record 3" in err
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    _, out, _ = run(capsys, "--validate", str(source), "--json", "-")
-    data = json.loads(out)
-    assert [one["id"] for one in data["runs"]] == [1, 2, 3] and data["untimed"] == [3]
-    assert data["runs"][0]["error"] == data["runs"][0]["predicted_seconds"] / 2.0 - 1
-
-
 def test_a_bare_preset_on_gpus_is_searched_and_its_best_config_written(capsys, tmp_path):
     target = tmp_path / "run.toml"
     arguments = ("gpt2-1.5b", "--gpus", "16", "--device", "a100-40gb")
@@ -462,8 +439,8 @@ def test_a_rank_without_a_dry_run_is_refused(capsys):
     assert code == 2 and "add --dry-run" in err
 
 
-def test_what_plans_nothing_refuses_the_flags_of_a_plan(capsys):
+def test_a_list_of_presets_refuses_the_flags_of_a_plan(capsys):
     code, out, err = run(capsys, "--presets", "--gpus", "4", "--ranks")
     assert (code, out) == (2, "") and "has no use for --gpus, --ranks" in err
-    code, out, err = run(capsys, "tiny", "--validate", "runs.json", "--rank", "0")
+    code, out, err = run(capsys, "tiny", "--presets", "--rank", "0")
     assert (code, out) == (2, "") and "has no use for CONFIG, --rank" in err

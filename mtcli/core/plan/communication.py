@@ -136,7 +136,7 @@ def passes(traffic: PassTransfers, device: Device, crossing: float = 1.0) -> Pas
     return Pass(*(transfer_seconds(way, device, crossing) for way in traffic))
 
 
-@singledispatch  # `published/software.py` has the paper's grids
+@singledispatch  # `benchmarks/published/software.py` has the paper's grids
 def tensor_parallel(work: Workload, device: Device) -> Pass:
     """Seconds of a block's collectives over tp."""
     return passes(traffic.tensor_parallel(work), device)

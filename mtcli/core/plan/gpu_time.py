@@ -54,7 +54,7 @@ def embedding_seconds(work: Workload, device: Device) -> Pass:
     return Pass(moved, 2 * moved)
 
 
-@singledispatch  # `published/software.py` has that of former years
+@singledispatch  # `benchmarks/published/software.py` has that of former years
 def attention_seconds(work: Workload, device: Device) -> Pass:
     """Seconds of flash attention: half the square of scores under a causal mask, and 5 GEMMs for 2
     in the backward pass."""

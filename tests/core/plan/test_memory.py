@@ -6,6 +6,7 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published.software import PublishedWork
 
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
@@ -15,7 +16,6 @@ from mtcli.core.mesh.parameters import stage_layers as even_stages
 from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.hardware import GPUS, HERE
 from mtcli.core.plan.memory import memory, memory_by_stage
-from mtcli.core.plan.published.software import PublishedWork
 from mtcli.core.plan.tape import block
 from mtcli.core.plan.tape.ops import Kernels
 from mtcli.core.plan.tape.stage import stage_bytes

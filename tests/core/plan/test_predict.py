@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from published.software import PublishedWork
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config
@@ -15,7 +16,6 @@ from mtcli.core.plan.gpu_time import attention_seconds, block_seconds, gemm_seco
 from mtcli.core.plan.hardware import GPUS, NAMES, Link, device_named, shared
 from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.predict import predict, predict_workload, recomputed_share
-from mtcli.core.plan.published.software import PublishedWork
 from mtcli.core.plan.step_time import pipeline_seconds, simulated, step_costs
 from mtcli.core.plan.tables import summary
 from mtcli.core.plan.traffic import gradient_reduction

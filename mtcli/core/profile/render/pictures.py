@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from math import nan
 from typing import TYPE_CHECKING, Any
 
-from mtcli.core.plan.published.validate import Scored
 from mtcli.core.profile.breakdown import KINDS
 from mtcli.core.profile.curves import CURVES
 from mtcli.core.profile.figures import Profile, memory_over_time
@@ -93,30 +92,6 @@ def save_timeline(timeline: Timeline, title: str, target: str) -> None:
     axes = figure.add_subplot(title=title, xlabel="seconds", ylabel="pipeline rank")
     _draw(axes, timeline, reverse=False)
     figure.legend(loc="outside lower center", ncols=len(LABELS))
-    _save(figure, target)
-
-
-def save_scatter(scored: Sequence[Scored], target: str) -> None:
-    """Writes predicted over measured seconds of every run, a colour per source.
-
-    Raises MtcliError as `save_timeline` does.
-    """
-    figure = _figure(8, 8)
-    axes = figure.add_subplot(
-        xlabel="published step time, seconds", ylabel="predicted, seconds", aspect="equal"
-    )
-    timed = [(run.record.source, run.record.seconds, run.seconds) for run in scored]
-    timed = [row for row in timed if row[1]]
-    for source in sorted({source for source, *_ in timed}):
-        pairs = [pair for name, *pair in timed if name == source]
-        axes.plot(*zip(*pairs, strict=True), ".", ms=5, alpha=0.7, label=source)
-    seconds = [row[1] or 1.0 for row in timed]
-    ends = [min(seconds, default=1.0) / 2, max(seconds, default=1.0) * 2]
-    axes.plot(ends, ends, color="black", lw=0.8)
-    lower, upper = [0.8 * end for end in ends], [1.2 * end for end in ends]
-    axes.fill_between(ends, lower, upper, color="black", alpha=0.08, lw=0, label="within 20 %")
-    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.legend(loc="upper left", fontsize="x-small")
     _save(figure, target)
 
 

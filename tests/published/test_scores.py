@@ -2,20 +2,22 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
+import validate_plan
 from marks import slow
-
-from mtcli.core.config.errors import MtcliError
-from mtcli.core.plan.published.records import read_record
-from mtcli.core.plan.published.validate import (
+from published.records import read_record
+from published.scores import (
     read_records,
     score,
     spearman,
     summarize,
     summary_rows,
 )
+
+from mtcli.core.config.errors import MtcliError
 
 MODEL = {
     "layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn_hidden": 8192, "vocab": 50368,
@@ -241,3 +243,31 @@ def test_the_published_runs_are_predicted_as_well_as_the_docs_say():
     assert found["mean_of_source_medians"] < 0.095
     (sweep,) = (of for name, of in found["sources"].items() if name.startswith("BigScience"))
     assert sweep["spearman"] > 0.85 and sweep["spearman_seconds"] > 0.85
+
+
+def test_a_folder_of_records_is_scored_counted_and_drawn(capsys, monkeypatch, tmp_path):
+    rows = [
+        row(id=1, result={"iter_time_s": 2.0, "mem_gb": 30}),
+        row(id=2, result={"tflops_per_gpu": 150}),
+        row(id=3, result={}),
+        {"id": 4},
+    ]
+    folder, picture = tmp_path / "runs", tmp_path / "scatter.png"
+    folder.mkdir()
+    for name, part in (("a", rows[:1]), ("b", rows[1:])):
+        (folder / f"{name}.json").write_text(json.dumps(part))
+
+    def run(*flags):
+        monkeypatch.setattr(sys, "argv", ["validate_plan.py", str(folder), *flags])
+        return validate_plan.main(), *capsys.readouterr()
+
+    code, out, err = run("--plot", str(picture))
+    assert code == 0 and "over 1 runs" in out
+    assert "left out record 4: no field 'model'" in err and "time printed in record 3" in err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    _, out, _ = run("--json", "-")
+    data = json.loads(out)
+    assert [one["id"] for one in data["runs"]] == [1, 2, 3] and data["untimed"] == [3]
+    assert data["runs"][0]["error"] == data["runs"][0]["predicted_seconds"] / 2.0 - 1
+    (folder / "c.json").write_text("{}")
+    assert run()[0] == 2

@@ -3,6 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from published.software import (
+    FUSED_ACCUMULATION,
+    FUSED_SOFTMAX,
+    HIDDEN_REDUCTION,
+    PublishedWork,
+    published,
+    since,
+)
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
@@ -12,14 +20,6 @@ from mtcli.core.plan.gpu_time import attention_seconds, elementwise_bytes
 from mtcli.core.plan.hardware import GPUS, Link
 from mtcli.core.plan.memory import memory
 from mtcli.core.plan.physics import PHYSICS
-from mtcli.core.plan.published.software import (
-    FUSED_ACCUMULATION,
-    FUSED_SOFTMAX,
-    HIDDEN_REDUCTION,
-    PublishedWork,
-    published,
-    since,
-)
 from mtcli.core.plan.step_time import step_costs
 from mtcli.core.plan.workload import Workload
 

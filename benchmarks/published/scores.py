@@ -3,13 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.untrusted import load_json
-from mtcli.core.plan.published.records import PublishedRun, read_record
-from mtcli.core.plan.published.software import PUBLISHED, PublishedPhysics
+from published.records import PublishedRun, read_record
+from published.software import PUBLISHED, PublishedPhysics
 
 Json = dict[str, Any]
 
@@ -49,23 +50,30 @@ class Scored:
 def read_records(path: str) -> tuple[list[PublishedRun], list[str]]:
     """The records of a JSON list, and a line for each that describes no step to predict.
 
-    Raises MtcliError where the file is not such a list, or none of it can be predicted.
+    A folder stands for the lists in its *.json files. Raises MtcliError where a file is no such
+    list, or no record can be predicted.
     """
-    rows = load_json(path, "see docs/plan.md", "name a file", field="--validate")
-    if not isinstance(rows, list):
-        raise wrong(f"{path} holds no list of records", "see docs/plan.md", "--validate")
+    folder = Path(path)
+    files = sorted(folder.glob("*.json")) if folder.is_dir() else [folder]
     records, left_out = [], []
-    for index, row in enumerate(rows):
+    for index, row in enumerate(row for file in files for row in _rows(file)):
         try:
             records.append(read_record(row))
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             name = row.get("id", index) if isinstance(row, dict) else index
             left_out.append(f"{name}: {_reason(error)}")
     if not records:
-        none = Problem(f"{path} holds no run that can be predicted", field="--validate")
+        none = Problem(f"{path} holds no run that can be predicted")
         each = [Problem(f"record {line}") for line in left_out[:SHOWN_REASONS]]
         raise MtcliError(none, *each, hint="docs/plan.md says what a record holds")
     return records, left_out
+
+
+def _rows(file: Path) -> list[Any]:
+    rows = load_json(file, "see docs/plan.md", "name a JSON list of records, or a folder of them")
+    if not isinstance(rows, list):
+        raise wrong(f"{file} holds no list of records", "see docs/plan.md")
+    return rows
 
 
 def score(records: Sequence[PublishedRun], physics: PublishedPhysics = PUBLISHED) -> list[Scored]:

@@ -17,7 +17,7 @@ from mtcli.core.config.untrusted import shown
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.hardware import GPUS, Device, link
 from mtcli.core.plan.predict import Convention, Prediction, predict_workload, recomputed_share
-from mtcli.core.plan.published.software import (
+from published.software import (
     FLASH_ATTENTION,
     FUSED_ACCUMULATION,
     FUSED_SOFTMAX,

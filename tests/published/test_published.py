@@ -13,13 +13,13 @@ from functools import cache
 from statistics import median
 
 import pytest
+from published.records import device_of, read_record
+from published.scores import score
 
 from mtcli.core.config.loading import load_config
 from mtcli.core.plan.certainty import RANGES, kind_of
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.predict import HARDWARE, MODEL
-from mtcli.core.plan.published.records import device_of, read_record
-from mtcli.core.plan.published.validate import score
 
 NARAYANAN = "Narayanan 2021 (arXiv 2104.04473)"
 # fmt: off

@@ -1,1 +1,0 @@
-"""Published runs: read, predicted and scored (`mtcli plan --validate`)."""
