@@ -1,7 +1,7 @@
 """Processor time of a GB from one process's socket to another's: over loopback, and over links.
 
 A calibration of plan measures it over loopback, which no network device takes part in; what a
-device takes more is a factor in plan/communication.py, and comes from here. Links are those of
+device takes more is a factor in plan/hardware.py, and comes from here. Links are those of
 slow_links.py: Linux, root, iproute2. All processors' time counts, so that the machine must be idle.
 
     python benchmarks/bench_sockets.py

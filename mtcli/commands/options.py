@@ -74,7 +74,7 @@ NoCalibrate = Annotated[
     bool,
     typer.Option(
         "--no-calibrate",
-        help="do not measure this CPU: plan by a roofline of three quickly measured rates",
+        help="do not measure this CPU: plan by quick rates of numpy's",
     ),
 ]
 SkipBad = Annotated[

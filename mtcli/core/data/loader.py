@@ -343,7 +343,7 @@ def _unknown_id(what: str, token: int, vocab_size: int) -> MtcliError:
 class CountedTokens:
     """A data set of tokens 0, 1, 2, ..., each sample one document; read as `Batches` are.
 
-    For profiles and CPU calibration, whose work is that of any text.
+    For profiles, whose work is that of any text.
     """
 
     def __init__(self, seq_len: int, vocab_size: int, num_samples: int) -> None:

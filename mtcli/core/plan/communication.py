@@ -4,7 +4,7 @@ Between GPUs a collective's time is its bytes over the slowest link it crosses, 
 step: of a ring for gathers and scatters, of a ring or a tree for all-reduces, of pairs for
 all-to-alls. Ranks that share a node and a group share the node's network links too, so a group with
 k members in every node reaches k times the network's rate per GPU, as far as the fast link allows.
-Between the processes of a CPU it is what was measured.
+The processes of a CPU share its memory, and are a node of as many ranks.
 """
 
 from collections.abc import Iterable
@@ -12,28 +12,12 @@ from functools import singledispatch
 from math import ceil, log2
 
 from mtcli.core.plan import traffic
-from mtcli.core.plan.calibration import Exchange
 from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.exchange.arithmetic import arithmetic_seconds
 from mtcli.core.plan.exchange.methods import exchange_of
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.traffic import HOPS, Kind, PassTransfers, Transfer
+from mtcli.core.plan.traffic import HOPS, PassTransfers, Transfer
 from mtcli.core.plan.workload import Workload
-
-LINKS: dict[Kind, Exchange] = {  # what was measured on a CPU, by kind of transfer
-    "all_gather": "gather",
-    "reduce_scatter": "scatter",
-    "all_reduce": "reduce",
-    "all_to_all": "exchange",
-    "ring": "gather",  # everyone gives the next rank its own
-    "fsdp": "hop",  # by gloo, as hops are
-    "p2p": "hop",
-}
-
-
-NETWORK_DEVICE = 2.3
-"""times the processor time of a byte over loopback that one through a network device takes: 2.1 to
-2.6 at 10 Gbit/s (benchmarks/bench_sockets.py)"""
 
 
 def group_bandwidth(size: int, stride: int, device: Device) -> float:
@@ -90,8 +74,6 @@ def collective_seconds(sent: Transfer, device: Device, crossing: float = 1.0) ->
     kind, moved, size, stride, times = sent
     if size == 1:
         return 0.0
-    if device.calibration:
-        return times * _measured_seconds(sent, device)
     if kind in HOPS:
         latency = _ring_latency(size, stride, device) / (size - 1)
         return times * (moved / group_bandwidth(size, stride, device) + latency)
@@ -99,31 +81,6 @@ def collective_seconds(sent: Transfer, device: Device, crossing: float = 1.0) ->
         return times * _all_to_all(moved, size, stride, device, crossing)
     timed = all_reduce_seconds if kind == "all_reduce" else ring_seconds
     return times * timed(moved, size, stride, device)
-
-
-def _measured_seconds(sent: Transfer, device: Device) -> float:
-    """Seconds of one collective of a CPU's ranks; one whose ranks are on several machines takes as
-    long as a ring over their network."""
-    ways = 2 if sent.kind == "all_reduce" else 1
-    is_hop = sent.kind in HOPS
-    own = sent.moved if is_hop else sent.moved * (sent.size - 1) / sent.size
-    if device.host_network is not None and sent.size * sent.stride > device.node_size:
-        return _over_network(device, ways * own, 1 if is_hop else ways * (sent.size - 1))
-    latency, per_byte = device.measured.links[LINKS[sent.kind]]
-    return latency + per_byte * own
-
-
-def _over_network(device: Device, sent: float, messages: int) -> float:
-    """Seconds in which a rank sends so many bytes over the network, in messages one after another,
-    and receives as many: as long as they cross, or as long as its core is busy with them.
-
-    Costs are made longer where ranks share a core, in which time the network goes on by itself.
-    """
-    network, (latency, _) = device.host_network, device.measured.links["hop"]
-    assert network is not None, f"the ranks of {device.name} have no network between them"
-    crossing = sent / network.bandwidth + messages * network.latency
-    busy = latency * messages + NETWORK_DEVICE * device.measured.socket * sent
-    return max(busy, crossing / device.crowd)
 
 
 def transfer_seconds(sent: Iterable[Transfer], device: Device, crossing: float = 1.0) -> float:
@@ -158,7 +115,7 @@ def expert_parallel(work: Workload, device: Device) -> Pass:
 def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
     """Mean seconds per step of what a rank sends to other replicas, after its update, and of the
     arithmetic for it. All-reduces among replicas are trees by gloo, on CPUs."""
-    exchange = traffic.replica_exchange(work, pp_rank, tree=device.calibration is not None)
+    exchange = traffic.replica_exchange(work, pp_rank, tree=device.name == "cpu")
     if not exchange:
         return 0.0
     arithmetic = exchange_of(work, pp_rank).arithmetic()

@@ -46,8 +46,3 @@ class Costs:
     optimizer: float = 0.0
     crowd: float = 1.0  # ranks on a core
     overhead: float = 0.0  # outside of the micro-batches: data, logging, the host's bookkeeping
-
-    def crowded(self, crowd: float) -> "Costs":
-        """The costs where so many ranks share what one had to itself: all take so much longer."""
-        longer = {name: value * crowd for name, value in vars(self).items()}
-        return Costs(**longer | {"crowd": crowd})

@@ -13,9 +13,11 @@ from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.workload import Workload
 
-TILE = 128  # rows and columns of an output tile
 BLOCK_KERNELS = 24  # launches of a dense block's forward pass
 EXPERT_KERNELS = 40  # more of them where tokens are routed
+# On a CPU, operations of the host that cost as much as the Python of a forward pass.
+BLOCK_CALLS, END_CALLS = 450, 100
+EXPERT_CALLS = 75  # of each expert
 
 GemmShape = tuple[int, int, int]
 
@@ -28,10 +30,28 @@ def block_seconds(work: Workload, device: Device) -> Pass:
         + _routed(work, device)
         + attention_seconds(work, device)
         + Pass(moving, 1.5 * moving)
+        + functions_seconds(work, device)
     )
     kernels = BLOCK_KERNELS + (EXPERT_KERNELS if work.model.num_experts else 0)
     floor = kernels * device.physics.launch
-    return Pass(max(busy.forward, floor), max(busy.backward, 2 * floor))
+    calls = BLOCK_CALLS + EXPERT_CALLS * work.model.num_experts // work.layout.ep
+    host = _host_seconds(calls, device)
+    return host + Pass(max(busy.forward, floor), max(busy.backward, 2 * floor))
+
+
+def functions_seconds(work: Workload, device: Device) -> Pass:
+    """Seconds of the activation's function of a block, and of its derivative."""
+    m = work.model
+    routed = work.expert_rows * m.moe_ffn_hidden_size / work.layout.etp if m.num_experts else 0.0
+    inner = work.tokens * m.dense_ffn_hidden_size / work.layout.tp + routed
+    seconds = inner * device.physics.element
+    return Pass(seconds, 2 * seconds)
+
+
+def _host_seconds(calls: int, device: Device) -> Pass:
+    """Seconds of the host for a forward pass, and for its backward pass."""
+    seconds = calls * device.physics.call
+    return Pass(seconds, 1.5 * seconds)
 
 
 def head_seconds(work: Workload, device: Device) -> Pass:
@@ -44,14 +64,14 @@ def head_seconds(work: Workload, device: Device) -> Pass:
     logits_gemm = _gemms(wide, device, [shape]) * panels
     logits = 4.0 * work.tokens // rows * columns * device.physics.traffic
     moved = logits / device.reached_bandwidth
-    return logits_gemm + Pass(2 * moved, 2 * moved)
+    return logits_gemm + Pass(2 * moved, 2 * moved) + _host_seconds(END_CALLS, device)
 
 
 def embedding_seconds(work: Workload, device: Device) -> Pass:
     """Seconds of the lookup and, in the backward pass, its scatter: rows read and written."""
     rows = 2.0 * work.tokens * work.model.hidden_size * work.sizes.weight
     moved = rows * device.physics.traffic / device.reached_bandwidth
-    return Pass(moved, 2 * moved)
+    return Pass(moved, 2 * moved) + _host_seconds(END_CALLS, device)
 
 
 @singledispatch  # `benchmarks/published/software.py` has that of former years
@@ -130,10 +150,11 @@ def gemm_seconds(shape: GemmShape, work: Workload, device: Device, copies: int =
     """Seconds of one GEMM of `copies` that are launched together."""
     (m, n, k), physics = shape, device.physics
     narrow = work.sizes.gemm in ("fp8", "nvfp4")
-    tiles = copies * ceil(m / TILE) * ceil(n / TILE)
+    tile = physics.tile
+    tiles = copies * ceil(m / tile) * ceil(n / tile)
     waves = tiles / device.processors
     fullness = waves / ceil(waves) if waves > 1 else max(waves, 0.25)
-    padding = (m / (TILE * ceil(m / TILE))) * (n / (TILE * ceil(n / TILE)))
+    padding = (m / (tile * ceil(m / tile))) * (n / (tile * ceil(n / tile)))
     share = (physics.narrow_gemm if narrow else physics.gemm) * k / (k + physics.fill)
     rate = device.peak(work.sizes.gemm) * device.sustained * share * fullness * padding
     size = work.sizes.weight

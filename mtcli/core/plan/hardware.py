@@ -12,13 +12,15 @@ import re
 import timeit
 from dataclasses import dataclass, replace
 from functools import cache
+from time import process_time
 from typing import Literal
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.synonyms import closest
 from mtcli.core.plan.calibration import Calibration, calibrated
-from mtcli.core.plan.physics import PHYSICS, Physics
+from mtcli.core.plan.physics import PHYSICS, Physics, host_physics
+from mtcli.core.runtime.launch import cores
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 USABLE = 0.95  # the rest goes to error correction's rows and to gaps between allocated blocks
@@ -38,6 +40,14 @@ WIDER = {
     "fp8": ("fp8", "bf16", "fp32"),
     "nvfp4": ("nvfp4", "fp8", "bf16", "fp32"),
 }
+# Of a CPU's ranks, which share memory: bytes moved for a byte that goes from one to another, which
+# is copied twice, and a collective's operations of the host.
+LINK_BYTES, LINK_CALLS = 4.0, 10.0
+CALL = 2e-6  # seconds of an operation of torch's, where it was not measured
+ELEMENT = 1e-9  # and of an element of GELU on all cores
+NETWORK_DEVICE = 2.3
+"""times the processor time of a byte over loopback that one through a network device takes: 2.1 to
+2.6 at 10 Gbit/s (benchmarks/bench_sockets.py)"""
 HINT = f"KIND-RATE, such as ethernet-100: {', '.join(LATENCY)}, and Gb/s per GPU and way"
 
 
@@ -77,22 +87,15 @@ class Device:
     network: Link  # between nodes: InfiniBand or Ethernet
     reserved_bytes: float = 1.5 * GIB  # CUDA context, NCCL buffers, library workspaces
     source: str = ""
-    calibration: Calibration | None = None  # of this machine; datasheets' rates are then not asked
     rates: Literal["datasheet", "calibration", "roofline"] = "datasheet"  # where they come from
-    host_network: Link | None = None  # CPUs: joins every `node_size` ranks to the others
     crowd: float = 1.0  # CPUs: ranks on a core
-    physics: Physics = PHYSICS  # GPUs: the shares of the rates that a step reaches
+    widens: bool = False  # makes bfloat16's GEMMs in float32, as some CPUs do
+    physics: Physics = PHYSICS  # the shares of the rates that a step reaches
 
     @property
     def usable_bytes(self) -> float:
         """Memory that a plan may fill: USABLE of it."""
         return USABLE * self.memory_bytes
-
-    @property
-    def measured(self) -> Calibration:
-        """The calibration of a device that has one."""
-        assert self.calibration is not None, f"{self.name} was not measured"
-        return self.calibration
 
     @property
     def reached_bandwidth(self) -> float:
@@ -108,11 +111,6 @@ class Device:
     def reached_network(self) -> float:
         """Bytes/s between nodes that a step's collectives reach, per GPU."""
         return self.network.bandwidth * self.physics.network
-
-    @property
-    def widens(self) -> bool:
-        """Whether it is a CPU that was measured to make bfloat16's GEMMs in float32."""
-        return self.calibration is not None and self.calibration.widens
 
     def peak(self, precision: str) -> float:
         """FLOP/s of GEMMs in a precision; one the device lacks runs in the next wider it has."""
@@ -236,48 +234,41 @@ def _machines(text: str, changes: list[str]) -> Device:
     if any(change.startswith("link=") for change in changes):
         hint = "network=KIND-RATE, and node=RANKS on a machine"
         raise wrong("the links within this machine are measured", hint, "--device")
-    joined = _joined(replace(HERE, node_size=1), text, changes)
-    return replace(joined, name="cpu", host_network=joined.network)
+    return replace(_joined(replace(HERE, node_size=1), text, changes), name="cpu")
 
 
 def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = True) -> Device:
-    """The device of one rank of a run: an accelerator of its own, or its share of this machine by a
-    calibration with its ranks at work. Without `calibrate` that is three quick rates."""
+    """The device of one rank of a run: an accelerator of its own, or its share of this machine, as
+    measured. Without `calibrate` that is by quick rates of numpy's."""
     if device.name != "cpu":
         return device
     known = calibrated(config, world) if calibrate else None
-    if known is None:
-        measured = replace(measure_cpu(), node_size=device.node_size, network=device.network)
-        return shared(measured, world)
-    crowd = known.crowd(world)
+    ranks = min(world, cores())
+    rates, crowd = known or quick_rates(ranks), world / ranks
+    call, network = rates.call * crowd, device.network
+    bandwidth = rates.memory_bandwidth / crowd
     return replace(
         device,
-        flops={name: known.flops / crowd for name in {"fp32", config.train.precision}},
-        memory_bytes=HERE.memory_bytes / world,
-        memory_bandwidth=known.memory_bandwidth / crowd,
-        source="measured here, by steps of small models",
-        calibration=known,
-        rates="calibration",
-        crowd=crowd,
-    )
-
-
-def shared(device: Device, world: int) -> Device:
-    """One rank's share of a machine whose processes share it; an accelerator is a rank's own."""
-    if device.name != "cpu":
-        return device
-    return replace(
-        device,
-        flops={name: rate / world for name, rate in device.flops.items()},
+        flops={name: rates.flops / crowd for name in {"fp32", config.train.precision}},
         memory_bytes=device.memory_bytes / world,
-        memory_bandwidth=device.memory_bandwidth / world,
+        memory_bandwidth=bandwidth,
+        processors=max(1, cores() // ranks),
+        link=Link(bandwidth / LINK_BYTES, LINK_CALLS * call),
+        # a core is busy with a byte, too: it sends no more than it can
+        network=replace(
+            network, bandwidth=min(network.bandwidth, rates.socket / NETWORK_DEVICE / crowd)
+        ),
+        rates="calibration" if known else "roofline",
+        crowd=crowd,
+        widens=rates.widens,
+        physics=host_physics(call, rates.element * crowd),
     )
 
 
 @cache
-def measure_cpu() -> Device:
-    """Measures this machine as a roofline of three rates: numpy's GEMM with all threads, its copy,
-    and bytes from one thread to another through a socket. Takes 0.1 s.
+def quick_rates(ranks: int) -> Calibration:
+    """Measures a rank's share of this machine in 0.1 s without torch: numpy's GEMM with all
+    threads, its copy, and bytes through a socket.
 
     Each is the best of several tries of a millisecond, which other programs leave alone now and
     then: beside a load of 4 on 2 cores the best of 30 products of 512 was as without, of 1024 not.
@@ -289,17 +280,21 @@ def measure_cpu() -> Device:
     source, target = np.ones(rows, dtype=np.float32), np.empty(rows, dtype=np.float32)
     gemm = min(timeit.repeat(lambda: a @ a, number=1, repeat=30))
     copy = min(timeit.repeat(lambda: np.copyto(target, source), number=1, repeat=10))
-    data = source.data.cast("B")
-    sent = min(timeit.repeat(lambda: send_over_loopback(data), number=1, repeat=10))
-    rate = 2.0 * side**3 / gemm
-    return replace(
-        HERE,
-        flops={"fp64": rate / 2, "fp32": rate},
-        memory_bandwidth=2.0 * 4 * rows / copy,
-        link=replace(HERE.link, bandwidth=4 * rows / sent),
-        source="measured here: numpy float32 matmul and copy, and a socket",
-        rates="roofline",
+    return Calibration(
+        flops=2.0 * side**3 / gemm / ranks,
+        memory_bandwidth=2.0 * source.nbytes / copy / ranks,
+        element=ELEMENT / ranks,
+        call=CALL,
+        socket=socket_rate(),
+        widens=False,
     )
+
+
+def socket_rate() -> float:
+    """Measures bytes from one thread to another through a socket, per second of both threads."""
+    data = memoryview(bytes(2**23))
+    tries = timeit.repeat(lambda: send_over_loopback(data), timer=process_time, number=1, repeat=10)
+    return len(data) / min(tries)
 
 
 def send_over_loopback(data: memoryview) -> None:
@@ -318,8 +313,7 @@ def send_over_loopback(data: memoryview) -> None:
         sender.join()
 
 
-# gloo over loopback is taken as 1.5 GB/s (2 processes, all-reduce of 67 MB); rates are those of
-# one core of 2020, which no plan is made with
+# rates are those of one core of 2020, which no plan is made with
 HERE = Device(
     name="cpu",
     flops={"fp64": 0.05 * TERA, "fp32": 0.1 * TERA},
@@ -327,7 +321,7 @@ HERE = Device(
     memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
     memory_bandwidth=10.0 * GIGA,
     processors=os.cpu_count() or 1,
-    node_size=os.cpu_count() or 1,
+    node_size=2**20,  # all ranks are of one machine
     link=Link(1.5 * GIGA, 1e-6),
     network=link("ethernet", 0.125),
     reserved_bytes=0.33 * GIB,  # of small models: what profile says of `process` less its `peak`

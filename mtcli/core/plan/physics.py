@@ -36,6 +36,39 @@ class Physics:
     """share of the shorter of a block's pass and its ZeRO-3 gather that the longer hides"""
     step_overhead: float = 0.053
     """seconds of a step outside of its micro-batches: data, logging, the host's bookkeeping"""
+    tile: int = 128
+    """rows and columns of an output tile of a product"""
+    ring_overlap: float = 1.0
+    """share of a ring's attention that hides its hops"""
+    element: float = 0.0
+    """seconds of an element of a function such as exp, where memory does not hide it"""
+    call: float = 0.0
+    """seconds of the host for an operation, which its device's work does not hide"""
 
 
 PHYSICS = Physics()
+
+OVERHEAD_CALLS = 200  # of the host, in a step outside of its micro-batches
+
+
+def host_physics(call: float, element: float) -> Physics:
+    """Shares and latencies of a CPU, which hides nothing: communication takes the cores that
+    compute. Set from steps of `benchmarks/bench_cpu_rates.py` on 2 cores of an AMD EPYC."""
+    return Physics(
+        gemm=0.85,
+        narrow_gemm=0.85,
+        fill=32.0,
+        attention=0.3,
+        memory=1.0,
+        traffic=2.43,
+        link=1.0,
+        network=1.0,
+        launch=0.0,
+        data_overlap=0.0,
+        shard_overlap=0.0,
+        step_overhead=OVERHEAD_CALLS * call,
+        tile=16,
+        ring_overlap=0.0,
+        element=element,
+        call=call,
+    )

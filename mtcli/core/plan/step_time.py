@@ -12,9 +12,9 @@ from mtcli.core.plan.communication import (
     expert_parallel,
     passes,
     tensor_parallel,
+    transfer_seconds,
 )
 from mtcli.core.plan.costs import Costs, Pass
-from mtcli.core.plan.cpu_time import host_block, host_step
 from mtcli.core.plan.elements import block_elements, rank_elements
 from mtcli.core.plan.gpu_time import (
     attention_seconds,
@@ -23,11 +23,17 @@ from mtcli.core.plan.gpu_time import (
     head_seconds,
 )
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.traffic import gradient_reduction, pipeline_hop, sharded_block
+from mtcli.core.plan.traffic import (
+    gradient_reduction,
+    pipeline_hop,
+    sharded_block,
+    tied_embedding,
+)
 from mtcli.core.plan.workload import Workload, schedule_of
 from mtcli.core.schedule.timeline import Timeline, simulate
 
 STATE_PASSES = 2  # the optimizer reads and writes masters and moments
+UPDATE_CALLS = 80  # operations of the update of a block's tensors
 
 
 def step_costs(work: Workload, device: Device) -> Costs:
@@ -36,8 +42,6 @@ def step_costs(work: Workload, device: Device) -> Costs:
     sharded = passes(sharded_block(elements, work), device)
     hop = collective_seconds(pipeline_hop(work), device)
     parts = replace(block_costs(work, device), sharded=sharded, hop=hop)
-    if device.calibration:
-        return host_step(work, parts, device)
     added = elements.total * work.accumulated_bytes / device.reached_bandwidth
     block = Pass(
         _covered(parts.block.forward, sharded.forward, device),
@@ -52,6 +56,7 @@ def step_costs(work: Workload, device: Device) -> Costs:
         gradients_exposed=exposed,
         optimizer=_optimizer(work, device),
         overhead=device.physics.step_overhead,
+        crowd=device.crowd,
     )
 
 
@@ -68,14 +73,13 @@ def block_costs(work: Workload, device: Device) -> Costs:
 
 @cache
 def _block_parts(work: Workload, device: Device) -> Costs:
-    if device.calibration:
-        return host_block(work, device)
     compute = block_seconds(work, device)
     tensor = tensor_parallel(work, device)
     context = context_parallel(work, device)
     expert = expert_parallel(work, device)
     attention = attention_seconds(work, device)
-    hides = work.cp_mode == "ring"  # a hop travels while a block of scores is computed
+    # a hop travels while a block of scores is computed
+    hides = device.physics.ring_overlap * (work.cp_mode == "ring")
     busy = compute + tensor + expert + context.beyond(attention * hides)
     again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}[work.recompute]
     return Costs(
@@ -109,6 +113,8 @@ def _covered(compute: float, fetched: float, device: Device) -> float:
 
 def _gradients(work: Workload, beside: Pass, device: Device) -> tuple[float, float]:
     across = max(exchange_seconds(work, rank, device) for rank in work.large_ranks)
+    if device.name == "cpu":  # other devices' is not counted
+        across += transfer_seconds(tied_embedding(work), device)
     if work.zero == 3:
         return across, across
     ranks = [
@@ -149,7 +155,8 @@ def _optimizer(work: Workload, device: Device) -> float:
         moved += (sizes.master or sizes.weight) + sizes.moments
     shards = layout.dp * layout.cp if work.zero else 1
     elements = max(rank_elements(work, pp_rank).total for pp_rank in work.large_ranks) / shards
-    return elements * moved / device.reached_bandwidth
+    calls = UPDATE_CALLS * work.most_layers * device.physics.call
+    return elements * moved / device.reached_bandwidth + calls
 
 
 def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:

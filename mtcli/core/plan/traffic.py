@@ -1,6 +1,6 @@
 """Lists the collectives and p2p of a step, for every kind of device.
 
-How long one takes is `communication`'s on GPUs and `cpu_time`'s on CPUs.
+How long one takes is `communication`'s.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Describes a training step for the cost model: its work on a layout.
 
-A `RunConfig` becomes a `Workload`, and so does a published record (`published/software.py`), which
+A `RunConfig` becomes a `Workload`, and so does a published record (`benchmarks/published`), which
 may use precisions that the engine does not train in.
 """
 

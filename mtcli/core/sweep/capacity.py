@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.plan.hardware import GPUS, HERE, Device, shared
+from mtcli.core.plan.hardware import GPUS, HERE, Device
 from mtcli.core.plan.memory import frozen_bytes, memory
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime
@@ -32,6 +32,6 @@ def _device(runtime: Runtime) -> Device:
         return replace(GPUS["h100"], memory_bytes=float(total), reserved_bytes=float(total - free))
     import psutil
 
-    here = shared(HERE, runtime.local_world)
+    here = replace(HERE, memory_bytes=HERE.memory_bytes / runtime.local_world)
     left = psutil.virtual_memory().available / runtime.local_world
     return replace(here, memory_bytes=min(here.memory_bytes, left))

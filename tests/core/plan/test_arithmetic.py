@@ -1,10 +1,8 @@
 """The arithmetic that plan counts for an exchange is what its functions are given in a run."""
 
-import json
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +11,7 @@ from tiny import GPT, Samples, run_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcli.core.parallel.transport import process_group
-from mtcli.core.plan.calibration import Calibration
+from mtcli.core.plan.exchange.arithmetic import BYTES, arithmetic_seconds
 from mtcli.core.plan.exchange.methods import exchange_of, owned_sizes
 from mtcli.core.plan.hardware import GPUS, HERE
 from mtcli.core.plan.predict import predict_workload
@@ -23,7 +21,6 @@ from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
-MADE_UP = Calibration.of(json.loads((Path(__file__).parents[2] / "calibration.json").read_text()))
 WIDE = GPT | {"num_layers": 2, "hidden_size": 64}
 STEPS, RANKS = 4, 3
 SGD = {"name": "sgd", "lr": 0.1, "min_lr": 0.01, "momentum": 0.9}
@@ -163,24 +160,16 @@ def test_an_exchange_handles_as_many_elements_of_each_kind_as_are_planned(subtes
             assert found | {"pass": passes} == pytest.approx(dict(planned), rel=within)
 
 
-def step_seconds(sync, optimizer, known):
-    work = Workload.of(configured(sync, optimizer), RANKS)
-    return work, predict_workload(work, replace(HERE, calibration=known)).step_seconds
-
-
 @pytest.mark.parametrize("row", ["signs", "2 bits", "4 bits", "8 bits, fragments", "largest"])
 def test_a_step_takes_longer_by_its_arithmetic(row):
-    free = replace(MADE_UP, arithmetic=dict.fromkeys(MADE_UP.arithmetic, (0.0, 0.0)))
-    work, least = step_seconds(*ROWS[row], free)
-    for kind in {each.kind for each in exchange_of(work, 0).arithmetic()}:
-        same = [each for each in exchange_of(work, 0).arithmetic() if each.kind == kind]
-        for prices, count in (
-            ((0.0, 1e-3), sum(each.elements for each in same)),
-            ((1e-3, 0.0), sum(each.calls for each in same)),
-        ):
-            dear = replace(free, arithmetic=free.arithmetic | {kind: prices})
-            _, seconds = step_seconds(*ROWS[row], dear)
-            assert count > 0 and seconds - least == pytest.approx(1e-3 * count)
+    work = Workload.of(configured(*ROWS[row]), RANKS)
+    planned = list(exchange_of(work, 0).arithmetic())
+    device = replace(HERE, memory_bandwidth=1e9, physics=replace(HERE.physics, memory=1.0))
+    called = replace(device, physics=replace(device.physics, call=1e-3))
+    moved = sum(BYTES[each.kind] * each.elements for each in planned) / 1e9
+    calls = 1e-3 * sum(each.calls for each in planned)
+    assert arithmetic_seconds(planned, device) == pytest.approx(moved)
+    assert arithmetic_seconds(planned, called) == pytest.approx(moved + calls)
 
 
 def test_a_gpu_moves_the_bytes_of_an_exchange_s_arithmetic():

@@ -41,5 +41,5 @@ def test_everything_wrong_with_a_device_is_said_at_once():
 
 def test_ranks_of_this_machine_may_have_a_network_between_them():
     slow = device_named("cpu,network=ethernet-1,node=2")
-    assert slow.host_network is not None and slow.host_network.bandwidth == 1.25e8
+    assert slow.network.bandwidth == 1.25e8
     assert (slow.name, slow.node_size) == ("cpu", 2)

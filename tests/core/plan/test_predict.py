@@ -13,7 +13,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
 from mtcli.core.plan.elements import RankElements
 from mtcli.core.plan.gpu_time import attention_seconds, block_seconds, gemm_seconds
-from mtcli.core.plan.hardware import GPUS, NAMES, Link, device_named, shared
+from mtcli.core.plan.hardware import GPUS, NAMES, Link, device_named
 from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.predict import predict, predict_workload, recomputed_share
 from mtcli.core.plan.step_time import pipeline_seconds, simulated, step_costs
@@ -352,15 +352,6 @@ def test_float16_is_the_half_precision_of_boards_without_bfloat16():
         "v100-32gb",
         "rtx-5000",
     }
-
-
-def test_the_cpu_is_measured_and_its_processes_share_it():
-    cpu = device_named("cpu")
-    assert 1e9 < cpu.peak("fp32") < 1e14 and 1e8 < cpu.memory_bandwidth < 1e13
-    half = shared(cpu, 2)
-    assert half.peak("fp32") == cpu.peak("fp32") / 2
-    assert half.memory_bytes == cpu.memory_bytes / 2
-    assert shared(H100, 2) is H100
 
 
 def test_a_block_is_never_quicker_than_its_kernels_launch():

