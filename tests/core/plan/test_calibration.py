@@ -210,13 +210,15 @@ def test_a_core_sends_no_more_over_a_network_than_it_can(monkeypatch):
 
 
 HOOK = """
-    import os
+    import sys, time, timeit
     fifo = open({fifo!r}, "wb", buffering=0)  # until the process ends
     fifo.write(b"x")
+    if "mtcli.core.plan.measure_cpu" in sys.orig_argv:  # which does not end by itself
+        timeit.timeit = lambda *_, **__: time.sleep(600)
 """
 
 
-def test_a_machine_is_measured_in_seconds_and_by_a_process_that_ends_with_its_plan(tmp_path):
+def test_the_process_that_measures_ends_with_a_plan_that_was_killed(tmp_path):
     """Every process opens a FIFO when it starts: the test reads its end when all are gone."""
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
@@ -242,6 +244,6 @@ def test_a_machine_is_measured_in_seconds_and_by_a_process_that_ends_with_its_pl
 
 
 def _read(file):
-    ready, _, _ = select.select([file], [], [], 60.0)
+    ready, _, _ = select.select([file], [], [], 120.0)
     assert ready, "nothing came, and nobody left"
     return os.read(file, 64)
