@@ -518,7 +518,7 @@ def _parquet(source: SourceFile, reading: Reading, progress: Progress) -> Iterat
     try:
         with open_untrusted(source.path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
             yield from _rows(file, source, reading, progress)
-    except pyarrow.lib.ArrowException as error:
+    except (pyarrow.lib.ArrowException, UnicodeDecodeError) as error:  # the latter of a name
         yield _damaged(error)
 
 
