@@ -315,7 +315,7 @@ def text(folder):
     return check, [b"a\nb\n\nc \xc3\xa9\r\n\r\nd", b"\xef\xbb\xbfx"]
 
 
-def compressed(suffix, compress, decompress):
+def compressed(suffix, compress, decompress, *seeds):
     """Lines of JSON under a compression, against the package's own decompressor."""
 
     def reader(folder):
@@ -323,9 +323,23 @@ def compressed(suffix, compress, decompress):
             found = _texts(folder, f"x.jsonl{suffix}", data)
             assert found == _texts(folder, "x.jsonl", decompress(data))
 
-        return check, [compress(b'{"text": "a"}\n' * 3), compress(b"")]
+        return check, [compress(b'{"text": "a"}\n' * 3), compress(b""), *seeds]
 
     return reader
+
+
+def _xz(data):
+    """Streams with zeros between them, as xz pads them; Python takes these for an lzma stream."""
+    contents = b""
+    while data:
+        decoder = lzma.LZMADecompressor()
+        try:
+            contents += decoder.decompress(data)
+        except lzma.LZMAError:
+            break  # no stream
+        assert decoder.eof
+        data = decoder.unused_data.lstrip(b"\0")
+    return contents
 
 
 def _zst(data, compress=True):
@@ -572,7 +586,7 @@ READERS = {
     "jsonl": jsonl,
     "text": text,
     "gz": compressed(".gz", gzip.compress, gzip.decompress),
-    "xz": compressed(".xz", lzma.compress, lzma.decompress),
+    "xz": compressed(".xz", lzma.compress, _xz, lzma.compress(b"x") + bytes(4), bytes(41)),
     "bz2": compressed(".bz2", bz2.compress, bz2.decompress),
     "zst": compressed(".zst", _zst, lambda data: _zst(data, compress=False)),
     "parquet": parquet,
