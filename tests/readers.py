@@ -26,6 +26,7 @@ from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.loading import load_config
+from mtcli.core.data.compressed import MAX_XZ_BYTES
 from mtcli.core.data.documents import DAMAGED, Bad, Reading, read_documents
 from mtcli.core.data.indexed import Indexed, describe, max_token_id
 from mtcli.core.data.samples import Samples, build_samples, load_kept
@@ -90,6 +91,8 @@ STEP = {"step": 1, "loss": 2.5, "grad_norm": 1.0, "lr": 0.1, "step_seconds": 0.5
 STEP |= {"tokens_per_second": 64.0, "mfu": 0.01, "consumed_samples": 4, "skipped": False}
 RACE = {"article": "a b", "questions": ["q  _  .", "r"], "answers": ["A", "D"]}
 RACE |= {"options": [["a", "b", "c", "d"], ["e", "f", "g", "h"]]}
+# Padding, and an lzma stream behind an empty one: of zeros, and of too large a dictionary.
+XZ_SEEDS = [lzma.compress(b"x") + bytes(4), bytes(41), bytes(18) + b"]\0\0\0@" + bytes(8)]
 BYTES = EvalTokenizer(lambda text: list(text.encode()), 256)
 
 
@@ -332,7 +335,7 @@ def _xz(data):
     """Streams with zeros between them, as xz pads them; Python takes these for an lzma stream."""
     contents = b""
     while data:
-        decoder = lzma.LZMADecompressor()
+        decoder = lzma.LZMADecompressor(memlimit=MAX_XZ_BYTES)
         try:
             contents += decoder.decompress(data)
         except lzma.LZMAError:
@@ -586,7 +589,7 @@ READERS = {
     "jsonl": jsonl,
     "text": text,
     "gz": compressed(".gz", gzip.compress, gzip.decompress),
-    "xz": compressed(".xz", lzma.compress, _xz, lzma.compress(b"x") + bytes(4), bytes(41)),
+    "xz": compressed(".xz", lzma.compress, _xz, *XZ_SEEDS),
     "bz2": compressed(".bz2", bz2.compress, bz2.decompress),
     "zst": compressed(".zst", _zst, lambda data: _zst(data, compress=False)),
     "parquet": parquet,

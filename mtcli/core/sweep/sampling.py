@@ -70,8 +70,7 @@ class Proposals:
             self.study = optuna.create_study(storage=storage, load_if_exists=True, **about)
             space = self.study.user_attrs.get(SPACE, own)
             if space == own:
-                for trial in self._trials():
-                    self._values(trial.params)
+                self._require_ours()
         except Exception as error:  # Optuna checks no line of a log: any error of its reader
             why = str(error) or type(error).__name__
             hint = "remove it, and a new study begins; or name another folder"
@@ -80,6 +79,15 @@ class Proposals:
             message = f"{log} is the study of other fields or values"
             raise wrong(message, "vary what it was begun with; or name another folder", "--vary")
         self.study.set_user_attr(SPACE, own)
+
+    def _require_ours(self) -> None:
+        """Raises an error where a trial chose from other values, or of no value of a field."""
+        space = self._distributions()
+        for trial in self.study.trials:
+            if not trial.distributions.items() <= space.items():
+                raise ValueError(f"trial {trial.number} chose from other values")
+        for trial in self._trials():
+            self._values(trial.params)
 
     def done(self) -> list[dict[str, Any]]:
         """The values of the trials that an earlier start has told of."""

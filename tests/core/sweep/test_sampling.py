@@ -90,6 +90,7 @@ def test_a_study_with_a_deep_line_is_read_or_refused(tmp_path, line, depth):
     ("old", "new"),
     [
         ('"op_code":4', '"op_code":99'),
+        ("[0, 1]", "[1, 0]"),
         ('"param_name":"seed"', '"param_name":"sead"'),
         ('lr","param_value_internal":', 'lr","param_value_internal":"x","y":'),
     ],
