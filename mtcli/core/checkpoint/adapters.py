@@ -19,7 +19,7 @@ from mtcli.core.checkpoint.progress import progress_of
 from mtcli.core.checkpoint.reader import Adapters, Checkpoint, StoredTensor
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.schema import LoraConfig
+from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.mesh.adapters import LoraTarget, adapter_name, chosen_targets
 from mtcli.core.mesh.parameters import parameters, run_parameters
 from mtcli.core.mesh.sharding import Box
@@ -58,8 +58,8 @@ def with_base(own: Checkpoint, open_base: Open, moved_to: str | None = None) -> 
     MtcliError where it is gone or changed, or is of another model."""
     assert own.config is not None, "a run has a config"
     record = progress_of(own).base
-    names = [moved_to, own.config.train.init, record and record.path]
-    names = list(dict.fromkeys(name for name in names if name))
+    candidates = [moved_to, own.config.train.init, record.path if record else None]
+    names = list(dict.fromkeys(name for name in candidates if name))
     path = next((Path(name) for name in names if Path(name).exists()), None)
     if path is None:
         message = f"{own.folder} holds adapters of {' or '.join(names) or 'weights'}, which is gone"
@@ -71,11 +71,14 @@ def with_base(own: Checkpoint, open_base: Open, moved_to: str | None = None) -> 
         message += f"now {weights_hash(base)}"
         raise wrong(message, "put the weights back that they were trained on", "train.init")
     bare = own.config.model_copy(update={"lora": LoraConfig()})
-    return merged(own, base, own.config.lora, config=bare)
+    return merged(own, base, own.config.lora, bare)
 
 
-def merged(own: Checkpoint, base: Checkpoint, lora: LoraConfig, **changes: object) -> Checkpoint:
-    """The model of adapters and their base; each tensor keeps the base's dtype.
+def merged(
+    own: Checkpoint, base: Checkpoint, lora: LoraConfig, config: RunConfig | None = None
+) -> Checkpoint:
+    """The model of adapters and their base, with its run's `config`; each tensor keeps the base's
+    dtype.
 
     Raises MtcliError with every adapter that is missing, unknown or of another shape.
     """
@@ -89,10 +92,8 @@ def merged(own: Checkpoint, base: Checkpoint, lora: LoraConfig, **changes: objec
         targets = chosen_targets(name, model, lora)
         read = partial(_merged, adapters, name, targets) if targets else partial(base.read, name)
         tensors[name] = StoredTensor(base.dtype(name), base.shape(name), (), read)
-    tokenizer = own.tokenizer_folder or base.tokenizer_folder
-    return replace(
-        own, model=model, tensors=tensors, adapters=adapters, tokenizer_folder=tokenizer, **changes
-    )
+    found = replace(own, model=model, tensors=tensors, adapters=adapters, config=config)
+    return replace(found, tokenizer_folder=own.tokenizer_folder or base.tokenizer_folder)
 
 
 def require_adapters(own: Checkpoint, model: ModelConfig, lora: LoraConfig) -> None:

@@ -170,5 +170,5 @@ def _lora(path: Path, table: dict[str, Any]) -> LoraConfig:
     if problems:
         raise MtcliError(*problems)
     if table.get("use_rslora"):  # alpha / sqrt(rank) is another alpha / rank
-        alpha = alpha * rank**0.5
+        alpha = table["lora_alpha"] * table["r"] ** 0.5
     return LoraConfig(rank=rank, alpha=alpha, dropout=drop)
