@@ -53,23 +53,24 @@ def weights_hash(base: Checkpoint) -> str:
     return sampled_hash(sorted(base.folder / name for name in base.headers))
 
 
-def with_base(own: Checkpoint, open_base: Open, moved_to: str | None = None) -> Checkpoint:
+def with_base(own: Checkpoint, open_base: Open, moved_to: Path | None = None) -> Checkpoint:
     """The merged model of a run's adapters, whose base is looked for at `moved_to` first. Raises
     MtcliError where it is gone or changed, or is of another model."""
     assert own.config is not None, "a run has a config"
     record = progress_of(own).base
     candidates = [moved_to, own.config.train.init, record.path if record else None]
-    names = list(dict.fromkeys(name for name in candidates if name))
+    names = list(dict.fromkeys(str(name) for name in candidates if name))
     path = next((Path(name) for name in names if Path(name).exists()), None)
     if path is None:
         message = f"{own.folder} holds adapters of {' or '.join(names) or 'weights'}, which is gone"
-        hint = "put it back, or start where its path leads to it; train goes on with a base that"
-        raise wrong(message, f"{hint} has moved: --resume --set train.init=FOLDER", "train.init")
+        hint = "name the folder that it has moved to: --base FOLDER; of train, --resume "
+        raise wrong(message, f"{hint}--set train.init=FOLDER")
     base = base_of(open_base(path))
     if record is not None and weights_hash(base) != record.hash:
         message = f"{own.folder} holds adapters of {path} with the hash {record.hash}, and it has "
         message += f"now {weights_hash(base)}"
-        raise wrong(message, "put the weights back that they were trained on", "train.init")
+        hint = "they are for the weights that they were trained on: --base FOLDER names these; of "
+        raise wrong(message, f"{hint}train, --set train.init=FOLDER")
     bare = own.config.model_copy(update={"lora": LoraConfig()})
     return merged(own, base, own.config.lora, bare)
 
