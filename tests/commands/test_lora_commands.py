@@ -109,7 +109,7 @@ OPENING = {  # what opens a checkpoint, by the words before and behind it
 
 
 @pytest.mark.parametrize("kind", ["run", "peft"])
-def test_adapters_whose_base_has_moved_are_opened_with_it(home, run, kind, tmp_path):
+def test_adapters_whose_base_has_moved_are_opened_with_it(home, run, kind, tmp_path, request):
     if not (home / "peft").exists():
         assert mtcli("shard", "run", "peft", "--to", "peft", folder=home).returncode == 0
     shutil.copytree(home / kind, tmp_path / kind)
@@ -117,7 +117,8 @@ def test_adapters_whose_base_has_moved_are_opened_with_it(home, run, kind, tmp_p
     if kind == "peft":  # a name of the hub, as peft writes it
         said = json.loads(config.read_text())
         config.write_text(json.dumps(said | {"base_model_name_or_path": "meta/llama"}))
-    shutil.copytree(home / "llama", tmp_path / "moved")
+    shutil.move(home / "llama", tmp_path / "moved")
+    request.addfinalizer(lambda: shutil.move(tmp_path / "moved", home / "llama"))
     save_model(tmp_path / "other", initializer_range=0.1)
     write_lines(tmp_path / "text.jsonl", [{"text": "12 plus 3 is 15"}])
     write_dataset(tmp_path / "data", documents(), "uint16")
@@ -131,7 +132,7 @@ def test_adapters_whose_base_has_moved_are_opened_with_it(home, run, kind, tmp_p
             done = in_process(*words, "--base", "other", folder=tmp_path)
             found = re.search(r"of other with the hash (\w+), and it has now (\w+)", done.stderr)
             assert done.returncode == 2 and found and found[1] != found[2], (name, done.stderr)
-            assert "--base names these" in done.stderr
+            assert "--base FOLDER names these" in done.stderr
         done = in_process(*words, "--base", "moved", folder=tmp_path)
         assert done.returncode == 0, (name, done.stderr)
         words = [*before, "moved", *behind, "--base", "moved"]
