@@ -46,8 +46,8 @@ bench-gpu: .venv/installed-test
 	$(INSTALL) -e '.[data,report]'
 	touch $@
 
-.venv/installed-test: .venv/made pyproject.toml constraints.txt
-	$(INSTALL) -e '.[test]'
+.venv/installed-test: .venv/made pyproject.toml fused/pyproject.toml constraints.txt
+	$(INSTALL) -e '.[test]' -e ./fused
 	touch $@ .venv/installed
 
 .venv/made:

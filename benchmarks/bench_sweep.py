@@ -17,8 +17,6 @@ which `--fused` overrides.
 """
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import subprocess
@@ -30,9 +28,9 @@ from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import torch
-from bench_fused_models import kib
 from plain_gpt import PlainGPT
 from progress import say
+from resident import peak_mib
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -277,7 +275,7 @@ def measure(args: argparse.Namespace) -> None:
             every[name] = make(configs, compiled, *more)
         best = in_turns(every, args.steps)
         for name, one in every.items():
-            row = {"B": count, "contender": name, "MiB": peak_mib(one)}
+            row = {"B": count, "contender": name, "MiB": one.state() / 2**20 + peak_mib(one.step)}
             print(json.dumps(row | dict(zip(("wall", "cpu"), best[name], strict=True))), flush=True)
             one.close()
 
@@ -334,16 +332,6 @@ def in_turns(every: dict[str, Any], steps: int) -> dict[str, tuple[float, float]
             if number > 1:  # the first ones allocate and compile
                 best[name] = tuple(map(min, best[name], (x / one.models for x in spent)))
     return best
-
-
-def peak_mib(one: Any) -> float:
-    """State, and what a step allocates above it at its peak."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
-    before = kib("VmRSS")
-    one.step()
-    return one.state() / 2**20 + (kib("VmHWM") - before) / 2**10
 
 
 def whole(args: argparse.Namespace, environ: dict[str, str]) -> None:

@@ -1,5 +1,6 @@
-"""Fuzzes a reader with atheris, guided by coverage: `python fuzz/fuzz.py READER [SECONDS]`.
+"""Fuzzes a reader with atheris, guided by coverage: `python fuzz/fuzz.py READER [OPTION]...`.
 
+Options are libFuzzer's, such as -runs=1000000 or -max_total_time=600; without any it runs for 60 s.
 The readers and the oracles that hold them are those of the property tests (tests/readers.py). What
 breaks one is written as `crash-...` in the working folder; put it into a test first, then mend it.
 Needs the `fuzz` extra. Without a reader it lists them.
@@ -18,16 +19,17 @@ with atheris.instrument_imports(include=["mtcli", "json", "tomllib"]):
 
 
 def main() -> None:
-    """Runs libFuzzer on one reader, from its valid files, for some seconds [60]."""
-    name, seconds = (*sys.argv[1:], "", "60")[:2] if len(sys.argv) < 3 else sys.argv[1:3]
+    """Runs libFuzzer on one reader, from its valid files."""
+    name, *options = sys.argv[1:] or [""]
     if name not in READERS:
         sys.exit(f"error: no reader {name!r}\n\nhint: one of {', '.join(READERS)}")
     folder, corpus = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp())
     check, seeds = READERS[name](folder)
     for number, seed in enumerate(seeds):
         (corpus / str(number)).write_bytes(seed)
-    limits = [f"-max_total_time={seconds}", "-max_len=20000", "-timeout=20", "-rss_limit_mb=4096"]
-    atheris.Setup([sys.argv[0], *limits, str(corpus)], lambda data: attempt(check, data))
+    limits = ["-max_len=20000", "-timeout=20", "-rss_limit_mb=4096"]
+    options = [*limits, *(options or ["-max_total_time=60"]), str(corpus)]
+    atheris.Setup([sys.argv[0], *options], lambda data: attempt(check, data))
     atheris.Fuzz()
 
 

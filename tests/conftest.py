@@ -45,11 +45,6 @@ def _torch_as_it_comes():
         products.set_bfloat16_in_float32(False)
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a CUDA device, and is skipped without one")
-    config.addinivalue_line("markers", "slow(reason): `make test` leaves it to `make test-all`")
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A file's tests share its fixtures, and so a process; in parity those of a model its one-rank

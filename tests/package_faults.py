@@ -10,15 +10,30 @@ class Fault(NamedTuple):
     """One line of the package made wrong, and the test that sees it."""
 
     what: str
-    file: str  # under mtcli
+    file: str  # under mtcli, or of fused/
     old: str
     new: str
-    seen_by: str  # a pytest node, under tests
+    seen_by: str  # a pytest node, under tests, or of fused/
 
     @property
     def room(self):
         """The folder under mtcli/core, or beside it."""
         return self.file.removeprefix("core/").rpartition("/")[0] or "cli"
+
+    @property
+    def path(self):
+        """The file from the project's folder."""
+        return under("mtcli", self.file)
+
+    @property
+    def test(self):
+        """The node of `seen_by` from the project's folder."""
+        return under("tests", self.seen_by)
+
+
+def under(folder, name):
+    """A path from the project's folder on, of a name in a folder or in fused/."""
+    return name if name.startswith("fused/") else f"{folder}/{name}"
 
 
 # fmt: off
@@ -286,15 +301,16 @@ PACKAGE_FAULTS = [
         "merged[-1] = (merged[-1][0], end)",
         "core/profile/test_trace.py::test_a_union_covers_the_same_points_once"),
     Fault("the last ops: of a long schedule", "core/profile/render/charts.py",
-        "key=lambda row: row[1].start)[:MOST_SPANS]", "key=lambda row: row[1].start)[-MOST_SPANS:]",
+        "key=lambda row: row[1].start)[:most]",
+        "key=lambda row: row[1].start)[-(most or 0) :]",
         "core/profile/test_charts.py::test_of_a_long_schedule_the_first_ops_are_drawn"),
     Fault("beyond the process: kinds that are not named", "core/profile/render/charts.py",
-        'sizes["process"] - sum(kinds), sizes["process"]]', 'sizes["process"], sizes["process"]]',
+        "heights = [*parts, total - sum(parts), total]", "heights = [*parts, total, total]",
         "core/profile/test_charts.py::test_the_waterfall_rises_kind_by_kind_to_the_process"),
     Fault("rows for columns: validation losses at their number, not their step",
         "core/profile/render/charts.py",
-        'line = go.Scatter(x=valid["steps"], y=valid["values"]',
-        'line = go.Scatter(x=list(range(len(valid["steps"]))), y=valid["values"]',
+        'axes.plot(valid[name]["steps"], _gaps(valid[name]), "o-", **look)',
+        'axes.plot(_gaps(valid[name]), "o-", **look)',
         "core/profile/test_charts.py::test_the_curves_are_drawn_where_they_are_told"),
     Fault("missing fsync: a file that is written aside", "core/runtime/atomic_writes.py",
         "            os.fsync(file.fileno())\n        temporary.replace(path)",
@@ -342,18 +358,18 @@ PACKAGE_FAULTS = [
         "core/sweep/sampling.py",
         "self.sampling.seed + len(self.study.trials)", "self.sampling.seed",
         "core/sweep/test_sampling.py::test_what_was_asked_and_not_told_is_proposed_again"),
-    Fault("mean over the models: a fused loss", "core/sweep/fused/losses.py",
+    Fault("mean over the models: a fused loss", "fused/mtcli_fused/losses.py",
         "/ counted.flatten(1).sum(1)", "/ counted.sum()",
-        "core/sweep/fused/test_fused_training.py::test_cross_entropy_is_that_of_each_model_"
+        "fused/tests/test_fused_training.py::test_cross_entropy_is_that_of_each_model_"
         "whatever_it_ignores"),
-    Fault("clipped together: the largest norm of all models", "core/sweep/fused/gradients.py",
+    Fault("clipped together: the largest norm of all models", "fused/mtcli_fused/gradients.py",
         "factors = (limits / (norms + 1e-6))", "factors = (limits / (norms.max() + 1e-6))",
-        "core/sweep/fused/test_fused_training.py::test_gradients_are_clipped_to_each_models_norm"),
+        "fused/tests/test_fused_training.py::test_gradients_are_clipped_to_each_models_norm"),
     Fault("touched: a model that is not active has its update counted",
-        "core/sweep/fused/optimizers.py",
+        "fused/mtcli_fused/optimizers.py",
         "            if flags[b] and parameters[b]:\n                self.counts[b] += 1\n",
         "            self.counts[b] += 1\n            if flags[b] and parameters[b]:\n",
-        "core/sweep/fused/test_fused_training.py::test_an_inf_or_nan_of_one_model_never_touches_"
+        "fused/tests/test_fused_training.py::test_an_inf_or_nan_of_one_model_never_touches_"
         "another"),
     Fault("first of a step is added: gradients of the last step stay", "core/sync/all_reduce.py",
         "(target.copy_ if first else target.add_)(grad.reshape(target.shape))",

@@ -23,7 +23,7 @@ BROKEN = 70  # the exit code of a fork that could not run its tests
 def main(words):
     """Prints a row for each fault of the package, and what its test said to stderr."""
     faults = [f for f in PACKAGE_FAULTS if not words or any(w in f.file + f.what for w in words)]
-    tests = list(dict.fromkeys(fault.seen_by for fault in faults))
+    tests = list(dict.fromkeys(fault.test for fault in faults))
     with copied() as folder:
         code, output, total = tested(folder, tests)
     assert code == 0, f"red without a fault:\n{output}"
@@ -31,8 +31,8 @@ def main(words):
     print("| room | fault | one line made wrong | seen by | | seconds |")
     print("|---|---|---|---|---|---|")
     for fault in faults:
-        with copied(fault.file, fault) as folder:
-            code, output, seconds = tested(folder, [fault.seen_by], "-x")
+        with copied(fault.path, fault) as folder:
+            code, output, seconds = tested(folder, [fault.test], "-x")
         assert code in (0, 1), output
         total += seconds
         survived += [] if code else [fault.what]
@@ -45,11 +45,12 @@ def main(words):
 
 @contextmanager
 def copied(file="", fault=None):
-    """A folder with a copy of the package, and in its file the fault, where there is one."""
+    """A folder with a copy of both packages, and in its file the fault, where there is one."""
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
-        shutil.copytree(ROOT / "mtcli", Path(folder) / "mtcli")
+        for package in ("mtcli", "fused/mtcli_fused"):
+            shutil.copytree(ROOT / package, Path(folder) / package)
         if fault:
-            path = Path(folder) / "mtcli" / file
+            path = Path(folder) / file
             text = path.read_text()
             assert text.count(fault.old) == 1, f"{file}: {fault.old}"
             path.write_text(text.replace(fault.old, fault.new))
@@ -57,7 +58,7 @@ def copied(file="", fault=None):
 
 
 def tested(folder, tests, *options):
-    """(exit code, output, processor seconds) of tests with the copy of the package in a folder.
+    """(exit code, output, processor seconds) of tests with the copies of packages in a folder.
 
     They run in a fork of this process, which has imported what is large and nothing of mtcli.
     """
@@ -74,9 +75,10 @@ def tested(folder, tests, *options):
                 for descriptor in (1, 2):
                     os.dup2(file.fileno(), descriptor)
                 os.chdir(folder)  # not ROOT, which a forkserver would find first
-                os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(ROOT)])
-                sys.path[:] = [folder, *sys.path, str(ROOT)]
-                nodes = [str(ROOT / "tests" / test) for test in tests]
+                copies = [folder, f"{folder}/fused"]
+                os.environ["PYTHONPATH"] = os.pathsep.join([*copies, str(ROOT)])
+                sys.path[:] = [*copies, *sys.path, str(ROOT)]
+                nodes = [str(ROOT / test) for test in tests]
                 setup = ["-c", str(ROOT / "pyproject.toml"), "--tb=short"]
                 code = pytest.main([*setup, *options, *nodes])
                 sys.stdout.flush()

@@ -88,7 +88,7 @@ def try_rows(fault, numbers, table):
 
 def damage(fault, numbers):
     """{row number: its Differences, or None where it fails} with a fault planted."""
-    with copied("core/" + fault.file, fault) as folder:
+    with copied("mtcli/core/" + fault.file, fault) as folder:
         command = [sys.executable, __file__, "--on", folder, *map(str, numbers)]
         environ = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=folder, env=environ, stdout=subprocess.PIPE, check=True)

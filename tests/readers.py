@@ -13,7 +13,9 @@ import json
 import lzma
 import struct
 import tomllib
+from functools import lru_cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from indexed_dataset import write_dataset
@@ -24,6 +26,7 @@ from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.safetensors_file import encode_header, read_header
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.loading import load_config
+from mtcli.core.data.compressed import MAX_XZ_BYTES
 from mtcli.core.data.documents import DAMAGED, Bad, Reading, read_documents
 from mtcli.core.data.indexed import Indexed, describe, max_token_id
 from mtcli.core.data.samples import Samples, build_samples, load_kept
@@ -31,13 +34,17 @@ from mtcli.core.data.sources import FileRange, find_sources
 from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer
 from mtcli.core.data.workspace import Workspace
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer, eval_tokenizer
+from mtcli.core.evaluate.tasks import items
 from mtcli.core.evaluate.tasks.choice import prepare_task
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.task_file import load_task
 from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
 from mtcli.core.inference.model import end_ids
 from mtcli.core.profile.finished_run import read_run, summary_of
+from mtcli.core.runtime import sandbox
 from mtcli.core.runtime.work_folder import WorkFolder
+from mtcli.core.sweep.sampling import Proposals, SamplingPlan
+from mtcli.core.sweep.trials import Range, Varied
 
 TOKENS = b"\x01\x00\x02\x00\x03\x00\x04\x00"
 MODEL_TOML = b"""seed = 3
@@ -68,6 +75,8 @@ STEP = {"step": 1, "loss": 2.5, "grad_norm": 1.0, "lr": 0.1, "step_seconds": 0.5
 STEP |= {"tokens_per_second": 64.0, "mfu": 0.01, "consumed_samples": 4, "skipped": False}
 RACE = {"article": "a b", "questions": ["q  _  .", "r"], "answers": ["A", "D"]}
 RACE |= {"options": [["a", "b", "c", "d"], ["e", "f", "g", "h"]]}
+# Padding, and an lzma stream behind an empty one: of zeros, and of too large a dictionary.
+XZ_SEEDS = [lzma.compress(b"x") + bytes(4), bytes(41), bytes(18) + b"]\0\0\0@" + bytes(8)]
 BYTES = EvalTokenizer(lambda text: list(text.encode()), 256)
 
 
@@ -77,6 +86,33 @@ def attempt(check, data):
         check(data)
     except MtcliError as error:
         assert str(error).startswith("error: ")
+
+
+class InProcess:
+    """A sandbox's program, run in this process by the same JSON: a process takes 65 ms to start.
+
+    Without limits, so only for the templates of our own tasks.
+    """
+
+    def __init__(self, name, build, *arguments):
+        self._work = _program(build, json.dumps(arguments))
+
+    def ask(self, request):
+        self._request = sandbox._encoded(request)
+
+    def answer(self):
+        answer = self._work(sandbox._decoded(self._request))
+        return sandbox._decoded(sandbox._encoded(answer))
+
+
+@lru_cache
+def _program(build, arguments):
+    return build(*json.loads(arguments))
+
+
+def _prepared(task, path):
+    with patch.object(items, "Sandbox", InProcess):
+        return prepare_task(task, path, BYTES, TaskOptions(32))
 
 
 def idx(folder):
@@ -266,7 +302,7 @@ def text(folder):
     return check, [b"a\nb\n\nc \xc3\xa9\r\n\r\nd", b"\xef\xbb\xbfx"]
 
 
-def compressed(suffix, compress, decompress):
+def compressed(suffix, compress, decompress, *seeds):
     """Lines of JSON under a compression, against the package's own decompressor."""
 
     def reader(folder):
@@ -274,9 +310,23 @@ def compressed(suffix, compress, decompress):
             found = _texts(folder, f"x.jsonl{suffix}", data)
             assert found == _texts(folder, "x.jsonl", decompress(data))
 
-        return check, [compress(b'{"text": "a"}\n' * 3), compress(b"")]
+        return check, [compress(b'{"text": "a"}\n' * 3), compress(b""), *seeds]
 
     return reader
+
+
+def _xz(data):
+    """Streams with zeros between them, as xz pads them; Python takes these for an lzma stream."""
+    contents = b""
+    while data:
+        decoder = lzma.LZMADecompressor(memlimit=MAX_XZ_BYTES)
+        try:
+            contents += decoder.decompress(data)
+        except lzma.LZMAError:
+            break  # no stream
+        assert decoder.eof
+        data = decoder.unused_data.lstrip(b"\0")
+    return contents
 
 
 def _zst(data, compress=True):
@@ -409,23 +459,27 @@ def tokenizer_config(folder):
 
 def lambada(folder):
     """LAMBADA's passages, one to a line."""
+    task = load_task("lambada")
 
     def check(data):
         (folder / "x.jsonl").write_bytes(data)
-        found = prepare_task(load_task("lambada"), folder / "x.jsonl", BYTES, TaskOptions(32))
-        lines = [line for line in data.decode().replace("\r\n", "\n").split("\n") if line.strip()]
+        found = _prepared(task, folder / "x.jsonl")
+        decoded = data.decode("utf-8-sig").replace("\r\n", "\n")
+        lines = [line for line in decoded.split("\n") if line.strip()]
         assert found.num_items == len(lines) == len(found.requests)
 
-    return check, [b'{"text": "one two"}\n{"text": "three four five"}\n']
+    lines = b'{"text": "one two"}\n{"text": "three four five"}\n'
+    return check, [lines, b"\xef\xbb\xbf\n" + lines]
 
 
 def race(folder):
     """An article of RACE."""
+    task = load_task("race")
     (folder / "high").mkdir()
 
     def check(data):
         (folder / "high" / "1.txt").write_bytes(data)
-        found = prepare_task(load_task("race"), folder, BYTES, TaskOptions(32))
+        found = _prepared(task, folder)
         assert (found.num_items, len(found.requests)) == (1, 4)
         assert {type(json.loads(data)[key]) for key in ("questions", "options")} == {list}
 
@@ -438,10 +492,10 @@ def wikitext(folder):
     def check(data):
         (folder / "x.test.tokens").write_bytes(data)
         found = prepare_wikitext(folder, BYTES, TaskOptions(32))
-        decoded = data.decode().replace("\r\n", "\n").strip()
+        decoded = data.decode("utf-8-sig").replace("\r\n", "\n").strip()
         assert found.num_items == len(decoded.split(" "))
 
-    return check, [b" = A = \n\n b c @-@ d , e\n"]
+    return check, [b" = A = \n\n b c @-@ d , e\n", b"\xef\xbb\xbf \x00\x00"]
 
 
 def cache(folder):
@@ -457,7 +511,8 @@ def cache(folder):
         found = load_kept(folder, Samples)
         assert found is None or found.rows.shape[1] == 2
 
-    return check, [seeds[1]]
+    # NumPy parses such a type as Python.
+    return check, [seeds[1], seeds[1].replace(b"'<i4'", b"'01,'").replace(b"'<i8'", b"'01,'")]
 
 
 def journal(folder):
@@ -476,6 +531,26 @@ def journal(folder):
     return check, ["".join(json.dumps(line) + "\n" for line in lines).encode()]
 
 
+def study(folder):
+    """Optuna's log of a sweep; of its trials each was created by a line, and none twice."""
+    options = [Varied("optimizer.lr", (), Range(1e-4, 0.1, False)), Varied("seed", (3, 4))]
+    sampling = SamplingPlan("random", options, 5, seed=1)
+
+    def check(data):
+        (folder / "optuna.log").write_bytes(data)
+        proposals = Proposals(sampling, folder)
+        assert len(proposals.study.trials) <= data.count(b"op_code")
+        numbers, values = zip(*proposals.ask(5) or [(0, {"seed": 3})], strict=True)
+        assert len({*numbers}) == len(numbers) <= 5
+        assert {one["seed"] for one in [*values, *proposals.done()]} <= {3, 4}
+
+    proposals = Proposals(sampling, folder)
+    (first, _), (second, _), _ = proposals.ask(3)
+    proposals.tell(first, 2.5)
+    proposals.tell(second, None)
+    return check, [(folder / "optuna.log").read_bytes()]
+
+
 READERS = {
     "idx": idx,
     "safetensors": safetensors,
@@ -487,7 +562,7 @@ READERS = {
     "jsonl": jsonl,
     "text": text,
     "gz": compressed(".gz", gzip.compress, gzip.decompress),
-    "xz": compressed(".xz", lzma.compress, lzma.decompress),
+    "xz": compressed(".xz", lzma.compress, _xz, *XZ_SEEDS),
     "bz2": compressed(".bz2", bz2.compress, bz2.decompress),
     "zst": compressed(".zst", _zst, lambda data: _zst(data, compress=False)),
     "parquet": parquet,
@@ -502,4 +577,5 @@ READERS = {
     "wikitext": wikitext,
     "cache": cache,
     "journal": journal,
+    "study": study,
 }

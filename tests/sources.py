@@ -1,4 +1,4 @@
-"""The source files of the package, each of which is parsed once for all tests of a process."""
+"""The source files of both packages, each of which is parsed once for all tests of a process."""
 
 import ast
 from functools import cache
@@ -7,6 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mtcli"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+FUSED = sorted((ROOT / "fused" / "mtcli_fused").rglob("*.py"))  # which stands on it
 
 
 @cache

@@ -14,7 +14,7 @@ from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 
 from ranks import run_ranks
-from sources import PACKAGE, ROOT, SOURCES, last_name, nodes
+from sources import FUSED, ROOT, SOURCES, last_name, nodes
 from words import RETIRED, RETIRED_NAMES, places, words_of
 
 BROUGHT = {"triton", "pydantic_core", "huggingface_hub"}  # by torch, pydantic and tokenizers
@@ -119,6 +119,12 @@ def test_imports_follow_the_arrows():
         allowed = ARROWS[here] | {here}
         against += [f"{module_name(path)}: {name}" for name in ours if room(name) not in allowed]
     assert against == []
+
+
+def test_fused_stands_on_three_folders_of_the_package():
+    """That no folder stands on it follows from the packages that are declared."""
+    ours = {n for path in FUSED for n in imports(path) if n.startswith("mtcli.")}
+    assert {room(name) for name in ours} == {"config", "kernels", "optim"}
 
 
 def test_every_folder_has_a_row_and_the_rows_make_no_circle():
@@ -235,7 +241,7 @@ def _in_circles(graph):
 
 def test_a_class_name_means_one_thing():
     homes = defaultdict(set)
-    for path in SOURCES:
+    for path in [*SOURCES, *FUSED]:
         for node in nodes(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].add(module_name(path))
@@ -264,7 +270,7 @@ def test_a_bar_of_progress_is_made_in_one_place():
 
 
 def test_files_are_named_after_ideas():
-    names = {path.stem for path in SOURCES}
+    names = {path.stem for path in [*SOURCES, *FUSED]}
     assert not names & {"utils", "util", "helpers", "misc", "common"}
 
 
@@ -283,7 +289,7 @@ def test_a_name_is_split_into_its_words():
 
 
 def test_test_files_have_distinct_names():
-    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    names = Counter(path.name for path in ROOT.rglob("tests/**/test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
 
@@ -324,7 +330,8 @@ RUNNING |= {"send_object_list", "recv_object_list"}  # of torch.distributed: the
 ALLOWING = {"allow_pickle", "weights_only", "trust_remote_code"}
 # A source that may, and why nothing of a stranger's can run there: path -> reason.
 MAY_UNPICKLE = {
-    "core/curate/ray_cluster.py": "what our own driver sent, by a cluster that runs our code"
+    "core/curate/ray_cluster.py": "what our own driver sent, by a cluster that runs our code",
+    "core/checkpoint/megatron/torch_save.py": "names become records; nothing is imported or called",
 }
 
 
@@ -378,9 +385,10 @@ def opened_by_name(nodes):
 
 
 def found_by(search):
-    """What a search finds in the sources of the package, by file."""
-    found = {str(path.relative_to(PACKAGE)): list(search(nodes(path))) for path in SOURCES}
-    return {name: calls for name, calls in found.items() if any(calls)}
+    """What a search finds in the sources of both packages, by file."""
+    found = {path: list(search(nodes(path))) for path in [*SOURCES, *FUSED]}
+    paths = [path for path, calls in found.items() if any(calls)]
+    return {str(path.relative_to(ROOT)).removeprefix("mtcli/"): found[path] for path in paths}
 
 
 def test_no_source_unpickles_evaluates_or_unpacks():

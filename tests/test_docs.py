@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Pages whose commands `make test` runs.
 QUICK = ("config.md", "generate.md", "tasks.md")
-FOLDERS = ("mtcli", "tests", "benchmarks", "scripts", "fuzz")
+FOLDERS = ("mtcli", "tests", "benchmarks", "scripts", "fuzz", "fused")
 CODE = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
 NAMES = [f"/{path.relative_to(ROOT)}" for path in CODE]
 MAKE_TINY = (
@@ -164,7 +164,7 @@ THEIRS = {"_fsdp_collectives.py", "_fsdp_param_group.py", "preprocess_data.py", 
 THEIRS |= {"sitecustomize.py"}
 # What a name may begin with: the docs name files of the package from any of these folders on.
 BASES = ("", "mtcli/", "mtcli/core/", "docs/")
-PLACES = r"`((?:mtcli|core|tests|benchmarks|scripts|fuzz|docs|spec|cost|report)/[\w/.*-]*)`"
+PLACES = r"`((?:mtcli|core|tests|benchmarks|scripts|fuzz|fused|docs|spec|cost|report)/[\w/.*-]*)`"
 
 
 def files_named(text):

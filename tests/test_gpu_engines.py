@@ -155,7 +155,7 @@ def test_a_gpu_generates_as_a_cpu_does(tmp_path):
 
 
 def test_a_profile_on_a_gpu_attributes_the_step_and_writes_its_page(tmp_path):
-    pytest.importorskip("plotly")
+    pytest.importorskip("matplotlib")
     small = ["--set", "model.num_layers=2", "--set", "model.hidden_size=64"]
     small += ["--set", "train.device=cuda", "--steps", "3", "--warmup", "1"]
     mtcli(tmp_path, "profile", "tiny", *small, "--report", "r.html", "--json", "r.json")

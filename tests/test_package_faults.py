@@ -13,15 +13,15 @@ ROOT = Path(__file__).parent.parent
 
 def test_each_fault_s_line_is_in_the_source_once():
     for fault in PACKAGE_FAULTS:
-        text = (ROOT / "mtcli" / fault.file).read_text()
+        text = (ROOT / fault.path).read_text()
         assert text.count(fault.old) == 1 and fault.new != fault.old, fault.what
         compile(text.replace(fault.old, fault.new), fault.file, "exec")
 
 
 def test_the_test_that_sees_each_is_there():
     for fault in PACKAGE_FAULTS:
-        file, _, test = fault.seen_by.partition("::")
-        nodes = ast.parse((ROOT / "tests" / file).read_text()).body
+        file, _, test = fault.test.partition("::")
+        nodes = ast.parse((ROOT / file).read_text()).body
         assert test in {getattr(node, "name", "") for node in nodes}, fault.seen_by
 
 

@@ -13,7 +13,7 @@ def test_each_promise_names_tests_that_are_in_the_suite():
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", table, re.MULTILINE)
     assert len(rows) >= 25
     for promise, proof in rows:
-        names = re.findall(r"`(tests/[\w/]*(?:/|test_\w+\.py))`", proof)
+        names = re.findall(r"`((?:fused/)?tests/[\w/]*(?:/|test_\w+\.py))`", proof)
         assert names, f"{promise} names no test"
         assert [name for name in names if not (ROOT / name).exists()] == []
 

@@ -13,7 +13,7 @@ import re
 import sys
 from collections import Counter
 
-from sources import ROOT, SOURCES, nodes
+from sources import FUSED, ROOT, SOURCES, nodes
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -145,7 +145,7 @@ def places(word):
     pattern = re.compile(rf"\b{IRREGULAR.get(word, word + r'(?:s|es)?')}\b", re.IGNORECASE)
     allowed = [re.compile(text, re.IGNORECASE) for retired, text in ALLOWED if retired == word]
     found = []
-    for path in [*SOURCES, *(PAGES if word in RETIRED else [])]:
+    for path in [*SOURCES, *FUSED, *(PAGES if word in RETIRED else [])]:
         if path.suffix == ".py" and room(path) not in ONLY_IN.get(word, (room(path),)):
             continue
         texts = names_in(path) if path.suffix == ".py" else []

@@ -32,7 +32,7 @@ PARTS = {
     "gpt2": ["bench_step.py", "--only", "gpt2-124m", "gpt2-355m", "--contenders", "hf"],
     "kernels": ["bench_kernels.py", "--tune"],
     "step": ["bench_step.py"],
-    "fused": ["../bench_fused_models.py"],
+    "fused": ["../../fused/benchmarks/bench_fused_models.py"],
 }
 SHARES = {
     "gpt2": 1 / 3,
@@ -89,8 +89,9 @@ def ship(results: Path, file: Path) -> None:
 
 
 def run(command: list[str], budget: float) -> int:
-    """The exit code of a script, which finds mtcli beside it even where it is not installed."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    """The exit code of a script, which finds our packages even where they are not installed."""
+    ours = [str(ROOT), str(ROOT / "fused")]
+    path = os.pathsep.join([*ours, os.environ.get("PYTHONPATH", "")])
     script, *flags = command
     words = [sys.executable, str(HERE / script), *flags, "--budget", f"{max(budget, 0.0):.0f}"]
     process = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": path})

@@ -118,7 +118,7 @@ def _require_outputs(trace: str | None, report: str | None, plot: str | None) ->
         require_writable(trace, "--trace", (".json",))
     if report:
         require_writable(report, "--report", (".html",))
-        require_extra("plotly", "--report")
+        require_extra("matplotlib", "--report")
     if plot:
         require_picture(plot, "--plot")
 

@@ -10,6 +10,7 @@ import lzma
 import zlib
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
@@ -89,8 +90,15 @@ def _zst(file: IO[bytes], path: str) -> Iterator[bytes]:
                 while size:
                     size -= len(_exactly(file, min(size, PIECE_BYTES)))
                 continue
+            parts, count = _frame(magic, file), 0
+            header = next(parts)
             decoder = zstandard.ZstdDecompressor().decompressobj()
-            yield from map(decoder.decompress, _frame(magic, file))
+            for data in map(decoder.decompress, chain([header], parts)):
+                yield data
+                count += len(data)
+            # The decoder compares them too, but not after a last block of 0 bytes.
+            if (size := zstandard.frame_content_size(header)) not in (-1, count):
+                raise OSError(f"a frame of {count} bytes, and its header says {size}")
     except zstandard.ZstdError as error:
         raise OSError(str(error)) from None
 

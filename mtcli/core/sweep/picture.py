@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtcli.core.runtime.atomic_writes import aside
+from mtcli.core.profile.render.drawing import Chart, save
 from mtcli.core.sweep.record import TrialRecord
 
 if TYPE_CHECKING:
@@ -13,28 +14,21 @@ if TYPE_CHECKING:
 
 NAME = "sweep.png"
 SMOOTHED = 50  # means that a curve is drawn from, at most
-COLUMNS = 3
+WIDTH, HEIGHT, COLUMNS = 5.2, 4.0, 3  # inches of a panel, and panels in a row
 MOST_TICKS = 5  # of an axis that names each value
 
 
 def save_picture(target: Path, records: Sequence[TrialRecord], fields: Sequence[str]) -> None:
     """Draws trials that have any loss, and a panel for each field that has several values; needs
     the `report` extra."""
-    from matplotlib.figure import Figure
-
-    shown = [record for record in records if record.losses]
+    ranked = sorted((record for record in records if record.losses), key=lambda r: r.order)
     fields = [name for name in fields if len({r.trial.values.get(name) for r in records}) > 1]
-    panels = 1 + len(fields)
-    columns = min(COLUMNS, panels)
-    lines = -(-panels // columns)
-    figure = Figure(figsize=(5.2 * columns, 4.0 * lines), layout="constrained")
-    axes = [figure.add_subplot(lines, columns, index + 1) for index in range(panels)]
-    ranked = sorted(shown, key=lambda record: record.order)
-    _curves(axes[0], ranked)
-    for panel, field in zip(axes[1:], fields, strict=True):
-        _against(panel, ranked, field, joined=len(fields) == 1)
-    with aside(target) as path:
-        figure.savefig(path, dpi=110)
+    charts = [Chart(HEIGHT, partial(_curves, ranked=ranked), "curves, the best dark")]
+    for field in fields:
+        draw = partial(_against, ranked=ranked, field=field, joined=len(fields) == 1)
+        charts.append(Chart(HEIGHT, draw))
+    columns = min(COLUMNS, len(charts))
+    save(target, charts, columns, WIDTH * columns)
 
 
 def _curves(axes: "Axes", ranked: Sequence[TrialRecord]) -> None:
@@ -51,9 +45,8 @@ def _curves(axes: "Axes", ranked: Sequence[TrialRecord]) -> None:
     if finite:  # what is above the start by more leaves the picture
         axes.set_ylim(min(finite) * 0.98, min(max(finite), 1.08 * highest) * 1.02)
     axes.set(xlabel="step", ylabel="training loss")
-    axes.set_title("curves, the best dark", loc="left", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8)
+    axes.legend(handles[::-1], labels[::-1])
 
 
 def _against(axes: "Axes", ranked: Sequence[TrialRecord], field: str, joined: bool) -> None:
@@ -78,7 +71,7 @@ def _against(axes: "Axes", ranked: Sequence[TrialRecord], field: str, joined: bo
         top = max(scores, default=1.0)
         axes.plot(diverged, [top] * len(diverged), "x", color="#d62728", label="diverged")
     if ended or diverged:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend()
     if numeric and order and _spans_decades(order):
         axes.set_xscale("log")
     if not numeric or len(order) <= MOST_TICKS:

@@ -62,20 +62,32 @@ class Proposals:
         self.sampling = sampling
         self.sampler = getattr(optuna.samplers, SAMPLERS[sampling.sampler])
         log, about = output / NAME, {"study_name": STUDY, "direction": "minimize"}
+        varied = sorted(sampling.varied, key=lambda one: one.field)
+        own = json_text({one.field: list(one.range or one.values) for one in varied})
         try:
             _drop_cut_line(log)
             storage = JournalStorage(JournalFileBackend(str(log)))
             self.study = optuna.create_study(storage=storage, load_if_exists=True, **about)
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            space = self.study.user_attrs.get(SPACE, own)
+            if space == own:
+                self._require_ours()
+        except Exception as error:  # Optuna checks no line of a log: any error of its reader
+            why = str(error) or type(error).__name__
             hint = "remove it, and a new study begins; or name another folder"
-            raise wrong(f"{log} is no study of Optuna's: {error}", hint, "--output") from None
-        varied = sorted(sampling.varied, key=lambda one: one.field)
-        space = {one.field: list(one.range or one.values) for one in varied}
-        own = json_text(space)
-        if self.study.user_attrs.get(SPACE, own) != own:
+            raise wrong(f"{log} is no study of Optuna's: {why}", hint, "--output") from None
+        if space != own:
             message = f"{log} is the study of other fields or values"
             raise wrong(message, "vary what it was begun with; or name another folder", "--vary")
         self.study.set_user_attr(SPACE, own)
+
+    def _require_ours(self) -> None:
+        """Raises an error where a trial chose from other values, or of no value of a field."""
+        space = self._distributions()
+        for trial in self.study.trials:
+            if not trial.distributions.items() <= space.items():
+                raise ValueError(f"trial {trial.number} chose from other values")
+        for trial in self._trials():
+            self._values(trial.params)
 
     def done(self) -> list[dict[str, Any]]:
         """The values of the trials that an earlier start has told of."""

@@ -71,6 +71,16 @@ def test_of_a_damaged_archive_what_ends_before_the_damage_is_read(tmp_path, suff
     assert read(whole) == read(whole, cuttable=False) == [bad]
 
 
+@pytest.mark.parametrize(("size", "blocks"), [(1, b""), (4, b"\x18\0\0abc")])
+def test_a_frame_of_zstandard_holds_as_much_as_its_header_says(tmp_path, size, blocks):
+    """Fed a block at a time, the library compares them only where the last block is not empty."""
+    path, empty = tmp_path / "a.txt.zst", b"\x01\0\0"
+    for number, kind in ((size, Bad), (len(blocks[3:]), Text)):
+        path.write_bytes(b"(\xb5/\xfd\x20" + bytes([number]) + blocks + empty)
+        (found,) = read(path)
+        assert isinstance(found, kind), found
+
+
 def test_of_a_truncated_gzip_file_no_line_before_the_damage_is_lost(tmp_path):
     lines = b"".join(json.dumps({"text": os.urandom(99).hex()}).encode() + b"\n" for _ in range(99))
     path = tmp_path / "a.jsonl.gz"
@@ -203,6 +213,27 @@ def test_parquet_rows_are_documents(tmp_path):
         (tmp_path / "a.parquet").write_bytes(data)
         (bad,) = read(tmp_path / "a.parquet")
         assert (bad.line, bad.kind) == (0, documents.DAMAGED)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        (b"\x18\x04text", b"\x18\x04t\xff\xfet", "utf-8"),
+        # Of no missing values, so of other sizes: pyarrow's facts of such a column end the process.
+        (b"%\x02\x18\x04text", b"%\x00\x18\x04text", "size mismatch"),
+    ],
+)
+def test_damaged_facts_of_a_column_are_damage(tmp_path, old, new, reason):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"]}), path, store_schema=False)
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new))
+    (bad,) = read(path)
+    assert (bad.line, bad.kind) == (0, documents.DAMAGED) and reason in bad.reason
 
 
 def test_rows_of_parquet_that_python_cannot_hold_are_bad(tmp_path):

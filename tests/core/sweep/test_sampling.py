@@ -10,6 +10,14 @@ from mtcli.core.sweep.trials import SweepSpace
 optuna = pytest.importorskip("optuna")
 
 
+OF = '"worker_id": "w", "study_id": 0, "trial_id": 1'
+DEEP = [
+    f'{{"op_code": 2, {OF}, "user_attr": {{"x": @}}}}',  # of the study
+    f'{{"op_code": 8, {OF}, "user_attr": {{"x": @}}}}',  # of a trial
+    f'{{"op_code": 9, {OF}, "system_attr": {{"x": @}}}}',
+]
+
+
 def proposals(folder, trials, seed="seed=3,4"):
     space = SweepSpace(str(write_run(folder)), [], folder / "out")
     fields = ("optimizer.lr=1e-4..1e-1", "optimizer.warmup_steps=0..5", seed)
@@ -62,4 +70,34 @@ def test_a_study_whose_last_line_was_cut_goes_on_without_it(tmp_path, left):
 def test_a_damaged_study_is_refused(tmp_path, text):
     (tmp_path / "optuna.log").write_text(text)
     with pytest.raises(MtcliError, match="is no study of Optuna's"):
+        proposals(tmp_path, 5)
+
+
+@pytest.mark.parametrize("depth", [100, 600, 900, 100_000])  # read; copied; parsed, at most
+@pytest.mark.parametrize("line", ["[@]", *DEEP])
+def test_a_study_with_a_deep_line_is_read_or_refused(tmp_path, line, depth):
+    proposals(tmp_path, 5).ask(2)
+    with (tmp_path / "optuna.log").open("a") as log:
+        log.write(line.replace("@", "[" * depth + "]" * depth) + "\n")
+    if depth == 100 and line in DEEP:
+        assert len(proposals(tmp_path, 5).ask(5)) == 5
+    else:
+        with pytest.raises(MtcliError, match="is no study of Optuna's: ."):
+            proposals(tmp_path, 5)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"op_code":4', '"op_code":99'),
+        ("[0, 1]", "[1, 0]"),
+        ('"param_name":"seed"', '"param_name":"sead"'),
+        ('lr","param_value_internal":', 'lr","param_value_internal":"x","y":'),
+    ],
+)
+def test_a_study_with_a_line_that_no_optuna_wrote_is_refused(tmp_path, old, new):
+    proposals(tmp_path, 5).ask(2)
+    log = tmp_path / "optuna.log"
+    log.write_text(log.read_text().replace(old, new))
+    with pytest.raises(MtcliError, match="is no study of Optuna's: ."):
         proposals(tmp_path, 5)

@@ -1,272 +1,348 @@
-"""Draws interactive charts as plotly figures, from the data of `--json` and from timelines.
+"""Draws profiles and finished runs as charts, from the data of `--json` and from timelines.
 
 In order: time of a step, the curves of a finished run, memory, and maps of ranks.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from itertools import accumulate
+from math import nan
+from typing import TYPE_CHECKING, Any
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
-from mtcli.core.profile.curves import CURVES, histogram
-from mtcli.core.profile.render.pictures import (
+from mtcli.core.profile.breakdown import KINDS as TIME_KINDS
+from mtcli.core.profile.curves import CURVES, Curve, histogram, thinned
+from mtcli.core.profile.render.drawing import (
     BLUE,
     DARK,
     GREEN,
-    LABELS,
-    MEMORY,
-    OPS,
+    LIGHT,
     ORANGE,
-    TIME,
-    memory_layers,
+    PINK,
+    TEAL,
+    WIDTH,
+    YELLOW,
+    Chart,
+    bars,
+    boxes,
+    legend_above,
+    name_ticks,
 )
-from mtcli.core.schedule.timeline import Timeline
+from mtcli.core.schedule.timeline import Span, Timeline
 
-MOST_SPANS = 6000  # bars that a browser draws and zooms without a pause
-MOST_NAMED = 400  # bars that have room for a name inside
-MOST_LABELLED = 256  # ranks; the map of a larger world tells a rank's place on hover only
-MOST_CELLS = 128  # rows of the matrix; of a larger world, ranks are added up in blocks
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OPS = {"F": BLUE, "B": ORANGE, "I": ORANGE, "W": TEAL}
+LABELS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+TIME = dict(zip(TIME_KINDS, (BLUE, ORANGE, PINK, LIGHT, GREEN, YELLOW, DARK), strict=True))
+MEMORY = {"weights": BLUE, "gradients": ORANGE, "optimizer": GREEN}
+MEMORY |= {"activations": PINK, "temporary": YELLOW, "other": LIGHT}
+MOST_SPANS = 4000  # boxes of a page: 1 MB
+MOST_LABELLED = 256  # ranks; the map of a larger world tells a rank's coordinates by its tip only
+MOST_CELLS = 64  # rows of the matrix; of a larger world, ranks are added up in blocks
 NEAR = 2.0  # times the process: a limit beyond that is told in words, not drawn
+LETTER = 0.075  # inches of a letter in a box
 MIB = 2**20
 STATE = ("weights", "gradients", "optimizer")
 KINDS = (*STATE, "activations")
 INNER = {"attention": ("dp", "cp", "tp_row", "tp"), "experts": ("edp", "ep", "etp")}
-HEAT = ((0.0, "rgba(128, 128, 128, 0.12)"), (1e-9, "#fde8a9"), (0.5, "#e6862a"), (1.0, "#7a1f10"))
-PLACES = ((0.0, "#cfe1f2"), (1.0, "#7fb0db"))  # dark text is read on all of them
+HEAT = ("#fde8a9", "#e6862a", "#7a1f10")
+COORDINATES = ("#cfe1f2", "#7fb0db")  # black text is read on all between them
 
 ChartRow = Mapping[str, Any]
 
 
-def _bar(
-    labels: Sequence[Any], values: Sequence[Any], color: str, hover: str, **more: Any
-) -> go.Bar:
-    """Draws bars upwards from their labels; with orientation="h", to the right."""
-    x, y = (values, labels) if more.get("orientation") == "h" else (labels, values)
-    return go.Bar(x=x, y=y, marker={"color": color}, hovertemplate=hover, **more)
-
-
-def gantt(timelines: Mapping[str, Timeline]) -> go.Figure:
+def gantt(timelines: Mapping[str, Timeline], most: int | None = None) -> Chart:
     """Draws the timelines' ops on one time axis: for each pipeline rank a row per timeline.
 
-    Of longer timelines the first MOST_SPANS ops by their start.
+    Of longer timelines the `most` first ops by their start.
     """
-    figure = go.Figure()
     ranks = max(timeline.num_ranks for timeline in timelines.values())
-    order = [f"rank {rank} {name}" for rank in range(ranks) for name in timelines]
-    rows = [(name, span) for name, timeline in timelines.items() for span in timeline.spans]
-    rows = sorted(rows, key=lambda row: row[1].start)[:MOST_SPANS]
-    for kind in sorted({span.op.kind for _, span in rows}, reverse=True):
-        drawn = [(name, span, span.end - span.start) for name, span in rows if span.op.kind == kind]
-        figure.add_bar(
-            orientation="h",
-            y=[f"rank {span.rank} {name}" for name, span, _ in drawn],
-            base=[span.start for _, span, _ in drawn],
-            x=[seconds for *_, seconds in drawn],
-            customdata=[(str(span.op), span.end, 1e3 * seconds) for _, span, seconds in drawn],
-            hovertemplate="%{customdata[0]}, %{y}<br>%{base:.5f} to %{customdata[1]:.5f} s: "
-            "%{customdata[2]:,.3f} ms",
-            name=LABELS[kind],
-            marker={"color": OPS[kind], "line": {"color": "white", "width": 0.5}},
-        )
-    if len(rows) <= MOST_NAMED:
-        figure.update_traces(
-            texttemplate="%{customdata[0]}",
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            constraintext="none",
-        )
-    figure.update_yaxes(categoryorder="array", categoryarray=order[::-1], fixedrange=True)
-    figure.update_xaxes(title="seconds since the first op of the step")
-    return figure.update_layout(
-        barmode="overlay",
-        bargap=0.25,
-        height=150 + 30 * len(order),
-        uniformtext={"mode": "hide", "minsize": 9},
-        dragmode="zoom",
-    )
+    names = [f"rank {rank} {name}".strip() for rank in range(ranks) for name in timelines]
+    rows = [
+        (len(timelines) * span.rank + offset, span)
+        for offset, timeline in enumerate(timelines.values())
+        for span in timeline.spans
+    ]
+    rows = sorted(rows, key=lambda row: row[1].start)[:most]
+    return Chart(0.8 + 0.26 * len(names), partial(_gantt, rows=rows, names=names))
 
 
-def stacked_shares(rows: Sequence[ChartRow], kinds: Sequence[str]) -> go.Figure:
-    """Draws shares of the step by kind, a bar per row; each row has a `label`."""
-    labels, figure = [row["label"] for row in rows], go.Figure()
+def _gantt(axes: "Axes", rows: Sequence[tuple[int, Span]], names: Sequence[str]) -> None:
+    end = max((span.end for _, span in rows), default=1.0)
+    kinds = sorted({span.op.kind for _, span in rows}, key=list(LABELS).index)
     for kind in kinds:
-        shares, hover = [100 * row[kind] for row in rows], " %{x:.1f} %<br>%{y}<extra></extra>"
-        figure.add_trace(_bar(labels, shares, TIME[kind], kind + hover, name=kind, orientation="h"))
-    figure.update_layout(barmode="stack", height=150 + 34 * len(rows), legend_traceorder="normal")
-    figure.update_xaxes(title="% of the step", range=[0, 100])
-    return figure.update_yaxes(autorange="reversed")
+        drawn = [
+            (span.start, row - 0.4, span.end - span.start, 0.8, _times(span, names[row]))
+            for row, span in rows
+            if span.op.kind == kind
+        ]
+        look = {"edgecolors": "white", "linewidths": min(0.3, 200 / len(rows))}
+        boxes(axes, drawn, OPS[kind], label=LABELS[kind], **look)
+    for row, span in rows:
+        name, middle = str(span.op), (span.start + span.end) / 2
+        if (span.end - span.start) / end * WIDTH > LETTER * (len(name) + 1):
+            axes.text(middle, row, name, ha="center", va="center", fontsize=7, color="black")
+    name_ticks(axes, names, across=True)
+    axes.set(xlim=(0, end), xlabel="seconds since the first op of the step")
+    legend_above(axes, len(kinds))
 
 
-def axis_seconds(by_axis: Mapping[str, ChartRow]) -> go.Figure:
-    """Draws seconds of communication on each axis, measured beside planned."""
-    axes = [axis for axis, row in by_axis.items() if row["measured"] or row["planned"]]
-    figure = go.Figure()
-    for name, color in (("measured", BLUE), ("planned", ORANGE)):
-        seconds = [1e3 * (by_axis[axis][name] or 0.0) for axis in axes]
-        hover = name + " %{y:,.3f} ms on %{x}<extra></extra>"
-        figure.add_trace(_bar(axes, seconds, color, hover, name=name))
-    return figure.update_layout(barmode="group", height=300, yaxis_title="ms of a step")
+def _times(span: Span, name: str) -> str:
+    """Words the times of an op in a row."""
+    length = 1e3 * (span.end - span.start)
+    return f"{span.op}, {name}\n{span.start:.5f} to {span.end:.5f} s: {length:,.3f} ms"
 
 
-def kernel_bars(kernels: Sequence[ChartRow]) -> go.Figure:
+def stacked_shares(rows: Sequence[ChartRow], kinds: Sequence[str]) -> Chart:
+    """Draws shares of the step by kind, a bar per row; each row has a `label`."""
+
+    def draw(axes: "Axes") -> None:
+        _stack(axes, rows, {kind: TIME[kind] for kind in kinds}, 100.0, "%", across=True)
+        axes.set(xlim=(0, 100), xlabel="% of the step")
+
+    return Chart(0.8 + 0.3 * len(rows), draw)
+
+
+def _stack(
+    axes: "Axes",
+    rows: Sequence[ChartRow],
+    colors: Mapping[str, str],
+    scale: float,
+    unit: str,
+    across: bool = False,
+) -> None:
+    """Adds a bar per row, of one box per kind on top of the other, and names both."""
+    bases = [0.0] * len(rows)
+    for kind, color in colors.items():
+        drawn = []
+        for place, row in enumerate(rows):
+            size = scale * row.get(kind, 0)
+            tip = f"{kind} {size:,.2f} {unit}\n{row['label']}"
+            drawn.append((place - 0.4, bases[place], size, tip))
+            bases[place] += size
+        bars(axes, drawn, color, kind, across=across)
+    name_ticks(axes, [row["label"] for row in rows], across)
+    legend_above(axes, len(colors))
+
+
+def _groups(
+    axes: "Axes", names: Sequence[str], series: Mapping[str, Sequence[float]], unit: str
+) -> None:
+    """Adds a group of bars per name, of one per series."""
+    thickness = 0.8 / len(series)
+    for index, (label, sizes) in enumerate(series.items()):
+        drawn = [
+            (place - 0.4 + thickness * index, 0.0, size, f"{label} {size:,.3f} {unit}\n{name}")
+            for place, (name, size) in enumerate(zip(names, sizes, strict=True))
+        ]
+        bars(axes, drawn, (BLUE, ORANGE)[index], label, thickness)
+    name_ticks(axes, names)
+    axes.set_ylabel(unit)
+    legend_above(axes, len(series))
+
+
+def axis_seconds(by_axis: Mapping[str, ChartRow]) -> Chart:
+    """Draws seconds of communication on each axis, measured and planned."""
+    rows = {axis: row for axis, row in by_axis.items() if row["measured"] or row["planned"]}
+    series = {
+        name: [1e3 * (row[name] or 0.0) for row in rows.values()]
+        for name in ("measured", "planned")
+    }
+    return Chart(2.6, lambda axes: _groups(axes, list(rows), series, "ms of a step"))
+
+
+def kernel_bars(kernels: Sequence[ChartRow]) -> Chart:
     """Draws milliseconds of the longest kernels."""
-    rows = kernels[:12][::-1]
-    names, seconds = [row["name"][:48] for row in rows], [1e3 * row["seconds"] for row in rows]
-    hover, calls = "%{x:,.2f} ms in %{customdata} calls<extra></extra>", [r["calls"] for r in rows]
-    figure = go.Figure(_bar(names, seconds, BLUE, hover, orientation="h", customdata=calls))
-    figure.update_xaxes(title="ms of rank 0's profiled step")
-    return figure.update_layout(height=120 + 26 * len(rows))
+    rows = kernels[:12]
+
+    def draw(axes: "Axes") -> None:
+        times = [(1e3 * row["seconds"], row["calls"]) for row in rows]
+        drawn = [
+            (place - 0.4, 0.0, time, f"{time:,.2f} ms in {calls} calls")
+            for place, (time, calls) in enumerate(times)
+        ]
+        bars(axes, drawn, BLUE, across=True)
+        name_ticks(axes, [row["name"][:48] for row in rows], across=True)
+        axes.set(xlim=(0, None), xlabel="ms of rank 0's profiled step")
+
+    return Chart(0.7 + 0.22 * len(rows), draw)
 
 
-def step_bars(seconds: Sequence[float]) -> go.Figure:
+def step_bars(seconds: Sequence[float]) -> Chart:
     """Draws the length of each timed step."""
-    steps = list(range(1, len(seconds) + 1))
-    hover = "step %{x}: %{y:.4f} s<extra></extra>"
-    figure = go.Figure(_bar(steps, list(seconds), BLUE, hover))
-    figure.update_xaxes(title="timed step", dtick=1 if len(steps) <= 30 else None)
-    figure.update_yaxes(title="seconds", rangemode="tozero")
-    return figure.update_layout(height=260)
+    curve = thinned(Curve(list(range(1, len(seconds) + 1)), list(seconds)))
+
+    def draw(axes: "Axes") -> None:
+        from matplotlib.ticker import MaxNLocator
+
+        rows = zip(*curve, strict=True)
+        drawn = [(step - 0.4, 0.0, time, f"step {step}: {time:.4f} s") for step, time in rows]
+        bars(axes, drawn, BLUE)
+        axes.set(xlabel="timed step", ylabel="seconds", ylim=(0, None))
+        axes.set_xlim(0.5, len(seconds) + 0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(15, integer=True))
+        axes.grid(axis="y")
+
+    return Chart(2.3, draw)
 
 
-def curves(told: Mapping[str, ChartRow], resumed: Sequence[int] = ()) -> go.Figure:
-    """Draws {curve: {steps, values}} on one step axis; a line where the run resumed."""
-    shown = {name: curve for name, curve in told.items() if name in CURVES}
-    height = -(-len(shown) // 2)
-    figure = make_subplots(
-        rows=height,
-        cols=2,
-        shared_xaxes="all",
-        subplot_titles=list(shown),
-        vertical_spacing=0.1,
-        horizontal_spacing=0.09,
-    )
-    for index, (name, curve) in enumerate(shown.items()):
-        line = go.Scatter(x=curve["steps"], y=curve["values"], name=name, line={"color": BLUE})
-        line.update(showlegend=False, mode="lines" if len(curve["steps"]) > 1 else "markers")
-        figure.add_trace(line, row=index // 2 + 1, col=index % 2 + 1)
-    valid = told.get("validation loss")
-    if valid:
-        line = go.Scatter(x=valid["steps"], y=valid["values"], name="validation loss")
-        line.update(mode="lines+markers", line={"color": ORANGE})
-        figure.add_trace(line, row=1, col=1)
-    for step in resumed:
-        figure.add_vline(step, line={"color": GREEN, "dash": "dot", "width": 1.5})
-    figure.update_xaxes(title="step", row=height)
-    return figure.update_layout(height=90 + 230 * height, showlegend=bool(valid))
+def curves(curve_of: Mapping[str, ChartRow], resumed: Sequence[int] = ()) -> list[Chart]:
+    """Draws each curve {steps, values}; a dotted line where the run resumed."""
+    shown = [name for name in CURVES if name in curve_of]
+    valid = {shown[0]: curve_of["validation loss"]} if "validation loss" in curve_of else {}
+
+    def draw(name: str, axes: "Axes") -> None:
+        steps, values = curve_of[name]["steps"], _gaps(curve_of[name])
+        axes.plot(steps, values, "-" if len(steps) > 1 else "o", color=BLUE, linewidth=1)
+        for step in resumed:
+            axes.axvline(step, color=GREEN, linestyle=":", linewidth=1.5)
+        if name in valid:
+            look = {"ms": 3, "color": ORANGE, "label": "validation loss"}
+            axes.plot(valid[name]["steps"], _gaps(valid[name]), "o-", **look)
+            legend_above(axes, 1)
+        axes.set_xlabel("step")
+        axes.grid()
+
+    return [Chart(2.4, partial(draw, name), name) for name in shown]
 
 
-def step_histogram(seconds: Sequence[float]) -> go.Figure:
+def _gaps(curve: ChartRow) -> list[float]:
+    return [nan if value is None else value for value in curve["values"]]
+
+
+def step_histogram(seconds: Sequence[float]) -> Chart:
     """Draws the histogram of the steps' lengths."""
     starts, counts, width = histogram(seconds)
-    middles, hover = [start + width / 2 for start in starts], "%{y:,} steps of about %{x:.4g} s"
-    figure = go.Figure(_bar(middles, counts, BLUE, hover + "<extra></extra>", width=width))
-    figure.update_xaxes(title="seconds of a step")
-    return figure.update_layout(height=280, bargap=0, yaxis_title="steps")
+
+    def draw(axes: "Axes") -> None:
+        drawn = [
+            (start, 0.0, count, f"{count:,} steps of {start:.4g} to {start + width:.4g} s")
+            for start, count in zip(starts, counts, strict=True)
+        ]
+        bars(axes, drawn, BLUE, thickness=width)
+        axes.set(xlabel="seconds of a step", ylabel="steps", ylim=(0, None))
+        axes.grid(axis="y")
+
+    return Chart(2.3, draw)
 
 
-def saves(rows: Sequence[ChartRow]) -> go.Figure:
-    """Draws, per checkpoint, the seconds that training stood still beside those of its writing."""
-    steps, figure = [str(row["step"]) for row in rows], go.Figure()
-    for name, key, color in (
-        ("training stood still", "stall_seconds", ORANGE),
-        ("written in", "write_seconds", BLUE),
-    ):
-        hover = name + " %{y:.3f} s<br>step %{x}<extra></extra>"
-        figure.add_trace(_bar(steps, [row.get(key) for row in rows], color, hover, name=name))
-    figure.update_xaxes(title="checkpoint of step", type="category")
-    return figure.update_layout(barmode="group", height=280, yaxis_title="seconds")
+def saves(rows: Sequence[ChartRow]) -> Chart:
+    """Draws, per checkpoint, the seconds that training stood still and those of its writing."""
+    series = {
+        "training stood still": [row.get("stall_seconds") or 0.0 for row in rows],
+        "written in": [row.get("write_seconds") or 0.0 for row in rows],
+    }
+
+    def draw(axes: "Axes") -> None:
+        _groups(axes, [str(row["step"]) for row in rows], series, "seconds")
+        axes.set_xlabel("checkpoint of step")
+
+    return Chart(2.4, draw)
 
 
-def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: float) -> go.Figure:
-    """Draws bytes by kind, one on top of the other, up to the process; a limit of 0 is unknown.
+def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: float) -> Chart:
+    """Draws bytes by kind, each from where the last one ends, up to the process; a limit of 0 is
+    unknown.
 
     Of each, what KINDS does not name is `other`: the difference to its process.
     """
-    figure = go.Figure()
-    for name, color, sizes in (("measured", BLUE, measured), ("planned", ORANGE, planned)):
-        if not sizes:
-            continue
-        kinds = [sizes[kind] for kind in KINDS]
-        heights = [*kinds, sizes["process"] - sum(kinds), sizes["process"]]
-        figure.add_waterfall(
-            x=[*KINDS, "other", "process"],
-            y=[height / MIB for height in heights],
-            measure=["relative"] * 5 + ["total"],
-            name=name,
-            increasing={"marker": {"color": color}},
-            decreasing={"marker": {"color": DARK}},
-            totals={"marker": {"color": color}},
-            hovertemplate=name + " %{x}: %{customdata:,.2f} MiB<extra></extra>",
-            customdata=[height / MIB for height in heights],
-        )
-    figure.update_layout(waterfallmode="group", height=400)
-    figure.update_yaxes(title="MiB", rangemode="tozero")
-    most = max(sizes["process"] for sizes in (measured, planned) if sizes)
-    if 0 < limit <= NEAR * most:
-        note = f"usable {limit / MIB:,.0f} MiB"
-        figure.add_hline(limit / MIB, line={"color": "#d55e00", "dash": "dash"})
-        figure.add_annotation(x=0, xref="paper", y=limit / MIB, text=note, showarrow=False)
-    return figure
+    series = {name: x for name, x in (("measured", measured), ("planned", planned)) if x}
+    most = max(sizes["process"] for sizes in series.values())
+
+    def draw(axes: "Axes") -> None:
+        thickness = 0.8 / len(series)
+        for index, (name, sizes) in enumerate(series.items()):
+            parts = [sizes[kind] / MIB for kind in KINDS]
+            total = sizes["process"] / MIB
+            heights = [*parts, total - sum(parts), total]
+            bases = [*accumulate(parts, initial=0.0), 0.0]
+            drawn = [
+                (place - 0.4 + thickness * index, base, size, f"{name} {size:,.2f} MiB")
+                for place, (base, size) in enumerate(zip(bases, heights, strict=True))
+            ]
+            bars(axes, drawn, (BLUE, ORANGE)[index], name, thickness)
+        if 0 < limit <= NEAR * most:
+            axes.axhline(limit / MIB, color="#d55e00", linestyle="--")
+            axes.text(-0.45, limit / MIB, f"usable {limit / MIB:,.0f} MiB", va="bottom")
+        name_ticks(axes, [*KINDS, "other", "process"])
+        axes.set(ylabel="MiB", ylim=(0, None))
+        legend_above(axes, len(series))
+
+    return Chart(3.4, draw)
 
 
-def over_time(data: ChartRow) -> go.Figure:
+def over_time(data: ChartRow) -> Chart:
     """Draws a rank's MiB by kind over the profiled step, one on top of the other."""
-    figure = go.Figure()
-    for kind, layer in memory_layers(data).items():
-        figure.add_scatter(
-            x=data["seconds"],
-            y=layer,
-            name=kind,
-            stackgroup="held",
-            line={"width": 0.5, "color": MEMORY[kind], "shape": "hv"},
-            hovertemplate=kind + " %{y:,.2f} MiB at %{x:.4f} s<extra></extra>",
-        )
-    figure.update_xaxes(title="seconds of the profiled step", rangemode="tozero")
-    figure.update_yaxes(title="MiB", rangemode="tozero")
-    return figure.update_layout(height=380, legend_traceorder="reversed")
+    layers = {kind: [size / MIB for size in data[kind]] for kind in MEMORY if kind in data}
+
+    def draw(axes: "Axes") -> None:
+        colors, step = [MEMORY[kind] for kind in layers], data["seconds"]
+        look = {"labels": layers, "colors": colors, "step": "post", "linewidth": 0}
+        axes.stackplot(step, list(layers.values()), **look)
+        axes.set(xlim=(0, step[-1]), ylim=(0, None), ylabel="MiB")
+        axes.set_xlabel("seconds of the profiled step")
+        legend_above(axes, len(layers))
+
+    return Chart(3.0, draw)
 
 
-def by_rank(rows: Sequence[ChartRow], kinds: Sequence[str]) -> go.Figure:
+def by_rank(rows: Sequence[ChartRow], kinds: Sequence[str]) -> Chart:
     """Draws MiB by kind, a bar per row; each row has a `label`."""
-    labels, figure = [row["label"] for row in rows], go.Figure()
-    for kind in kinds:
-        sizes, hover = [row.get(kind, 0) / MIB for row in rows], " %{y:,.2f} MiB<br>%{x}"
-        hover = f"{kind}{hover}<extra></extra>"
-        figure.add_trace(_bar(labels, sizes, MEMORY[kind], hover, name=kind))
-    return figure.update_layout(barmode="stack", height=340, yaxis_title="MiB")
+
+    def draw(axes: "Axes") -> None:
+        _stack(axes, rows, {kind: MEMORY[kind] for kind in kinds}, 1 / MIB, "MiB")
+        axes.set(ylabel="MiB", ylim=(0, None))
+
+    return Chart(2.8, draw)
 
 
-def grid_map(ranks: Sequence[ChartRow], grid: str) -> go.Figure:
+def grid_map(ranks: Sequence[ChartRow], grid: str) -> Chart:
     """Draws ranks at their coordinates on a grid: a row per pipeline rank, other axes within."""
     rows: dict[int, list[ChartRow]] = {}
     for rank in ranks:
         rows.setdefault(rank[grid]["pp"], []).append(rank)
-    axes = [axis for axis in INNER[grid] if axis in ranks[0][grid]]
+    inner = [axis for axis in INNER[grid] if axis in ranks[0][grid]]
+    return Chart(0.6 + 0.5 * len(rows), partial(_grid_map, rows=rows, grid=grid, inner=inner))
 
-    def label(rank: ChartRow) -> str:
-        places = " ".join(f"{axis}{rank[grid][axis]}" for axis in axes)
-        return f"rank {rank['rank']}<br>{places}"
 
-    figure = go.Figure()
-    figure.add_heatmap(
-        z=[[rank[grid][axes[0]] for rank in row] for row in rows.values()],
-        text=[[label(rank) for rank in row] for row in rows.values()],
-        customdata=[[layers_of(rank) for rank in row] for row in rows.values()],
-        texttemplate="%{text}" if len(ranks) <= MOST_LABELLED else None,
-        textfont={"color": "#1d1d1f"},
-        hovertemplate="%{text}<br>%{y}<br>%{customdata}<extra></extra>",
-        y=[f"pp{pp_rank}: {layers_of(row[0])}" for pp_rank, row in rows.items()],
-        xgap=3,
-        ygap=3,
-        colorscale=PLACES,
-        showscale=False,
-    )
-    sizes = " ".join(f"{axis}={1 + max(r[grid][axis] for r in ranks)}" for axis in axes)
-    figure.update_yaxes(autorange="reversed", showgrid=False)
-    figure.update_xaxes(showticklabels=False, ticks="", showgrid=False, title=sizes)
-    return figure.update_layout(height=110 + 56 * len(rows))
+def _grid_map(
+    axes: "Axes", rows: Mapping[int, Sequence[ChartRow]], grid: str, inner: Sequence[str]
+) -> None:
+    cells = [(x, y, rank) for y, row in enumerate(rows.values()) for x, rank in enumerate(row)]
+    sizes = {axis: 1 + max(rank[grid][axis] for *_, rank in cells) for axis in inner}
+    depth = max(1, sizes[inner[0]] - 1)
+    shades = _shades(COORDINATES, [rank[grid][inner[0]] / depth for *_, rank in cells])
+    names = [_coordinates(rank, grid, inner) for *_, rank in cells]
+    drawn = [
+        (x - 0.48, y - 0.46, 0.96, 0.92, f"{name}\n{layers_of(rank)}")
+        for name, (x, y, rank) in zip(names, cells, strict=True)
+    ]
+    boxes(axes, drawn, shades)
+    if len(cells) <= MOST_LABELLED:
+        columns = max(len(row) for row in rows.values())
+        longest = max(len(line) for name in names for line in name.split("\n"))
+        size = min(8.0, 0.8 * WIDTH / columns / longest * 72 / 0.6)
+        for name, (x, y, _) in zip(names, cells, strict=True):
+            axes.text(x, y, name, ha="center", va="center", fontsize=size, color="black")
+    labels = [f"pp{pp_rank}: {layers_of(row[0])}" for pp_rank, row in rows.items()]
+    name_ticks(axes, labels, across=True)
+    axes.grid(visible=False)
+    axes.set(xticks=[], xlabel=" ".join(f"{axis}={size}" for axis, size in sizes.items()))
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _coordinates(rank: ChartRow, grid: str, inner: Sequence[str]) -> str:
+    """Words a rank and its coordinates on two lines."""
+    return f"rank {rank['rank']}\n{' '.join(f'{axis}{rank[grid][axis]}' for axis in inner)}"
+
+
+def _shades(colors: Sequence[str], shares: Sequence[float]) -> Any:
+    """Returns colours between others: the first at 0, the last at 1."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("shades", colors)(list(shares))
 
 
 def layers_of(rank: ChartRow) -> str:
@@ -283,41 +359,40 @@ def layers_of(rank: ChartRow) -> str:
     return f"layers {words}" if len(rank["layers"]) > 1 else f"layer {words}"
 
 
-def heat_map(matrix: Sequence[Sequence[int]], rows: Sequence[ChartRow]) -> go.Figure:
-    """Draws bytes from rank (row) to rank (column), with each axis's bytes on hover."""
+def heat_map(matrix: Sequence[Sequence[int]], rows: Sequence[ChartRow]) -> Chart:
+    """Draws bytes from rank (row) to rank (column), with each axis's bytes in the tips."""
     world = len(matrix)
     block = -(-world // MOST_CELLS)
     count = -(-world // block)
-    cells = [[0] * count for _ in range(count)]
+    cells: dict[tuple[int, int], int] = {}
     for sender, given in enumerate(matrix):
         for receiver, bytes_ in enumerate(given):
-            cells[sender // block][receiver // block] += bytes_
-    told: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
+            if bytes_:
+                cell = (sender // block, receiver // block)
+                cells[cell] = cells.get(cell, 0) + bytes_
+    by_axis: dict[tuple[int, int], dict[str, tuple[int, int]]] = {}
     for row in rows:
-        axes = told.setdefault((row["from"] // block, row["to"] // block), {})
-        bytes_, calls = axes.get(row["axis"], (0, 0))
-        axes[row["axis"]] = (bytes_ + row["bytes"], calls + row["calls"])
-
-    def words(sender: int, receiver: int) -> str:
-        axes = told.get((sender, receiver), {}).items()
-        lines = [f"{axis}: {size:,} bytes in {calls} calls" for axis, (size, calls) in axes]
-        return "<br>".join(lines) or "nothing"
-
+        axes_of = by_axis.setdefault((row["from"] // block, row["to"] // block), {})
+        bytes_, calls = axes_of.get(row["axis"], (0, 0))
+        axes_of[row["axis"]] = (bytes_ + row["bytes"], calls + row["calls"])
     names = [f"{rank}-{min(world, rank + block) - 1}" for rank in range(0, world, block)]
     names = names if block > 1 else [str(rank) for rank in range(world)]
-    figure = go.Figure()
-    figure.add_heatmap(
-        z=cells,
-        x=names,
-        y=names,
-        text=[[words(a, b) for b in range(count)] for a in range(count)],
-        hovertemplate="from %{y} to %{x}: %{z:,} bytes<br>%{text}<extra></extra>",
-        colorscale=HEAT,
-        zmin=0,
-        xgap=1,
-        ygap=1,
-        colorbar={"title": "bytes", "exponentformat": "SI"},
-    )
-    figure.update_xaxes(title="to rank", type="category", showgrid=False, constrain="domain")
-    figure.update_yaxes(title="from rank", type="category", autorange="reversed", showgrid=False)
-    return figure.update_layout(height=160 + min(560, max(160, 22 * count)))
+    drawn = []
+    for (sender, receiver), size in cells.items():
+        lines = [f"from {names[sender]} to {names[receiver]}: {size:,} bytes"]
+        for axis, (moved, calls) in by_axis.get((sender, receiver), {}).items():
+            lines.append(f"{axis}: {moved:,} bytes in {calls} calls")
+        drawn.append((receiver - 0.48, sender - 0.48, 0.96, 0.96, "\n".join(lines)))
+    most = max(cells.values(), default=1)
+    shares = [size / most for size in cells.values()]
+
+    def draw(axes: "Axes") -> None:
+        boxes(axes, drawn, _shades(HEAT, shares))
+        name_ticks(axes, names)
+        name_ticks(axes, names, across=True)
+        axes.grid(visible=False)
+        axes.set(xlabel=f"to rank; the darkest: {most:,} bytes", ylabel="from rank")
+        axes.set(aspect="equal", anchor="W", facecolor="#80808020")
+        axes.tick_params(axis="x", rotation=90)
+
+    return Chart(0.8 + min(6.0, 0.24 * max(8, count)), draw)

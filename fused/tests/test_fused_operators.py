@@ -5,8 +5,8 @@ import torch
 from alone import EXACT, Wrapped, assert_runs_as_its_models, made, seeded
 from torch import nn
 
-from mtcli.core.sweep import fused
-from mtcli.core.sweep.fused import fusing
+import mtcli_fused as fused
+from mtcli_fused import fusing
 
 B = 3
 ids = torch.tensor([[[0, 2, 2, 6], [5, 2, 1, 1]], [[2, 2, 3, 0], [4, 4, 6, 2]]] * 2)[:B]

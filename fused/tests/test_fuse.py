@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from alone import assert_runs_as_its_models, assert_same_state, made, seeded
-from marks import slow
 from torch import nn
 
+import mtcli_fused as fused
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.sweep import fused
 
 B = 3
 
@@ -362,7 +361,7 @@ def test_inference_of_encoders_takes_no_fast_path_that_reads_one_models_weights(
         assert one.use_nested_tensor and one.layers[0].activation_relu_or_gelu == 1
 
 
-@slow("traced for 4 s")
+@pytest.mark.slow("traced for 4 s")
 def test_a_compiled_array_computes_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     array = fused.fuse([Vision() for _ in range(B)])

@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from mtcli.core.sweep import fused
+import mtcli_fused as fused
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.sweep.fused.model import FusedModels
 from mtcli.kernels.lamb import trust_ratios
+from mtcli_fused.model import FusedModels
 
 Values = float | Sequence[float]
 Lists = list[list[Tensor]]  # of each model, its slices of all parameters

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_leaves
 
-from mtcli.core.sweep.fused.table import operator_of
+from mtcli_fused.table import operator_of
 
 # A module's own dicts, which are compared and fused by what is in them.
 STATE = ("_parameters", "_buffers", "_modules")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.sweep.fused.array import Array
+from mtcli_fused.array import Array
 
 
 @dataclass(frozen=True)

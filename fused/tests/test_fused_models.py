@@ -8,20 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from alone import assert_same_gradients, assert_same_state, made
-from marks import slow_cases
 from torch.func import vmap
 from torch.utils._pytree import tree_map
 
-from mtcli.core.sweep import fused
+import mtcli_fused as fused
 
-BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
+FOLDER = Path(__file__).parents[1]
 B, STEPS = 3, 4
 LRS = [0.1, 0.02, 0.05]
 
 
 @pytest.fixture
 def cases(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(FOLDER / "benchmarks"))
     from fused_cases import TINY
 
     return TINY
@@ -67,7 +66,7 @@ def test_a_model_of_the_paper_trains_and_evaluates_as_it_does_alone(cases, name)
 
 
 def test_the_example_of_the_page_runs_and_ends_with_its_models():
-    page = (BENCHMARKS.parent / "docs" / "fused.md").read_text()
+    page = (FOLDER.parent / "docs" / "fused.md").read_text()
     names = {}
     exec(page.split("```python\n")[1].split("```")[0], names)
     assert len(names["nets"]) == 4 and type(names["nets"][0][0]) is torch.nn.Conv2d
@@ -78,9 +77,10 @@ def test_the_example_of_the_page_runs_and_ends_with_its_models():
     ("flags", "rows"),
     [
         ([], 5 * 3),
-        *slow_cases(
-            "two traces of 2 s and a picture",
-            (["--only", "bert", "--sizes", "2", "--compiled", "2", "--plot"], 5),
+        pytest.param(
+            ["--only", "bert", "--sizes", "2", "--compiled", "2", "--plot"],
+            5,
+            marks=pytest.mark.slow("two traces of 2 s and a picture"),
         ),
     ],
     ids=["as make bench-gpu starts it", "compiled, with a picture"],

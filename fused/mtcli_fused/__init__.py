@@ -1,5 +1,7 @@
 """HFTA's operators for Python: B models of one structure as one module, trained as one.
 
+    import mtcli_fused as fused
+
     model = fused.fuse([Net() for _ in range(8)])       # takes and returns [8, N, ...]
     optimizer = fused.AdamW(model, lr=[1e-3, 3e-4, ...])
     fused.cross_entropy(model(x), y).sum().backward()
@@ -9,13 +11,13 @@
 docs/fused.md says what runs and what is refused.
 """
 
-from mtcli.core.sweep.fused.fusing import fuse, unfuse
-from mtcli.core.sweep.fused.gradients import clip_grad_norm_, finite, grad_norms
-from mtcli.core.sweep.fused.losses import cross_entropy, losses
-from mtcli.core.sweep.fused.model import FusedModels, Shared
-from mtcli.core.sweep.fused.optimizers import LAMB, SGD, Adam, AdamW
-from mtcli.core.sweep.fused.schedules import cosine_lr, exponential_lr, multi_step_lr, step_lr
-from mtcli.core.sweep.fused.verify import verify
+from mtcli_fused.fusing import fuse, unfuse
+from mtcli_fused.gradients import clip_grad_norm_, finite, grad_norms
+from mtcli_fused.losses import cross_entropy, losses
+from mtcli_fused.model import FusedModels, Shared
+from mtcli_fused.optimizers import LAMB, SGD, Adam, AdamW
+from mtcli_fused.schedules import cosine_lr, exponential_lr, multi_step_lr, step_lr
+from mtcli_fused.verify import verify
 
 __all__ = [
     "LAMB", "SGD", "Adam", "AdamW", "FusedModels", "Shared", "clip_grad_norm_", "cosine_lr",

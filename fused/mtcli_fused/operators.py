@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.sweep.fused.array import Array
+from mtcli_fused.array import Array
 
 CHANNELS_OF_A_BLOCK = 8  # of oneDNN's kernels
 Convolve = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]  # x, weight, bias, groups

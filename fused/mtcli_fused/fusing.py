@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
-from mtcli.core.sweep.fused import operators
-from mtcli.core.sweep.fused.array import Array
-from mtcli.core.sweep.fused.attention import MultiheadAttention
-from mtcli.core.sweep.fused.checks import (
+from mtcli_fused import operators
+from mtcli_fused.array import Array
+from mtcli_fused.attention import MultiheadAttention
+from mtcli_fused.checks import (
     OWN_ATTRIBUTES,
     STATE,
     attribute_differences,
@@ -25,8 +25,8 @@ from mtcli.core.sweep.fused.checks import (
     structural_differences,
     unequal_buffers,
 )
-from mtcli.core.sweep.fused.model import FusedModels, KeptModules, OwnParameters
-from mtcli.core.sweep.fused.table import OF_CHANNELS, operator_of
+from mtcli_fused.model import FusedModels, KeptModules, OwnParameters
+from mtcli_fused.table import OF_CHANNELS, operator_of
 
 Modules = Sequence[nn.Module]
 TRANSFORMERS = (

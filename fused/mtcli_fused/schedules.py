@@ -9,7 +9,7 @@ from typing import Any
 
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.optim.lr_schedule import learning_rate
-from mtcli.core.sweep.fused.optimizers import Values, per_model
+from mtcli_fused.optimizers import Values, per_model
 
 Schedule = Callable[[int], list[float]]  # steps done -> learning rates [B]
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mtcli.core.sweep.fused.model import FusedModels
-from mtcli.core.sweep.fused.optimizers import Values, per_model
+from mtcli_fused.model import FusedModels
+from mtcli_fused.optimizers import Values, per_model
 
 
 @torch.no_grad()

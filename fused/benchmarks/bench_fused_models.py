@@ -5,13 +5,12 @@ a row is the fastest of its steps. Told are samples or tokens a second of all mo
 memory: state and the peak of a step above it. The first losses of every model must be those of
 the models alone. Models are small on a CPU, and of the paper's sizes on a GPU.
 
-    python benchmarks/bench_fused_models.py --plot docs/images/fused.png
-    python benchmarks/bench_fused_models.py --device cuda
+    python fused/benchmarks/bench_fused_models.py --plot docs/images/fused.png
+    python fused/benchmarks/bench_fused_models.py --device cuda
 """
 
 import argparse
 import copy
-import ctypes
 import gc
 import json
 import sys
@@ -23,14 +22,17 @@ from typing import Any
 
 import torch
 from fused_cases import PAPER, SMALL, TINY, Case
-from progress import each, say
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 from torch.utils._pytree import tree_map
 
-from mtcli.core.sweep import fused
+import mtcli_fused as fused
 
-RESULTS = Path(__file__).parent / "results"
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from progress import each, say
+from resident import peak_mib
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 LR, STEPS = 1e-3, 3  # steps whose losses are compared, and which warm up
 GAP = 2e-3  # of losses of contenders: Adam's first steps make signs of rounding errors
 
@@ -216,7 +218,7 @@ def measure(name: str, case: Case, size: int, args: argparse.Namespace) -> list[
         for row in rows:
             if row["contender"] in running:
                 row["seconds"] = seconds[row["contender"]]
-                row["peak_mib"] = peak_mib(running[row["contender"]], batches[0], args.device)
+                row["peak_mib"] = total_mib(running[row["contender"]], batches[0], args.device)
     compare(rows, size * case.counts)
     return rows
 
@@ -276,26 +278,16 @@ def in_turns(
     return best
 
 
-def peak_mib(one: Contender, batch: tuple, device: str) -> float:
-    """State, and what a step allocates above it at its peak."""
-    own = sum(t.untyped_storage().nbytes() for t in one.state())
+def total_mib(one: Contender, batch: tuple, device: str) -> float:
+    """MiB of state, and of what a step allocates above it at its peak."""
+    state = sum(t.untyped_storage().nbytes() for t in one.state()) / 2**20
+    if device == "cpu":
+        return state + peak_mib(lambda: one.step(*batch))
     gc.collect()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        one.step(*batch)
-        return (own + torch.cuda.max_memory_allocated() - before) / 2**20
-    with Path("/proc/self/clear_refs").open("w") as file:
-        ctypes.CDLL(None).malloc_trim(0)
-        file.write("5")  # the peak of resident memory begins anew
-    before = kib("VmRSS")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     one.step(*batch)
-    return own / 2**20 + (kib("VmHWM") - before) / 2**10
-
-
-def kib(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith(field)))
+    return state + (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def device_name(device: str) -> str:

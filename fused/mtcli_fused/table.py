@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from mtcli.core.sweep.fused import operators
-from mtcli.core.sweep.fused.attention import MultiheadAttention
+from mtcli_fused import operators
+from mtcli_fused.attention import MultiheadAttention
 
 OPERATORS = {
     operators.Linear: (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear),

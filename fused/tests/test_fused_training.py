@@ -9,10 +9,10 @@ from alone import EXACT, assert_same_state, made, seeded
 from torch import nn
 from torch.optim import lr_scheduler
 
+import mtcli_fused as fused
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.optim.lr_schedule import learning_rate
-from mtcli.core.sweep import fused
 from mtcli.kernels.lamb import lamb_moments_reference_, lamb_step_reference_, trust_ratios
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors
 

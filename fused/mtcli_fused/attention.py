@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.sweep.fused.operators import FusedOperator, keep_mask, linear
+from mtcli_fused.operators import FusedOperator, keep_mask, linear
 
 
 class MultiheadAttention(FusedOperator):

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.sweep.fused.fusing import unfuse
-from mtcli.core.sweep.fused.model import FusedModels, Shared
+from mtcli_fused.fusing import unfuse
+from mtcli_fused.model import FusedModels, Shared
 
 
 def verify(fused: FusedModels, *args: Any, tolerance: float = 1e-4, **kwargs: Any) -> None:
