@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from functools import singledispatch
 from math import ceil, log2
 
+from mtcli.core.exchange.arithmetic import BYTES, Arithmetic
 from mtcli.core.plan import traffic
 from mtcli.core.plan.calibration import Exchange
 from mtcli.core.plan.costs import Pass
-from mtcli.core.plan.exchange.arithmetic import arithmetic_seconds
-from mtcli.core.plan.exchange.methods import exchange_of
+from mtcli.core.plan.exchange import exchange_of
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.traffic import HOPS, Kind, PassTransfers, Transfer
 from mtcli.core.plan.workload import Workload
@@ -163,3 +163,11 @@ def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
         return 0.0
     arithmetic = exchange_of(work, pp_rank).arithmetic()
     return transfer_seconds(exchange, device) + arithmetic_seconds(arithmetic, device)
+
+
+def arithmetic_seconds(works: Iterable[Arithmetic], device: Device) -> float:
+    """Seconds of work: at a calibration's prices, or as long as a GPU moves its bytes."""
+    if device.calibration is None:
+        return sum(BYTES[work.kind] * work.elements for work in works) / device.reached_bandwidth
+    prices = device.calibration.arithmetic
+    return sum(prices[w.kind][0] * w.calls + prices[w.kind][1] * w.elements for w in works)

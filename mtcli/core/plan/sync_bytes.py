@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mtcli.core.mesh.sharding import Parameter, owner_axes
 from mtcli.core.plan.elements import is_sharded, trained_of_rank
-from mtcli.core.plan.exchange.methods import exchange_of
+from mtcli.core.plan.exchange import exchange_of
 from mtcli.core.plan.workload import Workload
 
 

@@ -6,7 +6,13 @@ import torch
 from torch import nn
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.sync import DECENTRALIZED, PERIODIC
+from mtcli.core.exchange.decentralized import MixingFacts
+from mtcli.core.exchange.diloco import DiLoCoFacts
+from mtcli.core.exchange.easgd import EasgdFacts
+from mtcli.core.exchange.facts import ExchangeFacts, ReplicaShare
+from mtcli.core.exchange.lsgd import LsgdFacts
+from mtcli.core.exchange.methods import exchange_facts
+from mtcli.core.exchange.onebit import OneBitFacts
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.sharding import shards_parameters
@@ -21,6 +27,14 @@ from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.lsgd import LeaderPulls
 from mtcli.core.sync.onebit import OneBit
 from mtcli.core.sync.strategy import Strategy
+
+EXCHANGES: dict[type[ExchangeFacts], type[ReplicaExchange]] = {
+    OneBitFacts: OneBit,
+    LsgdFacts: LeaderPulls,
+    EasgdFacts: ElasticPulls,
+    DiLoCoFacts: OuterExchange,
+    MixingFacts: Decentralized,
+}
 
 
 def allocates_shards(config: RunConfig, layout: ParallelLayout) -> bool:
@@ -43,15 +57,15 @@ def strategy_for(
 
 def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) -> ReplicaExchange:
     """Builds what replicas exchange, over the strategy inside each."""
-    sync = config.sync
-    if sync.method in PERIODIC:
-        return OuterExchange(inside, optimizer, sync)
-    if sync.method in DECENTRALIZED:
-        return Decentralized(inside, optimizer, config)
-    if sync.method == "onebit":
-        return OneBit(inside, optimizer, sync.warmup(config.train.steps))
-    if sync.method == "lsgd":
-        return LeaderPulls(inside, optimizer, sync, config.train.timeout)
-    if sync.method == "easgd":
-        return ElasticPulls(inside, optimizer, sync)
-    return ReplicaExchange(inside, optimizer)
+    share = ReplicaShare(
+        sync=config.sync,
+        steps=config.train.steps,
+        replicas=inside.ownership.groups.replicas.size,
+        sizes={name: master.numel() for name, master in optimizer.masters.items()},
+        weight=optimizer.dtype.itemsize,
+        optimizer=config.optimizer.name,
+        num_moments=len(config.optimizer.moments),
+        overlaps=config.overlaps_neighbours,
+    )
+    facts = exchange_facts(share)
+    return EXCHANGES.get(type(facts), ReplicaExchange)(inside, optimizer, facts)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mtcli.core.config.sync import SyncConfig
+from mtcli.core.exchange.easgd import EasgdFacts
+from mtcli.core.exchange.lsgd import LsgdFacts
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.flat import flatten, unflatten
@@ -22,9 +23,11 @@ from mtcli.core.sync.strategy import Strategy
 class PeriodicPulls(ReplicaExchange):
     """The exchange of workers that are pulled; a method says where to."""
 
-    def __init__(self, inside: Strategy, optimizer: Optimizer, sync: SyncConfig) -> None:
-        super().__init__(inside, optimizer)
-        self.sync = sync
+    def __init__(
+        self, inside: Strategy, optimizer: Optimizer, facts: LsgdFacts | EasgdFacts
+    ) -> None:
+        super().__init__(inside, optimizer, facts)
+        self.sync = facts.share.sync
 
     @property
     def masters(self) -> list[Tensor]:
@@ -37,7 +40,7 @@ class PeriodicPulls(ReplicaExchange):
 
     def is_due(self, steps: int) -> bool:
         """Whether there is an exchange after so many steps."""
-        return steps % self.sync.steps_between == 0
+        return any(turns.is_due(steps) for turns in self.turns)
 
     def after_step(self) -> None:
         """Makes the exchange that is due, unless workers only meet at the end of a round."""

@@ -12,15 +12,14 @@ of what they had, less the errors that are left.
 A replica can be absent: it sends zeros and does not count, and receives the average of the others.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtcli.core.config.sync import SyncConfig
-from mtcli.core.config.sync_payload import COUNT_BYTES, Range, Segment, segment, segments
+from mtcli.core.exchange.payload import COUNT_BYTES, Range, Segment
 from mtcli.core.parallel.collectives import (
     start_all_gather,
     start_all_reduce,
@@ -68,11 +67,11 @@ class LargestMean(ReplicaMean):
     """An all-gather of every replica's largest values."""
 
     def __init__(
-        self, axis: Axis, sync: SyncConfig, sizes: Mapping[str, int], error: Tensor
+        self, axis: Axis, segments: Sequence[Segment], error: Tensor, decay: float
     ) -> None:
-        """`sizes` are those of parameters, one after another, and `error` what is fed back."""
-        self.axis, self.error, self.decay = axis, error, sync.error_decay
-        self.segment = segment(sync, sizes)
+        """The one segment has all values; `error`, times `decay`, is what is fed back."""
+        self.axis, self.error, self.decay = axis, error, decay
+        (self.segment,) = segments
 
     def start(self, x: Tensor, present: bool) -> None:
         """Starts the all-gather of what is sent of x and the error."""
@@ -95,11 +94,10 @@ class QuantisedMean(ReplicaMean):
     """A reduce-scatter and an all-gather of quantised values, as an all-reduce is made of both."""
 
     def __init__(
-        self, axis: Axis, sync: SyncConfig, sizes: Mapping[str, int], error: Tensor
+        self, axis: Axis, segments: Sequence[Segment], error: Tensor, decay: float
     ) -> None:
-        """See LargestMean."""
-        self.axis, self.error, self.decay = axis, error, sync.error_decay
-        self.segments = segments(sync, sizes, axis.size)
+        """Takes a segment for each replica, which owns it; see LargestMean."""
+        self.axis, self.error, self.decay, self.segments = axis, error, decay, segments
         self.own = self.segments[axis.rank]
         self.advanced = False
 

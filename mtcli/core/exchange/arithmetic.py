@@ -1,15 +1,12 @@
-"""Counts the arithmetic of replicas' exchanges, and prices it.
-
-Methods say how many elements go through which kind of arithmetic. A CPU's seconds
-per call and per element are calibrated with the same functions; a GPU takes as long as the bytes
-that a kind reads and writes take in its memory.
-"""
+"""Counts the arithmetic of replicas' exchanges: the elements that go through each kind of it."""
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from mtcli.core.plan.calibration import Kind
-from mtcli.core.plan.hardware import Device
+Kind = Literal[
+    "pass", "sign", "unsign", "select", "scatter", "compress_2", "decompress_2", "compress_4",
+    "decompress_4", "compress_8", "decompress_8",
+]  # fmt: skip
 
 # Bytes that a kind reads and writes per float32 element: kernels of kernels/onebit.py, and of
 # sync/compression.py the sum over torch's operations.
@@ -44,11 +41,3 @@ def times(factor: float, works: Iterable[Arithmetic]) -> Iterator[Arithmetic]:
 def passes(count: float, elements: float, tensors: int = 1) -> Arithmetic:
     """Elementwise operations on tensors that have so many elements together."""
     return Arithmetic("pass", count * elements, count * tensors)
-
-
-def arithmetic_seconds(works: Iterable[Arithmetic], device: Device) -> float:
-    """Seconds of work: at a calibration's prices, or as long as a GPU moves its bytes."""
-    if device.calibration is None:
-        return sum(BYTES[work.kind] * work.elements for work in works) / device.reached_bandwidth
-    prices = device.calibration.arithmetic
-    return sum(prices[w.kind][0] * w.calls + prices[w.kind][1] * w.elements for w in works)
