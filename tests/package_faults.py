@@ -370,10 +370,10 @@ PACKAGE_FAULTS = [
         "target.add_(grad.reshape(target.shape))",
         "core/sync/test_bucketed_gradients.py::test_one_rank_adds_up_micro_batches_alone"),
     Fault("moved first: EASGD's centre by the workers that have moved", "core/sync/easgd.py",
-        "        mean = all_reduce(self.flat_masters(), self.replicas) / self.replicas.size\n     "
-        "   move_(self.masters, before, self.sync.pull)\n",
-        "        move_(self.masters, before, self.sync.pull)\n        mean = all_reduce(self.flat_"
-        "masters(), self.replicas) / self.replicas.size\n",
+        "        mean = all_reduce(flatten(self.masters), self.replicas) / self.replicas.size\n    "
+        "    move_(self.masters, before, pull)\n",
+        "        move_(self.masters, before, pull)\n        mean = all_reduce(flatten("
+        "self.masters), self.replicas) / self.replicas.size\n",
         "core/sync/test_pulls_on_functions.py::test_workers_are_pulled_as_written_out"),
     Fault("wrong weight: a neighbour's message by the order of arrival", "core/sync/mixing.py",
         "zip(sorted(row.keys() - {own}), self.received, strict=True)",

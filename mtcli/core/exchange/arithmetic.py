@@ -11,18 +11,10 @@ Kind = Literal[
 # Bytes that a kind reads and writes per float32 element: kernels of kernels/onebit.py, and of
 # sync/compression.py the sum over torch's operations.
 BYTES: dict[Kind, float] = {
-    "pass": 12.0,
-    "sign": 8.0,
-    "unsign": 4.0,
-    "select": 40.0,
-    "scatter": 8.0,
-    "compress_2": 60.0,
-    "decompress_2": 40.0,
-    "compress_4": 100.0,
-    "decompress_4": 18.0,
-    "compress_8": 120.0,
-    "decompress_8": 22.0,
-}
+    "pass": 12.0, "sign": 8.0, "unsign": 4.0, "select": 40.0, "scatter": 8.0,
+    "compress_2": 60.0, "decompress_2": 40.0, "compress_4": 100.0, "decompress_4": 18.0,
+    "compress_8": 120.0, "decompress_8": 22.0,
+}  # fmt: skip
 
 
 class Arithmetic(NamedTuple):

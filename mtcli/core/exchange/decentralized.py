@@ -1,28 +1,16 @@
 """Decentralized replicas, which mix weights with their neighbours' (sync/decentralized.py)."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from mtcli.core.config.sync import Method, mixing_rule
 from mtcli.core.exchange.arithmetic import Arithmetic, passes
 from mtcli.core.exchange.facts import ExchangeFacts, ReplicaShare
 from mtcli.core.exchange.topology import MixingGraph
 
-
-class MixingRule(NamedTuple):
-    """What a method mixes, and computes for it."""
-
-    more_passes: int  # elementwise operations of a step beyond those of SGD with momentum
-    copies: int = 1  # of the parameters' size that are mixed: weights, or momenta too
-
-
-RULES: dict[Method, MixingRule] = {
-    "dsgd": MixingRule(1),
-    "dmsgd": MixingRule(2),
-    "awc_dmsgd": MixingRule(1),
-    "da_dmsgd": MixingRule(2, copies=2),
-    "decentlam": MixingRule(2),
-}
+# Elementwise operations of a step beyond those of SGD with momentum.
+MORE_PASSES: dict[Method, int] = {
+    "dsgd": 1, "dmsgd": 2, "awc_dmsgd": 1, "da_dmsgd": 2, "decentlam": 2,
+}  # fmt: skip
 
 
 class MixingFacts(ExchangeFacts):
@@ -32,9 +20,9 @@ class MixingFacts(ExchangeFacts):
         super().__init__(share)
         self.mixing_graph = MixingGraph.of(share.sync, share.replicas)
         self.method = mixing_rule(share.sync.method, share.num_moments)
-        self.rule = RULES[self.method]
+        self.copies = 1 + (self.method == "da_dmsgd")  # of the parameters' size that are mixed
         self.starts_with_step = self.method == "awc_dmsgd"
-        self.mixed = self.rule.copies * share.elements
+        self.mixed = self.copies * share.elements
 
     def sent_bytes(self) -> float:
         """See ExchangeFacts."""
@@ -46,7 +34,7 @@ class MixingFacts(ExchangeFacts):
 
     def arithmetic(self) -> Iterator[Arithmetic]:
         """Yields the update that is sent, and the weighted sum of what is received."""
-        yield passes(self.rule.more_passes, self.share.elements, len(self.share.sizes))
+        yield passes(MORE_PASSES[self.method], self.share.elements, len(self.share.sizes))
         yield passes(self.mixing_graph.mixing_passes, self.mixed)
 
     def state_bytes(self) -> float:

@@ -10,11 +10,9 @@ from mtcli.core.exchange.payload import Segment, segment, segments
 
 # What compresses and decompresses values, by bits, and the largest ones.
 CODED: dict[int | str, tuple[Kind, Kind]] = {
-    2: ("compress_2", "decompress_2"),
-    4: ("compress_4", "decompress_4"),
-    8: ("compress_8", "decompress_8"),
-    "top_k": ("select", "scatter"),
-}
+    2: ("compress_2", "decompress_2"), 4: ("compress_4", "decompress_4"),
+    8: ("compress_8", "decompress_8"), "top_k": ("select", "scatter"),
+}  # fmt: skip
 OUTER, MOMENTUM, ERROR = "outer", "outer_momentum", "error"
 
 

@@ -7,16 +7,7 @@ from typing import NamedTuple
 from mtcli.core.exchange.arithmetic import Arithmetic, passes
 from mtcli.core.exchange.facts import ExchangeFacts, ReplicaShare, Turns
 
-
-class LossMessage(NamedTuple):
-    """A worker's message to all, in float64."""
-
-    worker: int
-    steps: int
-    loss: float
-
-
-MESSAGE_BYTES = 8 * len(LossMessage._fields)
+MESSAGE = "worker", "steps", "loss"  # float64s that each worker sends to all
 
 
 class LeaderPull(NamedTuple):
@@ -37,9 +28,8 @@ class LsgdFacts(ExchangeFacts):
     def __init__(self, share: ReplicaShare) -> None:
         super().__init__(share)
         sync, replicas = share.sync, share.replicas
-        self.turns = tuple(
-            Turns(period, period) for period in (sync.steps_between, sync.steps_between_global)
-        )
+        periods = sync.steps_between, sync.steps_between_global
+        self.turns = tuple(Turns(period, period) for period in periods)
         group = sync.workers_of_group(replicas)
         self.pulls = (
             LeaderPull("replica_group", self.turns[0], sync.pull, group),
@@ -52,7 +42,7 @@ class LsgdFacts(ExchangeFacts):
         steps = self.share.steps
         both = steps // lcm(*(turns.every for turns in self.turns))
         events = sum(turns.count(steps) for turns in self.turns) - both
-        messages = events * (self.share.replicas - 1) * MESSAGE_BYTES / steps
+        messages = events * (self.share.replicas - 1) * 8 * len(MESSAGE) / steps
         return messages + sum(
             times * (workers - 1) / workers * self.bytes for times, workers in self._broadcasts()
         )

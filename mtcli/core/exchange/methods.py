@@ -1,10 +1,10 @@
-"""Chooses the facts of a run's exchange between replicas, by the method of [sync]."""
+"""Lists the facts of exchanges between replicas, by the method of [sync]."""
 
 from mtcli.core.config.sync import DECENTRALIZED, PERIODIC, Method
 from mtcli.core.exchange.decentralized import MixingFacts
 from mtcli.core.exchange.diloco import DiLoCoFacts
 from mtcli.core.exchange.easgd import EasgdFacts
-from mtcli.core.exchange.facts import ExchangeFacts, ReplicaShare
+from mtcli.core.exchange.facts import ExchangeFacts
 from mtcli.core.exchange.lsgd import LsgdFacts
 from mtcli.core.exchange.onebit import OneBitFacts
 
@@ -16,8 +16,3 @@ METHODS: dict[Method, type[ExchangeFacts]] = {
     **dict.fromkeys(PERIODIC, DiLoCoFacts),
     **dict.fromkeys(DECENTRALIZED, MixingFacts),
 }
-
-
-def exchange_facts(share: ReplicaShare) -> ExchangeFacts:
-    """States the exchange of a rank by its run's method."""
-    return METHODS[share.sync.method](share)

@@ -23,17 +23,9 @@ class OneBitFacts(ExchangeFacts):
         errors = StateKind(ERROR, differs=True), StateKind(SERVER_ERROR, owners=share.replicas)
         fresh = (StateKind(FRESH),) if share.optimizer == "lamb" else ()
         self.kept = (*(errors if share.replicas > 1 else ()), *fresh)
+        warm, steps = min(self.warmup, share.steps), share.steps
+        self.warm, self.frozen = warm / steps, (steps - warm) / steps
         self.narrow = share.weight < 4  # gradients are sent in 16 bits, and summed in 32
-
-    @property
-    def warm(self) -> float:
-        """The share of the run's steps that are the warm-up."""
-        return min(self.warmup, self.share.steps) / self.share.steps
-
-    @property
-    def frozen(self) -> float:
-        """The share of the steps that follow it."""
-        return max(0, self.share.steps - self.warmup) / self.share.steps
 
     def sent_bytes(self) -> float:
         """Elements are as wide as weights in the warm-up, and one bit each after it."""

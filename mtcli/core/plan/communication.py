@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import singledispatch
 from math import ceil, log2
 
-from mtcli.core.exchange.arithmetic import BYTES, Arithmetic
+from mtcli.core.exchange.arithmetic import BYTES
 from mtcli.core.plan import traffic
 from mtcli.core.plan.calibration import Exchange
 from mtcli.core.plan.costs import Pass
@@ -161,13 +161,10 @@ def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
     exchange = traffic.replica_exchange(work, pp_rank, tree=device.calibration is not None)
     if not exchange:
         return 0.0
-    arithmetic = exchange_of(work, pp_rank).arithmetic()
-    return transfer_seconds(exchange, device) + arithmetic_seconds(arithmetic, device)
-
-
-def arithmetic_seconds(works: Iterable[Arithmetic], device: Device) -> float:
-    """Seconds of work: at a calibration's prices, or as long as a GPU moves its bytes."""
-    if device.calibration is None:
-        return sum(BYTES[work.kind] * work.elements for work in works) / device.reached_bandwidth
-    prices = device.calibration.arithmetic
-    return sum(prices[w.kind][0] * w.calls + prices[w.kind][1] * w.elements for w in works)
+    works, known = exchange_of(work, pp_rank).arithmetic(), device.calibration
+    if known is None:
+        moved = sum(BYTES[kind] * elements for kind, elements, _ in works)
+        return transfer_seconds(exchange, device) + moved / device.reached_bandwidth
+    prices = ((known.arithmetic[kind], n, calls) for kind, n, calls in works)
+    busy = sum(call * calls + element * n for (call, element), n, calls in prices)
+    return transfer_seconds(exchange, device) + busy

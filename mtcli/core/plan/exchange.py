@@ -1,16 +1,71 @@
-"""Gives the facts of a workload's exchange between replicas."""
+"""Counts what ranks send for data parallelism, as the traffic counter of training counts it.
+
+A ring of n ranks moves 2 (n-1)/n of a tensor's bytes per rank in an all-reduce, (n-1)/n in a
+reduce-scatter and (n-1)/n of the gathered tensor in an all-gather (Patarasuk and Yuan, 2009). What
+replicas keep, send and compute for each other are the facts of their method (core/exchange).
+"""
 
 from math import prod
+from typing import NamedTuple
 
 from mtcli.core.exchange.facts import ExchangeFacts, ReplicaShare
-from mtcli.core.exchange.methods import exchange_facts
-from mtcli.core.mesh.sharding import owner_axes
-from mtcli.core.plan.elements import trained_of_rank
+from mtcli.core.exchange.methods import METHODS
+from mtcli.core.mesh.sharding import Parameter, owner_axes
+from mtcli.core.plan.elements import is_sharded, trained_of_rank
 from mtcli.core.plan.workload import Workload
 
 
+class SentBytes(NamedTuple):
+    """Mean bytes that one rank sends in a step."""
+
+    inside: float  # its replica: gradients, and weights that others have updated
+    across: float  # to other replicas
+
+    @property
+    def total(self) -> float:
+        """Bytes sent inside a replica and to others."""
+        return self.inside + self.across
+
+
+def sync_bytes_per_step(work: Workload) -> float:
+    """Mean bytes of a step that all ranks send each other for data parallelism."""
+    each = work.layout.world // work.layout.pp
+    return each * sum(rank_sync_bytes(work, rank).total for rank in range(work.layout.pp))
+
+
+def rank_sync_bytes(work: Workload, pp_rank: int) -> SentBytes:
+    """Bytes that a rank of a pipeline rank sends."""
+    last = work.layout.num_stages - 1
+    inside = 0.0
+    for stage, parameter in trained_of_rank(work, pp_rank):
+        # FSDP2 gathers weights for both passes of a micro-batch; those of the first stage's ends
+        # stay until the backward, where no head reads them.
+        stays = parameter.layer == "first" and stage != last
+        inside += _inside(parameter, work, gathers=1 if stays else 2)
+    return SentBytes(inside, exchange_of(work, pp_rank).sent_bytes())
+
+
+def _inside(parameter: Parameter, work: Workload, gathers: int) -> float:
+    """Bytes of reducing a parameter's gradient over the data ranks of a replica; with zero=3 also
+    of gathering its weights that many times per micro-batch."""
+    layout, sizes = work.layout, work.sizes
+    if layout.dp * layout.cp == 1:
+        return 0.0
+    rows, *columns = parameter.stored_shape(layout)
+    elements = float(rows * prod(columns))
+    if not work.zero:
+        n = prod(map(layout.size, parameter.gradient_axes(layout, work.sequence_parallel)))
+        return 2 * (n - 1) / n * elements * sizes.gradient
+    n = prod(map(layout.size, owner_axes(parameter, layout, work.sequence_parallel)))
+    padded = -(-rows // n) * n * prod(columns)
+    if not is_sharded(work):
+        return (n - 1) / n * padded * (sizes.gradient + sizes.weight)
+    moved = gathers * sizes.weight + sizes.gradient
+    return work.num_micro_batches * (n - 1) / n * padded * moved
+
+
 def exchange_of(work: Workload, pp_rank: int) -> ExchangeFacts:
-    """States the exchange of the ranks of a pipeline rank."""
+    """Gives the facts of the exchange of a pipeline rank's ranks."""
     share = ReplicaShare(
         sync=work.sync,
         steps=work.steps,
@@ -21,7 +76,7 @@ def exchange_of(work: Workload, pp_rank: int) -> ExchangeFacts:
         num_moments=work.num_moments,
         overlaps=work.overlaps_neighbours,
     )
-    return exchange_facts(share)
+    return METHODS[work.sync.method](share)
 
 
 def owned_sizes(work: Workload, pp_rank: int) -> dict[str, int]:

@@ -14,13 +14,12 @@ from mtcli.core.mesh.parameters import count_active, count_parameters
 from mtcli.core.plan.answer import PlanAnswer
 from mtcli.core.plan.certainty import SHARE, kind_of, step_range
 from mtcli.core.plan.elements import rank_elements
-from mtcli.core.plan.exchange import exchange_of
+from mtcli.core.plan.exchange import exchange_of, sync_bytes_per_step
 from mtcli.core.plan.grid import grid_bytes_per_step
 from mtcli.core.plan.hardware import gib
 from mtcli.core.plan.memory import fullest_rank, in_flight_chunks, memory_by_stage
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload
 from mtcli.core.plan.sensitivity import Neighbour
-from mtcli.core.plan.sync_bytes import sync_bytes_per_step
 from mtcli.core.plan.workload import Workload
 
 Json = dict[str, Any]

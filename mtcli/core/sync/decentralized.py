@@ -149,7 +149,7 @@ class _Bucket:
 
     @abstractmethod
     def fill(self, sent: list[Tensor], gradients: Gradients, lr: float) -> None:
-        """Writes what the method mixes, its rule's copies of each parameter; changes nothing."""
+        """Writes what the method mixes, `facts.copies` tensors of a parameter; changes nothing."""
 
     @abstractmethod
     def update(self, mixed: list[Tensor], gradients: Gradients, lr: float) -> None:
@@ -197,11 +197,11 @@ class _Bucket:
             torch.add(gradient, momentum, alpha=self.b, out=momentum)
 
     def _mix(self) -> Mix:
-        size = self.facts.rule.copies * sum(x.numel() for x in self.x)
+        size = self.facts.copies * sum(x.numel() for x in self.x)
         return mix_of(self.facts.mixing_graph, self.replicas, self.x[0].new_empty(size))
 
     def _views(self, mix: Mix) -> list[Tensor]:
-        return unflatten(mix.x, [x.shape for x in self.x] * self.facts.rule.copies)
+        return unflatten(mix.x, [x.shape for x in self.x] * self.facts.copies)
 
 
 class _Dsgd(_Bucket):
@@ -270,12 +270,9 @@ class _DecentLam(_Bucket):
 
 
 METHODS: dict[str, type[_Bucket]] = {
-    "dsgd": _Dsgd,
-    "dmsgd": _Dmsgd,
-    "awc_dmsgd": _AwcDmsgd,
-    "da_dmsgd": _DaDmsgd,
+    "dsgd": _Dsgd, "dmsgd": _Dmsgd, "awc_dmsgd": _AwcDmsgd, "da_dmsgd": _DaDmsgd,
     "decentlam": _DecentLam,
-}
+}  # fmt: skip
 
 
 def _step_to(out: list[Tensor], x: list[Tensor], steps: list[Tensor], lr: float) -> None:

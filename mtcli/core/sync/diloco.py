@@ -25,7 +25,6 @@ from mtcli.core.exchange.diloco import ERROR, MOMENTUM, OUTER, DiLoCoFacts, Frag
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.optim.sgd import momentum_steps_
 from mtcli.core.parallel.collectives import all_reduce
-from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.flat import flatten, unflatten
 from mtcli.core.sync.replica_mean import FullMean, LargestMean, QuantisedMean, ReplicaMean
@@ -37,11 +36,11 @@ OWN_SHARE = 0.5  # of a replica's own weights after an overlapped exchange: the 
 class OuterExchange(ReplicaExchange):
     """The exchange of `local` and `diloco`. Its clock is the optimizer's count of updates."""
 
+    facts: DiLoCoFacts
+
     def __init__(self, inside: Strategy, optimizer: Optimizer, facts: DiLoCoFacts) -> None:
         super().__init__(inside, optimizer, facts)
-        self.facts = facts
-        parts = optimizer, inside.ownership, facts
-        self.fragments = [Fragment(fragment, *parts) for fragment in facts.fragments]
+        self.fragments = [Fragment(optimizer, facts, part) for part in facts.fragments]
         self.due: dict[int, int] = {}  # by fragment under way: the update after which it is applied
 
     @torch.no_grad()
@@ -148,14 +147,8 @@ class OuterExchange(ReplicaExchange):
 class Fragment:
     """Some parameters with their outer weights and state, each a flat tensor of owned rows."""
 
-    def __init__(
-        self,
-        fragment: FragmentFacts,
-        optimizer: Optimizer,
-        ownership: Ownership,
-        facts: DiLoCoFacts,
-    ) -> None:
-        self.ownership, axis, self.facts = ownership, ownership.groups.replicas, facts
+    def __init__(self, optimizer: Optimizer, facts: DiLoCoFacts, fragment: FragmentFacts) -> None:
+        self.ownership, self.facts = optimizer.ownership, facts
         self.sizes, self.turns = fragment
         self.masters = [optimizer.masters[name] for name in self.sizes]
         self.weights = [optimizer.weights[name] for name in self.sizes]
@@ -165,6 +158,7 @@ class Fragment:
             return
         like, length = self.masters[0], sum(self.sizes.values())
         self.tensors = {kept.kind: like.new_zeros(length) for kept in facts.kept}
+        axis = self.ownership.groups.replicas
         self.mean: ReplicaMean = FullMean(axis)
         if self.error is not None:
             compressed = LargestMean if facts.sync.top_k else QuantisedMean

@@ -28,13 +28,14 @@ class ElasticPulls(PeriodicPulls):
 
     def pull(self, steps: int) -> None:
         """Moves the master weights and the centre towards each other."""
-        if not self.sync.pull or not self.masters:
+        pull = self.facts.share.sync.pull
+        if not pull or not self.masters:
             return
         centre = list(self.centre.values())
         before = flatten(centre)
-        mean = all_reduce(self.flat_masters(), self.replicas) / self.replicas.size
-        move_(self.masters, before, self.sync.pull)
-        move_(centre, mean, self.sync.pull * self.replicas.size)
+        mean = all_reduce(flatten(self.masters), self.replicas) / self.replicas.size
+        move_(self.masters, before, pull)
+        move_(centre, mean, pull * self.replicas.size)
 
     def begin(self) -> None:
         """Places the centre at the weights."""

@@ -21,8 +21,8 @@ class ReplicaExchange:
     """The update of a run with one replica; the base of those with several."""
 
     def __init__(self, inside: Strategy, optimizer: Optimizer, facts: ExchangeFacts) -> None:
-        self.inside, self.optimizer = inside, optimizer
-        self.turns, self.kept = facts.turns, {kept.kind: kept for kept in facts.kept}
+        self.inside, self.optimizer, self.facts = inside, optimizer, facts
+        self.kept = {kept.kind: kept for kept in facts.kept}
         self.weights_differ = self.replicas.size > 1 and facts.weights_differ
         """whether replicas have other weights, and other optimizer state, than each other"""
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.exchange.lsgd import LossMessage, LsgdFacts
+from mtcli.core.exchange.lsgd import MESSAGE, LsgdFacts
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_gather, broadcast, gather_values
 from mtcli.core.parallel.groups import Axis, consecutive
+from mtcli.core.sync.flat import flatten
 from mtcli.core.sync.pulls import PeriodicPulls, move_
 from mtcli.core.sync.strategy import Strategy
 
@@ -37,7 +38,7 @@ class LeaderPulls(PeriodicPulls):
             (consecutive(self.replicas, pull.workers, pull.axis, timeout), pull)
             for pull in facts.pulls
         ]
-        self.losses: deque[float] = deque(maxlen=self.sync.steps_between)
+        self.losses: deque[float] = deque(maxlen=facts.share.sync.steps_between)
 
     def note_loss(self, loss: float) -> None:
         """Notes this worker's loss of a step."""
@@ -75,7 +76,8 @@ class LeaderPulls(PeriodicPulls):
         """The average losses of all workers, from a message of each: (worker, steps, loss)."""
         mean = sum(self.losses) / len(self.losses) if self.losses else NEVER
         device = self.inside.ownership.groups.device
-        message = torch.tensor([LossMessage(self.replicas.rank, steps, mean)], dtype=torch.float64)
+        numbers = {"worker": self.replicas.rank, "steps": steps, "loss": mean}
+        message = torch.tensor([[numbers[name] for name in MESSAGE]], dtype=torch.float64)
         rows = all_gather(message.to(device), self.replicas).tolist()
         assert [row[:2] for row in rows] == [[i, steps] for i in range(len(rows))], rows
         return [loss for _, _, loss in rows]
@@ -84,7 +86,7 @@ class LeaderPulls(PeriodicPulls):
         """Moves the master weights towards those of a worker, who sends them to the others."""
         if axis.size == 1 or not share or not self.masters:
             return
-        move_(self.masters, broadcast(self.flat_masters(), axis, leader), share)
+        move_(self.masters, broadcast(flatten(self.masters), axis, leader), share)
 
 
 def _are_losses(value: object) -> bool:

@@ -6,13 +6,9 @@ import torch
 from torch import nn
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.exchange.decentralized import MixingFacts
-from mtcli.core.exchange.diloco import DiLoCoFacts
-from mtcli.core.exchange.easgd import EasgdFacts
-from mtcli.core.exchange.facts import ExchangeFacts, ReplicaShare
-from mtcli.core.exchange.lsgd import LsgdFacts
-from mtcli.core.exchange.methods import exchange_facts
-from mtcli.core.exchange.onebit import OneBitFacts
+from mtcli.core.config.sync import DECENTRALIZED, PERIODIC, Method
+from mtcli.core.exchange.facts import ReplicaShare
+from mtcli.core.exchange.methods import METHODS
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.sharding import shards_parameters
@@ -28,12 +24,13 @@ from mtcli.core.sync.lsgd import LeaderPulls
 from mtcli.core.sync.onebit import OneBit
 from mtcli.core.sync.strategy import Strategy
 
-EXCHANGES: dict[type[ExchangeFacts], type[ReplicaExchange]] = {
-    OneBitFacts: OneBit,
-    LsgdFacts: LeaderPulls,
-    EasgdFacts: ElasticPulls,
-    DiLoCoFacts: OuterExchange,
-    MixingFacts: Decentralized,
+EXCHANGES: dict[Method, type[ReplicaExchange]] = {
+    "all_reduce": ReplicaExchange,
+    "onebit": OneBit,
+    "lsgd": LeaderPulls,
+    "easgd": ElasticPulls,
+    **dict.fromkeys(PERIODIC, OuterExchange),
+    **dict.fromkeys(DECENTRALIZED, Decentralized),
 }
 
 
@@ -67,5 +64,5 @@ def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) 
         num_moments=len(config.optimizer.moments),
         overlaps=config.overlaps_neighbours,
     )
-    facts = exchange_facts(share)
-    return EXCHANGES.get(type(facts), ReplicaExchange)(inside, optimizer, facts)
+    method = config.sync.method
+    return EXCHANGES[method](inside, optimizer, METHODS[method](share))

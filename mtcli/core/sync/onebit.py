@@ -50,13 +50,15 @@ class OneBitCounters(Section):
 class OneBit(ReplicaExchange):
     """Gradients in the warm-up, and then signs of momenta, averaged over replicas."""
 
+    facts: OneBitFacts
+
     ratio_decay = 0.9
     """of the running mean of trust ratios"""
     _scales, _keeps_errors = True, True  # what benchmarks/bench_onebit.py tries without
 
     def __init__(self, inside: Strategy, optimizer: Optimizer, facts: OneBitFacts) -> None:
         super().__init__(inside, optimizer, facts)
-        self.facts, self.frozen_at = facts, 0
+        self.frozen_at = 0
         self.moments, ownership = optimizer.moments, inside.ownership
         self.global_sums = GlobalSums(optimizer.masters, ownership)
         self.mean: CompressedMean | None = None
@@ -77,12 +79,9 @@ class OneBit(ReplicaExchange):
 
     def tensors(self, kind: str) -> Mapping[str, Tensor]:
         """Errors of what is sent, by replica and by server, and LAMB's fresh variance."""
-        known: dict[str, Mapping[str, Tensor]] = {}
-        if self.mean:
-            known |= {ERROR: self.mean.errors, SERVER_ERROR: self.mean.server_errors}
-        if self.lamb:
-            known |= {FRESH: self.lamb.fresh}
-        return known[kind]
+        mean, fresh = self.mean, {FRESH: self.lamb.fresh} if self.lamb else {}
+        errors = {ERROR: mean.errors, SERVER_ERROR: mean.server_errors} if mean else {}
+        return (errors | fresh)[kind]
 
     def counters(self) -> dict[str, Any]:
         """The update that froze the variance, and the numbers of each parameter."""

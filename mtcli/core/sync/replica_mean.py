@@ -63,18 +63,21 @@ class FullMean(ReplicaMean):
         return sums / max(1.0, count), count
 
 
-class LargestMean(ReplicaMean):
-    """An all-gather of every replica's largest values."""
+class CorrectedMean(ReplicaMean):
+    """A mean of segments that are compressed apart; `error`, times `decay`, is fed back."""
 
     def __init__(
         self, axis: Axis, segments: Sequence[Segment], error: Tensor, decay: float
     ) -> None:
-        """The one segment has all values; `error`, times `decay`, is what is fed back."""
-        self.axis, self.error, self.decay = axis, error, decay
-        (self.segment,) = segments
+        self.axis, self.segments, self.error, self.decay = axis, segments, error, decay
+
+
+class LargestMean(CorrectedMean):
+    """An all-gather of every replica's largest values."""
 
     def start(self, x: Tensor, present: bool) -> None:
         """Starts the all-gather of what is sent of x and the error."""
+        (self.segment,) = self.segments
         self.error.mul_(self.decay).add_(x)
         own = _compressed(self.segment, self.error, float(present))
         _add(self.segment, own, self.error, -1.0)
@@ -90,20 +93,13 @@ class LargestMean(ReplicaMean):
         return mean / max(1.0, count), count
 
 
-class QuantisedMean(ReplicaMean):
+class QuantisedMean(CorrectedMean):
     """A reduce-scatter and an all-gather of quantised values, as an all-reduce is made of both."""
-
-    def __init__(
-        self, axis: Axis, segments: Sequence[Segment], error: Tensor, decay: float
-    ) -> None:
-        """Takes a segment for each replica, which owns it; see LargestMean."""
-        self.axis, self.error, self.decay, self.segments = axis, error, decay, segments
-        self.own = self.segments[axis.rank]
-        self.advanced = False
 
     def start(self, x: Tensor, present: bool) -> None:
         """Starts sending each replica its segment of x and the error."""
         self.error.mul_(self.decay).add_(x)
+        self.own = self.segments[self.axis.rank]
         payloads = [_compressed(each, self.error, float(present)) for each in self.segments]
         for each, payload in zip(self.segments, payloads, strict=True):
             _add(each, payload, self.error, -1.0)

@@ -61,7 +61,7 @@ class Rounds:
         """
         trainer, start, done = self.trainer, perf_counter(), []
         first, updates = trainer.step, trainer.optimizer.updates
-        end = next_meeting(trainer.config.train, trainer.exchange.turns, first)
+        end = next_meeting(trainer.config.train, trainer.exchange.facts.turns, first)
         while (ticket := self._ticket(first, end)) is not None:
             trainer.step, loader.share = divmod(ticket, trainer.layout.replicas)
             done.append(trainer.train_step(loader))

@@ -11,9 +11,8 @@ from mtcli.core.exchange.diloco import DiLoCoFacts
 from mtcli.core.exchange.easgd import EasgdFacts
 from mtcli.core.exchange.facts import ReplicaShare
 from mtcli.core.exchange.lsgd import LsgdFacts
-from mtcli.core.exchange.methods import exchange_facts
-from mtcli.core.plan.exchange import exchange_of, owned_sizes
-from mtcli.core.plan.sync_bytes import sync_bytes_per_step
+from mtcli.core.exchange.methods import METHODS
+from mtcli.core.plan.exchange import exchange_of, owned_sizes, sync_bytes_per_step
 from mtcli.core.plan.workload import Workload
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
@@ -194,7 +193,7 @@ def test_workers_of_leaders_and_a_centre_send_and_keep_what_is_planned():
     for (fields, precision), (sent, elements, kept) in zip(WORKERS, found, strict=True):
         sync, width = SyncConfig(**fields), 8 if precision == "fp64" else 4
         owned = {"w": sum(elements[0].values())}
-        planned = exchange_facts(ReplicaShare(sync, 5, 4, owned, width))
+        planned = METHODS[sync.method](ReplicaShare(sync, 5, 4, owned, width))
         assert sent == pytest.approx(planned.sent_bytes(), rel=0.01), sync
         assert set(kept) == {planned.state_bytes()}, sync
 
