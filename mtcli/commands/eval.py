@@ -8,6 +8,7 @@ import typer
 from mtcli.commands.options import (
     ComputeDevice,
     JsonOut,
+    MovedBase,
     Nproc,
     OptionalCheckpoint,
     Overrides,
@@ -125,6 +126,7 @@ def eval(
     seed: Seed = 1234,
     compare: Compare = None,
     contaminated: Contaminated = None,
+    base: MovedBase = None,
     nproc: Nproc = 1,
     device: ComputeDevice = "auto",
     limit: Limit = None,
@@ -157,7 +159,7 @@ def eval(
         lambda: train_settings(overrides, device=device),
         lambda: None if contaminated is None else read_ngrams(contaminated),
         *(
-            partial(require_model, path, overrides, num_ranks(nproc), encoders=True)
+            partial(require_model, path, overrides, num_ranks(nproc), encoders=True, base=base)
             for path in every
         ),
     )
@@ -178,6 +180,7 @@ def eval(
         contaminated=ngrams,
         items=items_file(items, json_out, checkpoint, specs),
         json_out=json_out,
+        base=base,
     )
 
     def work(runtime: "Runtime") -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from mtcli.commands.options import (
     CheckpointPath,
     ComputeDevice,
     JsonOut,
+    MovedBase,
     Nproc,
     Overrides,
     given_flags,
@@ -59,6 +60,7 @@ def generate(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
+    base: MovedBase = None,
     nproc: Nproc = 1,
     device: ComputeDevice = "auto",
     json_out: JsonOut = None,
@@ -73,14 +75,14 @@ def generate(
         lambda: _require_top_p(top_p),
         lambda: _require_draws(context, temperature),
         lambda: train_settings(overrides, device=device),
-        lambda: require_model(checkpoint, overrides, num_ranks(nproc)),
+        lambda: require_model(checkpoint, overrides, num_ranks(nproc), base=base),
     )
 
     def work(runtime: "Runtime") -> None:
         from mtcli.core.inference.generate import Ends, Sampling, generate_text
         from mtcli.core.inference.model import open_model
 
-        model = open_model(checkpoint, overrides, runtime)
+        model = open_model(checkpoint, overrides, runtime, base=base)
         tokenizer = model.require_tokenizer()
         ends = Ends(max_tokens, model.end_ids(), stop)
         sampling = Sampling(temperature, top_k, top_p, seed)

@@ -34,6 +34,14 @@ _CHECKPOINT = typer.Argument(
 )
 CheckpointPath = Annotated[str, _CHECKPOINT]
 OptionalCheckpoint = Annotated[str | None, _CHECKPOINT]
+MovedBase = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        metavar="FOLDER",
+        help="the weights that adapters are for, where these are no longer where they were",
+    ),
+]
 Overrides = Annotated[
     list[str],
     typer.Option(

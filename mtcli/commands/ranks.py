@@ -59,21 +59,23 @@ def run_ranks(
 
 
 def require_model(
-    checkpoint: str, overrides: list[str], world: int, encoders: bool = False
+    checkpoint: str,
+    overrides: list[str],
+    world: int,
+    encoders: bool = False,
+    base: str | None = None,
 ) -> "ModelConfig | None":
-    """A checkpoint's model, where the path tells.
+    """A checkpoint's model, where the path tells. Its adapters' weights may have moved to `base`.
 
     Raises MtcliError, before torch is imported, where a path holds no checkpoint, or one whose
     model `world` ranks cannot open with these overrides; a model that predicts no next token is
     refused but for `encoders`, and so are sections of the config that no forward pass reads.
     """
-    from pathlib import Path
-
-    from mtcli.core.checkpoint.folder import find_checkpoint, model_of
+    from mtcli.core.checkpoint.folder import find_checkpoints, model_of
     from mtcli.core.config.errors import MtcliError
     from mtcli.core.config.rules import forward_config, of_training, require_causal
 
-    model = model_of(find_checkpoint(Path(checkpoint)))
+    model = model_of(find_checkpoints([checkpoint], base)[0])
     if model is None:
         return None
     if not (encoders and model.head != "lm"):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from mtcli.commands.options import ComputeDevice, JsonOut, Nproc, Overrides
+from mtcli.commands.options import ComputeDevice, JsonOut, MovedBase, Nproc, Overrides
 from mtcli.commands.output import answer, answering, echo, print_facts, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 from mtcli.core.config.errors import collect_errors
@@ -100,6 +100,7 @@ def select(
     method: Method = "craig",
     proxy: ProxyKind = "gradient",
     greedy: GreedyKind = "lazy",
+    base: MovedBase = None,
     nproc: Nproc = 1,
     device: ComputeDevice = "auto",
     json_out: JsonOut = None,
@@ -120,6 +121,7 @@ def select(
         proxy=proxy,
         target=tuple(target),
         greedy=greedy,
+        base=base,
     )
     train, *_ = collect_errors(
         lambda: train_settings(overrides, device=device),

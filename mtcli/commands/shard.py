@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from mtcli.commands.options import JsonOut, Nproc, Overrides, given_flags
+from mtcli.commands.options import JsonOut, MovedBase, Nproc, Overrides, given_flags
 from mtcli.commands.output import answer, answering, echo, print_facts, say_wrote
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 
@@ -89,13 +89,14 @@ def shard(
     max_shard_size: MaxShardSize = None,
     config: ModelSource = None,
     merge_lora: MergeLora = False,
+    base: MovedBase = None,
     nproc: Nproc = 1,
     verify: Verify = False,
     force: Force = False,
     json_out: JsonOut = None,
 ) -> None:
     """Convert and reshard checkpoints, ours and Hugging Face's; inspect, compare, upcycle them."""
-    from mtcli.core.checkpoint.folder import find_checkpoint, require_free
+    from mtcli.core.checkpoint.folder import find_checkpoints, require_free
     from mtcli.core.checkpoint.safetensors_file import parse_dtype
     from mtcli.core.convert.layout import parse_layout
 
@@ -106,19 +107,19 @@ def shard(
         lambda: _size(max_shard_size or "5GB"),
         lambda: parse_layout(layout or ""),
         lambda: _verb(words, context),
-        lambda: collect_errors(*(partial(find_checkpoint, Path(word)) for word in _read(words))),
+        lambda: find_checkpoints(_read(words), base),
     )
     wanted = to or ("mtcli" if upcycle else None)
     if verb == "convert":
         chosen = _target(sources[0], wanted, layout, max_shard_size)
         require_free(Path(words[1]), force)
-    from mtcli.core.checkpoint.opening import open_checkpoint
+    from mtcli.core.checkpoint.opening import open_folder
     from mtcli.core.checkpoint.resharding import DTYPES
     from mtcli.core.convert.shard import ConversionPlan, compare
     from mtcli.core.convert.upcycle_recipe import recipe_of
 
     cast = None if name is None else DTYPES[name]
-    opened = collect_errors(*(partial(open_checkpoint, Path(word), model) for word in _read(words)))
+    opened = collect_errors(*(partial(open_folder, source, model) for source in sources))
     if verb == "inspect":
         _inspect(opened[0], json_out)
     elif verb == "verify":

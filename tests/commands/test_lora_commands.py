@@ -1,6 +1,8 @@
 """LoRA from the command line: train on tp=2, resume, evaluate, merge, export, train on peft's."""
 
 import json
+import re
+import shutil
 from math import prod
 from pathlib import Path
 
@@ -8,8 +10,9 @@ import pytest
 import torch
 from chats import fine_tune, save_model, sums, write_lines
 from command_line import in_process, mtcli
+from indexed_dataset import write_dataset
 from marks import slow
-from tiny import MOE, metrics, write_run
+from tiny import MOE, documents, metrics, write_run
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.store import Shard, commit, dump_written, write_shards
@@ -94,6 +97,52 @@ def test_what_is_to_be_done_with_adapters_is_asked(home, run):
     assert done.returncode == 2 and "which has adapters alone" in done.stderr
     done = train(home, "tiny", **{"lora.rank": 4, "train.output": "none", "model.vocab_size": 300})
     assert done.returncode == 2 and "adapters are trained for weights" in done.stderr
+
+
+OPENING = {  # what opens a checkpoint, by the words before and behind it
+    "eval": (["eval"], ["--task", "lambada=text.jsonl"]),
+    "generate": (["generate"], ["--prompt", "12 plus 3?", "--max-tokens", "2"]),
+    "inspect": (["shard", "inspect"], []),
+    "shard": (["shard"], ["merged", "--to", "hf", "--merge-lora"]),
+    "select": (["select", "--data", "data", "--size", "2", "--output", "set", "--model"], []),
+}
+
+
+@pytest.mark.parametrize("kind", ["run", "peft"])
+def test_adapters_whose_base_has_moved_are_opened_with_it(home, run, kind, tmp_path):
+    if not (home / "peft").exists():
+        assert mtcli("shard", "run", "peft", "--to", "peft", folder=home).returncode == 0
+    shutil.copytree(home / kind, tmp_path / kind)
+    config = tmp_path / "peft" / "adapter_config.json"
+    if kind == "peft":  # a name of the hub, as peft writes it
+        said = json.loads(config.read_text())
+        config.write_text(json.dumps(said | {"base_model_name_or_path": "meta/llama"}))
+    shutil.copytree(home / "llama", tmp_path / "moved")
+    save_model(tmp_path / "other", initializer_range=0.1)
+    write_lines(tmp_path / "text.jsonl", [{"text": "12 plus 3 is 15"}])
+    write_dataset(tmp_path / "data", documents(), "uint16")
+    for name, (before, behind) in OPENING.items():
+        words = [*before, kind, *behind]
+        done = in_process(*words, folder=tmp_path)
+        assert done.returncode == 2 and "--base FOLDER" in done.stderr, (name, done.stderr)
+        done = in_process(*words, "--base", "nowhere", folder=tmp_path)
+        assert done.returncode == 2 and "there is no folder nowhere" in done.stderr, name
+        if kind == "run":  # peft's format has no hash
+            done = in_process(*words, "--base", "other", folder=tmp_path)
+            found = re.search(r"of other with the hash (\w+), and it has now (\w+)", done.stderr)
+            assert done.returncode == 2 and found and found[1] != found[2], (name, done.stderr)
+            assert "--base names these" in done.stderr
+        done = in_process(*words, "--base", "moved", folder=tmp_path)
+        assert done.returncode == 0, (name, done.stderr)
+        words = [*before, "moved", *behind, "--base", "moved"]
+        done = in_process(*words, folder=tmp_path)
+        assert done.returncode == 2, name
+        assert "--base: moved holds no adapters\n\nhint: leave it out" in done.stderr, name
+    done = in_process("shard", "verify", kind, "merged", "--base", "moved", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    words = ["select", "--data", "data", "--size", "2", "--output", "set", "--method", "random"]
+    done = in_process(*words, "--base", "moved", folder=tmp_path)
+    assert done.returncode == 2 and "--base: a base is of a model's adapters" in done.stderr
 
 
 @slow("two runs and seven conversions, 3 s")

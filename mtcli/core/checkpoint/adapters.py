@@ -19,7 +19,7 @@ from mtcli.core.checkpoint.progress import progress_of
 from mtcli.core.checkpoint.reader import Adapters, Checkpoint, StoredTensor
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.schema import LoraConfig
+from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.mesh.adapters import LoraTarget, adapter_name, chosen_targets
 from mtcli.core.mesh.parameters import parameters, run_parameters
 from mtcli.core.mesh.sharding import Box
@@ -53,29 +53,33 @@ def weights_hash(base: Checkpoint) -> str:
     return sampled_hash(sorted(base.folder / name for name in base.headers))
 
 
-def with_base(own: Checkpoint, open_base: Open, moved_to: str | None = None) -> Checkpoint:
+def with_base(own: Checkpoint, open_base: Open, moved_to: Path | None = None) -> Checkpoint:
     """The merged model of a run's adapters, whose base is looked for at `moved_to` first. Raises
     MtcliError where it is gone or changed, or is of another model."""
     assert own.config is not None, "a run has a config"
     record = progress_of(own).base
-    names = [moved_to, own.config.train.init, record and record.path]
-    names = list(dict.fromkeys(name for name in names if name))
+    candidates = [moved_to, own.config.train.init, record.path if record else None]
+    names = list(dict.fromkeys(str(name) for name in candidates if name))
     path = next((Path(name) for name in names if Path(name).exists()), None)
     if path is None:
         message = f"{own.folder} holds adapters of {' or '.join(names) or 'weights'}, which is gone"
-        hint = "put it back, or start where its path leads to it; train goes on with a base that"
-        raise wrong(message, f"{hint} has moved: --resume --set train.init=FOLDER", "train.init")
+        hint = "name the folder that it has moved to: --base FOLDER; of train, --resume "
+        raise wrong(message, f"{hint}--set train.init=FOLDER")
     base = base_of(open_base(path))
     if record is not None and weights_hash(base) != record.hash:
         message = f"{own.folder} holds adapters of {path} with the hash {record.hash}, and it has "
         message += f"now {weights_hash(base)}"
-        raise wrong(message, "put the weights back that they were trained on", "train.init")
+        hint = "they are for the weights that they were trained on: --base FOLDER names these; of "
+        raise wrong(message, f"{hint}train, --set train.init=FOLDER")
     bare = own.config.model_copy(update={"lora": LoraConfig()})
-    return merged(own, base, own.config.lora, config=bare)
+    return merged(own, base, own.config.lora, bare)
 
 
-def merged(own: Checkpoint, base: Checkpoint, lora: LoraConfig, **changes: object) -> Checkpoint:
-    """The model of adapters and their base; each tensor keeps the base's dtype.
+def merged(
+    own: Checkpoint, base: Checkpoint, lora: LoraConfig, config: RunConfig | None = None
+) -> Checkpoint:
+    """The model of adapters and their base, with its run's `config`; each tensor keeps the base's
+    dtype.
 
     Raises MtcliError with every adapter that is missing, unknown or of another shape.
     """
@@ -89,10 +93,8 @@ def merged(own: Checkpoint, base: Checkpoint, lora: LoraConfig, **changes: objec
         targets = chosen_targets(name, model, lora)
         read = partial(_merged, adapters, name, targets) if targets else partial(base.read, name)
         tensors[name] = StoredTensor(base.dtype(name), base.shape(name), (), read)
-    tokenizer = own.tokenizer_folder or base.tokenizer_folder
-    return replace(
-        own, model=model, tensors=tensors, adapters=adapters, tokenizer_folder=tokenizer, **changes
-    )
+    found = replace(own, model=model, tensors=tensors, adapters=adapters, config=config)
+    return replace(found, tokenizer_folder=own.tokenizer_folder or base.tokenizer_folder)
 
 
 def require_adapters(own: Checkpoint, model: ModelConfig, lora: LoraConfig) -> None:

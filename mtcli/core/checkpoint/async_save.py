@@ -99,12 +99,13 @@ def _timer(device: torch.device) -> Callable[[], Callable[[], float]]:
     """Starts a timer of copies; calling the result once all are queued gives `HostCopy.wait`."""
     if device.type != "cuda":
         return lambda: lambda: 0.0
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = map(torch.cuda.Event, (True, True))  # enable_timing
     begin.record()
 
     def wait() -> float:
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        seconds: float = begin.elapsed_time(end) / 1e3
+        return seconds
 
     def queued() -> Callable[[], float]:
         end.record()

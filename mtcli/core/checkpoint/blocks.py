@@ -114,7 +114,7 @@ class BlockWriter:
     def _hash(self, count: int) -> None:
         """Hashes the last bytes that were written, and ends a block that they fill."""
         end = (self.size - 1) % WRITE_BYTES + 1
-        self._hasher.update(self._filling[end - count : end])
+        self._hasher.update(self._filling[end - count : end].data)
         if self.size % self.block_bytes == 0:
             self._end_block()
 
@@ -125,7 +125,7 @@ class BlockWriter:
     def _put(self, count: int) -> None:
         """Submits the filled buffer to the writers, and takes another one."""
         padded = -(-count // ALIGNMENT) * ALIGNMENT  # the last block; truncated at the end
-        view = memoryview(self._filling)[:padded]
+        view = self._filling.data[:padded]
         write = self._pool.submit(_write_at, self._file, view, self.size - count)
         self._writes.append((write, self._filling))
         if len(self._writes) <= WRITERS:
@@ -179,7 +179,7 @@ def _create(path: Path) -> int:
         return os.open(path, flags, 0o644)
 
 
-def hash_of(data: Bytes | memoryview | bytes) -> str:
+def hash_of(data: bytes) -> str:
     """The hash of a block's bytes: 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
@@ -227,7 +227,7 @@ def verify_file(path: Path, record: FileRecord, only: Collection[int] | None = N
 
 def _verify_blocks(file: int, path: Path, record: FileRecord, indices: list[int]) -> None:
     """Checks some blocks, all through one buffer."""
-    buffer = memoryview(aligned_bytes(BLOCK_BYTES))
+    buffer = aligned_bytes(BLOCK_BYTES).data
     for index in indices:
         at, hasher = index * record.block_bytes, xxhash.xxh3_128()
         done, size = 0, min(record.block_bytes, record.bytes - at)

@@ -81,8 +81,9 @@ def _with_biases(table: Table, start: ModelConfig | None) -> Table:
     """A run's table that keeps the routers' biases of the weights it starts from, which a rate of 0
     would leave out."""
     model = table.get("model")
-    is_mixture = isinstance(model, dict) and bool(model.get("num_experts"))
-    if start is None or not start.has_router_biases or not is_mixture:
+    if start is None or not start.has_router_biases or not isinstance(model, dict):
+        return table
+    if not model.get("num_experts"):
         return table
     return table | {"model": {**model, "router_biases": True}}
 
@@ -130,7 +131,7 @@ def no_base(lora: LoraConfig) -> MtcliError:
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """The fields that shape a model's parameters and differ."""
-    shapes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+    shapes: tuple[str, ...] = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
     shapes += ("vocab_size", "position", "activation")
     with_experts = ("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size")
     shapes += with_experts if ours["num_experts"] else ("ffn_hidden_size",)

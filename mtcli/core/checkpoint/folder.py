@@ -1,13 +1,14 @@
 """Names inside run and checkpoint folders, and which checkpoint a path names; without torch."""
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mtcli.core.checkpoint.huggingface import config_json
 from mtcli.core.checkpoint.manifest import NAME as MANIFEST
-from mtcli.core.config.errors import MtcliError, Problem, wrong
+from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.not_found import download, near_path
@@ -44,11 +45,15 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointFolder(NamedTuple):
-    """A checkpoint's folder and format; `of_run` where it is the newest of a run that was named."""
+    """A checkpoint's folder and format; `of_run` where it is the newest of a run that was named.
+
+    `base` has the weights that its adapters are for, where these are not where it says.
+    """
 
     format: Literal["mtcli", "hf", "peft", "megatron"]
     folder: Path
     of_run: bool = False
+    base: Path | None = None
 
     @property
     def tokenizer_folder(self) -> Path | None:
@@ -59,8 +64,28 @@ class CheckpointFolder(NamedTuple):
         if any((self.folder / name).is_file() for name in names):
             return self.folder
         if self.format == "peft":
-            return find_checkpoint(peft_base(self.folder)).tokenizer_folder
+            return find_checkpoint(peft_base(self)).tokenizer_folder
         return None
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it holds adapters, and no weights."""
+        is_ours = self.format == "mtcli"
+        return self.format == "peft" or (is_ours and config_in(self.folder).lora.rank > 0)
+
+
+def find_checkpoints(paths: Sequence[str], base: str | None) -> list[CheckpointFolder]:
+    """Finds the checkpoint in each folder, whose adapters are for the weights in `base`, if given.
+
+    Raises MtcliError where there is none, and for a base where none holds adapters.
+    """
+    sources = collect_errors(*(partial(find_checkpoint, Path(path)) for path in paths))
+    if base is None:
+        return sources
+    if not any(source.has_adapters for source in sources):
+        raise wrong(f"{' and '.join(paths)} holds no adapters", "leave it out", "--base")
+    find_checkpoint(Path(base))
+    return [source._replace(base=Path(base)) for source in sources]
 
 
 def find_checkpoint(path: Path) -> CheckpointFolder:
@@ -118,23 +143,25 @@ def model_of(source: CheckpointFolder) -> ModelConfig | None:
         path = source.folder / config_json.NAME
         return config_json.model_of(config_json.read_json(path), path)
     if source.format == "peft":
-        return model_of(find_checkpoint(peft_base(source.folder)))
+        return model_of(find_checkpoint(peft_base(source)))
     try:
         return config_in(source.folder).model if source.format == "mtcli" else None
     except MtcliError:
         return None
 
 
-def peft_base(folder: Path) -> Path:
+def peft_base(source: CheckpointFolder) -> Path:
     """The folder of the weights that peft's adapters are for.
 
-    Raises MtcliError where their config names none that is here.
+    Raises MtcliError where their config names none that is here, and no other is given.
     """
-    path = folder / ADAPTER_CONFIG
+    if source.base is not None:
+        return source.base
+    path = source.folder / ADAPTER_CONFIG
     name = config_json.read_json(path).get("base_model_name_or_path")
     if not isinstance(name, str) or not name or not Path(name).is_dir():
         message = f"{path}: base_model_name_or_path={shown(name)} is no folder here"
-        raise wrong(message, "fetch the model, and name its folder there")
+        raise wrong(message, "fetch the model, and name its folder there, or by --base FOLDER")
     if (Path(name) / ADAPTER_CONFIG).exists() and not (Path(name) / MANIFEST).exists():
         message = f"{path}: base_model_name_or_path={shown(name)} holds adapters, and no weights"
         raise wrong(message, "name the folder of the model that they are for there")

@@ -85,7 +85,7 @@ class TensorRecord(ManifestSection):
 
     dtype: Literal["float64", "float32", "bfloat16", "float16"]
     shape: Extents
-    shards: Annotated[list[ShardRecord], Field(alias="pieces", default_factory=list)]
+    shards: list[ShardRecord] = Field(alias="pieces", default_factory=list)
     keys: tuple[str, ...] = ()
     """of the shards of a table, in their files"""
     table: Int64 | None = None

@@ -61,10 +61,10 @@ def open_folder(source: CheckpointFolder, model: ModelConfig | None = None) -> C
         if source.format == "megatron":
             return open_megatron(source.folder, model)
         if source.format == "peft":
-            return open_peft(source.folder, open_checkpoint)
+            return open_peft(source, open_checkpoint)
         with offering_earlier(source.folder) if source.of_run else nullcontext():
             own = _open_ours(source.folder)
-        return with_base(own, open_checkpoint) if _has_adapters(own) else own
+        return with_base(own, open_checkpoint, source.base) if _has_adapters(own) else own
     except OSError as error:  # of a folder that may not be read
         raise wrong(f"{source.folder} cannot be opened: {error.strerror}", KINDS) from None
 
@@ -160,11 +160,11 @@ def open_agreed(path: Path, axis: Axis, base: str | None = None) -> Checkpoint:
     """
     own = together(axis, lambda: find_checkpoint(path) if axis.rank == 0 else None)
     form, folder, of_run = first_value(own and (own.format, str(own.folder), own.of_run), axis)
-    source = CheckpointFolder(form, Path(folder), of_run)
+    source = CheckpointFolder(form, Path(folder), of_run, Path(base) if base else None)
     if form == "mtcli":
         checkpoint = _open_ours_together(source, axis)
         if _has_adapters(checkpoint):
-            return together(axis, lambda: with_base(checkpoint, open_checkpoint, base))
+            return together(axis, lambda: with_base(checkpoint, open_checkpoint, source.base))
         return checkpoint
     checkpoint = together(axis, lambda: _as_rank_0(axis, lambda: open_folder(source)))
     if axis.size > 1:

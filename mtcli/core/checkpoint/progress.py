@@ -127,4 +127,4 @@ def planned_samples(checkpoint: Checkpoint) -> int | None:
     record, config = progress_of(checkpoint).samples, checkpoint.config
     if record is not None and record.planned is not None:
         return record.planned
-    return config and config.train.steps * config.batch.global_batch_size
+    return None if config is None else config.train.steps * config.batch.global_batch_size

@@ -7,10 +7,10 @@ in an open file and forgets where it was in a closed one (16 MiB tensors load a 
 
 import os
 from collections import OrderedDict
-from io import FileIO
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -58,9 +58,9 @@ class OpenFiles:
     """A cache of open files, at most MAX_OPEN of them, closed with this object."""
 
     def __init__(self) -> None:
-        self._files: OrderedDict[Path, FileIO] = OrderedDict()
+        self._files: OrderedDict[Path, IO[bytes]] = OrderedDict()
 
-    def get(self, path: Path) -> FileIO:
+    def get(self, path: Path) -> IO[bytes]:
         """Opens a file unless it is open. Raises MtcliError where it cannot be."""
         if path not in self._files:
             try:
@@ -93,7 +93,7 @@ def intersection(a: Box, b: Box) -> Box | None:
     return Box(start, size) if all(n > 0 for n in size) else None
 
 
-def read_box(file: FileIO, offset: int, shape: tuple[int, ...], box: Box, into: Tensor) -> None:
+def read_box(file: IO[bytes], offset: int, shape: tuple[int, ...], box: Box, into: Tensor) -> None:
     """Fills `into` [box.size] with a box of the tensor `shape` stored at a byte of a file.
 
     `into` may have any strides; its dtype is that of the stored tensor. Raises MtcliError that
@@ -141,7 +141,7 @@ class _Runs:
         ]
 
 
-def _read_windows(file: FileIO, at: int, runs: _Runs, block: Numbers) -> None:
+def _read_windows(file: IO[bytes], at: int, runs: _Runs, block: Numbers) -> None:
     rows = max(1, WINDOW_BYTES // (runs.stride * runs.item))
     window = np.empty((min(rows, runs.rows), runs.stride), dtype=block.dtype)
     for first in range(0, runs.rows, rows):
@@ -151,8 +151,8 @@ def _read_windows(file: FileIO, at: int, runs: _Runs, block: Numbers) -> None:
         np.copyto(block[first : first + count], window[:count, : runs.run])
 
 
-def _read_exactly(file: FileIO, at: int, into: Numbers) -> None:
-    path, view = Path(file.name), memoryview(into.view(np.uint8))
+def _read_exactly(file: IO[bytes], at: int, into: Numbers) -> None:
+    path, view = Path(file.name), into.view(np.uint8).data
     done = 0
     while done < len(view):
         try:

@@ -4,6 +4,9 @@ A file is a little-endian uint64 header length, a JSON header of name -> {dtype,
 data_offsets}, and the tensors' bytes, which tile the rest of the file without holes. Nothing in a
 file is executed. Every failure is an MtcliError that names the file.
 
+The safetensors library is not used: it gives no offsets for range reads, writes no block before it
+has every tensor, waits for a named pipe, and takes a name twice and shapes that no int64 counts.
+
 The dtypes that checkpoints of any format hold are named here too, without torch: by our names, by
 those of flags and by the codes of the header.
 """

@@ -270,17 +270,17 @@ class StoredShards(Sequence[StoredBox]):
     def __init__(
         self, index: ShardIndex, tensor: IndexedTensor, code: str, replica: int | None = None
     ) -> None:
-        self.index, self.tensor, self.code, self.replica = index, tensor, code, replica
+        self.shards, self.tensor, self.code, self.replica = index, tensor, code, replica
 
     @cached_property
     def rows(self) -> Table:
         """The table's rows."""
-        rows = self.index.table(self.tensor)
+        rows = self.shards.table(self.tensor)
         if self.replica is None:
             return rows
-        rows = rows[(rows[:, REPLICA] == -1) | (rows[:, REPLICA] == self.replica)]
-        rows[:, REPLICA] = -1
-        return rows
+        of_replica: Table = rows[(rows[:, REPLICA] == -1) | (rows[:, REPLICA] == self.replica)]
+        of_replica[:, REPLICA] = -1
+        return of_replica
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -298,7 +298,7 @@ class StoredShards(Sequence[StoredBox]):
 
     def of_replica(self, index: int) -> "StoredShards":
         """The boxes of one replica."""
-        return StoredShards(self.index, self.tensor, self.code, index)
+        return StoredShards(self.shards, self.tensor, self.code, index)
 
     def meeting(self, box: Box, replica: int | None) -> Iterator[StoredBox]:
         """Yields the boxes of a replica, or of all, that share elements with a box."""
@@ -321,5 +321,5 @@ class StoredShards(Sequence[StoredBox]):
         dims = len(self.tensor.shape)
         box = Box(tuple(row[BOX : BOX + dims]), tuple(row[BOX + dims :]))
         replica = None if row[REPLICA] < 0 else row[REPLICA]
-        file, key = self.index.files[row[FILE]], self.tensor.keys[row[KEY]]
+        file, key = self.shards.files[row[FILE]], self.tensor.keys[row[KEY]]
         return StoredBox.plain(file, key, self.code, box, replica)

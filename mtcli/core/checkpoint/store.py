@@ -195,8 +195,8 @@ def write_shards(
         shard = ShardRecord(file=file, key=key, start=start, size=size, replica=replica)
         tensors.setdefault(name, record).shards.append(shard)
     runs = (run for shard in full for run in read(shard))
-    record = write_tensors(folder / file, plan, runs, {}, block_bytes)
-    return RankManifest(files={file: record}, tensors=tensors)
+    written = write_tensors(folder / file, plan, runs, {}, block_bytes)
+    return RankManifest(files={file: written}, tensors=tensors)
 
 
 def commit(

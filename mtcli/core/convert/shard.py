@@ -80,11 +80,11 @@ def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
         same, taken = _same(new, after, plan.dtype, plan.nproc)
         facts, memory = facts | same, memory.or_more(taken)
     facts |= _spent(new, memory.or_more(watch.read()))
-    if plan.verify and plan.recipe is None:  # last: logits take memory for the model
-        facts |= require_same_logits(source, after, plan.dtype)
-    elif plan.verify:
+    if plan.verify and plan.recipe is not None:  # last: logits take memory for the model
         dtype = rounding(source, plan.recipe, plan.dtype)
         facts |= require_same_logits(source, after, dtype, source.model.num_layers)
+    elif plan.verify:
+        facts |= require_same_logits(source, after, plan.dtype)
     return facts | {"seconds": perf_counter() - start}
 
 

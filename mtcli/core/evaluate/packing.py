@@ -297,6 +297,7 @@ def _batch(rows: tuple[PackedRow, ...], requests: Sequence[Request], length: int
     width = max(row.size for row in rows)
     shape = (len(rows), width)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    padding = np.arange(width) >= np.array([[row.size] for row in rows])
     masked = any(len(row.branches) > 1 for row in rows)
     # Padding attends to itself, so that no softmax is over nothing.
     mask = np.tile(np.eye(width, dtype=bool), (len(rows), 1, 1)) if masked else None
@@ -322,5 +323,6 @@ def _batch(rows: tuple[PackedRow, ...], requests: Sequence[Request], length: int
         mask=None if mask is None else torch.from_numpy(mask),
         rows=torch.from_numpy(np.concatenate(scored)),
         targets=torch.from_numpy(np.concatenate(targets)),
+        padding=torch.from_numpy(padding),
     )
     return PackedBatch(batch, np.concatenate(owners))

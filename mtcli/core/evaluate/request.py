@@ -31,6 +31,7 @@ class EvalRequest(NamedTuple):
     contaminated: frozenset[tuple[str, ...]] | None  # n-grams that a corpus contained
     items: Path
     json_out: str | None
+    base: str | None = None  # of adapters, where it has moved
 
     def items_beside_json(self) -> str:
         """Names a result's file of items: without the folder where both are in one."""

@@ -27,11 +27,11 @@ def evaluate(
 
     `say` is told on the first rank what is about to be done, in numbers.
     """
-    opened = open_model(request.checkpoint, request.overrides, runtime, encoders=True)
+    opened, *others = (
+        open_model(path, request.overrides, runtime, encoders=True, base=request.base)
+        for path in (request.checkpoint, *request.ensemble)
+    )
     read = replace(opened, tokenizer=_tokenizer(opened, request.tokenizer))
-    others = [
-        open_model(path, request.overrides, runtime, encoders=True) for path in request.ensemble
-    ]
     identity = "+".join(model.identity() for model in (read, *others))
     summary = {"checkpoint": request.checkpoint} | opened.facts()
     summary |= {"device": runtime.device.type}

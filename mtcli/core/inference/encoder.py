@@ -5,6 +5,7 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,10 +55,11 @@ def head_outputs(model: InferenceModel, batches: Sequence[EncoderRows]) -> list[
 
 def class_logits(model: InferenceModel, tokens: Tensor) -> Tensor:
     """The logits [b, C] of rows of one sequence each [b, s], of a head that classifies them."""
-    count, size = tokens.shape
-    none, ones = torch.zeros(count, size), torch.ones(count)
-    zeros, firsts = none.long(), torch.arange(count) * size
-    rows = EncoderRows(tokens, zeros, zeros.int(), tokens, none, firsts, zeros[:, 0], ones)
+    (count, size), ids = tokens.shape, tokens.numpy()
+    none, ones = np.zeros((count, size), np.float32), np.ones(count, np.float32)
+    zeros, firsts = np.zeros((count, size), np.int64), np.arange(count) * size
+    documents = zeros.astype(np.int32)
+    rows = EncoderRows(ids, zeros, documents, ids, none, firsts, zeros[:, 0], ones)
     return head_outputs(model, [rows])[0].logits_MC
 
 
@@ -78,7 +80,7 @@ def _outputs(model: InferenceModel, inputs: Inputs) -> Tensor | None:
 
 
 def _inputs(model: InferenceModel, rows: EncoderRows) -> Inputs:
-    device = model.groups.device
+    device, padding = model.groups.device, torch.from_numpy(rows.padding)
     rows = EncoderRows(*(torch.as_tensor(array).to(device) for array in rows))
     return make_inputs(
         model.config.model,
@@ -87,6 +89,7 @@ def _inputs(model: InferenceModel, rows: EncoderRows) -> Inputs:
         token_types=rows.token_types,
         labels=rows.labels,
         weights=rows.weights,
+        padding=padding.to(device),
         positions=token_positions(rows.documents, model.config.model),
         documents=rows.documents,
         sentences=Sentences(rows.firsts, rows.classes, rows.class_weights),

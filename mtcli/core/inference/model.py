@@ -96,13 +96,17 @@ class InferenceModel:
 
         Data parallel ranks, and rows of a grid of tp ranks, score different rows of the batch. All
         compute equally many, since they may hold one another's weights: where rows are too few, the
-        last one again, and where predictions are, the first.
+        last one again, as padding, and where predictions are, the first.
         """
         (b, s), down = batch.tokens.shape, self.groups.tp_row
         shares = self.groups.layout.dp * down.size
         share, index = -(-b // shares), self.groups.dp_rank * down.size + down.rank
         first = index * share
-        local_rows = torch.arange(first, first + share).clamp(max=b - 1)
+        numbers = torch.arange(first, first + share)
+        local_rows = numbers.clamp(max=b - 1)
+        padding = (numbers >= b)[:, None].expand(-1, s)
+        if batch.padding is not None:
+            padding = padding | batch.padding[local_rows]
         sharers = batch.rows // s // share
         owned = sharers == index
         local = ScoreBatch(
@@ -111,6 +115,7 @@ class InferenceModel:
             None if batch.mask is None else batch.mask[local_rows],
             batch.rows[owned] - first * s,
             batch.targets[owned],
+            padding,
         )
         scores = torch.zeros(2, len(batch.rows), device=self.groups.device)
         most = int(sharers.bincount().max()) if len(sharers) else 0
@@ -143,8 +148,9 @@ class InferenceModel:
         micro_batches = []
         for rows in (slice(start, start + size) for start in range(0, b, size)):
             mask = None if batch.mask is None else batch.mask[rows]
-            given = {"positions": batch.positions[rows], "mask": mask, "prefix": prefix}
-            micro_batches.append(self._inputs(batch.tokens[rows], **given))
+            padding = None if batch.padding is None else batch.padding[rows]
+            given = {"positions": batch.positions[rows], "mask": mask, "padding": padding}
+            micro_batches.append(self._inputs(batch.tokens[rows], prefix=prefix, **given))
         outputs = self.forward(micro_batches)
         if not outputs:
             return torch.zeros(2, len(batch.rows), device=device)
@@ -235,9 +241,14 @@ class OpenModel:
 
 
 def open_model(
-    path: str, overrides: Sequence[str], runtime: Runtime, encoders: bool = False
+    path: str,
+    overrides: Sequence[str],
+    runtime: Runtime,
+    encoders: bool = False,
+    base: str | None = None,
 ) -> OpenModel:
-    """Opens our checkpoint, a run folder or a Hugging Face folder, on any layout.
+    """Opens our checkpoint, a run folder or a Hugging Face folder, on any layout. The weights that
+    its adapters are for may have moved to `base`.
 
     `overrides` are `section.field=value`, of the parallel and train sections. Weights are computed
     in float32 unless train.precision says otherwise. Raises MtcliError for an illegal layout, for
@@ -245,7 +256,7 @@ def open_model(
     the next one is then no prediction. With `encoders` other heads are opened too.
     """
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
-    checkpoint = open_agreed(Path(path), world)
+    checkpoint = open_agreed(Path(path), world, base)
     if not (encoders and checkpoint.model.head != "lm"):
         require_causal(path, checkpoint.model)
     together(world, lambda: verify_weights(checkpoint, runtime.rank, runtime.world))

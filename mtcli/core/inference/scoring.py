@@ -22,6 +22,7 @@ class ScoreBatch(NamedTuple):
     mask: "Tensor | None"  # [B, S, S] bool, True = may attend; None = plain causal
     rows: "Tensor"  # [N] int64 into the flat [B*S] tokens: whose next-token prediction is scored
     targets: "Tensor"  # [N] int64 target ids
+    padding: "Tensor | None" = None  # [B, S] bool, True fills a row up; None = nowhere
 
 
 class Scorer(Protocol):

@@ -116,7 +116,8 @@ def _of_batch(model: InferenceModel, rows: np.ndarray, kind: Proxy) -> Tensor:
     """The proxies of rows [B, s + 1] on every rank, float32.
 
     Data parallel ranks, and rows of a grid of tp ranks, have other sequences of them, all equally
-    many, since they may hold one another's weights: where they are too few, the last one again.
+    many, since they may hold one another's weights: where they are too few, the last one again, as
+    padding.
     """
     groups = model.groups
     shares, index = groups.layout.dp * groups.tp_row.size, groups.dp_rank * groups.tp_row.size
@@ -126,7 +127,7 @@ def _of_batch(model: InferenceModel, rows: np.ndarray, kind: Proxy) -> Tensor:
     proxies = torch.zeros(len(rows), proxy_width(model, kind), dtype=torch.float64)
     proxies = proxies.to(groups.device)
     at = 0
-    for output in _outputs(model, tokens):
+    for output in _outputs(model, tokens, torch.from_numpy(own >= len(rows))):
         part = _partial(model, output, kind)
         real = own[at : at + len(part)]
         real = real[real < len(rows)]
@@ -135,13 +136,19 @@ def _of_batch(model: InferenceModel, rows: np.ndarray, kind: Proxy) -> Tensor:
     return all_reduce(proxies, groups.world).float().cpu()
 
 
-def _outputs(model: InferenceModel, tokens: Tensor) -> Iterator[_Output]:
-    """Yields the outputs of rows [b, s + 1] on the last stage's ranks; nothing on others."""
+def _outputs(model: InferenceModel, tokens: Tensor, padding: Tensor) -> Iterator[_Output]:
+    """Yields the outputs of rows [b, s + 1], of which some are `padding` [b], on the last stage's
+    ranks; nothing on others."""
     device, pp = model.groups.device, model.groups.layout.pp
     dtype, size = DTYPES[model.config.train.precision], len(tokens)
     size = size // pp if size % pp == 0 else size
     some = [part.to(device) for part in tokens.split(size)]
-    outputs = model.forward([make_inputs(model.config.model, dtype, t[:, :-1]) for t in some])
+    filled = padding.to(device)[:, None].expand(-1, tokens.shape[1] - 1).split(size)
+    inputs = [
+        make_inputs(model.config.model, dtype, part[:, :-1], padding=fills)
+        for part, fills in zip(some, filled, strict=True)
+    ]
+    outputs = model.forward(inputs)
     for x_TD, part in zip(outputs, some, strict=False):  # none but on the last stage
         yield _Output(x_TD.view(len(part), -1, x_TD.shape[1]), part[:, 1:])
 

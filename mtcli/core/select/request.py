@@ -3,10 +3,9 @@
 import json
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-from mtcli.core.checkpoint.folder import CheckpointFolder, config_in, find_checkpoint, model_of
+from mtcli.core.checkpoint.folder import CheckpointFolder, config_in, find_checkpoints, model_of
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors
 from mtcli.core.config.loading import config_of as table_config
 from mtcli.core.config.model import CLASSIFIERS, ModelConfig
@@ -37,6 +36,7 @@ class SelectRequest(NamedTuple):
     proxy: Proxy
     target: tuple[str, ...]
     greedy: Literal["lazy", "naive", "stochastic"] = "lazy"
+    base: str | None = None  # of the model's adapters, where it has moved
 
 
 def require_request(request: SelectRequest, world: int) -> None:
@@ -103,9 +103,12 @@ def _unused(request: SelectRequest) -> Iterator[Problem]:
     if request.method != "craig" and request.greedy != "lazy":
         message = f"--method {request.method} picks nothing by its gain"
         yield Problem(message, "--method craig, or leave it out", "--greedy")
-    if request.model is None and request.proxy != "gradient":
+    if request.model is None:
         hint = "--model CHECKPOINT, or leave it out"
-        yield Problem("proxies are of a model, and there is none", hint, "--proxy")
+        if request.proxy != "gradient":
+            yield Problem("proxies are of a model, and there is none", hint, "--proxy")
+        if request.base is not None:
+            yield Problem("a base is of a model's adapters, and there is none", hint, "--base")
     for field in (override.partition("=")[0].strip() for override in request.overrides):
         if field.partition(".")[0] in ("optimizer", "sync", "lora"):
             yield of_training(field)
@@ -114,7 +117,9 @@ def _unused(request: SelectRequest) -> Iterator[Problem]:
 
 
 def _require_data(request: SelectRequest, world: int) -> None:
-    weights = None if request.model is None else find_checkpoint(Path(request.model))
+    weights = None
+    if request.model is not None:
+        weights = find_checkpoints([request.model], request.base)[0]
     model = None if weights is None else model_of(weights)
     if weights is not None and model is None:
         return  # Megatron's, or damaged: opening it tells

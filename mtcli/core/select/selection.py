@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from mtcli.core.checkpoint.adapters import weights_hash
+from mtcli.core.checkpoint.adapters import base_of, weights_hash
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.folder import CheckpointFolder
 from mtcli.core.config.model import CLASSIFIERS
@@ -102,9 +102,11 @@ def select(request: SelectRequest, runtime: Runtime, console: Console) -> Subset
     if request.model is None:
         config, judge_by = config_of(request, None, runtime.world, None), None
     else:
-        opened = open_model(request.model, request.overrides, runtime, encoders=True)
+        where = request.model, request.overrides, runtime
+        opened = open_model(*where, encoders=True, base=request.base)
         checkpoint = opened.checkpoint
-        source = CheckpointFolder(checkpoint.format, checkpoint.folder)
+        base = base_of(checkpoint).folder
+        source = CheckpointFolder(checkpoint.format, checkpoint.folder, base=base)
         config = config_of(request, source, runtime.world, checkpoint.model)
         known = ModelRecord(path=request.model, hash=weights_hash(checkpoint))
         judge_by = Judge(replace(opened.scorer, config=config), request.proxy, known)

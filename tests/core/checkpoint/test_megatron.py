@@ -267,6 +267,23 @@ def test_a_tensor_whose_name_is_no_text_is_refused(copy, name):
         open_checkpoint(copy)
 
 
+class Index:
+    """Stands for DCP's index of a chunk, whose hash it does not have."""
+
+
+def test_a_chunk_of_a_tensor_whose_name_is_no_text_is_refused_before_it_is_hashed(copy):
+    metadata = pickle.loads((copy / ".metadata").read_bytes())
+    index, name = Index(), "x"
+    for _ in range(100):  # a hash of 2**100 steps
+        name = (name, name)
+    index.__dict__.update(fqn=name, offset=None, index=0)
+    metadata.storage_data[index] = next(iter(metadata.storage_data.values()))
+    ours, theirs = f"c{__name__}\n".encode(), b"ctorch.distributed.checkpoint.metadata\n"
+    (copy / ".metadata").write_bytes(pickle.dumps(metadata, 2).replace(ours, theirs))
+    with pytest.raises(MtcliError, match="is not the metadata of torch.distributed.checkpoint"):
+        open_checkpoint(copy)
+
+
 def test_chunks_that_leave_elements_out_are_refused(copy):
     def twice(table):
         """Has the first of two chunks stand for the second as well: the number of elements fits."""

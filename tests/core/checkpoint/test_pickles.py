@@ -1,6 +1,7 @@
 """Pickles as data. The oracle for what is safe is the standard library; hostile ones do nothing."""
 
 import collections
+import copyreg
 import os
 import pickle
 import struct
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mtcli.core.checkpoint.megatron import torch_save
 from mtcli.core.checkpoint.megatron.torch_save import (
     ByteRange,
     NamedClass,
@@ -20,6 +22,7 @@ from mtcli.core.checkpoint.megatron.torch_save import (
     pairs_of,
     read_pickle,
 )
+from mtcli.core.checkpoint.safetensors_file import MAX_DIMS
 from mtcli.core.config.errors import MtcliError
 
 PATH = Path("checkpoint/.metadata")
@@ -28,7 +31,7 @@ VALUES = st.recursive(
     PLAIN | st.binary(),
     lambda inner: (
         st.lists(inner)
-        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.dictionaries(st.text() | st.integers(-(2**32) + 1, 2**32 - 1), inner)
         | st.tuples(inner, inner, inner, inner)
     ),
 )
@@ -121,7 +124,6 @@ DEEP = 50_000
         b"(I1\nios\nsystem\n.",
         b"\x80\x04\x82\x01.",
         b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"x.",
-        b"\x80\x05\x96" + struct.pack("<Q", 2**62) + b"x.",
         b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.",
         b"\x80\x04N0.",
         b"\x80\x04h\x07.",
@@ -143,6 +145,54 @@ def test_depth_and_large_numbers_take_no_stack_and_no_memory():
     nested_key = read(b"\x80\x04})" + b"\x85" * DEEP + b"Ns.")
     assert len(nested_key) == 1
     assert read(b"\x80\x04Nr" + struct.pack("<I", 2**31) + b".") is None  # a place in the memo
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.INST + b"posix\nsystem\n",
+        pickle.OBJ,
+        pickle.NEWOBJ_EX,
+        pickle.EXT1 + b"\x01",
+        pickle.EXT2 + b"\x01\x00",
+        pickle.EXT4 + b"\x01\x00\x00\x00",
+        pickle.BYTEARRAY8 + struct.pack("<Q", 2**40),
+        pickle.NEXT_BUFFER,
+        pickle.READONLY_BUFFER,
+        pickle.PERSID + b"x\n",
+        pickle.PUT + b"2305843009213693951\n",
+        pickle.INT + b"1\n",
+        pickle.DICT,
+        pickle.FROZENSET,
+    ],
+    ids=bytes.hex,
+)
+def test_an_opcode_that_no_data_needs_is_refused(data, monkeypatch):
+    monkeypatch.setitem(copyreg._extension_cache, 1, os.system)  # as a library could have
+    with pytest.raises(MtcliError, match=f"has the opcode 0x{data[0]:02x}, which no data needs"):
+        read(b"\x80\x05((}N" + data + b".", {"posix.system"})
+
+
+def test_a_state_is_set_on_a_record_alone():
+    for value in (b"]", b"}", b")", b"cposix\nsystem\n", b"N"):
+        for state in (b"}", b"N}\x86", b"}X\x01\x00\x00\x00xNs"):
+            with pytest.raises(MtcliError, match=r"cannot be read \(TypeError\)"):
+                read(b"\x80\x02" + value + state + b"b.", {"posix.system"})
+
+
+def test_keys_whose_hashes_collide_take_no_quadratic_time():
+    same = [2**61 - 1, -(2**61 - 1), 3 * (2**61 - 1), 2.0**61 - 2.0**8]
+    found = read(pickle.dumps(dict.fromkeys(same)))
+    assert sorted(pair.key for pair in pairs_of(found)) == sorted(same)
+    assert len({hash(key) for key in found}) == len(same)
+
+
+def test_the_dimensions_of_a_tensor_are_counted_before_its_strides(tmp_path, monkeypatch):
+    path = tmp_path / "x.pt"
+    torch.save(torch.ones((1,) * (MAX_DIMS + 1)), path)
+    monkeypatch.setattr(torch_save, "_c_strides", None)
+    with path.open("rb") as file, pytest.raises(MtcliError, match="is not in C order"):
+        find_tensor(file, ByteRange(path, 0, path.stat().st_size))
 
 
 def test_a_tensor_that_begins_within_its_storage_is_found(tmp_path):

@@ -82,6 +82,11 @@ def folder(tmp_path, monkeypatch):
     return save_halves(tmp_path)[0]
 
 
+def test_stored_shards_are_a_sequence(folder):
+    boxes = open_checkpoint(folder).tensors["embedding.weight"].boxes
+    assert [boxes.index(box) for box in boxes] == list(range(len(boxes))) == [0, 1]
+
+
 def test_a_manifest_of_tables_opens_to_the_same_tensors(folder):
     table = json.loads((folder / "manifest.json").read_text())
     assert table["version"] == 5 and "pieces" not in table["tensors"]["embedding.weight"]

@@ -69,7 +69,11 @@ POOLER = dense("head.pooler", "bert.pooler.dense")
 ORDER = POOLER | dense("head.sentence_order", "cls.seq_relationship")
 CLASSIFIER = POOLER | dense("head.classifier", "classifier")
 
-CONSTANTS = {"architecture": "bert", "norm": "layernorm", "position": "learned"}
+CONSTANTS: dict[str, str | bool] = {
+    "architecture": "bert",
+    "norm": "layernorm",
+    "position": "learned",
+}
 CONSTANTS |= {"bias": True, "qkv_bias": True, "causal": False}
 
 BERT = Family(
@@ -123,7 +127,7 @@ def with_heads(pre_training: Family, trunk: dict[str, TensorRule]) -> tuple[Fami
     `trunk` are the rules of parameters outside of blocks and head.
     """
     name = pre_training.architecture.removesuffix("ForPreTraining")
-    shared = pre_training.constants | {"sentence_order": False}
+    shared = {**pre_training.constants, "sentence_order": False}
     classifying = shared | {"tie_embeddings": False}
     free = tuple(field for field in pre_training.required if field.theirs != "tie_word_embeddings")
 
@@ -156,7 +160,7 @@ MEGATRON_BERT = replace(
     architecture="MegatronBertForPreTraining",
     defaults={"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
     | {"intermediate_size": 4096, "vocab_size": 29056, "max_position_embeddings": 512},
-    constants=BERT.constants | {"norm_order": "pre"},
+    constants={**BERT.constants, "norm_order": "pre"},
     outer=PRE | MASKED | ORDER,
     inner=LAYER | dense("attention_norm", "attention.ln") | dense("mlp_norm", "ln"),
 )

@@ -43,7 +43,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "scoring_func": (None, "softmax"),
 }
 ONES = ("partial_rotary_factor", "logit_scale", "logits_scaling", "embedding_multiplier")
-ZEROS = ("attn_logit_softcapping", "final_logit_softcapping", "logit_softcap", "n_shared_experts")
+ZEROS: tuple[str, ...] = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_softcap",
+    "n_shared_experts",
+)
 ZEROS += ("num_nextn_predict_layers", "first_k_dense_replace")
 ABSENT = ("attention_chunk_size", "attention_multiplier", "query_pre_attn_scalar", "clip_qkv")
 UNSUPPORTED |= dict.fromkeys((*ONES, "residual_multiplier", "routed_scaling_factor"), (None, 1.0))

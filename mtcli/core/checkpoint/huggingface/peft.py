@@ -41,13 +41,13 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def open_peft(folder: Path, open_base: Callable[[Path], Checkpoint]) -> Checkpoint:
-    """Opens adapters of peft, merged in the model that their config names.
+def open_peft(source: CheckpointFolder, open_base: Callable[[Path], Checkpoint]) -> Checkpoint:
+    """Opens adapters of peft, merged in the model that their config names or in another base.
 
     Raises MtcliError for settings that we cannot represent, a missing base, and tensors that are
     missing, unknown or of another shape.
     """
-    base = base_of(open_base(peft_base(folder)))
+    folder, base = source.folder, base_of(open_base(peft_base(source)))
     header = read_header(folder / WEIGHTS)
     table = read_json(folder / ADAPTER_CONFIG)
     lora = _lora(folder / ADAPTER_CONFIG, table)
@@ -79,7 +79,7 @@ def open_peft(folder: Path, open_base: Callable[[Path], Checkpoint]) -> Checkpoi
         folder=folder,
         model=base.model,
         tensors=tensors,
-        tokenizer_folder=CheckpointFolder("peft", folder).tokenizer_folder,
+        tokenizer_folder=source.tokenizer_folder,
         headers={WEIGHTS: header},
         format="peft",
     )
@@ -170,5 +170,5 @@ def _lora(path: Path, table: dict[str, Any]) -> LoraConfig:
     if problems:
         raise MtcliError(*problems)
     if table.get("use_rslora"):  # alpha / sqrt(rank) is another alpha / rank
-        alpha = alpha * rank**0.5
+        alpha = table["lora_alpha"] * table["r"] ** 0.5
     return LoraConfig(rank=rank, alpha=alpha, dropout=drop)

@@ -40,7 +40,7 @@ def open_hf(folder: Path) -> Checkpoint:
     if not any(name.startswith(family.base) for name in sources):
         head = family.tied_head
         sources = {n if n == head else family.base + n: at for n, at in sources.items()}
-    tensors, used = {}, set()
+    tensors, used = {}, set[str]()
     for name, parameter in parameters(model).items():
         boxes = family.boxes(parameter, model)
         tensors[name] = _stored(folder, parameter, boxes, sources, headers)

@@ -55,7 +55,11 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "moe_router_num_groups": (None, 1),
     "moe_router_score_function": ("softmax", "sigmoid", None),
 }
-ABSENT = ("apply_layernorm_1p", "apply_residual_connection_post_layernorm", "squared_relu")
+ABSENT: tuple[str, ...] = (
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "squared_relu",
+)
 ABSENT += ("quick_geglu", "rotary_interleaved", "use_rope_scaling", "multi_latent_attention")
 ABSENT += ("qk_layernorm", "attention_output_gate", "moe_router_enable_expert_bias")
 ABSENT += ("moe_apply_probs_on_input",)

@@ -1,8 +1,8 @@
 """Reads Megatron-LM's torch_dist checkpoints of GPT models in place.
 
 They are folders of torch.distributed.checkpoint. Every layer's tensors are stacked in one of them,
-[layers, ...], which ranks have sharded into chunks; each chunk becomes boxes of ours. Nothing is
-unpickled: see torch_save.py.
+[layers, ...], which ranks have sharded into chunks; each chunk becomes boxes of ours. No class of
+a pickle is made: see torch_save.py.
 """
 
 import re
@@ -248,6 +248,8 @@ def _tensors(path: Path, record: Any) -> dict[str, ChunkedTensor]:
     archives = {}
     for key, value in pairs_of(record.get("storage_data")):
         offsets = _size(key.get("offset")) if key.get("offset") is not None else None
+        if not isinstance(key.get("fqn"), str):  # the hash of nested tuples may never end
+            raise TypeError
         archives[(key.get("fqn"), offsets)] = value
     tensors = {}
     for name, value in pairs_of(record.get("state_dict_metadata")):

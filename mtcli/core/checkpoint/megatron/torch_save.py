@@ -1,33 +1,47 @@
 """Reads files of torch.save as data: zip archives of one pickle and of tensors' bytes.
 
-Nothing is unpickled. The opcodes come from the standard library's disassembler, which executes
-none: a class or function of an allowed name becomes a `NamedClass`, and what is built with it a
-`PickledObject` of its arguments and state; any other name is an error, as is all that is not plain
-data. Of a tensor only the offset of its bytes is found, so that they are read later and in part.
-Sizes and offsets are checked against the file.
+The standard library's unpickler in Python runs the opcodes of PLAIN, and no others. No class is
+imported and nothing is called: an allowed name becomes a `NamedClass`, what is built with it a
+`PickledObject` of its arguments and state, and any other name is an error. `pickle.Unpickler`, in
+C, has no such list: with a closed `find_class`, 9 bytes still make it write 4 GB of memo, and a key
+of nested tuples crashes the process.
+
+Of a tensor only the offset of its bytes is found, so that they are read later and in part. Sizes
+and offsets are checked against the file.
 """
 
 import io
-import pickletools
+import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, ClassVar, NamedTuple, TypeVar
 
-from mtcli.core.checkpoint.safetensors_file import CODE_BYTES, TensorEntry, damaged
-from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.checkpoint.safetensors_file import CODE_BYTES, MAX_DIMS, TensorEntry, damaged
+from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import open_untrusted
 
 Kind = TypeVar("Kind")
 Allowed = Callable[[str], bool]  # whether a global of a name such as "torch.Size" may occur
 
-NUMBERS_AND_TEXT = {
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES"),
-    *("BINBYTES8", "BYTEARRAY8", "BINSTRING", "SHORT_BINSTRING", "STRING"),
-}
+# The opcodes of data since protocol 2, by their names in the pickle module. Not among them are
+# BYTEARRAY8, which takes memory for the length that it says; DICT, whose keys are hashed; and PUT
+# in text, whose places in the memo could be chosen to collide.
+PLAIN = [
+    *("PROTO", "MARK", "POP", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+    *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "LIST"),
+    *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "GLOBAL", "STACK_GLOBAL", "BINPERSID"),
+]
+BROKEN = (
+    *(pickle.UnpicklingError, EOFError, struct.error, ValueError),
+    *(IndexError, TypeError, OverflowError, AttributeError),
+)
+LARGE = 2**32  # integer keys of this size could be chosen to collide
 MAX_PICKLE_BYTES = 64 << 20
 LOCAL_HEADER_BYTES = 30
 STORAGES = {
@@ -52,7 +66,7 @@ class NamedClass(NamedTuple):
     name: str
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PickledObject:
     """An object that a pickle would make: its class, its arguments, and the state set after."""
 
@@ -66,6 +80,13 @@ class PickledObject:
         """A field of its state; None where there is none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
+    def append(self, item: Any) -> None:
+        """Records an item that is appended to it."""
+        self.items.append(item)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append(Pair(key, value))
+
 
 class Pair(NamedTuple):
     """A key that is no plain value, with its value."""
@@ -74,101 +95,96 @@ class Pair(NamedTuple):
     value: Any
 
 
-class Mark:
-    """A mark on the stack, where a list of operands begins."""
-
-
 def read_pickle(data: bytes, path: Path, allowed: Allowed) -> Any:
     """Reads the value of a pickle; classes of an allowed name are `NamedClass`, and what is made of
     them `PickledObject`.
 
-    Dictionaries whose keys are not all plain become lists of `Pair`s. Raises MtcliError that names
-    the file for any other name, and for a pickle that is damaged or holds more than data.
+    Keys of dictionaries that are no text, bytes or numbers are found by `pairs_of` alone. Raises
+    MtcliError that names the file for any other name, and for a pickle that is damaged or holds
+    more than data.
     """
     try:
-        return _Decoder(path, allowed).run(data)
-    except MtcliError:
-        raise
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, AttributeError) as error:
+        return _RecordUnpickler(data, path, allowed).load()
+    except KeyError as error:  # of `dispatch`: a place in the memo that is empty is another error
+        opcode = f"the opcode {error.args[0]:#04x}"
+        raise damaged(path, f"its pickle has {opcode}, which no data needs") from None
+    except BROKEN as error:
         raise damaged(path, f"its pickle cannot be read ({type(error).__name__})") from None
     except (MemoryError, RecursionError):
         raise damaged(path, "its pickle takes too much memory") from None
 
 
-class _Decoder:
-    """A stack machine whose only effects are on its own stack and memo."""
+def _code(name: str) -> int:
+    """The byte of an opcode."""
+    return int(getattr(pickle, name)[0])
 
-    def __init__(self, path: Path, allowed: Allowed) -> None:
+
+class _RecordUnpickler(pickle._Unpickler):
+    """The standard library's unpickler, which makes records where it would make or call."""
+
+    def __init__(self, data: bytes, path: Path, allowed: Allowed) -> None:
+        file = io.BytesIO(data)
+        super().__init__(file)
         self.path, self.allowed = path, allowed
+        self.read, self.readline = file.read, file.readline
         self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self.metastack: list[list[Any]] = []
+        self.append = self.stack.append
 
-    def run(self, data: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(data):
-            handler = HANDLERS.get(opcode.name)
-            if handler is None:
-                raise damaged(self.path, f"its pickle has {opcode.name}, which no data needs")
-            handler(self, argument)
+    def load(self) -> Any:
+        """Runs the opcodes to the one value, without the library's layer for frames."""
+        read, dispatch = self.read, self.dispatch
+        while (opcode := read(1)) != pickle.STOP:
+            dispatch[opcode[0]](self)
         (value,) = self.stack
         return value
 
-    def _pop(self, count: int) -> list[Any]:
-        if count > len(self.stack):
-            raise IndexError
-        taken = self.stack[len(self.stack) - count :]
-        del self.stack[len(self.stack) - count :]
-        if any(isinstance(value, Mark) for value in taken):
-            raise ValueError
-        return taken
-
-    def _since_mark(self) -> list[Any]:
-        at = len(self.stack) - 1
-        while not isinstance(self.stack[at], Mark):
-            at -= 1
-            if at < 0:
-                raise IndexError
-        taken = self.stack[at + 1 :]
-        del self.stack[at:]
-        return taken
-
-    def _append(self, values: list[Any]) -> None:
-        target = self.stack[-1]
-        (target.items if isinstance(target, PickledObject) else _of(list, target)).extend(values)
-
-    def _set(self, values: list[Any]) -> None:
-        pairs = [Pair(*pair) for pair in zip(values[::2], values[1::2], strict=True)]
-        target = self.stack[-1]
-        if isinstance(target, PickledObject):
-            target.items.extend(pairs)
-            return
-        for key, value in pairs:
-            _of(dict, target)[key if _is_plain(key) else _Key(key)] = value
-
-    def _global(self, module: Any, name: Any) -> None:
+    def find_class(self, module: str, name: str) -> NamedClass:
         full = f"{module}.{name}"
-        if not isinstance(module, str) or not isinstance(name, str) or not self.allowed(full):
+        if not self.allowed(full):
             message = f"{self.path} holds a pickle that names {full[:80]!r}, which no data needs"
             raise wrong(message, "it is not loaded; is the checkpoint from somebody you trust?")
-        self.stack.append(NamedClass(full))
+        return NamedClass(full)
 
-    def _reduce(self, _: Any) -> None:
-        function, arguments = self._pop(2)
-        self.stack.append(PickledObject(_of(NamedClass, function).name, arguments))
+    def persistent_load(self, pid: Any) -> PickledObject:
+        return PickledObject("persistent", pid)
 
-    def _build(self, _: Any) -> None:
-        (state,) = self._pop(1)
+    def _table(self) -> None:
+        self.stack.append(_Table())
+
+    def _record(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = PickledObject(_of(NamedClass, self.stack[-1]).name, arguments)
+
+    def _build(self) -> None:
+        state = self.stack.pop()
         _of(PickledObject, self.stack[-1]).state = state
 
-    def _persistent(self, _: Any) -> None:
-        (key,) = self._pop(1)
-        self.stack.append(PickledObject("persistent", key))
+    dispatch: ClassVar[dict[int, Any]] = {
+        **{_code(name): pickle._Unpickler.dispatch[_code(name)] for name in PLAIN},
+        _code("FRAME"): lambda unpickler: unpickler.read(8),
+        _code("EMPTY_DICT"): _table,
+        _code("EMPTY_SET"): pickle._Unpickler.dispatch[_code("EMPTY_LIST")],
+        _code("ADDITEMS"): pickle._Unpickler.dispatch[_code("APPENDS")],
+        _code("REDUCE"): _record,
+        _code("NEWOBJ"): _record,
+        _code("BUILD"): _build,
+    }
 
-    def _remember(self, index: Any) -> None:
-        self.memo[len(self.memo) if index is None else index] = self.stack[-1]
+
+class _Table(dict[Any, Any]):
+    """A dictionary that hashes no key whose hash could take for ever, or collide at will."""
+
+    __slots__ = ()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        is_small = isinstance(key, int) and abs(key) < LARGE
+        is_plain = is_small or isinstance(key, str | bytes | None)
+        super().__setitem__(key if is_plain else _Key(key), value)
 
 
 class _Key(NamedTuple):
-    """A dictionary's key that is not plain, compared by identity: hashing could recurse."""
+    """A dictionary's key that is compared by identity."""
 
     value: Any
 
@@ -179,50 +195,9 @@ class _Key(NamedTuple):
         return isinstance(other, _Key) and self.value is other.value
 
 
-def _push(make: Callable[["_Decoder", Any], Any]) -> Callable[["_Decoder", Any], None]:
-    return lambda decoder, argument: decoder.stack.append(make(decoder, argument))
-
-
-HANDLERS: dict[str, Callable[[_Decoder, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda d, _: None),
-    **dict.fromkeys(NUMBERS_AND_TEXT, _push(lambda _, value: value)),
-    "NONE": _push(lambda *_: None),
-    "NEWTRUE": _push(lambda *_: True),
-    "NEWFALSE": _push(lambda *_: False),
-    "EMPTY_LIST": _push(lambda *_: []),
-    "EMPTY_DICT": _push(lambda *_: {}),
-    "EMPTY_TUPLE": _push(lambda *_: ()),
-    "EMPTY_SET": _push(lambda *_: []),
-    "MARK": _push(lambda *_: Mark()),
-    "TUPLE": _push(lambda d, _: tuple(d._since_mark())),
-    "TUPLE1": _push(lambda d, _: tuple(d._pop(1))),
-    "TUPLE2": _push(lambda d, _: tuple(d._pop(2))),
-    "TUPLE3": _push(lambda d, _: tuple(d._pop(3))),
-    "LIST": _push(lambda d, _: d._since_mark()),
-    "APPEND": lambda d, _: d._append(d._pop(1)),
-    "APPENDS": lambda d, _: d._append(d._since_mark()),
-    "ADDITEMS": lambda d, _: d._append(d._since_mark()),
-    "SETITEM": lambda d, _: d._set(d._pop(2)),
-    "SETITEMS": lambda d, _: d._set(d._since_mark()),
-    "GLOBAL": lambda d, text: d._global(*text.split(" ", 1)),
-    "STACK_GLOBAL": lambda d, _: d._global(*d._pop(2)),
-    "REDUCE": _Decoder._reduce,
-    "NEWOBJ": _Decoder._reduce,
-    "BUILD": _Decoder._build,
-    "BINPERSID": _Decoder._persistent,
-    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Decoder._remember),
-    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _push(lambda d, index: d.memo[index])),
-    "POP": lambda d, _: d._pop(1) and None,
-}
-
-
 def pairs_of(value: Any) -> list[Pair]:
     """The pairs of a dictionary that was read."""
     return [Pair(k.value if isinstance(k, _Key) else k, v) for k, v in _of(dict, value).items()]
-
-
-def _is_plain(key: Any) -> bool:
-    return isinstance(key, str | bytes | int | float | None)
 
 
 def _of(kind: type[Kind], value: Any) -> Kind:
@@ -352,4 +327,5 @@ def _c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_counts(shape: tuple[Any, ...]) -> bool:
-    return all(type(size) is int and 0 < size < 2**48 for size in shape)
+    counts = all(type(size) is int and 0 < size < 2**48 for size in shape)
+    return counts and len(shape) <= MAX_DIMS
