@@ -27,6 +27,7 @@ from pydantic import Field, TypeAdapter
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import read_untrusted
+from mtcli.core.exchange.arithmetic import Kind
 from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.launch import ALLOCATOR, cores
 from mtcli.core.runtime.private_folder import private_folder, user_cache
@@ -43,11 +44,6 @@ INSTEAD = "a roofline takes its place"
 Facts = dict[str, Any]
 Measure = Callable[[Facts], str]
 Exchange = Literal["gather", "scatter", "reduce", "exchange", "hop"]
-# What replicas' exchanges compute (`plan/exchange/arithmetic.py`).
-Kind = Literal[
-    "pass", "sign", "unsign", "select", "scatter", "compress_2", "decompress_2", "compress_4",
-    "decompress_4", "compress_8", "decompress_8",
-]  # fmt: skip
 
 
 class Amounts(NamedTuple):

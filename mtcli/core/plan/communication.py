@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from functools import singledispatch
 from math import ceil, log2
 
+from mtcli.core.exchange.arithmetic import BYTES
 from mtcli.core.plan import traffic
 from mtcli.core.plan.calibration import Exchange
 from mtcli.core.plan.costs import Pass
-from mtcli.core.plan.exchange.arithmetic import arithmetic_seconds
-from mtcli.core.plan.exchange.methods import exchange_of
+from mtcli.core.plan.exchange import exchange_of
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.traffic import HOPS, Kind, PassTransfers, Transfer
 from mtcli.core.plan.workload import Workload
@@ -161,5 +161,10 @@ def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
     exchange = traffic.replica_exchange(work, pp_rank, tree=device.calibration is not None)
     if not exchange:
         return 0.0
-    arithmetic = exchange_of(work, pp_rank).arithmetic()
-    return transfer_seconds(exchange, device) + arithmetic_seconds(arithmetic, device)
+    works, known = exchange_of(work, pp_rank).arithmetic(), device.calibration
+    if known is None:
+        moved = sum(BYTES[kind] * elements for kind, elements, _ in works)
+        return transfer_seconds(exchange, device) + moved / device.reached_bandwidth
+    prices = ((known.arithmetic[kind], n, calls) for kind, n, calls in works)
+    busy = sum(call * calls + element * n for (call, element), n, calls in prices)
+    return transfer_seconds(exchange, device) + busy

@@ -34,7 +34,8 @@ from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import SyncConfig
-from mtcli.core.config.sync_payload import Payload
+from mtcli.core.exchange.arithmetic import Kind
+from mtcli.core.exchange.payload import Payload
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.model.build import DTYPES
 from mtcli.core.parallel.attention_mask import AttentionMask
@@ -49,7 +50,6 @@ from mtcli.core.plan.calibration import (
     Calibration,
     Exchange,
     Facts,
-    Kind,
 )
 from mtcli.core.plan.cpu_time import attention_seconds, stage_amounts
 from mtcli.core.plan.hardware import send_over_loopback

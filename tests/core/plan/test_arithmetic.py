@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtcli.core.parallel.transport import process_group
 from mtcli.core.plan.calibration import Calibration
-from mtcli.core.plan.exchange.methods import exchange_of, owned_sizes
+from mtcli.core.plan.exchange import exchange_of, owned_sizes
 from mtcli.core.plan.hardware import GPUS, HERE
 from mtcli.core.plan.predict import predict_workload
 from mtcli.core.plan.workload import Workload
