@@ -31,7 +31,7 @@ def bias_table(replicas: int, lr: float, steps: int) -> str:
     import quadratics
     from ranks import run_ranks
 
-    from mtcli.core.mesh.topology import MixingGraph
+    from mtcli.core.exchange.topology import MixingGraph
 
     cases = [(method, "ring", b, lr) for method in BIASED for b in MOMENTA]
     ranks = run_ranks(replicas, quadratics.trained, cases, steps, deadline=3600.0)

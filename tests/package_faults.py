@@ -275,9 +275,8 @@ PACKAGE_FAULTS = [
         'return {"losses": gather_values(list(self.losses), self.measured_axis)}', "return {}",
         "core/sync/test_leaders.py::test_a_run_that_resumes_elects_by_the_losses_before_it_too"),
     Fault("one phase: an overlapped exchange that the run's end cuts",
-        "core/plan/exchange/diloco.py",
-        "1 + (self.share.steps - later - first) // every",
-        "1 + (self.share.steps - first) // every",
+        "core/exchange/diloco.py",
+        "turns.count(self.share.steps - later)", "turns.count(self.share.steps)",
         "core/plan/test_sync_bytes.py::test_diloco_sends_and_keeps_what_is_planned"),
     Fault("in place: gradients of one value are summed where the first lies",
         "core/plan/tape/autograd.py",
@@ -376,10 +375,10 @@ PACKAGE_FAULTS = [
         "target.add_(grad.reshape(target.shape))",
         "core/sync/test_bucketed_gradients.py::test_one_rank_adds_up_micro_batches_alone"),
     Fault("moved first: EASGD's centre by the workers that have moved", "core/sync/easgd.py",
-        "        mean = all_reduce(self.flat_masters(), self.replicas) / self.replicas.size\n     "
-        "   move_(self.masters, before, self.sync.pull)\n",
-        "        move_(self.masters, before, self.sync.pull)\n        mean = all_reduce(self.flat_"
-        "masters(), self.replicas) / self.replicas.size\n",
+        "        mean = all_reduce(flatten(self.masters), self.replicas) / self.replicas.size\n    "
+        "    move_(self.masters, before, pull)\n",
+        "        move_(self.masters, before, pull)\n        mean = all_reduce(flatten("
+        "self.masters), self.replicas) / self.replicas.size\n",
         "core/sync/test_pulls_on_functions.py::test_workers_are_pulled_as_written_out"),
     Fault("wrong weight: a neighbour's message by the order of arrival", "core/sync/mixing.py",
         "zip(sorted(row.keys() - {own}), self.received, strict=True)",

@@ -22,17 +22,18 @@ BROUGHT = {"triton", "pydantic_core", "huggingface_hub"}  # by torch, pydantic a
 # What each folder may import of the others, besides itself.
 FACTS = {"config", "mesh", "schedule"}
 ENGINES = FACTS | {"parallel", "kernels", "runtime"}
-STEP = ENGINES | {"data", "checkpoint", "model", "sync", "optim"}
+STEP = ENGINES | {"data", "checkpoint", "model", "exchange", "sync", "optim"}
 ARROWS = {
     "kernels": set(),
     "config": set(),
     "mesh": {"config"},
     "schedule": {"config"},
+    "exchange": {"config"},
     "parallel": FACTS | {"kernels"},
     "runtime": FACTS | {"parallel", "kernels"},
     "data": {"config", "runtime"},
     "checkpoint": {"config", "mesh", "parallel", "runtime"},
-    "sync": FACTS | {"parallel", "kernels", "optim"},
+    "sync": FACTS | {"exchange", "parallel", "kernels", "optim"},
     "optim": FACTS | {"parallel", "kernels"},
     "model": FACTS | {"parallel", "kernels", "checkpoint"},
     "training": STEP | {"select"},
@@ -49,7 +50,7 @@ ARROWS = {
     | {"plan", "profile", "sweep"},
     "cli": {"commands", "config"},
 }
-TORCH_FREE = ("config", "mesh", "schedule")
+TORCH_FREE = ("config", "mesh", "schedule", "exchange")
 # Modules of other folders that import no torch either: what a command asks before its work.
 LIGHT = (
     "checkpoint.folder",

@@ -29,16 +29,7 @@ from mtcli.core.config.lora import lora_targets
 from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, ModelConfig
 from mtcli.core.config.schema import HEAD_OF_FORMAT, ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
-from mtcli.core.config.sync import DECENTRALIZED, LEADERS, PERIODIC
-from mtcli.core.config.sync_rules import (
-    error_feedback_is_used,
-    exchanges_come_in_turn,
-    method_takes_the_optimizer,
-    neighbours_are_mixed,
-    replicas_divide,
-    workers_can_be_pulled,
-    workers_decide_alone,
-)
+from mtcli.core.config.sync_rules import READ_BY, SYNC_RULES
 from mtcli.core.config.untrusted import shown
 
 MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
@@ -421,11 +412,6 @@ class Need(NamedTuple):
     otherwise: str  # of any other value: why that is no use
 
 
-def _of_sync(names: str, *methods: str) -> Need:
-    fields = tuple(f"sync.{name}" for name in names.split())
-    return Need(fields, "sync.method", methods, "which does not read it")
-
-
 NEEDS = (
     Need(tuple(f"model.{name}" for name in OF_EXPERTS), "model.num_experts", (), "a dense model"),
     Need(
@@ -443,13 +429,15 @@ NEEDS = (
     Need(
         ("optimizer.momentum", "optimizer.nesterov"), "optimizer.name", ("sgd",), "which has none"
     ),
-    _of_sync("warmup_steps", "onebit"),
-    _of_sync("topology machine_size", *DECENTRALIZED),
-    _of_sync("group_size global_period global_pull", "lsgd"),
-    _of_sync("pull asynchronous", *LEADERS),
-    _of_sync("period", *LEADERS, *PERIODIC),
-    _of_sync("outer_lr outer_momentum outer_nesterov", "diloco"),
-    _of_sync("fragments overlap_steps quantise top_k error_decay", *PERIODIC),
+    *(
+        Need(
+            tuple(f"sync.{name}" for name in names.split()),
+            "sync.method",
+            methods,
+            "which does not read it",
+        )
+        for names, methods in READ_BY.items()
+    ),
     Need(
         ("data.chat_template", "data.loss_on"),
         "data.format",
@@ -522,13 +510,7 @@ RULES: tuple[Rule, ...] = (
     _head_has_its_layers,
     _experts_are_whole,
     *LAYOUT_RULES,
-    replicas_divide,
-    method_takes_the_optimizer,
-    exchanges_come_in_turn,
-    error_feedback_is_used,
-    workers_can_be_pulled,
-    workers_decide_alone,
-    neighbours_are_mixed,
+    *SYNC_RULES,
     _sequence_fits,
     next_tokens_are_hidden,
     _rope_scaling_is_a_range,

@@ -4,11 +4,22 @@ from collections.abc import Iterator
 
 from mtcli.core.config.errors import Problem
 from mtcli.core.config.fields import divisors, listing
+from mtcli.core.config.layout_rules import Rule
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.sync import DECENTRALIZED, LEADERS, ONE_SIDED, PERIODIC
+from mtcli.core.config.sync import DECENTRALIZED, LEADERS, ONE_SIDED, PERIODIC, Method
 
 # The update rules that a method takes, where it does not take all.
 TAKES = {"onebit": ("lamb", "adamw")} | dict.fromkeys((*DECENTRALIZED, *LEADERS), ("sgd",))
+# The methods that read some fields.
+READ_BY: dict[str, tuple[Method, ...]] = {
+    "warmup_steps": ("onebit",),
+    "topology machine_size": DECENTRALIZED,
+    "group_size global_period global_pull": ("lsgd",),
+    "pull asynchronous": LEADERS,
+    "period": (*LEADERS, *PERIODIC),
+    "outer_lr outer_momentum outer_nesterov": ("diloco",),
+    "fragments overlap_steps quantise top_k error_decay": PERIODIC,
+}
 
 
 def replicas_divide(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -143,3 +154,14 @@ def neighbours_are_mixed(config: RunConfig, world: int) -> Iterator[Problem]:
             "sync.topology = 'symmetric_exponential', or sync.method = 'dmsgd'",
             "sync.topology",
         )
+
+
+SYNC_RULES: tuple[Rule, ...] = (
+    replicas_divide,
+    method_takes_the_optimizer,
+    exchanges_come_in_turn,
+    error_feedback_is_used,
+    workers_can_be_pulled,
+    workers_decide_alone,
+    neighbours_are_mixed,
+)

@@ -76,6 +76,7 @@ class Groups:
     rank: int
     device: torch.device
     axes: dict[str, Axis]
+    timeout: float = 600.0  # seconds that ranks wait for each other
 
     @property
     def tp(self) -> Axis:
@@ -161,7 +162,7 @@ def make_groups(
                 axis = axis._replace(p2p=_p2p_groups(name, layout, rank, timeout))
                 _warm_up(axis, device)
             axes[name] = axis._replace(name=name)
-    return Groups(layout, rank, device, axes)
+    return Groups(layout, rank, device, axes, timeout)
 
 
 def consecutive(axis: Axis, size: int, name: str, timeout: float) -> Axis:

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from functools import singledispatch
 from math import ceil, log2
 
+from mtcli.core.exchange.arithmetic import BYTES, Arithmetic
 from mtcli.core.plan import traffic
 from mtcli.core.plan.costs import Pass
-from mtcli.core.plan.exchange.arithmetic import arithmetic_seconds
-from mtcli.core.plan.exchange.methods import exchange_of
+from mtcli.core.plan.exchange import exchange_of
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.traffic import HOPS, PassTransfers, Transfer
 from mtcli.core.plan.workload import Workload
@@ -118,5 +118,11 @@ def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
     exchange = traffic.replica_exchange(work, pp_rank, tree=device.name == "cpu")
     if not exchange:
         return 0.0
-    arithmetic = exchange_of(work, pp_rank).arithmetic()
-    return transfer_seconds(exchange, device) + arithmetic_seconds(arithmetic, device)
+    works = exchange_of(work, pp_rank).arithmetic()
+    return transfer_seconds(exchange, device) + arithmetic_seconds(works, device)
+
+
+def arithmetic_seconds(works: Iterable[Arithmetic], device: Device) -> float:
+    """Seconds of arithmetic: its bytes over the memory's bandwidth, and the host's calls."""
+    rate, call = device.reached_bandwidth, device.physics.call
+    return sum(BYTES[kind] * elements / rate + calls * call for kind, elements, calls in works)

@@ -19,7 +19,7 @@ from mtcli.core.plan.elements import (
     owner_of,
     rank_elements,
 )
-from mtcli.core.plan.exchange.methods import exchange_of
+from mtcli.core.plan.exchange import exchange_of
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.tape.ops import Kernels, Shapes, panel_buffers
 from mtcli.core.plan.tape.stage import StageBytes, stage_bytes

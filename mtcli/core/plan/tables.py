@@ -9,19 +9,17 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from mtcli.core.config.sync import DECENTRALIZED
 from mtcli.core.mesh.layout import Grid, ParallelLayout
 from mtcli.core.mesh.parameters import count_active, count_parameters
 from mtcli.core.plan.answer import PlanAnswer
 from mtcli.core.plan.certainty import SHARE, kind_of, step_range
 from mtcli.core.plan.elements import rank_elements
-from mtcli.core.plan.exchange.decentralized import graph_facts
+from mtcli.core.plan.exchange import exchange_of, sync_bytes_per_step
 from mtcli.core.plan.grid import grid_bytes_per_step
 from mtcli.core.plan.hardware import gib
 from mtcli.core.plan.memory import fullest_rank, in_flight_chunks, memory_by_stage
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload
 from mtcli.core.plan.sensitivity import Neighbour
-from mtcli.core.plan.sync_bytes import sync_bytes_per_step
 from mtcli.core.plan.workload import Workload
 
 Json = dict[str, Any]
@@ -117,7 +115,11 @@ def figures(p: Prediction) -> Json:
         if p.work.tp_mode == "2d"
         else None,
         "sync_bytes_per_step": round(sync_bytes_per_step(p.work)),
-        "sync": {"method": p.work.sync.method, "replicas": p.work.layout.replicas, **_graph(p)},
+        "sync": {
+            "method": p.work.sync.method,
+            "replicas": p.work.layout.replicas,
+            **exchange_of(p.work, 0).graph(),
+        },
         "device": p.device.name,
         "device_rates": p.device.rates,
         "flop_convention": FLOP_CONVENTION,
@@ -237,15 +239,9 @@ def _sync(p: Prediction) -> str:
     several = f", {replicas} replicas" if replicas > 1 else ""
     groups = p.work.sync.groups(replicas)
     several += groups and f" in {groups}"
-    several += "".join(f", {name.replace('_', ' ')} {fact:.3g}" for name, fact in _graph(p).items())
+    graph = exchange_of(p.work, 0).graph()
+    several += "".join(f", {name.replace('_', ' ')} {fact:.3g}" for name, fact in graph.items())
     return f"{p.work.sync.method}{several}, {gib(sent)} sent per step by all ranks"
-
-
-def _graph(p: Prediction) -> dict[str, float]:
-    """The spectral gap and neighbours of decentralized replicas."""
-    if p.work.sync.method not in DECENTRALIZED:
-        return {}
-    return graph_facts(p.work.sync, p.work.layout.replicas)
 
 
 def _fullest(p: Prediction) -> str:

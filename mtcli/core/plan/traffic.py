@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.elements import RankElements
-from mtcli.core.plan.exchange.methods import exchange_of
+from mtcli.core.plan.exchange import exchange_of
 from mtcli.core.plan.gpu_time import dense_gemms
 from mtcli.core.plan.grid import grid_traffic
 from mtcli.core.plan.workload import Workload

@@ -16,7 +16,6 @@ from mtcli.core.checkpoint.progress import BaseRecord, planned_samples
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.groups import Axis
-from mtcli.core.parallel.health.traffic import REDUCED, SyncTraffic
 from mtcli.core.parallel.together import together
 from mtcli.core.parallel.tree import Tree
 from mtcli.core.runtime.launch import Runtime
@@ -25,6 +24,7 @@ from mtcli.core.sweep.array import ModelArray
 from mtcli.core.sweep.batches import ArrayLoader
 from mtcli.core.sweep.member import Member
 from mtcli.core.sweep.record import ArrayRecord, Status, TrialRecord
+from mtcli.core.sync.traffic import REDUCED, SyncTraffic
 from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import RunRecords, StepFacts

@@ -14,7 +14,7 @@ from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard, Ownership
 from mtcli.core.sweep.memory import ModelTensors
-from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.methods import replica_exchange
 from mtcli.core.sync.strategy import Strategy
 
 
@@ -61,7 +61,7 @@ class Member:
         ownership = Ownership(groups, self.table, config.parallel.sequence_parallel, shard=False)
         self.strategy = MemberStrategy(ownership)
         self.optimizer = Optimizer({}, ownership, config.optimizer, dtype)
-        self.exchange = ReplicaExchange(self.strategy, self.optimizer)
+        self.exchange = replica_exchange(config, self.strategy, self.optimizer)
         self.loss_scale = LossScale.of(config.train)
         self.step = 0
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtcli.core.config.sync_payload import Payload
+from mtcli.core.exchange.payload import Payload
 
 # Of a value's largest magnitude.
 MAGNITUDES = {

@@ -1,7 +1,7 @@
 """Decentralized SGD: replicas exchange with neighbours, and no one with all.
 
 With weights x, momentum m and gradient g of a replica, learning rate lr, momentum's factor b, and
-the mixing matrix W of mesh/topology.py acting across replicas, a step is
+the mixing matrix W of exchange/topology.py acting across replicas, a step is
 
     dsgd        x <- W (x - lr g)
     dmsgd       m <- b m + g                           x <- W (x - lr m)
@@ -32,10 +32,8 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.sync import mixing_rule
 from mtcli.core.config.untrusted import is_number, shown
-from mtcli.core.mesh.topology import MixingGraph
+from mtcli.core.exchange.decentralized import MixingFacts
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.optim.sgd import decayed_gradients
 from mtcli.core.parallel.groups import Axis
@@ -55,21 +53,20 @@ AHEAD = 2  # buckets under way, where none waits in memory of its own
 class Decentralized(ReplicaExchange):
     """The exchange of dsgd, dmsgd, awc_dmsgd, da_dmsgd and decentlam."""
 
-    def __init__(self, inside: Strategy, optimizer: Optimizer, config: RunConfig) -> None:
-        super().__init__(inside, optimizer)
-        graph, method = MixingGraph.of(config.sync, self.replicas.size), config.sync.method
-        self.starts_with_step = method == "awc_dmsgd"
-        rule = METHODS[mixing_rule(method, optimizer.config.momentum)]
+    def __init__(self, inside: Strategy, optimizer: Optimizer, facts: MixingFacts) -> None:
+        super().__init__(inside, optimizer, facts)
+        self.starts_with_step = facts.starts_with_step
+        rule = METHODS[facts.method]
         buckets = [
             [name for name in names if name in optimizer.weights]
             for names in inside.gradient_buckets()
         ]
-        self.buckets = [rule(names, optimizer, graph, self.replicas) for names in buckets if names]
+        self.buckets = [rule(names, optimizer, facts, self.replicas) for names in buckets if names]
         self.bucket_of = {bucket.names[0]: bucket for bucket in self.buckets}
         self.lr = 0.0
         self.divides_by_rate = rule is _DecentLam
         self.last_rate = 0.0  # above 0, by which momenta hold displacements; 0: they hold none
-        if config.overlaps_neighbours:
+        if facts.share.overlaps:
             for bucket in self.buckets:
                 bucket.keep()
             if not self.starts_with_step:
@@ -136,12 +133,10 @@ class _Bucket:
     b momentum's factor.
     """
 
-    copies = 1  # of the parameters' size, in the flat tensor
-
     def __init__(
-        self, names: Sequence[str], optimizer: Optimizer, graph: MixingGraph, replicas: Axis
+        self, names: Sequence[str], optimizer: Optimizer, facts: MixingFacts, replicas: Axis
     ) -> None:
-        self.names, self.optimizer, self.graph, self.replicas = names, optimizer, graph, replicas
+        self.names, self.optimizer, self.facts, self.replicas = names, optimizer, facts, replicas
         self.b = optimizer.config.momentum
         momenta = optimizer.moments.get("momentum", {})
         self.x = [optimizer.masters[name] for name in names]
@@ -154,7 +149,7 @@ class _Bucket:
 
     @abstractmethod
     def fill(self, sent: list[Tensor], gradients: Gradients, lr: float) -> None:
-        """Writes what the method mixes, `copies` tensors of each parameter; changes nothing."""
+        """Writes what the method mixes, `facts.copies` tensors of a parameter; changes nothing."""
 
     @abstractmethod
     def update(self, mixed: list[Tensor], gradients: Gradients, lr: float) -> None:
@@ -202,11 +197,11 @@ class _Bucket:
             torch.add(gradient, momentum, alpha=self.b, out=momentum)
 
     def _mix(self) -> Mix:
-        size = self.copies * sum(x.numel() for x in self.x)
-        return mix_of(self.graph, self.replicas, self.x[0].new_empty(size))
+        size = self.facts.copies * sum(x.numel() for x in self.x)
+        return mix_of(self.facts.mixing_graph, self.replicas, self.x[0].new_empty(size))
 
     def _views(self, mix: Mix) -> list[Tensor]:
-        return unflatten(mix.x, [x.shape for x in self.x] * self.copies)
+        return unflatten(mix.x, [x.shape for x in self.x] * self.facts.copies)
 
 
 class _Dsgd(_Bucket):
@@ -248,8 +243,6 @@ class _AwcDmsgd(_Bucket):
 class _DaDmsgd(_Bucket):
     """m <- W (b m + g), x <- W (x - lr (b m + g)): momenta follow weights in the flat tensor."""
 
-    copies = 2
-
     def fill(self, sent: list[Tensor], gradients: Gradients, lr: float) -> None:
         momenta, count = self.next_momenta(gradients), len(self.x)
         torch._foreach_copy_(sent[count:], momenta)
@@ -277,12 +270,9 @@ class _DecentLam(_Bucket):
 
 
 METHODS: dict[str, type[_Bucket]] = {
-    "dsgd": _Dsgd,
-    "dmsgd": _Dmsgd,
-    "awc_dmsgd": _AwcDmsgd,
-    "da_dmsgd": _DaDmsgd,
+    "dsgd": _Dsgd, "dmsgd": _Dmsgd, "awc_dmsgd": _AwcDmsgd, "da_dmsgd": _DaDmsgd,
     "decentlam": _DecentLam,
-}
+}  # fmt: skip
 
 
 def _step_to(out: list[Tensor], x: list[Tensor], steps: list[Tensor], lr: float) -> None:

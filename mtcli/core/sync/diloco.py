@@ -21,54 +21,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtcli.core.config.errors import failed
-from mtcli.core.config.sync import SyncConfig
-from mtcli.core.config.sync_payload import exchange_steps, fragment_of
+from mtcli.core.exchange.diloco import ERROR, MOMENTUM, OUTER, DiLoCoFacts, FragmentFacts
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.optim.sgd import momentum_steps_
 from mtcli.core.parallel.collectives import all_reduce
-from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.flat import flatten, unflatten
 from mtcli.core.sync.replica_mean import FullMean, LargestMean, QuantisedMean, ReplicaMean
 from mtcli.core.sync.strategy import Strategy
 
 OWN_SHARE = 0.5  # of a replica's own weights after an overlapped exchange: the paper's alpha
-EQUAL = ("outer", "outer_momentum")  # kinds of state that all replicas have the same
 
 
 class OuterExchange(ReplicaExchange):
     """The exchange of `local` and `diloco`. Its clock is the optimizer's count of updates."""
 
-    def __init__(self, inside: Strategy, optimizer: Optimizer, sync: SyncConfig) -> None:
-        super().__init__(inside, optimizer)
-        self.sync = sync
-        names: list[list[str]] = [[] for _ in range(sync.fragments)]
-        for name in optimizer.masters:
-            names[fragment_of(name, sync.fragments)].append(name)
-        self.fragments = [Fragment(each, optimizer, inside.ownership, sync) for each in names]
+    facts: DiLoCoFacts
+
+    def __init__(self, inside: Strategy, optimizer: Optimizer, facts: DiLoCoFacts) -> None:
+        super().__init__(inside, optimizer, facts)
+        self.fragments = [Fragment(optimizer, facts, part) for part in facts.fragments]
         self.due: dict[int, int] = {}  # by fragment under way: the update after which it is applied
 
     @torch.no_grad()
     def after_step(self) -> None:
         """Applies, advances and starts the exchanges that are due, in the same order everywhere."""
-        sync, update = self.sync, self.optimizer.updates
+        overlap, update = self.facts.sync.overlap_steps, self.optimizer.updates
         for index, due in list(self.due.items()):
             if due == update:
                 self._apply(index)
-            elif due - update == sync.overlap_steps // 2:
+            elif due - update == self.facts.second_phase:
                 self.fragments[index].advance()
         for index, fragment in enumerate(self.fragments):
-            first, every = exchange_steps(sync, index)
-            if (update - first) % every == 0:
+            if fragment.turns.is_due(update):
                 fragment.start(self._present())
-                self.due[index] = update + sync.overlap_steps
-                if not sync.overlap_steps:
+                self.due[index] = update + overlap
+                if not overlap:
                     self._apply(index)
 
     def _apply(self, index: int) -> None:
         del self.due[index]
         self.fragments[index].settle()
-        self.fragments[index].mix(OWN_SHARE if self.sync.overlap_steps else 0.0)
+        self.fragments[index].mix(OWN_SHARE if self.facts.sync.overlap_steps else 0.0)
 
     def _present(self) -> bool:
         """Whether this replica's weights are finite; if not it goes on from the outer ones."""
@@ -98,14 +92,11 @@ class OuterExchange(ReplicaExchange):
         """
         for index in self.due:
             self.fragments[index].settle()
-        state: dict[str, Tensor] = {}
-        for fragment in self.fragments:
-            state |= fragment.state()
-        return state
+        return super().state()
 
-    def differs(self, kind: str) -> bool:
-        """See ReplicaExchange."""
-        return kind not in EQUAL and super().differs(kind)
+    def tensors(self, kind: str) -> Mapping[str, Tensor]:
+        """Views of the fragments' flat tensors."""
+        return {n: x for fragment in self.fragments for n, x in fragment.views(kind).items()}
 
     def counters(self) -> dict[str, Any]:
         """When the exchanges under way are applied, by fragment."""
@@ -156,32 +147,28 @@ class OuterExchange(ReplicaExchange):
 class Fragment:
     """Some parameters with their outer weights and state, each a flat tensor of owned rows."""
 
-    def __init__(
-        self, names: list[str], optimizer: Optimizer, ownership: Ownership, sync: SyncConfig
-    ) -> None:
-        self.ownership, axis = ownership, ownership.groups.replicas
-        self.masters = [optimizer.masters[name] for name in names]
-        self.weights = [optimizer.weights[name] for name in names]
-        self.sizes = {name: optimizer.masters[name].numel() for name in names}
-        self.lr, self.momentum = sync.outer_rule
-        self.nesterov = sync.outer_nesterov
+    def __init__(self, optimizer: Optimizer, facts: DiLoCoFacts, fragment: FragmentFacts) -> None:
+        self.ownership, self.facts = optimizer.ownership, facts
+        self.sizes, self.turns = fragment
+        self.masters = [optimizer.masters[name] for name in self.sizes]
+        self.weights = [optimizer.weights[name] for name in self.sizes]
         self.under_way = False
         self.tensors: dict[str, Tensor] = {}
-        if not names:
+        if not self.sizes:
             return
-        kinds = ["outer"] + ["outer_momentum"] * bool(self.momentum) + ["error"] * sync.compressed
-        like = self.masters[0]
-        length = sum(self.sizes.values())
-        self.tensors = {kind: like.new_zeros(length) for kind in kinds}
+        like, length = self.masters[0], sum(self.sizes.values())
+        self.tensors = {kept.kind: like.new_zeros(length) for kept in facts.kept}
+        axis = self.ownership.groups.replicas
         self.mean: ReplicaMean = FullMean(axis)
         if self.error is not None:
-            compressed = LargestMean if sync.top_k else QuantisedMean
-            self.mean = compressed(axis, sync, self.sizes, self.error)
+            compressed = LargestMean if facts.sync.top_k else QuantisedMean
+            decay = facts.sync.error_decay
+            self.mean = compressed(axis, facts.segments(self.sizes), self.error, decay)
 
     @property
     def error(self) -> Tensor | None:
         """What compression has lost so far."""
-        return self.tensors.get("error")
+        return self.tensors.get(ERROR)
 
     def start(self, present: bool) -> None:
         """Starts the exchange of pseudo-gradients, the outer weights less the replica's own."""
@@ -189,7 +176,7 @@ class Fragment:
             return
         own = flatten(self.masters)
         # Of an absent replica it is zero, as its own weights are the outer ones again.
-        self.mean.start(self.tensors["outer"] - own, present)
+        self.mean.start(self.tensors[OUTER] - own, present)
         self.under_way = True
 
     def advance(self) -> None:
@@ -210,13 +197,16 @@ class Fragment:
         ends = self.ownership.groups.axes["ends"]
         if self.ownership.tied in copies and ends.size > 1:  # sums may round differently there
             all_reduce(copies[self.ownership.tied], ends).div_(ends.size)
-        momenta = [self.tensors["outer_momentum"]] if self.momentum else []
-        steps = momentum_steps_([pseudo_gradient], momenta, self.momentum, self.nesterov)
-        torch._foreach_add_([self.tensors["outer"]], steps, alpha=-self.lr)
+        momenta = [self.tensors[MOMENTUM]] if MOMENTUM in self.tensors else []
+        nesterov = self.facts.sync.outer_nesterov
+        steps = momentum_steps_([pseudo_gradient], momenta, self.facts.momentum, nesterov)
+        torch._foreach_add_([self.tensors[OUTER]], steps, alpha=-self.facts.lr)
 
     def mix(self, own_share: float) -> None:
         """Replaces the replica's weights by the outer ones, but for a share of its own."""
-        for master, weight, outer in zip(self.masters, self.weights, self._outer(), strict=True):
+        for master, weight, outer in zip(
+            self.masters, self.weights, self.views(OUTER).values(), strict=True
+        ):
             if own_share:
                 master.mul_(own_share).add_(outer, alpha=1.0 - own_share)
             else:  # not by a factor of 0, which keeps what is not finite
@@ -229,19 +219,12 @@ class Fragment:
         self.under_way = False
         for tensor in self.tensors.values():
             tensor.zero_()
-        for master, outer in zip(self.masters, self._outer(), strict=True):
+        for master, outer in zip(self.masters, self.views(OUTER).values(), strict=True):
             outer.copy_(master)
 
-    def state(self) -> dict[str, Tensor]:
-        """Views of the state by `<kind>/<parameter>`."""
-        return {
-            f"{kind}/{name}": view
-            for kind in self.tensors
-            for name, view in zip(self.sizes, self._views(kind), strict=True)
-        }
-
-    def _outer(self) -> list[Tensor]:
-        return self._views("outer") if self.sizes else []
-
-    def _views(self, kind: str) -> list[Tensor]:
-        return unflatten(self.tensors[kind], [master.shape for master in self.masters])
+    def views(self, kind: str) -> dict[str, Tensor]:
+        """The state of a kind, by parameter."""
+        if not self.sizes:
+            return {}
+        views = unflatten(self.tensors[kind], [master.shape for master in self.masters])
+        return dict(zip(self.sizes, views, strict=True))

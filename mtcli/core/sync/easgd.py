@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtcli.core.config.sync import SyncConfig
+from mtcli.core.exchange.easgd import EasgdFacts
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.sync.flat import flatten
@@ -22,32 +22,29 @@ from mtcli.core.sync.strategy import Strategy
 class ElasticPulls(PeriodicPulls):
     """The exchange of EASGD."""
 
-    def __init__(self, inside: Strategy, optimizer: Optimizer, sync: SyncConfig) -> None:
-        super().__init__(inside, optimizer, sync)
+    def __init__(self, inside: Strategy, optimizer: Optimizer, facts: EasgdFacts) -> None:
+        super().__init__(inside, optimizer, facts)
         self.centre = {name: torch.empty_like(x) for name, x in optimizer.masters.items()}
 
     def pull(self, steps: int) -> None:
         """Moves the master weights and the centre towards each other."""
-        if not self.sync.pull or not self.masters:
+        pull = self.facts.share.sync.pull
+        if not pull or not self.masters:
             return
         centre = list(self.centre.values())
         before = flatten(centre)
-        mean = all_reduce(self.flat_masters(), self.replicas) / self.replicas.size
-        move_(self.masters, before, self.sync.pull)
-        move_(centre, mean, self.sync.pull * self.replicas.size)
+        mean = all_reduce(flatten(self.masters), self.replicas) / self.replicas.size
+        move_(self.masters, before, pull)
+        move_(centre, mean, pull * self.replicas.size)
 
     def begin(self) -> None:
         """Places the centre at the weights."""
         for name, master in self.optimizer.masters.items():
             self.centre[name].copy_(master)
 
-    def state(self) -> dict[str, Tensor]:
+    def tensors(self, kind: str) -> Mapping[str, Tensor]:
         """The centre."""
-        return {f"centre/{name}": x for name, x in self.centre.items()}
-
-    def differs(self, kind: str) -> bool:
-        """Whether workers have other state of a kind: of any but the centre."""
-        return kind != "centre" and super().differs(kind)
+        return self.centre
 
     def counters(self) -> dict[str, Any]:
         """Says that there is a centre."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mtcli.core.exchange.facts import ExchangeFacts
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.sync.strategy import Strategy
@@ -19,18 +20,16 @@ from mtcli.core.sync.strategy import Strategy
 class ReplicaExchange:
     """The update of a run with one replica; the base of those with several."""
 
-    def __init__(self, inside: Strategy, optimizer: Optimizer) -> None:
-        self.inside, self.optimizer = inside, optimizer
+    def __init__(self, inside: Strategy, optimizer: Optimizer, facts: ExchangeFacts) -> None:
+        self.inside, self.optimizer, self.facts = inside, optimizer, facts
+        self.kept = {kept.kind: kept for kept in facts.kept}
+        self.weights_differ = self.replicas.size > 1 and facts.weights_differ
+        """whether replicas have other weights, and other optimizer state, than each other"""
 
     @property
     def replicas(self) -> Axis:
         """The ranks that hold the same shards in other replicas."""
         return self.inside.ownership.groups.replicas
-
-    @property
-    def weights_differ(self) -> bool:
-        """Whether replicas have other weights, and other optimizer state, than each other."""
-        return self.replicas.size > 1
 
     @property
     def measured_axis(self) -> Axis:
@@ -68,10 +67,17 @@ class ReplicaExchange:
 
     def state(self) -> dict[str, Tensor]:
         """State for a checkpoint: owned rows of tensors, named `<kind>/<parameter>`."""
-        return {}
+        pairs = ((kind, self.tensors(kind)) for kind in self.kept)
+        return {f"{kind}/{name}": x for kind, tensors in pairs for name, x in tensors.items()}
+
+    def tensors(self, kind: str) -> Mapping[str, Tensor]:
+        """The owned rows of a kind of state that the method's facts name, by parameter."""
+        raise NotImplementedError(kind)
 
     def differs(self, kind: str) -> bool:
         """Whether replicas have other state of a kind, the optimizer's or the exchange's."""
+        if kind in self.kept:
+            return self.replicas.size > 1 and self.kept[kind].differs
         return self.weights_differ
 
     def rows_here(self, kind: str, name: str) -> slice | None:

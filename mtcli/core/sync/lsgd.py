@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.config.sync import SyncConfig
+from mtcli.core.exchange.lsgd import MESSAGE, LsgdFacts
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_gather, broadcast, gather_values
 from mtcli.core.parallel.groups import Axis, consecutive
+from mtcli.core.sync.flat import flatten
 from mtcli.core.sync.pulls import PeriodicPulls, move_
 from mtcli.core.sync.strategy import Strategy
 
@@ -30,32 +31,27 @@ NEVER = float("inf")  # the loss of a worker that has made no step
 class LeaderPulls(PeriodicPulls):
     """The exchange of LSGD. Workers of a group are `group_size` consecutive replicas."""
 
-    def __init__(
-        self, inside: Strategy, optimizer: Optimizer, sync: SyncConfig, timeout: float
-    ) -> None:
-        """Ranks wait `timeout` seconds for others of their group."""
-        super().__init__(inside, optimizer, sync)
-        size = sync.workers_of_group(self.replicas.size)
-        self.group = consecutive(self.replicas, size, "replica_group", timeout)
-        self.losses: deque[float] = deque(maxlen=sync.steps_between)
+    def __init__(self, inside: Strategy, optimizer: Optimizer, facts: LsgdFacts) -> None:
+        super().__init__(inside, optimizer, facts)
+        timeout = inside.ownership.groups.timeout
+        self.pulls = [
+            (consecutive(self.replicas, pull.workers, pull.axis, timeout), pull)
+            for pull in facts.pulls
+        ]
+        self.losses: deque[float] = deque(maxlen=facts.share.sync.steps_between)
 
     def note_loss(self, loss: float) -> None:
         """Notes this worker's loss of a step."""
         self.losses.append(loss)
 
-    def is_due(self, steps: int) -> bool:
-        """Whether there is a pull of groups, or of all workers."""
-        return super().is_due(steps) or steps % self.sync.steps_between_global == 0
-
     def pull(self, steps: int) -> None:
         """Elects leaders and moves the master weights towards theirs."""
         losses = self._gathered_losses(steps)
-        first = self.replicas.rank - self.group.rank
-        own_group = losses[first : first + self.group.size]
-        if super().is_due(steps):
-            self._pull_to(self.group, elected(own_group), self.sync.pull)
-        if steps % self.sync.steps_between_global == 0:
-            self._pull_to(self.replicas, elected(losses), self.sync.global_pull)
+        for axis, pull in self.pulls:
+            first = self.replicas.rank - axis.rank
+            if pull.turns.is_due(steps):
+                leader = elected(losses[first : first + axis.size])
+                self._pull_to(axis, leader, pull.strength)
 
     def counters(self) -> dict[str, Any]:
         """The last losses of each worker, by whose average leaders are elected."""
@@ -80,7 +76,8 @@ class LeaderPulls(PeriodicPulls):
         """The average losses of all workers, from a message of each: (worker, steps, loss)."""
         mean = sum(self.losses) / len(self.losses) if self.losses else NEVER
         device = self.inside.ownership.groups.device
-        message = torch.tensor([[self.replicas.rank, steps, mean]], dtype=torch.float64)
+        numbers = {"worker": self.replicas.rank, "steps": steps, "loss": mean}
+        message = torch.tensor([[numbers[name] for name in MESSAGE]], dtype=torch.float64)
         rows = all_gather(message.to(device), self.replicas).tolist()
         assert [row[:2] for row in rows] == [[i, steps] for i in range(len(rows))], rows
         return [loss for _, _, loss in rows]
@@ -89,7 +86,7 @@ class LeaderPulls(PeriodicPulls):
         """Moves the master weights towards those of a worker, who sends them to the others."""
         if axis.size == 1 or not share or not self.masters:
             return
-        move_(self.masters, broadcast(self.flat_masters(), axis, leader), share)
+        move_(self.masters, broadcast(flatten(self.masters), axis, leader), share)
 
 
 def _are_losses(value: object) -> bool:

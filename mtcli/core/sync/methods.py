@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.config.sync import DECENTRALIZED, PERIODIC
+from mtcli.core.config.sync import DECENTRALIZED, PERIODIC, Method
+from mtcli.core.exchange.facts import ReplicaShare
+from mtcli.core.exchange.methods import METHODS
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.sharding import shards_parameters
@@ -21,6 +23,15 @@ from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.lsgd import LeaderPulls
 from mtcli.core.sync.onebit import OneBit
 from mtcli.core.sync.strategy import Strategy
+
+EXCHANGES: dict[Method, type[ReplicaExchange]] = {
+    "all_reduce": ReplicaExchange,
+    "onebit": OneBit,
+    "lsgd": LeaderPulls,
+    "easgd": ElasticPulls,
+    **dict.fromkeys(PERIODIC, OuterExchange),
+    **dict.fromkeys(DECENTRALIZED, Decentralized),
+}
 
 
 def allocates_shards(config: RunConfig, layout: ParallelLayout) -> bool:
@@ -43,15 +54,15 @@ def strategy_for(
 
 def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) -> ReplicaExchange:
     """Builds what replicas exchange, over the strategy inside each."""
-    sync = config.sync
-    if sync.method in PERIODIC:
-        return OuterExchange(inside, optimizer, sync)
-    if sync.method in DECENTRALIZED:
-        return Decentralized(inside, optimizer, config)
-    if sync.method == "onebit":
-        return OneBit(inside, optimizer, sync.warmup(config.train.steps))
-    if sync.method == "lsgd":
-        return LeaderPulls(inside, optimizer, sync, config.train.timeout)
-    if sync.method == "easgd":
-        return ElasticPulls(inside, optimizer, sync)
-    return ReplicaExchange(inside, optimizer)
+    share = ReplicaShare(
+        sync=config.sync,
+        steps=config.train.steps,
+        replicas=inside.ownership.groups.replicas.size,
+        sizes={name: master.numel() for name, master in optimizer.masters.items()},
+        weight=optimizer.dtype.itemsize,
+        optimizer=config.optimizer.name,
+        num_moments=len(config.optimizer.moments),
+        overlaps=config.overlaps_neighbours,
+    )
+    method = config.sync.method
+    return EXCHANGES[method](inside, optimizer, METHODS[method](share))

@@ -1,4 +1,4 @@
-"""Mixes a tensor of each replica: W x replaces x, with W of mesh/topology.py.
+"""Mixes a tensor of each replica: W x replaces x, with W of exchange/topology.py.
 
 A neighbour's tensor comes as a message; all of a mix are under way at once, while this rank goes
 on. The average of all replicas is an all-reduce. In a hierarchy a rank averages 1/m of its
@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtcli.core.mesh.topology import MixingGraph
+from mtcli.core.exchange.topology import MixingGraph
 from mtcli.core.parallel.collectives import Messages, start_all_reduce
 from mtcli.core.parallel.groups import Axis
 

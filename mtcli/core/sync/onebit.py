@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.fields import Count, Section
+from mtcli.core.exchange.onebit import ERROR, FRESH, SERVER_ERROR, OneBitFacts
 from mtcli.core.optim.frozen import FrozenLamb, frozen_adam_
 from mtcli.core.optim.lamb import Lamb
 from mtcli.core.optim.optimizer import Optimizer
@@ -49,54 +50,38 @@ class OneBitCounters(Section):
 class OneBit(ReplicaExchange):
     """Gradients in the warm-up, and then signs of momenta, averaged over replicas."""
 
+    facts: OneBitFacts
+
     ratio_decay = 0.9
     """of the running mean of trust ratios"""
     _scales, _keeps_errors = True, True  # what benchmarks/bench_onebit.py tries without
 
-    def __init__(self, inside: Strategy, optimizer: Optimizer, warmup: int) -> None:
-        """`warmup` is the number of updates after which the variance is frozen."""
-        super().__init__(inside, optimizer)
-        self.warmup, self.frozen_at = warmup, 0
+    def __init__(self, inside: Strategy, optimizer: Optimizer, facts: OneBitFacts) -> None:
+        super().__init__(inside, optimizer, facts)
+        self.frozen_at = 0
         self.moments, ownership = optimizer.moments, inside.ownership
         self.global_sums = GlobalSums(optimizer.masters, ownership)
         self.mean: CompressedMean | None = None
-        if self.replicas.size > 1:
+        if ERROR in self.kept:
             self.mean = CompressedMean(optimizer.masters, ownership, self._keeps_errors)
-        self.lamb = FrozenLamb(optimizer, self.global_sums) if self._is_lamb else None
+        self.lamb = FrozenLamb(optimizer, self.global_sums) if FRESH in self.kept else None
         self.live: dict[str, Tensor] = {}  # masks of parameters that have elements without variance
         shapes = {name: x.shape for name, x in inside.weights().items()}
         self.gradient_chunks = Chunks(shapes, self.replicas)
         self._reset_counters()
 
-    @property
-    def _is_lamb(self) -> bool:
-        return isinstance(self.optimizer.rule, Lamb)
-
-    @property
-    def weights_differ(self) -> bool:
-        """Whether replicas have other weights than each other: never after a step."""
-        return False
-
-    def differs(self, kind: str) -> bool:
-        """Whether replicas have other state of a kind: the errors of what they send."""
-        return kind == "error" and self.mean is not None
-
     def rows_here(self, kind: str, name: str) -> slice | None:
         """The stored rows of a server's errors: those of its chunk."""
-        if kind != "server_error" or self.mean is None:
+        if kind != SERVER_ERROR or self.mean is None:
             return None
         first, rows = self.inside.ownership.rows(name).start, self.mean.rows[name]
         return slice(first + rows.start, first + rows.stop)
 
-    def state(self) -> dict[str, Tensor]:
+    def tensors(self, kind: str) -> Mapping[str, Tensor]:
         """Errors of what is sent, by replica and by server, and LAMB's fresh variance."""
-        state = {}
-        if self.mean:
-            state |= {f"error/{name}": x for name, x in self.mean.errors.items()}
-            state |= {f"server_error/{name}": x for name, x in self.mean.server_errors.items()}
-        if self.lamb:
-            state |= {f"exp_avg_sq_fresh/{name}": x for name, x in self.lamb.fresh.items()}
-        return state
+        mean, fresh = self.mean, {FRESH: self.lamb.fresh} if self.lamb else {}
+        errors = {ERROR: mean.errors, SERVER_ERROR: mean.server_errors} if mean else {}
+        return (errors | fresh)[kind]
 
     def counters(self) -> dict[str, Any]:
         """The update that froze the variance, and the numbers of each parameter."""
@@ -144,8 +129,8 @@ class OneBit(ReplicaExchange):
             return
         gradients = self.inside.gradients
         vector = flatten(gradients.values())
-        narrow = self.optimizer.dtype.itemsize == 2
-        self.gradient_chunks.mean_(vector, torch.bfloat16 if narrow else vector.dtype)
+        sent = torch.bfloat16 if self.facts.narrow else vector.dtype
+        self.gradient_chunks.mean_(vector, sent)
         for name, mean in self.gradient_chunks.views(vector).items():
             gradients[name].copy_(mean)
 
@@ -155,7 +140,7 @@ class OneBit(ReplicaExchange):
         if not self.frozen_at:
             super().update(lr, factor)
             self._note_ratios()
-            if self.optimizer.updates >= self.warmup:
+            if self.optimizer.updates >= self.facts.warmup:
                 self._freeze()
             return
         update = self.optimizer.begin(lr, factor)

@@ -12,19 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mtcli.core.config.sync import SyncConfig
-from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.sync.exchange import ReplicaExchange
-from mtcli.core.sync.flat import flatten, unflatten
-from mtcli.core.sync.strategy import Strategy
+from mtcli.core.sync.flat import unflatten
 
 
 class PeriodicPulls(ReplicaExchange):
     """The exchange of workers that are pulled; a method says where to."""
-
-    def __init__(self, inside: Strategy, optimizer: Optimizer, sync: SyncConfig) -> None:
-        super().__init__(inside, optimizer)
-        self.sync = sync
 
     @property
     def masters(self) -> list[Tensor]:
@@ -35,13 +28,9 @@ class PeriodicPulls(ReplicaExchange):
     def pull(self, steps: int) -> None:
         """Moves the master weights, as is due after so many steps. Collective."""
 
-    def is_due(self, steps: int) -> bool:
-        """Whether there is an exchange after so many steps."""
-        return steps % self.sync.steps_between == 0
-
     def after_step(self) -> None:
         """Makes the exchange that is due, unless workers only meet at the end of a round."""
-        if not self.sync.asynchronous:
+        if not self.facts.share.sync.asynchronous:
             self._exchange(self.optimizer.updates)
 
     def meet(self, steps: int) -> None:
@@ -51,13 +40,9 @@ class PeriodicPulls(ReplicaExchange):
 
     @torch.no_grad()
     def _exchange(self, steps: int) -> None:
-        if self.is_due(steps):
+        if any(turns.is_due(steps) for turns in self.facts.turns):
             self.pull(steps)
             self.optimizer.tensors.round_()
-
-    def flat_masters(self) -> Tensor:
-        """A copy of the master weights, one after the other."""
-        return flatten(self.masters)
 
 
 def move_(tensors: Sequence[Tensor], towards: Tensor, share: float) -> None:

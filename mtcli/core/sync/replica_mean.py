@@ -12,15 +12,14 @@ of what they had, less the errors that are left.
 A replica can be absent: it sends zeros and does not count, and receives the average of the others.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtcli.core.config.sync import SyncConfig
-from mtcli.core.config.sync_payload import COUNT_BYTES, Range, Segment, segment, segments
+from mtcli.core.exchange.payload import COUNT_BYTES, Range, Segment
 from mtcli.core.parallel.collectives import (
     start_all_gather,
     start_all_reduce,
@@ -64,18 +63,21 @@ class FullMean(ReplicaMean):
         return sums / max(1.0, count), count
 
 
-class LargestMean(ReplicaMean):
-    """An all-gather of every replica's largest values."""
+class CorrectedMean(ReplicaMean):
+    """A mean of segments that are compressed apart; `error`, times `decay`, is fed back."""
 
     def __init__(
-        self, axis: Axis, sync: SyncConfig, sizes: Mapping[str, int], error: Tensor
+        self, axis: Axis, segments: Sequence[Segment], error: Tensor, decay: float
     ) -> None:
-        """`sizes` are those of parameters, one after another, and `error` what is fed back."""
-        self.axis, self.error, self.decay = axis, error, sync.error_decay
-        self.segment = segment(sync, sizes)
+        self.axis, self.segments, self.error, self.decay = axis, segments, error, decay
+
+
+class LargestMean(CorrectedMean):
+    """An all-gather of every replica's largest values."""
 
     def start(self, x: Tensor, present: bool) -> None:
         """Starts the all-gather of what is sent of x and the error."""
+        (self.segment,) = self.segments
         self.error.mul_(self.decay).add_(x)
         own = _compressed(self.segment, self.error, float(present))
         _add(self.segment, own, self.error, -1.0)
@@ -91,21 +93,13 @@ class LargestMean(ReplicaMean):
         return mean / max(1.0, count), count
 
 
-class QuantisedMean(ReplicaMean):
+class QuantisedMean(CorrectedMean):
     """A reduce-scatter and an all-gather of quantised values, as an all-reduce is made of both."""
-
-    def __init__(
-        self, axis: Axis, sync: SyncConfig, sizes: Mapping[str, int], error: Tensor
-    ) -> None:
-        """See LargestMean."""
-        self.axis, self.error, self.decay = axis, error, sync.error_decay
-        self.segments = segments(sync, sizes, axis.size)
-        self.own = self.segments[axis.rank]
-        self.advanced = False
 
     def start(self, x: Tensor, present: bool) -> None:
         """Starts sending each replica its segment of x and the error."""
         self.error.mul_(self.decay).add_(x)
+        self.own = self.segments[self.axis.rank]
         payloads = [_compressed(each, self.error, float(present)) for each in self.segments]
         for each, payload in zip(self.segments, payloads, strict=True):
             _add(each, payload, self.error, -1.0)

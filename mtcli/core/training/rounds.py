@@ -7,14 +7,15 @@ steps has n * r tickets; who finds none left goes to the meeting ("n l tau divid
 arXiv:1905.10395, Algorithm 1). Replicas that take turns make the steps of a synchronous run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.schema import TrainConfig
+from mtcli.core.exchange.facts import Turns
 from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.parallel.collectives import all_reduce, broadcast
 from mtcli.core.training.loader import MicroBatchLoader
@@ -60,7 +61,7 @@ class Rounds:
         """
         trainer, start, done = self.trainer, perf_counter(), []
         first, updates = trainer.step, trainer.optimizer.updates
-        end = next_meeting(trainer.config, first)
+        end = next_meeting(trainer.config.train, trainer.exchange.facts.turns, first)
         while (ticket := self._ticket(first, end)) is not None:
             trainer.step, loader.share = divmod(ticket, trainer.layout.replicas)
             done.append(trainer.train_step(loader))
@@ -114,10 +115,7 @@ class Rounds:
         )
 
 
-def next_meeting(config: RunConfig, step: int) -> int:
+def next_meeting(train: TrainConfig, exchanges: Iterable[Turns], step: int) -> int:
     """The step after which all replicas meet: for an exchange, a save, an evaluation or the end."""
-    sync, train = config.sync, config.train
-    periods = [sync.steps_between, train.save_every, train.eval_every]
-    if sync.method == "lsgd":
-        periods.append(sync.steps_between_global)
+    periods = [train.save_every, train.eval_every, *(turns.every for turns in exchanges)]
     return min(train.steps, *(step // period * period + period for period in periods if period))

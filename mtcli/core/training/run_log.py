@@ -18,6 +18,7 @@ from mtcli.core.config.errors import visible
 from mtcli.core.config.fp8 import listed, narrow_layers, weight_sizes
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
+from mtcli.core.exchange.methods import METHODS
 from mtcli.core.mesh.parameters import count_adapters, count_parameters
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.runtime.progress import LINE_SECONDS, write_line
@@ -180,7 +181,7 @@ def _sync(config: RunConfig, world: int) -> str:
     groups = f" in {words}" if (words := config.sync.groups(replicas)) else ""
     if mixing_rule(config.sync.method, config.optimizer.momentum) != config.sync.method:
         graph += " as dsgd, since optimizer.momentum is 0"
-    differ = config.sync.method != "onebit"
+    differ = METHODS[config.sync.method].weights_differ
     averaged = "; what is evaluated and exported is their average" if differ else ""
     return f"{config.sync.method}{graph}, {replicas} replicas{each}{groups}{averaged}"
 

@@ -26,7 +26,6 @@ from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Groups, make_groups
-from mtcli.core.parallel.health.traffic import EXCHANGED, REDUCED, SyncTraffic
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import schedule_for
@@ -34,6 +33,7 @@ from mtcli.core.schedule.ops import Schedule
 from mtcli.core.schedule.validate import problems
 from mtcli.core.sync.methods import allocates_shards, replica_exchange, strategy_for
 from mtcli.core.sync.replica_average import averaged
+from mtcli.core.sync.traffic import EXCHANGED, REDUCED, SyncTraffic
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader, StepBatch

@@ -10,9 +10,10 @@ from ranks import run_ranks
 from tiny import GPT, Samples, run_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtcli.core.exchange.arithmetic import BYTES
 from mtcli.core.parallel.transport import process_group
-from mtcli.core.plan.exchange.arithmetic import BYTES, arithmetic_seconds
-from mtcli.core.plan.exchange.methods import exchange_of, owned_sizes
+from mtcli.core.plan.communication import arithmetic_seconds
+from mtcli.core.plan.exchange import exchange_of, owned_sizes
 from mtcli.core.plan.hardware import GPUS, HERE
 from mtcli.core.plan.predict import predict_workload
 from mtcli.core.plan.workload import Workload

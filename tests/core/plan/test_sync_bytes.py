@@ -7,12 +7,12 @@ from tiny import BIASED, GPT, LLAMA, MOE, Samples, run_config
 from workers import worker_config
 
 from mtcli.core.config.sync import SyncConfig
-from mtcli.core.plan.exchange.decentralized import graph_facts
-from mtcli.core.plan.exchange.diloco import DiLoCoCosts
-from mtcli.core.plan.exchange.leaders import EasgdCosts, LsgdCosts
-from mtcli.core.plan.exchange.methods import METHODS, exchange_of, owned_sizes
-from mtcli.core.plan.exchange.share import ReplicaShare
-from mtcli.core.plan.sync_bytes import sync_bytes_per_step
+from mtcli.core.exchange.diloco import DiLoCoFacts
+from mtcli.core.exchange.easgd import EasgdFacts
+from mtcli.core.exchange.facts import ReplicaShare
+from mtcli.core.exchange.lsgd import LsgdFacts
+from mtcli.core.exchange.methods import METHODS
+from mtcli.core.plan.exchange import exchange_of, owned_sizes, sync_bytes_per_step
 from mtcli.core.plan.workload import Workload
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
@@ -101,8 +101,8 @@ def test_decentralized_replicas_send_and_keep_what_is_planned():
 
 
 def test_the_facts_of_a_graph_are_in_a_plan():
-    facts = graph_facts(decentralized("decentlam", "ring", 0.0).sync, 4)
-    assert facts == {"spectral_gap": pytest.approx(2 / 3), "neighbours": 2}
+    work = Workload.of(decentralized("decentlam", "ring", 0.0), 4)
+    assert exchange_of(work, 0).graph() == {"spectral_gap": pytest.approx(2 / 3), "neighbours": 2}
 
 
 DILOCO = [
@@ -133,6 +133,21 @@ def test_diloco_sends_and_keeps_what_is_planned():
         assert list(kept) == [planned.state_bytes()] * 3, config.sync
 
 
+ALONE = [
+    {"sync": {"method": "diloco", "replicas": 1}},
+    {"sync": {"method": "easgd", "replicas": 1}, "optimizer": {"name": "sgd"}},
+    {"sync": {"method": "dmsgd", "replicas": 1}, "optimizer": {"name": "sgd", "clip": 0.0}},
+]
+
+
+def test_one_replica_keeps_what_is_planned():
+    configs = [run_config(WIDE, **sections) for sections in ALONE]
+    for config, (_, _, kept) in zip(configs, of_each(2, configs, 1), strict=True):
+        planned = exchange_of(Workload.of(config, 2), 0)
+        assert planned.sent_bytes() == 0.0
+        assert [*kept] == [planned.state_bytes()] * 2 and planned.state_bytes() > 0, config.sync
+
+
 def test_owned_elements_are_the_mean_of_those_that_ranks_optimizers_have():
     layouts = [
         (GPT, {"tp": 2, "pp": 2}),
@@ -157,8 +172,8 @@ def test_owned_elements_are_the_mean_of_those_that_ranks_optimizers_have():
 def test_a_run_that_ends_before_its_first_exchange_sends_nothing():
     sync = SyncConfig(method="diloco", period=8, fragments=2)
     sizes = {"blocks.0.w": 999, "blocks.1.w": 999}  # and one value more says who takes part
-    shares = [ReplicaShare(sync, steps, 2, sizes, 4, 4) for steps in (3, 4, 7, 8, 11, 12)]
-    exchanges = [DiLoCoCosts(share).sent_bytes() * share.steps / 8000 for share in shares]
+    shares = [ReplicaShare(sync, steps, 2, sizes, 4) for steps in (3, 4, 7, 8, 11, 12)]
+    exchanges = [DiLoCoFacts(share).sent_bytes() * share.steps / 8000 for share in shares]
     assert exchanges == [0.0, 0.5, 0.5, 1.0, 1.0, 1.5]
 
 
@@ -178,7 +193,7 @@ def test_workers_of_leaders_and_a_centre_send_and_keep_what_is_planned():
     for (fields, precision), (sent, elements, kept) in zip(WORKERS, found, strict=True):
         sync, width = SyncConfig(**fields), 8 if precision == "fp64" else 4
         owned = {"w": sum(elements[0].values())}
-        planned = METHODS[sync.method](ReplicaShare(sync, 5, 4, owned, width, width))
+        planned = METHODS[sync.method](ReplicaShare(sync, 5, 4, owned, width))
         assert sent == pytest.approx(planned.sent_bytes(), rel=0.01), sync
         assert set(kept) == {planned.state_bytes()}, sync
 
@@ -187,10 +202,10 @@ def test_a_worker_sends_what_the_paper_counts():
     """With all of many workers in one group a worker sends P / tau and P / tau_G parameters; EASGD
     2 P / tau (arXiv:1905.10395, section 4)."""
     lsgd = SyncConfig(method="lsgd", period=4, global_period=16, group_size=1000)
-    assert LsgdCosts(ReplicaShare(lsgd, 1600, 1000, GIANT, 4, 4)).sent_bytes() == pytest.approx(
+    assert LsgdFacts(ReplicaShare(lsgd, 1600, 1000, GIANT, 4)).sent_bytes() == pytest.approx(
         4e9 / 4 + 4e9 / 16, rel=2e-3
     )
     easgd = SyncConfig(method="easgd", period=4)
-    assert EasgdCosts(ReplicaShare(easgd, 1600, 1000, GIANT, 4, 4)).sent_bytes() == pytest.approx(
+    assert EasgdFacts(ReplicaShare(easgd, 1600, 1000, GIANT, 4)).sent_bytes() == pytest.approx(
         2 * 4e9 / 4, rel=2e-3
     )

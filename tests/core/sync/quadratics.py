@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from mtcli.core.config.loading import config_of
+from mtcli.core.exchange.decentralized import MixingFacts
+from mtcli.core.exchange.facts import ReplicaShare
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.optim.optimizer import Optimizer
@@ -55,7 +57,9 @@ def trained(runtime, cases, steps):
         config = config_of({"model": MODEL, "optimizer": optimizer, "sync": sync}, ())
         inside = Quadratic(groups)
         rule = Optimizer(inside.weights(), inside.ownership, config.optimizer, torch.float64)
-        exchange = Decentralized(inside, rule, config)
+        moments = len(config.optimizer.moments)
+        share = ReplicaShare(config.sync, steps, runtime.world, {"x": SIZE}, 8, "sgd", moments)
+        exchange = Decentralized(inside, rule, MixingFacts(share))
         points = [inside.x.clone()]
         for _ in range(steps):
             exchange.before_step(lr)

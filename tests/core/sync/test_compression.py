@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtcli.core.config.sync import SyncConfig
-from mtcli.core.config.sync_payload import BLOCK, CHUNK, Payload
+from mtcli.core.exchange.payload import BLOCK, CHUNK, Payload
 from mtcli.core.sync.compression import (
     MAGNITUDES,
     compress,

@@ -9,7 +9,7 @@ from marks import slow
 from quadratics import bias, limit, problem, trained
 from ranks import run_ranks
 
-from mtcli.core.mesh.topology import MixingGraph
+from mtcli.core.exchange.topology import MixingGraph
 
 LR, STEPS = 0.1, 260
 CASES = [

@@ -8,6 +8,8 @@ from torch import nn
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.config.sync import SyncConfig
+from mtcli.core.exchange.diloco import DiLoCoFacts
+from mtcli.core.exchange.facts import ReplicaShare
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.optim.optimizer import Optimizer
@@ -45,7 +47,9 @@ class Replica:
         config = OptimizerConfig(name="sgd", momentum=0.0)
         self.optimizer = Optimizer(inside.weights(), ownership, config, torch.float32)
         sync = SyncConfig(**{"method": "diloco", "period": 1} | sync)
-        self.exchange = OuterExchange(inside, self.optimizer, sync)
+        sizes = {name: rows for name in NAMES}
+        facts = DiLoCoFacts(ReplicaShare(sync, 100, runtime.world, sizes, 4))
+        self.exchange = OuterExchange(inside, self.optimizer, facts)
 
     def begin(self, value):
         for master in self.optimizer.masters.values():

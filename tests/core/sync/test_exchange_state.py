@@ -24,7 +24,7 @@ class Remembering(ReplicaExchange):
 
 
 def capture(runtime, config, folder, exchange):
-    methods.ReplicaExchange = exchange  # of this forked process
+    methods.EXCHANGES["all_reduce"] = exchange  # of this forked process
     trainer = Trainer(config, runtime)
     initialise(trainer)
     if exchange is Remembering:
@@ -35,7 +35,7 @@ def capture(runtime, config, folder, exchange):
 
 def restored(runtime, config, folder):
     """Whether the state is three times the weights, and whether it is zero, in each parameter."""
-    methods.ReplicaExchange = Remembering
+    methods.EXCHANGES["all_reduce"] = Remembering
     trainer = Trainer(config, runtime)
     for kept in trainer.exchange.kept.values():
         kept.fill_(5.0)

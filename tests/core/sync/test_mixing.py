@@ -6,8 +6,8 @@ import torch
 from ranks import run_ranks
 
 from mtcli.core.config.sync import SyncConfig
+from mtcli.core.exchange.topology import MixingGraph
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.topology import MixingGraph
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.sync.mixing import mix_of
 

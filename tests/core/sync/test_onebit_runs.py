@@ -10,9 +10,9 @@ from tiny import GPT, LLAMA, Samples, run_config
 from trained import checkpoint_of, save_to
 
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.exchange.facts import ReplicaShare
+from mtcli.core.exchange.onebit import OneBitFacts
 from mtcli.core.optim.lr_schedule import learning_rate
-from mtcli.core.plan.exchange.onebit import OneBitCosts
-from mtcli.core.plan.exchange.share import ReplicaShare
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise, resume
@@ -370,7 +370,7 @@ def test_plan_tells_the_bytes_that_are_sent_and_kept(world, parallel, precision)
     width = 4 if precision == "fp32" else 2
     ranks = run_ranks(world, measured, config, 6)
     planned = [
-        OneBitCosts(ReplicaShare(config.sync, 6, replicas, {"w": owned}, width, width, "lamb", 2))
+        OneBitFacts(ReplicaShare(config.sync, 6, replicas, {"w": owned}, width, "lamb"))
         for _, owned, _ in ranks
     ]
     sent = sum(one.sent_bytes() for one in planned)

@@ -10,6 +10,8 @@ from torch import nn
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.config.sync import SyncConfig
+from mtcli.core.exchange.facts import ReplicaShare
+from mtcli.core.exchange.methods import METHODS
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.optim.optimizer import Optimizer
@@ -50,8 +52,9 @@ def exchange_of(runtime, sync, start, lr):
     strategy = BucketedDataParallel({0: module}, Ownership(groups, table, True, False), 1e6)
     config = OptimizerConfig(name="sgd", lr=lr, weight_decay=0.0)
     optimizer = Optimizer(strategy.weights(), strategy.ownership, config, torch.float64)
-    parts = strategy, optimizer, sync
-    exchange = LeaderPulls(*parts, 60.0) if sync.method == "lsgd" else ElasticPulls(*parts)
+    share = ReplicaShare(sync, 100, runtime.world, {"x": module.x.numel()}, 8)
+    kind = LeaderPulls if sync.method == "lsgd" else ElasticPulls
+    exchange = kind(strategy, optimizer, METHODS[sync.method](share))
     exchange.begin()
     return exchange, strategy, module
 

@@ -9,6 +9,10 @@ from ranks import run_ranks
 from tiny import GPT, MOE, Samples, Weighted
 from workers import Scripted, one_at_a_time, train_workers, turns, weights_of, worker_config
 
+from mtcli.core.config.schema import TrainConfig
+from mtcli.core.config.sync import SyncConfig
+from mtcli.core.exchange.facts import ReplicaShare
+from mtcli.core.exchange.lsgd import LsgdFacts
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.rounds import Rounds, StoreTickets, next_meeting
 from mtcli.core.training.state import initialise
@@ -149,18 +153,16 @@ def test_a_script_gives_each_worker_its_own_tickets():
     ],
 )
 def test_workers_meet_for_exchanges_saves_evaluations_and_the_end(fields, meetings):
-    config = worker_config(GPT, {"method": "lsgd", "asynchronous": True})
-    config = config.model_copy(
-        update={"train": config.train.model_copy(update={"steps": 20} | fields)}
-    )
+    train = TrainConfig(**{"steps": 20, "save_every": 0} | fields)
+    share = ReplicaShare(SyncConfig(method="lsgd", asynchronous=True), train.steps, 4, {}, 4)
     step, found = 0, []
-    while step < config.train.steps:
-        step = next_meeting(config, step)
+    while step < train.steps:
+        step = next_meeting(train, LsgdFacts(share).turns, step)
         found.append(step)
     assert found == meetings
 
 
 def test_a_global_period_that_the_period_does_not_divide_has_meetings_of_its_own():
-    sync = {"method": "lsgd", "period": 4, "global_period": 6, "asynchronous": True}
-    config = worker_config(GPT, sync)
-    assert [next_meeting(config, step) for step in (0, 4, 6, 8)] == [4, 6, 8, 12]
+    sync = SyncConfig(method="lsgd", period=4, global_period=6, asynchronous=True)
+    turns, train = LsgdFacts(ReplicaShare(sync, 20, 4, {}, 4)).turns, TrainConfig(steps=20)
+    assert [next_meeting(train, turns, step) for step in (0, 4, 6, 8)] == [4, 6, 8, 12]

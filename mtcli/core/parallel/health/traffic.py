@@ -8,7 +8,6 @@ predecessor, or the root, gives nothing. What is for one rank alone, in a messag
 all-to-all, is counted for that rank. Values that travel as JSON are not counted.
 """
 
-from collections.abc import Collection
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -68,33 +67,6 @@ class Traffic:
         key = axis.name, axis.ranks[peer]
         before = self._sent.get(key, Sent(*key, 0, 0))
         self._sent[key] = Sent(*key, before.bytes + size, before.calls + 1)
-
-
-# Axes along which gradients are summed inside a replica, and those to other replicas.
-REDUCED = ("data", "samples", "tokens", "edp")
-EXCHANGED = ("replicas", "replica_group")
-
-
-class SyncTraffic:
-    """Counts the bytes that a rank sends for data parallelism along some axes, where they leave."""
-
-    def __init__(self, axes: Collection[str]) -> None:
-        self.axes, self._bytes = frozenset(axes), 0
-
-    def taken(self) -> int:
-        """The bytes since the last call."""
-        sent, self._bytes = self._bytes, 0
-        return sent
-
-    def add(self, count: int) -> None:
-        """Adds bytes that are sent by no collective of ours."""
-        self._bytes += count
-
-    def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
-        """Adds what a collective on x makes this rank send, if it is data parallelism's."""
-        if call.axis.name not in self.axes or x is None or call.op == "recv":
-            return
-        self._bytes += sum(sent_by(call, x, detail).values())
 
 
 def sent_by(call: Call, x: "Tensor", detail: object) -> dict[int, int]:

@@ -1,15 +1,17 @@
-"""Bytes that ranks send for data parallelism, as the traffic counter of training counts them.
+"""Counts what ranks send for data parallelism, as the traffic counter of training counts it.
 
 A ring of n ranks moves 2 (n-1)/n of a tensor's bytes per rank in an all-reduce, (n-1)/n in a
-reduce-scatter and (n-1)/n of the gathered tensor in an all-gather (Patarasuk and Yuan, 2009).
+reduce-scatter and (n-1)/n of the gathered tensor in an all-gather (Patarasuk and Yuan, 2009). What
+replicas keep, send and compute for each other are the facts of their method (core/exchange).
 """
 
 from math import prod
 from typing import NamedTuple
 
+from mtcli.core.exchange.facts import ExchangeFacts, ReplicaShare
+from mtcli.core.exchange.methods import METHODS
 from mtcli.core.mesh.sharding import Parameter, owner_axes
 from mtcli.core.plan.elements import is_sharded, trained_of_rank
-from mtcli.core.plan.exchange.methods import exchange_of
 from mtcli.core.plan.workload import Workload
 
 
@@ -60,3 +62,28 @@ def _inside(parameter: Parameter, work: Workload, gathers: int) -> float:
         return (n - 1) / n * padded * (sizes.gradient + sizes.weight)
     moved = gathers * sizes.weight + sizes.gradient
     return work.num_micro_batches * (n - 1) / n * padded * moved
+
+
+def exchange_of(work: Workload, pp_rank: int) -> ExchangeFacts:
+    """Gives the facts of the exchange of a pipeline rank's ranks."""
+    share = ReplicaShare(
+        sync=work.sync,
+        steps=work.steps,
+        replicas=work.layout.replicas,
+        sizes=owned_sizes(work, pp_rank),
+        weight=work.sizes.weight,
+        optimizer=work.optimizer,
+        num_moments=work.num_moments,
+        overlaps=work.overlaps_neighbours,
+    )
+    return METHODS[work.sync.method](share)
+
+
+def owned_sizes(work: Workload, pp_rank: int) -> dict[str, int]:
+    """Elements of each parameter that a rank's optimizer updates, as the mean over its owners."""
+    sizes = {}
+    for _, parameter in trained_of_rank(work, pp_rank):
+        axes = owner_axes(parameter, work.layout, work.sequence_parallel) if work.zero else ()
+        owners = prod(map(work.layout.size, axes))
+        sizes[parameter.name] = prod(parameter.stored_shape(work.layout)) // owners
+    return sizes

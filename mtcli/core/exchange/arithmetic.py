@@ -1,13 +1,7 @@
-"""Counts the arithmetic of replicas' exchanges, and prices it.
-
-Methods say how many elements go through which kind of arithmetic. It takes as long as the bytes
-that the kind reads and writes take in memory, and on a CPU a call of the host.
-"""
+"""Counts the arithmetic of replicas' exchanges: the elements that go through each kind of it."""
 
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
-
-from mtcli.core.plan.hardware import Device
 
 Kind = Literal[
     "pass", "sign", "unsign", "select", "scatter", "compress_2", "decompress_2", "compress_4",
@@ -17,18 +11,10 @@ Kind = Literal[
 # Bytes that a kind reads and writes per float32 element: kernels of kernels/onebit.py, and of
 # sync/compression.py the sum over torch's operations.
 BYTES: dict[Kind, float] = {
-    "pass": 12.0,
-    "sign": 8.0,
-    "unsign": 4.0,
-    "select": 40.0,
-    "scatter": 8.0,
-    "compress_2": 60.0,
-    "decompress_2": 40.0,
-    "compress_4": 100.0,
-    "decompress_4": 18.0,
-    "compress_8": 120.0,
-    "decompress_8": 22.0,
-}
+    "pass": 12.0, "sign": 8.0, "unsign": 4.0, "select": 40.0, "scatter": 8.0,
+    "compress_2": 60.0, "decompress_2": 40.0, "compress_4": 100.0, "decompress_4": 18.0,
+    "compress_8": 120.0, "decompress_8": 22.0,
+}  # fmt: skip
 
 
 class Arithmetic(NamedTuple):
@@ -47,9 +33,3 @@ def times(factor: float, works: Iterable[Arithmetic]) -> Iterator[Arithmetic]:
 def passes(count: float, elements: float, tensors: int = 1) -> Arithmetic:
     """Elementwise operations on tensors that have so many elements together."""
     return Arithmetic("pass", count * elements, count * tensors)
-
-
-def arithmetic_seconds(works: Iterable[Arithmetic], device: Device) -> float:
-    """Seconds of work: its bytes over the memory's bandwidth, and its calls."""
-    rate, call = device.reached_bandwidth, device.physics.call
-    return sum(BYTES[work.kind] * work.elements / rate + work.calls * call for work in works)

@@ -2,21 +2,30 @@
 
 from collections.abc import Iterator
 
-from mtcli.core.plan.exchange.arithmetic import Arithmetic, passes, times
-from mtcli.core.plan.exchange.share import ExchangeCosts, ReplicaShare
+from mtcli.core.exchange.arithmetic import Arithmetic, passes, times
+from mtcli.core.exchange.facts import ExchangeFacts, ReplicaShare, StateKind
 
 # Elementwise operations of a frozen update beyond those of the optimizer's own, which is fused.
 MORE_PASSES = 4
 SCALARS = 8, 8  # bytes of a replica's scale, which is gathered, and of the sum that servers reduce
+ERROR, SERVER_ERROR = "error", "server_error"  # of what a replica and its server send
+FRESH = "exp_avg_sq_fresh"  # LAMB's variance after the warm-up
 
 
-class OneBitCosts(ExchangeCosts):
-    """Costs of 1-bit LAMB and Adam: both ways are a reduce-scatter and an all-gather."""
+class OneBitFacts(ExchangeFacts):
+    """States 1-bit LAMB and Adam: both ways are a reduce-scatter and an all-gather."""
+
+    weights_differ = False
 
     def __init__(self, share: ReplicaShare) -> None:
-        self.share = share
-        warm = min(share.sync.warmup(share.steps), share.steps)
-        self.warm, self.frozen = warm / share.steps, (share.steps - warm) / share.steps
+        super().__init__(share)
+        self.warmup = share.sync.warmup(share.steps)
+        errors = StateKind(ERROR, differs=True), StateKind(SERVER_ERROR, owners=share.replicas)
+        fresh = (StateKind(FRESH),) if share.optimizer == "lamb" else ()
+        self.kept = (*(errors if share.replicas > 1 else ()), *fresh)
+        warm, steps = min(self.warmup, share.steps), share.steps
+        self.warm, self.frozen = warm / steps, (steps - warm) / steps
+        self.narrow = share.weight < 4  # gradients are sent in 16 bits, and summed in 32
 
     def sent_bytes(self) -> float:
         """Elements are as wide as weights in the warm-up, and one bit each after it."""
@@ -24,19 +33,12 @@ class OneBitCosts(ExchangeCosts):
         compressed = both_ways * (elements / 8 + SCALARS[1]) + (n - 1) * SCALARS[0]
         return self.warm * both_ways * elements * self.share.weight + self.frozen * compressed
 
-    def state_bytes(self) -> float:
-        """The errors of what a replica and its server send, and LAMB's fresh variance, which a
-        single replica keeps too."""
-        errors = 1 + 1 / self.share.replicas if self.share.replicas > 1 else 0
-        each = errors + (self.share.optimizer == "lamb")
-        return max(4, self.share.weight) * each * self.share.elements
-
     def arithmetic(self) -> Iterator[Arithmetic]:
         """Yields a momentum as it is updated and scaled, added to the error and squared; signs are
         packed for all servers, and unpacked from all replicas, and from all servers."""
         elements, tensors, n = self.share.elements, len(self.share.sizes), self.share.replicas
         # vector and its mean; narrow ones as chunks to servers, the mean of n of them and back
-        vector = 2.0 if self.share.weight >= 4 else 4 + 1 / n
+        vector = 4 + 1 / n if self.narrow else 2.0
         yield from times(self.warm, [passes(vector, elements), passes(1, elements, tensors)])
         compressed = [
             passes(5, elements, tensors),  # momentum, scaled; error and its square

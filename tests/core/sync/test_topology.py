@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mtcli.core.config.sync import ONE_SIDED, SyncConfig
-from mtcli.core.mesh.topology import MixingGraph, grid_shape
+from mtcli.core.exchange.topology import MixingGraph, grid_shape
 
 NAMES = ["ring", "symmetric_exponential", "grid", "star", "full"]
 NAMES += ["one_peer_exponential", "hierarchical"]

@@ -1,4 +1,4 @@
-"""What `local` and `diloco` send: the parameters of a fragment, and the sizes of their payloads.
+"""Lays out what `local` and `diloco` send compressed: the sizes of payloads.
 
 Values lie in rows that have scales of their own: blocks of consecutive ones, or the largest of each
 chunk. The indices of these are in Elias and Fano's code (1974): low bits as they are, and a bitmap
@@ -6,7 +6,6 @@ in which the i-th bit that is set lies at i plus the high bits. With 1 of 64 tha
 index, where 12 would number a chunk and 7.4 is the least.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -129,19 +128,6 @@ def segments(sync: SyncConfig, sizes: Mapping[str, int], owners: int) -> list[Se
                 owner = (i + crc32(name.encode())) % owners
                 owned[owner].append((offset + first, last - first))
     return [Segment.of(sync, ranges) for ranges in owned]
-
-
-def fragment_of(name: str, fragments: int) -> int:
-    """The fragment of a parameter: layers are strided over them, embeddings go with the first layer
-    and what follows the layers with the last fragment."""
-    if match := re.match(r"blocks\.(\d+)\.", name):
-        return int(match[1]) % fragments
-    return fragments - 1 if name.startswith(("final_norm", "head")) else 0
-
-
-def exchange_steps(sync: SyncConfig, fragment: int) -> tuple[int, int]:
-    """(the first update after which a fragment is exchanged, the updates to the next time)."""
-    return sync.steps_between * (fragment + 1) // sync.fragments, sync.steps_between
 
 
 def _ranges(sizes: Mapping[str, int]) -> list[Range]:

@@ -1,0 +1,34 @@
+"""Counts the bytes that a rank sends for data parallelism, for the metrics of a step."""
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from mtcli.core.parallel.health.flight_recorder import Call
+from mtcli.core.parallel.health.traffic import sent_by
+
+# Axes along which gradients are summed inside a replica, and those to other replicas.
+REDUCED = ("data", "samples", "tokens", "edp")
+EXCHANGED = ("replicas", "replica_group")
+
+
+class SyncTraffic:
+    """Counts the bytes that a rank sends for data parallelism along some axes, where they leave."""
+
+    def __init__(self, axes: Collection[str]) -> None:
+        self.axes, self._bytes = frozenset(axes), 0
+
+    def taken(self) -> int:
+        """The bytes since the last call."""
+        sent, self._bytes = self._bytes, 0
+        return sent
+
+    def add(self, count: int) -> None:
+        """Adds bytes that are sent by no collective of ours."""
+        self._bytes += count
+
+    def note(self, call: Call, x: Tensor | None, detail: object) -> None:
+        """Adds what a collective on x makes this rank send, if it is data parallelism's."""
+        if call.axis.name not in self.axes or x is None or call.op == "recv":
+            return
+        self._bytes += sum(sent_by(call, x, detail).values())
