@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 MODULES = ("mtcli", "torch.distributed.run")
 BEGINNINGS = {"mtcli": ["-m", "mtcli"], "torchrun": ["-m", "torch.distributed.run"]}
@@ -22,7 +23,7 @@ def main():
     door = socket.socket(socket.AF_UNIX)
     door.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "door"))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, lambda number, frame: door.send(bytes([number])))
+        signal.signal(number, lambda number, frame: _forward(door, number))
     line = json.dumps([__file__, words, os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(door, [len(line).to_bytes(8, "little")], [0, 1, 2])
     door.sendall(line)
@@ -32,6 +33,12 @@ def main():
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _forward(door, number):
+    """Sends a signal to the fork, which may have ended by now."""
+    with suppress(BrokenPipeError):
+        door.send(bytes([number]))
 
 
 if __name__ == "__main__":

@@ -290,7 +290,9 @@ def test_a_name_is_split_into_its_words():
 
 
 def test_test_files_have_distinct_names():
-    names = Counter(path.name for path in ROOT.rglob("tests/**/test_*.py"))
+    folders = (ROOT / "tests", ROOT / "fused/tests")
+    names = Counter(path.name for folder in folders for path in folder.rglob("test_*.py"))
+    assert {"test_cli.py", "test_fuse.py"} <= set(names)
     assert [name for name, count in names.items() if count > 1] == []
 
 
