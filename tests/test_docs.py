@@ -207,6 +207,51 @@ def is_there(name):
     return any(path.endswith(f"/{name}") for path in NAMES)
 
 
+# A row of a table of files in order: its number, a file, symbols of it, and what they are for.
+STEP_OF_PATH = re.compile(r"^\| \d+ \| `([\w/]+\.py)` \|([^|]*)\|", re.MULTILINE)
+MOST_LINES = 1_500  # of the reading path
+
+
+def symbols_in_order(text):
+    """(file, symbol) of every row; the symbol is "" where a row names the file alone."""
+    for file, cell in STEP_OF_PATH.findall(text):
+        path = ROOT / file if file.startswith("tests/") else ROOT / "mtcli" / file
+        yield from ((path, symbol) for symbol in re.findall(r"`([\w.]+)`", cell) or [""])
+
+
+def num_lines(path, symbol):
+    """The lines of a file's class, function, `Class.method` or constant; of all of it for ""."""
+    node = ast.parse(path.read_text())
+    if not symbol:
+        return len(path.read_text().splitlines())
+    for name in symbol.split("."):
+        matches = [child for child in node.body if name in names_bound(child)]
+        assert matches, f"{path.name} has no {symbol}"
+        node = matches[0]
+    starts = [one.lineno for one in (node, *getattr(node, "decorator_list", ()))]
+    return node.end_lineno - min(starts) + 1
+
+
+def names_bound(node):
+    """The names that a statement defines or assigns."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return {getattr(node, "name", None)} | {getattr(target, "id", None) for target in targets}
+
+
+def test_the_reading_path_names_what_is_there_in_at_most_1500_lines():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    steps = [*symbols_in_order(page[page.index("## One process") : page.index("## The folders")])]
+    assert len({path for path, _ in steps}) > 20
+    lines = sum(num_lines(path, symbol) for path, symbol in steps)
+    assert lines <= MOST_LINES, f"{lines} lines to read"
+
+
+def test_the_symbols_to_edit_are_in_their_files():
+    steps = [*symbols_in_order((ROOT / "docs" / "contributing.md").read_text())]
+    assert len(steps) > 60
+    assert all(num_lines(path, symbol) for path, symbol in steps)
+
+
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "index.md").read_text()
     assert [page.name for page in PAGES[1:] if page.name not in index] == ["index.md"]
