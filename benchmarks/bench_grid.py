@@ -15,7 +15,7 @@ from time import perf_counter
 
 from progress import say
 
-from mtcli.core.plan.dry_run import LiveMemory
+from mtcli.core.rehearse.live_memory import LiveMemory
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer

@@ -16,8 +16,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from progress import each, say
 
 from mtcli.core.config.loading import config_of
-from mtcli.core.plan.dry_run import dry_run
 from mtcli.core.plan.hardware import GPUS
+from mtcli.core.rehearse.dry_run import dry_run
+from mtcli.core.rehearse.request import planned
 
 SHAPE = {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 1024}
 GPT = {**SHAPE, "architecture": "gpt", "max_seq_len": 256}
@@ -75,7 +76,8 @@ def measure(world: int, name: str, model: dict, parallel: dict) -> dict:
     train = {"precision": "bf16"}
     config = config_of({"model": model, "parallel": parallel, "batch": batch, "train": train})
     layout = " ".join(f"{field}={value}" for field, value in parallel.items()) or "one rank"
-    found = dry_run(config, world, GPUS["h100"], None).as_json()
+    plan = planned(config, world, GPUS["h100"])
+    found = dry_run(config, plan, None).as_json()
     return {"ranks": world, "model": name, "layout": layout} | found
 
 

@@ -23,8 +23,9 @@ from tqdm import tqdm
 from mtcli.core.config import rules
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import config_of
-from mtcli.core.plan.dry_run import TOLERANCE, dry_run
 from mtcli.core.plan.hardware import GPUS
+from mtcli.core.rehearse.dry_run import TOLERANCE, dry_run
+from mtcli.core.rehearse.request import planned
 
 DEVICES = {"h100": GPUS["h100"], "cpu": replace(GPUS["h100"], name="cpu")}
 ARCHITECTURES = ["gpt", "llama", "mixtral", "mixtral", "qwen2-moe"]
@@ -55,7 +56,8 @@ def measure(random: Random, device: str) -> Section:
     """A legal draw, and the JSON of a dry run of one of its ranks, or of the fullest."""
     world, table = legal(random)
     rank = random.choice([None, random.randrange(world)])
-    found = dry_run(config_of(table), world, DEVICES[device], rank)
+    config = config_of(table)
+    found = dry_run(config, planned(config, world, DEVICES[device]), rank)
     return {"ranks": world, "config": table} | found.as_json()
 
 

@@ -264,9 +264,13 @@ PACKAGE_FAULTS = [
         "core/plan/test_state_bytes.py::test_the_planned_state_bytes_are_those_that_the_fullest_rank_"
         "allocates"),
     Fault("missing bytes: a save's copy in host memory", "core/plan/memory.py",
-        "device.reserved_bytes + host * kernels.cpu", "device.reserved_bytes",
+        "reserved = device.reserved_bytes + host * on_cpu", "reserved = device.reserved_bytes",
         "core/plan/test_memory.py::test_a_save_beside_training_copies_weights_masters_and_"
         "moments_to_the_host"),
+    Fault("not sent: what waits for W counts the gradient that is sent, too",
+        "core/rehearse/stages.py", "waiting = saved + change - sent", "waiting = saved + change",
+        "core/rehearse/test_dry_run.py::test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_"
+        "its_peak_within_5_percent"),
     Fault("not saved: the waiting halves of a split backward", "core/plan/memory.py",
         '            waiting[chunk] += op.kind == "I"\n', "",
         "core/plan/test_memory.py::test_zero_bubble_keeps_the_inputs_and_gradients_that_its_"

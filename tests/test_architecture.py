@@ -42,12 +42,13 @@ ARROWS = {
     "evaluate": {"config", "data", "inference", "runtime"},
     "select": STEP | {"inference"},
     "convert": STEP | {"inference"},
-    "plan": STEP | {"training"},
+    "plan": FACTS | {"exchange", "kernels", "model", "runtime"},
+    "rehearse": STEP | {"training", "plan"},
     "profile": STEP | {"training", "plan"},
     "sweep": STEP | {"training", "plan", "profile"},
     "commands": STEP
     | {"training", "inference", "evaluate", "select", "convert", "curate"}
-    | {"plan", "profile", "sweep"},
+    | {"plan", "rehearse", "profile", "sweep"},
     "cli": {"commands", "config"},
 }
 TORCH_FREE = ("config", "mesh", "schedule", "exchange")

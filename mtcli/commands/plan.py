@@ -10,7 +10,7 @@ from mtcli.commands.output import echo, refusing, say_wrote, write_json
 
 if TYPE_CHECKING:
     from mtcli.core.plan.answer import PlanAnswer
-    from mtcli.core.plan.dry_run import DryRun
+    from mtcli.core.rehearse.dry_run import DryRun
 
 OF_PLANS = ("config", "overrides", "fixed", "gpus", "device", "top", "global_batch", "seq")
 OF_PLANS += ("ranks", "draw", "plot", "output", "dry_run", "rank", "no_calibrate")
@@ -106,20 +106,21 @@ def plan(
         from mtcli.core.checkpoint.fine_tuning import source_of
         from mtcli.core.data.vocabulary import with_vocabulary
         from mtcli.core.plan.answer import answer, read_request
+        from mtcli.core.plan.search import as_estimated
+        from mtcli.core.rehearse.request import rehearsed
 
         source = source_of(_source(config, rank, dry_run))
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         overrides = with_vocabulary(source, overrides)
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
-        planned = answer(read_request(source, wanted, fixed, gpus, device, not no_calibrate), top)
+        asked = read_request(source, wanted, fixed, gpus, device, not no_calibrate)
+        planned = answer(asked, top, rehearsed if dry_run else as_estimated)
     counted = None
     if dry_run:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks
-        from mtcli.core.plan.dry_run import dry_run as take_dry_run  # the one option with torch
+        from mtcli.core.rehearse.dry_run import dry_run as take_dry_run  # the one option with torch
 
-        prediction = planned.prediction
-        world = prediction.work.layout.world
-        counted = take_dry_run(planned.config, world, prediction.device, rank)
+        counted = take_dry_run(planned.config, planned.prediction, rank)
     _show(planned, json_out, ranks, draw, counted)
     if plot:
         from mtcli.core.profile.render.pictures import save_timeline

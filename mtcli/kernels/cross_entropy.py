@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from mtcli.kernels import limits
 from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.launch import cdiv, kernel, runs_triton
-from mtcli.kernels.limits import block_rows
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -195,8 +195,8 @@ def _logits_gradient_op(logits_TV, lse_T, target_T, grad_T, valid):
 
 def _row_blocks(x_TV: Tensor) -> list[slice]:
     row_bytes = x_TV.shape[1] * x_TV.element_size()
-    step = block_rows(row_bytes) if x_TV.device.type == "cpu" else len(x_TV)
-    return [slice(i, min(i + step, len(x_TV))) for i in range(0, len(x_TV), max(1, step))]
+    step = limits.block_rows(row_bytes) if x_TV.device.type == "cpu" else len(x_TV)
+    return limits.row_slices(len(x_TV), max(1, step))
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -34,6 +34,11 @@ def block_rows(row_bytes: int) -> int:
     return max(1, CPU_BLOCK_BYTES // max(1, row_bytes))
 
 
+def row_slices(count: int, step: int) -> list[slice]:
+    """Slices of `count` rows, `step` at a time, of loops in which each writes its own results."""
+    return [slice(i, min(i + step, count)) for i in range(0, count, step)]
+
+
 def random_bytes(numel: float, width: int, cpu: bool) -> float:
     """Bytes at the peak of drawing a dropout mask of rows of a width by torch."""
     if not cpu:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mtcli.kernels import limits
 from mtcli.kernels.launch import cdiv, kernel, runs_triton
-from mtcli.kernels.limits import RANDOM_BLOCK
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -109,14 +109,13 @@ def keep_rows(key: int | Tensor, firsts: Tensor, width: int, drop: float | Tenso
     starts = (firsts.flatten() + 1).mul_(_GOLDEN).add_(key)[:, None]
     steps = torch.arange(width).mul_(_GOLDEN)
     keep = torch.empty(len(starts), width, dtype=torch.bool)
-    rows = max(1, RANDOM_BLOCK // max(1, width))
+    rows = max(1, limits.RANDOM_BLOCK // max(1, width))
     bits, shifted = (
         torch.empty(min(rows, len(starts)), width, dtype=torch.int64) for _ in range(2)
     )
     # Both with the sign flipped, so that signed numbers compare as unsigned ones do.
     threshold = min((round(drop * 2**32) << 32) + _SIGN, -_SIGN - 1)
-    for first in range(0, len(starts), rows):
-        some = slice(first, first + rows)
+    for some in limits.row_slices(len(starts), rows):
         x, y = bits[: len(keep[some])], shifted[: len(keep[some])]
         torch.add(starts[some], steps, out=x)
         for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):

@@ -19,7 +19,16 @@ from mtcli.core.config.rules import problems as broken_rules
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.plan.hardware import Device, device_named, for_run, gib
 from mtcli.core.plan.predict import Prediction, predict_workload
-from mtcli.core.plan.search import SearchResult, apply, fewest, round_batch, search, with_batch
+from mtcli.core.plan.search import (
+    Rehearse,
+    SearchResult,
+    apply,
+    as_estimated,
+    fewest,
+    round_batch,
+    search,
+    with_batch,
+)
 from mtcli.core.plan.sensitivity import CONFIG_NAMES, FIELDS, Neighbour, neighbours
 from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.atomic_writes import aside
@@ -173,19 +182,20 @@ def _not_searched(pinned: frozenset[str]) -> list[Problem]:
     ]
 
 
-def answer(request: PlanRequest, top: int | None) -> PlanAnswer:
-    """The plan of a request: a prediction, or a search where one was asked for.
+def answer(request: PlanRequest, top: int | None, rehearse: Rehearse = as_estimated) -> PlanAnswer:
+    """The plan of a request: a prediction, or a search where one was asked for, with the bytes of
+    the real stages that `rehearse` gives.
 
     Raises MtcliError with every problem of an illegal request, and where a search finds no layout.
     """
     try:
-        return _answer(request, top)
+        return _answer(request, top, rehearse)
     except MtcliError as error:  # the rules are those of every command, and name its flag
         told = (p._replace(hint=p.hint.replace("(--nproc)", "(--gpus)")) for p in error.problems)
         raise MtcliError(*told, code=error.code, hint=error.hint) from None
 
 
-def _answer(request: PlanRequest, top: int | None) -> PlanAnswer:
+def _answer(request: PlanRequest, top: int | None, rehearse: Rehearse) -> PlanAnswer:
     config, world = request.config, request.world
     searches = top is not None or request.wants_search
     problems = list(request.problems)
@@ -197,16 +207,18 @@ def _answer(request: PlanRequest, top: int | None) -> PlanAnswer:
         raise refusal(config, request.gpus, problems)
     device = for_run(request.device, config, world, request.calibrates)
     if not searches:
-        return PlanAnswer(config, predict_workload(Workload.of(config, world), device))
-    return _searched(config, replace(request, device=device), top or DEFAULT_TOP)
+        estimate = predict_workload(Workload.of(config, world), device)
+        (prediction,) = rehearse([(config, estimate)])
+        return PlanAnswer(config, prediction)
+    return _searched(config, replace(request, device=device), top or DEFAULT_TOP, rehearse)
 
 
-def _searched(config: RunConfig, request: PlanRequest, top: int) -> PlanAnswer:
-    searched, resized = _search(config, request, top), ""
+def _searched(config: RunConfig, request: PlanRequest, top: int, rehearse: Rehearse) -> PlanAnswer:
+    searched, resized = _search(config, request, top, rehearse), ""
     if not searched.tried and not request.keeps_batch:
         batch = config.batch.global_batch_size
         other = with_batch(config, round_batch(batch, request.world))
-        if (again := _search(other, request, top)).tried:
+        if (again := _search(other, request, top, rehearse)).tried:
             resized = f" of {other.batch.global_batch_size:,} sequences, as none cuts the preset's "
             config, searched, resized = other, again, f"{resized}{batch:,}"
     if searched.best:
@@ -219,11 +231,15 @@ def _searched(config: RunConfig, request: PlanRequest, top: int) -> PlanAnswer:
         )
         return PlanAnswer(searched.best[0].config, candidates[0], candidates, title, near)
     if searched.nearest:  # legal, and too large: say by how much
-        prediction = predict_workload(searched.nearest, request.device)
+        nearest = apply(config, searched.nearest)
+        estimate = predict_workload(searched.nearest, request.device)
+        (prediction,) = rehearse([(nearest, estimate)])
+        if prediction.fits:  # its estimate was too high
+            return PlanAnswer(nearest, prediction, (prediction,), "Best layout")
         asked = request.world, request.device, request.pinned, request.keeps_batch
-        enough = fewest(config, *asked)
+        enough = fewest(config, *asked, rehearse)
         return PlanAnswer(
-            apply(config, searched.nearest),
+            nearest,
             prediction,
             tried=searched.tried,
             enough=enough.prediction if enough else None,
@@ -231,8 +247,10 @@ def _searched(config: RunConfig, request: PlanRequest, top: int) -> PlanAnswer:
     raise _no_layout(config, request)
 
 
-def _search(config: RunConfig, request: PlanRequest, top: int) -> SearchResult:
-    return search(config, request.world, request.device, top, request.pinned)
+def _search(
+    config: RunConfig, request: PlanRequest, top: int, rehearse: Rehearse = as_estimated
+) -> SearchResult:
+    return search(config, request.world, request.device, top, request.pinned, rehearse)
 
 
 def _other_batch(config: RunConfig, request: PlanRequest, best: Prediction) -> list[Neighbour]:

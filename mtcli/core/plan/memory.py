@@ -1,28 +1,24 @@
 """Counts bytes per rank by construction: parameters, and activations that the schedule keeps alive.
 
 Weights, gradients and optimizer state are counted from `Parameter.local_shape`, the shapes that
-training allocates. All else of a step is counted on a tape, one micro-batch through a stage, of
-which as many are alive as the schedule has in flight.
+training allocates. All else of a step is of one micro-batch on a stage, of which as many are alive
+as the schedule has in flight. A stage's bytes are estimates where layouts are ranked, and those of
+the real stage where `core/rehearse` has run it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from operator import ge, mul
 from typing import NamedTuple
 
-from mtcli.core.plan.elements import (
-    FIRST,
-    Owner,
-    is_sharded,
-    owner_of,
-    rank_elements,
-)
+from mtcli.core.plan.elements import FIRST, Owner, is_sharded, owner_of, rank_elements
 from mtcli.core.plan.exchange import exchange_of
 from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
 from mtcli.core.plan.tape.ops import Kernels, Shapes, panel_buffers
-from mtcli.core.plan.tape.stage import StageBytes, stage_bytes
+from mtcli.core.plan.tape.stage import stage_bytes
 from mtcli.core.plan.workload import Workload, schedule_of
 from mtcli.core.plan.zero_buffers import gathered_groups, update_bytes
 from mtcli.core.schedule.ops import Op
@@ -81,22 +77,20 @@ class Memory:
         return sizes | {"total": sum(sizes.values())}
 
 
+BytesOf = Callable[[int], RankBytes]  # of a pipeline rank
+
+
 def memory(work: Workload, device: Device) -> Memory:
-    """Bytes of the fullest rank."""
-    return max(memory_by_stage(work, device), key=lambda m: m.total)
+    """The estimated bytes of the fullest rank."""
+    return max(each_stage(work, device), key=lambda m: m.total)
 
 
-def fullest_rank(work: Workload, device: Device) -> int:
-    """The rank with most bytes; the first of equals."""
-    totals = [m.total for m in memory_by_stage(work, device)]
-    return work.layout.attention.rank(pp=totals.index(max(totals)))
-
-
-def rank_memory(work: Workload, device: Device, rank: int) -> Memory:
-    """Bytes of one rank. Of rows that do not divide, the last data ranks have fewer."""
+def rank_memory(work: Workload, stages: Sequence[Memory], rank: int) -> Memory:
+    """Bytes of one rank, given those of each pipeline rank's first. Of rows that do not divide, the
+    last data ranks have fewer."""
     coordinates = work.layout.coordinates(rank)
     weights, gradients, optimizer = state_bytes(work, coordinates["pp"], owner_of(work, rank))
-    stage = memory_by_stage(work, device)[coordinates["pp"]]
+    stage = stages[coordinates["pp"]]
     working = stage.working
     if is_sharded(work):  # FSDP2 keeps as many rows of each parameter as the first rank has
         width = work.sizes.master or work.sizes.weight
@@ -111,7 +105,7 @@ def rank_memory(work: Workload, device: Device, rank: int) -> Memory:
 
 
 def fits(work: Workload, device: Device) -> bool:
-    """Whether every rank leaves the share of its device that goes to fragmentation."""
+    """Whether by estimates every rank leaves the share of its device that goes to fragmentation."""
     if _least(work, device) > device.usable_bytes:
         return False
     return all(stage.total <= device.usable_bytes for stage in each_stage(work, device))
@@ -140,19 +134,28 @@ def _least(work: Workload, device: Device) -> float:
 
 
 def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
-    """Bytes of the fullest rank of each pipeline rank, which is its first."""
+    """Estimated bytes of the fullest rank of each pipeline rank, which is its first."""
     return list(each_stage(work, device))
 
 
-def each_stage(work: Workload, device: Device) -> Iterator[Memory]:
-    """Yields `memory_by_stage`, each counted as it is asked for."""
-    kernels = Kernels.of(device)
+def estimated(work: Workload, device: Device, pp_rank: int) -> RankBytes:
+    """The bytes of a pipeline rank beside its state, counted on the tape."""
+    runs = _runs(work, Kernels.of(device), pp_rank)
+    return RankBytes(runs, update_bytes(work, pp_rank), panel_buffers(work, pp_rank))
+
+
+def each_stage(work: Workload, device: Device, bytes_of: BytesOf | None = None) -> Iterator[Memory]:
+    """Yields the bytes of the fullest rank of each pipeline rank, which is its first. Those beside
+    the state are `bytes_of` the pipeline rank, or estimates."""
+    bytes_of = bytes_of or partial(estimated, work, device)
+    on_cpu = device.name == "cpu"
     for pp_rank in range(work.layout.pp):
-        saved, peak = _alive(_runs(work, kernels, pp_rank), moments(work, pp_rank))
-        working = max(peak, update_bytes(work, pp_rank)) - saved
-        saved += panel_buffers(work, pp_rank)
+        stages, update, standing = bytes_of(pp_rank)
+        saved, peak = _alive(stages, moments(work, pp_rank))
+        working = max(peak, update) - saved
         state, host = state_bytes(work, pp_rank), copied_bytes(work, pp_rank) * work.async_save
-        yield Memory(*state, saved, working, device.reserved_bytes + host * kernels.cpu, host)
+        reserved = device.reserved_bytes + host * on_cpu
+        yield Memory(*state, saved + standing, working, reserved, host)
 
 
 def _alive(runs: Sequence[StageBytes], most: Moments) -> tuple[float, float]:

@@ -16,7 +16,7 @@ from mtcli.core.config.schema import LoraConfig, RunConfig
 from mtcli.core.mesh.parameters import count_adapters, forward_flops, training_flops
 from mtcli.core.plan.costs import Costs, Pass
 from mtcli.core.plan.hardware import Device, device_named, for_run
-from mtcli.core.plan.memory import Memory, memory
+from mtcli.core.plan.memory import Memory, each_stage
 from mtcli.core.plan.step_time import (
     evaluation_seconds,
     pipeline_seconds,
@@ -63,10 +63,27 @@ class Prediction:
 
     work: Workload
     device: Device
-    memory: Memory
+    stages: tuple[Memory, ...]  # of each pipeline rank's first rank, its fullest
     costs: Costs
     step_seconds: float
     bubble_fraction: float  # idle over busy time, (pp - 1) / m for 1F1B
+    is_rehearsed: bool = False  # its real stages were run; else its activations are estimates
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes of the fullest rank."""
+        return self.stages[self.fullest_stage]
+
+    @property
+    def fullest_stage(self) -> int:
+        """The pipeline rank with most bytes; the first of equals."""
+        totals = [stage.total for stage in self.stages]
+        return totals.index(max(totals))
+
+    @property
+    def fullest_rank(self) -> int:
+        """The first rank of `fullest_stage`."""
+        return self.work.layout.attention.rank(pp=self.fullest_stage)
 
     @property
     def fits(self) -> bool:
@@ -157,7 +174,7 @@ def predict_workload(work: Workload, device: Device) -> Prediction:
     costs = step_costs(work, device)
     pipeline, bubble = pipeline_seconds(work, costs)
     step = pipeline + costs.gradients_exposed + costs.optimizer + costs.overhead
-    return Prediction(work, device, memory(work, device), costs, step, bubble)
+    return Prediction(work, device, tuple(each_stage(work, device)), costs, step, bubble)
 
 
 def recomputed_share(work: Workload) -> float:

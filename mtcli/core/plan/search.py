@@ -1,6 +1,7 @@
 """Searches for the best layouts of a model on some devices, and the fewest devices that hold it.
 
-Every legal layout is tried in order of a lower bound.
+Every legal layout is tried in order of a lower bound. Memory is estimated by closed forms, and of
+the layouts that are shown it is that of their real stages.
 
 A step cannot be shorter than its busiest rank's work plus the pipeline's fill, which is quick to
 compute. Layouts wait in a queue by that bound, first a loose one and then a tight one; those that
@@ -8,12 +9,12 @@ reach its head and fit are simulated; when the bound at the head is above the K-
 other can be better, so the result is exact.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtcli.core.config.fields import MAX_RANKS, divisors
 from mtcli.core.config.layout_rules import uneven_heads
@@ -35,12 +36,20 @@ MOST_TRIED = 64  # counts of devices between one that does not fit and its doubl
 SMALLEST_CONTEXT = 4096  # tokens of a sequence per cp rank; with fewer the ring cannot hide
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A legal layout that fits, as a config that `train` takes, and its cost."""
 
     config: RunConfig
     prediction: Prediction
+
+
+# Gives predictions the bytes of their configs' real stages.
+Rehearse = Callable[[Sequence[tuple[RunConfig, Prediction]]], list[Prediction]]
+
+
+def as_estimated(plans: Sequence[tuple[RunConfig, Prediction]]) -> list[Prediction]:
+    """Leaves predictions as they are."""
+    return [prediction for _, prediction in plans]
 
 
 @dataclass(frozen=True)
@@ -55,36 +64,53 @@ class SearchResult:
 
 
 def search(
-    config: RunConfig, world: int, device: Device, top: int, pinned: frozenset[str] = frozenset()
+    config: RunConfig,
+    world: int,
+    device: Device,
+    top: int,
+    pinned: frozenset[str] = frozenset(),
+    rehearse: Rehearse = as_estimated,
 ) -> SearchResult:
     """The `top` fastest layouts of a model on `world` devices that fit their memory.
 
     Fields named in `pinned` ("parallel.tp", "batch.micro_batch_size") stay as the config has them.
+    The layouts that the search ends with are rehearsed; in the place of those that then do not fit
+    it goes on.
     """
     works = works_of(config, world, device, pinned)
     queue = [(_loose_bound(work, device), number, False) for number, work in enumerate(works)]
     heapify(queue)
     best: list[Candidate] = []
     large: list[Workload] = []
-    while queue:
-        bound, number, tight = heappop(queue)
-        if len(best) == top and bound > best[-1].prediction.step_seconds:
+    while True:
+        while queue and (len(best) < top or queue[0][0] <= best[top - 1].prediction.step_seconds):
+            _, number, tight = heappop(queue)
+            work = works[number]
+            if not tight:
+                heappush(queue, (lower_bound(work, device), number, True))
+            elif not fits(work, device):
+                large.append(work)
+            elif not problems(chosen := apply(config, work), world):
+                best.append(Candidate(chosen, predict_workload(work, device)))
+                best.sort(key=lambda candidate: candidate.prediction.step_seconds)
+        shown = [Candidate(c, p) for (c, _), p in zip(best, rehearse(best[:top]), strict=False)]
+        fitting = [candidate for candidate in shown if candidate.prediction.fits]
+        if len(fitting) == len(shown):
+            best = shown
             break
-        work = works[number]
-        if not tight:
-            heappush(queue, (lower_bound(work, device), number, True))
-        elif not fits(work, device):
-            large.append(work)
-        elif not problems(chosen := apply(config, work), world):
-            best.append(Candidate(chosen, predict_workload(work, device)))
-            best.sort(key=lambda candidate: candidate.prediction.step_seconds)
-            del best[top:]
+        large += [one.prediction.work for one in shown if not one.prediction.fits]
+        best = fitting + best[top:]
     nearest = smallest(large, device) if large and not best else None
     return SearchResult(tuple(best), len(works), len(large), nearest, tuple(works))
 
 
 def fewest(
-    config: RunConfig, above: int, device: Device, pinned: frozenset[str], keeps_batch: bool
+    config: RunConfig,
+    above: int,
+    device: Device,
+    pinned: frozenset[str],
+    keeps_batch: bool,
+    rehearse: Rehearse = as_estimated,
 ) -> Candidate | None:
     """The quickest layout on the fewest devices, more than `above`, that hold the model.
 
@@ -112,9 +138,10 @@ def fewest(
     else:
         return None
     for world in _between(low, high, device.node_size):
-        if resized := sized(world):
-            return search(resized, world, device, 1, pinned).best[0]
-    raise AssertionError(f"{high} devices are enough, and none of those up to them are")
+        resized = sized(world)
+        if resized and (found := search(resized, world, device, 1, pinned, rehearse).best):
+            return found[0]
+    return None
 
 
 def _between(low: int, high: int, node: int) -> Iterator[int]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from mtcli.core.plan.hardware import gib
-from mtcli.core.plan.memory import fits, memory, smallest
+from mtcli.core.plan.memory import each_stage, fits, memory, smallest
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.search import lower_bound
 from mtcli.core.plan.step_time import stage_seconds, step_costs
@@ -92,7 +92,9 @@ def _quickest(
             return Neighbour(field, value, p, _reason(p, best))
     least = smallest(works, device)
     over = memory(least, device).total - device.usable_bytes
-    return Neighbour(field, value, _estimate(least, best), f"does not fit, by {gib(over)}")
+    return Neighbour(
+        field, value, _estimate(least, best), f"does not fit, by {gib(max(over, 0.0))}"
+    )
 
 
 def _estimate(work: Workload, best: Prediction) -> Prediction:
@@ -104,7 +106,7 @@ def _estimate(work: Workload, best: Prediction) -> Prediction:
     stages, pp = stage_seconds(work, costs), work.layout.pp
     busy = work.num_micro_batches * sum(stage.total for stage in stages)
     bubble = max(0.0, (step - after) * pp / busy - 1)
-    return Prediction(work, device, memory(work, device), costs, step, bubble)
+    return Prediction(work, device, tuple(each_stage(work, device)), costs, step, bubble)
 
 
 def _reason(prediction: Prediction, best: Prediction) -> str:

@@ -17,7 +17,7 @@ from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.exchange import exchange_of, sync_bytes_per_step
 from mtcli.core.plan.grid import grid_bytes_per_step
 from mtcli.core.plan.hardware import gib
-from mtcli.core.plan.memory import fullest_rank, in_flight_chunks, memory_by_stage
+from mtcli.core.plan.memory import in_flight_chunks
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload
 from mtcli.core.plan.sensitivity import Neighbour
 from mtcli.core.plan.workload import Workload
@@ -91,7 +91,8 @@ def figures(p: Prediction) -> Json:
         },
         "memory_bytes": p.memory.as_dict(),
         "host_bytes": round(p.memory.host),
-        "fullest_rank": fullest_rank(p.work, p.device),
+        "fullest_rank": p.fullest_rank,
+        "rehearsed": p.is_rehearsed,
         "memory_by_stage": _memory_by_stage(p),
         "fits": p.fits,
         "uneven_experts": {
@@ -155,10 +156,19 @@ def layout_of(work: Workload) -> Json:
 
 
 def uneven(p: Prediction) -> Prediction | None:
-    """Predicts the step where the busiest rank's experts get UNEVEN times the mean of copies."""
+    """Predicts the step where the busiest rank's experts get UNEVEN times the mean of copies; what
+    they take more is an estimate."""
     if not p.work.model.num_experts:
         return None
-    return predict_workload(replace(p.work, imbalance=UNEVEN), p.device)
+    other, even = (
+        predict_workload(replace(p.work, imbalance=load), p.device)
+        for load in (UNEVEN, p.work.imbalance)
+    )
+    stages = tuple(
+        replace(stage, activations=stage.activations + more.total - less.total)
+        for stage, more, less in zip(p.stages, other.stages, even.stages, strict=True)
+    )
+    return replace(other, stages=stages)
 
 
 def _memory_by_stage(p: Prediction) -> list[Json]:
@@ -166,7 +176,7 @@ def _memory_by_stage(p: Prediction) -> list[Json]:
     return [
         {"pp_rank": pp_rank, "in_flight": chunks / p.work.layout.vpp, **memory.as_dict()}
         for pp_rank, (memory, chunks) in enumerate(
-            zip(memory_by_stage(p.work, p.device), in_flight_chunks(p.work), strict=True)
+            zip(p.stages, in_flight_chunks(p.work), strict=True)
         )
     ]
 
@@ -246,7 +256,7 @@ def _sync(p: Prediction) -> str:
 
 def _fullest(p: Prediction) -> str:
     """The rank with most bytes, and its coordinates on both grids."""
-    rank = fullest_rank(p.work, p.device)
+    rank = p.fullest_rank
     coordinates = p.work.layout.coordinates(rank)
     sizes = [f"{axis}={i}" for axis, i in coordinates.items() if p.work.layout.size(axis) > 1]
     return f"{rank} ({', '.join(sizes)})" if sizes else str(rank)

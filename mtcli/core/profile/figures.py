@@ -13,7 +13,6 @@ from typing import Any
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import count_active, count_parameters, training_flops
 from mtcli.core.plan.hardware import NAMES, device_named, for_run
-from mtcli.core.plan.memory import memory_by_stage
 from mtcli.core.plan.predict import FLOP_CONVENTION, Prediction, predict_workload, recomputed_share
 from mtcli.core.plan.step_time import simulated
 from mtcli.core.plan.tables import layout_of, rank_map
@@ -264,7 +263,7 @@ def planned(plan: Prediction, pp_rank: int) -> Json:
     As measured, `activations` is all that a step allocates: what plan says that forwards keep, and
     what it counts under `other` for a moment.
     """
-    memory = memory_by_stage(plan.work, plan.device)[pp_rank]
+    memory = plan.stages[pp_rank]
     sizes = {kind: getattr(memory, kind) for kind in ("weights", "gradients", "optimizer")}
     peak = sum(sizes.values()) + memory.besides_state
     sizes |= {"activations": memory.besides_state, "peak": peak, "process": memory.total}

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtcli.kernels import limits
 from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.gemm import gemm_dtype
-from mtcli.kernels.limits import block_rows
 
 Heads = slice
 # Scores between documents that take as long as what one document costs beside its GEMMs. On a core
@@ -241,8 +241,8 @@ def _by_head(x: Tensor) -> Tensor:
 
 def _blocks(q_hnd: Tensor, k_hmd: Tensor) -> list[Heads]:
     """Blocks of heads whose [n, m] scores fill an L2 cache."""
-    step = block_rows(q_hnd.shape[1] * k_hmd.shape[1] * gemm_dtype(q_hnd).itemsize)
-    return [slice(i, i + step) for i in range(0, len(q_hnd), step)]
+    step = limits.block_rows(q_hnd.shape[1] * k_hmd.shape[1] * gemm_dtype(q_hnd).itemsize)
+    return limits.row_slices(len(q_hnd), step)
 
 
 def _like(x: Tensor) -> Tensor:

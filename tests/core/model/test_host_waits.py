@@ -16,7 +16,7 @@ from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.parallel.fp8 import fp8_gemms
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.tensor import TensorParallelLayers
-from mtcli.core.plan.fake_world import fake_world
+from mtcli.core.rehearse.fake_world import fake_world
 
 B, S = 2, 8
 GPU = torch.device("meta")

@@ -11,7 +11,7 @@ from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import Box, Parameter
 from mtcli.core.model import init
 from mtcli.core.model.init import initial_values
-from mtcli.core.plan.dry_run import LiveMemory
+from mtcli.core.rehearse.live_memory import LiveMemory
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from mtcli.core.parallel.zero_bubble import WeightPasses
-from mtcli.core.plan.dry_run import LiveMemory
+from mtcli.core.rehearse.live_memory import LiveMemory
 from mtcli.kernels.activation import ACTIVATIONS, ActivatedLinear
 from mtcli.kernels.gemm import DEFAULT_GEMMS, LinearFunction
 

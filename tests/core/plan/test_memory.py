@@ -198,7 +198,7 @@ def test_a_busy_ranks_experts_save_more_rows_up_to_their_capacity(capacity, load
     copies = 2 * 4096  # top-2
     assert busy.expert_rows == pytest.approx(copies * load)
     row = model.hidden_size + 2 * model.moe_ffn_hidden_size  # input, gate and up
-    kept = [stage_bytes(work, A_GPU, BETWEEN, layers=1).block for work in (busy, even)]
+    kept = [stage_bytes(work, A_GPU, BETWEEN, layers=1).saved for work in (busy, even)]
     saved = copies * (load - min(1.0, load)) * (row * 2 + 2 * 8)  # bf16, and two indices
     assert kept[0] - kept[1] == pytest.approx(saved, rel=1e-9)
 
@@ -244,7 +244,7 @@ def test_attention_of_both_sides_has_no_mask_on_a_cpu(monkeypatch):
 def test_each_block_keeps_a_mask_of_gathered_keys_on_a_cpu():
     one = step(gpt(), ParallelLayout(2, cp=2), precision="bf16", cp_mode="all_gather")
     both = replace(one, model=gpt(causal=False))
-    causal, free = (stage_bytes(work, A_CPU, (False, False), 1).block for work in (one, both))
+    causal, free = (stage_bytes(work, A_CPU, (False, False), 1).saved for work in (one, both))
     assert causal - free == 2 * 16 * 32  # of 32 keys for a rank's 16 queries, in 16 bits
 
 

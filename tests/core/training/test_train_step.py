@@ -12,7 +12,7 @@ from tiny import GPT, LLAMA, Samples, documents, metrics, run_config
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import token_dtype
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.plan.dry_run import LiveMemory
+from mtcli.core.rehearse.live_memory import LiveMemory
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.loop import train

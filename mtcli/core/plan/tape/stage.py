@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
-from typing import NamedTuple
 
 from mtcli.core.config.model import MASKED_SHARE
+from mtcli.core.plan.rank_bytes import StageBytes
 from mtcli.core.plan.tape.autograd import (
     Gradients,
     PendingGradients,
@@ -49,36 +49,6 @@ from mtcli.core.plan.workload import Workload
 from mtcli.kernels.limits import CPU_BLOCK_BYTES, chunk_rows
 
 
-class StageBytes(NamedTuple):
-    """Live bytes of one micro-batch on a stage: after its F, and peak in F, B and W."""
-
-    block: float  # saved by one block
-    saved: float  # alive when F is done
-    waiting: float  # alive from I to W, where the backward is split
-    forward_peak: float  # until F is done
-    backward_peak: float  # from there until B or I is done
-    weight_peak: float  # within W
-    sent: float  # its input's gradient, alive until the pipeline receives something else
-    gathered: float = 0.0  # weights of the ends that zero=3 leaves gathered after F
-
-    @property
-    def peaks(self) -> tuple[tuple[float, float], ...]:
-        """(bytes of its own that are counted among those alive, peak) within F, B or I, and W."""
-        return (
-            (self.saved, self.forward_peak),
-            (self.saved, self.backward_peak),
-            (self.waiting, self.weight_peak),
-        )
-
-    def beside(self, size: float) -> "StageBytes":
-        """The bytes where `size` more are alive from F to B."""
-        return self._replace(
-            saved=self.saved + size,
-            forward_peak=self.forward_peak + size,
-            backward_peak=self.backward_peak + size,
-        )
-
-
 @lru_cache(maxsize=4096)
 def stage_bytes(
     work: Workload,
@@ -93,12 +63,14 @@ def stage_bytes(
     others' bytes are alive from the forward on until the backward reaches the embedding.
     """
     owners = work.layout.dp * work.layout.cp if work.zero == 1 else 1
-    plain = _run(TapeContext(Tape(owners, work.splits_backward), work, kernels), ends, layers)
+    plain, block = _run(
+        TapeContext(Tape(owners, work.splits_backward), work, kernels), ends, layers
+    )
     if not groups:
         return plain
     tape = Tape()
     ctx = TapeContext(tape, work, kernels, Gathering(tape), groups)
-    sharded = _run(ctx, ends, layers, plain.block)
+    sharded, _ = _run(ctx, ends, layers, block)
     return plain._replace(
         forward_peak=sharded.forward_peak,
         backward_peak=sharded.backward_peak,
@@ -106,8 +78,11 @@ def stage_bytes(
     )
 
 
-def _run(ctx: TapeContext, ends: tuple[bool, bool], layers: int, known: float = 0.0) -> StageBytes:
-    """Runs a stage forward and back. A block saves `known` bytes, or if 0 what it is seen to."""
+def _run(
+    ctx: TapeContext, ends: tuple[bool, bool], layers: int, known: float = 0.0
+) -> tuple[StageBytes, float]:
+    """Runs a stage forward and back: its bytes, and those that a block saves. A block saves `known`
+    bytes, or if 0 what it is seen to."""
     tape, stream, (first, last) = ctx.tape, ctx.t.stream, ends
     table = vocabulary_table(ctx, first and last)
     if ctx.gathering is not None:
@@ -158,8 +133,7 @@ def _run(ctx: TapeContext, ends: tuple[bool, bool], layers: int, known: float = 
     tape.weights()
     weight_peak = waiting + tape.peak - begun
     del halves
-    return StageBytes(
-        block=each,
+    found = StageBytes(
         saved=saved,
         waiting=waiting,
         forward_peak=forward_peak,
@@ -167,6 +141,7 @@ def _run(ctx: TapeContext, ends: tuple[bool, bool], layers: int, known: float = 
         weight_peak=weight_peak,
         sent=stream * (not first),
     )
+    return found, each
 
 
 def _block_and_bytes(ctx: TapeContext, x: Value, index: int) -> tuple[Value, float]:

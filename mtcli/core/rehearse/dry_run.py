@@ -5,31 +5,21 @@ them under a count of live bytes. The count is what the code allocates. The plan
 with it; the two share the sizes of `kernels/limits.py` and no other code.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
-from weakref import ref
-
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as has_parts
-from torch.utils._pytree import tree_leaves
 
 from mtcli.core.config import rules
 from mtcli.core.config.errors import failed, wrong
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.plan.fake_world import fake_shards, fake_world
-from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.memory import Memory, fullest_rank, rank_memory
+from mtcli.core.plan.memory import Memory, rank_memory
+from mtcli.core.plan.predict import Prediction
 from mtcli.core.plan.search import with_batch
 from mtcli.core.plan.workload import Workload
-from mtcli.core.runtime.launch import Runtime
+from mtcli.core.rehearse.fake_world import fake_trainer
 from mtcli.core.training.loader import synthetic_loader
 from mtcli.core.training.step import Trainer
-from mtcli.kernels.gemm import set_bfloat16_in_float32
 
 KINDS = ("weights", "gradients", "optimizer")
 TOLERANCE = 0.05  # of the activations' peak; state has to be equal to the byte
@@ -112,35 +102,21 @@ class DryRun:
         return {kind: round(getattr(self.predicted, kind)) for kind in KINDS}
 
 
-@contextmanager
-def _gemms_as_on(device: Device) -> Iterator[None]:
-    before = set_bfloat16_in_float32(device.widens)
-    try:
-        yield
-    finally:
-        set_bfloat16_in_float32(before)
-
-
-def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> DryRun:
-    """Runs a step of a rank (the fullest one where None) of a config on `world` devices.
+def dry_run(config: RunConfig, plan: Prediction, rank: int | None) -> DryRun:
+    """Runs a step of a rank (the fullest one where None) of a planned config.
 
     A step of many micro-batches is cut to as many as the pipeline takes to repeat itself. Raises
     MtcliError where there is no such rank.
     """
     # What a step costs is known of a model that the one head cannot train, too.
+    work, device, world = plan.work, plan.device, plan.work.layout.world
     rules.require(config, world, *rules.ENGINE_RULES, without=rules.TRAINING_RULES)
-    work = Workload.of(config, world)
-    rank = fullest_rank(work, device) if rank is None else rank
+    rank = plan.fullest_rank if rank is None else rank
     if not 0 <= rank < world:
         raise wrong(f"--rank {rank} is not one of {world} ranks", f"0 to {world - 1}", "--rank")
-    start, config = perf_counter(), _as_written(shortened(config, work))
-    where = torch.device("cpu" if device.name == "cpu" else "meta")  # which takes a GPU's paths
-    sharding = fake_shards(where) if config.parallel.zero == 3 else nullcontext()
-    gemms = _gemms_as_on(device)
-    live, trainers = LiveMemory(where.type, lambda: _moment(trainers)), []
-    with sharding, gemms, fake_world(rank, world, config.model, live, where.type == "meta"):
-        trainer = Trainer(config, Runtime(rank, world, rank, world, where))
-        trainers.append(trainer)
+    start, config = perf_counter(), shortened(config, work)
+    with fake_trainer(config, world, rank, device.name == "cpu", device.widens) as (trainer, live):
+        live.where = lambda: _moment(trainer)
         state = trainer.state_bytes_by_kind()
         loader = synthetic_loader(config, trainer.groups)
         live.begin()
@@ -159,7 +135,7 @@ def dry_run(config: RunConfig, world: int, device: Device, rank: int | None) -> 
         activation_peak=step_peak - state_bytes,
         peak_at=peak_at,
         evaluation_peak=live.peak - state_bytes if config.train.eval_every else None,
-        predicted=rank_memory(work, device, rank),
+        predicted=rank_memory(work, plan.stages, rank),
         seconds=perf_counter() - start,
     )
 
@@ -176,84 +152,10 @@ def shortened(config: RunConfig, work: Workload) -> RunConfig:
     return with_batch(config, count * work.micro_batch_size * work.layout.batch_shards)
 
 
-def _as_written(config: RunConfig) -> RunConfig:
-    """The config without compiling and CUDA graphs, which need tensors with memory."""
-    plain = config.train.model_copy(
-        update={"compile": False, "cuda_graphs": False, "eval_batches": 1}
-    )
-    return config.model_copy(update={"train": plain})
-
-
-def _moment(trainers: list[Trainer]) -> str:
-    if not trainers:
-        return "the start"
-    pipeline = trainers[0].pipeline
+def _moment(trainer: Trainer) -> str:
+    pipeline = trainer.pipeline
     return "the update" if pipeline.spans else str(pipeline.current or "the data")
 
 
 def _apart(said: float, counted: float) -> float:
     return said / counted - 1 if counted else float(said > 0)
-
-
-resize_storage = torch.UntypedStorage.resize_
-
-
-class LiveMemory(TorchDispatchMode):
-    """Counts live bytes of a kind of device; `where` names the moment, such as an op that runs."""
-
-    def __init__(self, device: str = "cpu", where: Callable[[], str] = str) -> None:
-        super().__init__()
-        self.device, self.where = device, where
-        self.sizes: dict[int, int] = {}  # of each storage
-        self.references: dict[int, ref] = {}
-        self.bytes = self.peak = 0
-        self.peak_at = ""
-
-    def begin(self) -> None:
-        """Forgets the peak so far."""
-        self.peak, self.peak_at = self.bytes, self.where()
-
-    def __enter__(self) -> "LiveMemory":
-        """Counts from here on, storages that are resized without an operation (FSDP2's) too."""
-
-        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            resized = resize_storage(storage, size)
-            if id(resized) in self.sizes:
-                self.add(resized)
-            return resized
-
-        torch.UntypedStorage.resize_ = resize
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        """Ends the count."""
-        torch.UntypedStorage.resize_ = resize_storage
-        super().__exit__(*error)
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """The operation's result, whose memory counts from here on."""
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and x.device.type == self.device and not has_parts(x):
-                self.add(x.untyped_storage())
-        return result
-
-    def add(self, storage: torch.UntypedStorage) -> None:
-        """Counts a storage, at its present size."""
-        key = id(storage)
-        if key not in self.references:
-            self.references[key] = ref(storage, lambda _: self._remove(key))
-        self.bytes += storage.nbytes() - self.sizes.get(key, 0)
-        self.sizes[key] = storage.nbytes()
-        if self.bytes > self.peak:
-            self.begin()
-
-    def _remove(self, key: int) -> None:
-        self.bytes -= self.sizes.pop(key)
-        del self.references[key]

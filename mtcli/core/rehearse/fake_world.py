@@ -21,13 +21,22 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import RunConfig
 from mtcli.core.model import build
 from mtcli.core.parallel.collectives import Pending
-from mtcli.kernels import permute  # noqa: F401
+from mtcli.core.rehearse.live_memory import LiveMemory
+from mtcli.core.runtime.launch import Runtime
+from mtcli.core.training.step import Trainer
+from mtcli.kernels import (
+    limits,
+    permute,  # noqa: F401
+)
+from mtcli.kernels.gemm import set_bfloat16_in_float32
 from mtcli.kernels.launch import fake_gpu
 
 LARGEST_KNOWN = 2**24  # elements of index tensors whose values are followed
 RMS_NORM, ATTENTION = F.rms_norm, F.scaled_dot_product_attention
+ROW_SLICES = limits.row_slices
 aten = torch.ops.aten
 FACTORIES = {
     aten.arange.default,
@@ -41,6 +50,36 @@ DYNAMIC = {
     aten.unique_consecutive.default,
     aten.nonzero.default,
 }
+
+
+@contextmanager
+def fake_trainer(
+    config: RunConfig, world: int, rank: int, on_cpu: bool, widens: bool
+) -> Iterator[tuple[Trainer, LiveMemory]]:
+    """Builds the trainer of a rank, and counts live bytes while it is used."""
+    where = torch.device("cpu" if on_cpu else "meta")  # which takes a GPU's paths
+    sharding = fake_shards(where) if config.parallel.zero == 3 else nullcontext()
+    live, gemms = LiveMemory(where.type), in_float32(widens)
+    with sharding, gemms, fake_world(rank, world, config.model, live, not on_cpu):
+        yield Trainer(_as_written(config), Runtime(rank, world, rank, world, where)), live
+
+
+def _as_written(config: RunConfig) -> RunConfig:
+    """The config without compiling and CUDA graphs, which need tensors with memory."""
+    plain = config.train.model_copy(
+        update={"compile": False, "cuda_graphs": False, "eval_batches": 1}
+    )
+    return config.model_copy(update={"train": plain})
+
+
+@contextmanager
+def in_float32(widens: bool) -> Iterator[None]:
+    """Makes products of bfloat16 in float32, where a device does."""
+    before = set_bfloat16_in_float32(widens)
+    try:
+        yield
+    finally:
+        set_bfloat16_in_float32(before)
 
 
 @contextmanager
@@ -59,6 +98,7 @@ def fake_world(
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
             stack.enter_context(patch.object(F, "scaled_dot_product_attention", _attention))
+            stack.enter_context(patch.object(limits, "row_slices", _some_slices))
             stack.enter_context(patch.object(Pending, "is_completed", lambda pending: True))
             stack.enter_context(fake_gpu() if on_gpu else nullcontext())
             for mode in (Answers(model), watching):
@@ -185,6 +225,12 @@ class Answers(TorchDispatchMode):
         if values is not None and into is not None:
             with _disable_current_modes():
                 into.copy_(values.repeat(len(into) // len(values)))
+
+
+def _some_slices(count: int, step: int) -> list[slice]:
+    """Replaces limits.row_slices: of slices that take memory alike, the first two and the last."""
+    slices = ROW_SLICES(count, step)
+    return slices if len(slices) < 4 else [*slices[:2], slices[-1]]
 
 
 def _is_real(x: Any) -> bool:

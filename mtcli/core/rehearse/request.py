@@ -1,0 +1,184 @@
+"""Rehearses predictions: their real stages run on fake tensors, in processes beside this one, which
+need torch where this one does not. What they find is kept in the user's cache.
+"""
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+import mtcli
+from mtcli.core.config.errors import failed
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.config.untrusted import parse_json, read_untrusted
+from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.memory import each_stage
+from mtcli.core.plan.predict import Prediction, predict_workload
+from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
+from mtcli.core.plan.workload import Workload
+from mtcli.core.runtime.atomic_writes import atomic_file
+from mtcli.core.runtime.launch import cores
+from mtcli.core.runtime.private_folder import user_cache
+
+Process = subprocess.Popen[str]
+SERVE = "from mtcli.core.rehearse.stages import serve; serve()"
+StageKind = tuple[bool, bool, bool, int]  # first of its rank, of the model, the last one; layers
+
+
+class Rehearsal(NamedTuple):
+    """A pipeline rank of a config on `world` devices, and whose kernels are taken to run."""
+
+    config: RunConfig
+    world: int
+    pp_rank: int
+    on_cpu: bool
+    widens: bool
+
+    @classmethod
+    def of(cls, config: RunConfig, world: int, device: Device, pp_rank: int) -> "Rehearsal":
+        """The rehearsal of a rank on a device."""
+        return cls(config, world, pp_rank, device.name == "cpu", device.widens)
+
+    def as_json(self) -> str:
+        """What a process is asked."""
+        return json.dumps([self.config.model_dump(mode="json"), *self[1:]])
+
+    @property
+    def key(self) -> str:
+        """A hash of all that the bytes depend on, the code included."""
+        c = self.config
+        parts = (c.model, c.parallel, c.batch, c.lora, c.sync, c.optimizer)
+        facts: list[Any] = [part.model_dump(mode="json") for part in parts]
+        facts += [c.train.precision, c.data.document_mask, *self[1:], _code()]
+        return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+
+
+def rehearsed(plans: Sequence[tuple[RunConfig, Prediction]]) -> list[Prediction]:
+    """The predictions of configs, with the bytes of their real stages.
+
+    Raises MtcliError (exit 1) where a stage does not run.
+    """
+    ranks = [representatives(p.work) for _, p in plans]
+    wanted = [
+        Rehearsal.of(config, p.work.layout.world, p.device, rank)
+        for (config, p), some in zip(plans, ranks, strict=True)
+        for rank in dict.fromkeys(some)
+    ]
+    found = _found(wanted)
+    predictions = []
+    for (config, p), some in zip(plans, ranks, strict=True):
+        world = p.work.layout.world
+        of_rank = [found[Rehearsal.of(config, world, p.device, rank).key] for rank in some]
+        stages = tuple(each_stage(p.work, p.device, of_rank.__getitem__))
+        predictions.append(replace(p, stages=stages, is_rehearsed=True))
+    return predictions
+
+
+def planned(config: RunConfig, world: int, device: Device) -> Prediction:
+    """The prediction of a config, rehearsed."""
+    (prediction,) = rehearsed([(config, predict_workload(Workload.of(config, world), device))])
+    return prediction
+
+
+def representatives(work: Workload) -> list[int]:
+    """For each pipeline rank the first one with stages of the same kinds."""
+    first: dict[tuple[StageKind, ...], int] = {}
+    return [
+        first.setdefault(
+            tuple(kind_of(work, rank, stage) for stage in work.layout.stages(rank)), rank
+        )
+        for rank in range(work.layout.pp)
+    ]
+
+
+def kind_of(work: Workload, pp_rank: int, stage: int) -> StageKind:
+    """What the bytes of a stage depend on, besides the config."""
+    last = stage == work.layout.num_stages - 1
+    return stage == pp_rank, stage == 0, last, work.layers_of_stage[stage]
+
+
+def _found(wanted: Iterable[Rehearsal]) -> dict[str, RankBytes]:
+    """The bytes by key: of the cache, or else of the rehearsals, which are put there."""
+    by_key = {rehearsal.key: rehearsal for rehearsal in wanted}
+    found = {key: ranks for key in by_key if (ranks := _cached(key))}
+    missing = [key for key in by_key if key not in found]
+    for key, answer in zip(missing, _run([by_key[key] for key in missing]), strict=True):
+        found[key] = _rank_bytes(answer)
+        with suppress(OSError):  # a cache that cannot be written is done without
+            _file(key).parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(_file(key)) as path:
+                path.write_text(json.dumps(answer))
+    return found
+
+
+def _cached(key: str) -> RankBytes | None:
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return _rank_bytes(parse_json(read_untrusted(_file(key))))
+    return None
+
+
+def _file(key: str) -> Path:
+    return user_cache() / "rehearsals" / f"{key}.json"
+
+
+def _rank_bytes(answer: Mapping[str, Any]) -> RankBytes:
+    stages = [StageBytes(*map(float, stage)) for stage in answer["stages"]]
+    return RankBytes(stages, float(answer["update"]), float(answer["standing"]))
+
+
+def _run(rehearsals: Sequence[Rehearsal]) -> list[dict[str, Any]]:
+    """Asks the processes in turn, and takes what each answers."""
+    pool = _processes()
+    for number, rehearsal in enumerate(rehearsals):
+        process = pool[number % len(pool)]
+        assert process.stdin, "a pipe"
+        with suppress(BrokenPipeError):
+            process.stdin.write(rehearsal.as_json() + "\n")
+            process.stdin.flush()
+    return [_answer(pool[number % len(pool)]) for number in range(len(rehearsals))]
+
+
+def _answer(process: Process) -> dict[str, Any]:
+    assert process.stdout and process.stderr, "pipes"
+    if line := process.stdout.readline():
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+    _processes.cache_clear()
+    reason = (process.stderr.read().strip().splitlines() or ["it was killed"])[-1]
+    message = f"the real stages could not be run on fake tensors: {reason}"
+    raise failed(message, "report it, with the config")
+
+
+@cache
+def _processes() -> list[Process]:
+    """Processes that rehearse until this one ends: one for each core."""
+    path = os.pathsep.join(filter(None, sys.path))
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", SERVE], env=os.environ | environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for _ in range(cores())
+    ]  # fmt: skip
+    for process in started:
+        atexit.register(process.kill)
+    return started
+
+
+@cache
+def _code() -> str:
+    """The versions of the code that allocates: torch's, and when our files were changed."""
+    files = sorted(Path(mtcli.__file__).parent.rglob("*.py"))
+    changed = [(file.name, file.stat().st_mtime_ns) for file in files]
+    return f"{version('torch')} {xxhash.xxh3_128_hexdigest(repr(changed).encode())}"

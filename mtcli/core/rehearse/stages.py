@@ -1,0 +1,222 @@
+"""Learns what is alive in a step on a rank, from the rank's real stages on fake tensors.
+
+One micro-batch goes forward and back through the real trainer of a rank. The live bytes are noted
+at every block's end, so that a few blocks say what as many as the stage has would take: the middle
+one's part of the trace is repeated. Of chunks that are alike one is run.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from mtcli.core.config.schema import RunConfig
+from mtcli.core.model.build import activation_format
+from mtcli.core.model.transformer import Stage
+from mtcli.core.parallel.pipeline import Pipeline
+from mtcli.core.plan.elements import rank_elements
+from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
+from mtcli.core.plan.search import with_batch
+from mtcli.core.plan.workload import Workload
+from mtcli.core.rehearse.fake_world import fake_trainer
+from mtcli.core.rehearse.live_memory import LiveMemory
+from mtcli.core.rehearse.request import Rehearsal, StageKind, kind_of
+from mtcli.core.schedule.ops import Op, OpKind, Schedule
+from mtcli.core.training.loader import synthetic_loader
+
+BLOCKS, SHARDED_BLOCKS = 3, 4  # that are run of a stage: zero = 3 gathers the next one's weights
+
+
+class Mark(NamedTuple):
+    """Live bytes at a place of the trace, and their peak since the mark before."""
+
+    place: tuple[str, int, int]  # op kind, stage, block; block -1 is the op's end
+    peak: int
+    level: int
+
+
+class Trace:
+    """Notes the live bytes of a step, beside the state."""
+
+    def __init__(self, live: LiveMemory, state: int) -> None:
+        self.live, self.state = live, state
+        self.marks: list[Mark] = []
+
+    def mark(self, kind: str, stage: int, block: int = -1) -> None:
+        """Ends a part of the trace."""
+        live = self.live
+        self.marks.append(
+            Mark((kind, stage, block), live.peak - self.state, live.bytes - self.state)
+        )
+        live.begin()
+
+    def watch(self, number: int, stage: Stage) -> None:
+        """Marks the end of each block's forward, and the beginning of its backward."""
+        for block, module in enumerate(stage.blocks.values()):
+
+            def note(_: nn.Module, __: object, x: Tensor, block: int = block) -> None:
+                self.mark("F", number, block)
+                if x.requires_grad:
+                    x.register_hook(lambda _: self.mark("B", number, block))
+
+            module.register_forward_hook(note)
+
+    @contextmanager
+    def around(self, op: Op) -> Iterator[None]:
+        """Marks what an op begins with, and its end."""
+        self.mark("between", op.stage)
+        yield
+        self.mark(op.kind, op.stage)
+
+
+def rehearse(rehearsal: Rehearsal) -> RankBytes:
+    """Runs a step of a pipeline rank, and returns the bytes beside its state."""
+    planned, world, pp_rank, on_cpu, widens = rehearsal
+    work = Workload.of(planned, world)
+    passes = 2 if work.zero == 3 or work.layout.tp_rows > 1 else 1
+    config = _short(planned, work, passes)
+    rank, chosen = work.layout.attention.rank(pp=pp_rank), _chosen(work, pp_rank)
+    with fake_trainer(config, world, rank, on_cpu, widens) as (trainer, live):
+        schedule = _schedule(work, pp_rank, chosen, passes)
+        form = activation_format(config)
+        trainer.pipeline = Pipeline(trainer.stages, schedule, trainer.groups, form)
+        trace = Trace(live, trainer.state_bytes())
+        trainer.pipeline.around = trace.around
+        for number in chosen:
+            trace.watch(number, trainer.stages[number])
+        with closing(synthetic_loader(config, trainer.groups)) as loader:
+            trainer.train_step(loader)
+        trace.mark("update", -1)
+    more = gathered_bytes(work, pp_rank) - gathered_bytes(Workload.of(config, world), pp_rank)
+    return _rank_bytes(work, trace.marks, pp_rank, more)
+
+
+def _short(config: RunConfig, work: Workload, passes: int) -> RunConfig:
+    """The config with so many micro-batches, and a few of each stage's blocks."""
+    most = SHARDED_BLOCKS if work.zero == 3 else BLOCKS
+    layers = tuple(min(count, most) for count in work.layers_of_stage)
+    model = config.model.model_copy(update={"num_layers": sum(layers)})
+    parallel = config.parallel.model_copy(update={"stage_layers": layers})
+    short = config.model_copy(update={"model": model, "parallel": parallel})
+    return with_batch(short, passes * work.micro_batch_size * work.layout.batch_shards)
+
+
+def serve() -> None:
+    """Rehearses what lines of stdin ask, and answers each with a line of JSON."""
+    for line in sys.stdin:
+        config, *others = json.loads(line)
+        found = rehearse(Rehearsal(RunConfig(**config), *others))
+        sys.stdout.write(json.dumps(found._asdict()) + "\n")
+        sys.stdout.flush()
+
+
+def gathered_bytes(work: Workload, pp_rank: int) -> float:
+    """Bytes of zero=1's all-gather of updated rows: this rank's, and all of them."""
+    elements = rank_elements(work, pp_rank)
+    return (work.zero == 1) * (elements.padded + elements.shard) * work.sizes.weight
+
+
+def _chosen(work: Workload, pp_rank: int) -> list[int]:
+    """The stages of a rank that are run: the first, which makes what the others share, and one of
+    each other kind."""
+    kinds: dict[StageKind, int] = {}
+    for stage in work.layout.stages(pp_rank):
+        kinds.setdefault(kind_of(work, pp_rank, stage), stage)
+    return list(kinds.values())
+
+
+def _schedule(work: Workload, pp_rank: int, chosen: Sequence[int], passes: int) -> Schedule:
+    """Runs micro-batches forward through the chosen stages of a rank, then back. Other ranks send
+    what these read, and then read what these send."""
+    layout = work.layout
+    back: tuple[OpKind, ...] = ("I", "W") if work.splits_backward else ("B",)
+    places = [(number, stage) for number in range(passes) for stage in chosen]
+    returns = [(number, stage) for number in range(passes) for stage in reversed(chosen)]
+    ops = [Op("F", *place) for place in places]
+    ops += [Op(kind, *place) for place in returns for kind in back]
+    steps: tuple[tuple[OpKind, int], ...] = (("F", -1), (back[0], 1), ("F", 1), (back[0], -1))
+    others: list[dict[Op, None]] = [{} for _ in range(layout.pp)]
+    for kind, step in steps:
+        for number, stage in places:
+            if 0 <= stage + step < layout.num_stages:
+                others[(stage + step) % layout.pp][Op(kind, number, stage + step)] = None
+    everywhere = [
+        tuple(ops) if rank == pp_rank else tuple(them) for rank, them in enumerate(others)
+    ]
+    return Schedule(tuple(everywhere), tuple(s % layout.pp for s in range(layout.num_stages)))
+
+
+class TracePart(NamedTuple):
+    """Bytes of a part of an op, beside what is alive when that begins."""
+
+    peak: int
+    change: int  # when it ends
+
+
+Parts = Sequence[TracePart]
+
+
+def _rank_bytes(work: Workload, marks: Sequence[Mark], pp_rank: int, more: float) -> RankBytes:
+    """Reads a trace: the bytes of each stage of the rank, and `more` in the update."""
+    ops, runs = _ops(marks), {}
+    for stage in _chosen(work, pp_rank):
+        layers = work.layers_of_stage[stage]
+        forwards, backwards = ops["F", stage], ops["IB"[not work.splits_backward], stage]
+        saved, forward_peak = _sums(_longer(forwards[-1], layers))
+        change, peak = _sums(_longer(backwards[-1], layers))
+        waiting = sent = weight_peak = 0
+        if work.splits_backward:
+            of_weights, weight_peak = _sums(ops["W", stage][-1])
+            sent = _sums(forwards[-1])[0] + _sums(backwards[-1])[0] + of_weights
+            waiting = saved + change - sent
+        runs[kind_of(work, pp_rank, stage)] = StageBytes(
+            saved=saved,
+            waiting=waiting,
+            forward_peak=forward_peak,
+            backward_peak=saved + peak,
+            weight_peak=waiting + weight_peak,
+            sent=sent,
+            gathered=(_sums(forwards[0])[0] - _sums(forwards[-1])[0]) * (work.zero == 3),
+        )
+    kinds = [kind_of(work, pp_rank, stage) for stage in work.layout.stages(pp_rank)]
+    update, before = marks[-1], marks[-2]
+    return RankBytes(
+        [runs[kind] for kind in kinds], update.peak - before.level + more, update.level
+    )
+
+
+def _ops(marks: Sequence[Mark]) -> dict[tuple[str, int], list[Parts]]:
+    """The parts of each op of a kind and stage, in the order in which they ran."""
+    ops: dict[tuple[str, int], list[Parts]] = {}
+    parts: list[TracePart] = []
+    for before, mark in pairwise(marks):
+        kind, stage, block = mark.place
+        if kind == "between":
+            continue
+        parts.append(TracePart(mark.peak - before.level, mark.level - before.level))
+        if block < 0:
+            ops.setdefault((kind, stage), []).append(parts)
+            parts = []
+    return ops
+
+
+def _longer(parts: Parts, layers: int) -> Parts:
+    """The parts of an op on a stage of so many layers, of which some were run."""
+    blocks = len(parts) - 1
+    if blocks >= layers:
+        return parts
+    middle = (blocks + 1) // 2
+    return [*parts[:middle], *[parts[middle]] * (layers - blocks), *parts[middle:]]
+
+
+def _sums(parts: Parts) -> tuple[int, int]:
+    """The change that an op's parts make in all, and their peak."""
+    level = peak = 0
+    for part in parts:
+        peak = max(peak, level + part.peak)
+        level += part.change
+    return level, peak
