@@ -65,12 +65,13 @@ class TensorTable(NamedTuple):
 def tensor_table(tensors: OptimizerTensors) -> TensorTable:
     """The table of what updates read and write, all but the gradients; made once."""
     like = tensors.masters
-    counts = [cdiv(x.numel(), CHUNK) for x in like]
-    chunks = [(row, chunk) for row, count in enumerate(counts) for chunk in range(count)]
-    rows = zip(like, tensors.decays, strict=True)
-    host = torch.tensor([[x.numel(), decays] + [0] * (WIDTH - 2) for x, decays in rows])
+    sizes = [cdiv(x.numel(), CHUNK) for x in like]
+    pairs = [torch.stack([torch.full((n,), i), torch.arange(n)], 1) for i, n in enumerate(sizes)]
+    host = torch.zeros(len(like), WIDTH, dtype=torch.int64)
+    for row, x, decays in zip(host, like, tensors.decays, strict=True):
+        row[0], row[1] = x.numel(), decays
     device = like[0].device
-    table = TensorTable(host, host.to(device, copy=True), torch.tensor(chunks).to(device))
+    table = TensorTable(host, host.to(device, copy=True), torch.cat(pairs).to(device))
     for column, role in enumerate(tensors[: GRADIENT - FIRST], FIRST):
         _point_op(host, table.table, list(role), column)
     return table
