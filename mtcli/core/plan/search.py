@@ -1,7 +1,7 @@
 """Searches for the best layouts of a model on some devices, and the fewest devices that hold it.
 
-Every legal layout is tried in order of a lower bound. Memory is estimated by closed forms, and of
-the layouts that are shown it is that of their real stages.
+Every legal layout is tried in order of a lower bound. Memory is estimated on the tape. A caller may
+rehearse the layouts that the search ends with: their real stages then decide whether they fit.
 
 A step cannot be shorter than its busiest rank's work plus the pipeline's fill, which is quick to
 compute. Layouts wait in a queue by that bound, first a loose one and then a tight one; those that
@@ -74,8 +74,8 @@ def search(
     """The `top` fastest layouts of a model on `world` devices that fit their memory.
 
     Fields named in `pinned` ("parallel.tp", "batch.micro_batch_size") stay as the config has them.
-    The layouts that the search ends with are rehearsed; in the place of those that then do not fit
-    it goes on.
+    `rehearse` gets the layouts that the search ends with. Where one does not fit after that, the
+    search goes on for another.
     """
     works = works_of(config, world, device, pinned)
     queue = [(_loose_bound(work, device), number, False) for number, work in enumerate(works)]

@@ -92,9 +92,7 @@ def _quickest(
             return Neighbour(field, value, p, _reason(p, best))
     least = smallest(works, device)
     over = memory(least, device).total - device.usable_bytes
-    return Neighbour(
-        field, value, _estimate(least, best), f"does not fit, by {gib(max(over, 0.0))}"
-    )
+    return Neighbour(field, value, _estimate(least, best), f"does not fit, by {gib(over)}")
 
 
 def _estimate(work: Workload, best: Prediction) -> Prediction:

@@ -50,16 +50,17 @@ class Rehearsal(NamedTuple):
         return cls(config, world, pp_rank, device.name == "cpu", device.widens)
 
     def as_json(self) -> str:
-        """What a process is asked."""
+        """Formats the request to a process: the config and the other fields, as a list."""
         return json.dumps([self.config.model_dump(mode="json"), *self[1:]])
 
     @property
     def key(self) -> str:
         """A hash of all that the bytes depend on, the code included."""
         c = self.config
-        parts = (c.model, c.parallel, c.batch, c.lora, c.sync, c.optimizer)
-        facts: list[Any] = [part.model_dump(mode="json") for part in parts]
-        facts += [c.train.precision, c.data.document_mask, *self[1:], _code()]
+        sections = (c.model, c.parallel, c.batch, c.lora, c.sync, c.optimizer)
+        facts: list[Any] = [section.model_dump(mode="json") for section in sections]
+        train = c.train.model_dump(mode="json", exclude={"output"})
+        facts += [train, c.data.document_mask, *self[1:], _code()]
         return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
 
 
@@ -102,7 +103,7 @@ def representatives(work: Workload) -> list[int]:
 
 
 def kind_of(work: Workload, pp_rank: int, stage: int) -> StageKind:
-    """What the bytes of a stage depend on, besides the config."""
+    """Tells stages apart whose bytes may differ under one config."""
     last = stage == work.layout.num_stages - 1
     return stage == pp_rank, stage == 0, last, work.layers_of_stage[stage]
 

@@ -159,6 +159,10 @@ HARD += ("lamb, zero=3", "zero=3 in a pipeline", "a key head of ranks round a ri
 HARD += ("documents round a ring on CPU", "a grid of experts")
 
 
+# How far apart the peaks of a few blocks and of a full step are at most, where it is over 0.4 %.
+APART = {"zero=3 in a pipeline": 0.022, "a grid whose last rank drops": 0.038}
+
+
 def config_of(world, model, parallel, precision, sequences=2, others=None):
     tp, cp, pp = (parallel.get(axis, 1) for axis in ("tp", "cp", "pp"))
     micro_batches = min(tp * cp * pp, max(2, pp))  # as many as make a peak
@@ -219,8 +223,10 @@ def found(request):
         for row in ROWS | CPU_ROWS | SLOW_CPU_ROWS
     ],
 )
-def test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_its_peak_within_5_percent(found, row):
+def test_a_rank_holds_the_state_of_the_plan_to_the_byte_and_its_peak(found, row):
     assert found[row].problems == []
+    peak = found[row].activation_peak
+    assert found[row].predicted.besides_state == pytest.approx(peak, rel=APART.get(row, 0.004))
     assert found[row].activation_peak > 2**20  # of 256 * 2 tokens and more, on up to 8 ranks
 
 

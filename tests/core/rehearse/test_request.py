@@ -42,6 +42,18 @@ def test_a_plan_is_rehearsed_once_and_found_again_by_its_layout(monkeypatch, cac
         planned(config_of(pp=4), 4, H100)
 
 
+def test_fields_that_bytes_depend_on_are_of_the_key_and_the_runs_name_is_not():
+    def key(**fields):
+        config = config_of()
+        train = config.train.model_copy(update=fields)
+        config = config.model_copy(update={"train": train})
+        return request.Rehearsal.of(config, 1, H100, 0).key
+
+    assert key(output="runs/other") == key()
+    for fields in ({"precision": "fp8"}, {"fp8_scaling": "tensorwise"}):
+        assert key(**fields) != key(), fields
+
+
 def test_ranks_with_stages_of_the_same_kinds_share_a_rehearsal():
     assert representatives(Workload.of(config_of(pp=4), 4)) == [0, 1, 1, 3]
     uneven = config_of(pp=4, stage_layers=(1, 2, 3, 2))

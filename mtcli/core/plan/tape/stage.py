@@ -81,8 +81,10 @@ def stage_bytes(
 def _run(
     ctx: TapeContext, ends: tuple[bool, bool], layers: int, known: float = 0.0
 ) -> tuple[StageBytes, float]:
-    """Runs a stage forward and back: its bytes, and those that a block saves. A block saves `known`
-    bytes, or if 0 what it is seen to."""
+    """Runs a stage forward and back: (the stage's bytes, the bytes that a block saves).
+
+    `known` is what a block saves, where a run before this one has counted it; 0 counts it here.
+    """
     tape, stream, (first, last) = ctx.tape, ctx.t.stream, ends
     table = vocabulary_table(ctx, first and last)
     if ctx.gathering is not None:
