@@ -153,17 +153,17 @@ def eval(
     from mtcli.core.evaluate.request import EvalRequest, items_file, require_members, require_used
     from mtcli.core.evaluate.tasks.registry import parse_tasks
 
-    every = [checkpoint, *ensemble]
+    paths = [checkpoint, *ensemble]
     specs, train, ngrams, *models = collect_errors(
-        lambda: parse_tasks([*tasks, *(f"lm_eval:{name}" for name in harness.split(",") if name)]),
+        lambda: parse_tasks([*tasks, *_of_harness(harness)]),
         lambda: train_settings(overrides, device=device),
         lambda: None if contaminated is None else read_ngrams(contaminated),
         *(
             partial(require_model, path, overrides, num_ranks(nproc), encoders=True, base=base)
-            for path in every
+            for path in paths
         ),
     )
-    require_members(dict(zip(every, models, strict=True)))
+    require_members(dict(zip(paths, models, strict=True)))
     require_used(given_flags(context, of_evaluation), specs, models[0])
     request = EvalRequest(
         checkpoint=checkpoint,
@@ -191,11 +191,20 @@ def eval(
     result = run_ranks(nproc, train, work)
     if result is None:  # of a launcher, and of every rank but the first
         return
+    _print_result(result, str(request.items) if "items" in result else None, json_out)
+
+
+def _of_harness(names: str) -> list[str]:
+    """Names the tasks of lm-evaluation-harness as --task does."""
+    return [f"lm_eval:{name}" for name in names.split(",") if name]
+
+
+def _print_result(result: dict[str, Any], items: str | None, json_out: str | None) -> None:
+    """Prints the result, and names the files that were written."""
     if answer(result, json_out):
         _print_table(result["tasks"])
         echo(f"{result['seconds']:.1f} s", err=True)
-    items_path = str(request.items) if "items" in result else None
-    say_wrote(items_path, None if json_out == "-" else json_out)
+    say_wrote(items, None if json_out == "-" else json_out)
 
 
 def _compare(a: str, b: str, json_out: str | None) -> None:

@@ -27,17 +27,17 @@ def evaluate(
 
     `say` is told on the first rank what is about to be done, in numbers.
     """
-    opened, *others = (
+    opened, *members = (
         open_model(path, request.overrides, runtime, encoders=True, base=request.base)
         for path in (request.checkpoint, *request.ensemble)
     )
     read = replace(opened, tokenizer=_tokenizer(opened, request.tokenizer))
-    identity = "+".join(model.identity() for model in (read, *others))
+    identity = "+".join(model.identity() for model in (read, *members))
     summary = {"checkpoint": request.checkpoint} | opened.facts()
     summary |= {"device": runtime.device.type}
     summary |= {"versions": {name: _version(name) for name in ("mtcli", "torch", "lm_eval")}}
     with Journal(request.items if runtime.rank == 0 else None, identity) as journal:
-        runs = _task_runs(request, read, [model.scorer for model in others], journal, runtime)
+        runs = _task_runs(request, read, [model.scorer for model in members], journal, runtime)
         if runtime.rank == 0:
             say(_announcement(summary, runs))
         reports = _run(runs, quiet=runtime.rank > 0)

@@ -93,7 +93,7 @@ class ExchangeFacts:
 
     def state_bytes(self) -> float:
         """Bytes that it keeps besides the optimizer's state."""
-        copies = sum(1 / kept.owners for kept in self.kept)
+        copies = sum(1 / state.owners for state in self.kept)
         return self.share.master * copies * self.share.elements
 
     def graph(self) -> dict[str, float]:

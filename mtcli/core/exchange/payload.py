@@ -89,7 +89,9 @@ class Segment(NamedTuple):
             members[0][1]._replace(rows=sum(form.rows for _, form in members))
             for members in groups.values()
         ]
-        return cls(tuple(tuple(r for r, _ in each) for each in groups.values()), tuple(forms))
+        return cls(
+            tuple(tuple(span for span, _ in group) for group in groups.values()), tuple(forms)
+        )
 
     @property
     def lengths(self) -> list[int]:

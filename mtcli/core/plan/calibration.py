@@ -121,12 +121,12 @@ def kept_or_measured(facts: Facts, folders: Sequence[Path], measure: Measure) ->
     ranks = f"{facts['ranks']} rank{'s' if facts['ranks'] > 1 else ''}"
     _say(f"measuring this CPU for {ranks} of {facts['precision']}, once: it takes seconds")
     try:
-        known = Calibration.of(json.loads(measure(facts)))
+        rates = Calibration.of(json.loads(measure(facts)))
     except (OSError, RuntimeError, ValueError) as error:
         _say(f"this CPU could not be measured ({error}): a roofline takes its place")
         return None
-    _keep(files, {"facts": facts, **known.as_json()})
-    return known
+    _keep(files, {"facts": facts, **rates.as_json()})
+    return rates
 
 
 def _keep(files: Sequence[Path], data: dict[str, Any]) -> None:

@@ -43,7 +43,7 @@ def step_range(p: Prediction) -> Spread | None:
 
     None for a device that was measured (this machine's CPU), and for a kind without published runs.
     """
-    known = None if p.device.name == "cpu" else RANGES.get(kind_of(p.work, p.device))
-    if known is None:
+    spread = None if p.device.name == "cpu" else RANGES.get(kind_of(p.work, p.device))
+    if spread is None:
         return None
-    return known._replace(low=p.step_seconds * known.low, high=p.step_seconds * known.high)
+    return spread._replace(low=p.step_seconds * spread.low, high=p.step_seconds * spread.high)

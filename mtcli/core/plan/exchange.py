@@ -29,8 +29,8 @@ class SentBytes(NamedTuple):
 
 def sync_bytes_per_step(work: Workload) -> float:
     """Mean bytes of a step that all ranks send each other for data parallelism."""
-    each = work.layout.world // work.layout.pp
-    return each * sum(rank_sync_bytes(work, rank).total for rank in range(work.layout.pp))
+    ranks_of_stage = work.layout.world // work.layout.pp
+    return ranks_of_stage * sum(rank_sync_bytes(work, rank).total for rank in range(work.layout.pp))
 
 
 def rank_sync_bytes(work: Workload, pp_rank: int) -> SentBytes:

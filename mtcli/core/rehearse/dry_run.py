@@ -88,8 +88,8 @@ class DryRun:
             said["evaluation, at most"] = said["activations, peak"]
             counted["evaluation, at most"] = self.evaluation_peak
         return [
-            [kind, f"{there:,}", f"{said[kind]:,}", f"{_apart(said[kind], there):+.2%}"]
-            for kind, there in counted.items()
+            [kind, f"{size:,}", f"{said[kind]:,}", f"{_apart(said[kind], size):+.2%}"]
+            for kind, size in counted.items()
         ]
 
     def require_agreement(self) -> None:

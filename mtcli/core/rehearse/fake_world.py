@@ -75,11 +75,11 @@ def _as_written(config: RunConfig) -> RunConfig:
 @contextmanager
 def in_float32(widens: bool) -> Iterator[None]:
     """Makes products of bfloat16 in float32, where a device does."""
-    before = set_bfloat16_in_float32(widens)
+    usual = set_bfloat16_in_float32(widens)
     try:
         yield
     finally:
-        set_bfloat16_in_float32(before)
+        set_bfloat16_in_float32(usual)
 
 
 @contextmanager
