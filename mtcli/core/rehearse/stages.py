@@ -167,6 +167,8 @@ def _rank_bytes(work: Workload, marks: Sequence[Mark], pp_rank: int, more: float
         layers = work.layers_of_stage[stage]
         forwards, backwards = ops["F", stage], ops["IB"[not work.splits_backward], stage]
         saved, forward_peak = _sums(_longer(forwards[-1], layers))
+        if work.zero == 3:  # the first forward gathers the ends, which the next one finds
+            forward_peak = _sums(_longer(forwards[0], layers))[1]
         change, peak = _sums(_longer(backwards[-1], layers))
         waiting = sent = weight_peak = 0
         if work.splits_backward:
