@@ -8,6 +8,7 @@ Targets have the names that peft gives them: those of the modules in Hugging Fac
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 from mtcli.core.config.lora import layer_targets
@@ -70,5 +71,6 @@ def adapter_parameters(
             shape[target.dim] = target.num_slots
         a, b = (adapter_name(weight.name, side, target) for side in "ab")
         sizes = (lora.rank, inputs), (*shape, lora.rank)
-        yield Parameter(a, sizes[0], (None, input_axis), "adapter", weight.layer, of_adapter=True)
-        yield Parameter(b, sizes[1], (*axes, None), "zeros", weight.layer, of_adapter=True)
+        adapter = partial(Parameter, layer=weight.layer, of_adapter=True, partial_over_tp=True)
+        yield adapter(a, sizes[0], (None, input_axis), "adapter")
+        yield adapter(b, sizes[1], (*axes, None), "zeros")

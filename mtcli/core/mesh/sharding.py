@@ -117,7 +117,8 @@ class Parameter:
     trained: bool = True
     tied: bool = False  # the last stage has a second copy
     frozen: bool = False  # a weight that adapters are trained on
-    of_adapter: bool = False  # if replicated, each tp rank's gradient is a part of the sum
+    of_adapter: bool = False  # A or B of a low-rank adapter
+    partial_over_tp: bool = False  # if tp replicates it, a rank's gradient is a part of the sum
 
     def axes(self, layout: ParallelLayout) -> tuple[str | None, ...]:
         """The axis of a layout that shards each dimension."""
@@ -197,10 +198,10 @@ class Parameter:
 
         Data axes and tp_row always are, since each rank sees other tokens. One that tp replicates
         sees 1/tp of the tokens under sequence parallelism (arXiv:2205.05198, 4.2.2) and all of
-        them without; an adapter's sees 1/tp of the columns either way.
+        them without. Where it is `partial_over_tp` it sees 1/tp of the columns or heads either way.
         """
         axes = self.replicated_over(layout)
-        if sequence_parallel or self.of_adapter:
+        if sequence_parallel or self.partial_over_tp:
             return axes
         return tuple(axis for axis in axes if axis != "tp")
 
