@@ -119,7 +119,7 @@ def one_at_a_time(runtime, config, workers, dp=1, order=None, steps=5):
         loss_sum, batch = trainer.forward_backward(loader)
         loader.close()
         losses[worker].append(loss_sum / batch.labels)
-        decayed = {name for name, described in trainer.table.items() if described.decays}
+        decayed = {name for name in here if trainer.optimizer.update_of(name).decays}
         sgd(config.optimizer, x[worker], momentum[worker], trainer.strategy.gradients, decayed)
         if (ticket + 1) % workers == 0:
             pull(config.sync, x, losses, centre, (ticket + 1) // workers)

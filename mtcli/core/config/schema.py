@@ -139,13 +139,6 @@ class OptimizerConfig(Section):
     decay_steps: Whole = 0
     """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
 
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """The kinds of state per parameter besides master weights, as checkpoints name them."""
-        if self.name == "sgd":
-            return ("momentum",) if self.momentum else ()
-        return "exp_avg", "exp_avg_sq"
-
 
 class DataConfig(Section):
     """Where tokens come from: prefixes of .bin/.idx pairs, alone or as weight, prefix pairs, or the

@@ -19,7 +19,7 @@ class MixingFacts(ExchangeFacts):
     def __init__(self, share: ReplicaShare) -> None:
         super().__init__(share)
         self.mixing_graph = MixingGraph.of(share.sync, share.replicas)
-        self.method = mixing_rule(share.sync.method, share.num_moments)
+        self.method = mixing_rule(share.sync.method, share.optimizer.momentum)
         self.copies = 1 + (self.method == "da_dmsgd")  # of the parameters' size that are mixed
         self.starts_with_step = self.method == "awc_dmsgd"
         self.mixed = self.copies * share.elements

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from mtcli.core.config.schema import OptimizerName
+from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.exchange.arithmetic import Arithmetic
 
@@ -16,8 +16,7 @@ class ReplicaShare(NamedTuple):
     replicas: int
     sizes: Mapping[str, int]  # elements of each parameter that its optimizer updates
     weight: int  # bytes of an element
-    optimizer: OptimizerName = "sgd"
-    num_moments: int = 1
+    optimizer: OptimizerConfig = OptimizerConfig(name="sgd", momentum=0.9)
     overlaps: bool = False  # neighbours exchange while the step is computed
 
     @property

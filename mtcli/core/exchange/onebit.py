@@ -21,7 +21,7 @@ class OneBitFacts(ExchangeFacts):
         super().__init__(share)
         self.warmup = share.sync.warmup(share.steps)
         errors = StateKind(ERROR, differs=True), StateKind(SERVER_ERROR, owners=share.replicas)
-        fresh = (StateKind(FRESH),) if share.optimizer == "lamb" else ()
+        fresh = (StateKind(FRESH),) if share.optimizer.name == "lamb" else ()
         self.kept = (*(errors if share.replicas > 1 else ()), *fresh)
         warm, steps = min(self.warmup, share.steps), share.steps
         self.warm, self.frozen = warm / steps, (steps - warm) / steps

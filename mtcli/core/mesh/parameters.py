@@ -109,7 +109,8 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     `causal` the half that a causal mask leaves. Adapters are not counted.
     """
     tables = ("embedding.weight", "position_embedding.weight", TOKEN_TYPES)
-    weights = sum(p.numel for p in parameters(model).values() if p.name not in tables and p.decays)
+    matrices = (p for p in parameters(model).values() if p.init in ("normal", "residual"))
+    weights = sum(p.numel for p in matrices if p.name not in tables)
     weights -= count_parameters(model) - count_active(model)
     weights += model.vocab_size * model.hidden_size * model.tie_embeddings
     attended = seq_len / 2 if causal else seq_len

@@ -135,11 +135,6 @@ class Parameter:
         """Whether it lives on the expert grid: one shard of the experts per ep rank."""
         return "ep" in self.shard_axes
 
-    @property
-    def decays(self) -> bool:
-        """Whether weight decay applies: to matrices and tables, not to biases and norms."""
-        return self.of_adapter or self.init in ("normal", "residual")
-
     def local_shape(self, layout: ParallelLayout) -> tuple[int, ...]:
         """The shape of every rank's local tensor, padding included."""
         sizes = zip(self._padded_shape(layout), self._num_shards(layout), strict=True)

@@ -8,25 +8,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mtcli.core.optim.update_rule import UpdateRule
 from mtcli.kernels.adamw import adamw_
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable
 
 
-def adamw(
-    tensors: OptimizerTensors,
-    gradients: Sequence[Tensor],
-    update: OptimizerStep,
-    table: TensorTable | None,
-) -> None:
-    """Updates in place, by our kernel where the `table` of the tensors is given."""
-    if table is not None:
-        return adamw_(table, tensors, gradients, update)
-    for decays in (True, False):
-        at = [i for i, flag in enumerate(tensors.decays) if flag == decays]
-        if at:
-            kinds = (*tensors[:3], gradients)
-            _by_torch([[kind[i] for i in at] for kind in kinds], decays, update)
-    tensors.round_()
+class Adamw(UpdateRule):
+    """The update rule; it holds no state."""
+
+    def __call__(
+        self,
+        tensors: OptimizerTensors,
+        gradients: Sequence[Tensor],
+        update: OptimizerStep,
+        table: TensorTable | None,
+    ) -> None:
+        """Updates in place; see UpdateRule."""
+        if table is not None:
+            return adamw_(table, tensors, gradients, update)
+        for decays in (True, False):
+            at = [i for i, flag in enumerate(tensors.decays) if flag == decays]
+            if at:
+                kinds = (*tensors[:3], gradients)
+                _by_torch([[kind[i] for i in at] for kind in kinds], decays, update)
+        tensors.round_()
 
 
 def _by_torch(kinds: list[list[Tensor]], decays: bool, update: OptimizerStep) -> None:

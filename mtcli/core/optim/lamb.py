@@ -6,10 +6,12 @@ those of the global parameter (`mesh/parameters.py`), whichever shard of it is h
 and value share one ratio, gate and up another, and so do all experts of a layer, on any layout.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
+from mtcli.core.config.schema import OptimizerConfig
+from mtcli.core.optim.update_rule import UpdateRule
 from mtcli.core.parallel.ownership import GlobalSums, Ownership
 from mtcli.kernels.lamb import (
     lamb_moments_,
@@ -21,14 +23,12 @@ from mtcli.kernels.lamb import (
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable
 
 
-class Lamb:
+class Lamb(UpdateRule):
     """The update rule for a rank's shards. Calling it is collective."""
 
-    def __init__(
-        self, names: Iterable[str], ownership: Ownership, bounds: tuple[float, float]
-    ) -> None:
-        """`bounds` are the least and the largest trust ratio of norms that are not 0."""
-        self.global_sums, self.bounds = GlobalSums(names, ownership), bounds
+    def __init__(self, names: Sequence[str], ownership: Ownership, config: OptimizerConfig) -> None:
+        super().__init__(names, ownership, config)
+        self.global_sums = GlobalSums(names, ownership)
         self.ratios: Tensor  # of the last step, of every trained parameter of the model
 
     def __call__(
@@ -38,7 +38,7 @@ class Lamb:
         update: OptimizerStep,
         table: TensorTable | None,
     ) -> None:
-        """Updates in place, by our kernels where the `table` of the tensors is given."""
+        """Updates in place; see UpdateRule."""
         if table is None:
             ratios = self._ratios(lamb_moments_reference_(tensors, gradients, update))
             lamb_step_reference_(tensors, ratios, update)
@@ -48,5 +48,5 @@ class Lamb:
 
     def _ratios(self, squares: Tensor) -> Tensor:
         """The trust ratios of this rank's parameters; those of the whole model are kept."""
-        self.ratios = trust_ratios(self.global_sums.of_model(squares), self.bounds)
+        self.ratios = trust_ratios(self.global_sums.of_model(squares), self.config.trust_bounds)
         return self.ratios[self.global_sums.rows]

@@ -1,23 +1,41 @@
 """Optimizer state: float32 master weights, moments, and weights rounded from the masters.
 
 Parameters of 16 bits have a float32 master that is updated and that they are rounded from; wider
-ones are their own master. How an update is made is a rule's: `adamw`, a `Lamb` or an `Sgd`.
+ones are their own master. `mesh/update_rules.py` names the rule of each, and its moments.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from mtcli.core.config.schema import OptimizerConfig
-from mtcli.core.optim.adamw import adamw
+from mtcli.core.config.schema import OptimizerConfig, OptimizerName
+from mtcli.core.mesh.update_rules import ParameterUpdate, RuleFacts, moments_of, update_of
+from mtcli.core.optim.adamw import Adamw
 from mtcli.core.optim.lamb import Lamb
 from mtcli.core.optim.sgd import Sgd
+from mtcli.core.optim.update_rule import UpdateRule
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable, tensor_table
 
-UpdateRule = Callable[[OptimizerTensors, Sequence[Tensor], OptimizerStep, TensorTable | None], None]
+RULES: dict[OptimizerName, type[UpdateRule]] = {"adamw": Adamw, "lamb": Lamb, "sgd": Sgd}
+
+
+class RuleGroup:
+    """The tensors of a rank that one rule updates; maybe none."""
+
+    def __init__(self, tensors: OptimizerTensors, rule: UpdateRule) -> None:
+        self.tensors, self.rule = tensors, rule
+        self.by_kernels = rule.has_kernels and _share_a_launch(tensors)
+        self.launch_table: TensorTable | None = None  # made in the first step by kernels
+
+    def step(self, gradients: Mapping[str, Tensor], update: OptimizerStep) -> None:
+        """Updates with the reduced gradients of the group's parameters, among others."""
+        if self.by_kernels and self.launch_table is None:
+            self.launch_table = tensor_table(self.tensors)
+        ordered = [gradients[name].contiguous() for name in self.rule.names]
+        self.rule(self.tensors, ordered, update, self.launch_table)
 
 
 class Optimizer:
@@ -36,8 +54,8 @@ class Optimizer:
         weights = {name: weight for name, weight in weights.items() if weight.numel()}
         masters = {name: _master(weight) for name, weight in weights.items()}
         moments = {
-            kind: {name: torch.zeros_like(m) for name, m in masters.items()}
-            for kind in config.moments
+            kind: {name: torch.zeros_like(m) for name, m in masters.items() if name in names}
+            for kind, names in moments_of(ownership.table, config).items()
         }
         self.set_tensors(weights, masters, moments)
 
@@ -49,36 +67,54 @@ class Optimizer:
     ) -> None:
         """Sets the tensors that are updated from now on; moments by kind."""
         self.weights, self.masters, self.moments = weights, masters, moments
-        of_kind = [list(moment.values()) for moment in moments.values()]
-        first, second = (*of_kind, [], [])[:2]  # sgd has one kind or none
-        decays = [self.ownership.table[name].decays for name in weights]
-        wide, narrow = list(masters.values()), list(weights.values())
-        self.tensors = OptimizerTensors(wide, first, second, narrow, decays)
-        self.rule = self._rule()
-        self.by_kernels = self.config.name != "sgd" and _share_a_launch(self.tensors)
-        self.launch_table: TensorTable | None = None  # made in the first step by kernels
+        # Those of the whole model: a rule may be collective.
+        trained = [name for name, parameter in self.ownership.table.items() if parameter.trained]
+        rules = dict.fromkeys(self.update_of(name).rule for name in trained)
+        self.groups = list(map(self._group, rules))
 
-    def _rule(self) -> UpdateRule:
-        if self.config.name == "lamb":
-            return Lamb(self.weights, self.ownership, self.config.trust_bounds)
-        if self.config.name == "sgd":
-            return Sgd(self.config.momentum, self.config.nesterov)
-        return adamw
+    def update_of(self, name: str) -> ParameterUpdate:
+        """How a parameter is updated."""
+        return update_of(self.ownership.table[name], self.config)
+
+    def _group(self, rule: RuleFacts) -> RuleGroup:
+        updates = {name: self.update_of(name) for name in self.weights}
+        names = [name for name, update in updates.items() if update.rule == rule]
+        by_kind = (self.weights, self.masters, *(self.moments[kind] for kind in rule.moments))
+        narrow, wide, *moments = ([tensors[name] for name in names] for tensors in by_kind)
+        first, second = (*moments, [], [])[:2]
+        decays = [updates[name].decays for name in names]
+        tensors = OptimizerTensors(wide, first, second, narrow, decays)
+        return RuleGroup(tensors, RULES[rule.name](names, self.ownership, self.config))
+
+    @property
+    def group(self) -> RuleGroup:
+        """The group of the one rule that there is."""
+        (group,) = self.groups
+        return group
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels multiply all gradients by a step's factor."""
+        return all(group.by_kernels for group in self.groups if group.tensors.masters)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
         """Updates with the reduced gradients, times a factor where kernels apply it."""
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
-        if self.by_kernels and self.launch_table is None:
-            self.launch_table = tensor_table(self.tensors)
-        ordered = [gradients[name].contiguous() for name in self.weights]
-        self.rule(self.tensors, ordered, self.begin(lr, factor), self.launch_table)
+        update = self.begin(lr, factor)
+        for group in self.groups:
+            group.step(gradients, update)
 
     def begin(self, lr: float, factor: float = 1.0) -> OptimizerStep:
         """Counts an update; returns its scalars."""
         self.updates += 1
         c = self.config
         return OptimizerStep(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
+
+    def round_(self) -> None:
+        """Rounds the weights from their masters, where these are others."""
+        for group in self.groups:
+            group.tensors.round_()
 
     @torch.no_grad()
     def reset_masters(self) -> None:
@@ -90,7 +126,8 @@ class Optimizer:
         """The optimizer state for a checkpoint: `<kind>/<name>`."""
         tensors = {}
         for name, master in self.masters.items():
-            tensors |= {f"{kind}/{name}": moments[name] for kind, moments in self.moments.items()}
+            kinds = {kind: x[name] for kind, x in self.moments.items() if name in x}
+            tensors |= {f"{kind}/{name}": moment for kind, moment in kinds.items()}
             if master.dtype != self.dtype:
                 tensors[f"master/{name}"] = master
         return tensors

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mtcli.core.optim.update_rule import UpdateRule
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable
 
 
-class Sgd:
-    """The update rule; it holds no state."""
+class Sgd(UpdateRule):
+    """The update rule; it holds no state and has no kernel of ours."""
 
-    def __init__(self, momentum: float, nesterov: bool) -> None:
-        self.momentum, self.nesterov = momentum, nesterov
+    has_kernels = False
 
     def __call__(
         self,
@@ -25,9 +25,11 @@ class Sgd:
         update: OptimizerStep,
         table: TensorTable | None,
     ) -> None:
-        """Updates masters, momenta and weights in place; it has no kernel of ours."""
-        decayed = decayed_gradients(tensors, gradients, update.decay)
-        steps = momentum_steps_(decayed, tensors.exp_avgs, self.momentum, self.nesterov)
+        """Updates masters, momenta and weights in place; see UpdateRule."""
+        if not tensors.masters:  # torch takes no empty list
+            return
+        decayed, c = decayed_gradients(tensors, gradients, update.decay), self.config
+        steps = momentum_steps_(decayed, tensors.exp_avgs, c.momentum, c.nesterov)
         torch._foreach_add_(list(tensors.masters), steps, alpha=-update.lr)
         tensors.round_()
 

@@ -6,10 +6,11 @@ from math import prod
 from typing import NamedTuple
 
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.schema import LoraConfig
+from mtcli.core.config.schema import LoraConfig, OptimizerConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters, stage_parameters
 from mtcli.core.mesh.sharding import Parameter, shards_parameters
+from mtcli.core.mesh.update_rules import RuleFacts, update_of
 from mtcli.core.plan.workload import Workload
 
 Run = tuple[ModelConfig, LoraConfig]  # a model, and what of it is trained
@@ -23,6 +24,14 @@ class Owner(NamedTuple):
 
 
 FIRST = Owner()
+
+
+class RuleElements(NamedTuple):
+    """Elements on a rank that one rule updates: on both grids, and sharded over data ranks."""
+
+    rule: RuleFacts
+    total: int
+    shard: int
 
 
 class RankElements(NamedTuple):
@@ -39,11 +48,16 @@ class RankElements(NamedTuple):
     padded: int = 0
     untrained: int = 0
     frozen: int = 0
+    rules: tuple[RuleElements, ...] = ()
 
     @property
     def total(self) -> int:
         """Trained elements of both grids."""
         return self.attention + self.experts
+
+    def moments(self, sharded: bool) -> int:
+        """Elements of the optimizer's moments."""
+        return sum(len(r.rule.moments) * (r.shard if sharded else r.total) for r in self.rules)
 
 
 def owner_of(work: Workload, rank: int) -> Owner:
@@ -56,7 +70,7 @@ def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankEle
     """Elements of the weights of a rank of this pipeline rank, padding included."""
     layers = work.layers_of_rank(pp_rank)
     ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
-    return _elements((work.model, work.lora), work.layout, layers, ends, owner)
+    return _elements((work.model, work.lora), work.optimizer, work.layout, layers, ends, owner)
 
 
 def trained_of_rank(work: Workload, pp_rank: int) -> Iterator[tuple[int, Parameter]]:
@@ -75,7 +89,8 @@ def trained_of_rank(work: Workload, pp_rank: int) -> Iterator[tuple[int, Paramet
 
 def block_elements(work: Workload) -> RankElements:
     """Elements of one block on a rank."""
-    return _elements((work.model, work.lora), work.layout, 1, (False, False), FIRST)
+    run = work.model, work.lora
+    return _elements(run, work.optimizer, work.layout, 1, (False, False), FIRST)
 
 
 def is_sharded(work: Workload) -> bool:
@@ -86,12 +101,14 @@ def is_sharded(work: Workload) -> bool:
 @cache
 def _elements(
     run: Run,
+    optimizer: OptimizerConfig,
     layout: ParallelLayout,
     layers: int,
     ends: tuple[bool, bool],
     owner: Owner,
 ) -> RankElements:
     attention = experts = shard = padded = untrained = frozen = 0
+    rules: dict[RuleFacts, RuleElements] = {}
     for parameter, times in parameter_copies(run, layers, ends):
         local = parameter.local_shape(layout)
         if parameter.frozen:
@@ -104,13 +121,18 @@ def _elements(
         rows, *columns = parameter.stored_shape(layout)
         each = -(-rows // ranks)
         first = (owner.edp if parameter.is_expert else owner.data) * each
-        shard += times * max(0, min(each, rows - first)) * prod(columns)
+        total, owned = times * prod(local), times * max(0, min(each, rows - first)) * prod(columns)
+        shard += owned
         padded += times * ranks * each * prod(columns)
+        rule = update_of(parameter, optimizer).rule
+        before = rules.get(rule, RuleElements(rule, 0, 0))
+        rules[rule] = RuleElements(rule, before.total + total, before.shard + owned)
         if parameter.is_expert:
-            experts += times * prod(local)
+            experts += total
         else:
-            attention += times * prod(local)
-    return RankElements(attention, experts, shard, padded, untrained, frozen)
+            attention += total
+    by_rule = tuple(rules.values())
+    return RankElements(attention, experts, shard, padded, untrained, frozen, by_rule)
 
 
 def parameter_copies(

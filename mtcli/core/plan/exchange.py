@@ -73,7 +73,6 @@ def exchange_of(work: Workload, pp_rank: int) -> ExchangeFacts:
         sizes=owned_sizes(work, pp_rank),
         weight=work.sizes.weight,
         optimizer=work.optimizer,
-        num_moments=work.num_moments,
         overlaps=work.overlaps_neighbours,
     )
     return METHODS[work.sync.method](share)

@@ -205,15 +205,16 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
     elements, sizes = rank_elements(work, pp_rank, owner), work.sizes
     exchange = round(exchange_of(work, pp_rank).state_bytes())
     untrained = elements.untrained * sizes.gradient + elements.frozen * sizes.weight
+    beside_masters = elements.moments(sharded=work.zero > 0) * sizes.moment + exchange
     if is_sharded(work):
         rows, width = elements.shard, sizes.master or sizes.weight
-        return rows * width + untrained, rows * sizes.gradient, rows * sizes.moments + exchange
+        return rows * width + untrained, rows * sizes.gradient, beside_masters
     state = elements.shard if work.zero else elements.total
     gradients = elements.padded if work.zero == 1 else elements.total
     return (
         elements.total * sizes.weight + untrained,
         gradients * sizes.gradient,
-        state * (sizes.master + sizes.moments) + exchange,
+        state * sizes.master + beside_masters,
     )
 
 

@@ -5,6 +5,7 @@ from functools import cache
 from math import prod
 
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.update_rules import RuleFacts
 from mtcli.core.plan.communication import (
     collective_seconds,
     context_parallel,
@@ -29,7 +30,7 @@ from mtcli.core.plan.traffic import (
     sharded_block,
     tied_embedding,
 )
-from mtcli.core.plan.workload import Workload, schedule_of
+from mtcli.core.plan.workload import Precision, Workload, schedule_of
 from mtcli.core.schedule.timeline import Timeline, simulate
 
 STATE_PASSES = 2  # the optimizer reads and writes masters and moments
@@ -146,17 +147,22 @@ def _chunk_passes(work: Workload) -> int:
 def _optimizer(work: Workload, device: Device) -> float:
     """Seconds of the update: gradients read twice (norm, update), optimizer state read and written.
 
-    LAMB reads masters and moments once more: its steps' lengths are known when all have been seen.
+    A rule with norms (LAMB) reads masters and moments once more: its steps' lengths are known when
+    all have been seen.
     """
-    sizes, layout = work.sizes, work.layout
-    moved = STATE_PASSES * (sizes.master + sizes.moments)
-    moved += 2 * sizes.gradient + sizes.weight
-    if work.optimizer == "lamb":
-        moved += (sizes.master or sizes.weight) + sizes.moments
+    layout, ranks = work.layout, (rank_elements(work, pp_rank) for pp_rank in work.large_ranks)
     shards = layout.dp * layout.cp if work.zero else 1
-    elements = max(rank_elements(work, pp_rank).total for pp_rank in work.large_ranks) / shards
+    fullest = max(ranks, key=lambda elements: elements.total)
+    moved = sum(part.total / shards * _moved(part.rule, work.sizes) for part in fullest.rules)
     calls = UPDATE_CALLS * work.most_layers * device.physics.call
-    return elements * moved / device.reached_bandwidth + calls
+    return moved / device.reached_bandwidth + calls
+
+
+def _moved(rule: RuleFacts, sizes: Precision) -> int:
+    """Bytes that an update reads and writes per element."""
+    moments = len(rule.moments) * sizes.moment
+    again = (sizes.master or sizes.weight) + moments if rule.norms else 0
+    return STATE_PASSES * (sizes.master + moments) + 2 * sizes.gradient + sizes.weight + again
 
 
 def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:

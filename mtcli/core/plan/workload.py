@@ -10,7 +10,7 @@ from math import ceil, lcm
 from typing import Any, NamedTuple
 
 from mtcli.core.config.model import SEQUENCES, ModelConfig
-from mtcli.core.config.schema import Fp8Scaling, LoraConfig, OptimizerName, RunConfig
+from mtcli.core.config.schema import Fp8Scaling, LoraConfig, OptimizerConfig, RunConfig
 from mtcli.core.config.sync import SyncConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.costs import Pass
@@ -24,17 +24,17 @@ class Precision(NamedTuple):
     weight: int  # also of activations
     gradient: int  # flat buckets, always wide
     master: int  # a wide copy of the weights, where they are narrow
-    moments: int  # the optimizer's two
+    moment: int
     gemm: str
 
 
 PRECISIONS = {
-    "fp64": Precision(8, 8, 0, 16, "fp64"),
-    "fp32": Precision(4, 4, 0, 8, "fp32"),
-    "bf16": Precision(2, 4, 4, 8, "bf16"),
-    "fp16": Precision(2, 4, 4, 8, "fp16"),
-    "fp8": Precision(2, 4, 4, 8, "fp8"),
-    "nvfp4": Precision(2, 4, 4, 8, "nvfp4"),
+    "fp64": Precision(8, 8, 0, 8, "fp64"),
+    "fp32": Precision(4, 4, 0, 4, "fp32"),
+    "bf16": Precision(2, 4, 4, 4, "bf16"),
+    "fp16": Precision(2, 4, 4, 4, "fp16"),
+    "fp8": Precision(2, 4, 4, 4, "fp8"),
+    "nvfp4": Precision(2, 4, 4, 4, "nvfp4"),
 }
 UNEVEN_ROUNDS = 8  # of pp micro-batches, in which stages of any sizes find their pace: 0.1 % off
 
@@ -50,11 +50,10 @@ class Workload:
     global_batch_size: int
     precision: str = "bf16"
     fp8_scaling: Fp8Scaling = "rowwise"
-    optimizer: OptimizerName = "adamw"
+    optimizer: OptimizerConfig = OptimizerConfig()
     sync: SyncConfig = SyncConfig()
     overlaps_neighbours: bool = False  # decentralized replicas exchange while the step is computed
     steps: int = 1  # of the run, over which an exchange now and then is averaged
-    num_moments: int = 2  # of the optimizer
     schedule_name: str = "1f1b"
     sequence_parallel: bool = True
     zero: int = 0
@@ -77,10 +76,9 @@ class Workload:
             "model": config.model,
             "lora": config.lora,
             "layout": layout,
-            "optimizer": config.optimizer.name,
+            "optimizer": config.optimizer,
             "sync": config.sync,
             "overlaps_neighbours": config.overlaps_neighbours,
-            "num_moments": len(config.optimizer.moments),
             "schedule_name": p.schedule,
             "sequence_parallel": p.sequence_parallel or p.grid_rows > 1,
             "stage_sizes": () if p.stage_layers == even else p.stage_layers,
@@ -92,8 +90,7 @@ class Workload:
     @property
     def sizes(self) -> Precision:
         """Bytes per element of weights, gradients and optimizer state."""
-        sizes = PRECISIONS[self.precision]
-        return sizes._replace(moments=sizes.moments // 2 * self.num_moments)
+        return PRECISIONS[self.precision]
 
     @property
     def gradient_width(self) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import run_parameters
+from mtcli.core.mesh.update_rules import update_of
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.transformer import Stage
@@ -170,7 +171,8 @@ class ModelArray:
         if first.train.compile:
             self.losses = compile_stage(self.stage, self.losses, first.data.document_mask)
             if first.optimizer.name == "adamw" and groups.device.type == "cpu":
-                decays = {name: described.decays for name, described in self.table.items()}
+                optimizer = first.optimizer
+                decays = {name: update_of(p, optimizer).decays for name, p in self.table.items()}
                 self.compiled = CompiledAdamW(self.memory, decays)
         self.gradients = dict(self.memory.gradients.tensors)
         one_backward = self.micro_batches == 1 and groups.axes["samples"].size == 1

@@ -14,6 +14,7 @@ from torch import Tensor
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
+from mtcli.core.mesh.update_rules import moments_of
 
 ALIGNMENT = 16  # elements: 64 bytes of float32, a cache line
 
@@ -83,7 +84,10 @@ class ArrayMemory:
         if wide.dtype != like.dtype:
             self.masters = ParameterArray(shapes, models, wide)
         self.gradients = ParameterArray(shapes, models, wide)
-        self.moments = {kind: ParameterArray(shapes, models, wide) for kind in optimizer.moments}
+        self.moments = {
+            kind: ParameterArray({n: shapes[n] for n in shapes if n in names}, models, wide)
+            for kind, names in moments_of(table, optimizer).items()
+        }
 
     @property
     def parameters(self) -> Tensors:

@@ -142,7 +142,7 @@ class _Bucket:
         self.x = [optimizer.masters[name] for name in names]
         self.m = [momenta[name] for name in names] if momenta else []
         weights = [optimizer.weights[name] for name in names]
-        decays = [optimizer.ownership.table[name].decays for name in names]
+        decays = [optimizer.update_of(name).decays for name in names]
         self.tensors = OptimizerTensors(self.x, self.m, [], weights, decays)
         self.kept: Mix | None = None  # where it overlaps the step
         self.under_way: Mix | None = None

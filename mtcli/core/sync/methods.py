@@ -60,8 +60,7 @@ def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) 
         replicas=inside.ownership.groups.replicas.size,
         sizes={name: master.numel() for name, master in optimizer.masters.items()},
         weight=optimizer.dtype.itemsize,
-        optimizer=config.optimizer.name,
-        num_moments=len(config.optimizer.moments),
+        optimizer=config.optimizer,
         overlaps=config.overlaps_neighbours,
     )
     method = config.sync.method

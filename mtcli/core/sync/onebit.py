@@ -180,9 +180,9 @@ class OneBit(ReplicaExchange):
         The mean is divided by its weights' sum, as AdamW's are; the paper starts it from 0 and
         waits until that makes no difference.
         """
-        if not isinstance(self.optimizer.rule, Lamb):
+        if not isinstance(rule := self.optimizer.group.rule, Lamb):
             return
-        ratios, numbers = self.optimizer.rule.ratios, self.per_parameter
+        ratios, numbers = rule.ratios, self.per_parameter
         for name, value in (("ratio_sum", ratios), ("ratio_weight", torch.ones_like(ratios))):
             following = torch.lerp(value, numbers[name], self.ratio_decay)
             numbers[name].copy_(torch.where(ratios == 1.0, numbers[name], following))

@@ -42,7 +42,7 @@ class PeriodicPulls(ReplicaExchange):
     def _exchange(self, steps: int) -> None:
         if any(turns.is_due(steps) for turns in self.facts.turns):
             self.pull(steps)
-            self.optimizer.tensors.round_()
+            self.optimizer.round_()
 
 
 def move_(tensors: Sequence[Tensor], towards: Tensor, share: float) -> None:

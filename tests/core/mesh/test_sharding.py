@@ -155,9 +155,13 @@ def test_an_expert_s_gradient_is_partial_over_expert_data_only():
     assert set(router.gradient_axes(layout, sequence_parallel=True)) == {"tp", "cp", "dp"}
 
 
-def test_weight_decay_spares_biases_and_norms():
-    spared = {name for name, p in parameters(GPT).items() if not p.decays}
-    assert spared == {name for name in parameters(GPT) if name.endswith("bias") or "norm" in name}
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_parameter_of_which_tp_ranks_use_parts_is_summed_over_them_in_any_case(sequence_parallel):
+    layout = ParallelLayout(8, tp=2, cp=2)
+    for_heads = Parameter("q_norm", (8,), (None,), "ones", 0, partial_over_tp=True)
+    assert for_heads.gradient_axes(layout, sequence_parallel) == ("tp", "cp", "dp")
+    sharded = Parameter("down", (8, 8), (None, "tp"), "normal", 0, partial_over_tp=True)
+    assert sharded.gradient_axes(layout, sequence_parallel) == ("cp", "dp")
 
 
 def test_a_rectangle_is_an_index_into_the_global_tensor():

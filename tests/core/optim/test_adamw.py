@@ -21,8 +21,8 @@ CONFIG = OptimizerConfig(lr=1e-2, betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3)
 ALONE = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
 
 
-def adamw(named, dtype):
-    return Optimizer(named, Ownership(ALONE, TABLE, False, False), CONFIG, dtype)
+def adamw(named, dtype, config=CONFIG):
+    return Optimizer(named, Ownership(ALONE, TABLE, False, False), config, dtype)
 
 
 def seeded(shape, seed):
@@ -109,6 +109,14 @@ def test_state_is_there_before_the_first_step_and_restores_the_run():
         optimizer.step(gradients(3), 1e-2)
     for name, parameter in one.weights.items():
         assert torch.equal(parameter, other.weights[name])
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "sgd"])
+def test_a_rank_that_owns_no_rows_of_a_rule_takes_its_step(name):
+    rows = {"up.bias": torch.zeros(0), "up.weight": torch.zeros(0, 5)}
+    ours = adamw(rows, torch.float32, OptimizerConfig(name=name))
+    ours.step({}, 1e-2)
+    assert ours.updates == 1 and ours.state() == {}
 
 
 def test_masters_follow_weights_that_were_loaded():

@@ -21,10 +21,8 @@ def largest_difference(runtime, config):
     loader = MicroBatchLoader(Samples(config), config, trainer.groups)
     weights = trainer.strategy.weights()
     theirs = {name: torch.nn.Parameter(x.clone()) for name, x in weights.items()}
-    table = trainer.strategy.ownership.table
-    kinds = [
-        [p for n, p in theirs.items() if table[n].decays == decays] for decays in (True, False)
-    ]
+    decayed = {name for name in theirs if trainer.optimizer.update_of(name).decays}
+    kinds = [[p for n, p in theirs.items() if (n in decayed) == decays] for decays in (True, False)]
     decay = o.weight_decay, 0.0
     groups = [{"params": p, "weight_decay": d} for p, d in zip(kinds, decay, strict=True) if p]
     sgd = torch.optim.SGD(groups, lr=1.0, momentum=o.momentum, nesterov=o.nesterov)

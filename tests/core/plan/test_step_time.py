@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
 from mtcli.core.plan import traffic
@@ -171,7 +172,7 @@ def test_lamb_reads_masters_and_moments_once_more():
     for precision in ("bf16", "fp32"):
         plain, lamb = (
             step_costs(
-                step(ParallelLayout(1), precision=precision, optimizer=name),
+                step(ParallelLayout(1), precision=precision, optimizer=OptimizerConfig(name=name)),
                 ALL_BANDWIDTH,
             ).optimizer
             for name in ("adamw", "lamb")

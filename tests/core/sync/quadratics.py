@@ -57,8 +57,7 @@ def trained(runtime, cases, steps):
         config = config_of({"model": MODEL, "optimizer": optimizer, "sync": sync}, ())
         inside = Quadratic(groups)
         rule = Optimizer(inside.weights(), inside.ownership, config.optimizer, torch.float64)
-        moments = len(config.optimizer.moments)
-        share = ReplicaShare(config.sync, steps, runtime.world, {"x": SIZE}, 8, "sgd", moments)
+        share = ReplicaShare(config.sync, steps, runtime.world, {"x": SIZE}, 8, config.optimizer)
         exchange = Decentralized(inside, rule, MixingFacts(share))
         points = [inside.x.clone()]
         for _ in range(steps):

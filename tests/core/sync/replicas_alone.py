@@ -58,10 +58,10 @@ class Alone:
             found = trainer.strategy.gradients
             norm = sum(float((g.double() ** 2).sum()) for g in found.values()) ** 0.5
             factor = clip_factor(norm, o.clip)
-            weights, table = trainer.strategy.weights(), trainer.table
+            weights, update_of = trainer.strategy.weights(), trainer.optimizer.update_of
             gradients.append(
                 {
-                    name: factor * g + (o.weight_decay * weights[name] if table[name].decays else 0)
+                    name: factor * g + o.weight_decay * update_of(name).decays * weights[name]
                     for name, g in found.items()
                 }
             )

@@ -194,9 +194,9 @@ def test_buckets_leave_in_the_backward_where_nothing_is_clipped_and_are_dropped_
             trainer.exchange.update(0.05, 1.0)
             step = {name: before[name] - x for name, x in trainer.strategy.weights().items()}
             assert all(bucket.under_way is None for bucket in trainer.exchange.buckets)
-            gradients, table = trainer.strategy.gradients, trainer.table
+            gradients, update_of = trainer.strategy.gradients, trainer.optimizer.update_of
             for name, moved in step.items():
-                decay = 0.1 * before[name] if table[name].decays else 0.0
+                decay = 0.1 * before[name] if update_of(name).decays else 0.0
                 torch.testing.assert_close(moved, 0.05 * (gradients[name] + decay), atol=1e-14,
                                            rtol=1e-9)  # fmt: skip
             loader.close()

@@ -12,6 +12,7 @@ from trained import checkpoint_of, save_to
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.exchange.facts import ReplicaShare
 from mtcli.core.exchange.onebit import OneBitFacts
+from mtcli.core.mesh.update_rules import update_of
 from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
@@ -104,7 +105,8 @@ class PlainLoop:
         return {n: g * factor for n, g in gradients.items()}
 
     def decay(self, name):
-        return self.config.optimizer.weight_decay * self.table[name].decays
+        o = self.config.optimizer
+        return o.weight_decay * update_of(self.table[name], o).decays
 
     def warm(self, step, gradients):
         o = self.config.optimizer
@@ -370,7 +372,7 @@ def test_plan_tells_the_bytes_that_are_sent_and_kept(world, parallel, precision)
     width = 4 if precision == "fp32" else 2
     ranks = run_ranks(world, measured, config, 6)
     planned = [
-        OneBitFacts(ReplicaShare(config.sync, 6, replicas, {"w": owned}, width, "lamb"))
+        OneBitFacts(ReplicaShare(config.sync, 6, replicas, {"w": owned}, width, config.optimizer))
         for _, owned, _ in ranks
     ]
     sent = sum(one.sent_bytes() for one in planned)
