@@ -87,10 +87,10 @@ def merged(
     require_adapters(own, model, lora)
     adapters = Adapters(own, base, lora)
     tensors = {}
-    for name in parameters(model):
+    for name, weight in parameters(model).items():
         if name not in base.tensors:
             continue
-        targets = chosen_targets(name, model, lora)
+        targets = chosen_targets(weight, model, lora)
         read = partial(_merged, adapters, name, targets) if targets else partial(base.read, name)
         tensors[name] = StoredTensor(base.dtype(name), base.shape(name), (), read)
     found = replace(own, model=model, tensors=tensors, adapters=adapters, config=config)

@@ -18,8 +18,7 @@ from mtcli.core.mesh.sharding import Parameter
 
 
 class LoraTarget(NamedTuple):
-    """A target inside a linear layer: its name, and its slots of a dimension of the weight,
-    `num_slots` from `first` on; all of the weight where dim is None."""
+    """A target inside a linear layer: its name, and its slots of the weight, as of a Matrix."""
 
     name: str
     dim: int | None = None
@@ -32,18 +31,16 @@ class LoraTarget(NamedTuple):
         return self.name.rpartition(".")[2]
 
 
-def targets_of(weight: str, model: ModelConfig) -> tuple[LoraTarget, ...]:
-    """The targets in a weight, by its canonical name; none where it takes no adapter."""
-    *_, layer, kind = ("", "", *weight.split("."))[-3:]
-    if kind != "weight" or ".experts." in weight or not weight.startswith("blocks."):
+def targets_of(weight: Parameter, model: ModelConfig) -> tuple[LoraTarget, ...]:
+    """The targets in a weight; none where it takes no adapter."""
+    if not weight.matrices or weight.is_expert:
         return ()
-    prefix = "shared_expert." if ".shared_expert." in weight else ""
-    names = [prefix + name for name in layer_targets(model).get(layer, ())]
-    if len(names) < 2:
-        return tuple(map(LoraTarget, names))
-    queries = model.num_heads // model.num_kv_heads
-    slots = {"qkv": ((1, 0, queries), (1, queries), (1, queries + 1)), "gate_up": ((0, 0), (0, 1))}
-    return tuple(LoraTarget(n, *at) for n, at in zip(names, slots[layer], strict=True))
+    prefix = "shared_expert." if ".shared_expert." in weight.name else ""
+    names = [prefix + name for name in layer_targets(model)[weight.name.split(".")[-2]]]
+    if len(names) < len(weight.matrices):  # peft adapts GPT-2's c_attn as one
+        return (LoraTarget(names[0]),)
+    matrices = zip(names, weight.matrices, strict=True)
+    return tuple(LoraTarget(name, m.dim, m.first, m.num_slots) for name, m in matrices)
 
 
 def adapter_name(weight: str, side: str, target: LoraTarget) -> str:
@@ -51,7 +48,9 @@ def adapter_name(weight: str, side: str, target: LoraTarget) -> str:
     return f"{weight.removesuffix('.weight')}.adapter.{side}.{target.short}"
 
 
-def chosen_targets(weight: str, model: ModelConfig, lora: LoraConfig) -> tuple[LoraTarget, ...]:
+def chosen_targets(
+    weight: Parameter, model: ModelConfig, lora: LoraConfig
+) -> tuple[LoraTarget, ...]:
     """The targets in a weight that a config adapts."""
     every = targets_of(weight, model)
     if not lora.targets:
@@ -65,7 +64,7 @@ def adapter_parameters(
     """Yields A and B of each target in a weight."""
     *outer, inputs = weight.shape
     *outer_axes, input_axis = weight.shard_axes
-    for target in chosen_targets(weight.name, model, lora):
+    for target in chosen_targets(weight, model, lora):
         shape, axes = list(outer), list(outer_axes)
         if target.dim is not None:
             shape[target.dim] = target.num_slots

@@ -18,7 +18,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.adapters import adapter_parameters
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.mesh.sharding import Init, Layer, Parameter
+from mtcli.core.mesh.sharding import Init, Layer, Matrix, Parameter
 
 TOKEN_TYPES = "token_type_embedding.weight"
 
@@ -179,28 +179,41 @@ def _norm(model: ModelConfig, name: str, layer: Layer) -> list[Parameter]:
     ]
 
 
+def _linear(
+    name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], layer: int, *matrices: Matrix
+) -> Parameter:
+    """The weight of a block's linear layer; those before a residual addition are drawn smaller."""
+    init: Init = "residual" if matrices[0].role in ("output", "down") else "normal"
+    return Parameter(f"{name}.weight", shape, axes, init, layer, matrices=matrices)
+
+
 def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     groups, hidden = model.num_kv_heads, model.hidden_size
-    fused = (groups, model.num_heads // groups + 2, model.head_dim)
-    axes = ("tp", None, "tp")
-    yield Parameter(f"{name}.qkv.weight", (*fused, hidden), (*axes, "tp_row"), "normal", layer)
+    queries = model.num_heads // groups
+    fused, axes = (groups, queries + 2, model.head_dim), ("tp", None, "tp")
+    slots = (
+        Matrix("query", 1, 0, queries),
+        Matrix("key", 1, queries),
+        Matrix("value", 1, queries + 1),
+    )
+    yield _linear(f"{name}.qkv", (*fused, hidden), (*axes, "tp_row"), layer, *slots)
     if model.qkv_bias:
         yield Parameter(f"{name}.qkv.bias", fused, axes, "zeros", layer)
     shape = (hidden, model.num_heads * model.head_dim)
-    yield Parameter(f"{name}.out.weight", shape, ("tp_row", "tp"), "residual", layer)
+    yield _linear(f"{name}.out", shape, ("tp_row", "tp"), layer, Matrix("output"))
     if model.bias:
         yield Parameter(f"{name}.out.bias", (hidden,), ("tp_columns",), "zeros", layer)
 
 
 def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterator[Parameter]:
-    hidden = model.hidden_size
-    gated = model.is_gated
+    hidden, gated = model.hidden_size, model.is_gated
     up = "gate_up" if gated else "up"
     shape, axes = ((2, ffn), (None, "tp")) if gated else ((ffn,), ("tp",))
-    yield Parameter(f"{name}.{up}.weight", (*shape, hidden), (*axes, "tp_row"), "normal", layer)
+    slots = (Matrix("gate", 0, 0), Matrix("up", 0, 1)) if gated else (Matrix("up"),)
+    yield _linear(f"{name}.{up}", (*shape, hidden), (*axes, "tp_row"), layer, *slots)
     if model.bias:
         yield Parameter(f"{name}.{up}.bias", shape, axes, "zeros", layer)
-    yield Parameter(f"{name}.down.weight", (hidden, ffn), ("tp_row", "tp"), "residual", layer)
+    yield _linear(f"{name}.down", (hidden, ffn), ("tp_row", "tp"), layer, Matrix("down"))
     if model.bias:
         yield Parameter(f"{name}.down.bias", (hidden,), ("tp_columns",), "zeros", layer)
 
@@ -213,10 +226,10 @@ def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
         yield Parameter(bias, (experts,), (None,), "zeros", layer, trained=False)
     gated = model.is_gated
     shape, axes = ((2, ffn), (None, "etp")) if gated else ((ffn,), ("etp",))
-    up = f"{name}.experts.{'gate_up' if gated else 'up'}.weight"
-    yield Parameter(up, (experts, *shape, hidden), ("ep", *axes, None), "normal", layer)
-    down = f"{name}.experts.down.weight"
-    yield Parameter(down, (experts, hidden, ffn), ("ep", None, "etp"), "residual", layer)
+    slots = (Matrix("gate", 1, 0), Matrix("up", 1, 1)) if gated else (Matrix("up"),)
+    up, down = f"{name}.experts.{'gate_up' if gated else 'up'}", f"{name}.experts.down"
+    yield _linear(up, (experts, *shape, hidden), ("ep", *axes, None), layer, *slots)
+    yield _linear(down, (experts, hidden, ffn), ("ep", None, "etp"), layer, Matrix("down"))
     if shared := model.shared_expert_ffn_hidden_size:
         yield from _feed_forward(model, f"{name}.shared_expert", layer, shared)
     if model.shared_expert_gate:

@@ -20,6 +20,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 VOCAB_MULTIPLE = 128  # rows of a vocabulary shard: tensor cores want multiples of 64 to 128
 BOX_BYTES = 32 << 20  # of a tensor that is gone through box by box: the memory of one box
 
+Role = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Init = Literal["normal", "residual", "adapter", "ones", "zeros"]
 Layer = int | Literal["first", "last"]  # the number of a block, or an end of the pipeline
 
@@ -95,6 +96,17 @@ def flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
     return flat
 
 
+class Matrix(NamedTuple):
+    """A matrix of a block's linear layer [.., inputs]: its role, and its slots of a dimension of
+    the weight, `num_slots` from `first` on; all of the weight where dim is None. Every expert has
+    one."""
+
+    role: Role
+    dim: int | None = None
+    first: int = 0
+    num_slots: int = 1
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of the model, by canonical name; shapes are global and never padded.
@@ -104,6 +116,8 @@ class Parameter:
     is left: 4 ranks of ("tp", None, "tp") share 2 heads, half of the columns of a head each.
     Axis "tp_row" is there where tp ranks form a grid of several rows, and "tp_columns" is axis tp
     there and none elsewhere: the columns of activations.
+    A block's linear layers are `matrices`, fused ones several; tables, heads, routers and adapters
+    are none.
     A parameter that is not `trained` has no gradient and no optimizer state, and stays in at least
     float32 unless it is `frozen`.
     """
@@ -119,6 +133,7 @@ class Parameter:
     frozen: bool = False  # a weight that adapters are trained on
     of_adapter: bool = False  # A or B of a low-rank adapter
     partial_over_tp: bool = False  # if tp replicates it, a rank's gradient is a part of the sum
+    matrices: tuple[Matrix, ...] = ()
 
     def axes(self, layout: ParallelLayout) -> tuple[str | None, ...]:
         """The axis of a layout that shards each dimension."""

@@ -166,7 +166,7 @@ class LayerFactory(ABC):
         weight = self.table[f"{name}.weight"]
         targets = tuple(
             target
-            for target in targets_of(weight.name, self.adapters.model)
+            for target in targets_of(weight, self.adapters.model)
             if adapter_name(weight.name, "a", target) in self.table
         )
         if not targets:

@@ -3,6 +3,7 @@
 Counts are held to published ones in tests/test_presets.py.
 """
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig as PeftConfig
@@ -134,3 +135,35 @@ def test_idle_experts_cost_no_operations():
 
 def test_every_parameter_of_a_dense_model_is_active():
     assert count_active(GPT) == count_parameters(GPT)
+
+
+def matrices_of(parameter):
+    """Each matrix's role, how many there are of it, and their global shape."""
+    elements = np.arange(parameter.numel).reshape(parameter.shape)
+    every = []
+    for role, dim, first, slots in parameter.matrices:
+        part = elements if dim is None else elements.take(range(first, first + slots), axis=dim)
+        every.append(part.ravel())
+        count = parameter.shape[0] if parameter.is_expert else 1
+        yield role, count, (part.size // count // part.shape[-1], part.shape[-1])
+    assert np.array_equal(np.sort(np.concatenate(every)), elements.ravel()), "each is in one matrix"
+
+
+def test_the_matrices_of_linear_layers_have_their_logical_shapes():
+    model = ModelConfig(
+        architecture="qwen2-moe", num_layers=1, hidden_size=16, num_heads=8, num_kv_heads=2,
+        head_dim=4, ffn_hidden_size=8, moe_ffn_hidden_size=6, num_experts=3, top_k=2,
+        shared_expert_ffn_hidden_size=10, vocab_size=260, max_seq_len=8,
+    )  # fmt: skip
+    table = parameters(model)
+    found = {name: list(matrices_of(p)) for name, p in table.items() if p.matrices}
+    assert found == {
+        "blocks.0.attention.qkv.weight": [
+            ("query", 1, (32, 16)), ("key", 1, (8, 16)), ("value", 1, (8, 16)),
+        ],
+        "blocks.0.attention.out.weight": [("output", 1, (16, 32))],
+        "blocks.0.mlp.experts.gate_up.weight": [("gate", 3, (6, 16)), ("up", 3, (6, 16))],
+        "blocks.0.mlp.experts.down.weight": [("down", 3, (16, 6))],
+        "blocks.0.mlp.shared_expert.gate_up.weight": [("gate", 1, (10, 16)), ("up", 1, (10, 16))],
+        "blocks.0.mlp.shared_expert.down.weight": [("down", 1, (16, 10))],
+    }  # fmt: skip

@@ -23,6 +23,7 @@ from mtcli.core.config.schema import LoraConfig
 from mtcli.core.config.untrusted import is_number, listed, shown
 from mtcli.core.mesh.adapters import adapter_name, chosen_targets, targets_of
 from mtcli.core.mesh.parameters import parameters, run_parameters
+from mtcli.core.mesh.sharding import Parameter
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -90,7 +91,7 @@ def peft_config(source: Checkpoint) -> dict[str, Any]:
     """adapter_config.json of a checkpoint's adapters."""
     assert source.adapters is not None, f"{source.folder} holds no adapters"
     _, base, lora = source.adapters
-    weights = list(parameters(base.model))
+    weights = parameters(base.model).values()
     targets = {t.name for weight in weights for t in chosen_targets(weight, base.model, lora)}
     return {
         "peft_type": "LORA",
@@ -118,10 +119,10 @@ def peft_boxes(source: Checkpoint) -> Iterator[tuple[str, StoredBox]]:
 
 def _boxes(model: ModelConfig, family: Family, lora: LoraConfig) -> Iterator[tuple[str, StoredBox]]:
     table = run_parameters(model, lora)
-    for weight in parameters(model):
+    for name, weight in parameters(model).items():
         for target in chosen_targets(weight, model, lora):
             module = _module(model, family, weight, target.name)
-            a, b = (adapter_name(weight, side, target) for side in "ab")
+            a, b = (adapter_name(name, side, target) for side in "ab")
             shape = table[a].shape
             yield a, StoredBox(f"{module}.lora_A.weight", shape, shape, (0, 1), (0, 0))
             yield b, _of_b(f"{module}.lora_B.weight", table[b].shape, target.name)
@@ -138,20 +139,18 @@ def _of_b(key: str, shape: tuple[int, ...], target: str) -> StoredBox:
     return StoredBox(key, (rows, rank), shape, tuple(range(len(shape))), zeros)
 
 
-def _module(model: ModelConfig, family: Family, weight: str, target: str) -> str:
+def _module(model: ModelConfig, family: Family, weight: Parameter, target: str) -> str:
     """peft's name of the module that a target of a weight is."""
-    boxes = family.boxes(parameters(model)[weight], model)
+    boxes = family.boxes(weight, model)
     numbers = [lora_target.name for lora_target in targets_of(weight, model)]
     return PREFIX + boxes[numbers.index(target)].key.removesuffix(".weight")
 
 
 def _target_of(model: ModelConfig, adapter: str) -> str:
     """The target that an adapter's canonical name is of, with the prefix of a shared expert."""
-    weight, _, rest = adapter.partition(".adapter.")
-    short = rest.partition(".")[2]
-    return next(
-        target.name for target in targets_of(f"{weight}.weight", model) if target.short == short
-    )
+    layer, _, rest = adapter.partition(".adapter.")
+    weight, short = parameters(model)[f"{layer}.weight"], rest.partition(".")[2]
+    return next(target.name for target in targets_of(weight, model) if target.short == short)
 
 
 def _lora(path: Path, table: dict[str, Any]) -> LoraConfig:

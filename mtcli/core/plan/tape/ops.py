@@ -15,6 +15,7 @@ from typing import NamedTuple
 from mtcli.core.config.fp8 import is_narrow
 from mtcli.core.config.model import CLASSIFIERS
 from mtcli.core.mesh.adapters import chosen_targets
+from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import VOCAB_MULTIPLE
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.tape.autograd import (
@@ -388,7 +389,8 @@ def count_adapters(ctx: TapeContext, layer: str) -> int:
     work = ctx.work
     if not work.lora.rank:
         return 0
-    return len(chosen_targets(f"blocks.0.{layer}.weight", work.model, work.lora))
+    weight = parameters(work.model)[f"blocks.0.{layer}.weight"]
+    return len(chosen_targets(weight, work.model, work.lora))
 
 
 def enter(ctx: TapeContext, x: Value) -> Value:
