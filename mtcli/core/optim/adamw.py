@@ -10,22 +10,17 @@ from torch import Tensor
 
 from mtcli.core.optim.update_rule import UpdateRule
 from mtcli.kernels.adamw import adamw_
-from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable
+from mtcli.kernels.multi_tensor import OptimizerStep
 
 
 class Adamw(UpdateRule):
     """The update rule; it holds no state."""
 
-    def __call__(
-        self,
-        tensors: OptimizerTensors,
-        gradients: Sequence[Tensor],
-        update: OptimizerStep,
-        table: TensorTable | None,
-    ) -> None:
+    def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> None:
         """Updates in place; see UpdateRule."""
-        if table is not None:
-            return adamw_(table, tensors, gradients, update)
+        tensors = self.tensors
+        if self.table is not None:
+            return adamw_(self.table, tensors, gradients, update)
         for decays in (True, False):
             at = [i for i, flag in enumerate(tensors.decays) if flag == decays]
             if at:

@@ -21,7 +21,7 @@ def frozen_adam_(
     optimizer: Optimizer, momenta: Mapping[str, Tensor], update: OptimizerStep, frozen_at: int
 ) -> None:
     """Takes AdamW's step of new momenta, with the variance of update `frozen_at`."""
-    tensors = optimizer.group.tensors
+    tensors = optimizer.rule.tensors
     root = (1.0 - update.betas[1] ** frozen_at) ** 0.5
     length = update.lr / (1.0 - update.betas[0] ** update.count)
     for x, m, v, decays, new in zip(*tensors[:3], tensors.decays, momenta.values(), strict=True):
@@ -62,7 +62,7 @@ class FrozenLamb:
     ) -> None:
         """Updates momenta and weights; `ratio` and the last `factor`, which is overwritten, are of
         every trained parameter of the model. Collective."""
-        tensors = self.optimizer.group.tensors
+        tensors = self.optimizer.rule.tensors
         peaks, squares = self._moments_(momenta, update)
         peak = self.global_sums.of_model(peaks, ReduceOp.MAX)[:, 0]
         of_momentum, of_step = self.global_sums.of_model(squares).sqrt().unbind(1)
@@ -88,7 +88,7 @@ class FrozenLamb:
         without and with decay [tensors, 2].
         """
         (beta1, beta2), eps = update.betas, update.eps
-        *state, _, decay_flags = self.optimizer.group.tensors
+        *state, _, decay_flags = self.optimizer.rule.tensors
         tensors = *state, self.fresh.values(), momenta.values()
         device = self.global_sums.rows.device
         peaks = torch.zeros(len(decay_flags), 1, dtype=torch.float64, device=device)

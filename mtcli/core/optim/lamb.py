@@ -7,12 +7,12 @@ and value share one ratio, gate and up another, and so do all experts of a layer
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from torch import Tensor
 
-from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.optim.update_rule import UpdateRule
-from mtcli.core.parallel.ownership import GlobalSums, Ownership
+from mtcli.core.parallel.ownership import GlobalSums
 from mtcli.kernels.lamb import (
     lamb_moments_,
     lamb_moments_reference_,
@@ -20,25 +20,23 @@ from mtcli.kernels.lamb import (
     lamb_step_reference_,
     trust_ratios,
 )
-from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable
+from mtcli.kernels.multi_tensor import OptimizerStep
 
 
 class Lamb(UpdateRule):
-    """The update rule for a rank's shards. Calling it is collective."""
+    """The update rule for a rank's shards. A step is collective."""
 
-    def __init__(self, names: Sequence[str], ownership: Ownership, config: OptimizerConfig) -> None:
-        super().__init__(names, ownership, config)
-        self.global_sums = GlobalSums(names, ownership)
-        self.ratios: Tensor  # of the last step, of every trained parameter of the model
+    ratios: Tensor
+    """of the last step, of every trained parameter of the model"""
 
-    def __call__(
-        self,
-        tensors: OptimizerTensors,
-        gradients: Sequence[Tensor],
-        update: OptimizerStep,
-        table: TensorTable | None,
-    ) -> None:
+    @cached_property
+    def global_sums(self) -> GlobalSums:
+        """Sums over all shards of each parameter."""
+        return GlobalSums(self.names, self.ownership)
+
+    def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> None:
         """Updates in place; see UpdateRule."""
+        tensors, table = self.tensors, self.table
         if table is None:
             ratios = self._ratios(lamb_moments_reference_(tensors, gradients, update))
             lamb_step_reference_(tensors, ratios, update)

@@ -16,26 +16,9 @@ from mtcli.core.optim.lamb import Lamb
 from mtcli.core.optim.sgd import Sgd
 from mtcli.core.optim.update_rule import UpdateRule
 from mtcli.core.parallel.ownership import Ownership
-from mtcli.kernels.launch import runs_triton
-from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable, tensor_table
+from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors
 
 RULES: dict[OptimizerName, type[UpdateRule]] = {"adamw": Adamw, "lamb": Lamb, "sgd": Sgd}
-
-
-class RuleGroup:
-    """The tensors of a rank that one rule updates; maybe none."""
-
-    def __init__(self, tensors: OptimizerTensors, rule: UpdateRule) -> None:
-        self.tensors, self.rule = tensors, rule
-        self.by_kernels = rule.has_kernels and _share_a_launch(tensors)
-        self.launch_table: TensorTable | None = None  # made in the first step by kernels
-
-    def step(self, gradients: Mapping[str, Tensor], update: OptimizerStep) -> None:
-        """Updates with the reduced gradients of the group's parameters, among others."""
-        if self.by_kernels and self.launch_table is None:
-            self.launch_table = tensor_table(self.tensors)
-        ordered = [gradients[name].contiguous() for name in self.rule.names]
-        self.rule(self.tensors, ordered, update, self.launch_table)
 
 
 class Optimizer:
@@ -70,13 +53,13 @@ class Optimizer:
         # Those of the whole model: a rule may be collective.
         trained = [name for name, parameter in self.ownership.table.items() if parameter.trained]
         rules = dict.fromkeys(self.update_of(name).rule for name in trained)
-        self.groups = list(map(self._group, rules))
+        self.rules = list(map(self._rule, rules))
 
     def update_of(self, name: str) -> ParameterUpdate:
         """How a parameter is updated."""
         return update_of(self.ownership.table[name], self.config)
 
-    def _group(self, rule: RuleFacts) -> RuleGroup:
+    def _rule(self, rule: RuleFacts) -> UpdateRule:
         updates = {name: self.update_of(name) for name in self.weights}
         names = [name for name, update in updates.items() if update.rule == rule]
         by_kind = (self.weights, self.masters, *(self.moments[kind] for kind in rule.moments))
@@ -84,26 +67,26 @@ class Optimizer:
         first, second = (*moments, [], [])[:2]
         decays = [updates[name].decays for name in names]
         tensors = OptimizerTensors(wide, first, second, narrow, decays)
-        return RuleGroup(tensors, RULES[rule.name](names, self.ownership, self.config))
+        return RULES[rule.name](names, tensors, self.ownership, self.config)
 
     @property
-    def group(self) -> RuleGroup:
-        """The group of the one rule that there is."""
-        (group,) = self.groups
-        return group
+    def rule(self) -> UpdateRule:
+        """The one rule that there is."""
+        (rule,) = self.rules
+        return rule
 
     @property
     def by_kernels(self) -> bool:
         """Whether kernels multiply all gradients by a step's factor."""
-        return all(group.by_kernels for group in self.groups if group.tensors.masters)
+        return all(rule.by_kernels for rule in self.rules if rule.names)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
         """Updates with the reduced gradients, times a factor where kernels apply it."""
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
         update = self.begin(lr, factor)
-        for group in self.groups:
-            group.step(gradients, update)
+        for rule in self.rules:
+            rule.step(gradients, update)
 
     def begin(self, lr: float, factor: float = 1.0) -> OptimizerStep:
         """Counts an update; returns its scalars."""
@@ -113,8 +96,8 @@ class Optimizer:
 
     def round_(self) -> None:
         """Rounds the weights from their masters, where these are others."""
-        for group in self.groups:
-            group.tensors.round_()
+        for rule in self.rules:
+            rule.tensors.round_()
 
     @torch.no_grad()
     def reset_masters(self) -> None:
@@ -131,13 +114,6 @@ class Optimizer:
             if master.dtype != self.dtype:
                 tensors[f"master/{name}"] = master
         return tensors
-
-
-def _share_a_launch(tensors: OptimizerTensors) -> bool:
-    """Whether one launch of our kernels can update all tensors."""
-    alike = len({weight.dtype for weight in tensors.weights}) == 1
-    every = (*tensors.masters, *tensors.weights)
-    return alike and all(runs_triton(x) and x.is_contiguous() for x in every)
 
 
 def _master(weight: Tensor) -> Tensor:

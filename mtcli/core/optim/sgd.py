@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.optim.update_rule import UpdateRule
-from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable
+from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors
 
 
 class Sgd(UpdateRule):
@@ -18,17 +18,12 @@ class Sgd(UpdateRule):
 
     has_kernels = False
 
-    def __call__(
-        self,
-        tensors: OptimizerTensors,
-        gradients: Sequence[Tensor],
-        update: OptimizerStep,
-        table: TensorTable | None,
-    ) -> None:
+    def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> None:
         """Updates masters, momenta and weights in place; see UpdateRule."""
+        tensors, c = self.tensors, self.config
         if not tensors.masters:  # torch takes no empty list
             return
-        decayed, c = decayed_gradients(tensors, gradients, update.decay), self.config
+        decayed = decayed_gradients(tensors, gradients, update.decay)
         steps = momentum_steps_(decayed, tensors.exp_avgs, c.momentum, c.nesterov)
         torch._foreach_add_(list(tensors.masters), steps, alpha=-update.lr)
         tensors.round_()

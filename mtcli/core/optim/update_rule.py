@@ -1,31 +1,47 @@
 """Defines update rules: a file each. `mesh/update_rules.py` names that of each parameter."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.parallel.ownership import Ownership
-from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable
+from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable, tensor_table
 
 
 class UpdateRule:
-    """A rule for some of a rank's shards; every rank calls it, also with none."""
+    """A rule and the tensors of a rank that it updates; every rank has it, also with none."""
 
     has_kernels = True
-    """whether kernels of ours update, and multiply gradients by a factor"""
+    """whether kernels of ours update, and multiply gradients by a step's factor"""
 
-    def __init__(self, names: Sequence[str], ownership: Ownership, config: OptimizerConfig) -> None:
-        """`names` are those of the parameters, in the order of the tensors that calls have."""
-        self.names, self.ownership, self.config = names, ownership, config
+    def __init__(
+        self,
+        names: Sequence[str],
+        tensors: OptimizerTensors,
+        ownership: Ownership,
+        config: OptimizerConfig,
+    ) -> None:
+        """`names` are those of the tensors' parameters, in their order."""
+        self.names, self.tensors, self.ownership, self.config = names, tensors, ownership, config
+        self.by_kernels = self.has_kernels and _share_a_launch(tensors)
+        self.table: TensorTable | None = None  # made in the first step by kernels
+
+    def step(self, gradients: Mapping[str, Tensor], update: OptimizerStep) -> None:
+        """Updates with the reduced gradients of these parameters, which are among others."""
+        if self.by_kernels and self.table is None:
+            self.table = tensor_table(self.tensors)
+        self.update_([gradients[name].contiguous() for name in self.names], update)
 
     @abstractmethod
-    def __call__(
-        self,
-        tensors: OptimizerTensors,
-        gradients: Sequence[Tensor],
-        update: OptimizerStep,
-        table: TensorTable | None,
-    ) -> None:
-        """Updates in place, by our kernels where the `table` of the tensors is given."""
+    def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> None:
+        """Updates the tensors in place, by our kernels where there is a `table`."""
+
+
+def _share_a_launch(tensors: OptimizerTensors) -> bool:
+    """Whether one launch of our kernels can update all tensors."""
+    alike = len({weight.dtype for weight in tensors.weights}) == 1
+    every = (*tensors.masters, *tensors.weights)
+    return alike and all(runs_triton(x) and x.is_contiguous() for x in every)

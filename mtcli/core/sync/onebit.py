@@ -180,7 +180,7 @@ class OneBit(ReplicaExchange):
         The mean is divided by its weights' sum, as AdamW's are; the paper starts it from 0 and
         waits until that makes no difference.
         """
-        if not isinstance(rule := self.optimizer.group.rule, Lamb):
+        if not isinstance(rule := self.optimizer.rule, Lamb):
             return
         ratios, numbers = rule.ratios, self.per_parameter
         for name, value in (("ratio_sum", ratios), ("ratio_weight", torch.ones_like(ratios))):
