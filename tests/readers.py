@@ -422,13 +422,12 @@ def tokenizer(folder):
 
     def check(data):
         (folder / "tokenizer.json").write_bytes(data)
-        found = load_tokenizer(folder)
+        found = load_tokenizer(folder).encode("a b")
         table = json.loads(data.decode())  # settings of batches and of training are not read
         table |= {"padding": None, "truncation": None}
         table["model"] = table["model"] | {"dropout": None}
         theirs = Tokenizer.from_str(json.dumps(table))
-        expected = theirs.encode("a b", add_special_tokens=False).ids
-        assert found.encode("a b") == expected
+        assert found == theirs.encode("a b", add_special_tokens=False).ids
 
     small = json.loads(byte_tokenizer().definition)
     kept = sorted(small["model"]["vocab"], key=small["model"]["vocab"].get)[:4]
