@@ -201,11 +201,14 @@ def test_what_starts_from_adapters_takes_their_base_where_it_has_moved(moved, na
 
 
 @pytest.mark.parametrize("name", ["train", "sweep", "plan", "profile"])
-def test_a_base_without_adapters_that_a_run_starts_from_is_refused(name, tmp_path):
+def test_a_base_without_adapters_that_a_run_starts_from_is_refused(home, name, tmp_path):
     write_run(tmp_path)
     words = ["--output", "out", "--vary", "optimizer.lr=1,2"] if name == "sweep" else []
     done = in_process(name, "run.toml", *words, "--base", "x", folder=tmp_path)
     assert done.returncode == 2 and "--base: a base is of adapters" in done.stderr, done.stderr
+    write_run(tmp_path, train={"init": str(home / "llama")})
+    done = in_process(name, "run.toml", *words, "--base", "x", folder=tmp_path)
+    assert done.returncode == 2 and "llama holds no adapters" in done.stderr, done.stderr
 
 
 def test_what_was_trained_from_adapters_of_a_moved_base_is_opened_and_resumed(moved):
