@@ -5,14 +5,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import JsonOut, NoCalibrate, OptionalConfig, Overrides, given_flags
+from mtcli.commands.options import (
+    JsonOut,
+    MovedBase,
+    NoCalibrate,
+    OptionalConfig,
+    Overrides,
+    given_flags,
+)
 from mtcli.commands.output import echo, refusing, say_wrote, write_json
 
 if TYPE_CHECKING:
     from mtcli.core.plan.answer import PlanAnswer
     from mtcli.core.rehearse.dry_run import DryRun
 
-OF_PLANS = ("config", "overrides", "fixed", "gpus", "device", "top", "global_batch", "seq")
+OF_PLANS = ("config", "base", "overrides", "fixed", "gpus", "device", "top", "global_batch", "seq")
 OF_PLANS += ("ranks", "draw", "plot", "output", "dry_run", "rank", "no_calibrate")
 DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
@@ -76,6 +83,7 @@ def plan(
     overrides: Overrides,
     fixed: Fixed,
     config: OptionalConfig = None,
+    base: MovedBase = None,
     gpus: Gpus = None,
     device: DeviceKind = None,
     top: Top = None,
@@ -108,7 +116,7 @@ def plan(
         from mtcli.core.plan.answer import answer, read_request
         from mtcli.core.rehearse.request import rehearsed
 
-        source = source_of(_source(config, rank, dry_run))
+        source = source_of(_source(config, rank, dry_run), base=base)
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         overrides = with_vocabulary(source, overrides)
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]

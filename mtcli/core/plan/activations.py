@@ -42,7 +42,7 @@ def _stage(work: Workload, on_cpu: bool, stage: int) -> StageBytes:
     first, last = stage == 0, stage == work.layout.num_stages - 1
     layers, stream, block = work.layers_of_stage[stage], _stream(work), _block(work, on_cpu)
     kept = layers * block.kept or stream
-    head = _head(work, on_cpu) if last else Head(stream, stream)
+    head = _head(work, on_cpu) if last else HeadBytes(stream, stream)
     waiting = layers * block.waiting * work.splits_backward
     halved = (waiting + _entered(work) + 5 * stream) * work.splits_backward
     ends, gathered = _gathered(work, first, last)
@@ -71,7 +71,7 @@ def _entered(work: Workload) -> float:
     return work.tokens * work.model.hidden_size * float(work.sizes.weight)
 
 
-class Part(NamedTuple):
+class PartBytes(NamedTuple):
     """Bytes of a part of a block: saved for its backward, and there besides while it goes forward
     and back."""
 
@@ -80,7 +80,7 @@ class Part(NamedTuple):
     backward: float
 
 
-class Block(NamedTuple):
+class BlockBytes(NamedTuple):
     """Bytes of a block: kept until its backward, there besides while it goes forward and back, and
     what waits for W where the backward is split."""
 
@@ -90,14 +90,14 @@ class Block(NamedTuple):
     waiting: float
 
 
-class Head(NamedTuple):
+class HeadBytes(NamedTuple):
     """Bytes of the head and the loss: kept until their backward, and at their peak."""
 
     kept: float
     peak: float
 
 
-def _block(work: Workload, on_cpu: bool) -> Block:
+def _block(work: Workload, on_cpu: bool) -> BlockBytes:
     """Adds up a block: two norms' inputs, attention, and an MLP, experts, or both.
 
     A block that is computed again keeps its input alone, and makes the others in its backward. What
@@ -113,11 +113,11 @@ def _block(work: Workload, on_cpu: bool) -> Block:
     halves = 2 * entered * work.sharded_halves + _inner(work) * (m.up_factor + 1)
     waiting = halves + work.head_bytes + _mixed(work)
     if work.recompute == "full":
-        return Block(stream, forward, saved - stream + backward, waiting)
-    return Block(saved, backward / 2, backward, waiting)
+        return BlockBytes(stream, forward, saved - stream + backward, waiting)
+    return BlockBytes(saved, backward / 2, backward, waiting)
 
 
-def _attention(work: Workload, on_cpu: bool) -> Part:
+def _attention(work: Workload, on_cpu: bool) -> PartBytes:
     """Counts attention's input, queries, keys and values, rotated ones too, and its output.
 
     With dropout of its probabilities these are saved before and after it, on a CPU with what the
@@ -134,21 +134,21 @@ def _attention(work: Workload, on_cpu: bool) -> Part:
     if work.layout.cp > 1:
         moving += 2 * heads  # of other ranks, on their way
         saved += keys * work.layout.cp * (work.cp_mode == "all_gather")
-    return Part(saved, moving, moving + _wide(work, heads))
+    return PartBytes(saved, moving, moving + _wide(work, heads))
 
 
-def _mlp(work: Workload, on_cpu: bool) -> Part:
+def _mlp(work: Workload, on_cpu: bool) -> PartBytes:
     """Counts a dense or shared MLP's input and inner values; its activations are saved by a CPU and
     a grid, and there where the whole block is computed again."""
     inner, up = _inner(work), work.model.up_factor
     has_activations = on_cpu or work.layout.tp_rows > 1 or work.recompute == "full"
     moving = inner * (up + 1)
-    return Part(
+    return PartBytes(
         _entered(work) + inner * (up + has_activations), moving, moving + _wide(work, inner * up)
     )
 
 
-def _experts(work: Workload) -> Part:
+def _experts(work: Workload) -> PartBytes:
     """Counts the copies that are sent, those that arrive, their inner values, and the outputs that
     are summed. The gradients of a rank's experts are made at once.
 
@@ -163,7 +163,7 @@ def _experts(work: Workload) -> Part:
     elements = m.num_experts // layout.ep * m.hidden_size * m.moe_ffn_hidden_size / layout.etp
     table = elements * m.up_factor * size * (not (work.lora.rank or is_sharded(work)))
     moving = work.routed_bytes + inner * (m.up_factor + 1)
-    return Part(saved, moving + work.routed_bytes, moving + table)
+    return PartBytes(saved, moving + work.routed_bytes, moving + table)
 
 
 def _mixed(work: Workload) -> float:
@@ -178,28 +178,28 @@ def _inner(work: Workload) -> float:
     return work.row_tokens * width / work.columns * work.sizes.weight
 
 
-def _wide(work: Workload, product: float) -> float:
-    """Bytes of the float32 sums of a grid's panels, each of which adds to a product."""
-    return 2 * product * (work.layout.tp_rows > 1 and work.sizes.weight < WIDE)
+def _wide(work: Workload, output: float) -> float:
+    """Bytes of the float32 sums of a grid's panels, each of which adds to an output."""
+    return 2 * output * (work.layout.tp_rows > 1 and work.sizes.weight < WIDE)
 
 
-def _head(work: Workload, on_cpu: bool) -> Head:
+def _head(work: Workload, on_cpu: bool) -> HeadBytes:
     """Counts the head's input, and logits, or the gradients that a fused loss makes from a chunk of
     logits at a time."""
     m, size, stream = work.model, work.sizes.weight, _stream(work)
     if m.head in CLASSIFIERS:
-        return Head(stream, 2 * stream)
+        return HeadBytes(stream, 2 * stream)
     share = MASKED_SHARE if m.head == "mlm" else 1.0
     tokens, entered = work.row_tokens * share, _entered(work) * share
     columns = -(-m.vocab_size // (VOCAB_MULTIPLE * work.columns)) * VOCAB_MULTIPLE
     if on_cpu or size > WIDE or work.layout.tp_rows > 1:
         logits = tokens * columns * size
         kept = stream + entered + logits
-        return Head(kept, kept + entered + _wide(work, logits))
+        return HeadBytes(kept, kept + entered + _wide(work, logits))
     rows = min(tokens, chunk_rows(columns * size))
     table = columns * m.hidden_size * (work.lora.rank == 0)
     kept = stream + entered + table * (size if rows == tokens else max(WIDE, size))
-    return Head(kept, kept + entered + rows * columns * size)
+    return HeadBytes(kept, kept + entered + rows * columns * size)
 
 
 def _gathered(work: Workload, first: bool, last: bool) -> tuple[float, float]:
