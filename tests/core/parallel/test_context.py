@@ -164,6 +164,28 @@ def test_a_window_computes_the_steps_of_a_ring_whose_chunks_it_reaches():
     assert run_ranks(4, blocks_computed, Visibility(4, 0), None) == [2, 3, 3, 2]
 
 
+@pytest.mark.parametrize("sees", [CAUSAL, FULL, *WINDOWS], ids=str)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_step_of_a_ring_leaves_out_halves_that_see_nothing_or_that_nothing_sees(cp, sees):
+    before = S if sees.before is None else sees.before
+    after = S if sees.after is None else sees.after
+    half = S // cp // 2
+    for rank, step in itertools.product(range(cp), repeat=2):
+        i, j = zigzag(S, cp, rank)[:, None], zigzag(S, cp, (rank - step) % cp)
+        visible = (i - before <= j) & (j <= i + after)
+        chosen = context.visible_block(S // cp, step, SimpleNamespace(rank=rank, size=cp), sees)
+        rows = visible.view(2, half, 2, half).any(3).any(1)
+        expected = [[n for n in (0, 1) if rows.any(dim)[n]] for dim in (1, 0)]
+        if chosen is None:
+            assert expected == [[], []]
+            continue
+        *slices, is_full = chosen
+        assert [list(range(S // cp)[part][::half]) for part in slices] == [
+            [n * half for n in halves] for halves in expected
+        ]
+        assert is_full == bool(visible[slices[0], slices[1]].all())
+
+
 LONG = 8192
 CUTS = [3000, 1, 5191]
 
