@@ -26,7 +26,7 @@ def data(
     planned = None
     if step_folders(Path(config) / CHECKPOINTS):
         from mtcli.core.checkpoint.opening import open_checkpoint  # imports torch
-        from mtcli.core.checkpoint.progress import planned_samples
+        from mtcli.core.checkpoint.run_progress import planned_samples
 
         planned = planned_samples(open_checkpoint(Path(config)))
     run = load_config(config, overrides)

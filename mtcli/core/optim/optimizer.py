@@ -14,8 +14,8 @@ from mtcli.core.optim.adamw import adamw
 from mtcli.core.optim.lamb import Lamb
 from mtcli.core.optim.sgd import Sgd
 from mtcli.core.parallel.ownership import Ownership
-from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable, tensor_table
+from mtcli.kernels.triton_launch import runs_triton
 
 UpdateRule = Callable[[OptimizerTensors, Sequence[Tensor], OptimizerStep, TensorTable | None], None]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtcli.core.mesh.visibility import PositionRange, Visibility
 from mtcli.kernels.attention.tiles import KeyRanges
-from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.triton_launch import runs_triton
 
 KernelMask = Tensor | KeyRanges | None  # as kernels/attention/attention.py takes it
 

@@ -24,7 +24,7 @@ from mtcli.kernels.attention.attention import (
     sdpa,
 )
 from mtcli.kernels.attention.merge import merge_
-from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.triton_launch import runs_triton
 
 Attend = Callable[[Tensor, Tensor, Tensor, Axis, AttentionMask], Tensor]
 

@@ -25,8 +25,8 @@ from mtcli.kernels.attention.library import library_for
 from mtcli.kernels.attention.merge import finite
 from mtcli.kernels.attention.tiles import KeyRanges
 from mtcli.kernels.gemm import gemm_dtype, runs_in_float32
-from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.limits import CPU_ATTENTION_LSE_ROW_BYTES, CPU_ATTENTION_ROW_BYTES
+from mtcli.kernels.triton_launch import runs_triton
 
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

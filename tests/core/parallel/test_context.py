@@ -18,7 +18,7 @@ from mtcli.core.parallel import context
 from mtcli.core.parallel.attention_mask import AttentionMask, Documents
 from mtcli.core.parallel.context import attention_over, gather_sequence, in_sequence, zigzag
 from mtcli.core.parallel.groups import make_groups
-from mtcli.kernels.launch import HAS_TRITON, interpreted
+from mtcli.kernels.triton_launch import HAS_TRITON, interpreted
 
 S, HEADS, WIDTH = 32, 8, 4  # chunks of 8 tokens on 2 ranks and of 4 on 4
 ROWS = [
