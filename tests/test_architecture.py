@@ -44,7 +44,7 @@ ARROWS = {
     "convert": STEP | {"inference"},
     "plan": FACTS | {"exchange", "kernels", "model", "runtime"},
     "rehearse": STEP | {"training", "plan"},
-    "profile": STEP | {"training", "plan"},
+    "profile": STEP | {"training", "plan", "rehearse"},
     "sweep": STEP | {"training", "plan", "profile"},
     "commands": STEP
     | {"training", "inference", "evaluate", "select", "convert", "curate"}
@@ -278,7 +278,7 @@ SHARED_NAMES = {
     *("decentralized", "diloco", "easgd", "exchange", "lsgd", "methods", "traffic"),
     *("generate", "preprocess", "reselect", "run", "shard", "sweep"),
     *("adapters", "blend", "contamination", "documents", "html", "layout", "loader", "lora"),
-    *("model", "ops", "reader", "request", "rules"),
+    *("model", "reader", "request", "rules"),
 }
 
 

@@ -1,4 +1,4 @@
-"""`mtcli plan`: what would this run cost? Needs no GPU; imports torch for `--dry-run` alone."""
+"""`mtcli plan`: what would this run cost? Needs no GPU; torch runs in processes beside this one."""
 
 import os
 from typing import TYPE_CHECKING, Annotated
@@ -106,7 +106,6 @@ def plan(
         from mtcli.core.checkpoint.fine_tuning import source_of
         from mtcli.core.data.vocabulary import with_vocabulary
         from mtcli.core.plan.answer import answer, read_request
-        from mtcli.core.plan.search import as_estimated
         from mtcli.core.rehearse.request import rehearsed
 
         source = source_of(_source(config, rank, dry_run))
@@ -114,7 +113,7 @@ def plan(
         overrides = with_vocabulary(source, overrides)
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
         asked = read_request(source, wanted, fixed, gpus, device, not no_calibrate)
-        planned = answer(asked, top, rehearsed if dry_run else as_estimated)
+        planned = answer(asked, top, rehearsed)
     counted = None
     if dry_run:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks
