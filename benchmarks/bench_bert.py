@@ -192,7 +192,7 @@ def padded(found: list[tuple], width: int):
     """Rows of one sequence each; padding is a document of its own."""
     import numpy as np
 
-    from mtcli.core.data.encoder_rows import EncoderRows
+    from mtcli.core.data.bert.row_format import EncoderRows
 
     *columns, classes, weights = zip(*found, strict=True)
     wide = {}

@@ -27,17 +27,17 @@ from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
 
-from mtcli.core.curate import pipeline
+from mtcli.core.curate import passes
 from mtcli.core.curate.batch import BATCH_BYTES, Batch
 from mtcli.core.curate.config import FuzzyConfig, load_config
+from mtcli.core.curate.document_stages import make_stage
 from mtcli.core.curate.documents import Document
 from mtcli.core.curate.engine import LocalEngine
 from mtcli.core.curate.hashing import jaccard
 from mtcli.core.curate.minhash import make_signatures
-from mtcli.core.curate.pipeline import curate
+from mtcli.core.curate.passes import curate
 from mtcli.core.curate.request import CurateRequest
 from mtcli.core.curate.shingles import shingle_set
-from mtcli.core.curate.stages import make_stage
 from mtcli.core.curate.warc import make_extract
 
 ROOT = Path(__file__).parent.parent
@@ -197,7 +197,7 @@ def head(texts, folder):
     removed.jsonl.zst."""
     path, _ = write_corpus([text[:200] for text in [*texts, *texts]], folder / "twice")
     spent, names = [], ("build_report", "removed_lines")
-    whole = {name: getattr(pipeline, name) for name in names}
+    whole = {name: getattr(passes, name) for name in names}
 
     def timed(name):
         def work(*arguments):
@@ -210,10 +210,10 @@ def head(texts, folder):
         return work
 
     for name in names:
-        setattr(pipeline, name, timed(name))
+        setattr(passes, name, timed(name))
     report = run_curate(path, folder / "twice-out", ["exact"])
     for name in names:
-        setattr(pipeline, name, whole[name])
+        setattr(passes, name, whole[name])
     (stage,) = report["stages"]
     return sum(spent) / (stage["documents_in"] - stage["documents_out"]) * 1e6
 

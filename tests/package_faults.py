@@ -144,21 +144,24 @@ PACKAGE_FAULTS = [
         'ordered = values[np.argsort(removals[:, 0], kind="stable")]', "ordered = values",
         "core/curate/test_ray.py::test_two_nodes_or_the_one_that_is_left_midway_write_the_bytes_"
         "of_one_machine"),
-    Fault("seed ignores the epoch: packed rows in one order", "core/data/packing.py",
+    Fault("seed ignores the epoch: packed rows in one order", "core/data/best_fit.py",
         "np.random.RandomState([self._seed, epoch])", "np.random.RandomState(self._seed)",
-        "core/data/test_packing.py::test_an_epoch_has_every_example_once_and_its_labels_are_its_"
+        "core/data/test_best_fit.py::test_an_epoch_has_every_example_once_and_its_labels_are_its_"
         "own"),
-    Fault("dropped last batch: an epoch of packed rows", "core/data/packing.py",
+    Fault("dropped last batch: an epoch of packed rows", "core/data/best_fit.py",
         "return -(-len(self.rows) // self._batch)", "return len(self.rows) // self._batch",
-        "core/data/test_packing.py::test_the_last_batch_of_an_epoch_is_filled_up_with_rows_"
+        "core/data/test_best_fit.py::test_the_last_batch_of_an_epoch_is_filled_up_with_rows_"
         "without_weight"),
-    Fault("wrong fit: the roomiest row", "core/data/packing.py",
+    Fault("wrong fit: the roomiest row", "core/data/best_fit.py",
         "(fitting & -fitting).bit_length() - 1", "fitting.bit_length() - 1",
-        "core/data/test_packing.py::test_rows_are_those_of_best_fit_by_brute_force"),
-    Fault("loss counted: weights of packed labels are those of inputs", "core/data/packing.py",
+        "core/data/test_best_fit.py::test_rows_are_those_of_best_fit_by_brute_force"),
+    Fault("loss counted: weights of packed labels are those of inputs", "core/data/best_fit.py",
         "return np.ascontiguousarray(out[:, 1:])", "return np.ascontiguousarray(out[:, :-1])",
-        "core/data/test_packing.py::test_an_epoch_has_every_example_once_and_its_labels_are_its_"
+        "core/data/test_best_fit.py::test_an_epoch_has_every_example_once_and_its_labels_are_its_"
         "own"),
+    Fault("wrong share: no chosen token of BERT's stays as it is", "core/data/bert/masking.py",
+        "np.where(fate < MASKED + RANDOM, drawn, tokens_S[chosen])", "drawn",
+        "core/data/bert/test_masking.py::test_shares_are_fifteen_percent_and_eighty_ten_ten"),
     Fault("one-sided: McNemar's p-value", "core/evaluate/statistics.py",
         "min(1.0, 2 * tail / (1 << discordant))", "min(1.0, tail / (1 << discordant))",
         "core/evaluate/test_statistics.py::test_mcnemars_test_is_scipys_binomial_test"),

@@ -57,7 +57,7 @@ LIGHT = (
     "checkpoint.folder",
     "convert.upcycle_recipe",
     "curate.config",
-    "curate.pipeline",
+    "curate.passes",
     "data.chat_program",
     "data.loader",
     "data.preprocess",
@@ -269,6 +269,23 @@ def test_a_bar_of_progress_is_made_in_one_place():
     """Elsewhere than on a terminal it is lines; training has lines with figures of its own."""
     using = {module_name(path) for path in SOURCES if "tqdm" in _outside(imports(path))}
     assert using == {"mtcli.core.runtime.progress", "mtcli.core.training.run_log"}
+
+
+# File names that several folders may have, as each stands for one idea: a kernel and the rule or
+# layer that calls it, the facts of a method and its exchange, a command and what it does.
+SHARED_NAMES = {
+    *("adamw", "attention", "dropout", "fp8", "lamb", "onebit", "rope"),
+    *("decentralized", "diloco", "easgd", "exchange", "lsgd", "methods", "traffic"),
+    *("generate", "preprocess", "reselect", "run", "shard", "sweep"),
+    *("adapters", "blend", "contamination", "documents", "html", "layout", "loader", "lora"),
+    *("model", "reader", "request", "rules"),
+}
+
+
+def test_a_file_name_means_one_thing():
+    names = Counter(path.stem for path in SOURCES)
+    shared = {name for name, count in names.items() if count > 1} - {"__init__"}
+    assert shared - SHARED_NAMES == set()
 
 
 def test_files_are_named_after_ideas():

@@ -16,7 +16,7 @@ from marks import slow
 
 import mtcli.kernels
 from mtcli.kernels import autotune, swiglu
-from mtcli.kernels.launch import HAS_TRITON, TritonKernel, interpreted
+from mtcli.kernels.triton_launch import HAS_TRITON, TritonKernel, interpreted
 
 ROOT = Path(__file__).parent.parent
 GPU = ROOT / "benchmarks" / "gpu"

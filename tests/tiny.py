@@ -6,7 +6,7 @@ import numpy as np
 from indexed_dataset import write_dataset
 
 from mtcli.core.config.loading import config_of, dump_toml
-from mtcli.core.data.encoder_rows import EncoderRows
+from mtcli.core.data.bert.row_format import EncoderRows
 from mtcli.core.data.indexed import token_dtype
 
 GPT = {

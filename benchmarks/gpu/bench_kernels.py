@@ -74,7 +74,7 @@ def smoke(entries, device) -> None:
     import torch
     from harness import agree, passes
 
-    from mtcli.kernels.launch import interpreted
+    from mtcli.kernels.triton_launch import interpreted
 
     for entry in entries:
         arguments = entry.make(device, torch.float32, *entry.small)

@@ -17,7 +17,7 @@ import torch
 from ceilings import ceilings
 
 from mtcli.kernels import autotune
-from mtcli.kernels.launch import interpreted
+from mtcli.kernels.triton_launch import interpreted
 
 
 @contextmanager

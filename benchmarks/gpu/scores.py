@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from harness import Entry, leaf
 
-from mtcli.core.parallel.context import _visible_half as visible_half
-from mtcli.core.parallel.context import in_sequence, zigzag
+from mtcli.core.mesh.visibility import Visibility
+from mtcli.core.parallel.context import in_sequence, visible_block, zigzag
 from mtcli.kernels.attention.attention import (
     attention,
     attention_backward_reference,
@@ -63,7 +63,7 @@ def ring(q, k, v, ranks):
         lse = torch.full(mine.shape[:-1], float("-inf"), device=q.device)
         for hop in range(RING):
             axis = SimpleNamespace(rank=rank, size=RING)
-            at, keys = visible_half(mine.shape[2], hop, axis)
+            at, keys, _ = visible_block(mine.shape[2], hop, axis, Visibility())
             theirs = [x[:, :, keys] for x in ranks[rank - hop][1:]]
             part, part_lse = attention(mine[:, :, at], *theirs, hop == 0)
             merge_(out[:, :, at], lse[:, :, at], part, part_lse)

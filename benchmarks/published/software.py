@@ -126,7 +126,7 @@ def _(work: PublishedWork, device: Device) -> Pass:
     assert isinstance(physics, PublishedPhysics), "of former software"
     aligned = 1.0 if work.model.head_dim % 8 == 0 else physics.misaligned
     rate = attention_rate(work, device) * physics.unfused_attention * aligned
-    seconds = attention_flops(work) / rate
+    seconds = attention_flops(work, work.seq_len) / rate
     heads = work.model.num_heads / work.layout.tp
     scores = work.tokens * work.seq_len * heads * work.sizes.weight
     # Products write and read them once each, softmax and dropout read and write them once each, and

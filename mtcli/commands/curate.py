@@ -137,7 +137,7 @@ def curate(
     from time import perf_counter
 
     from mtcli.core.curate.config import load_config
-    from mtcli.core.curate.pipeline import curate as run
+    from mtcli.core.curate.passes import curate as run
     from mtcli.core.curate.request import CurateRequest
     from mtcli.core.runtime.launch import cores
 

@@ -26,7 +26,7 @@ def data(
     run, planned = load_config(config, overrides), None
     if step_folders(Path(config) / CHECKPOINTS):
         from mtcli.core.checkpoint.opening import open_folder  # imports torch
-        from mtcli.core.checkpoint.progress import planned_samples
+        from mtcli.core.checkpoint.run_progress import planned_samples
 
         own = open_folder(find_checkpoint(Path(config)), alone=True)
         planned, tokenizer = planned_samples(own), own.tokenizer_folder

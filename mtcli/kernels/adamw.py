@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import kernel
 from mtcli.kernels.multi_tensor import (
     CHUNK,
     FIRST,
@@ -21,6 +20,7 @@ from mtcli.kernels.multi_tensor import (
     point_at_gradients_,
     store_at,
 )
+from mtcli.kernels.triton_launch import kernel
 
 if TYPE_CHECKING:
     import triton.language as tl

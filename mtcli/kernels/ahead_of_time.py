@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime import driver
 
-from mtcli.kernels.launch import Compilation, CompileOnly, launch_mode
+from mtcli.kernels.triton_launch import Compilation, CompileOnly, launch_mode
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import (
+from mtcli.kernels.triton_launch import (
     cdiv,
     kernel,
     multiprocessors,

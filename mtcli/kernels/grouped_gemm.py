@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.gemm import LinearFunction, LinearGemms, float32_precision, linear
-from mtcli.kernels.launch import cdiv, kernel, power_of_two, prefers_kernel, runs_triton
+from mtcli.kernels.triton_launch import cdiv, kernel, power_of_two, prefers_kernel, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl

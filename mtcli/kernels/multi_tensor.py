@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import cdiv, kernel
+from mtcli.kernels.triton_launch import cdiv, kernel
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import (
+from mtcli.kernels.triton_launch import (
     full_row_configs,
     kernel,
     multiprocessors,

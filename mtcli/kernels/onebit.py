@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import cdiv, kernel, runs_triton
+from mtcli.kernels.triton_launch import cdiv, kernel, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl

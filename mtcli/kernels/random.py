@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels import limits
-from mtcli.kernels.launch import cdiv, kernel, runs_triton
+from mtcli.kernels.triton_launch import cdiv, kernel, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import kernel, runs_triton, tile_configs, tile_grid
+from mtcli.kernels.triton_launch import kernel, runs_triton, tile_configs, tile_grid
 
 if TYPE_CHECKING:
     import triton.language as tl

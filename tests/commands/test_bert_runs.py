@@ -115,9 +115,9 @@ class Ends:
         self.calls = calls
 
     def __call__(self, rank):
-        from mtcli.core.evaluate import encoders
+        from mtcli.core.evaluate import bert_tasks
 
-        head_outputs = encoders.head_outputs
+        head_outputs = bert_tasks.head_outputs
 
         def counted(*arguments):
             if self.calls == 0:
@@ -125,7 +125,7 @@ class Ends:
             self.calls -= 1
             return head_outputs(*arguments)
 
-        encoders.head_outputs = counted
+        bert_tasks.head_outputs = counted
 
 
 def lines(file):

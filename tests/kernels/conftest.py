@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from mtcli.kernels.launch import interpreted
+from mtcli.kernels.triton_launch import interpreted
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -12,7 +12,7 @@ from budgets import HANDFUL, OWN, ROWS, first_of, over_budget
 from marks import slow
 
 import mtcli.kernels
-from mtcli.kernels.launch import HAS_TRITON, TritonKernel
+from mtcli.kernels.triton_launch import HAS_TRITON, TritonKernel
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 

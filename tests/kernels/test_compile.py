@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from marks import slow
 
-from mtcli.kernels.launch import HAS_TRITON
+from mtcli.kernels.triton_launch import HAS_TRITON
 
 ROOT = Path(__file__).parents[2]
 GPU = ROOT / "benchmarks" / "gpu"
@@ -26,7 +26,7 @@ import re, subprocess, sys, torch, triton
 from pathlib import Path
 from machine_code import machine_codes
 from mtcli.kernels.ahead_of_time import compiled_for
-from mtcli.kernels.launch import kernel
+from mtcli.kernels.triton_launch import kernel
 
 @kernel([{"num_warps": 2}])
 def _centre(x_ptr, BLOCK):
@@ -56,7 +56,7 @@ TWO_ARCHITECTURES = """
 import torch
 from mtcli.kernels import swiglu
 from mtcli.kernels.ahead_of_time import compiled_for
-from mtcli.kernels.launch import kernel
+from mtcli.kernels.triton_launch import kernel
 
 for arch in (80, 90):
     with compiled_for("cuda", arch, 32, default_only=True) as compilations:

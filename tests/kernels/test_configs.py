@@ -2,7 +2,7 @@
 
 from mtcli.kernels import gelu, norm, swiglu
 from mtcli.kernels.attention import softmax
-from mtcli.kernels.launch import cdiv, full_row_configs, power_of_two
+from mtcli.kernels.triton_launch import cdiv, full_row_configs, power_of_two
 
 
 def test_a_thread_is_given_4_to_64_elements():

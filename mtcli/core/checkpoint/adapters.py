@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.manifest import NAME
-from mtcli.core.checkpoint.progress import progress_of
 from mtcli.core.checkpoint.reader import Adapters, Checkpoint, StoredTensor
+from mtcli.core.checkpoint.run_progress import progress_of
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig, RunConfig

@@ -5,9 +5,9 @@ from typing import Any
 
 from mtcli.core.checkpoint.adapters import own_of
 from mtcli.core.checkpoint.manifest import is_optimizer
-from mtcli.core.checkpoint.progress import progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.resharding import dtype_name
+from mtcli.core.checkpoint.run_progress import progress_of
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import count_adapters, count_parameters
 

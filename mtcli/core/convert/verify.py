@@ -19,7 +19,7 @@ from mtcli.core.checkpoint.resharding import dtype_name
 from mtcli.core.config.errors import MtcliError, failed
 from mtcli.core.config.model import CLASSIFIERS
 from mtcli.core.convert.inspect import optimizer_kinds
-from mtcli.core.inference.encoder import class_logits
+from mtcli.core.inference.bert_heads import class_logits
 from mtcli.core.inference.model import open_inference_model
 from mtcli.core.mesh.sharding import BOX_BYTES, boxes_of_at_most
 from mtcli.core.model.inputs import KVCache

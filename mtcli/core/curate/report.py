@@ -14,11 +14,11 @@ from mtcli.core.config.untrusted import listed, parse_json
 from mtcli.core.curate.blend import blend_of
 from mtcli.core.curate.config import Stage, as_dict
 from mtcli.core.curate.corpus import CORPUS_REASONS, Corpus, PassResult, Removals
+from mtcli.core.curate.document_stages import BAD_TOLD, BINS, SAMPLE_CHARACTERS, SAMPLES, StageCount
 from mtcli.core.curate.documents import CorpusFiles, id_of
 from mtcli.core.curate.large_clusters import large_clusters
 from mtcli.core.curate.parts import json_line
 from mtcli.core.curate.request import Corpora, CurateRequest
-from mtcli.core.curate.stages import BAD_TOLD, BINS, SAMPLE_CHARACTERS, SAMPLES, StageCount
 
 CLUSTERS_TOLD = 1000  # in report.json; removed.jsonl.zst has them all
 CONTAMINATED_TOLD = 1000

@@ -7,8 +7,8 @@ from pathlib import Path
 from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.encoder_batches import open_examples
-from mtcli.core.data.packing import open_conversations
+from mtcli.core.data.bert.training_data import open_examples
+from mtcli.core.data.best_fit import open_conversations
 
 
 def with_steps(config: RunConfig, tokenizer: str | Path | None) -> RunConfig:

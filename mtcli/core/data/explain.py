@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.best_fit import PackedConversations, open_conversations
 from mtcli.core.data.documents import Reading, Text, read_documents
 from mtcli.core.data.epochs import with_steps
 from mtcli.core.data.indexed import describe
 from mtcli.core.data.loader import require_named
-from mtcli.core.data.packing import PackedConversations, open_conversations
 from mtcli.core.data.sources import FileRange, find_sources
 from mtcli.core.data.subset import require_subset, token_batches
 

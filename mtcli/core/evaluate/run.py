@@ -8,7 +8,7 @@ from typing import Any
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
-from mtcli.core.evaluate.encoders import encoder_runs
+from mtcli.core.evaluate.bert_tasks import encoder_runs
 from mtcli.core.evaluate.eval_tokenizer import eval_tokenizer
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.packing import BATCH_TOKENS

@@ -149,7 +149,7 @@ class InferenceModel:
         for rows in (slice(start, start + size) for start in range(0, b, size)):
             mask = None if batch.mask is None else batch.mask[rows]
             padding = None if batch.padding is None else batch.padding[rows]
-            given = {"positions": batch.positions[rows], "mask": mask, "padding": padding}
+            given = {"positions": batch.positions[rows], "paths": mask, "padding": padding}
             micro_batches.append(self._inputs(batch.tokens[rows], prefix=prefix, **given))
         outputs = self.forward(micro_batches)
         if not outputs:

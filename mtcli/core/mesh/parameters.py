@@ -19,6 +19,7 @@ from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.adapters import adapter_parameters
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Init, Layer, Matrix, Parameter
+from mtcli.core.mesh.visibility import mean_keys
 
 TOKEN_TYPES = "token_type_embedding.weight"
 
@@ -105,16 +106,17 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     """Floating-point operations of one token's forward pass at a sequence length.
 
     2 per weight of every matrix the token meets (the embedding lookup is not one, the head is)
-    plus 4 * seq_len * heads * head_dim per layer for scores and values: the full square, or with
-    `causal` the half that a causal mask leaves. Adapters are not counted.
+    plus 4 * keys * heads * head_dim per layer for scores and values: of the full square, seq_len
+    keys, or with `causal` those that a query sees, half of them in a causal layer. Adapters are not
+    counted.
     """
     tables = ("embedding.weight", "position_embedding.weight", TOKEN_TYPES)
     matrices = (p for p in parameters(model).values() if p.init in ("normal", "residual"))
     weights = sum(p.numel for p in matrices if p.name not in tables)
     weights -= count_parameters(model) - count_active(model)
     weights += model.vocab_size * model.hidden_size * model.tie_embeddings
-    attended = seq_len / 2 if causal else seq_len
-    attention = 4.0 * attended * model.num_heads * model.head_dim * model.num_layers
+    keys = mean_keys(model, seq_len, full_square=not causal)
+    attention = 4.0 * keys * model.num_heads * model.head_dim * model.num_layers
     return 2.0 * weights + attention
 
 

@@ -4,17 +4,20 @@ b sequences of s tokens, T = b * s; h query heads and g key-value groups of this
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
+from mtcli.core.mesh.visibility import layer_visibility
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.parallel.attention_mask import AttentionMask
 from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.kernels.attention.attention import attention
+from mtcli.kernels.attention.attention import attention, masked_sdpa
 from mtcli.kernels.attention.merge import merge_
 from mtcli.kernels.attention.softmax import ScoreDropout, masked_softmax
 from mtcli.kernels.gemm import matmul
+
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 
 
 class Attention(nn.Module):
@@ -26,6 +29,7 @@ class Attention(nn.Module):
         self.qkv = build.heads_linear(f"{name}.qkv")
         self.out = build.row_linear(f"{name}.out")
         self.layer, self.head_dim = layer, model.head_dim
+        self.visibility = layer_visibility(model, layer)
         tp = build.groups.tp
         # of more ranks than key-value heads each has one, with fewer of its query heads
         self.queries_per_group = model.num_heads // max(model.num_kv_heads, tp.size)
@@ -54,54 +58,52 @@ class Attention(nn.Module):
         return mixed.transpose(1, 2).reshape(b * s, -1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
+        masking, paths = AttentionMask(self.visibility, inputs.documents), inputs.paths
         if self.stream.active and inputs.numbers is not None:
-            return self._attend_with_dropout(q, k, v, inputs)
+            return self._attend_with_dropout((q, k, v), inputs.numbers, masking)
         if inputs.prefix is not None:
-            return attend_after(*inputs.prefix.layers[self.layer], (q, k, v), inputs.mask)
-        if inputs.mask is None and q.shape[2] == k.shape[2]:
-            return self.attend(q, k, v, self.cp, inputs.attention_mask)
-        new = q.shape[2]
-        assert inputs.mask is not None or new == 1, f"{new} tokens after a cache need a mask"
-        mask = None if inputs.mask is None else inputs.mask[:, None]
-        grouped = self.queries_per_group > 1
-        if grouped and mask is not None and q.is_cuda:
-            # Of torch's kernels the one that takes masks takes no groups, and the fallback has all
-            # scores in memory: 2 GiB for 16,384 tokens in rows of 1,024, with 32 heads in float32.
-            k, v = (x.repeat_interleave(self.queries_per_group, 1) for x in (k, v))
-            grouped = False
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+            return attend_after(inputs.prefix.layers[self.layer], (q, k, v), masking, inputs)
+        if paths is not None:
+            return masked_sdpa(q, k, v, masking.of_paths(paths, inputs.positions))
+        if q.shape[2] < k.shape[2]:
+            return masked_sdpa(q, k, v, masking.of_cached(q, k.shape[2]))
+        return self.attend(q, k, v, self.cp, masking)
 
-    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
+    def _attend_with_dropout(self, qkv: Heads, numbers: Tensor, masking: AttentionMask) -> Tensor:
         """Attention with probabilities dropped by (query token, head, key position)."""
-        assert inputs.numbers is not None, "dropout is a function of token numbers"
-        r = self.queries_per_group
-        k, v = (gather_sequence(x, self.cp).repeat_interleave(r, 1) for x in (k, v))
+        q, *kv = qkv
+        k, v = (
+            gather_sequence(x, self.cp).repeat_interleave(self.queries_per_group, 1) for x in kv
+        )
         s = k.shape[2]
         keys = torch.arange(s, device=q.device)
         positions = zigzag(s, self.cp.size, self.cp.rank, q.device)
-        mask = inputs.attention_mask.mask(positions, keys)
         q = q * self.head_dim**-0.5  # first, for float16
         first_head = self.tp_rank * q.shape[1]
         stream = self.stream.per_sequence(len(q))
-        dropout = ScoreDropout(inputs.numbers, self.num_heads, first_head, *stream)
-        return matmul(masked_softmax(matmul(q, k.transpose(-1, -2)), mask, dropout), v)
+        dropout = ScoreDropout(numbers, self.num_heads, first_head, *stream)
+        scores, mask = matmul(q, k.transpose(-1, -2)), masking.mask(positions, keys)
+        return matmul(masked_softmax(scores, mask, dropout), v)
 
 
 def attend_after(
-    prefix_k: Tensor, prefix_v: Tensor, qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
+    prefix: tuple[Tensor, Tensor], qkv: Heads, masking: AttentionMask, inputs: Inputs
 ) -> Tensor:
     """Attention of b rows to a prefix [1, g, p, d] that all of them follow, and to themselves.
 
-    q [b, h, s, d], k and v [b, g, s, d], mask [b, s, s] or causal -> [b, h, s, d]. The prefix is
-    read once for all rows, and copied for none; the two results are merged by log-sum-exp.
+    q [b, h, s, d], k and v [b, g, s, d] -> [b, h, s, d]. Keys and values of the prefix are read
+    once for all rows, and copied for none; the two results are merged by log-sum-exp.
     """
     q, k, v = qkv
     b, h, s, d = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     joined = q.transpose(0, 1).reshape(1, h, b * s, d)
-    out, lse = attention(joined, prefix_k, prefix_v, causal=False)
+    mask = masking.of_prefix(joined, inputs.positions, prefix[0].shape[2])
+    out, lse = attention(joined, *prefix, False, mask)
     out = out.view(h, b, s, d).transpose(0, 1).to(wide).contiguous()
     lse = lse.view(h, b, s).transpose(0, 1).contiguous()
-    own = attention(q, k, v, mask is None, None if mask is None else mask[:, None])
-    merge_(out, lse, *own)
+    causal, mask = masking.of_rows(q)
+    if inputs.paths is not None:
+        causal, mask = False, masking.of_paths(inputs.paths, inputs.positions)
+    merge_(out, lse, *attention(q, k, v, causal, mask))
     return out.to(q.dtype)

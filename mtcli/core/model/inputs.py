@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.rope import RotaryTable, rotary_table
-from mtcli.core.parallel.attention_mask import AttentionMask, restarted
+from mtcli.core.parallel.attention_mask import Documents, restarted
 from mtcli.core.parallel.factory import Scale
 
 
@@ -51,11 +51,12 @@ class Sentences:
 class Inputs:
     """One micro-batch of b sequences of s tokens; T = b * s tokens, sequence by sequence.
 
-    `positions` count within a sequence or document; `attention_mask` says which keys of their row
-    tokens attend to. `numbers` are global token numbers, sample * seq_len + position over the run,
-    which index every dropout mask; None means no dropout. `weights` are those of the labels'
-    losses; None means 1 each. `padding` is True where what fills a row up is no token to a router;
-    None: nowhere. Of `sentences` a head predicts one class each.
+    `positions` count within a sequence or document; which tokens of a row are of one sequence say
+    `documents` or, of packed rows, `paths`. How far a token sees in it is each layer's to say.
+    `numbers` are global token numbers, sample * seq_len + position over the run, which index every
+    dropout mask; None means no dropout. `weights` are those of the labels' losses; None means 1
+    each. `padding` is True where what fills a row up is no token to a router; None: nowhere. Of
+    `sentences` a head predicts one class each.
     """
 
     tokens: Tensor  # [b, s] int64
@@ -64,8 +65,8 @@ class Inputs:
     weights: Tensor | None = None  # [b, s] float32
     padding: Tensor | None = None  # [b, s] bool
     numbers: Tensor | None = None  # [b, s] int64
-    attention_mask: AttentionMask = AttentionMask()
-    mask: Tensor | None = None  # [b, s, s] bool, True may attend, instead of `attention_mask`
+    documents: Documents | None = None  # [b, s of full rows]; None is one of each row
+    paths: Tensor | None = None  # [b, s, s] bool, True from a token to those before it on its path
     token_types: Tensor | None = None  # [b, s] int64; None is 0 each
     sentences: Sentences | None = None
     rotation: RotaryTable | None = None
@@ -81,16 +82,14 @@ class Inputs:
     def tensors(self) -> list[Tensor]:
         """All that a training step reads, in a fixed order; what there is none of is left out."""
         optional = self.labels, self.weights, self.padding, self.numbers
-        optional += (self.attention_mask.documents,)
+        optional += (self.documents and self.documents.rows,)
         given = (self.tokens, self.positions, *optional, *(self.rotation or ()))
         return [x for x in given if x is not None]
 
     def clone(self) -> "Inputs":
         """The same, in memory of its own."""
         optional = self.labels, self.weights, self.padding, self.numbers
-        labels, weights, padding, numbers, documents = (
-            None if x is None else x.clone() for x in (*optional, self.attention_mask.documents)
-        )
+        labels, weights, padding, numbers = (None if x is None else x.clone() for x in optional)
         return replace(
             self,
             tokens=self.tokens.clone(),
@@ -99,7 +98,7 @@ class Inputs:
             weights=weights,
             padding=padding,
             numbers=numbers,
-            attention_mask=AttentionMask(self.attention_mask.causal, documents),
+            documents=self.documents and Documents(self.documents.rows.clone()),
             rotation=self.rotation and RotaryTable(*(x.clone() for x in self.rotation)),
         )
 
@@ -129,5 +128,5 @@ def make_inputs(
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     turned = attended and model.position == "rope"
     turns = rotary_table(model, positions, dtype) if turned else None
-    mask = AttentionMask(model.causal, documents)
-    return Inputs(tokens, positions, rotation=turns, attention_mask=mask, **others)
+    apart = None if documents is None else Documents(documents)
+    return Inputs(tokens, positions, rotation=turns, documents=apart, **others)

@@ -6,7 +6,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.activation import ACTIVATIONS
-from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.triton_launch import runs_triton
 
 
 class Mlp(nn.Module):

@@ -17,7 +17,7 @@ from mtcli.core.parallel.expert import dispatch
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.activation import ACTIVATIONS
 from mtcli.kernels.grouped_gemm import grouped_linear, split_rows
-from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.triton_launch import runs_triton
 
 
 class ExpertArray(nn.Module):

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.parallel.ownership import Ownership
-from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable, tensor_table
+from mtcli.kernels.triton_launch import runs_triton
 
 
 class UpdateRule:

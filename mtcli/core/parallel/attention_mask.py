@@ -1,4 +1,9 @@
-"""Attention masks: which keys each query of a row attends to."""
+"""Attention masks: what a layer's visibility leaves of the rows of a step.
+
+A layer's `Visibility` says how far its queries see; the step says which tokens of a row are of one
+sequence: documents, the paths of packed rows, tokens that were read before. b rows of s tokens, n
+queries, m keys, by their positions in the row.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,49 +11,113 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from mtcli.core.mesh.visibility import PositionRange, Visibility
 from mtcli.kernels.attention.tiles import KeyRanges
+from mtcli.kernels.triton_launch import runs_triton
+
+KernelMask = Tensor | KeyRanges | None  # as kernels/attention/attention.py takes it
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of a step's tokens: integers `rows` [b, s], ascending along a row.
+
+    They are those of full rows on every context parallel rank: so the documents of another rank's
+    keys need no exchange.
+    """
+
+    rows: Tensor
+
+    @cached_property
+    def lengths(self) -> list[list[int]]:
+        """The tokens of each document, row by row; every layer asks for them."""
+        rows = self.rows.cpu()
+        return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in rows]
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Masks later keys with `causal`, and keys of other documents with `documents`.
+    """Masks keys that a layer's `visibility` hides, and keys of other `documents`."""
 
-    `documents` [b, s] integers, ascending along a row, are those of full rows on every context
-    parallel rank: so the documents of another rank's keys need no exchange.
-    """
-
-    causal: bool = True
-    documents: Tensor | None = None
+    visibility: Visibility
+    documents: Documents | None = None
 
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """bool [b or 1, 1, n, m] for positions in the row [n] and [m]; None masks nothing."""
-        visible = None
-        if self.documents is not None:
-            same = self.documents[:, queries, None] == self.documents[:, None, keys]
-            visible = same[:, None]
-        if self.causal:
-            past = queries[:, None] >= keys
-            visible = past[None, None] if visible is None else visible & past
-        return visible
+        visible = self._visible(queries[:, None], keys)
+        if self.documents is None:
+            return None if visible is None else visible[None, None]
+        of_queries, of_keys = (self.documents.rows[:, at] for at in (queries, keys))
+        same = (of_queries[:, :, None] == of_keys[:, None])[:, None]
+        return same if visible is None else same & visible
 
     def spans(self, queries: Tensor, keys: Tensor) -> KeyRanges:
-        """The same as an interval of the keys for each query; positions ascend."""
+        """The same as an interval of the keys for each query; keys ascend, and for a backward
+        pass queries too."""
         if self.documents is None:
             first, end = torch.zeros_like(queries)[None], torch.full_like(queries, len(keys))[None]
         else:
-            of_queries, of_keys = self.documents[:, queries], self.documents[:, keys].contiguous()
+            rows = self.documents.rows
+            of_queries, of_keys = rows[:, queries], rows[:, keys].contiguous()
             first = torch.searchsorted(of_keys, of_queries)
             end = torch.searchsorted(of_keys, of_queries, right=True)
-        if self.causal:
-            end = torch.minimum(end, torch.searchsorted(keys, queries, right=True))
+        before, after = self.visibility.before, self.visibility.after
+        if before is not None:
+            first = torch.maximum(first, torch.searchsorted(keys, queries - before))
+        if after is not None:
+            last = queries + after if after else queries
+            end = torch.minimum(end, torch.searchsorted(keys, last, right=True))
         return KeyRanges(first.int(), end.int())
 
-    @cached_property
-    def lengths(self) -> list[list[int]]:
-        """The tokens of each document, row by row. Asked of one micro-batch by every layer."""
-        assert self.documents is not None, "there are documents"
-        rows = self.documents.cpu()
-        return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in rows]
+    def between(self, like: Tensor, queries: Tensor, keys: Tensor) -> Tensor | KeyRanges | None:
+        """The mask between positions as a kernel for tensors `like` takes it."""
+        return self.spans(queries, keys) if runs_triton(like) else self.mask(queries, keys)
+
+    def of_rows(self, q: Tensor) -> tuple[bool, KernelMask]:
+        """(causal, mask) of full rows q [b, h, s, d]."""
+        size = q.shape[2]
+        kind = self.visibility.kind(size)
+        if self.documents is None and kind != "band":
+            return kind == "causal", None
+        positions = torch.arange(size, device=q.device)
+        return False, self.between(q, positions, positions)
+
+    def of_paths(self, paths: Tensor, positions: Tensor) -> Tensor:
+        """bool [b, 1, s, s] of packed rows, where `paths` [b, s, s] is True from a token to those
+        before it on its path, and `positions` [b, s] count along paths."""
+        before = self.visibility.before
+        if before is None:
+            return paths[:, None]
+        return (paths & (positions[:, None] >= positions[:, :, None] - before))[:, None]
+
+    def of_cached(self, q: Tensor, size: int) -> KernelMask:
+        """The mask from the last tokens of a sequence q [b, h, n, d] to all `size` of it."""
+        assert self.documents is None, "a cache is of one sequence in each row"
+        first = size - q.shape[2]
+        if self.visibility.sees_all(PositionRange(first, size), PositionRange(0, size)):
+            return None
+        positions = torch.arange(size, device=q.device)
+        return self.between(q, positions[first:], positions)
+
+    def of_prefix(self, q: Tensor, positions: Tensor, size: int) -> KernelMask:
+        """The mask from the tokens of rows [b, s], one row after another in q [1, h, b * s, d], to
+        `size` tokens that every row follows."""
+        assert self.documents is None, "rows that follow a prefix are of one sequence each"
+        if self.visibility.sees_all(
+            PositionRange(size, size + positions.shape[1]), PositionRange(0, size)
+        ):
+            return None
+        keys = torch.arange(size, device=q.device)
+        return self.between(q, positions.flatten(), keys)
+
+    def _visible(self, queries: Tensor, keys: Tensor) -> Tensor | None:
+        """bool, for positions that broadcast; None where the layer hides no key."""
+        before, after = self.visibility.before, self.visibility.after
+        visible = None if after is None else keys <= (queries + after if after else queries)
+        if before is None:
+            return visible
+        near = keys >= queries - before
+        return near if visible is None else visible & near
 
 
 def restarted(documents: Tensor) -> Tensor:

@@ -6,36 +6,42 @@ tokens (half early, half late), d head width.
 """
 
 from collections.abc import Callable
+from itertools import compress, product
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from mtcli.core.parallel.attention_mask import AttentionMask
+from mtcli.core.mesh.visibility import PositionRange, Visibility
+from mtcli.core.parallel.attention_mask import AttentionMask, KernelMask
 from mtcli.core.parallel.collectives import RingShift, all_to_all, gather_in
 from mtcli.core.parallel.groups import Axis
 from mtcli.kernels.attention.attention import (
     attention,
     attention_backward,
     document_sdpa,
-    flash_attention,
+    masked_sdpa,
     sdpa,
 )
 from mtcli.kernels.attention.merge import merge_
-from mtcli.kernels.attention.tiles import KeyRanges
-from mtcli.kernels.launch import runs_triton
+from mtcli.kernels.triton_launch import runs_triton
 
 Attend = Callable[[Tensor, Tensor, Tensor, Axis, AttentionMask], Tensor]
 
 
 def zigzag(seq_len: int, axis_size: int, rank: int, device: torch.device | None = None) -> Tensor:
     """The positions that a rank holds, ascending: int64 [seq_len / cp]."""
-    positions = torch.arange(seq_len, device=device)
     if axis_size == 1:
-        return positions  # odd lengths too
-    chunks = positions.view(2 * axis_size, -1)
-    return torch.cat([chunks[rank], chunks[2 * axis_size - 1 - rank]])
+        return torch.arange(seq_len, device=device)  # odd lengths too
+    chunks = _chunks(seq_len, axis_size, rank)
+    return torch.cat([torch.arange(*chunk, device=device) for chunk in chunks])
+
+
+def _chunks(seq_len: int, axis_size: int, rank: int) -> tuple[PositionRange, PositionRange]:
+    """The early and the late positions of `zigzag`."""
+    size = seq_len // (2 * axis_size)
+    starts = rank * size, (2 * axis_size - 1 - rank) * size
+    return PositionRange(starts[0], starts[0] + size), PositionRange(starts[1], starts[1] + size)
 
 
 def attention_over(mode: str) -> Attend:
@@ -89,11 +95,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMas
     k, v = gather_sequence(k, axis), gather_sequence(v, axis)
     queries = zigzag(k.shape[2], axis.size, axis.rank, q.device)
     keys = torch.arange(k.shape[2], device=q.device)
-    if runs_triton(q):
-        return flash_attention(q, k, v, masking.spans(queries, keys))
-    mask = masking.mask(queries, keys)
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return masked_sdpa(q, k, v, masking.between(q, queries, keys))
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
@@ -104,13 +106,12 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMas
 
 def _local(q: Tensor, k: Tensor, v: Tensor, masking: AttentionMask) -> Tensor:
     """Attention of full rows [b, h, s, d]; on CPU of documents one by one, without a mask."""
-    if masking.documents is None:
-        return sdpa(q, k, v, masking.causal)
-    if runs_triton(q):
-        positions = torch.arange(q.shape[2], device=q.device)
-        return flash_attention(q, k, v, masking.spans(positions, positions))
-    lengths = [length for row in masking.lengths for length in row]
-    return document_sdpa(q, k, v, masking.causal, lengths)
+    kind = masking.visibility.kind(q.shape[2])
+    if masking.documents is not None and kind != "band" and not runs_triton(q):
+        lengths = [length for row in masking.documents.lengths for length in row]
+        return document_sdpa(q, k, v, kind == "causal", lengths)
+    causal, mask = masking.of_rows(q)
+    return sdpa(q, k, v, causal) if mask is None else masked_sdpa(q, k, v, mask)
 
 
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:
@@ -133,9 +134,9 @@ def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
 class _Ring(torch.autograd.Function):
     """Attention to one rank's keys at a time, merged by log-sum-exp.
 
-    Of another rank's block a causal mask leaves half: all queries see the early half of an earlier
+    Of another rank's block a causal layer leaves half: all queries see the early half of an earlier
     rank's keys, and the late half of the queries sees all of a later rank's. Full attention sees
-    all of it.
+    all of it, and a window only near chunks.
     """
 
     @staticmethod
@@ -188,32 +189,48 @@ class _Block(NamedTuple):
     queries: slice
     keys: slice
     causal: bool
-    mask: Tensor | KeyRanges | None
+    mask: KernelMask
 
 
 def _block(q: Tensor, step: int, axis: Axis, masking: AttentionMask) -> _Block | None:
     """Selects the queries and keys of a ring's step, whose keys are those of rank - step.
 
-    None where no query attends to a key. A GPU is not asked: its kernel skips hidden keys.
+    None where no query attends to a key. A GPU is not asked about documents: its kernel skips
+    hidden keys.
     """
-    tokens, square = q.shape[2], (slice(None), slice(None))
-    queries, keys = _visible_half(tokens, step, axis) if masking.causal else square
-    if masking.documents is None:
-        return _Block(queries, keys, masking.causal and step == 0, None)
+    tokens, visibility = q.shape[2], masking.visibility
+    chosen = visible_block(tokens, step, axis, visibility)
+    if chosen is None:
+        return None
+    queries, keys, is_full = chosen
+    causal = step == 0 and visibility.kind(tokens * axis.size) == "causal"
+    if masking.documents is None and (causal or is_full):
+        return _Block(queries, keys, causal, None)
     ranks = axis.rank, (axis.rank - step) % axis.size
-    device = masking.documents.device
-    of_queries, of_keys = (zigzag(tokens * axis.size, axis.size, rank, device) for rank in ranks)
-    if runs_triton(q):
-        return _Block(queries, keys, False, masking.spans(of_queries[queries], of_keys[keys]))
-    mask = masking.mask(of_queries[queries], of_keys[keys])
-    assert mask is not None, "documents make a mask"
-    return _Block(queries, keys, False, mask) if mask.any() else None
+    of_queries, of_keys = (zigzag(tokens * axis.size, axis.size, rank, q.device) for rank in ranks)
+    mask = masking.between(q, of_queries[queries], of_keys[keys])
+    if isinstance(mask, Tensor) and not mask.any():
+        return None
+    return _Block(queries, keys, False, mask)
 
 
-def _visible_half(tokens: int, step: int, axis: Axis) -> tuple[slice, slice]:
-    """(queries, keys) between which a causal mask leaves any: of this rank, and of rank - step."""
-    if step == 0:
-        return slice(None), slice(None)
-    if step <= axis.rank:  # an earlier rank
-        return slice(None), slice(0, tokens // 2)
-    return slice(tokens // 2, None), slice(None)
+def visible_block(
+    tokens: int, step: int, axis: Axis, visibility: Visibility
+) -> tuple[slice, slice, bool] | None:
+    """(queries of this rank, keys of rank - step, whether each sees each) without the chunks that
+    see nothing or that nothing sees; None where no query sees a key."""
+    ranks = axis.rank, (axis.rank - step) % axis.size
+    of_queries, of_keys = (_chunks(tokens * axis.size, axis.size, rank) for rank in ranks)
+    see = [any(visibility.sees_some(q, k) for k in of_keys) for q in of_queries]
+    visible = [any(visibility.sees_some(q, k) for q in of_queries) for k in of_keys]
+    if not any(visible):
+        return None
+    pairs = product(compress(of_queries, see), compress(of_keys, visible))
+    is_full = all(visibility.sees_all(q, k) for q, k in pairs)
+    return _halves(tokens, see), _halves(tokens, visible), is_full
+
+
+def _halves(tokens: int, chosen: list[bool]) -> slice:
+    """The early half, the late half, or both."""
+    early, late = chosen
+    return slice(None if early else tokens // 2, None if late else tokens // 2)

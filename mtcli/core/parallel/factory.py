@@ -25,8 +25,8 @@ from mtcli.kernels.dropout import DropoutStream, dropout_stream
 from mtcli.kernels.gemm import DEFAULT_GEMMS, DeferGradient, LinearFunction, LinearGemms
 from mtcli.kernels.gemm import linear as plain_linear
 from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
-from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.random import stream_key
+from mtcli.kernels.triton_launch import runs_triton
 
 Scale = float | Tensor  # on a loss; in an array of models a tensor, a number for each
 

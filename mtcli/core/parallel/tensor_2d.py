@@ -71,9 +71,11 @@ class GridLayers(TensorParallelLayers):
         """A token table whose rows are sharded over tp and columns over tp_row."""
         return GridEmbedding(name, self)
 
-    def norm(self, name: str, model: ModelConfig) -> "GridNorm":
-        """A norm over the columns of a row's ranks."""
-        return GridNorm(name, model, self)
+    def norm(self, name: str, model: ModelConfig) -> Norm:
+        """A norm over the columns of a row's ranks; of a weight that they replicate, over a rank's
+        own."""
+        is_sharded = "tp_columns" in self.table[f"{name}.weight"].shard_axes
+        return (GridNorm if is_sharded else Norm)(name, model, self)
 
     def add_norm(self, name: str, model: ModelConfig) -> "GridAddNorm":
         """A norm of a sum, over the columns of a row's ranks."""

@@ -34,8 +34,8 @@ from mtcli.kernels.cross_entropy import (
     row_parts,
 )
 from mtcli.kernels.gemm import add_matmul_, linear, matmul
-from mtcli.kernels.launch import runs_triton
 from mtcli.kernels.limits import LOSS_CHUNK_BYTES, chunk_rows
+from mtcli.kernels.triton_launch import runs_triton
 
 TIED_ROWS = 64  # rows of logits that are copied at a time
 

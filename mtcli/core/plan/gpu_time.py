@@ -9,6 +9,7 @@ from functools import singledispatch
 from math import ceil
 
 from mtcli.core.config.fp8 import is_narrow
+from mtcli.core.mesh.visibility import mean_keys
 from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.workload import Workload
@@ -76,17 +77,17 @@ def embedding_seconds(work: Workload, device: Device) -> Pass:
 
 @singledispatch  # `benchmarks/published/software.py` has that of former years
 def attention_seconds(work: Workload, device: Device) -> Pass:
-    """Seconds of flash attention: half the square of scores under a causal mask, and 5 GEMMs for 2
-    in the backward pass."""
-    flops = attention_flops(work) / (2 if work.model.causal else 1)
+    """Seconds of flash attention: of scores that a layer's queries see, half the square of causal
+    layers, and 5 GEMMs for 2 in the backward pass."""
+    flops = attention_flops(work, mean_keys(work.model, work.seq_len))
     seconds = flops / (attention_rate(work, device) * device.physics.attention)
     return Pass(seconds, 2.5 * seconds)
 
 
-def attention_flops(work: Workload) -> float:
-    """FLOPs of both GEMMs of a rank's heads over the full square of scores."""
+def attention_flops(work: Workload, keys: float) -> float:
+    """FLOPs of both GEMMs of a rank's heads, over so many keys of each query."""
     heads = work.model.num_heads / work.layout.tp
-    return 4.0 * work.tokens * work.seq_len * heads * work.model.head_dim
+    return 4.0 * work.tokens * keys * heads * work.model.head_dim
 
 
 def attention_rate(work: Workload, device: Device) -> float:

@@ -32,7 +32,7 @@ from mtcli.kernels import (
     permute,  # noqa: F401
 )
 from mtcli.kernels.gemm import set_bfloat16_in_float32
-from mtcli.kernels.launch import fake_gpu
+from mtcli.kernels.triton_launch import fake_gpu
 
 LARGEST_KNOWN = 2**24  # elements of index tensors whose values are followed
 RMS_NORM, ATTENTION = F.rms_norm, F.scaled_dot_product_attention

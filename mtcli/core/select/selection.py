@@ -13,8 +13,8 @@ from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.folder import CheckpointFolder
 from mtcli.core.config.model import CLASSIFIERS
 from mtcli.core.config.schema import RACE_CHOICES, RunConfig
-from mtcli.core.data.encoder_batches import open_examples
-from mtcli.core.data.example_rows import ExampleRows
+from mtcli.core.data.bert.example_rows import ExampleRows
+from mtcli.core.data.bert.training_data import open_examples
 from mtcli.core.data.indexed import stated_hash
 from mtcli.core.data.subset import ModelRecord, SourceRecord, Subset, TokenSequences
 from mtcli.core.inference.model import InferenceModel, open_model

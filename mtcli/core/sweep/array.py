@@ -22,10 +22,10 @@ from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.engines import adapter_settings
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.sweep.array_memory import ArrayMemory
 from mtcli.core.sweep.batches import ArrayBatch, ArrayLoader
 from mtcli.core.sweep.layers import ArrayLayers
 from mtcli.core.sweep.member import Member
-from mtcli.core.sweep.memory import ArrayMemory
 from mtcli.core.sweep.update import CompiledAdamW, ModelUpdate
 from mtcli.core.training.compile import Losses, compile_stage, compiler_errors
 from mtcli.core.training.step import Step, outcome_of

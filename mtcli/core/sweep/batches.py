@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mtcli.core.model.inputs import Inputs, Sentences
 from mtcli.core.model.rope import RotaryTable
-from mtcli.core.parallel.attention_mask import AttentionMask
+from mtcli.core.parallel.attention_mask import Documents
 from mtcli.core.training.loader import MicroBatchLoader, StepBatch
 
 
@@ -69,10 +69,7 @@ def stacked(parts: Sequence[Inputs]) -> Inputs:
         tensors = [getattr(part, name) for part in parts]
         return None if tensors[0] is None else torch.cat(tensors)
 
-    documents = [part.attention_mask.documents for part in parts]
-    mask = first.attention_mask
-    if documents[0] is not None:
-        mask = AttentionMask(mask.causal, torch.cat([x for x in documents if x is not None]))
+    documents = [part.documents.rows for part in parts if part.documents is not None]
     rotation = first.rotation
     if rotation is not None:
         tables = [part.rotation for part in parts if part.rotation is not None]
@@ -81,7 +78,7 @@ def stacked(parts: Sequence[Inputs]) -> Inputs:
     return replace(
         first,
         **{name: joined(name) for name in fields},
-        attention_mask=mask,
+        documents=Documents(torch.cat(documents)) if documents else None,
         rotation=rotation,
         sentences=_sentences(parts),
     )

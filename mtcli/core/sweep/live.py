@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
-from mtcli.core.checkpoint.progress import BaseRecord, planned_samples
+from mtcli.core.checkpoint.run_progress import BaseRecord, planned_samples
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.groups import Axis

@@ -13,7 +13,7 @@ from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import OwnedShard, Ownership
-from mtcli.core.sweep.memory import ModelTensors
+from mtcli.core.sweep.array_memory import ModelTensors
 from mtcli.core.sync.methods import replica_exchange
 from mtcli.core.sync.strategy import Strategy
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import OptimizerConfig
-from mtcli.core.sweep.memory import ArrayMemory
+from mtcli.core.sweep.array_memory import ArrayMemory
 from mtcli.core.training.compile import as_graph
 
 

@@ -7,7 +7,7 @@ import torch
 
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.sync.exchange import ReplicaExchange
-from mtcli.core.sync.sketch import sketch
+from mtcli.core.sync.norm_sketch import sketch
 
 
 @contextmanager

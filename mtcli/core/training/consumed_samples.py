@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mtcli.core.checkpoint.blocks import sampled_hash
-from mtcli.core.checkpoint.progress import DatasetRecord, SampleRecord, SkippedBatch
+from mtcli.core.checkpoint.run_progress import DatasetRecord, SampleRecord, SkippedBatch
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.best_fit import PackedConversations
 from mtcli.core.data.blend import chosen, parse_split
 from mtcli.core.data.indexed import stated_hash
 from mtcli.core.data.loader import Batches
-from mtcli.core.data.packing import PackedConversations
 from mtcli.core.data.subset import AGAIN, FIELD, SourceRecord, Subset, digest
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis

@@ -20,10 +20,10 @@ from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
 from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import failed
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.encoder_batches import encoder_batches
-from mtcli.core.data.encoder_rows import CountedRows, EncoderBatches
+from mtcli.core.data.bert.row_format import CountedRows, EncoderBatches
+from mtcli.core.data.bert.training_data import encoder_batches
+from mtcli.core.data.best_fit import open_conversations
 from mtcli.core.data.loader import CountedTokens, SampleId, require_named, require_stated_ids
-from mtcli.core.data.packing import open_conversations
 from mtcli.core.data.prefetch import Prefetcher
 from mtcli.core.data.subset import Subset, TokenSequences, require_subset, token_batches
 from mtcli.core.mesh.parameters import stage_layers
@@ -31,8 +31,8 @@ from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.collectives import all_gather
 from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Groups
+from mtcli.core.training.bert_inputs import EncoderInputs, EncoderRead
 from mtcli.core.training.consumed_samples import require_sources
-from mtcli.core.training.encoder_inputs import EncoderInputs, EncoderRead
 from mtcli.core.training.token_inputs import TokenBatches, TokenInputs, TokenRead
 
 

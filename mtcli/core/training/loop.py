@@ -6,7 +6,7 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 
-from mtcli.core.checkpoint.progress import planned_samples
+from mtcli.core.checkpoint.run_progress import planned_samples
 from mtcli.core.config.errors import MtcliError, collect_errors, failed, visible
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data

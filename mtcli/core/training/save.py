@@ -20,7 +20,7 @@ from mtcli.core.checkpoint.async_save import HostCopy, Snapshot, on_host
 from mtcli.core.checkpoint.fine_tuning import starting_folder, starting_tokenizer
 from mtcli.core.checkpoint.folder import CHECKPOINTS, HUGGINGFACE, TOKENIZER, require_inside
 from mtcli.core.checkpoint.huggingface import config_json
-from mtcli.core.checkpoint.progress import RunProgress
+from mtcli.core.checkpoint.run_progress import RunProgress
 from mtcli.core.checkpoint.store import save, save_together
 from mtcli.core.config.errors import Exit, MtcliError, failed
 from mtcli.core.config.loading import dump_toml

@@ -19,8 +19,8 @@ from mtcli.core.checkpoint.folder import CHECKPOINTS
 from mtcli.core.checkpoint.integrity import verify_hashes, verify_weights
 from mtcli.core.checkpoint.manifest import OPTIMIZER
 from mtcli.core.checkpoint.opening import newest_step, offering_earlier, open_agreed
-from mtcli.core.checkpoint.progress import BaseRecord, RandomState, RunProgress, progress_of
 from mtcli.core.checkpoint.reader import Checkpoint
+from mtcli.core.checkpoint.run_progress import BaseRecord, RandomState, RunProgress, progress_of
 from mtcli.core.checkpoint.store import Shard
 from mtcli.core.config.errors import MtcliError, Problem
 from mtcli.core.config.schema import RunConfig

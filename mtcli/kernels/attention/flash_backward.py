@@ -32,7 +32,7 @@ from mtcli.kernels.attention.tiles import (
     strides,
 )
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import kernel
+from mtcli.kernels.triton_launch import kernel
 
 if TYPE_CHECKING:
     import triton.language as tl

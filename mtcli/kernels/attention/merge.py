@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mtcli.kernels.attention.tiles import contiguous_rows, head_grid, program_of, strides
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import kernel, power_of_two, runs_triton
+from mtcli.kernels.triton_launch import kernel, power_of_two, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.launch import cdiv, full_row_configs, kernel, power_of_two, prefers_kernel
 from mtcli.kernels.random import keep_rows, keeps
+from mtcli.kernels.triton_launch import cdiv, full_row_configs, kernel, power_of_two, prefers_kernel
 
 if TYPE_CHECKING:
     import triton.language as tl

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from mtcli.kernels.gemm import float32_precision
-from mtcli.kernels.launch import cdiv, kernel, power_of_two
+from mtcli.kernels.triton_launch import cdiv, kernel, power_of_two
 
 if TYPE_CHECKING:
     import triton.language as tl

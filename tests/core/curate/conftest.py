@@ -26,7 +26,7 @@ def run(tmp_path):
     """Curates in this process, on one worker unless told; returns the output folder."""
     from mtcli.core.curate.config import load_config
     from mtcli.core.curate.engine import LocalEngine
-    from mtcli.core.curate.pipeline import curate
+    from mtcli.core.curate.passes import curate
     from mtcli.core.curate.request import CurateRequest
 
     def run(*inputs, stages=(), name="out", settings=(), engine=None, **options):

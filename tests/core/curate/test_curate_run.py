@@ -17,7 +17,7 @@ from corpora import read_zst, refusal, removed, shards, tree, write_jsonl
 
 from mtcli.core.curate import documents as documents_module
 from mtcli.core.curate import engine as engine_module
-from mtcli.core.curate import pipeline as pipeline_module
+from mtcli.core.curate import passes
 from mtcli.core.curate.config import load_config
 from mtcli.core.runtime.work_folder import WorkFolder
 
@@ -301,7 +301,7 @@ def test_damaged_files_are_counted_and_left_out_whatever_the_workers(
     named = ["cut.jsonl.gz", "none.jsonl.gz", "none.parquet", "none.warc"]
     assert bad["count"] == 4 and [line.split(":")[0] for line in bad["examples"]] == named
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(pipeline_module, "build_report", killed)
+        patch.setattr(passes, "build_report", killed)
         run(path, stages=stages, skip_bad=True, name="again", workers=3)
     assert tree(run(path, stages=stages, skip_bad=True, name="again", resume=True)) == tree(out)
 
@@ -311,13 +311,13 @@ def killed(*_):
 
 
 def test_what_a_killed_worker_left_is_not_published(run, tmp_path, monkeypatch):
-    path, build = write_jsonl(tmp_path / "in.jsonl", [{"text": "x"}]), pipeline_module.build_report
+    path, build = write_jsonl(tmp_path / "in.jsonl", [{"text": "x"}]), passes.build_report
 
     def leaving(*arguments):
-        (tmp_path / "out" / ".curate" / pipeline_module.MADE / ".shard-00000.7.zst").touch()
+        (tmp_path / "out" / ".curate" / passes.MADE / ".shard-00000.7.zst").touch()
         return build(*arguments)
 
-    monkeypatch.setattr(pipeline_module, "build_report", leaving)
+    monkeypatch.setattr(passes, "build_report", leaving)
     assert not [name for name in tree(run(path)) if name.startswith(".")]
 
 

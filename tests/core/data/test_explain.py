@@ -8,9 +8,9 @@ from chats import REWRITING, talks, tokenizer, write_lines
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config
+from mtcli.core.data.best_fit import open_conversations
 from mtcli.core.data.explain import explain_step
 from mtcli.core.data.loader import Batches
-from mtcli.core.data.packing import open_conversations
 from mtcli.core.data.preprocess import PreprocessRequest, preprocess
 
 SHAPE = ["model.num_layers=1", "model.hidden_size=32", "model.num_heads=2", "model.vocab_size=257"]

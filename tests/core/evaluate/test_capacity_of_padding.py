@@ -7,11 +7,11 @@ from ranks import run_ranks
 from tiny import MOE, run_config
 
 from mtcli.core.config.rules import forward_config
-from mtcli.core.data.encoder_rows import Segments, lay_out
-from mtcli.core.data.special_tokens import SpecialTokens
+from mtcli.core.data.bert.row_format import Segments, lay_out
+from mtcli.core.data.bert.special_tokens import SpecialTokens
 from mtcli.core.evaluate.loglikelihood import request
 from mtcli.core.evaluate.packing import plan, run
-from mtcli.core.inference.encoder import head_outputs
+from mtcli.core.inference.bert_heads import head_outputs
 from mtcli.core.inference.model import InferenceModel
 from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.mesh.layout import ParallelLayout

@@ -60,7 +60,7 @@ class Called(TorchDispatchMode):
 def interpreter():
     from triton import knobs
 
-    from mtcli.kernels.launch import interpreted
+    from mtcli.kernels.triton_launch import interpreted
 
     if not knobs.runtime.interpret:
         pytest.skip("kernels are compiled here, not interpreted")

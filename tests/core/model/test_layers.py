@@ -2,15 +2,14 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tiny import GPT, LLAMA, run_config
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.visibility import Visibility
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import initialise
@@ -131,34 +130,60 @@ def test_precision_is_the_dtype_of_weights_and_activations(precision, dtype):
     assert stage.losses(x_TD, inputs).dtype == wide
 
 
-def test_several_tokens_after_a_cache_are_not_let_see_those_to_come():
+WINDOWED = [Visibility(2, 0), Visibility(), Visibility(4, 0), Visibility(0, 0)]
+
+
+@pytest.fixture
+def windowed():
+    """A stage whose layers see differently far, and its model."""
     config, stage = made(LLAMA)
-    ids, cache = torch.arange(S).view(1, S), KVCache()
-    stage(None, make_inputs(config.model, torch.float32, ids[:, :3], cache=cache))
-    more = make_inputs(config.model, torch.float32, ids[:, 3:5], positions=ids[:, 3:5], cache=cache)
-    with pytest.raises(AssertionError, match="2 tokens after a cache need a mask"):
-        stage(None, more)
+    stage.double().requires_grad_(False)
+    for block, visibility in zip(stage.blocks.values(), WINDOWED, strict=True):
+        block.attention.visibility = visibility
+    return config.model, stage
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_a_masked_row_on_a_gpu_is_given_to_the_kernel_that_takes_masks(monkeypatch, groups):
-    given = []
+def alone_of(model, stage, ids):
+    return stage(None, make_inputs(model, torch.float64, ids[None]))
 
-    def attend(q, k, v, attn_mask, enable_gqa):
-        given.append((k.shape[1], v.shape[1], enable_gqa))
-        return q
 
-    class OnGpu(torch.Tensor):
-        is_cuda = True
+def test_cached_steps_of_layers_with_windows_are_the_whole_row_at_once(windowed):
+    model, stage = windowed
+    ids, cache, outputs = torch.arange(14) % 11, KVCache(), []
+    for start, stop in ((0, 6), (6, 7), (7, 11), (11, 14)):
+        positions, new = torch.arange(start, stop)[None], ids[None, start:stop]
+        given = {"positions": positions, "cache": cache}
+        outputs.append(stage(None, make_inputs(model, torch.float64, new, **given)))
+    torch.testing.assert_close(torch.cat(outputs), alone_of(model, stage, ids))
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
-    layer = SimpleNamespace(stream=dropout_stream("a", 0.0, 7), queries_per_group=4 // groups)
-    inputs = SimpleNamespace(numbers=None, prefix=None, mask=torch.ones(2, 8, 8, dtype=torch.bool))
-    q, k = (torch.empty(2, heads, 8, 16) for heads in (4, groups))
-    Attention._attend(layer, q.as_subclass(OnGpu), k, k, inputs)
-    Attention._attend(layer, q, k, k, inputs)
-    # Groups are no kernel's business there: the fallback would hold the scores of all heads.
-    assert given == [(4, 4, False), (groups, groups, groups < 4)]
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_rows_after_a_prefix_of_layers_with_windows_are_as_if_alone(windowed, branches):
+    model, stage = windowed
+    before, prefix = torch.arange(5) % 7, KVCache()
+    stage(None, make_inputs(model, torch.float64, before[None], cache=prefix))
+    trunk, ends = torch.tensor([3, 1, 4]), torch.tensor([[9, 2, 6, 5], [8, 7, 9, 3]])[:branches]
+    row = torch.cat([trunk, *ends])
+    positions = torch.cat([torch.arange(3), *[torch.arange(3, 7)] * branches])[None] + 5
+    paths = torch.ones(len(row), len(row), dtype=torch.bool).tril()
+    paths[7:, 3:7] = False
+    given = {"positions": positions, "prefix": prefix}
+    given |= {"paths": paths[None]} if branches > 1 else {}
+    found = stage(None, make_inputs(model, torch.float64, row[None], **given))
+    for number, end in enumerate(ends):
+        alone = alone_of(model, stage, torch.cat([before, trunk, end]))[5:]
+        torch.testing.assert_close(found[:3], alone[:3])
+        torch.testing.assert_close(found[3 + 4 * number : 7 + 4 * number], alone[3:])
+
+
+def test_a_token_moves_no_output_further_than_the_windows_reach(windowed):
+    model, stage = windowed
+    ids = torch.arange(14) % 11
+    stage.blocks["1"].attention.visibility = Visibility(1, 0)
+    rows = ids, ids.index_fill(0, torch.tensor(2), 12)
+    plain, changed = (alone_of(model, stage, row) for row in rows)
+    moved = plain != changed
+    assert moved.any(1).nonzero().flatten().tolist() == [*range(2, 2 + 2 + 1 + 4 + 0 + 1)]
 
 
 def test_padding_longer_than_the_context_has_positions_of_the_context():

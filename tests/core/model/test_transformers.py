@@ -187,12 +187,8 @@ def test_cached_steps_are_the_whole_sequence_at_once(both):
     ids, cache, outputs = tokens()[:, :S], KVCache(), []
     for start, stop in ((0, 5), (5, 6), (6, 7), (7, S)):
         positions = torch.arange(start, stop).expand(B, -1)
-        inputs = make_inputs(
-            model, torch.float64, ids[:, start:stop], positions=positions, cache=cache
-        )
-        if stop - start > 1 and start > 0:  # several new tokens need their own causal mask
-            seen = torch.arange(stop) <= torch.arange(start, stop)[:, None]
-            inputs = replace(inputs, mask=seen.expand(B, -1, -1))
+        given = {"positions": positions, "cache": cache}
+        inputs = make_inputs(model, torch.float64, ids[:, start:stop], **given)
         outputs.append(stage(None, inputs).view(B, stop - start, -1))
     unsharded = stage(None, make_inputs(model, torch.float64, ids)).view(B, S, -1)
     torch.testing.assert_close(torch.cat(outputs, 1), unsharded)
@@ -204,7 +200,7 @@ def test_a_mask_and_positions_pack_sequences_that_do_not_see_each_other(both):
     positions = torch.arange(half).repeat(2)[None]
     causal = torch.ones(half, half, dtype=torch.bool).tril()
     mask = torch.block_diag(causal, causal)[None]
-    packed = stage(None, make_inputs(model, torch.float64, ids, positions=positions, mask=mask))
+    packed = stage(None, make_inputs(model, torch.float64, ids, positions=positions, paths=mask))
     apart = stage(None, make_inputs(model, torch.float64, ids.view(2, half)))
     torch.testing.assert_close(packed, apart)
 

@@ -5,40 +5,55 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtcli.core.parallel.attention_mask import AttentionMask, restarted
+from mtcli.core.mesh.visibility import Visibility
+from mtcli.core.parallel.attention_mask import AttentionMask, Documents, restarted
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+LIMITS = st.none() | st.integers(0, 6)
+VISIBILITIES = st.builds(Visibility, LIMITS, LIMITS)
 
 
 def document_of(lengths):
     return [number for number, length in enumerate(lengths) for _ in range(length)]
 
 
-@given(LENGTHS, st.booleans(), st.data())
-def test_a_mask_is_same_document_and_if_causal_not_later(lengths, causal, data):
+def sees(visibility, query, key):
+    before, after = visibility.before, visibility.after
+    return (before is None or query - key <= before) and (after is None or key - query <= after)
+
+
+@given(LENGTHS, VISIBILITIES, st.data())
+def test_a_mask_is_of_the_same_document_and_within_the_layer_s_limits(lengths, visibility, data):
     documents = document_of(lengths)
     places = st.lists(st.integers(0, len(documents) - 1), min_size=1, max_size=8)
     queries, keys = data.draw(places), data.draw(places)
-    rows = torch.tensor([documents, [0] * len(documents)])
-    mask = AttentionMask(causal, rows).mask(torch.tensor(queries), torch.tensor(keys))
+    rows = Documents(torch.tensor([documents, [0] * len(documents)]))
+    mask = AttentionMask(visibility, rows).mask(torch.tensor(queries), torch.tensor(keys))
     for i, query in enumerate(queries):
         for j, key in enumerate(keys):
-            past = key <= query or not causal
-            assert mask[0, 0, i, j] == (past and documents[query] == documents[key])
-            assert mask[1, 0, i, j] == past
+            near = sees(visibility, query, key)
+            assert mask[0, 0, i, j] == (near and documents[query] == documents[key])
+            assert mask[1, 0, i, j] == near
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_without_documents_only_order_counts(causal):
-    mask = AttentionMask(causal).mask(torch.tensor([1, 5]), torch.tensor([0, 1, 2]))
-    assert mask is None if not causal else mask.tolist() == [[[[1, 1, 0], [1, 1, 1]]]]
+@pytest.mark.parametrize(
+    ("visibility", "expected"),
+    [
+        (Visibility(after=None), None),
+        (Visibility(), [[[[1, 1, 0], [1, 1, 1]]]]),
+        (Visibility(3, 0), [[[[1, 1, 0], [0, 0, 1]]]]),
+    ],
+)
+def test_without_documents_only_distance_counts(visibility, expected):
+    mask = AttentionMask(visibility).mask(torch.tensor([1, 5]), torch.tensor([0, 1, 2]))
+    assert mask is None if expected is None else mask.tolist() == expected
 
 
-@given(LENGTHS, st.booleans(), st.booleans(), st.data())
-def test_spans_are_the_same_as_the_mask_for_ascending_places(lengths, causal, masked, data):
+@given(LENGTHS, VISIBILITIES, st.booleans(), st.data())
+def test_spans_are_the_same_as_the_mask_for_ascending_places(lengths, visibility, masked, data):
     size = sum(lengths)
     rows = torch.tensor([document_of(lengths), [0] * size])
-    seen = AttentionMask(causal, rows if masked else None)
+    seen = AttentionMask(visibility, Documents(rows) if masked else None)
     some = st.sets(st.integers(0, size - 1), min_size=1).map(lambda x: torch.tensor(sorted(x)))
     queries, keys = data.draw(some), data.draw(some)
     first, end = (x[..., None] for x in seen.spans(queries, keys))
@@ -52,6 +67,6 @@ def test_spans_are_the_same_as_the_mask_for_ascending_places(lengths, causal, ma
 @given(LENGTHS)
 def test_lengths_and_positions_are_those_of_each_document(lengths):
     rows = torch.tensor([document_of(lengths), [0] * sum(lengths)], dtype=torch.int32)
-    assert AttentionMask(True, rows).lengths == [lengths, [sum(lengths)]]
+    assert Documents(rows).lengths == [lengths, [sum(lengths)]]
     expected = [place for length in lengths for place in range(length)]
     assert restarted(rows).tolist() == [expected, list(range(sum(lengths)))]

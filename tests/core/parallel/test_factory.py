@@ -1,18 +1,24 @@
 """The factory of a model's layers: what an engine of its own takes, and that models name none."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.nn.functional as F
 from parity_factors import row_of
 from parity_runs import curve_off, oracle, train_on
 from ranks import run_ranks
+from tiny import LLAMA, run_config
 from torch import nn
 
 import mtcli.core.model
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel import engines
 from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.groups import make_groups
 
 
 class DenseLayers(LayerFactory):
@@ -117,3 +123,23 @@ def test_models_import_no_engine():
     modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     assert "mtcli.core.parallel.factory" in modules
     assert not modules & {"mtcli.core.parallel.tensor", "mtcli.core.parallel.vocab_parallel"}
+
+
+def norm_of_a_head(runtime, config):
+    groups = make_groups(ParallelLayout.of_run(config, 4), runtime.rank, runtime.device)
+    factory = engines.layer_factory(config, groups, torch.float64, runtime.device)
+    weight = Parameter("head.weight", (6,), (None,), "ones", 0)
+    layer = replace(factory, table={**factory.table, "head.weight": weight}).norm(
+        "head", config.model
+    )
+    scale = torch.arange(1.0, 7.0, dtype=torch.float64)
+    layer.weight.data.copy_(scale)
+    x = torch.randn(
+        5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(runtime.rank)
+    )
+    torch.testing.assert_close(layer(x), F.rms_norm(x, (6,), scale, config.model.norm_eps))
+
+
+def test_a_norm_whose_weight_no_rank_of_a_grid_shards_is_over_what_a_rank_has():
+    parallel, batch = {"tp": 4, "tp_mode": "2d"}, {"micro_batch_size": 2}
+    run_ranks(4, norm_of_a_head, run_config(LLAMA, parallel=parallel, batch=batch))

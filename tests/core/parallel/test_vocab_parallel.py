@@ -13,7 +13,7 @@ from mtcli.core.parallel import vocab_parallel
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
-from mtcli.kernels.launch import interpreted
+from mtcli.kernels.triton_launch import interpreted
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"

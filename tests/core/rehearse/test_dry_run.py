@@ -13,7 +13,7 @@ from ranks import run_ranks
 from tiny import Samples, run_config
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.encoder_rows import CountedRows
+from mtcli.core.data.bert.row_format import CountedRows
 from mtcli.core.model.attention import Attention
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import each_stage

@@ -10,8 +10,8 @@ from ranks import run_ranks
 from mtcli.core.data.subset import TokenSequences
 from mtcli.core.inference.model import open_model
 from mtcli.core.select.coreset import Quota, Work, choose, evenly_weighed, judge, random_orders
+from mtcli.core.select.distance_sketch import COPIES, Sketch
 from mtcli.core.select.proxies import sequence_proxies
-from mtcli.core.select.sketch import COPIES, Sketch
 
 SEQ_LEN, VOCAB = 12, 101
 

@@ -14,7 +14,7 @@ from tiny import GPT, documents, run_config
 
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.checkpoint.progress import RunProgress, SampleRecord
+from mtcli.core.checkpoint.run_progress import RunProgress, SampleRecord
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.convert.inspect import progress_rows
 from mtcli.core.data.indexed import token_dtype

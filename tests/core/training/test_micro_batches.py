@@ -118,9 +118,9 @@ def test_every_context_rank_knows_the_documents_of_whole_rows(cp, asked):
         for m, inputs in enumerate(rows_of(config, ParallelLayout(cp, cp=cp), rank, step=1)):
             rows = slice(2 * m, 2 * m + 2)
             if "document_mask" in asked:
-                assert torch.equal(inputs.attention_mask.documents, whole[rows])
+                assert torch.equal(inputs.documents.rows, whole[rows])
             else:
-                assert inputs.attention_mask.documents is None
+                assert inputs.documents is None
             assert torch.equal(inputs.positions, places[rows, mine])
             ids = torch.arange(12, 24)[rows, None]
             assert torch.equal(inputs.numbers, ids * 8 + mine), "dropout is by place in the row"

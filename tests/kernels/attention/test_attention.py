@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from exact import distance, softmax_attention, triangle
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -13,6 +14,7 @@ from mtcli.kernels.attention.attention import (
     attention_backward_reference,
     attention_reference,
     document_sdpa,
+    masked_sdpa,
     sdpa,
 )
 from mtcli.kernels.attention.merge import merge_
@@ -203,3 +205,23 @@ def test_a_compiler_is_told_the_memory_that_operators_over_blocks_give(b):
         told = [cpu._op(x, x, x, True)]
         told += cpu._backward_op(x, x, x, x, out, True)
     assert [y.stride() for y in told] == strides
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_masked_row_on_a_gpu_is_given_to_the_kernel_that_takes_masks(monkeypatch, groups):
+    given = []
+
+    def attend(q, k, v, attn_mask, enable_gqa):
+        given.append((k.shape[1], v.shape[1], enable_gqa))
+        return q
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    mask = torch.ones(2, 1, 8, 8, dtype=torch.bool)
+    q, k = (torch.empty(2, heads, 8, 16) for heads in (4, groups))
+    masked_sdpa(q.as_subclass(OnGpu), k, k, mask)
+    masked_sdpa(q, k, k, mask)
+    # Groups are no kernel's business there: the fallback would hold the scores of all heads.
+    assert given == [(4, 4, False), (groups, groups, groups < 4)]

@@ -9,7 +9,7 @@ from mtcli.kernels.attention.flash_backward import flash_backward
 from mtcli.kernels.attention.flash_forward import flash
 from mtcli.kernels.attention.merge import merge_
 from mtcli.kernels.attention.tiles import KeyRanges
-from mtcli.kernels.launch import TritonKernel
+from mtcli.kernels.triton_launch import TritonKernel
 
 SHAPES = {  # b, h, g, n, m, d
     "groups, odd": (2, 4, 2, 37, 37, 20),

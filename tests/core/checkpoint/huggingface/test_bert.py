@@ -11,8 +11,8 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_huggingface import to_hf
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
-from mtcli.core.data.encoder_rows import EncoderRows
-from mtcli.core.inference.encoder import head_outputs
+from mtcli.core.data.bert.row_format import EncoderRows
+from mtcli.core.inference.bert_heads import head_outputs
 from mtcli.core.inference.model import open_inference_model
 
 HEADS = ("PreTraining", "MaskedLM", "SequenceClassification", "MultipleChoice")

@@ -16,7 +16,7 @@ from mtcli.core.config.errors import Problem, wrong
 from mtcli.core.config.schema import RACE_TOKENS
 from mtcli.core.config.untrusted import is_text, shown
 from mtcli.core.data.bad_lines import BadLine, json_object, read_lines, refusal
-from mtcli.core.data.encoder_rows import Segments
+from mtcli.core.data.bert.row_format import Segments
 from mtcli.core.data.race import Article, read_race_files
 from mtcli.core.data.tokenize import Tokenizer
 

@@ -5,9 +5,9 @@ import pytest
 from indexed_dataset import write_dataset
 
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.data.bert.masked_rows import MaskedRows
+from mtcli.core.data.bert.special_tokens import SpecialTokens
 from mtcli.core.data.indexed import token_dtype, write_index
-from mtcli.core.data.masked_rows import MaskedRows
-from mtcli.core.data.special_tokens import SpecialTokens
 
 V, S = 200, 32
 SPECIAL = SpecialTokens(2, 3, 4, 0, np.arange(V) >= 5, np.ones(V, bool))

@@ -16,10 +16,11 @@ from mtcli.core.config.errors import MtcliError, failed
 from mtcli.core.curate.config import Stage
 from mtcli.core.curate.contamination import cut_corpus, cut_removals
 from mtcli.core.curate.corpus import ChangedLines, Corpus, PassResult, Removals, Slice
+from mtcli.core.curate.document_stages import BlockWork, StageGroup, passes_of
 from mtcli.core.curate.documents import CorpusFiles, Document, blocks_of, key_of
 from mtcli.core.curate.engine import Engine
 from mtcli.core.curate.html import report_html
-from mtcli.core.curate.output import (
+from mtcli.core.curate.output_folder import (
     MADE,
     REPORT_HTML,
     WORK,
@@ -33,7 +34,6 @@ from mtcli.core.curate.reading import Reader
 from mtcli.core.curate.report import build_report, nothing_left, removed_lines
 from mtcli.core.curate.request import Corpora, CurateRequest, find_corpora
 from mtcli.core.curate.shards import LEVEL, ShardJob, changed_lines, plan_shards, sample_keys
-from mtcli.core.curate.stages import BlockWork, StageGroup, passes_of
 from mtcli.core.data.documents import count_lines
 from mtcli.core.data.sources import REMOVED, REPORT, TextBlock, told
 from mtcli.core.runtime.atomic_writes import atomic_file, folder_of, write_text

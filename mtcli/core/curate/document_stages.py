@@ -15,13 +15,13 @@ from mtcli.core.curate.config import CORPUS_STAGES, CurateConfig, Stage
 from mtcli.core.curate.decontaminate import make_matches
 from mtcli.core.curate.documents import BadRecord, Document, PassedOver, id_of
 from mtcli.core.curate.exact import text_hashes
+from mtcli.core.curate.gopher_rules import make_rules
 from mtcli.core.curate.hashing import Array
 from mtcli.core.curate.language import make_language
 from mtcli.core.curate.minhash import make_signatures
 from mtcli.core.curate.normalise import make_normalise
 from mtcli.core.curate.parts import PartWriter, written_aside
 from mtcli.core.curate.quality import make_quality
-from mtcli.core.curate.rules import make_rules
 from mtcli.core.curate.warc import make_extract
 
 SAMPLES = 5  # documents told of each reason

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.data.masking import choose, mask, words
-from mtcli.core.data.special_tokens import SpecialTokens, special_tokens
+from mtcli.core.data.bert.masking import choose, mask, words
+from mtcli.core.data.bert.special_tokens import SpecialTokens, special_tokens
 from mtcli.core.data.tokenize import byte_tokenizer, train_word_pieces
 
 V = 100

@@ -7,19 +7,19 @@ from pathlib import Path
 from mtcli.core.config.blend import Which, read_blend
 from mtcli.core.config.errors import collect_errors, wrong
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.blend import chosen
-from mtcli.core.data.encoder_rows import EncoderBatches
-from mtcli.core.data.example_rows import ExampleRows, share_of
-from mtcli.core.data.examples import (
+from mtcli.core.data.bert.example_rows import ExampleRows, share_of
+from mtcli.core.data.bert.examples import (
     Examples,
     Room,
     race_limit,
     read_classes,
     read_race_examples,
 )
+from mtcli.core.data.bert.masked_rows import MaskedRows
+from mtcli.core.data.bert.row_format import EncoderBatches
+from mtcli.core.data.bert.special_tokens import special_tokens
+from mtcli.core.data.blend import chosen
 from mtcli.core.data.indexed import tokenizer_folder
-from mtcli.core.data.masked_rows import MaskedRows
-from mtcli.core.data.special_tokens import special_tokens
 from mtcli.core.data.subset import require_subset
 from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import wrong
+from mtcli.core.data.bert.masking import mask
+from mtcli.core.data.bert.row_format import EncoderRows, Segments, lay_out
+from mtcli.core.data.bert.special_tokens import SpecialTokens
 from mtcli.core.data.blend import Blend, split_range
 from mtcli.core.data.blend_order import BlendOrder, blend_indices
-from mtcli.core.data.encoder_rows import EncoderRows, Segments, lay_out
 from mtcli.core.data.indexed import Indexed
 from mtcli.core.data.loader import SampleId, no_tokens, open_blend, token_files
-from mtcli.core.data.masking import mask
-from mtcli.core.data.special_tokens import SpecialTokens
 
 SPECIAL = 3  # tokens of a sequence besides its text: [CLS] and two [SEP]
 SWAPPED = 0.5  # of sequences with two halves

@@ -7,7 +7,7 @@ from tiny import metrics, write_run
 
 from mtcli.core.checkpoint.manifest import is_optimizer
 from mtcli.core.checkpoint.opening import open_checkpoint
-from mtcli.core.sync.sketch import BLOCK, BUCKETS, sketch
+from mtcli.core.sync.norm_sketch import BLOCK, BUCKETS, sketch
 
 CPU = torch.device("cpu")
 

@@ -18,20 +18,26 @@ from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RACE_CHOICES
 from mtcli.core.config.untrusted import is_number
-from mtcli.core.data.encoder_rows import EncoderRows
-from mtcli.core.data.example_rows import ExampleRows
-from mtcli.core.data.examples import Example, Room, race_limit, read_classes, read_race_examples
+from mtcli.core.data.bert.example_rows import ExampleRows
+from mtcli.core.data.bert.examples import (
+    Example,
+    Room,
+    race_limit,
+    read_classes,
+    read_race_examples,
+)
+from mtcli.core.data.bert.masked_rows import MaskedRows
+from mtcli.core.data.bert.row_format import EncoderRows
+from mtcli.core.data.bert.special_tokens import SpecialTokens, special_tokens
 from mtcli.core.data.indexed import with_suffix
-from mtcli.core.data.masked_rows import MaskedRows
 from mtcli.core.data.preprocess import PreprocessRequest, preprocess
 from mtcli.core.data.race import LEVELS
 from mtcli.core.data.sources import find_sources
-from mtcli.core.data.special_tokens import SpecialTokens, special_tokens
 from mtcli.core.data.tokenize import Tokenizer
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.statistics import accuracy_of
 from mtcli.core.evaluate.tasks.task import Advance, Record, Report, TaskRun, exp, part_report
-from mtcli.core.inference.encoder import HeadOutput, head_outputs
+from mtcli.core.inference.bert_heads import HeadOutput, head_outputs
 from mtcli.core.inference.model import InferenceModel
 
 SEED = 1234  # of what is masked

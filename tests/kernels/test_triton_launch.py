@@ -9,11 +9,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtcli.kernels import autotune, launch
+from mtcli.kernels import autotune, triton_launch
 from mtcli.kernels.norm import norm
 from mtcli.kernels.swiglu import swiglu
 
-needs_triton = pytest.mark.skipif(not launch.HAS_TRITON, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(not triton_launch.HAS_TRITON, reason="triton is not installed")
 
 
 def test_a_step_on_cpu_imports_neither_triton_nor_dynamo():
@@ -29,12 +29,12 @@ def test_a_step_on_cpu_imports_neither_triton_nor_dynamo():
 
 def test_kernels_take_16_and_32_bits_on_a_gpu_and_nothing_on_a_cpu(device):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert launch.runs_triton(torch.empty(1, dtype=dtype, device=device))
-    assert not launch.runs_triton(torch.empty(1, dtype=torch.float64, device=device))
+        assert triton_launch.runs_triton(torch.empty(1, dtype=dtype, device=device))
+    assert not triton_launch.runs_triton(torch.empty(1, dtype=torch.float64, device=device))
 
 
 def test_kernels_leave_cpu_tensors_alone():
-    assert not launch.runs_triton(torch.empty(1))
+    assert not triton_launch.runs_triton(torch.empty(1))
 
 
 def test_a_fake_gpu_tensor_gets_the_shape_and_dtype_without_a_gpu():

@@ -24,12 +24,12 @@ from mtcli.core.curate import warc as warc_module
 from mtcli.core.curate.batch import Batch, lower
 from mtcli.core.curate.config import LanguageConfig, QualityConfig
 from mtcli.core.curate.documents import Document
+from mtcli.core.curate.gopher_rules import FAR, KINDS, PACKED_STOP_WORDS, STOP_WORDS
 from mtcli.core.curate.hashing import jaccard, unaligned
 from mtcli.core.curate.language import make_identify
 from mtcli.core.curate.normalise import make_fix
 from mtcli.core.curate.page_limits import depth_of, has_many_attributes
 from mtcli.core.curate.quality import load_classifier, pareto_draw, train_quality
-from mtcli.core.curate.rules import FAR, KINDS, PACKED_STOP_WORDS, STOP_WORDS
 from mtcli.core.curate.shingles import shingle_set
 from mtcli.core.curate.word_loops import count_words
 

@@ -7,12 +7,12 @@ import numpy as np
 from mtcli.core.config.blend import Which
 from mtcli.core.config.errors import wrong
 from mtcli.core.data.bad_lines import shown_skipped
+from mtcli.core.data.bert.examples import Examples
+from mtcli.core.data.bert.row_format import EncoderRows, lay_out
+from mtcli.core.data.bert.special_tokens import SpecialTokens
+from mtcli.core.data.best_fit import EpochRows, pack
 from mtcli.core.data.blend import split_range
-from mtcli.core.data.encoder_rows import EncoderRows, lay_out
-from mtcli.core.data.examples import Examples
 from mtcli.core.data.loader import SampleId
-from mtcli.core.data.packing import EpochRows, pack
-from mtcli.core.data.special_tokens import SpecialTokens
 from mtcli.core.data.subset import Subset, members
 
 

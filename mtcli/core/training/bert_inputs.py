@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.encoder_rows import EncoderBatches, EncoderRows
+from mtcli.core.data.bert.row_format import EncoderBatches, EncoderRows
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, Sentences, make_inputs, token_positions
 from mtcli.core.parallel.groups import Groups

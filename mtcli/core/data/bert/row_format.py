@@ -8,8 +8,8 @@ import numpy as np
 
 from mtcli.core.config.model import MASKED_SHARE, SEQUENCES
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.data.bert.special_tokens import SpecialTokens
 from mtcli.core.data.loader import SampleId
-from mtcli.core.data.special_tokens import SpecialTokens
 
 
 class Segments(NamedTuple):

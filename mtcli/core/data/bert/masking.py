@@ -8,7 +8,7 @@ arXiv:1909.11942, section 4.1). S tokens of a row, W words.
 import numpy as np
 
 from mtcli.core.config.model import MASKED_SHARE
-from mtcli.core.data.special_tokens import SpecialTokens
+from mtcli.core.data.bert.special_tokens import SpecialTokens
 
 LENGTHS = np.array([1, 2, 3])  # of an n-gram, in words
 CHANCES = (1 / LENGTHS) / (1 / LENGTHS).sum()  # 6/11, 3/11, 2/11

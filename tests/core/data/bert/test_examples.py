@@ -6,9 +6,9 @@ import pytest
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data import bad_lines
-from mtcli.core.data.example_rows import ExampleRows
-from mtcli.core.data.examples import Room, race_limit, read_classes, read_race_examples
-from mtcli.core.data.special_tokens import special_tokens
+from mtcli.core.data.bert.example_rows import ExampleRows
+from mtcli.core.data.bert.examples import Room, race_limit, read_classes, read_race_examples
+from mtcli.core.data.bert.special_tokens import special_tokens
 from mtcli.core.data.tokenize import train_word_pieces
 
 WORDS = "a cat sat on the mat and looked at dogs who did it _ . ?"

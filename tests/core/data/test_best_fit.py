@@ -12,8 +12,8 @@ from tiny import LLAMA, run_config
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.schema import TrainConfig
+from mtcli.core.data.best_fit import open_conversations, pack
 from mtcli.core.data.epochs import with_steps
-from mtcli.core.data.packing import open_conversations, pack
 from mtcli.core.data.tokenize import load_tokenizer
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtcli.core.data.encoder_rows import EncoderRows
+from mtcli.core.data.bert.row_format import EncoderRows
 from mtcli.core.inference.model import InferenceModel
 from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, Sentences, make_inputs, token_positions
