@@ -26,7 +26,7 @@ from mtcli.core.plan.workload import Workload
 from mtcli.kernels.limits import chunk_rows
 
 WIDE = 4  # bytes of a float32
-MARGIN = 0.03  # 19 of 20 estimates are at most so much too high (benchmarks/bench_estimates.py)
+MARGIN = 0.03  # 9 of 10 estimates are at most so much too high (benchmarks/bench_estimates.py)
 
 
 def estimated(work: Workload, device: Device, pp_rank: int) -> RankBytes:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from mtcli.core.sweep.memory import ArrayMemory
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig, OptimizerConfig
@@ -17,6 +16,7 @@ from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.plan import elements
 from mtcli.core.plan.memory import state_bytes
 from mtcli.core.plan.workload import Workload
+from mtcli.core.sweep.array_memory import ArrayMemory
 
 MODEL = ModelConfig(num_layers=2, hidden_size=16, num_heads=4, vocab_size=128, max_seq_len=8)
 TABLE = run_parameters(MODEL, LoraConfig())
