@@ -75,12 +75,9 @@ def train(
     )
 
     def work(runtime: "Runtime") -> bool:
-        from mtcli.core.profile.measure import run_peak_flops
         from mtcli.core.training.loop import train as train_run
 
-        measure_peak = partial(run_peak_flops, run, runtime)
-        flags = {"resume": resume, "anew": start_over}
-        return train_run(run, runtime, **flags, measure_peak=measure_peak)
+        return train_run(run, runtime, resume=resume, anew=start_over)
 
     goes_on = partial(how_it_goes_on, Path(run.train.output))
     if run_ranks(nproc, run.train, work, max_restarts, goes_on) is False:  # it was told to stop

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import run_parameters
-from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.optim.grad_norm import clip_factor
@@ -28,6 +27,7 @@ from mtcli.core.sweep.memory import ArrayMemory
 from mtcli.core.sweep.update import CompiledAdamW, ModelUpdate
 from mtcli.core.training.compile import Losses, compile_stage, compiler_errors
 from mtcli.core.training.step import Step, outcome_of
+from mtcli.kernels.gemm import DTYPES
 
 
 class ModelArray:

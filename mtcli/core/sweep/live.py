@@ -69,13 +69,10 @@ class Watcher(NamedTuple):
 class LiveArray:
     """Some trials' models, from the seed or their newest checkpoints on. Use it as a context."""
 
-    def __init__(
-        self, trials: Sequence[TrialRecord], runtime: Runtime, peak: float, watcher: Watcher
-    ) -> None:
-        """All trials have made as many steps; `peak` are the FLOP/s of a device."""
+    def __init__(self, trials: Sequence[TrialRecord], runtime: Runtime, watcher: Watcher) -> None:
+        """All trials have made as many steps."""
         configs = [record.trial.config for record in trials]
         self.watcher, self.runtime, self.shape = watcher, runtime, configs[0]
-        self.peak = peak * runtime.world
         self.groups = run_groups(self.shape, runtime)
         world = self.groups.world
         self.traffic = SyncTraffic(REDUCED)
@@ -200,7 +197,7 @@ class LiveArray:
                 ended.append(index)
                 continue
             seat.records.step(
-                step, StepFacts(seat.member.consumed_samples, valid[index], sent, None), self.peak
+                step, StepFacts(seat.member.consumed_samples, valid[index], sent, None)
             )
             seat.record.losses.append(step.loss)
             seat.record.lr = step.lr

@@ -1,7 +1,7 @@
 """`mtcli train`: the loop. Reads top to bottom as a run goes."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,6 @@ def train(
     runtime: Runtime,
     *,
     resume: bool,
-    measure_peak: Callable[[], float],
     anew: bool = False,
 ) -> bool:
     """Trains to train.steps; returns False where a signal stopped it, after saving.
@@ -53,7 +52,6 @@ def train(
     `resume` goes on from the newest checkpoint of train.output, on this config's layout, whatever
     layout wrote it; `anew` lets a run begin again that has none. Another run takes the weights of
     train.init, where that is set, at step 0.
-    `measure_peak` tells a device's FLOP/s, which MFU is a fraction of; all ranks call it at once.
     """
     stop = StopSignal()
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
@@ -67,7 +65,7 @@ def train(
                     visible(f"nothing to do: {done}; set more train.steps to go on from {start}\n")
                 )
             return True
-        return _train(config, runtime, start, stop, measure_peak)
+        return _train(config, runtime, start, stop)
 
 
 @contextmanager
@@ -99,7 +97,6 @@ def _train(
     runtime: Runtime,
     start: StartingPoint,
     stop: StopSignal,
-    measure_peak: Callable[[], float],
 ) -> bool:
     trainer = Trainer(config, runtime)
     world = trainer.groups.world
@@ -112,7 +109,7 @@ def _train(
     adopt_current(loader, config, runtime, trainer.step)
     for note in starting_notes(config, start) if runtime.rank == 0 else ():
         sys.stderr.write(visible(f"{note}\n"))
-    log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
+    log = RunLog(config, runtime.rank == 0, trainer.step)
     saves = SaveSchedule(config.train)
     about = describe_vocabulary(config) | loader.batches.describe()
     log.begin(runtime, trainer.state_bytes(), str(start), about | {"saves": str(saves)})

@@ -12,7 +12,7 @@ import torch
 
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Groups
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 
 
 class RankTimes(NamedTuple):

@@ -28,8 +28,8 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.indexed import tokenizer_folder
 from mtcli.core.data.tokenize import load_tokenizer
 from mtcli.core.parallel.groups import Groups
-from mtcli.core.parallel.health.flight_recorder import SAVING
 from mtcli.core.parallel.tree import Tree, make_tree
+from mtcli.core.runtime.health.flight_recorder import SAVING
 from mtcli.core.training.metrics import RunRecords, SaveRecord
 from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.state import RunState, saved_replicas, shards

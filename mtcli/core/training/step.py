@@ -17,7 +17,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
-from mtcli.core.model.build import DTYPES, activation_format, build_stages
+from mtcli.core.model.build import activation_format, build_stages
 from mtcli.core.model.expert_balance import ExpertBalance
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.optim.grad_norm import clip_factor, square_sum
@@ -37,6 +37,7 @@ from mtcli.core.sync.traffic import EXCHANGED, REDUCED, SyncTraffic
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader, StepBatch
+from mtcli.kernels.gemm import DTYPES
 
 Outcome = Literal["updated", "overflow", "fault"]
 

@@ -8,7 +8,7 @@ from ranks import run_ranks
 
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import _connected, world_axis
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.training.rank_times import RankTimes, StepTimer, rank_times
 
 
