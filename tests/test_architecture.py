@@ -36,7 +36,7 @@ ARROWS = {
     "sync": FACTS | {"exchange", "parallel", "kernels", "runtime", "optim"},
     "optim": FACTS | {"parallel", "kernels"},
     "model": FACTS | {"parallel", "kernels", "checkpoint"},
-    "training": STEP | {"select"},
+    "training": STEP,
     "inference": STEP,
     "curate": {"config", "data", "runtime"},
     "evaluate": {"config", "data", "inference", "runtime"},

@@ -21,7 +21,7 @@ from mtcli.core.training.loader import MicroBatchLoader, open_loader
 from mtcli.core.training.metrics import StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.rank_times import StepTimer, agreed
-from mtcli.core.training.reselect import adopt_current, is_due
+from mtcli.core.training.reselect import Reselect, adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_folder import how_it_goes_on, newest_saved
 from mtcli.core.training.run_lock import PATIENCE, lock_folder
@@ -46,12 +46,13 @@ def train(
     *,
     resume: bool,
     anew: bool = False,
+    reselect: Reselect | None = None,
 ) -> bool:
     """Trains to train.steps; returns False where a signal stopped it, after saving.
 
     `resume` goes on from the newest checkpoint of train.output, on this config's layout, whatever
     layout wrote it; `anew` lets a run begin again that has none. Another run takes the weights of
-    train.init, where that is set, at step 0.
+    train.init, where that is set, at step 0. `reselect` is for data.reselect_every.
     """
     stop = StopSignal()
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
@@ -65,7 +66,7 @@ def train(
                     visible(f"nothing to do: {done}; set more train.steps to go on from {start}\n")
                 )
             return True
-        return _train(config, runtime, start, stop)
+        return _train(config, runtime, start, stop, reselect)
 
 
 @contextmanager
@@ -97,6 +98,7 @@ def _train(
     runtime: Runtime,
     start: StartingPoint,
     stop: StopSignal,
+    reselect: Reselect | None,
 ) -> bool:
     trainer = Trainer(config, runtime)
     world = trainer.groups.world
@@ -106,7 +108,7 @@ def _train(
     last_good = restore(trainer, samples, start)
     base = base_record(trainer, start)
     start.close()
-    adopt_current(loader, config, runtime, trainer.step)
+    adopt_current(loader, config, reselect, trainer.step)
     for note in starting_notes(config, start) if runtime.rank == 0 else ():
         sys.stderr.write(visible(f"{note}\n"))
     log = RunLog(config, runtime.rank == 0, trainer.step)
@@ -144,7 +146,7 @@ def _train(
                 saves.saved()
             if again and not stopped:
                 saver.finish()
-                adopt_current(loader, config, runtime, step.step)
+                adopt_current(loader, config, reselect, step.step)
         saver.finish()
     log.end()
     return trainer.step >= config.train.steps

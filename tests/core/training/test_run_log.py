@@ -44,7 +44,9 @@ def test_without_a_terminal_there_is_a_line_now_and_then_and_at_the_end(told):
     assert all(LINE.fullmatch(line) for line in lines)
     numbers = [int(LINE.fullmatch(line)[1]) for line in lines]
     assert numbers == [1, 4, 7, 10, 13, 16, 19, 20], "every 5 s of steps of 2 s, and the last"
-    assert "loss 0.1053 grad_norm 0.5 tokens/s 320 mfu " in lines[-2] and "left 0:00:02" in lines[-2]
+    assert (
+        "loss 0.1053 grad_norm 0.5 tokens/s 320 mfu " in lines[-2] and "left 0:00:02" in lines[-2]
+    )
 
 
 def test_lines_are_of_steps_that_are_logged_and_of_validations(told):
