@@ -54,11 +54,8 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
     peak = peak_flops(config.train.precision, config.train.matmul, runtime.device)
     offset = clock_offset(trainer.groups.world)
     bar = progress_bar("profile", warmup + steps + 1, "step", quiet=runtime.rank > 0)
-    for _ in range(warmup):
-        timed_step(trainer, loader, clock, offset)
-        bar.update()
     timed = []
-    for _ in range(steps):
+    for _ in range(warmup + steps):
         timed.append(timed_step(trainer, loader, clock, offset))
         bar.update()
     on_gpu = runtime.device.type == "cuda"
@@ -73,7 +70,7 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
         rank=runtime.rank,
         pp_rank=trainer.groups.pp_rank,
         speaks=not any(index for axis, index in coordinates.items() if axis != "pp"),
-        steps=timed,
+        steps=timed[warmup:],
         profiled=profiled,
         state_bytes=trainer.state_bytes_by_kind(),
         allocated_bytes=allocated,

@@ -117,8 +117,7 @@ class Sweep:
         Raises MtcliError where the last save of any failed.
         """
         live.finish_saves()
-        for seat in live.seats:
-            record = seat.record
+        for record in live.running:
             finished = len(record.losses) >= record.trial.config.train.steps
             record.end("finished" if finished else "waiting")
         self.arrays.append(live.facts())

@@ -105,6 +105,10 @@ class RunRecords:
         self.event("save_failed", facts)
         self.say(f"warning: step {step}: {reason}; the run goes on, {good}")
 
+    def warn(self, text: str) -> None:
+        """Says what went wrong, and did not end the run."""
+        self.say(f"warning: {text}")
+
     def close(self) -> None:
         """Closes the files and the trackers."""
         if not self.writes:
@@ -112,8 +116,8 @@ class RunRecords:
         for file in (self.metrics, self.events):
             with suppress(OSError):  # a full disk, which has been said
                 file.close()
-        for tracker in self.trackers:
-            tracker.finish()
+        while self.trackers:
+            self.trackers.pop().finish()
 
     def _append(self, file: Any, row: dict[str, Any]) -> None:
         """Writes a line; on a full disk it waits in the file's buffer for the next, said once."""

@@ -122,7 +122,7 @@ class RunLog:
 
     def warn(self, text: str) -> None:
         """Says what went wrong, and did not end the run."""
-        self._say(f"warning: {text}")
+        self.records.warn(text)
 
     def _say(self, text: str) -> None:
         if self.speaks:
