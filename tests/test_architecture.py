@@ -44,7 +44,7 @@ ARROWS = {
     "convert": STEP | {"inference"},
     "plan": FACTS | {"exchange", "kernels", "model", "runtime"},
     "rehearse": STEP | {"training", "plan"},
-    "profile": STEP | {"training", "plan"},
+    "profile": STEP | {"training", "plan", "rehearse"},
     "sweep": STEP | {"training", "plan", "profile"},
     "commands": STEP
     | {"training", "inference", "evaluate", "select", "convert", "curate"}

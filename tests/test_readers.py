@@ -109,6 +109,13 @@ def test_a_header_that_the_library_refuses_is_refused(tmp_path):
             read_header(tmp_path / "x")
 
 
+def test_a_tokenizer_that_fails_on_a_text_is_refused(tmp_path):
+    """One of no tokens, and none for what is unknown: the library refuses any text, too."""
+    check, _ = READERS["tokenizer"](tmp_path)
+    with pytest.raises(MtcliError, match="unknown token but `unk_id` is missing"):
+        check(b'{"model": {"type": "Unigram", "vocab": []}}')
+
+
 def test_a_tensor_of_a_file_has_one_place_in_a_manifest(tmp_path):
     check, (seed, _) = READERS["manifest"](tmp_path)
     twice = json.loads(seed)

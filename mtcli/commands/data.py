@@ -18,19 +18,21 @@ def data(
 ) -> None:
     """Say which documents a training step consumed."""
     from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
-    from mtcli.core.checkpoint.folder import CHECKPOINTS, step_folders
+    from mtcli.core.checkpoint.folder import CHECKPOINTS, find_checkpoint, step_folders
     from mtcli.core.config.loading import load_config
     from mtcli.core.data.explain import explain_step
     from mtcli.core.runtime.console import print_table
 
-    planned = None
+    run, planned = load_config(config, overrides), None
     if step_folders(Path(config) / CHECKPOINTS):
-        from mtcli.core.checkpoint.opening import open_checkpoint  # imports torch
+        from mtcli.core.checkpoint.opening import open_folder  # imports torch
         from mtcli.core.checkpoint.progress import planned_samples
 
-        planned = planned_samples(open_checkpoint(Path(config)))
-    run = load_config(config, overrides)
-    documents = explain_step(run, step, planned, starting_tokenizer(run))
+        own = open_folder(find_checkpoint(Path(config)), alone=True)
+        planned, tokenizer = planned_samples(own), own.tokenizer_folder
+    else:
+        tokenizer = starting_tokenizer(run)
+    documents = explain_step(run, step, planned, tokenizer)
     if answer({"step": step, "documents": documents}, json_out):
         columns = [name for name in documents[0] if name != "data"]
         print_table("", columns, [[_cell(row[name]) for name in columns] for row in documents])

@@ -125,7 +125,7 @@ def config_problems(params: Iterable[Any], given: dict[str, Any]) -> "list[Probl
     from mtcli.core.config.rules import problems
 
     try:
-        table = source_of(source, given.get("init"))
+        table = source_of(source, given.get("init"), given.get("base"))
         config, known = read_config(table, given.get("overrides") or ())
     except MtcliError as error:
         return list(error.problems)

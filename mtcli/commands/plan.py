@@ -1,18 +1,25 @@
-"""`mtcli plan`: what would this run cost? Needs no GPU; imports torch for `--dry-run` alone."""
+"""`mtcli plan`: what would this run cost? Needs no GPU; torch runs in processes beside this one."""
 
 import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import JsonOut, NoCalibrate, OptionalConfig, Overrides, given_flags
+from mtcli.commands.options import (
+    JsonOut,
+    MovedBase,
+    NoCalibrate,
+    OptionalConfig,
+    Overrides,
+    given_flags,
+)
 from mtcli.commands.output import echo, refusing, say_wrote, write_json
 
 if TYPE_CHECKING:
     from mtcli.core.plan.answer import PlanAnswer
     from mtcli.core.rehearse.dry_run import DryRun
 
-OF_PLANS = ("config", "overrides", "fixed", "gpus", "device", "top", "global_batch", "seq")
+OF_PLANS = ("config", "base", "overrides", "fixed", "gpus", "device", "top", "global_batch", "seq")
 OF_PLANS += ("ranks", "draw", "plot", "output", "dry_run", "rank", "no_calibrate")
 DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
@@ -76,6 +83,7 @@ def plan(
     overrides: Overrides,
     fixed: Fixed,
     config: OptionalConfig = None,
+    base: MovedBase = None,
     gpus: Gpus = None,
     device: DeviceKind = None,
     top: Top = None,
@@ -106,15 +114,14 @@ def plan(
         from mtcli.core.checkpoint.fine_tuning import source_of
         from mtcli.core.data.vocabulary import with_vocabulary
         from mtcli.core.plan.answer import answer, read_request
-        from mtcli.core.plan.search import as_estimated
         from mtcli.core.rehearse.request import rehearsed
 
-        source = source_of(_source(config, rank, dry_run))
+        source = source_of(_source(config, rank, dry_run), base=base)
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         overrides = with_vocabulary(source, overrides)
         wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
         asked = read_request(source, wanted, fixed, gpus, device, not no_calibrate)
-        planned = answer(asked, top, rehearsed if dry_run else as_estimated)
+        planned = answer(asked, top, rehearsed)
     counted = None
     if dry_run:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # fake ranks have no hooks

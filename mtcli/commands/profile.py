@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import ConfigFile, JsonOut, NoCalibrate, Nproc, Overrides, given_flags
+from mtcli.commands.options import (
+    ConfigFile,
+    JsonOut,
+    MovedBase,
+    NoCalibrate,
+    Nproc,
+    Overrides,
+    given_flags,
+)
 from mtcli.commands.output import answer, answering, echo, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 
@@ -15,7 +23,7 @@ if TYPE_CHECKING:
     from mtcli.core.profile.figures import Profile
     from mtcli.core.runtime.launch import Runtime
 
-OF_STEPS = ("overrides", "steps", "warmup", "nproc", "trace", "no_calibrate")
+OF_STEPS = ("overrides", "steps", "warmup", "base", "nproc", "trace", "no_calibrate")
 
 Steps = Annotated[int, typer.Option("--steps", min=1, max=10**6, help="timed steps")]
 Warmup = Annotated[int, typer.Option("--warmup", min=0, max=10**6, help="steps before those")]
@@ -37,6 +45,7 @@ def profile(
     overrides: Overrides,
     steps: Steps = 10,
     warmup: Warmup = 3,
+    base: MovedBase = None,
     nproc: Nproc = 1,
     trace: Trace = None,
     report: ReportFile = None,
@@ -58,7 +67,7 @@ def profile(
     from mtcli.core.config.rules import load_checked
     from mtcli.core.data.vocabulary import with_vocabulary
 
-    source = source_of(config)
+    source = source_of(config, base=base)
     run = load_checked(source, with_vocabulary(source, overrides), num_ranks(nproc))
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's notes on stderr
     total = run.train.model_copy(update={"steps": max(run.train.steps, warmup + steps + 1)})

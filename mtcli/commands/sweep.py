@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import InitFrom, JsonOut, Nproc, Overrides, SkipBad, TrainingConfig
+from mtcli.commands.options import (
+    InitFrom,
+    JsonOut,
+    MovedBase,
+    Nproc,
+    Overrides,
+    SkipBad,
+    TrainingConfig,
+)
 from mtcli.commands.output import answer, answering, echo, say_wrote
 from mtcli.commands.ranks import num_ranks, run_ranks
 
@@ -84,6 +92,7 @@ def sweep(
     vary: Vary,
     config: TrainingConfig = None,
     init: InitFrom = None,
+    base: MovedBase = None,
     random: Random = None,
     hyperband: HyperbandRule = None,
     median: Median = None,
@@ -115,6 +124,7 @@ def sweep(
         resume=resume,
         sampler=sampler,
         init=init,
+        base=base,
     )
     plan = sweep_plan(request, num_ranks(nproc))
     if environment_world() is None and not (resume and plan.sampling):

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtcli.commands.options import InitFrom, Nproc, Overrides, SkipBad, TrainingConfig
+from mtcli.commands.options import (
+    InitFrom,
+    MovedBase,
+    Nproc,
+    Overrides,
+    SkipBad,
+    TrainingConfig,
+)
 from mtcli.commands.ranks import num_ranks, run_ranks
 
 if TYPE_CHECKING:
@@ -49,6 +56,7 @@ def train(
     resume: Resume = False,
     start_over: StartOver = False,
     init: InitFrom = None,
+    base: MovedBase = None,
     skip_bad: SkipBad = False,
     max_restarts: MaxRestarts = 0,
 ) -> None:
@@ -65,7 +73,7 @@ def train(
     overrides = [*overrides, "data.skip_bad=true"] if skip_bad else overrides
     own = _own_folder(config) if resume or start_over else []
     overrides = [*own, *overrides]
-    source = source_of(config, init)
+    source = source_of(config, init, base)
     overrides = with_vocabulary(source, overrides)
     again = times_restarted() > 0
     start = partial(_require_start, source, overrides, resume or again, start_over or again)

@@ -146,6 +146,114 @@ def test_adapters_whose_base_has_moved_are_opened_with_it(home, run, kind, tmp_p
     assert done.returncode == 2 and "--base: a base is of a model's adapters" in done.stderr
 
 
+@pytest.fixture
+def moved(home, run, tmp_path, request):
+    """Moves the weights that adapters are for to `moved`, in a folder with the run and peft's."""
+    if not (home / "peft").exists():
+        assert mtcli("shard", "run", "peft", "--to", "peft", folder=home).returncode == 0
+    for name in ("run", "peft"):
+        shutil.copytree(home / name, tmp_path / name)
+    shutil.copy(home / "my.jsonl", tmp_path)
+    config = tmp_path / "peft" / "adapter_config.json"
+    said = json.loads(config.read_text())
+    config.write_text(json.dumps(said | {"base_model_name_or_path": "meta/llama"}))
+    shutil.move(home / "llama", tmp_path / "moved")
+    request.addfinalizer(lambda: shutil.move(tmp_path / "moved", home / "llama"))
+    return tmp_path
+
+
+def test_a_step_of_adapters_is_explained_without_their_base(home, run, moved):
+    words = ("data", "explain", "run", "--step", "1", "--json", "-")
+    done = in_process(*words, folder=moved)
+    assert done.returncode == 0, done.stderr
+    shutil.move(moved / "moved", home / "llama")
+    here = in_process(*words, folder=home)
+    shutil.move(home / "llama", moved / "moved")
+    documents = json.loads(done.stdout)["documents"]
+    assert documents and documents == json.loads(here.stdout)["documents"]
+
+
+SHORT = ["--set", "data.train=my.jsonl", "--set", "batch.seq_len=128", "--set", "train.steps=1"]
+SHORT += ["--set", "batch.global_batch_size=4"]
+STARTING = {  # what starts from adapters, by the words before them
+    "full": ["train", *SHORT, "--set", "train.output=new", "--init"],
+    "adapters": ["train", *SHORT, "--set", "lora.rank=4", "--set", "lora.alpha=8", "--init"],
+    "array": ["sweep", "--output", "array", "--vary", "optimizer.lr=1e-3,2e-3", *SHORT, "--init"],
+    "plan": ["plan", *SHORT],
+    "profile": ["profile", "--steps", "1", "--warmup", "1", *SHORT],
+}
+
+
+@pytest.mark.parametrize(  # to plan and profile a run's folder is a run, and not its weights
+    ("name", "kind"),
+    [*((n, "peft") for n in STARTING), *((n, "run") for n in STARTING if n[0] != "p")],
+)
+def test_what_starts_from_adapters_takes_their_base_where_it_has_moved(moved, name, kind):
+    words = [*STARTING[name], kind]
+    done = in_process(*words, folder=moved)
+    assert done.returncode == 2 and "--base FOLDER" in done.stderr, done.stderr
+    done = in_process(*words, "--base", "nowhere", folder=moved)
+    assert done.returncode == 2 and "there is no folder nowhere" in done.stderr, done.stderr
+    done = in_process(*words, "--base", "moved", folder=moved)
+    assert done.returncode == 0, done.stderr
+    done = in_process(*STARTING[name], "moved", "--base", "moved", folder=moved)
+    assert done.returncode == 2 and "--base: moved holds no adapters" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", ["train", "sweep", "plan", "profile"])
+def test_a_base_without_adapters_that_a_run_starts_from_is_refused(home, name, tmp_path):
+    write_run(tmp_path)
+    words = ["--output", "out", "--vary", "optimizer.lr=1,2"] if name == "sweep" else []
+    done = in_process(name, "run.toml", *words, "--base", "x", folder=tmp_path)
+    assert done.returncode == 2 and "--base: a base is of adapters" in done.stderr, done.stderr
+    write_run(tmp_path, train={"init": str(home / "llama")})
+    done = in_process(name, "run.toml", *words, "--base", "x", folder=tmp_path)
+    assert done.returncode == 2 and "llama holds no adapters" in done.stderr, done.stderr
+
+
+def test_what_was_trained_from_adapters_of_a_moved_base_is_opened_and_resumed(moved):
+    words = [*STARTING["adapters"], "peft", "--set", "train.output=new", "--base", "moved"]
+    done = in_process(*words, folder=moved)
+    assert done.returncode == 0, done.stderr
+    more = ["--resume", "--set", "train.steps=2"]
+    for line in (["shard", "inspect", "new"], ["train", "new", *more], ["profile", "new"]):
+        done = in_process(*line, folder=moved)
+        assert done.returncode == 0, done.stderr
+    shutil.copytree(moved / "moved", moved / "again")
+    shutil.move(moved / "moved", moved / "away")
+    more = ["train", "new", "--resume", "--set", "train.steps=3"]
+    done = in_process(*more, folder=moved)
+    further = in_process(*more, "--base", "again", folder=moved)
+    shutil.move(moved / "away", moved / "moved")
+    assert done.returncode == 2 and "--base: there is no folder moved" in done.stderr, done.stderr
+    assert further.returncode == 0, further.stderr
+    assert metrics(moved / "new")[-1]["step"] == 3
+
+
+@pytest.mark.parametrize("name", ["train", "sweep"])
+def test_the_hint_of_a_moved_base_resumes_adapters(home, name, tmp_path):
+    shutil.copytree(home / "llama", tmp_path / "llama")
+    write_dataset(tmp_path / "data", documents(), "uint16")
+    words = ["--set", "data.train=data", "--set", "batch.global_batch_size=4"]
+    words += ["--set", "batch.seq_len=8", "--set", "lora.rank=2", "--set", "train.steps=1"]
+    if name == "sweep":
+        words += ["--output", "runs", "--vary", "optimizer.lr=1e-3,2e-3"]
+    done = in_process(name, "llama", *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "llama").rename(tmp_path / "moved")
+    (run, *_) = sorted((tmp_path / "runs").glob("*/config.toml"))
+    words = [name, str(run.parent), *words, "--resume"]
+    if name == "sweep":
+        done = in_process(*words, folder=tmp_path)
+        assert done.returncode == 0, "all have ended" + done.stderr
+    words[words.index("train.steps=1")] = "train.steps=2"
+    done = in_process(*words, folder=tmp_path)
+    flag = re.search(r"hint: name the folder that it has moved to: (--\w+) FOLDER", done.stderr)
+    assert done.returncode == 2 and flag, done.stderr
+    done = in_process(*words, flag[1], "moved", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 @slow("two runs and seven conversions, 3 s")
 def test_verify_compares_two_runs_adapters_and_their_optimizer_state(home, run):
     lora = {"lora.rank": 4, "lora.alpha": 8, "train.epochs": 2}

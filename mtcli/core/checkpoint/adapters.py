@@ -53,24 +53,25 @@ def weights_hash(base: Checkpoint) -> str:
     return sampled_hash(sorted(base.folder / name for name in base.headers))
 
 
-def with_base(own: Checkpoint, open_base: Open, moved_to: Path | None = None) -> Checkpoint:
+def with_base(
+    own: Checkpoint, open_base: Open, moved_to: Path | None = None, flag: str = "--base"
+) -> Checkpoint:
     """The merged model of a run's adapters, whose base is looked for at `moved_to` first. Raises
-    MtcliError where it is gone or changed, or is of another model."""
+    MtcliError where it is gone or changed, which `flag` cures, or is of another model."""
     assert own.config is not None, "a run has a config"
-    record = progress_of(own).base
-    candidates = [moved_to, own.config.train.init, record.path if record else None]
+    record, train = progress_of(own).base, own.config.train
+    candidates = [moved_to, train.base or train.init, record.path if record else None]
     names = list(dict.fromkeys(str(name) for name in candidates if name))
     path = next((Path(name) for name in names if Path(name).exists()), None)
     if path is None:
         message = f"{own.folder} holds adapters of {' or '.join(names) or 'weights'}, which is gone"
-        hint = "name the folder that it has moved to: --base FOLDER; of train, --resume "
-        raise wrong(message, f"{hint}--set train.init=FOLDER")
+        raise wrong(message, f"name the folder that it has moved to: {flag} FOLDER")
     base = base_of(open_base(path))
     if record is not None and weights_hash(base) != record.hash:
         message = f"{own.folder} holds adapters of {path} with the hash {record.hash}, and it has "
         message += f"now {weights_hash(base)}"
-        hint = "they are for the weights that they were trained on: --base FOLDER names these; of "
-        raise wrong(message, f"{hint}train, --set train.init=FOLDER")
+        hint = "they are for the weights that they were trained on"
+        raise wrong(message, f"{hint}: {flag} FOLDER names these")
     bare = own.config.model_copy(update={"lora": LoraConfig()})
     return merged(own, base, own.config.lora, bare)
 

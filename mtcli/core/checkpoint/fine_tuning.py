@@ -9,7 +9,7 @@ from mtcli.core.checkpoint.folder import (
     ADAPTER_CONFIG,
     CONFIG,
     CheckpointFolder,
-    find_checkpoint,
+    find_checkpoints,
     model_of,
 )
 from mtcli.core.checkpoint.huggingface import config_json
@@ -30,51 +30,64 @@ def is_weights(source: str) -> bool:
     return any(map(isfile, (path / name for name in names))) and not (path / CONFIG).exists()
 
 
-def source_of(config: str | None, init: str | None = None) -> str | Table:
+def source_of(config: str | None, init: str | None = None, base: str | None = None) -> str | Table:
     """The table of a run's config, or the name of one that is read as it is.
 
     A Hugging Face folder as CONFIG, or weights to start from and no CONFIG, give the model, and
-    train.init. `init` beside a CONFIG gives train.init alone. The steps of a run folder's epochs
-    are those of the data it had, and are left out. Raises MtcliError where neither is given, or
-    the weights' model cannot be told.
+    train.init. `init` beside a CONFIG gives train.init alone, and `base` train.base. The steps of a
+    run folder's epochs are those of the data it had, and are left out. Raises MtcliError where
+    neither is given, the weights' model cannot be told, or a base is given and no adapters.
     """
     if config is None and init is None:
         hint = "give a CONFIG (a TOML file, run folder, preset or Hugging Face folder), or --init"
         raise wrong("there is no config to train", hint, "CONFIG")
     if config is None or is_weights(config):
-        return _table_of_weights(init or config or "", config or init or "")
+        return _table_of_weights(init or config or "", config or init or "", base)
     is_run = isfile(Path(config) / CONFIG)
-    if init is None and not is_run:
+    if init is None and base is None and not is_run:
         return config
     table = read_table(config)
     table = without_steps(table) if is_run else table
     train = table.get("train", {})
-    if not init or not isinstance(train, dict):
+    if not isinstance(train, dict) or not (init or base):
         return table
+    if init:
+        train = {key: value for key, value in train.items() if key != "base"} | {"init": init}
+    if base:
+        train = train | {"base": base}
+        _require_adapters(train.get("init"), base)
     start = None
     with suppress(MtcliError):  # `require_weights` says what is wrong with them
-        start = model_in(init)
-    return _with_biases(table | {"train": train | {"init": init}}, start)
+        start = model_in(train["init"], base)
+    return _with_biases(table | {"train": train}, start)
 
 
-def _table_of_weights(init: str, source: str) -> Table:
+def _require_adapters(init: object, base: str) -> None:
+    """Raises MtcliError where a base is named, and no adapters that are for it."""
+    if not isinstance(init, str):
+        message = "a base is of adapters that a run starts from, and it starts from none"
+        raise wrong(message, "--init CHECKPOINT, or leave it out", "--base")
+    find_checkpoints([init], base)
+
+
+def _table_of_weights(init: str, source: str, base: str | None) -> Table:
     """The table that trains the model of `source` from the weights `init`."""
-    model = model_in(source)
+    model = model_in(source, base)
     if model is None:
         message = f"{source} does not tell its model"
         raise wrong(message, f"name a CONFIG of it: mtcli train CONFIG --init {init}", "--init")
     table = {
         "model": model.model_dump(mode="json", exclude_none=True),
         "optimizer": dict(OPTIMIZER),
-        "train": {"init": init},
+        "train": {"init": init, "base": base} if base else {"init": init},
     }
     return _with_biases(table, model)
 
 
-def model_in(source: str) -> ModelConfig | None:
+def model_in(source: str, base: str | None = None) -> ModelConfig | None:
     """The model of the checkpoint in a folder, if that tells it. Raises MtcliError where there is
-    no checkpoint."""
-    return model_of(find_checkpoint(Path(source)))
+    no checkpoint, or a base and no adapters that are for it."""
+    return model_of(find_checkpoints([source], base)[0])
 
 
 def _with_biases(table: Table, start: ModelConfig | None) -> Table:
@@ -90,7 +103,8 @@ def _with_biases(table: Table, start: ModelConfig | None) -> Table:
 
 def starting_folder(config: RunConfig) -> CheckpointFolder | None:
     """The checkpoint that a run starts from, if any. Raises MtcliError where it is not there."""
-    return None if config.train.init is None else find_checkpoint(Path(config.train.init))
+    train = config.train
+    return None if train.init is None else find_checkpoints([train.init], train.base)[0]
 
 
 def starting_tokenizer(config: RunConfig) -> Path | None:

@@ -84,7 +84,10 @@ def find_checkpoints(paths: Sequence[str], base: str | None) -> list[CheckpointF
         return sources
     if not any(source.has_adapters for source in sources):
         raise wrong(f"{' and '.join(paths)} holds no adapters", "leave it out", "--base")
-    find_checkpoint(Path(base))
+    try:
+        find_checkpoint(Path(base))
+    except MtcliError as error:
+        raise error.about("--base") from None
     return [source._replace(base=Path(base)) for source in sources]
 
 

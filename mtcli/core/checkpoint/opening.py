@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,8 +54,11 @@ def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
     return open_folder(find_checkpoint(path), model)
 
 
-def open_folder(source: CheckpointFolder, model: ModelConfig | None = None) -> Checkpoint:
-    """Opens a checkpoint that was found; see `open_checkpoint`."""
+def open_folder(
+    source: CheckpointFolder, model: ModelConfig | None = None, alone: bool = False
+) -> Checkpoint:
+    """Opens a checkpoint that was found; see `open_checkpoint`. One of ours that is opened `alone`
+    has its adapters, without the weights that they are for."""
     try:
         if source.format == "hf":
             return open_hf(source.folder)
@@ -64,7 +68,9 @@ def open_folder(source: CheckpointFolder, model: ModelConfig | None = None) -> C
             return open_peft(source, open_checkpoint)
         with offering_earlier(source.folder) if source.of_run else nullcontext():
             own = _open_ours(source.folder)
-        return with_base(own, open_checkpoint, source.base) if _has_adapters(own) else own
+        if alone or not _has_adapters(own):
+            return own
+        return with_base(own, open_checkpoint, source.base)
     except OSError as error:  # of a folder that may not be read
         raise wrong(f"{source.folder} cannot be opened: {error.strerror}", KINDS) from None
 
@@ -152,10 +158,12 @@ def newest_step(root: Path, axis: Axis) -> Path | None:
     return Path(newest) if newest else None
 
 
-def open_agreed(path: Path, axis: Axis, base: str | None = None) -> Checkpoint:
+def open_agreed(
+    path: Path, axis: Axis, base: str | None = None, flag: str = "--base"
+) -> Checkpoint:
     """Opens the checkpoint in a folder, of a run its newest, as rank 0 finds it. Collective.
 
-    The weights that its adapters are for may have moved to `base`.
+    The weights that its adapters are for may have moved to `base`, which `flag` names.
     Raises MtcliError on every rank where one cannot open it, or finds another one there.
     """
     own = together(axis, lambda: find_checkpoint(path) if axis.rank == 0 else None)
@@ -164,7 +172,8 @@ def open_agreed(path: Path, axis: Axis, base: str | None = None) -> Checkpoint:
     if form == "mtcli":
         checkpoint = _open_ours_together(source, axis)
         if _has_adapters(checkpoint):
-            return together(axis, lambda: with_base(checkpoint, open_checkpoint, source.base))
+            read = partial(with_base, checkpoint, open_checkpoint, source.base, flag)
+            return together(axis, read)
         return checkpoint
     checkpoint = together(axis, lambda: _as_rank_0(axis, lambda: open_folder(source)))
     if axis.size > 1:

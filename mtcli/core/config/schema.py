@@ -202,6 +202,8 @@ class TrainConfig(Section):
     """other formats than tokens: passes over the data, which set steps [1 without steps]"""
     init: PathText | None = None
     """start from these weights, a checkpoint or Hugging Face folder; the flag --init sets it"""
+    base: PathText | None = None
+    """the weights that adapters of train.init are for, where these have moved; --base sets it"""
     output: PathText = "runs/run"
     """the run folder"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

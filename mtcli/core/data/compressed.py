@@ -24,7 +24,7 @@ FED_BYTES = 1 << 16  # read of a compressed file at a time
 MAX_XZ_BYTES = 256 << 20  # of a decoder's memory: `xz -9` asks for 65 MiB, a file may ask for 4 GiB
 XZ_MAGIC = b"\xfd7zXZ\0"
 ZST_BLOCK_BYTES = 128 << 10  # of a block, compressed or not
-RLE = 1  # a block that repeats one byte
+RLE, COMPRESSED = 1, 2  # kinds of blocks; one of RLE repeats one byte
 
 
 def inner_name(path: Path) -> Path:
@@ -121,6 +121,9 @@ def _frame(magic: bytes, file: IO[bytes]) -> Iterator[bytes]:
         is_last, kind, size = bits & 1, bits >> 1 & 3, bits >> 3
         if size > ZST_BLOCK_BYTES:
             raise OSError(f"a block of {size} bytes, and {ZST_BLOCK_BYTES} is the most")
+        # Fed block by block, the decoder takes this for an empty one; all at once, for damage.
+        if kind == COMPRESSED and not size:
+            raise OSError("a compressed block of 0 bytes")
         yield head + _exactly(file, 1 if kind == RLE else size)
     if has_checksum:
         yield _exactly(file, 4)

@@ -130,7 +130,7 @@ def _checked(table: dict[str, Any]) -> float:
     _require_ids([token.get("id") for token in added])
     _require_short("added tokens", [token.get("content") for token in added])
     # These are normalised when the definition is loaded.
-    normalised = sum(len(token["content"]) for token in added if token.get("normalized"))
+    normalised = sum(len(token.get("content") or "") for token in added if token.get("normalized"))
     if growth["normalizer"] * normalised > FREE_BYTES:
         most = f"{growth['normalizer']:.3g} bytes out of each of {normalised:,} letters"
         raise wrong(f"the tokenizer's normalizer may make {most} of added tokens", OTHER)
@@ -147,7 +147,7 @@ def _growth(step: Any) -> float:
         if len(steps) > MAX_STEPS:
             said = f"the tokenizer has {len(steps)} steps in a sequence, over {MAX_STEPS}"
             raise wrong(said, OTHER)
-        return prod(map(_growth, steps))
+        return prod(map(_growth, steps), start=1.0)
     if kind == "Replace":
         pattern, content = step.get("pattern"), len(step.get("content", "").encode())
         fixed = len(pattern.get("String", "").encode()) if isinstance(pattern, dict) else 0
@@ -192,7 +192,7 @@ def require_tokens(vocab: Any) -> None:
         _require_ids(list(vocab.values()))
         _require_short("vocabulary", list(vocab))
     elif isinstance(vocab, list):  # Unigram's: tokens with scores, whose places are ids
-        _require_short("vocabulary", [pair[0] for pair in vocab if pair])
+        _require_short("vocabulary", [pair[0] for pair in vocab if isinstance(pair, list) and pair])
 
 
 def _require_ids(ids: list[Any]) -> None:

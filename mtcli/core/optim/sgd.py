@@ -25,9 +25,12 @@ class Sgd:
         update: OptimizerStep,
         table: TensorTable | None,
     ) -> None:
-        """Updates masters, momenta and weights in place; it has no kernel of ours."""
-        decayed = decayed_gradients(tensors, gradients, update.decay)
-        steps = momentum_steps_(decayed, tensors.exp_avgs, self.momentum, self.nesterov)
+        """Updates masters, momenta and weights in place, and writes the steps over the gradients;
+        it has no kernel of ours."""
+        decaying = zip(gradients, tensors.masters, tensors.decays, strict=True)
+        if update.decay and (pairs := [(g, x) for g, x, decays in decaying if decays]):
+            torch._foreach_add_(*map(list, zip(*pairs, strict=True)), alpha=update.decay)
+        steps = momentum_steps_(gradients, tensors.exp_avgs, self.momentum, self.nesterov)
         torch._foreach_add_(list(tensors.masters), steps, alpha=-update.lr)
         tensors.round_()
 
@@ -35,7 +38,8 @@ class Sgd:
 def momentum_steps_(
     gradients: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float, nesterov: bool
 ) -> list[Tensor]:
-    """Updates the momenta; returns the steps, which the learning rate is to be times."""
+    """Updates the momenta, and with Nesterov's the gradients, in place; returns the steps, which
+    the learning rate is to be times."""
     gradients, momenta = list(gradients), list(momenta)
     if not momentum:
         return gradients
@@ -43,16 +47,5 @@ def momentum_steps_(
     torch._foreach_add_(momenta, gradients)
     if not nesterov:
         return momenta
-    return list(torch._foreach_add(gradients, momenta, alpha=momentum))
-
-
-def decayed_gradients(
-    tensors: OptimizerTensors, gradients: Sequence[Tensor], weight_decay: float
-) -> list[Tensor]:
-    """The gradients plus weight decay, of the parameters that decay."""
-    if not weight_decay:
-        return list(gradients)
-    return [
-        torch.add(g, master, alpha=weight_decay) if decays else g
-        for g, master, decays in zip(gradients, tensors.masters, tensors.decays, strict=True)
-    ]
+    torch._foreach_add_(gradients, momenta, alpha=momentum)
+    return gradients

@@ -1,7 +1,7 @@
 """Counts the elements of a rank's parameters: on both grids, and sharded over data ranks."""
 
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -59,18 +59,26 @@ def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankEle
     return _elements((work.model, work.lora), work.layout, layers, ends, owner)
 
 
-def trained_of_rank(work: Workload, pp_rank: int) -> Iterator[tuple[int, Parameter]]:
-    """Yields the stage and trained parameters of a pipeline rank; a tied table that one rank holds
-    for both ends counts once."""
-    layout, names, table = work.layout, set[str](), run_parameters(work.model, work.lora)
-    for stage in layout.stages(pp_rank):
-        first = sum(work.layers_of_stage[:stage])
-        layers = range(first, first + work.layers_of_stage[stage])
-        ends = stage == 0, stage == layout.num_stages - 1
-        for parameter in stage_parameters(table, layers, *ends):
-            if parameter.trained and parameter.name not in names:
-                names.add(parameter.name)
-                yield stage, parameter
+def trained_of_rank(work: Workload, pp_rank: int) -> list[tuple[int, Parameter]]:
+    """The stage and trained parameters of a pipeline rank; a tied table that one rank holds for
+    both ends counts once."""
+    stages = tuple(work.layout.stages(pp_rank))
+    return _trained((work.model, work.lora), stages, work.layers_of_stage)
+
+
+@lru_cache(maxsize=256)
+def _trained(
+    run: Run, stages: Sequence[int], layers_of_stage: tuple[int, ...]
+) -> list[tuple[int, Parameter]]:
+    found: dict[str, tuple[int, Parameter]] = {}
+    for stage in stages:
+        first = sum(layers_of_stage[:stage])
+        layers = range(first, first + layers_of_stage[stage])
+        ends = stage == 0, stage == len(layers_of_stage) - 1
+        for parameter in stage_parameters(run_parameters(*run), layers, *ends):
+            if parameter.trained:
+                found.setdefault(parameter.name, (stage, parameter))
+    return list(found.values())
 
 
 def block_elements(work: Workload) -> RankElements:

@@ -81,9 +81,13 @@ def exchange_of(work: Workload, pp_rank: int) -> ExchangeFacts:
 
 def owned_sizes(work: Workload, pp_rank: int) -> dict[str, int]:
     """Elements of each parameter that a rank's optimizer updates, as the mean over its owners."""
+    of_kind: dict[str, int] = {}  # all blocks are alike
     sizes = {}
     for _, parameter in trained_of_rank(work, pp_rank):
-        axes = owner_axes(parameter, work.layout, work.sequence_parallel) if work.zero else ()
-        owners = prod(map(work.layout.size, axes))
-        sizes[parameter.name] = prod(parameter.stored_shape(work.layout)) // owners
+        kind = parameter.name.removeprefix(f"blocks.{parameter.layer}.")
+        if kind not in of_kind:
+            axes = owner_axes(parameter, work.layout, work.sequence_parallel) if work.zero else ()
+            owners = prod(map(work.layout.size, axes))
+            of_kind[kind] = prod(parameter.stored_shape(work.layout)) // owners
+        sizes[parameter.name] = of_kind[kind]
     return sizes

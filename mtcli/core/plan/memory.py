@@ -13,14 +13,12 @@ from itertools import chain
 from operator import ge, mul
 from typing import NamedTuple
 
+from mtcli.core.plan.activations import MARGIN, estimated
 from mtcli.core.plan.elements import FIRST, Owner, is_sharded, owner_of, rank_elements
 from mtcli.core.plan.exchange import exchange_of
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
-from mtcli.core.plan.tape.ops import Kernels, Shapes, panel_buffers
-from mtcli.core.plan.tape.stage import stage_bytes
 from mtcli.core.plan.workload import Workload, schedule_of
-from mtcli.core.plan.zero_buffers import gathered_groups, update_bytes
 from mtcli.core.schedule.ops import Op
 
 
@@ -105,10 +103,12 @@ def rank_memory(work: Workload, stages: Sequence[Memory], rank: int) -> Memory:
 
 
 def fits(work: Workload, device: Device) -> bool:
-    """Whether by estimates every rank leaves the share of its device that goes to fragmentation."""
+    """Whether by estimates, which may be MARGIN too high, every rank leaves the share of its device
+    that goes to fragmentation."""
     if _least(work, device) > device.usable_bytes:
         return False
-    return all(stage.total <= device.usable_bytes for stage in each_stage(work, device))
+    most = device.usable_bytes * (1 + MARGIN)
+    return all(stage.total <= most for stage in each_stage(work, device))
 
 
 def smallest(works: Iterable[Workload], device: Device) -> Workload:
@@ -136,12 +136,6 @@ def _least(work: Workload, device: Device) -> float:
 def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
     """Estimated bytes of the fullest rank of each pipeline rank, which is its first."""
     return list(each_stage(work, device))
-
-
-def estimated(work: Workload, device: Device, pp_rank: int) -> RankBytes:
-    """The bytes of a pipeline rank beside its state, counted on the tape."""
-    runs = _runs(work, Kernels.of(device), pp_rank)
-    return RankBytes(runs, update_bytes(work, pp_rank), panel_buffers(work, pp_rank))
 
 
 def each_stage(work: Workload, device: Device, bytes_of: BytesOf | None = None) -> Iterator[Memory]:
@@ -173,24 +167,6 @@ def _alive(runs: Sequence[StageBytes], most: Moments) -> tuple[float, float]:
         for moments, (own, peak) in zip(kinds, run.peaks, strict=True)
     ]
     return saved, max(saved, *within)
-
-
-def _runs(work: Workload, kernels: Kernels, pp_rank: int) -> list[StageBytes]:
-    """Live bytes of a pipeline rank's stages; the first one's positions serve them all."""
-    first, *others = (_run(work, kernels, stage) for stage in work.layout.stages(pp_rank))
-    if not work.layers_of_rank(pp_rank):  # no backward reads positions
-        return [first, *others]
-    m = work.model
-    rotation = work.row_tokens * 2 * m.head_dim * work.sizes.weight * (m.position == "rope")
-    return [first.beside(rotation), *others]
-
-
-def _run(work: Workload, kernels: Kernels, stage: int) -> StageBytes:
-    ends = (stage == 0, stage == work.layout.num_stages - 1)
-    layers = work.layers_of_stage[stage]
-    run = stage_bytes(work, kernels, ends, layers, gathered_groups(work, ends))
-    # With pp = 1 the input is what the stage before keeps alive as its result.
-    return run.beside(-Shapes.of(work).stream) if stage and work.layout.pp == 1 else run
 
 
 def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int, int, int]:
@@ -279,7 +255,7 @@ def _of_rank(ops: Sequence[Op], pp: int, vpp: int) -> Moments:
             weights[chunk].add(now())
             waiting[chunk] -= 1
             continue
-        gathered[chunk] = 0  # its own ends are on the op's tape
+        gathered[chunk] = 0  # its own ends are counted in the op's peak
         sent[:] = [0] * vpp
         if op.kind == "F":
             activations[chunk] += 1

@@ -25,14 +25,6 @@ class StageBytes(NamedTuple):
             (self.waiting, self.weight_peak),
         )
 
-    def beside(self, size: float) -> "StageBytes":
-        """The bytes where `size` more are alive from F to B."""
-        return self._replace(
-            saved=self.saved + size,
-            forward_peak=self.forward_peak + size,
-            backward_peak=self.backward_peak + size,
-        )
-
 
 class RankBytes(NamedTuple):
     """Live bytes of a pipeline rank beside its state."""

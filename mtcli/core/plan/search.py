@@ -1,7 +1,7 @@
 """Searches for the best layouts of a model on some devices, and the fewest devices that hold it.
 
-Every legal layout is tried in order of a lower bound. Memory is estimated on the tape. A caller may
-rehearse the layouts that the search ends with: their real stages then decide whether they fit.
+Every legal layout is tried in order of a lower bound. Memory is estimated by closed forms. A caller
+may rehearse the layouts that the search ends with: their real stages then decide whether they fit.
 
 A step cannot be shorter than its busiest rank's work plus the pipeline's fill, which is quick to
 compute. Layouts wait in a queue by that bound, first a loose one and then a tight one; those that

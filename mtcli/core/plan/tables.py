@@ -265,8 +265,8 @@ def _fullest(p: Prediction) -> str:
 def _uneven_cost(p: Prediction) -> str:
     if (other := uneven(p)) is None:
         return ""
-    more = f"{gib(other.memory.total - p.memory.total)} more and {other.step_seconds:.4g} s"
-    return f"{more}, if the busiest rank gets that much of the mean"
+    more = f"{gib(other.memory.total - p.memory.total)} more (estimated)"
+    return f"{more} and {other.step_seconds:.4g} s, if the busiest rank gets that much of the mean"
 
 
 def _slow_precision(p: Prediction) -> str:

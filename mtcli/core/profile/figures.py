@@ -19,6 +19,7 @@ from mtcli.core.plan.tables import layout_of, rank_map
 from mtcli.core.plan.workload import Workload
 from mtcli.core.profile import breakdown
 from mtcli.core.profile.records import RankRecord
+from mtcli.core.rehearse.request import rehearsed
 from mtcli.core.schedule.ops import Schedule
 from mtcli.core.schedule.timeline import Timeline
 
@@ -89,7 +90,9 @@ class Profile:
         device = for_run(named, self.config, self.world, self.calibrates)
         rate = self.peak_flops / device.peak(self.work.sizes.gemm)  # 1 but for a CPU
         flops = {precision: rate * flops for precision, flops in device.flops.items()}
-        return predict_workload(self.work, replace(device, flops=flops))
+        estimate = predict_workload(self.work, replace(device, flops=flops))
+        (prediction,) = rehearsed([(self.config, estimate)])
+        return prediction
 
     @property
     def tokens_per_step(self) -> float:

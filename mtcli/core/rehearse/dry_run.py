@@ -1,8 +1,8 @@
 """Runs `mtcli plan --dry-run`: the real trainer of any rank of any world, with fake tensors.
 
 The classes that train are built with fake tensors in a fake world, and a real step runs through
-them under a count of live bytes. The count is what the code allocates. The plan's tape is compared
-with it; the two share the sizes of `kernels/limits.py` and no other code.
+them under a count of live bytes. The plan, which has run a few blocks of one micro-batch, is
+compared with that.
 """
 
 from contextlib import closing

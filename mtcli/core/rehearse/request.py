@@ -139,7 +139,7 @@ def _rank_bytes(answer: Mapping[str, Any]) -> RankBytes:
 
 def _run(rehearsals: Sequence[Rehearsal]) -> list[dict[str, Any]]:
     """Asks the processes in turn, and takes what each answers."""
-    pool = _processes()
+    pool = [_process(number) for number in range(min(cores(), len(rehearsals)))]
     for number, rehearsal in enumerate(rehearsals):
         process = pool[number % len(pool)]
         assert process.stdin, "a pipe"
@@ -154,27 +154,23 @@ def _answer(process: Process) -> dict[str, Any]:
     if line := process.stdout.readline():
         answer: dict[str, Any] = json.loads(line)
         return answer
-    _processes.cache_clear()
+    _process.cache_clear()
     reason = (process.stderr.read().strip().splitlines() or ["it was killed"])[-1]
     message = f"the real stages could not be run on fake tensors: {reason}"
     raise failed(message, "report it, with the config")
 
 
 @cache
-def _processes() -> list[Process]:
-    """Processes that rehearse until this one ends: one for each core."""
+def _process(number: int) -> Process:
+    """A process that rehearses until this one ends; there is one for each core at most."""
     path = os.pathsep.join(filter(None, sys.path))
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVE], env=os.environ | environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for _ in range(cores())
-    ]  # fmt: skip
-    for process in started:
-        atexit.register(process.kill)
-    return started
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", SERVE], env=os.environ | environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    atexit.register(process.kill)
+    return process
 
 
 @cache

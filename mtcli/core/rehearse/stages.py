@@ -18,7 +18,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.model.build import activation_format
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.pipeline import Pipeline
-from mtcli.core.plan.elements import rank_elements
+from mtcli.core.plan.activations import gathered_bytes
 from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
 from mtcli.core.plan.search import with_batch
 from mtcli.core.plan.workload import Workload
@@ -112,12 +112,6 @@ def serve() -> None:
         found = rehearse(Rehearsal(RunConfig(**config), *others))
         sys.stdout.write(json.dumps(found._asdict()) + "\n")
         sys.stdout.flush()
-
-
-def gathered_bytes(work: Workload, pp_rank: int) -> float:
-    """Bytes of zero=1's all-gather of updated rows: this rank's, and all of them."""
-    elements = rank_elements(work, pp_rank)
-    return (work.zero == 1) * (elements.padded + elements.shard) * work.sizes.weight
 
 
 def _chosen(work: Workload, pp_rank: int) -> list[int]:

@@ -54,9 +54,10 @@ class Sandbox:
         self.ask([build.__module__, build.__name__, arguments, self._seconds, self._bytes])
         self.answer()
 
-    def ask(self, request: Any) -> None:
-        """Queues a request. Raises ValueError where JSON cannot hold it."""
+    def ask(self, request: Any) -> int:
+        """Queues a request; returns its bytes. Raises ValueError where JSON cannot hold it."""
         self._queue.append(_encoded(request))
+        return len(self._queue[-1])
 
     def answer(self) -> Any:
         """Returns the answer to the first request that has none. Raises ValueError where the

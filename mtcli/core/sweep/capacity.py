@@ -13,7 +13,7 @@ from mtcli.core.sweep.rules import trains_in_turn
 
 
 def capacity(config: RunConfig, runtime: Runtime) -> int:
-    """Counts the models that an array takes: as many as `plan` says fit in this rank's memory.
+    """Counts the models that an array takes: as many as fit in this rank's memory, by estimates.
 
     It is at least 1, and 1 where `trains_in_turn`. All adapters of an array share one base.
     """

@@ -35,6 +35,7 @@ class SweepRequest(NamedTuple):
     resume: bool = False
     sampler: str | None = None
     init: str | None = None
+    base: str | None = None  # of the adapters of `init`, where it has moved
 
     @property
     def varied_fields(self) -> list[str]:
@@ -76,7 +77,7 @@ def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
     )
 
     def space_of() -> SweepSpace:
-        source = source_of(request.config, request.init)
+        source = source_of(request.config, request.init, request.base)
         return SweepSpace(source, with_vocabulary(source, request.overrides), request.output)
 
     (space,) = collect_errors(

@@ -7,7 +7,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.checkpoint.folder import find_checkpoint
+from mtcli.core.checkpoint.opening import open_folder
 from mtcli.core.config.errors import collect_errors
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.collectives import gather_values
@@ -171,4 +172,5 @@ class Sweep:
 
 
 def _require_same(config: RunConfig) -> None:
-    require_same_run(config, open_checkpoint(Path(config.train.output)))
+    source = find_checkpoint(Path(config.train.output))
+    require_same_run(config, open_folder(source, alone=True))

@@ -35,7 +35,6 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import is_number, shown
 from mtcli.core.exchange.decentralized import MixingFacts
 from mtcli.core.optim.optimizer import Optimizer
-from mtcli.core.optim.sgd import decayed_gradients
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.flat import unflatten
@@ -184,8 +183,11 @@ class _Bucket:
 
     def decayed(self, gradients: Gradients) -> list[Tensor]:
         """The gradients with weight decay."""
-        own = [gradients[name] for name in self.names]
-        return decayed_gradients(self.tensors, own, self.optimizer.config.weight_decay)
+        decay = self.optimizer.config.weight_decay
+        return [
+            torch.add(gradients[name], x, alpha=decay) if decays and decay else gradients[name]
+            for name, x, decays in zip(self.names, self.x, self.tensors.decays, strict=True)
+        ]
 
     def next_momenta(self, gradients: Gradients) -> list[Tensor]:
         """b m + g, in new tensors."""

@@ -101,7 +101,9 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
     """
     output = Path(config.train.output)
     if newest_step(output / CHECKPOINTS, world):
-        checkpoint = open_agreed(output, world, config.train.init)
+        checkpoint = open_agreed(
+            output, world, config.train.base or config.train.init, flag="--init"
+        )
 
         def verify() -> None:
             with offering_earlier(checkpoint.folder):
@@ -111,7 +113,7 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
         require_same_run(config, checkpoint)
         return StartingPoint(checkpoint, is_own=True)
     if config.train.init:
-        checkpoint = open_agreed(Path(config.train.init), world)
+        checkpoint = open_agreed(Path(config.train.init), world, config.train.base)
         together(world, lambda: verify_weights(checkpoint, world.rank, world.size))
         return StartingPoint(checkpoint, is_own=False)
     if config.lora.rank:

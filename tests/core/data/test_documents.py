@@ -81,6 +81,16 @@ def test_a_frame_of_zstandard_holds_as_much_as_its_header_says(tmp_path, size, b
         assert isinstance(found, kind), found
 
 
+@pytest.mark.parametrize("head", [b"\x20\1", b"\0X"])
+def test_a_compressed_block_of_zstandard_without_bytes_is_damage(tmp_path, head):
+    """Such a block has no header. Fed a block at a time, the library takes it for an empty one."""
+    path = tmp_path / "a.txt.zst"
+    for first, kind in ((b"\4\0\0", Bad), (b"\0\0\0", Text)):
+        path.write_bytes(b"(\xb5/\xfd" + head + first + b"\x09\0\0a")
+        (found,) = read(path)
+        assert isinstance(found, kind), found
+
+
 def test_of_a_truncated_gzip_file_no_line_before_the_damage_is_lost(tmp_path):
     lines = b"".join(json.dumps({"text": os.urandom(99).hex()}).encode() + b"\n" for _ in range(99))
     path = tmp_path / "a.jsonl.gz"

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Library
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.encoders import make_encode
-from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer, train_tokenizer
+from mtcli.core.data.tokenize import Tokenizer, byte_tokenizer, load_tokenizer, train_tokenizer
 from mtcli.core.data.tokenizer_limits import bounded
 
 GB = 1 << 30
@@ -208,6 +208,21 @@ def test_a_map_of_characters_is_bounded_by_its_longest_text():
             assert bounded(json.dumps(BASE | {"normalizer": broken}))[1] == 1
         except MtcliError as error:
             assert "precompiled_charsmap is not base64" in str(error)
+
+
+def test_a_definition_whose_parts_are_of_another_shape_is_refused():
+    unnamed = {"id": 300, "normalized": True}
+    for change in (
+        {"model": {"vocab": [{"a": 1}]}},
+        {"model": {"vocab": [[[]]]}},
+        {"added_tokens": [unnamed]},
+        {"added_tokens": [unnamed | {"content": 3}]},
+        {"normalizer": sequence(*[{"type": "NFKC"}] * 1024)},
+        {"normalizer": sequence(*[replace("aaa")] * 1024)},
+    ):
+        with pytest.raises(MtcliError, match=r"not a tokenizer definition|bytes out of one"):
+            Tokenizer(json.dumps(BASE | change))
+            pytest.fail(f"loaded: {str(change)[:80]}")
 
 
 def test_what_is_said_meanwhile_is_dropped_and_later_is_not(capfd):

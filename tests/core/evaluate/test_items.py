@@ -11,8 +11,9 @@ from mtcli.core.evaluate.contamination import read_ngrams
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.loglikelihood import Score
 from mtcli.core.evaluate.tasks.choice import prepare_task
-from mtcli.core.evaluate.tasks.items import ask, read_items
+from mtcli.core.evaluate.tasks.items import Renderer, ask, read_items
 from mtcli.core.evaluate.tasks.registry import TASKS, parse_tasks
+from mtcli.core.evaluate.tasks.rows import Row, Split
 from mtcli.core.evaluate.tasks.shots import Draw, draw_shots, render_shot
 from mtcli.core.evaluate.tasks.task import TaskOptions
 from mtcli.core.evaluate.tasks.task_file import load_task, task_names
@@ -242,6 +243,23 @@ def test_a_task_of_too_many_loops_is_refused_by_name(own):
     with pytest.raises(MtcliError, match="own.toml: too many statically nested blocks") as caught:
         prepare_task(load_task(f"{own}/own.toml"), own, TOKENIZER, TaskOptions(512))
     assert caught.value.problems[0].hint
+
+
+def test_rows_that_are_sent_ahead_keep_their_order_and_the_first_bad_one_is_named(own):
+    renderer = Renderer(load_task(str(own / "own.toml")))
+    good = {"country": "Peru" * 300, "cities": ["Lima", "Oslo"], "right": 0}
+    rows = [Row(good | {"country": f"{number} Peru"}, own / "x", number) for number in range(400)]
+    found = renderer.items(Split(rows, own))
+    assert [item.prompts for item in found] == [(f"{row.line} Peru: ",) for row in rows]
+    deep = []
+    for _ in range(10**5):  # JSON cannot hold it
+        deep = [deep]
+    for fields, line in (({"country": "Chile"}, 250), ({**good, "more": deep}, 251)):
+        rows[line] = Row(fields, own / "x", line)
+    for line, said in ((250, "cities"), (251, "nested too deeply")):
+        with pytest.raises(MtcliError, match=f"line {line}: .*{said}"):
+            Renderer(load_task(str(own / "own.toml"))).items(Split(rows, own))
+        rows[line] = rows[0]
 
 
 def test_a_file_may_go_on_from_a_task_of_ours(own, data):

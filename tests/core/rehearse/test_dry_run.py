@@ -3,15 +3,18 @@
 import gc
 from contextlib import closing
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from marks import slow
 from ranks import run_ranks
 from tiny import Samples, run_config
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.encoder_rows import CountedRows
+from mtcli.core.model.attention import Attention
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import each_stage
 from mtcli.core.plan.predict import predict_workload
@@ -300,6 +303,34 @@ def test_a_real_step_on_cpu_holds_what_the_plan_says(subtests):
             assert state == plan.weights + plan.gradients + plan.optimizer
             assert peak == pytest.approx(plan.besides_state, rel=0.02)
             assert (plan.host, plan.reserved) == (copied, CPU.reserved_bytes + copied)
+
+
+PLANTED = (DEEP | {"num_layers": 5}, {}, "fp32")
+_attend = Attention._attend
+
+
+def _attend_normed(self, q, k, v, inputs):
+    """Attends with norms of queries and keys, of which plan has no line."""
+    q, k = (F.rms_norm(x, x.shape[-1:]) for x in (q, k))
+    return _attend(self, q, k, v, inputs)
+
+
+def _measure_planted(runtime):
+    with patch.object(Attention, "_attend", _attend_normed):
+        return _measured(config_of(1, *PLANTED), runtime)[1]
+
+
+def _plan_planted(runtime):
+    plain = planned(config_of(1, *PLANTED), 1, CPU, 0).memory.besides_state
+    with patch.object(Attention, "_attend", _attend_normed):
+        return plain, planned(config_of(1, *PLANTED), 1, CPU, 0).memory.besides_state
+
+
+def test_a_layer_that_plan_does_not_know_is_planned_right():
+    (measured,), ((plain, normed),) = run_ranks(1, _measure_planted), run_ranks(1, _plan_planted)
+    assert normed == pytest.approx(measured, rel=0.004)
+    queries_and_keys = 5 * 512 * (256 + 128) * 4
+    assert normed - plain > 0.9 * queries_and_keys
 
 
 def test_a_plan_that_is_off_by_a_byte_of_state_or_a_tenth_of_the_peak_is_a_problem(found):

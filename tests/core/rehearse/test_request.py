@@ -17,11 +17,9 @@ GPT |= {"vocab_size": 1000, "max_seq_len": 64}
 @pytest.fixture(autouse=True)
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    request._processes.cache_clear()
+    request._process.cache_clear()
     yield tmp_path / "mtcli" / "rehearsals"
-    for process in request._processes() if request._processes.cache_info().currsize else ():
-        process.kill()
-    request._processes.cache_clear()
+    request._process.cache_clear()
 
 
 def config_of(**parallel):

@@ -50,6 +50,12 @@ def losses_of(runtime, run):
     return gather_values(losses, trainer.groups.world)[0]
 
 
+def test_other_weights_to_start_from_leave_the_base_of_earlier_ones_out(home):
+    path = home / "run.toml"
+    path.write_text(f'[train]\ninit = "adapters"\nbase = "{home / "llama"}"\n')
+    assert source_of(str(path), str(home / "llama"))["train"] == {"init": str(home / "llama")}
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 def test_the_loss_of_a_packed_batch_is_transformers_of_its_examples_one_by_one(tmp_path, kind):
     model = save_model(tmp_path / "hf", kind, MARKED if kind == "llama" else PLAIN)

@@ -3,16 +3,19 @@
 Shots come from the train part where the folder has one, else from the items themselves.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import MtcliError, wrong
+from mtcli.core.data.bad_lines import AHEAD_BYTES
 from mtcli.core.data.text_files import bad_line
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.loglikelihood import Request
-from mtcli.core.evaluate.tasks.rows import Split, read_test, read_train
+from mtcli.core.evaluate.tasks.rows import Row, Split, read_test, read_train
 from mtcli.core.evaluate.tasks.task_file import TaskFile
 from mtcli.core.evaluate.tasks.templates import TaskProgram
 from mtcli.core.runtime.sandbox import OverLimit, Sandbox
@@ -58,16 +61,7 @@ class Renderer:
         a template passes a limit.
         """
         items = []
-        for number, row in enumerate(split.rows):
-            try:
-                self._program.ask({"index": number} | row.fields)
-                fields = self._program.answer()
-            except ValueError as error:
-                missing = f", and there is no {split.missing_labels}" * bool(split.missing_labels)
-                raise bad_line(row.file, row.line, f"{error}{missing}") from None
-            except OverLimit as limit:
-                message = f"{row.file}, line {row.line}: {limit}"
-                raise wrong(message, limit.hint, "--task") from None
+        for number, fields in self._rendered(split):
             if fields is not None:
                 texts = {key: tuple(fields.pop(key)) for key in ("prompts", "choices")}
                 items.append(Item(**({"id": str(number)} | fields | texts)))
@@ -75,6 +69,46 @@ class Renderer:
             message = f"{split.source} has {len(split.rows)} rows, and 0 of them are items"
             raise wrong(message, f"{self.task.name} takes those where {self.task.where}", "--task")
         return items
+
+    def _rendered(self, split: Split) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """Yields the number and the fields of each row. Rows are sent some ahead: to wait for each
+        one takes more of a processor than to render it."""
+        begun: deque[tuple[int, Row, int]] = deque()
+        ahead = 0  # bytes of the rows that are begun
+
+        def finish(most: int) -> Iterator[tuple[int, dict[str, Any] | None]]:
+            nonlocal ahead
+            while ahead > most:
+                number, row, size = begun.popleft()
+                ahead -= size
+                with _naming(split, row):
+                    fields = self._program.answer()
+                yield number, fields
+
+        for number, row in enumerate(split.rows):
+            try:
+                with _naming(split, row):
+                    size = self._program.ask({"index": number} | row.fields)
+            except MtcliError:
+                yield from finish(0)  # which raises what is wrong with a row before
+                raise
+            begun.append((number, row, size))
+            ahead += size
+            yield from finish(AHEAD_BYTES)
+        yield from finish(0)
+
+
+@contextmanager
+def _naming(split: Split, row: Row) -> Iterator[None]:
+    """Names file and line of a row in the error of its rendering."""
+    try:
+        yield
+    except ValueError as error:
+        missing = f", and there is no {split.missing_labels}" * bool(split.missing_labels)
+        raise bad_line(row.file, row.line, f"{error}{missing}") from None
+    except OverLimit as limit:
+        message = f"{row.file}, line {row.line}: {limit}"
+        raise wrong(message, limit.hint, "--task") from None
 
 
 class Pool(NamedTuple):

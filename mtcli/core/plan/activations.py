@@ -1,0 +1,247 @@
+"""Estimates the activations of a stage by closed forms, which rank layouts in a search.
+
+The forms follow arXiv:2205.05198, section 4: they add up the tensors that each part of a block
+saves for its backward. Those of the paper are of the software of its time; these are of our engine.
+Flash attention saves a log-sum-exp of each query and no scores. The activations of an MLP and
+dropout are computed again on a GPU. What is shown of a layout is no estimate: `core/rehearse` runs
+its real stages. MARGIN says how far the forms are from those.
+"""
+
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from mtcli.core.config.model import CLASSIFIERS, MASKED_SHARE
+from mtcli.core.mesh.sharding import VOCAB_MULTIPLE
+from mtcli.core.plan.elements import (
+    block_elements,
+    is_sharded,
+    parameter_copies,
+    rank_elements,
+    trained_of_rank,
+)
+from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
+from mtcli.core.plan.workload import Workload
+from mtcli.kernels.limits import chunk_rows
+
+WIDE = 4  # bytes of a float32
+MARGIN = 0.03  # 19 of 20 estimates are at most so much too high (benchmarks/bench_estimates.py)
+
+
+def estimated(work: Workload, device: Device, pp_rank: int) -> RankBytes:
+    """Estimates the bytes of a pipeline rank beside its state."""
+    on_cpu = device.name == "cpu"
+    stages = [_stage(work, on_cpu, stage) for stage in work.layout.stages(pp_rank)]
+    return RankBytes(stages, _update(work, pp_rank), _panels(work))
+
+
+@lru_cache(maxsize=4096)
+def _stage(work: Workload, on_cpu: bool, stage: int) -> StageBytes:
+    """Adds up a stage: what each block keeps, one that is computed (again), and the ends."""
+    first, last = stage == 0, stage == work.layout.num_stages - 1
+    layers, stream, block = work.layers_of_stage[stage], _stream(work), _block(work, on_cpu)
+    kept = layers * block.kept or stream
+    head = _head(work, on_cpu) if last else HeadBytes(stream, stream)
+    waiting = layers * block.waiting * work.splits_backward
+    halved = (waiting + _entered(work) + 5 * stream) * work.splits_backward
+    ends, gathered = _gathered(work, first, last)
+    return StageBytes(
+        saved=kept + head.kept,
+        waiting=waiting,
+        forward_peak=kept + max(block.forward, head.peak) + gathered / 2,
+        backward_peak=max(kept + block.backward + gathered, kept + head.peak, halved),
+        weight_peak=waiting + stream,
+        sent=stream * (not first),
+        gathered=ends,
+    )
+
+
+def _stream(work: Workload) -> float:
+    """Bytes of the residual stream: of a rank's part of the tokens and, on a grid, of columns."""
+    if work.layout.tp_rows > 1:
+        return work.row_tokens * work.model.hidden_size / work.columns * work.sizes.weight
+    return work.stream_bytes / work.sequence_shards
+
+
+def _entered(work: Workload) -> float:
+    """Bytes of the input of a column-parallel GEMM: of all tokens, but on a grid of its part."""
+    if work.layout.tp_rows > 1:
+        return _stream(work)
+    return work.tokens * work.model.hidden_size * float(work.sizes.weight)
+
+
+class PartBytes(NamedTuple):
+    """Bytes of a part of a block: saved for its backward, and there besides while it goes forward
+    and back."""
+
+    saved: float
+    forward: float
+    backward: float
+
+
+class BlockBytes(NamedTuple):
+    """Bytes of a block: kept until its backward, there besides while it goes forward and back, and
+    what waits for W where the backward is split."""
+
+    kept: float
+    forward: float
+    backward: float
+    waiting: float
+
+
+class HeadBytes(NamedTuple):
+    """Bytes of the head and the loss: kept until their backward, and at their peak."""
+
+    kept: float
+    peak: float
+
+
+def _block(work: Workload, on_cpu: bool) -> BlockBytes:
+    """Adds up a block: two norms' inputs, attention, and an MLP, experts, or both.
+
+    A block that is computed again keeps its input alone, and makes the others in its backward. What
+    waits for W is the input of each GEMM and the gradient of its output (arXiv:2401.10241).
+    """
+    m, stream, entered = work.model, _stream(work), _entered(work)
+    parts = [_attention(work, on_cpu)]
+    parts += [_mlp(work, on_cpu)] if m.dense_ffn_hidden_size else []
+    parts += [_experts(work)] if m.num_experts else []
+    saved = work.block_bytes or 2 * stream + sum(part.saved for part in parts)
+    forward = max(part.forward for part in parts) + entered + 2 * stream
+    backward = max(part.backward for part in parts) + entered + 2 * stream
+    halves = 2 * entered * work.sharded_halves + _inner(work) * (m.up_factor + 1)
+    waiting = halves + work.head_bytes + _mixed(work)
+    if work.recompute == "full":
+        return BlockBytes(stream, forward, saved - stream + backward, waiting)
+    return BlockBytes(saved, backward / 2, backward, waiting)
+
+
+def _attention(work: Workload, on_cpu: bool) -> PartBytes:
+    """Counts attention's input, queries, keys and values, rotated ones too, and its output.
+
+    With dropout of its probabilities these are saved before and after it, on a CPU with what the
+    softmax and the mask are of.
+    """
+    m, heads, mixed = work.model, work.head_bytes, _mixed(work)
+    queries = work.row_tokens * m.num_heads / work.columns
+    keys = heads - mixed  # and values
+    scores = queries * work.seq_len * work.sizes.weight * bool(m.attention_dropout)
+    scores *= 4 if on_cpu else 2
+    saved, moving = _entered(work) + heads + mixed, heads + mixed + scores
+    if work.recompute != "selective":
+        saved += (mixed + keys / 2) * (m.position == "rope") + queries * WIDE + scores
+    if work.layout.cp > 1:
+        moving += 2 * heads  # of other ranks, on their way
+        saved += keys * work.layout.cp * (work.cp_mode == "all_gather")
+    return PartBytes(saved, moving, moving + _wide(work, heads))
+
+
+def _mlp(work: Workload, on_cpu: bool) -> PartBytes:
+    """Counts a dense or shared MLP's input and inner values; its activations are saved by a CPU and
+    a grid, and there where the whole block is computed again."""
+    inner, up = _inner(work), work.model.up_factor
+    has_activations = on_cpu or work.layout.tp_rows > 1 or work.recompute == "full"
+    moving = inner * (up + 1)
+    return PartBytes(
+        _entered(work) + inner * (up + has_activations), moving, moving + _wide(work, inner * up)
+    )
+
+
+def _experts(work: Workload) -> PartBytes:
+    """Counts the copies that are sent, those that arrive, their inner values, and the outputs that
+    are summed. The gradients of a rank's experts are made at once.
+
+    With etp experts' rows are of all tokens of its ranks (arXiv:2504.14960, section 3.2).
+    """
+    m, size, layout = work.model, work.sizes.weight, work.layout
+    inner = work.expert_rows * m.moe_ffn_hidden_size / layout.etp * size
+    sent = work.sent_rows * m.hidden_size * size
+    outputs = 2 * _stream(work) * (2 if m.shared_expert_ffn_hidden_size else 1)
+    router = work.tokens / work.sequence_shards * m.num_experts * max(WIDE, size)
+    saved = work.routed_bytes + inner * m.up_factor + sent + outputs + 3 * router
+    elements = m.num_experts // layout.ep * m.hidden_size * m.moe_ffn_hidden_size / layout.etp
+    table = elements * m.up_factor * size * (not (work.lora.rank or is_sharded(work)))
+    moving = work.routed_bytes + inner * (m.up_factor + 1)
+    return PartBytes(saved, moving + work.routed_bytes, moving + table)
+
+
+def _mixed(work: Workload) -> float:
+    """Bytes of attention's output before its projection, and of the queries."""
+    heads = work.model.num_heads * work.model.head_dim
+    return work.row_tokens * heads / work.columns * work.sizes.weight
+
+
+def _inner(work: Workload) -> float:
+    """Bytes of one inner value of the dense or shared MLP for each token."""
+    width = work.model.dense_ffn_hidden_size
+    return work.row_tokens * width / work.columns * work.sizes.weight
+
+
+def _wide(work: Workload, output: float) -> float:
+    """Bytes of the float32 sums of a grid's panels, each of which adds to an output."""
+    return 2 * output * (work.layout.tp_rows > 1 and work.sizes.weight < WIDE)
+
+
+def _head(work: Workload, on_cpu: bool) -> HeadBytes:
+    """Counts the head's input, and logits, or the gradients that a fused loss makes from a chunk of
+    logits at a time."""
+    m, size, stream = work.model, work.sizes.weight, _stream(work)
+    if m.head in CLASSIFIERS:
+        return HeadBytes(stream, 2 * stream)
+    share = MASKED_SHARE if m.head == "mlm" else 1.0
+    tokens, entered = work.row_tokens * share, _entered(work) * share
+    columns = -(-m.vocab_size // (VOCAB_MULTIPLE * work.columns)) * VOCAB_MULTIPLE
+    if on_cpu or size > WIDE or work.layout.tp_rows > 1:
+        logits = tokens * columns * size
+        kept = stream + entered + logits
+        return HeadBytes(kept, kept + entered + _wide(work, logits))
+    rows = min(tokens, chunk_rows(columns * size))
+    table = columns * m.hidden_size * (work.lora.rank == 0)
+    kept = stream + entered + table * (size if rows == tokens else max(WIDE, size))
+    return HeadBytes(kept, kept + entered + rows * columns * size)
+
+
+def _gathered(work: Workload, first: bool, last: bool) -> tuple[float, float]:
+    """(bytes of the ends' weights that zero=3 leaves gathered, of what it gathers besides).
+
+    Those are the ends again, a block and the next one, and the gradients of one (arXiv:1910.02054,
+    section 5).
+    """
+    if not is_sharded(work):
+        return 0.0, 0.0
+    sizes, block = work.sizes, block_elements(work).total
+    ends = sizes.weight * sum(
+        times * prod(parameter.local_shape(work.layout))
+        for parameter, times in parameter_copies((work.model, work.lora), 0, (first, last))
+        if parameter.trained
+    )
+    return ends, ends + block * (2 * sizes.weight + sizes.gradient)
+
+
+def _update(work: Workload, pp_rank: int) -> float:
+    """Counts zero=1's update: what is gathered, and the largest parameter, laid out from that."""
+    if not gathered_bytes(work, pp_rank):
+        return 0.0
+    sizes = (prod(p.local_shape(work.layout)) for _, p in trained_of_rank(work, pp_rank))
+    return gathered_bytes(work, pp_rank) + max(sizes, default=0) * work.sizes.weight
+
+
+def gathered_bytes(work: Workload, pp_rank: int) -> float:
+    """Bytes of zero=1's all-gather of updated rows: this rank's, and those of all that share a
+    parameter, where it is not alone."""
+    elements, layout = rank_elements(work, pp_rank), work.layout
+    alone = elements.attention * (layout.dp * layout.cp == 1)
+    alone += elements.experts * (layout.edp == 1)
+    gathered = elements.padded + elements.shard - 2 * alone
+    return (work.zero == 1) * gathered * work.sizes.weight
+
+
+def _panels(work: Workload) -> float:
+    """Counts the buffers that a grid's panels arrive in (arXiv:2104.05343); 0 without a grid."""
+    if work.layout.tp_rows == 1:
+        return 0.0
+    m = work.model
+    widest = max(m.up_factor * m.dense_ffn_hidden_size, m.vocab_size) / work.columns
+    rows = work.row_tokens + widest
+    return min(2, work.panels - 1) * rows * m.hidden_size / work.panels * work.sizes.weight

@@ -1,1 +1,0 @@
-"""Predicts the bytes of a forward and its backward, op by op, without tensors or torch."""
