@@ -50,8 +50,8 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.sharding import Box
 from mtcli.core.parallel.groups import world_axis
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.parallel.tree import ALONE, make_tree
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 
 SHAPE = (1024, 4096)  # 16 MiB
 BLOCK = 16 << 20

@@ -158,7 +158,7 @@ def _members(x, y, part: float, kind: str, seed: int) -> tuple[np.ndarray, np.nd
     import torch
 
     from mtcli.core.parallel.groups import world_axis
-    from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+    from mtcli.core.runtime.health.flight_recorder import FlightRecorder
     from mtcli.core.select.budgets import budgets_of
     from mtcli.core.select.coreset import Quota, Work, choose, random_orders
 

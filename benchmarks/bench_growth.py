@@ -51,9 +51,9 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.parallel import collectives, tree
 from mtcli.core.parallel.groups import make_groups, world_axis
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
-from mtcli.core.parallel.health.watchdog import RankStatus, values_of
 from mtcli.core.runtime.attempts import Meeting
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.watchdog import RankStatus, values_of
 from mtcli.core.training.state import starting_point
 
 RANKS = (8, 128, 1024, 4096, 16384)

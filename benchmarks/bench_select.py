@@ -21,7 +21,7 @@ from progress import in_turn, say
 from tqdm import tqdm
 
 from mtcli.core.parallel.groups import world_axis
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.select import coreset
 from mtcli.core.select.coreset import Quota, Work, choose
 from mtcli.core.select.facility_location import Goal, MatrixSimilarities, lazy_greedy

@@ -280,7 +280,7 @@ def _become(folder, environ):
     sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
     sys.stdout = os.fdopen(1, "w")
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    from mtcli.core.profile.measure import SIDE
+    from mtcli.core.runtime.peak_flops import SIDE
 
     SIDE["cpu"] = 256  # tests measure no machine: the GEMMs that MFU divides by took 0.15 s
 

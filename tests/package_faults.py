@@ -230,20 +230,20 @@ PACKAGE_FAULTS = [
         "config.lr * step / config.warmup_steps", "config.lr * (step - 1) / config.warmup_steps",
         "core/optim/test_lr_schedule.py::test_the_warm_up_is_a_line_from_zero_that_reaches_the_"
         "peak_at_its_last_step"),
-    Fault("not compared: the operator of a reduction", "core/parallel/health/consistency.py",
+    Fault("not compared: the operator of a reduction", "core/runtime/health/consistency.py",
         "if own[:5] != theirs[:5]:",
         "if (*own[:3], own.location) != (*theirs[:3], theirs.location):",
-        "core/parallel/health/test_consistency.py::test_both_ranks_are_told_both_calls_before_"
+        "core/runtime/health/test_consistency.py::test_both_ranks_are_told_both_calls_before_"
         "they_hang"),
-    Fault("wrong rank named: one that has come and gone on", "core/parallel/health/watchdog.py",
+    Fault("wrong rank named: one that has come and gone on", "core/runtime/health/watchdog.py",
         "answer.counts.get(status.wait.channel, 0) >= status.wait.number",
         "answer.counts.get(status.wait.channel, 0) > status.wait.number",
-        "core/parallel/health/test_guilty_rank.py::test_a_rank_that_has_come_is_not_waited_for"),
+        "core/runtime/health/test_guilty_rank.py::test_a_rank_that_has_come_is_not_waited_for"),
     Fault("wrong number: an axis and a pair count together",
-        "core/parallel/health/flight_recorder.py",
+        "core/runtime/health/flight_recorder.py",
         "recorder.counts[self.channel] = recorder.counts.get(self.channel, 0) + 1",
         "recorder.counts[self.channel] = recorder.counts.get(axis.name, 0) + 1",
-        "core/parallel/health/test_flight_recorder.py::test_collectives_are_numbered_by_axis_"
+        "core/runtime/health/test_flight_recorder.py::test_collectives_are_numbered_by_axis_"
         "and_messages_by_pair"),
     Fault("wrong way: a rotation gives to the rank before",
         "core/parallel/transport/shared_memory.py",

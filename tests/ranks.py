@@ -24,7 +24,7 @@ DEADLINE = 60.0  # seconds a call may take on all cores, or be idle, before ever
 PRELOADED = ["torch", "torch._dynamo", "mtcli.core.training.loop", "pytest", "hypothesis"]
 # Of commands: a rank of `train` would import these for 0.2 s of its 0.6.
 PRELOADED += ["mtcli.cli", "rich.table", "tomlkit", "psutil", "mtcli.core.runtime.rendezvous"]
-PRELOADED += ["mtcli.core.runtime.console", "mtcli.core.parallel.health.watchdog"]
+PRELOADED += ["mtcli.core.runtime.console", "mtcli.core.runtime.health.watchdog"]
 PRELOADED += ["mtcli.core.profile.measure", "mtcli.core.plan.tables", "mtcli.core.evaluate.run"]
 PRELOADED += ["mtcli.core.data.preprocess", "mtcli.core.profile.render"]
 PRELOADED += ["matplotlib.figure", "matplotlib.backends.backend_agg"]  # 0.35 s of each picture

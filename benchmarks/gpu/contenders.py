@@ -22,7 +22,7 @@ from mtcli.core.checkpoint.huggingface.family import Family
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import Box
-from mtcli.core.model.build import DTYPES, activation_format
+from mtcli.core.model.build import activation_format
 from mtcli.core.model.init import initial_values
 from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.pipeline import Pipeline
@@ -32,6 +32,7 @@ from mtcli.core.schedule.generators import forward_only
 from mtcli.core.training.loader import StepBatch
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Phases, Trainer
+from mtcli.kernels.gemm import DTYPES
 
 COMPARED = 256  # tokens whose losses are compared before training
 

@@ -19,7 +19,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import parameters
-from mtcli.core.model.build import DTYPES
+from mtcli.kernels.gemm import DTYPES
 
 
 def megatron(config: RunConfig, device: torch.device) -> Contender:

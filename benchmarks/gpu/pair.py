@@ -18,7 +18,7 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import count_active, count_parameters
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.predict import CAUSAL, MODEL
-from mtcli.core.profile.measure import board_name
+from mtcli.core.runtime.peak_flops import board_name
 
 STATE_BYTES = 18 + 20  # a parameter's: ours, and the most that a rival keeps
 TOGETHER = 0.65  # of the memory: what two states may take

@@ -131,11 +131,10 @@ def sweep(
         require_startable(plan.trials, plan.output, resume)
 
     def work(runtime: "Runtime") -> bool:
-        from mtcli.core.profile.measure import run_peak_flops
         from mtcli.core.sweep.run import train
         from mtcli.core.sweep.sweep import Sweep
 
-        sweep = Sweep(plan, runtime, run_peak_flops(plan.trials[0].config, runtime))
+        sweep = Sweep(plan, runtime)
         finished = train(sweep)
         if runtime.rank == 0:
             _report(sweep, json_out)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mtcli.core.config.loading import Table
     from mtcli.core.config.schema import RunConfig
     from mtcli.core.runtime.launch import Runtime
+    from mtcli.core.training.reselect import Reselect
 
 Resume = Annotated[
     bool,
@@ -83,16 +84,21 @@ def train(
     )
 
     def work(runtime: "Runtime") -> bool:
-        from mtcli.core.profile.measure import run_peak_flops
         from mtcli.core.training.loop import train as train_run
 
-        measure_peak = partial(run_peak_flops, run, runtime)
-        flags = {"resume": resume, "anew": start_over}
-        return train_run(run, runtime, **flags, measure_peak=measure_peak)
+        reselect = _reselect(run, runtime) if run.data.reselect_every else None
+        return train_run(run, runtime, resume=resume, anew=start_over, reselect=reselect)
 
     goes_on = partial(how_it_goes_on, Path(run.train.output))
     if run_ranks(nproc, run.train, work, max_restarts, goes_on) is False:  # it was told to stop
         raise KeyboardInterrupt
+
+
+def _reselect(run: "RunConfig", runtime: "Runtime") -> "Reselect":
+    """What selects the run's core-set again, for which checkpoints are opened as models."""
+    from mtcli.core.select.reselect import select_again
+
+    return partial(select_again, run, runtime)
 
 
 def _own_folder(config: str | None) -> list[str]:

@@ -15,6 +15,14 @@ from torch import Tensor
 
 from mtcli.kernels.limits import IS_INTEL
 
+# The dtype of weights and activations, by train.precision.
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # of all but the operands of linear layers
+}
 # Dtypes whose GEMMs a CPU computes in float32. Process-wide like torch's own float32 matmul
 # precision: backwards and compiled graphs, which nothing can be passed to, read it too.
 _IN_FLOAT32 = {torch.float16}

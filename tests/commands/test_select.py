@@ -177,6 +177,14 @@ def test_a_run_does_not_go_on_with_another_subset(home, subset):
     assert train(home, "first", "--resume", **{"data.subset": "moved.json"}).returncode == 0
 
 
+def test_a_trial_that_is_trained_on_a_subset_goes_on_with_it(home, subset):
+    words = ("--vary", "optimizer.lr=1e-3", "--set", "data.subset=s.json", "--output", "swept")
+    assert mtcli("sweep", "run.toml", *words, folder=home).returncode == 0
+    done = train(home, "swept/lr=0.001", "--resume", **{"optimizer.lr": 1e-3})
+    assert done.returncode == 0, done.stderr
+    assert len(losses(home, "swept/lr=0.001")) == 6
+
+
 def test_importance_resampling_needs_no_model_and_is_judged_by_one_that_is_named(home):
     out = ("--output", "d.json", *OUT[2:])
     words = ("--size", 20, "--method", "dsir", "--target", "other")

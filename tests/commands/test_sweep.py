@@ -321,6 +321,7 @@ def test_a_model_that_only_skips_ends_and_the_others_go_on(tmp_path):
     done = sweep(config, "--vary", "optimizer.lr=1e-3,1e38")
     assert done.returncode == 0, done.stderr
     assert "lr=1e+38: diverged, step 4: 3 batches in a row were skipped" in done.stderr
+    assert done.stderr.count("lr=1e+38: warning: skipped step ") == 3
     assert dict(saved_steps(tmp_path / "out"))["lr=0.001"] == [6]
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mtcli.core.data.bert.row_format import EncoderRows
 from mtcli.core.inference.model import InferenceModel
-from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, Sentences, make_inputs, token_positions
 from mtcli.core.parallel.collectives import all_reduce
+from mtcli.kernels.gemm import DTYPES
 
 
 class HeadOutput(NamedTuple):

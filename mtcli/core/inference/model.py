@@ -26,7 +26,7 @@ from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import count_parameters, parameters
-from mtcli.core.model.build import DTYPES, activation_format, build_stages
+from mtcli.core.model.build import activation_format, build_stages
 from mtcli.core.model.init import load_weights
 from mtcli.core.model.inputs import Inputs, KVCache, make_inputs
 from mtcli.core.model.transformer import Stage
@@ -37,6 +37,7 @@ from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.parallel.together import together
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only
+from mtcli.kernels.gemm import DTYPES
 
 SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocabulary of 128k
 

@@ -8,17 +8,9 @@ from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.engines import layer_factory
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.pipeline import ActivationFormat
+from mtcli.kernels.gemm import DTYPES
 
 META = torch.device("meta")  # where stages are built whose shards are allocated later
-
-
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.bfloat16,  # of all but the operands of linear layers
-}
 
 
 def build_stages(config: RunConfig, groups: Groups, on_meta: bool = False) -> dict[int, Stage]:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtcli.core.parallel.groups import Axis
-from mtcli.core.parallel.health.flight_recorder import Call
 from mtcli.core.parallel.transport.process_group import PendingWork, gather_json
 from mtcli.core.parallel.transport.process_group import first_bytes as first_of
+from mtcli.core.runtime.health.flight_recorder import Call
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:

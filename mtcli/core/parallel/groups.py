@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.parallel.transport.process_group import Transport, transport_between
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.watchdog import LATER
 from mtcli.core.schedule.messages import channels
-
-LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
 
 # Every set of axes along which something is exchanged. Those that hold the same ranks share a
 # group, but for pipeline p2p, which has one per direction, and on NCCL one per sender and receiver;

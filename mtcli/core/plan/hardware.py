@@ -1,10 +1,10 @@
 """Devices by name: peak rates, memory and links, each number with its source.
 
-Rates are dense (no structured sparsity; fp32 is not TF32), links are per GPU and one way, in
-bytes/s. `sustained` is the share of the datasheet's matrix rate that a large GEMM reaches at the
-board's power limit. Latencies of links are those with which NCCL chooses its algorithms
-(src/graph/tuning.cc, hwLat: ring, LL): for its network that of InfiniBand, which RoCE shares.
-Ethernet alone is taken as TCP through the kernel, 10 to 30 us one way.
+Rates are those of runtime/peak_flops.py, links are per GPU and one way, in bytes/s. `sustained` is
+the share of the datasheet's matrix rate that a large GEMM reaches at the board's power limit.
+Latencies of links are those with which NCCL chooses its algorithms (src/graph/tuning.cc, hwLat:
+ring, LL): for its network that of InfiniBand, which RoCE shares. Ethernet alone is taken as TCP
+through the kernel, 10 to 30 us one way.
 """
 
 import os
@@ -21,6 +21,7 @@ from mtcli.core.config.synonyms import closest
 from mtcli.core.plan.calibration import Calibration, calibrated
 from mtcli.core.plan.physics import PHYSICS, Physics, host_physics
 from mtcli.core.runtime.launch import cores
+from mtcli.core.runtime.peak_flops import DENSE_TFLOPS, computes_in
 
 TERA, GIGA, GIB = 1e12, 1e9, 2**30
 USABLE = 0.95  # the rest goes to error correction's rows and to gaps between allocated blocks
@@ -30,15 +31,6 @@ LATENCY = {
     "infiniband": 2.7e-6,
     "roce": 2.7e-6,
     "ethernet": 20e-6,
-}
-# By precision, those whose rate its products may have, the first of the device's.
-WIDER = {
-    "fp64": ("fp64", "fp32"),
-    "fp32": ("fp32",),
-    "bf16": ("bf16", "fp32"),
-    "fp16": ("fp16", "bf16", "fp32"),
-    "fp8": ("fp8", "bf16", "fp32"),
-    "nvfp4": ("nvfp4", "fp8", "bf16", "fp32"),
 }
 # Of a CPU's ranks, which share memory: bytes moved for a byte that goes from one to another, which
 # is copied twice, and a collective's operations of the host.
@@ -118,7 +110,7 @@ class Device:
 
     def computes_in(self, precision: str) -> str:
         """The precision at whose rate GEMMs of `precision` run."""
-        return next(name for name in WIDER[precision] if name in self.flops)
+        return computes_in(self.flops, precision)
 
     @property
     def half_precision(self) -> str:
@@ -128,7 +120,6 @@ class Device:
 
 def _gpu(
     name: str,
-    tflops: dict[str, float],
     board: tuple[float, float, float, int],
     links: tuple[int, float, float],
     source: str,
@@ -139,7 +130,7 @@ def _gpu(
     node_size, inside, between = links
     return Device(
         name=name,
-        flops={precision: rate * TERA for precision, rate in tflops.items()},
+        flops={precision: rate * TERA for precision, rate in DENSE_TFLOPS[name].items()},
         sustained=sustained,
         memory_bytes=gib * GIB,
         memory_bandwidth=bandwidth * GIGA,
@@ -151,33 +142,27 @@ def _gpu(
     )
 
 
-_HOPPER = {"fp64": 67.0, "fp32": 67.0, "bf16": 989.4, "fp8": 1978.9}
-_B200 = {"fp64": 37.0, "fp32": 80.0, "bf16": 2250.0, "fp8": 4500.0, "nvfp4": 9000.0}
-_B300 = {"fp64": 1.2, "fp32": 80.0, "bf16": 2250.0, "fp8": 4500.0, "nvfp4": 13500.0}
-_GB200 = {"fp64": 40.0, "fp32": 80.0, "bf16": 2500.0, "fp8": 5000.0, "nvfp4": 10000.0}
-_GB300 = {"fp64": 1.3, "fp32": 80.0, "bf16": 2500.0, "fp8": 5000.0, "nvfp4": 15000.0}
-
 # fmt: off
 GPUS = {device.name: device for device in (
-    _gpu("v100-32gb", {"fp64": 7.8, "fp32": 15.7, "fp16": 125.0}, (0.75, 32, 900, 80),
+    _gpu("v100-32gb", (0.75, 32, 900, 80),
          (16, 150.0, 6.25), "NVIDIA V100 datasheet; DGX-2: NVSwitch, 8 x 100 Gb/s for 16 GPUs"),
-    _gpu("a100-40gb", {"fp64": 19.5, "fp32": 19.5, "bf16": 312.0}, (0.88, 40, 1555, 108),
+    _gpu("a100-40gb", (0.88, 40, 1555, 108),
          (8, 300.0, 25.0), "NVIDIA A100 datasheet; NVLink3 600 GB/s both ways; HDR 200 Gb/s a GPU"),
-    _gpu("a100-80gb", {"fp64": 19.5, "fp32": 19.5, "bf16": 312.0}, (0.88, 80, 2039, 108),
+    _gpu("a100-80gb", (0.88, 80, 2039, 108),
          (8, 300.0, 25.0), "NVIDIA A100 datasheet; NVLink3 600 GB/s both ways; HDR 200 Gb/s a GPU"),
-    _gpu("h100", _HOPPER, (0.75, 80, 3352, 132), (8, 450.0, 50.0),
+    _gpu("h100", (0.75, 80, 3352, 132), (8, 450.0, 50.0),
          "NVIDIA H100 SXM datasheet; NVLink4 900 GB/s both ways; NDR 400 Gb/s a GPU"),
-    _gpu("h200", _HOPPER, (0.79, 141, 4800, 132), (8, 450.0, 50.0),
+    _gpu("h200", (0.79, 141, 4800, 132), (8, 450.0, 50.0),
          "NVIDIA H200 datasheet; 769-798 TFLOP/s measured at 8192^3 in bf16"),
-    _gpu("b200", _B200, (0.75, 180, 8000, 148), (8, 900.0, 50.0),
+    _gpu("b200", (0.75, 180, 8000, 148), (8, 900.0, 50.0),
          "NVIDIA DGX B200 datasheet; NVLink5 1.8 TB/s both ways; NDR 400 Gb/s a GPU"),
-    _gpu("b300", _B300, (0.75, 270, 8000, 148), (8, 900.0, 100.0),
+    _gpu("b300", (0.75, 270, 8000, 148), (8, 900.0, 100.0),
          "NVIDIA DGX B300 datasheet; NVLink5 1.8 TB/s both ways; XDR 800 Gb/s a GPU"),
-    _gpu("gb200", _GB200, (0.75, 186, 8000, 152), (72, 900.0, 50.0),
+    _gpu("gb200", (0.75, 186, 8000, 152), (72, 900.0, 50.0),
          "NVIDIA GB200 NVL72 datasheet; 72 GPUs in one NVLink domain; NDR 400 Gb/s a GPU"),
-    _gpu("gb300", _GB300, (0.75, 279, 8000, 152), (72, 900.0, 100.0),
+    _gpu("gb300", (0.75, 279, 8000, 152), (72, 900.0, 100.0),
          "NVIDIA GB300 NVL72 datasheet; 72 GPUs in one NVLink domain; XDR 800 Gb/s a GPU"),
-    _gpu("rtx-5000", {"fp32": 11.2, "fp16": 89.2}, (0.75, 16, 448, 48), (4, 12.0, 1.75),
+    _gpu("rtx-5000", (0.75, 16, 448, 48), (4, 12.0, 1.75),
          "Quadro RTX 5000 datasheet; PCIe 3 x16; TACC Frontera: FDR 56 Gb/s for 4 GPUs", "pcie"),
 )}
 # fmt: on

@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mtcli.core.model.build import DTYPES
 from mtcli.core.plan.calibration import Calibration, Facts
 from mtcli.core.plan.hardware import socket_rate
 from mtcli.core.runtime.launch import set_matmul
 from mtcli.core.runtime.process_pool import end_with
-from mtcli.kernels.gemm import matmul, runs_in_float32
+from mtcli.kernels.gemm import DTYPES, matmul, runs_in_float32
 
 SIDE = 1024  # of a GEMM
 COPIED = 2**24  # elements of a copy, more than most caches hold

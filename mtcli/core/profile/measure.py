@@ -1,4 +1,4 @@
-"""Measures a run and its device: steps with timers, and the FLOP/s that MFU divides by.
+"""Measures a run: steps with timers, and one under a profiler.
 
 The steps are those of train, on the config's layout. Timed steps come first; one more runs under
 torch.profiler, whose own cost therefore touches no time that is reported.
@@ -16,24 +16,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.model.build import DTYPES
 from mtcli.core.parallel.collectives import gather_values
-from mtcli.core.parallel.health.traffic import Traffic
 from mtcli.core.parallel.pipeline import OpSpan
-from mtcli.core.plan.hardware import GPUS
 from mtcli.core.profile import trace as traces
 from mtcli.core.profile.clock import Clock, clock_for, clock_offset, op_range
 from mtcli.core.profile.records import RANK_RECORD, Profiled, RankRecord, StepRecord
 from mtcli.core.profile.summary import summarized, waiting_of
+from mtcli.core.runtime.health.traffic import Traffic
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.runtime.peak_flops import device_name, peak_flops
 from mtcli.core.runtime.progress import progress_bar
 from mtcli.core.training.loader import MicroBatchLoader, open_loader, synthetic_loader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Phases, Trainer
-from mtcli.kernels.gemm import matmul
-
-SIDE = {"cpu": 1024, "cuda": 8192}  # of a product that runs at full speed; 10 to 20 ms on a core
-OTHER_BOARDS = {"pcie", "nvl", "ada", "laptop"}  # of the same names, with other rates
 
 
 class Measured(NamedTuple):
@@ -56,14 +51,11 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
     trainer.pipeline.around = op_range(runtime.device)
     open_data = open_loader if config.data.train else synthetic_loader
     loader = open_data(config, trainer.groups)
-    peak = peak_flops(config, runtime)
+    peak = peak_flops(config.train.precision, config.train.matmul, runtime.device)
     offset = clock_offset(trainer.groups.world)
     bar = progress_bar("profile", warmup + steps + 1, "step", quiet=runtime.rank > 0)
-    for _ in range(warmup):
-        timed_step(trainer, loader, clock, offset)
-        bar.update()
     timed = []
-    for _ in range(steps):
+    for _ in range(warmup + steps):
         timed.append(timed_step(trainer, loader, clock, offset))
         bar.update()
     on_gpu = runtime.device.type == "cuda"
@@ -78,7 +70,7 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
         rank=runtime.rank,
         pp_rank=trainer.groups.pp_rank,
         speaks=not any(index for axis, index in coordinates.items() if axis != "pp"),
-        steps=timed,
+        steps=timed[warmup:],
         profiled=profiled,
         state_bytes=trainer.state_bytes_by_kind(),
         allocated_bytes=allocated,
@@ -156,46 +148,3 @@ def _process_bytes(device: torch.device) -> int:
         return total - free
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def peak_flops(config: RunConfig, runtime: Runtime) -> float:
-    """The rate of this rank's device in FLOP/s that MFU and HFU are fractions of.
-
-    GPUs: the datasheet's dense rate of train.precision, from plan/hardware.py; of TF32 half of
-    bfloat16's. CPU, and boards that are not listed there: the best of five products, measured on
-    all ranks at once.
-    """
-    name, train = device_name(runtime.device), config.train
-    if name in GPUS and (train.precision, train.matmul) == ("fp32", "tf32"):
-        return max(GPUS[name].peak("bf16") / 2, GPUS[name].peak("fp32"))
-    if name in GPUS:
-        return GPUS[name].peak(train.precision)
-    dtype, side = DTYPES[config.train.precision], SIDE[runtime.device.type]
-    a, b = (torch.randn(side, side, device=runtime.device).to(dtype) for _ in range(2))
-    seconds = []
-    for _ in range(5):
-        start = perf_counter()
-        matmul(a, b).sum().item()
-        seconds.append(perf_counter() - start)
-    return 2.0 * side**3 / min(seconds)
-
-
-def run_peak_flops(config: RunConfig, runtime: Runtime) -> float:
-    """The `peak_flops` of a long run; 0 on a CPU, whose rate at its start says nothing of later:
-    beside other work it made an MFU of 239 %."""
-    return 0.0 if runtime.device.type == "cpu" else peak_flops(config, runtime)
-
-
-def device_name(device: torch.device) -> str:
-    """The device's name in plan/hardware.py: "cpu", "h100", ..., or "" for an unlisted board."""
-    return "cpu" if device.type == "cpu" else board_name(torch.cuda.get_device_name(device))
-
-
-def board_name(board: str) -> str:
-    """The listed name of a board as its driver calls it, or "" where it is not listed.
-
-    "NVIDIA A100-SXM4-80GB" is a100-80gb; the PCIe and NVL boards of a name have other rates.
-    """
-    words = set(board.lower().replace("-", " ").split())
-    listed = [name for name in GPUS if set(name.split("-")) <= words]
-    return listed[0] if listed and not words & OTHER_BOARDS else ""

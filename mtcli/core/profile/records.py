@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from mtcli.core.parallel.health.traffic import Sent
 from mtcli.core.parallel.pipeline import OpSpan
+from mtcli.core.runtime.health.traffic import Sent
 from mtcli.core.training.step import Phases
 
 

@@ -10,10 +10,10 @@ from bisect import bisect
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mtcli.core.parallel.health.traffic import Traffic
 from mtcli.core.profile import trace as traces
 from mtcli.core.profile.intervals import Interval, common, length, union, without
 from mtcli.core.profile.records import MemorySample, Profiled, StepRecord, WaitSeconds
+from mtcli.core.runtime.health.traffic import Traffic
 
 MEMORY_POINTS = 1000
 

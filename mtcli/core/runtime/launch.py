@@ -17,8 +17,8 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from mtcli.core.config.errors import wrong
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.runtime.attempts import Attempt, alone, keeps_store
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.runtime.slurm import slurm_task, whole
 from mtcli.core.runtime.worker_errors import (
     LAUNCHED,
@@ -179,7 +179,7 @@ def _start(
         return Runtime(rank, world, local_rank, local_world, where), None
     import torch.distributed as dist
 
-    from mtcli.core.parallel.health.consistency import ConsistencyGuard
+    from mtcli.core.runtime.health.consistency import ConsistencyGuard
     from mtcli.core.runtime.rendezvous import attempt_alone, meet
 
     if world == 1:
@@ -191,7 +191,7 @@ def _start(
     if debug_collectives:
         check = ConsistencyGuard(dist.PrefixStore("calls", store.clone()), rank).compare
 
-    from mtcli.core.parallel.health.cuda_mark import CudaMark
+    from mtcli.core.runtime.health.cuda_mark import CudaMark
 
     recorder = FlightRecorder(check, CudaMark if where.type == "cuda" else None)
     return Runtime(rank, world, local_rank, local_world, where, recorder, attempt), store
@@ -207,7 +207,7 @@ def _watched(
         return
     import torch.distributed as dist
 
-    from mtcli.core.parallel.health.watchdog import Watchdog
+    from mtcli.core.runtime.health.watchdog import Watchdog
 
     # A connection of its own: what waits on one holds up every other thread that uses it.
     own = dist.PrefixStore("watch", store.clone())

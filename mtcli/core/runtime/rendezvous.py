@@ -23,8 +23,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from mtcli.core.config.errors import failed, wrong
-from mtcli.core.parallel.groups import LATER
 from mtcli.core.runtime.attempts import Attempt, Meeting, keeps_store
+from mtcli.core.runtime.health.watchdog import LATER
 from mtcli.core.runtime.slurm import slurm_task
 
 LOOPBACK = "127.0.0.1"

@@ -21,12 +21,12 @@ from mtcli.core.data.bert.example_rows import ExampleRows
 from mtcli.core.data.subset import TokenSequences
 from mtcli.core.inference.bert_heads import head_outputs
 from mtcli.core.inference.model import InferenceModel
-from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import make_inputs
 from mtcli.core.parallel.collectives import all_gather, all_reduce
 from mtcli.core.parallel.vocab_parallel import VocabLoss
 from mtcli.core.select.distance_sketch import Sketch
 from mtcli.kernels.cross_entropy import row_max
+from mtcli.kernels.gemm import DTYPES
 
 Proxy = Literal["gradient", "kronecker", "features"]
 WIDTH = 256  # numbers of a sketch: squared distances to 9 %, one standard deviation

@@ -14,11 +14,9 @@ from torch import Tensor
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.update_rules import update_of
-from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.optim.grad_norm import clip_factor
-from mtcli.core.optim.lr_schedule import learning_rate
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.engines import adapter_settings
 from mtcli.core.parallel.groups import Groups
@@ -28,7 +26,8 @@ from mtcli.core.sweep.layers import ArrayLayers
 from mtcli.core.sweep.member import Member
 from mtcli.core.sweep.update import CompiledAdamW, ModelUpdate
 from mtcli.core.training.compile import Losses, compile_stage, compiler_errors
-from mtcli.core.training.step import Step, outcome_of
+from mtcli.core.training.step import Step, conclude
+from mtcli.kernels.gemm import DTYPES
 
 
 class ModelArray:
@@ -127,17 +126,13 @@ class ModelArray:
     ) -> tuple[Step, ModelUpdate | None]:
         """(one model's step, its update where there is one); see `Trainer.train_step`, whose steps
         these are."""
-        config, scale, step = member.config, member.loss_scale.scale, member.step + 1
-        norm, lr = scaled_norm / scale, learning_rate(config.optimizer, step, config.train.steps)
-        outcome = outcome_of(loss, norm, member.loss_scale)
-        member.step = step
-        if outcome != "fault":
-            member.loss_scale.update(outcome == "overflow")
-        update = None
-        if outcome == "updated":
-            factor = clip_factor(norm, config.optimizer.clip) / scale
-            update = ModelUpdate(config.optimizer, lr, factor, member.optimizer.updates + 1)
-        return Step(step, loss, lr, norm, 0.0, scale, outcome), update
+        optimizer, scale = member.config.optimizer, member.loss_scale.scale
+        step = conclude(member, loss, scaled_norm / scale)
+        member.step = step.step
+        if step.outcome != "updated":
+            return step, None
+        factor = clip_factor(step.grad_norm, optimizer.clip) / scale
+        return step, ModelUpdate(optimizer, step.lr, factor, member.optimizer.updates + 1)
 
     def _update(self, models: Sequence[ModelUpdate | None]) -> None:
         """Updates those models that have an update."""

@@ -63,7 +63,7 @@ class Board:
         """Says what an array is about to do, in numbers."""
         if not self.speaks:
             return
-        count, shape = len(live.seats), live.shape
+        count, shape = len(live.running), live.config
         ranks = f" on {world} ranks" if world > 1 else ""
         text = f"array of {count} model{'s' * (count > 1)}{ranks}, from step {live.array.step} of "
         text += f"{shape.train.steps}: {count} x {shape.batch.tokens_per_step:,} tokens a step, "

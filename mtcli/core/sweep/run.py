@@ -72,8 +72,8 @@ def _train_group(sweep: Sweep, group: Sequence[TrialRecord]) -> None:
 def _to_the_end(sweep: Sweep, live: LiveArray) -> None:
     """Trains to the end of the run, with the median rule at its steps: before the next one, as
     a sweep may have been told to stop at one of them."""
-    steps, every = live.shape.train.steps, sweep.plan.request.median
-    while live.seats and not sweep.interrupted and live.array.step < steps:
+    steps, every = live.config.train.steps, sweep.plan.request.median
+    while live.running and not sweep.interrupted and live.array.step < steps:
         step, until = live.array.step, steps
         if every:
             _apply_median(sweep, live, step, every)
@@ -86,8 +86,8 @@ def _apply_median(sweep: Sweep, live: LiveArray, step: int, every: int) -> None:
     if step == 0 or step % every:
         return
     losses = {record.name: record.losses for record in sweep.records}
-    here = {seat.record.name for seat in live.seats}
-    stopped = [n for n in below_median(losses, step, every) if n in here]
+    running = {record.name for record in live.running}
+    stopped = [n for n in below_median(losses, step, every) if n in running]
     if stopped:
         live.stop(stopped, f"above the median of the others at step {step}")
 
@@ -135,7 +135,7 @@ def _train_apart(sweep: Sweep, going: Sequence[TrialRecord], until: int) -> None
             return
         with sweep.opened(array) as live:
             sweep.interrupted = not live.train(until)
-            if not sweep.interrupted and until < live.shape.train.steps:
+            if not sweep.interrupted and until < live.config.train.steps:
                 live.save()
             sweep.close(live)
 

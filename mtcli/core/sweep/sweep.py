@@ -32,8 +32,8 @@ STOP_FILE = "stop"  # in the sweep's folder: it is told to stop where there is o
 class Sweep:
     """The state of a sweep on this rank; `run.py` trains its trials in order."""
 
-    def __init__(self, plan: SweepPlan, runtime: Runtime, peak: float) -> None:
-        self.plan, self.runtime, self.peak = plan, runtime, peak
+    def __init__(self, plan: SweepPlan, runtime: Runtime) -> None:
+        self.plan, self.runtime = plan, runtime
         self.world = world_axis(runtime.rank, runtime.world, runtime.recorder)
         self.signal = StopSignal()
         self.resumes = self._was_started_before() or plan.request.resume
@@ -107,7 +107,7 @@ class Sweep:
 
     def opened(self, array: Sequence[TrialRecord]) -> LiveArray:
         """Builds an array of some trials, at their newest checkpoints; `close` records its end."""
-        live = LiveArray(array, self.runtime, self.peak, self.watcher)
+        live = LiveArray(array, self.runtime, self.watcher)
         self.board.begin(live, self.runtime.world)
         self.write()
         return live
@@ -118,8 +118,7 @@ class Sweep:
         Raises MtcliError where the last save of any failed.
         """
         live.finish_saves()
-        for seat in live.seats:
-            record = seat.record
+        for record in live.running:
             finished = len(record.losses) >= record.trial.config.train.steps
             record.end("finished" if finished else "waiting")
         self.arrays.append(live.facts())

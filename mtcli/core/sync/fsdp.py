@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Axis, Groups
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.parallel.ownership import OwnedShard, Ownership, unsharded
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.sync.flat import flatten, unflatten
 from mtcli.core.sync.strategy import Strategy, sum_tied_gradients_
 

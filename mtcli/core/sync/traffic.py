@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 from torch import Tensor
 
-from mtcli.core.parallel.health.flight_recorder import Call
-from mtcli.core.parallel.health.traffic import sent_by
+from mtcli.core.runtime.health.flight_recorder import Call
+from mtcli.core.runtime.health.traffic import sent_by
 
 # Axes along which gradients are summed inside a replica, and those to other replicas.
 REDUCED = ("data", "samples", "tokens", "edp")

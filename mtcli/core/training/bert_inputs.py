@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.bert.row_format import EncoderBatches, EncoderRows
-from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, Sentences, make_inputs, token_positions
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.training.token_inputs import Divisors
+from mtcli.kernels.gemm import DTYPES
 
 
 class EncoderRead(NamedTuple):

@@ -1,13 +1,18 @@
-"""`mtcli train`: the loop. Reads top to bottom as a run goes."""
+"""`mtcli train`: the loop. Reads top to bottom as a run goes.
+
+`drive` is also the loop over steps of `mtcli sweep`: a run alone is an array of one.
+"""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from mtcli.core.checkpoint.run_progress import planned_samples
-from mtcli.core.config.errors import MtcliError, collect_errors, failed, visible
+from mtcli.core.checkpoint.run_progress import BaseRecord, planned_samples
+from mtcli.core.config.errors import collect_errors, failed, visible
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import require_data
 from mtcli.core.data.vocabulary import describe_vocabulary
@@ -16,12 +21,13 @@ from mtcli.core.parallel.together import together
 from mtcli.core.runtime.attempts import Attempt
 from mtcli.core.runtime.launch import Runtime, StopSignal
 from mtcli.core.sync.replica_average import distance
-from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
+from mtcli.core.sync.traffic import SyncTraffic
+from mtcli.core.training.consumed_samples import ConsumedSamples
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
-from mtcli.core.training.metrics import StepFacts
+from mtcli.core.training.metrics import RunRecords, StepFacts
 from mtcli.core.training.nonfinite import first_nonfinite
 from mtcli.core.training.rank_times import StepTimer, agreed
-from mtcli.core.training.reselect import adopt_current, is_due
+from mtcli.core.training.reselect import Reselect, adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_folder import how_it_goes_on, newest_saved
 from mtcli.core.training.run_lock import PATIENCE, lock_folder
@@ -29,8 +35,8 @@ from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.save import Saver
 from mtcli.core.training.save_schedule import SaveSchedule
 from mtcli.core.training.state import (
+    RunState,
     StartingPoint,
-    base_record,
     progress,
     restore,
     starting_notes,
@@ -45,15 +51,14 @@ def train(
     runtime: Runtime,
     *,
     resume: bool,
-    measure_peak: Callable[[], float],
     anew: bool = False,
+    reselect: Reselect | None = None,
 ) -> bool:
     """Trains to train.steps; returns False where a signal stopped it, after saving.
 
     `resume` goes on from the newest checkpoint of train.output, on this config's layout, whatever
     layout wrote it; `anew` lets a run begin again that has none. Another run takes the weights of
-    train.init, where that is set, at step 0.
-    `measure_peak` tells a device's FLOP/s, which MFU is a fraction of; all ranks call it at once.
+    train.init, where that is set, at step 0. `reselect` is for data.reselect_every.
     """
     stop = StopSignal()
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
@@ -67,7 +72,7 @@ def train(
                     visible(f"nothing to do: {done}; set more train.steps to go on from {start}\n")
                 )
             return True
-        return _train(config, runtime, start, stop, measure_peak)
+        return _train(config, runtime, start, stop, reselect)
 
 
 @contextmanager
@@ -99,58 +104,140 @@ def _train(
     runtime: Runtime,
     start: StartingPoint,
     stop: StopSignal,
-    measure_peak: Callable[[], float],
+    reselect: Reselect | None,
 ) -> bool:
     trainer = Trainer(config, runtime)
-    world = trainer.groups.world
-    loader, valid = together(world, lambda: _open_loaders(config, trainer.groups, start))
-    hashes = data_hashes(loader.batches, runtime.local_rank, world)
-    samples = ConsumedSamples(config, loader.batches, hashes, loader.subset)
-    last_good = restore(trainer, samples, start)
-    base = base_record(trainer, start)
-    start.close()
-    adopt_current(loader, config, runtime, trainer.step)
+    loader, valid = together(
+        trainer.groups.world, lambda: _open_loaders(config, trainer.groups, start)
+    )
+    samples, last_good, base = restore(trainer, loader, start, runtime.local_rank)
+    adopt_current(loader, config, reselect, trainer.step)
     for note in starting_notes(config, start) if runtime.rank == 0 else ():
         sys.stderr.write(visible(f"{note}\n"))
-    log = RunLog(config, runtime.rank == 0, trainer.step, measure_peak())
-    saves = SaveSchedule(config.train)
-    about = describe_vocabulary(config) | loader.batches.describe()
-    log.begin(runtime, trainer.state_bytes(), str(start), about | {"saves": str(saves)})
-    stopped, timer = False, StepTimer(runtime.recorder, world.rank, world.size)
-    next_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
+    log = RunLog(config, runtime.rank == 0, trainer.step)
+    saves = SaveSchedule(config.train, config.data.reselect_every)
+    data = describe_vocabulary(config) | loader.batches.describe()
+    log.begin(runtime, trainer.state_bytes(), str(start), data | {"saves": str(saves)})
+    train_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
+
+    def reselect_when_due(steps: Sequence[Step], going: object, stopped: bool) -> None:
+        if is_due(config, steps[0].step) and not stopped:
+            saver.finish()
+            adopt_current(loader, config, reselect, steps[0].step)
+
     with closing(log), closing(loader), Saver(trainer, log, last_good) as saver:
-        while trainer.step < config.train.steps and not stopped:
-            timer.begin()
-            step = next_step(loader)
-            timer.end(step.seconds)
-            if step.outcome == "fault":
-                _skip(saver, step, first_nonfinite(trainer, loader))
-            if step.outcome != "updated":
-                samples.skip(step.step, step.outcome)
-            if samples.faults_in_a_row(step.step) >= config.train.max_skips:
-                saver.wait()
-                raise _too_many_skips(config, step.step)
-            valid_loss, apart = None, distance(trainer.exchange)
-            if valid and step.step % config.train.eval_every == 0:
-                valid_loss = trainer.evaluate(valid)
-            told_now = step.step % config.train.log_every == 0
-            times = timer.taken() if told_now else []
-            due = saves.due_by_time(saver.stall_seconds)
-            own = stop.received > 0, due, trainer.sync_traffic.taken(), times
-            stopped, due, sync_bytes, ranks = agreed(trainer.groups, *own)
-            told = StepFacts(trainer.consumed_samples, valid_loss, sync_bytes, apart, ranks)
-            log.step(step, told)
-            saver.poll()
-            again = is_due(config, step.step)
-            if stopped or again or due or saves.due_by_step(step.step):
-                saver.save(progress(trainer, samples, base))
-                saves.saved()
-            if again and not stopped:
-                saver.finish()
-                adopt_current(loader, config, runtime, step.step)
+        seat = Seat(trainer, samples, log, saver, base)
+        live = Live(
+            [seat],
+            saves,
+            trainer.sync_traffic,
+            train_step=lambda: [train_step(loader)],
+            evaluate=lambda: [trainer.evaluate(valid)],
+            stops=lambda: stop.received > 0,
+            end=_give_up,
+            after=reselect_when_due,
+            fault=lambda: f"; first {first_nonfinite(trainer, loader)}",
+        )
+        drive(live, config.train.steps)
         saver.finish()
     log.end()
     return trainer.step >= config.train.steps
+
+
+class Seat(NamedTuple):
+    """A run under way: its state, the samples it has read, its records and its saves."""
+
+    run: RunState
+    samples: ConsumedSamples
+    log: RunLog | RunRecords
+    saver: Saver
+    base: BaseRecord | None  # the weights that its adapters are for
+
+    def save(self) -> None:
+        """Begins to save the run."""
+        self.saver.save(progress(self.run, self.samples, self.base))
+
+
+@dataclass
+class Live:
+    """Runs that train in step, and what their command does at a step: `train` or `sweep`."""
+
+    seats: list[Seat]
+    saves: SaveSchedule
+    traffic: SyncTraffic
+    train_step: Callable[[], Sequence[Step]]  # the next step of each run
+    evaluate: Callable[[], Sequence[float]]  # each run's mean validation loss
+    stops: Callable[[], bool]  # whether this rank was told to stop
+    end: Callable[[Seat, str], None]  # of a run that cannot go on; raises where none goes on
+    # What follows a step and its saves, told which seats go on and whether all stop.
+    after: Callable[[Sequence[Step], Sequence[bool], bool], None]
+    fault: Callable[[], str] = str  # where the step went wrong first
+    # Whether a run goes on after a step that is recorded.
+    stepped: Callable[[Seat, Step, float | None], bool] = lambda *_: True
+
+
+def drive(live: Live, until: int) -> bool:
+    """Trains to a step, or until no run is left; returns False where a rank was told to stop, after
+    saving."""
+    if not live.seats:
+        return True
+    config, groups = live.seats[0].run.config.train, live.seats[0].run.groups
+    timer, stopped = StepTimer(groups.world), False
+    while live.seats and live.seats[0].run.step < until and not stopped:
+        timer.begin()
+        steps = live.train_step()
+        timer.end(steps[0].seconds)
+        number, seats = steps[0].step, live.seats
+        going = [_goes_on(live, seat, step) for seat, step in zip(seats, steps, strict=True)]
+        distances = [distance(seat.run.exchange) for seat in seats]
+        losses: Sequence[float | None] = [None] * len(seats)
+        if config.eval_every and number % config.eval_every == 0:
+            losses = live.evaluate()
+        times = timer.taken() if number % config.log_every == 0 else []
+        due = live.saves.due_by_time(sum(seat.saver.stall_seconds for seat in seats))
+        facts = live.stops(), due, live.traffic.taken(), times
+        stopped, due, sent, ranks = agreed(groups, *facts)
+        for i, (seat, step) in enumerate(zip(seats, steps, strict=True)):
+            if going[i]:
+                read, share = seat.run.consumed_samples, sent // len(seats)
+                seat.log.step(step, StepFacts(read, losses[i], share, distances[i], ranks))
+                seat.saver.poll()
+                going[i] = live.stepped(seat, step, losses[i])
+        if stopped or due or live.saves.due_by_step(number):
+            save([seat for seat, goes in zip(seats, going, strict=True) if goes], live.saves)
+        live.after(steps, going, stopped)
+    for seat in live.seats:
+        seat.saver.wait()
+    return not stopped
+
+
+def save(seats: Sequence[Seat], saves: SaveSchedule) -> None:
+    """Begins to save runs, one after another."""
+    for seat in seats:
+        seat.save()
+    saves.saved()
+
+
+def _goes_on(live: Live, seat: Seat, step: Step) -> bool:
+    """Whether a run goes on after a step; one that made no update is noted, and its batch passed
+    over with the weights as they were."""
+    config = seat.run.config.train
+    if step.outcome == "fault":
+        scaled = f" at loss scale {step.loss_scale:,g}" if step.loss_scale != 1.0 else ""
+        message = f"step {step.step}: loss {step.loss:g}, gradient norm {step.grad_norm:g}{scaled}"
+        message += live.fault()
+        if config.on_nonfinite == "stop":
+            live.end(seat, message)
+            return False
+        seat.run.step = step.step
+        seat.log.warn(f"skipped {message}")
+    if step.outcome != "updated":
+        seat.samples.skip(step.step, step.outcome)
+    if seat.samples.faults_in_a_row(step.step) < config.max_skips:
+        return True
+    message = f"step {step.step}: {config.max_skips:,} batches in a row were skipped, as many as "
+    live.end(seat, f"{message}train.max_skips allows")
+    return False
 
 
 def _open_loaders(
@@ -167,22 +254,12 @@ def _open_loaders(
     return loader, valid
 
 
-def _skip(saver: Saver, step: Step, where: str) -> None:
-    """Goes on to the next batch with the weights as they were, or stops the run (exit 1)."""
-    scaled = f" at loss scale {step.loss_scale:,g}" if step.loss_scale != 1.0 else ""
-    message = f"step {step.step}: loss {step.loss}, gradient norm {step.grad_norm}{scaled}"
-    message += f"; first {where}"
-    trainer = saver.trainer
-    if trainer.config.train.on_nonfinite == "stop":
-        saver.wait()
-        hint = "lower optimizer.lr, look at the samples, or set train.on_nonfinite = 'skip'"
-        raise failed(message, f"{newest_saved(Path(trainer.config.train.output))}; {hint}")
-    trainer.step = step.step
-    if trainer.groups.rank == 0:
-        sys.stderr.write(f"\nwarning: skipped {message}\n")
-
-
-def _too_many_skips(config: RunConfig, step: int) -> MtcliError:
-    message = f"step {step}: {config.train.max_skips:,} batches in a row were skipped, as many as "
-    hint = f"{how_it_goes_on(Path(config.train.output))}, and a lower optimizer.lr or other data"
-    return failed(f"{message}train.max_skips allows", hint)
+def _give_up(seat: Seat, reason: str) -> None:
+    """Raises MtcliError (exit 1), once the last save has ended."""
+    seat.saver.wait()
+    train = seat.run.config.train
+    folder = Path(train.output)
+    if train.on_nonfinite == "skip":
+        raise failed(reason, f"{how_it_goes_on(folder)}, and a lower optimizer.lr or other data")
+    hint = "lower optimizer.lr, look at the samples, or set train.on_nonfinite = 'skip'"
+    raise failed(reason, f"{newest_saved(folder)}; {hint}")

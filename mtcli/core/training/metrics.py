@@ -16,6 +16,7 @@ from mtcli.core.mesh.parameters import training_flops
 from mtcli.core.runtime.atomic_writes import folder_of, make_folder, write_text
 from mtcli.core.runtime.json_text import finite
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.runtime.peak_flops import run_peak_flops
 from mtcli.core.training.rank_times import RankTimes
 from mtcli.core.training.run_folder import EVENTS, FACTS, METRICS, step_records
 from mtcli.core.training.step import Step
@@ -56,7 +57,10 @@ class RunRecords:
 
     def begin(self, runtime: Runtime, step: int) -> None:
         """Writes the config, and opens the records; those of steps that will be run again are kept
-        in files of their own."""
+        in files of their own. All ranks call it at once, as a device's FLOP/s may be measured."""
+        train = self.config.train
+        peak = run_peak_flops(train.precision, train.matmul, runtime.device)
+        self.flops_per_second = runtime.world * peak  # 0 where it is not known
         if not self.writes:
             return
         with folder_of("train.output", self.folder):
@@ -73,10 +77,9 @@ class RunRecords:
             self.event("resumed", {"step": step, "world": runtime.world})
         self.trackers = open_trackers(self.config, step)
 
-    def step(self, step: Step, told: StepFacts, peak: float) -> dict[str, Any]:
-        """Records a step, and returns its row; `peak` are the FLOP/s of all ranks' devices, 0 where
-        they are not known."""
-        row = _row(self.config, step, told, peak)
+    def step(self, step: Step, told: StepFacts) -> dict[str, Any]:
+        """Records a step, and returns its row."""
+        row = _row(self.config, step, told, self.flops_per_second)
         if not self.writes:
             return row
         self._append(self.metrics, finite(row))
@@ -102,6 +105,10 @@ class RunRecords:
         self.event("save_failed", facts)
         self.say(f"warning: step {step}: {reason}; the run goes on, {good}")
 
+    def warn(self, text: str) -> None:
+        """Says what went wrong, and did not end the run."""
+        self.say(f"warning: {text}")
+
     def close(self) -> None:
         """Closes the files and the trackers."""
         if not self.writes:
@@ -109,8 +116,8 @@ class RunRecords:
         for file in (self.metrics, self.events):
             with suppress(OSError):  # a full disk, which has been said
                 file.close()
-        for tracker in self.trackers:
-            tracker.finish()
+        while self.trackers:
+            self.trackers.pop().finish()
 
     def _append(self, file: Any, row: dict[str, Any]) -> None:
         """Writes a line; on a full disk it waits in the file's buffer for the next, said once."""

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from mtcli.core.parallel.collectives import all_reduce
-from mtcli.core.parallel.groups import Groups
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.parallel.groups import Axis, Groups
 
 
 class RankTimes(NamedTuple):
@@ -34,8 +33,8 @@ class RankTimes(NamedTuple):
 class StepTimer:
     """Sums up this rank's steps until they are told."""
 
-    def __init__(self, recorder: FlightRecorder, rank: int, world: int) -> None:
-        self.recorder, self.rank, self.world = recorder, rank, world
+    def __init__(self, world: Axis) -> None:
+        self.recorder, self.rank, self.world = world.recorder, world.rank, world.size
         self.computing = self.waiting = 0.0
         self.steps = 0
 

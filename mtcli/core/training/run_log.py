@@ -31,9 +31,8 @@ BAR = "{percentage:3.0f}% {n_fmt}/{total_fmt} |{bar:6}| {elapsed}<{remaining}{po
 class RunLog:
     """Rank 0's records and what it says; the same calls on other ranks say nothing."""
 
-    def __init__(self, config: RunConfig, speaks: bool, step: int, peak_flops: float) -> None:
+    def __init__(self, config: RunConfig, speaks: bool, step: int) -> None:
         self.config, self.speaks, self.first_step = config, speaks, step
-        self.peak = peak_flops
         self.records = RunRecords(config, speaks, self._say)
         self.bar: Any = None
         self.begun_at = self.line_at = 0.0  # of the clock: the first step, and the last line
@@ -45,15 +44,14 @@ class RunLog:
     ) -> None:
         """Says what is about to be done, in numbers, and opens the files; `data` are lines on the
         data by name."""
-        world = runtime.world
-        self.flops_per_second, self.device = self.peak * world, runtime.device
+        world, self.device = runtime.world, runtime.device
+        self.records.begin(runtime, self.first_step)
         if not self.speaks:
             return
         config, tokens = self.config, self.config.batch.tokens_per_step
         steps = config.train.steps
         fills = config.data.format == "tokens" and config.model.head == "lm"
         most = "" if fills else "at most "  # what fills rows up is no token
-        self.records.begin(runtime, self.first_step)
         rows = {
             "model": _model(config),
             "layout": f"{world} ranks: {_axes(config, world)}",
@@ -75,7 +73,7 @@ class RunLog:
         """Records a step."""
         if not self.speaks:
             return
-        row = self.records.step(step, told, self.flops_per_second)
+        row = self.records.step(step, told)
         if step.outcome == "overflow":
             what = f"gradients overflow at loss scale {step.loss_scale:,g}"
             self.warn(f"step {step.step} skipped, {what}")
@@ -124,7 +122,7 @@ class RunLog:
 
     def warn(self, text: str) -> None:
         """Says what went wrong, and did not end the run."""
-        self._say(f"warning: {text}")
+        self.records.warn(text)
 
     def _say(self, text: str) -> None:
         if self.speaks:

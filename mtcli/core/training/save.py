@@ -28,8 +28,8 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.indexed import tokenizer_folder
 from mtcli.core.data.tokenize import load_tokenizer
 from mtcli.core.parallel.groups import Groups
-from mtcli.core.parallel.health.flight_recorder import SAVING
 from mtcli.core.parallel.tree import Tree, make_tree
+from mtcli.core.runtime.health.flight_recorder import SAVING
 from mtcli.core.training.metrics import RunRecords, SaveRecord
 from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.state import RunState, saved_replicas, shards
@@ -74,10 +74,12 @@ class Saver:
         last_good: Path | None,
         ranks: Tree | None = None,
     ) -> None:
-        """Of several that save in turn, each takes the same `ranks` of `saving_ranks`."""
+        """Of several that save in turn, each takes the same `ranks` of `saving_ranks`: where there
+        is more than one, training stands still until a save is written."""
         self.trainer, self.log, self.last_good = trainer, log, last_good
         self.config: RunConfig = trainer.config
         self.ranks = saving_ranks(trainer.groups) if ranks is None else ranks
+        self.waits = ranks is not None and trainer.groups.world.size > 1
         self.note_progress = trainer.groups.world.recorder.note_progress
         self.snapshot = Snapshot(trainer.groups.device)
         self.replicas = saved_replicas(trainer)
@@ -121,7 +123,7 @@ class Saver:
         stall = perf_counter() - start
         about = (self.step, progress.model_dump(), stall)
         self.pending = BackgroundWrite(lambda: self._write(taken, *about))
-        if not config.async_save:
+        if self.waits or not config.async_save:
             self._collect()
 
     def poll(self) -> None:

@@ -14,13 +14,14 @@ SHARE = 0.01  # of a run's time, that saves by time may take at most
 class SaveSchedule:
     """The saves of a run that begins now."""
 
-    def __init__(self, train: TrainConfig) -> None:
+    def __init__(self, train: TrainConfig, reselect_every: int = 0) -> None:
+        """Every `reselect_every` steps a run selects its core-set again, by a checkpoint."""
         self.train, self.last = train, monotonic()
+        self.periods = [every for every in (train.save_every, reselect_every) if every]
 
     def due_by_step(self, step: int) -> bool:
         """Whether a run saves after a step, at whatever time."""
-        every = self.train.save_every
-        return step == self.train.steps or (every > 0 and step % every == 0)
+        return step == self.train.steps or any(step % every == 0 for every in self.periods)
 
     def due_by_time(self, cost_seconds: float) -> bool:
         """Whether the last save is long ago, by this rank's clock: `train.save_minutes`, and longer

@@ -34,7 +34,8 @@ from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.parallel.together import together
 from mtcli.core.sync.exchange import ReplicaExchange
-from mtcli.core.training.consumed_samples import ConsumedSamples
+from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
+from mtcli.core.training.loader import MicroBatchLoader
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
 # the optimizer's state means.
@@ -339,16 +340,25 @@ def base_record(trainer: RunState, start: StartingPoint) -> BaseRecord | None:
     return BaseRecord(path=str(base.folder.absolute()), hash=weights_hash(base))
 
 
-def restore(trainer: RunState, samples: ConsumedSamples, start: StartingPoint) -> Path | None:
-    """Fills the state of a run from where it starts; returns its own checkpoint, if that is one."""
-    checkpoint = start.checkpoint
+def restore(
+    trainer: RunState, loader: MicroBatchLoader, start: StartingPoint, local_rank: int
+) -> tuple[ConsumedSamples, Path | None, BaseRecord | None]:
+    """Fills the state of a run from where it starts, and closes that. Collective.
+
+    Returns (the samples it has read, its own checkpoint if any, its adapters' base if any).
+    """
+    hashes = data_hashes(loader.batches, local_rank, trainer.groups.world)
+    samples = ConsumedSamples(trainer.config, loader.batches, hashes, loader.subset)
+    checkpoint, last_good = start.checkpoint, None
     if checkpoint is None:
         initialise(trainer)
     elif start.is_own:
         consumed = checkpoint.step * trainer.config.batch.global_batch_size
         samples.resume(progress_of(checkpoint).samples, consumed)
         resume(trainer, checkpoint)
-        return checkpoint.folder
+        last_good = checkpoint.folder
     else:
         load_weights(trainer, checkpoint)
-    return None
+    base = base_record(trainer, start)
+    start.close()
+    return samples, last_good, base

@@ -17,7 +17,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
-from mtcli.core.model.build import DTYPES, activation_format, build_stages
+from mtcli.core.model.build import activation_format, build_stages
 from mtcli.core.model.expert_balance import ExpertBalance
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.optim.grad_norm import clip_factor, square_sum
@@ -37,6 +37,8 @@ from mtcli.core.sync.traffic import EXCHANGED, REDUCED, SyncTraffic
 from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader, StepBatch
+from mtcli.core.training.state import RunState
+from mtcli.kernels.gemm import DTYPES
 
 Outcome = Literal["updated", "overflow", "fault"]
 
@@ -57,15 +59,21 @@ class Step(NamedTuple):
     replica_steps: tuple[int, ...] = ()  # of a round of asynchronous replicas: those of each
 
 
-def outcome_of(loss: float, norm: float, loss_scale: LossScale) -> Outcome:
-    """What comes of a step, the same on every rank, as its loss and its gradients' norm are.
+def conclude(run: RunState, loss: float, norm: float) -> Step:
+    """Moves a run on by a step, the same on every rank, as its loss and its gradients' norm are.
 
     At an `overflow` the loss scale was too large for float16 and the batch is passed over. A
     `fault` is any other loss or gradient that is not finite: nothing changes, nor does the step.
     """
-    if math.isfinite(loss + norm):
-        return "updated"
-    return "overflow" if math.isfinite(loss) and loss_scale.can_fall else "fault"
+    outcome: Outcome = "updated"
+    if not math.isfinite(loss + norm):
+        outcome = "overflow" if math.isfinite(loss) and run.loss_scale.can_fall else "fault"
+    step, scale = run.step + 1, run.loss_scale.scale
+    if outcome != "fault":
+        run.step = step
+        run.loss_scale.update(outcome == "overflow")
+    lr = learning_rate(run.config.optimizer, step, run.config.train.steps)
+    return Step(step, loss, lr, norm, 0.0, scale, outcome)
 
 
 class Phases(NamedTuple):
@@ -151,34 +159,30 @@ class Trainer:
 
     def train_step(self, loader: MicroBatchLoader) -> Step:
         """One optimizer step on the next global batch; `outcome` says whether it was made."""
-        config, start = self.config, perf_counter()
+        start = perf_counter()
         self.groups.world.recorder.step = self.step + 1
         loss_sum, batch = self.forward_backward(loader)
         squares = square_sum(self.strategy.counted_gradients())
         self._end_phase("norm")
         loss_sums, scaled_norms = self._global(loss_sum, squares, self.is_asynchronous)
         self._end_phase("agree")
-        step, scale = self.step + 1, self.loss_scale.scale
-        lr = learning_rate(config.optimizer, step, config.train.steps)
+        scale = self.loss_scale.scale
         norms = [norm / scale for norm in scaled_norms]
-        loss, norm = sum(loss_sums) / (batch.labels or 1.0), sum(norms) / len(norms)
-        outcome = outcome_of(loss, norm, self.loss_scale)
-        if outcome != "fault":
-            self.step = step
-            self.loss_scale.update(outcome == "overflow")
+        step = conclude(self, sum(loss_sums) / (batch.labels or 1.0), sum(norms) / len(norms))
         expert_load = None
-        if outcome == "updated":
+        if step.outcome == "updated":
             own = 0 if self.is_asynchronous else self.groups.replicas.rank
             # A replica whose labels have no weight has no loss, and no gradient.
             if loss_sums[own]:
                 self.exchange.note_loss(loss_sums[own] / batch.replica_labels)
-            self.exchange.update(lr, clip_factor(norms[own], config.optimizer.clip) / scale)
+            factor = clip_factor(norms[own], self.config.optimizer.clip) / scale
+            self.exchange.update(step.lr, factor)
             expert_load = self.balance.move_biases()
         self._end_phase("end")
         self.phases = Phases(**self._phase_ends)
+        counts = {"labels": batch.labels, "tokens": batch.tokens}
         seconds = perf_counter() - start
-        counts = batch.labels, batch.tokens
-        return Step(step, loss, lr, norm, seconds, scale, outcome, expert_load, *counts)
+        return step._replace(seconds=seconds, expert_load=expert_load, **counts)
 
     def forward_backward(
         self, loader: MicroBatchLoader, as_written: bool = False

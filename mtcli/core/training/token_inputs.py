@@ -12,10 +12,10 @@ from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import SampleId, require_ids
-from mtcli.core.model.build import DTYPES
 from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.groups import Groups
+from mtcli.kernels.gemm import DTYPES
 
 Hosted = Callable[[np.ndarray], np.ndarray | Tensor]
 

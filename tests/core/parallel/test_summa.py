@@ -6,10 +6,10 @@ from ranks import run_ranks
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
-from mtcli.core.parallel.health.traffic import Traffic
 from mtcli.core.parallel.summa import TensorGrid, gemm, gemm_transposed
 from mtcli.core.parallel.zero_bubble import WeightPasses
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.traffic import Traffic
 
 X, Y, P = 24, 36, 48  # what 1, 2, 3 and 4 rows and columns divide
 GRIDS = [(1, 1), (2, 2), (3, 3), (2, 3), (3, 2), (4, 1), (1, 4), (2, 1)]

@@ -8,10 +8,10 @@ from ranks import run_ranks
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
-from mtcli.core.parallel.health.traffic import Traffic
 from mtcli.core.parallel.tensor import ColumnLinear, HeadsLinear, RowLinear, TensorParallelLayers
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.traffic import Traffic
 
 T, D, H = 8, 6, 12  # tokens, columns, inner columns
 SIZES = [(1, True), (2, True), (2, False), (4, True), (4, False)]  # tp, sequence parallel

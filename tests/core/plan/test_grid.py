@@ -11,12 +11,12 @@ from mtcli.core.config.loading import load_config
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.engines import layer_factory
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
-from mtcli.core.parallel.health.traffic import Traffic
 from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.plan.grid import grid_bytes_per_step, grid_traffic
 from mtcli.core.plan.predict import predict
 from mtcli.core.plan.workload import Workload
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.traffic import Traffic
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer

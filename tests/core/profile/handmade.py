@@ -1,8 +1,8 @@
 """A profile made by hand: two pipeline ranks, two micro-batches, every second known."""
 
-from mtcli.core.parallel.health.traffic import Sent
 from mtcli.core.parallel.pipeline import OpSpan
 from mtcli.core.profile.records import KernelTime, MemorySample, Profiled, RankRecord, StepRecord
+from mtcli.core.runtime.health.traffic import Sent
 from mtcli.core.schedule.ops import Op
 from mtcli.core.training.step import Phases
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from mtcli.core.parallel.groups import Axis
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
 from mtcli.core.profile.clock import (
     DeviceClock,
     HostClock,
@@ -13,6 +12,7 @@ from mtcli.core.profile.clock import (
     offset_between,
     op_range,
 )
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.schedule.ops import Op
 
 

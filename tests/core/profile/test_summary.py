@@ -3,9 +3,9 @@
 import pytest
 from handmade import step_of
 
-from mtcli.core.parallel.health.traffic import Traffic, WaitInterval
 from mtcli.core.profile import trace
 from mtcli.core.profile.summary import shares_inside, summarized, waiting_of
+from mtcli.core.runtime.health.traffic import Traffic, WaitInterval
 
 
 def waits(*intervals):

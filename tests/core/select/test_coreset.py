@@ -7,7 +7,7 @@ from ranks import run_ranks
 
 import mtcli.core.select.coreset as coreset
 from mtcli.core.parallel.groups import world_axis
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.select.budgets import budgets_of
 from mtcli.core.select.coreset import (
     Quota,

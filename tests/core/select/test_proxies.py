@@ -95,7 +95,7 @@ def test_the_bound_holds_for_true_last_layer_gradients_and_their_error_is_below_
     ((found,),) = run_ranks(1, proxies, str(checkpoint.folder), prefix, [], "gradient")
     points, groups = torch.from_numpy(found).float(), [np.arange(38)]
     from mtcli.core.parallel.groups import world_axis
-    from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+    from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 
     work = Work(world_axis(0, 1, FlightRecorder()), torch.device("cpu"), 0)
     chosen = choose(points, groups, Quota([8]), work)

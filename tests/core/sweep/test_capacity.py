@@ -43,7 +43,7 @@ def test_an_array_of_adapters_is_planned_with_its_base_once(monkeypatch):
 
 def _arrays(runtime, config, output):
     request = SweepRequest(config, (), output, ["optimizer.lr=1e-3,2e-3,3e-3"])
-    sweep = Sweep(sweep_plan(request, runtime.world), runtime, 1.0)
+    sweep = Sweep(sweep_plan(request, runtime.world), runtime)
     capacity._device = lambda runtime: replace(
         HERE, memory_bytes=HERE.memory_bytes * 2**runtime.rank
     )

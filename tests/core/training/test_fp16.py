@@ -169,7 +169,7 @@ def test_an_overflow_at_the_lowest_scale_is_a_fault():
 def trained(runtime, config):
     """(finished or the error, the rows of metrics.jsonl) of a run from the command's function."""
     try:
-        answer = train(config, runtime, resume=False, measure_peak=lambda: 1e12)
+        answer = train(config, runtime, resume=False)
     except MtcliError as error:
         answer = error.problems[0].message
     return answer, metrics(Path(config.train.output))

@@ -36,7 +36,7 @@ def config(home, name, *settings):
 
 
 def run(config):
-    train(config, ALONE, resume=False, measure_peak=lambda: 1e12)
+    train(config, ALONE, resume=False)
     return open_checkpoint(Path(config.train.output))
 
 
@@ -172,7 +172,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(home):
     steps = home / "b" / "checkpoints"
     shutil.rmtree(steps / "step-00000004")
     again = config(home, "llama", "train.steps=4", f"train.output={home / 'b'}")
-    train(again, ALONE, resume=True, measure_peak=lambda: 1e12)
+    train(again, ALONE, resume=True)
     resumed = open_checkpoint(home / "b")
     for name in through.adapters.own.names():
         assert torch.equal(through.adapters.own.read(name), resumed.adapters.own.read(name)), name
@@ -180,7 +180,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(home):
 
 def replicas_trained(runtime, config, resumes):
     """How many replicas a run has saved, and this one's adapters by name."""
-    train(config, runtime, resume=resumes, measure_peak=lambda: 1e12)
+    train(config, runtime, resume=resumes)
     own = open_checkpoint(Path(config.train.output)).adapters.own
     mine = own.replica(runtime.rank) if own.replicas > 1 else own
     return own.replicas, {name: mine.read(name) for name in mine.names() if "/" not in name}
@@ -231,8 +231,8 @@ def test_a_run_goes_on_with_a_base_that_has_moved_where_its_weights_are_the_same
     moved = config(home, "elsewhere", *settings("half", 3))
     save_model(home / "other", initializer_range=0.1)
     with pytest.raises(MtcliError, match=r"holds adapters of .*other with the hash .*it has now"):
-        train(config(home, "other", *settings("half", 3)), ALONE, resume=True, measure_peak=float)
-    train(moved, ALONE, resume=True, measure_peak=lambda: 1e12)
+        train(config(home, "other", *settings("half", 3)), ALONE, resume=True)
+    train(moved, ALONE, resume=True)
     own, found = adapters_of("half")
     assert own.step == 3 and own.extra["base"]["path"] == str(home / "elsewhere")
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -11,7 +11,7 @@ from mtcli.core.data.indexed import token_dtype
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Axis, Groups, make_groups
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.training.loader import MicroBatchLoader, open_loader
 
 BATCH = {"global_batch_size": 12, "micro_batch_size": 2}

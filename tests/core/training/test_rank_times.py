@@ -7,8 +7,8 @@ import torch
 from ranks import run_ranks
 
 from mtcli.core.parallel.collectives import all_reduce
-from mtcli.core.parallel.groups import _connected, world_axis
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.parallel.groups import Axis, _connected, world_axis
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.training.rank_times import RankTimes, StepTimer, rank_times
 
 
@@ -26,7 +26,7 @@ def test_a_row_names_the_largest_the_median_and_whose_the_largest_is():
 
 def test_steps_are_told_as_their_mean_once_and_what_is_waited_between_them_is_of_none():
     recorder = FlightRecorder()
-    timer = StepTimer(recorder, rank=1, world=2)
+    timer = StepTimer(Axis("world", (0, 1), 1, None, recorder))
     for waited, seconds in [(0.25, 1.0), (0.75, 2.0)]:
         recorder.waited += 5.0
         timer.begin()
@@ -48,7 +48,7 @@ def in_a_collective(runtime):
     """(computed, waited, before, whole) of each of six steps of a rank: the seconds it is told,
     and those that the clock shows before its collective and in the whole step."""
     axis = _connected(world_axis(runtime.rank, runtime.world, runtime.recorder), 60.0)
-    timer, steps = StepTimer(runtime.recorder, runtime.rank, runtime.world), []
+    timer, steps = StepTimer(axis), []
     for _ in range(6):
         all_reduce(torch.zeros(1), axis)
         timer.begin()

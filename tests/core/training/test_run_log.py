@@ -7,7 +7,7 @@ import torch
 from tiny import run_config
 
 from mtcli.core.runtime.launch import Runtime
-from mtcli.core.training import run_log
+from mtcli.core.training import metrics, run_log
 from mtcli.core.training.metrics import StepFacts
 from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.step import Step
@@ -24,8 +24,9 @@ def told(tmp_path, monkeypatch, capsys):
         clock = [100.0]
         monkeypatch.setattr(run_log, "monotonic", lambda: clock[0])
         monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+        monkeypatch.setattr(metrics, "run_peak_flops", lambda *_: 1e8)
         train = {"steps": 20, "log_every": log_every, "output": str(tmp_path / "run")}
-        log = RunLog(run_config(train=train), True, 0, 1e12)
+        log = RunLog(run_config(train=train), True, 0)
         log.begin(ALONE, 1 << 20, "the seed", {})
         for number in range(1, 21):
             clock[0] += 2.0
@@ -43,7 +44,9 @@ def test_without_a_terminal_there_is_a_line_now_and_then_and_at_the_end(told):
     assert all(LINE.fullmatch(line) for line in lines)
     numbers = [int(LINE.fullmatch(line)[1]) for line in lines]
     assert numbers == [1, 4, 7, 10, 13, 16, 19, 20], "every 5 s of steps of 2 s, and the last"
-    assert "loss 0.1053 grad_norm 0.5 tokens/s 320" in lines[-2] and "left 0:00:02" in lines[-2]
+    assert (
+        "loss 0.1053 grad_norm 0.5 tokens/s 320 mfu " in lines[-2] and "left 0:00:02" in lines[-2]
+    )
 
 
 def test_lines_are_of_steps_that_are_logged_and_of_validations(told):

@@ -51,7 +51,7 @@ def told(runtime, config, fault=None, resume=False):
     said = io.StringIO()
     with redirect_stderr(said):
         try:
-            answer = train(config, runtime, resume=resume, measure_peak=lambda: 1e12)
+            answer = train(config, runtime, resume=resume)
         except MtcliError as error:
             answer = str(error), int(error.code)
     lines = (Path(config.train.output) / "events.jsonl").read_text().splitlines()

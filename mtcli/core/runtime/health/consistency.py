@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtcli.core.config.errors import failed
-from mtcli.core.parallel.health.flight_recorder import Call, caller
+from mtcli.core.runtime.health.flight_recorder import Call, caller
 
 HINT = "the ranks of an axis must make the same calls in the same order; later ones follow from it"
 Splits = tuple[list[int], list[int]]  # rows sent to, and received from, each rank

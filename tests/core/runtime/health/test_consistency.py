@@ -13,8 +13,8 @@ from mtcli.core.config.errors import MtcliError
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel import collectives
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.health.consistency import ConsistencyGuard
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.consistency import ConsistencyGuard
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer

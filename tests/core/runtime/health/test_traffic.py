@@ -7,8 +7,8 @@ from ranks import run_ranks
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel import collectives
 from mtcli.core.parallel.groups import Axis, make_groups
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder
-from mtcli.core.parallel.health.traffic import Sent, Traffic
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
+from mtcli.core.runtime.health.traffic import Sent, Traffic
 
 RING = Axis(
     "tp", (4, 5, 6, 7), 3, None, FlightRecorder()

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-PARALLEL = Path(__file__).parents[1]
-PACKAGE = str(PARALLEL.parents[1]) + os.sep
+CORE = Path(__file__).parents[2]
+PACKAGE = str(CORE.parent) + os.sep
 # What stands between a collective and the code that wanted it: these, and all of torch.
 _COLLECTIVES = (
-    str(PARALLEL / "collectives.py"),
-    str(PARALLEL / "health"),
-    str(PARALLEL / "transport"),
+    str(CORE / "parallel" / "collectives.py"),
+    str(CORE / "parallel" / "transport"),
+    str(CORE / "runtime" / "health"),
 )
 SAVING = "saving"  # what the axes' names begin with on which ranks wait for each other's saves
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mtcli.core.parallel.health.watchdog import BlockedCall, RankStatus, error_of, ranks_in_words
+from mtcli.core.runtime.health.watchdog import BlockedCall, RankStatus, error_of, ranks_in_words
 
 
 def on_tp(number=12, ranks=(2, 3), op="all_reduce"):

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel import collectives
 from mtcli.core.parallel.groups import Axis, make_groups
-from mtcli.core.parallel.health.watchdog import Watchdog, values_of
+from mtcli.core.runtime.health.watchdog import Watchdog, values_of
 from mtcli.core.sync.all_reduce import Bucket
 
 TIMEOUT = 0.8

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from mtcli.core.parallel.groups import Axis
-from mtcli.core.parallel.health.flight_recorder import FlightRecorder, location
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder, location
 
 
 def axis(recorder, name="tp", ranks=(2, 3), rank=0):

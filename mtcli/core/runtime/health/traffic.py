@@ -11,7 +11,7 @@ all-to-all, is counted for that rank. Values that travel as JSON are not counted
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
-from mtcli.core.parallel.health.flight_recorder import Call, Members
+from mtcli.core.runtime.health.flight_recorder import Call, Members
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from mtcli.core.config.errors import MtcliError, failed
-from mtcli.core.parallel.health.flight_recorder import (
+from mtcli.core.runtime.health.flight_recorder import (
     SAVING,
     Call,
     FlightRecorder,
@@ -29,6 +29,7 @@ from mtcli.core.parallel.health.flight_recorder import (
 NAMED = 4  # ranks that an error describes one by one; the others are counted
 STALL, REPORTER, REPORTED, PROGRESS = "stall", "reporter", "reported", "progress"
 PATIENCE = 20.0  # seconds for a rank whose peer has failed to end by itself
+LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
 LEAVING = 0.3  # seconds by which other ranks leave later: the launcher sees the first one's error
 
 # Ends this process, with an error or without a word, given the processes of ranks that do not
