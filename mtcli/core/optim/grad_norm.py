@@ -1,12 +1,10 @@
 """Computes the global gradient norm, and the factor that clips it."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 
-def square_sum(gradients: Sequence[Tensor]) -> float:
+def square_sum(gradients: list[Tensor] | tuple[Tensor, ...]) -> float:
     """The sum of squares of this rank's gradients, norms in their own dtype, summed in float64."""
     if not gradients:
         return 0.0

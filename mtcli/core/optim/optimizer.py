@@ -107,7 +107,7 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer state for a checkpoint: `<kind>/<name>`."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name, master in self.masters.items():
             kinds = {kind: x[name] for kind, x in self.moments.items() if name in x}
             tensors |= {f"{kind}/{name}": moment for kind, moment in kinds.items()}
