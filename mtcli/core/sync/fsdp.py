@@ -178,7 +178,7 @@ def _prefetch(stage: nn.Module) -> None:
     wrapped = [(name, x) for name, x in stage.named_modules() if isinstance(x, FSDPModule) and name]
     last_first = sorted(wrapped, key=lambda pair: int(pair[0].split(".")[1]), reverse=True)
     going = [module for _, module in last_first]
-    for module, following in zip(going, [*going, stage][1:], strict=True):
+    for module, following in zip(going, [*going, cast(FSDPModule, stage)][1:], strict=True):
         module.set_modules_to_backward_prefetch([following])
 
 

@@ -44,4 +44,5 @@ def distance(exchange: ReplicaExchange) -> float | None:
     mean = all_reduce(own.clone(), exchange.measured_axis) / exchange.replicas.size
     squares = (own - mean).square().sum().view(1)
     total = all_reduce(squares, ownership.groups.world)
-    return float(total / exchange.replicas.size) ** 0.5
+    mean_square = float(total / exchange.replicas.size)
+    return float(mean_square**0.5)

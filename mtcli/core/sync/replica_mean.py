@@ -38,6 +38,7 @@ class ReplicaMean(Protocol):
 
     def advance(self) -> None:
         """Waits for the first phase and starts the second, where there are two."""
+        return
 
     def finish(self) -> tuple[Tensor, float]:
         """(the mean over replicas that were present, how many they were), the same on all."""

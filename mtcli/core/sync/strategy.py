@@ -50,6 +50,7 @@ class Strategy(Protocol):
         """Has `on_reduced` called with reduced gradients in the backward that made them, a bucket
         at a time, in the same order on every rank; by default never. The others are reduced after
         it."""
+        return
 
     def gradient_buckets(self) -> list[list[str]]:
         """Names of parameters whose gradients are reduced together; all of them by default."""
@@ -74,5 +75,5 @@ class Strategy(Protocol):
 
 def sum_tied_gradients_(gradients: Mapping[str, Tensor], ownership: Ownership) -> None:
     """Sums the gradients of a tied embedding's two copies, at the ends of the pipeline."""
-    if ownership.tied in gradients:
+    if ownership.tied is not None and ownership.tied in gradients:
         all_reduce(gradients[ownership.tied], ownership.groups.axes["ends"])
