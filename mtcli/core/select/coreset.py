@@ -175,7 +175,7 @@ def _distinct(proxies: Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     """(the first of each set of equal points, ascending; how many there are of it)."""
     digests = bytearray(16 * len(ids))
     for row, index in enumerate(ids.tolist()):
-        digests[16 * row : 16 * row + 16] = xxhash.xxh3_128_digest(proxies[index].numpy())
+        digests[16 * row : 16 * row + 16] = xxhash.xxh3_128_digest(proxies[index].numpy().data)
     each = np.frombuffer(digests, "V16")
     _, firsts, counts = np.unique(each, return_index=True, return_counts=True)
     order = np.argsort(firsts)

@@ -46,7 +46,7 @@ def _frequencies(sequences: TokenSequences, advance: Advance) -> np.ndarray:
     counts = np.ones(BUCKETS)
     for _, buckets in _bucketed(sequences, advance):
         counts += np.bincount(buckets.ravel(), minlength=BUCKETS)
-    return counts / counts.sum()
+    return counts / float(counts.sum())
 
 
 def _bucketed(

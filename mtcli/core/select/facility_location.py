@@ -221,6 +221,8 @@ class _MatrixState(_State):
     """The state of a matrix in a CPU's memory: compiled loops read each row once and copy none, so
     that lowering all bounds at every pick is the least work."""
 
+    similarities: MatrixSimilarities
+
     def gains(self, candidates: Tensor) -> Tensor:
         """The sums of all rows, as long as nothing is picked."""
         if self.picks.order or len(candidates) < len(self.counts):

@@ -8,7 +8,7 @@ have the same proxies, bit for bit.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -94,7 +94,8 @@ def example_proxies(model: InferenceModel, examples: ExampleRows, advance: Advan
 def _distinct(sequences: TokenSequences) -> tuple[np.ndarray, np.ndarray]:
     """(the first candidate of each text [u], which of them each candidate is like [n])."""
     known: dict[bytes, int] = {}
-    firsts, text_of = [], np.empty(len(sequences), np.int64)
+    firsts: list[int] = []
+    text_of = np.empty(len(sequences), np.int64)
     for start in range(0, len(sequences), 1024):
         some = np.arange(start, min(start + 1024, len(sequences)))
         for candidate, row in zip(some.tolist(), sequences.rows(some), strict=True):
@@ -161,7 +162,7 @@ def _partial(model: InferenceModel, output: _Output, kind: Proxy) -> Tensor:
         return _hidden(model, x_BSD).double().mean(1) * counts
     sketch = _sketch(model, kind)
     proxies = torch.zeros(len(x_BSD), sketch.width, dtype=torch.float64, device=x_BSD.device)
-    loss = model.stages[model.groups.layout.num_stages - 1].output
+    loss = cast(VocabLoss, model.stages[model.groups.layout.num_stages - 1].output)
     columns, length = len(loss.table.weight), x_BSD.shape[1]  # the same on every rank
     several = max(1, CHUNK // (length * columns))
     for rows in torch.arange(len(x_BSD), device=x_BSD.device).split(several):
@@ -219,4 +220,4 @@ def _hidden(model: InferenceModel, x: Tensor) -> Tensor:
     if x.shape[-1] == model.config.model.hidden_size:
         return x
     parts = all_gather(x.flatten(0, -2).T.contiguous(), model.groups.tp)
-    return parts.T.unflatten(0, x.shape[:-1])
+    return torch.unflatten(parts.T, 0, x.shape[:-1])

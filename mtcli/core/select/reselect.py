@@ -6,6 +6,7 @@ These are opened for forward passes on the run's ranks beside the run's own.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import typer
 
@@ -13,6 +14,7 @@ from mtcli.core.checkpoint.folder import CHECKPOINTS, step_name
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.subset import Subset
 from mtcli.core.runtime.launch import Runtime
+from mtcli.core.select.proxies import Proxy
 from mtcli.core.select.request import SelectRequest
 from mtcli.core.select.selection import Console, select
 
@@ -31,7 +33,7 @@ def select_again(config: RunConfig, runtime: Runtime, subset: Subset, step: int)
         size=len(subset.indices),
         cover=None,
         method="craig",
-        proxy=subset.proxy or "gradient",
+        proxy=cast(Proxy, subset.proxy or "gradient"),
         target=(),
     )
     say = typer.echo if runtime.rank == 0 else lambda line: None

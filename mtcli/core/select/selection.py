@@ -269,7 +269,8 @@ def _record(
 def _sources(
     data: TokenSequences | ExampleRows, counts: list[int], shares: Sequence[float] | None
 ) -> tuple[SourceRecord, ...]:
-    columns = zip(data.prefixes, data.files, counts, shares or [None] * len(counts), strict=True)
+    weights: Sequence[float | None] = shares or [None] * len(counts)
+    columns = zip(data.prefixes, data.files, counts, weights, strict=True)
     return tuple(
         SourceRecord(
             prefix=prefix,
