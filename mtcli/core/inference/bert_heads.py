@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from mtcli.core.data.bert.row_format import EncoderRows
 from mtcli.core.inference.model import InferenceModel
+from mtcli.core.model.heads import MaskedTokens, SentenceClasses
 from mtcli.core.model.inputs import Inputs, Sentences, make_inputs, token_positions
 from mtcli.core.parallel.collectives import all_reduce
+from mtcli.core.parallel.factory import TokenLoss
 from mtcli.kernels.gemm import DTYPES
 
 
@@ -68,12 +70,12 @@ def _outputs(model: InferenceModel, inputs: Inputs) -> Tensor | None:
     outputs = model.forward([inputs])
     if not outputs:
         return None
-    head = model.stages[model.groups.layout.num_stages - 1].head
+    stage = model.stages[model.groups.layout.num_stages - 1]
     if model.config.model.head != "mlm":
-        logits = head.logits(outputs[0], inputs)
+        logits = cast(SentenceClasses, stage.head).logits(outputs[0], inputs)
         return torch.cat([logits.new_zeros(inputs.shape[0]), logits.flatten()]).double()
-    output = model.stages[model.groups.layout.num_stages - 1].output
-    parts = [head.row_losses(outputs[0], inputs, output)]
+    head = cast(MaskedTokens, stage.head)
+    parts = [head.row_losses(outputs[0], inputs, cast(TokenLoss, stage.output))]
     if head.order is not None:
         parts.append(head.order.logits(outputs[0], inputs).flatten().double())
     return torch.cat(parts)
@@ -81,16 +83,17 @@ def _outputs(model: InferenceModel, inputs: Inputs) -> Tensor | None:
 
 def _inputs(model: InferenceModel, rows: EncoderRows) -> Inputs:
     device, padding = model.groups.device, torch.from_numpy(rows.padding)
-    rows = EncoderRows(*(torch.as_tensor(array).to(device) for array in rows))
+    moved = (torch.as_tensor(array).to(device) for array in rows)
+    tokens, token_types, documents, labels, weights, *sentences = moved
     return make_inputs(
         model.config.model,
         DTYPES[model.config.train.precision],
-        rows.tokens,
-        token_types=rows.token_types,
-        labels=rows.labels,
-        weights=rows.weights,
+        tokens,
+        token_types=token_types,
+        labels=labels,
+        weights=weights,
         padding=padding.to(device),
-        positions=token_positions(rows.documents, model.config.model),
-        documents=rows.documents,
-        sentences=Sentences(rows.firsts, rows.classes, rows.class_weights),
+        positions=token_positions(documents, model.config.model),
+        documents=documents,
+        sentences=Sentences(*sentences),
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,10 +27,12 @@ from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import count_parameters, parameters
 from mtcli.core.model.build import activation_format, build_stages
+from mtcli.core.model.heads import MaskedTokens
 from mtcli.core.model.init import load_weights
 from mtcli.core.model.inputs import Inputs, KVCache, make_inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.collectives import all_reduce, gather_values
+from mtcli.core.parallel.factory import TokenLoss
 from mtcli.core.parallel.groups import Groups, make_groups, world_axis
 from mtcli.core.parallel.ownership import unsharded
 from mtcli.core.parallel.pipeline import Pipeline
@@ -134,8 +136,9 @@ class InferenceModel:
             last = outputs[0].view(b, s, -1)[:, -1]
             stage = self._last_stage()
             if self.config.model.head == "mlm":
-                last = stage.head.transformed(last)
-            logits = stage.output.all_logits(stage.output.logits(last), self.vocab_size).float()
+                last = cast(MaskedTokens, stage.head).transformed(last)
+            output = cast(TokenLoss, stage.output)
+            logits = output.all_logits(output.logits(last), self.vocab_size).float()
         return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
 
     def _score(self, batch: ScoreBatch, most: int, prefix: KVCache | None) -> Tensor:
@@ -147,15 +150,15 @@ class InferenceModel:
         device, pp = self.groups.device, self.groups.layout.pp
         size = b // pp if b % pp == 0 else b
         micro_batches = []
-        for rows in (slice(start, start + size) for start in range(0, b, size)):
-            mask = None if batch.mask is None else batch.mask[rows]
-            padding = None if batch.padding is None else batch.padding[rows]
-            given = {"positions": batch.positions[rows], "paths": mask, "padding": padding}
-            micro_batches.append(self._inputs(batch.tokens[rows], prefix=prefix, **given))
+        for part in (slice(start, start + size) for start in range(0, b, size)):
+            mask = None if batch.mask is None else batch.mask[part]
+            padding = None if batch.padding is None else batch.padding[part]
+            given = {"positions": batch.positions[part], "paths": mask, "padding": padding}
+            micro_batches.append(self._inputs(batch.tokens[part], prefix=prefix, **given))
         outputs = self.forward(micro_batches)
         if not outputs:
             return torch.zeros(2, len(batch.rows), device=device)
-        output = self._last_stage().output
+        output = cast(TokenLoss, self._last_stage().output)  # a language model's has one
         x_TD = torch.cat(outputs)
         scores = torch.zeros(2, len(batch.rows), device=device)
         for start in range(0, most, SCORED_ROWS):
@@ -169,7 +172,9 @@ class InferenceModel:
 
     def _inputs(self, tokens: Tensor, **others: Any) -> Inputs:
         device = self.groups.device
-        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in others.items()}
+        moved: dict[str, Any] = {
+            k: v.to(device) if isinstance(v, Tensor) else v for k, v in others.items()
+        }
         dtype = DTYPES[self.config.train.precision]
         return make_inputs(self.config.model, dtype, tokens.to(device), **moved)
 

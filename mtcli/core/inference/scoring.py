@@ -28,8 +28,15 @@ class ScoreBatch(NamedTuple):
 class Scorer(Protocol):
     """The interface of a language model for evaluation."""
 
-    max_seq_len: int
-    vocab_size: int
+    @property
+    def max_seq_len(self) -> int:
+        """The longest context of the model."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """The size of the vocabulary, without padding."""
+        ...
 
     def read(self, tokens: "Tensor", after: Any = None) -> Any:
         """Reads tokens [P] once that many rows begin with, for `score` to go on from.

@@ -7,7 +7,7 @@ arXiv:2104.04473, section 4.1).
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -68,7 +68,7 @@ class Pipeline(Generic[Given]):
 
     def __init__(
         self,
-        stages: dict[int, StageModule[Given]],
+        stages: Mapping[int, StageModule[Given]],
         schedule: Schedule,
         groups: Groups,
         format: ActivationFormat,
