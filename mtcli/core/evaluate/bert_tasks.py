@@ -226,7 +226,7 @@ def _masked_task(rows: MaskedRows, path: Path) -> EncoderTask:
     def hashes() -> list[str]:
         return [one for number in range(len(rows)) for one in _row_hashes(rows.rows(number, 1))]
 
-    items = [(number,) for number in range(len(rows))]
+    items: list[Sequence[int]] = [(number,) for number in range(len(rows))]
     return EncoderTask(rows, items, hashes, records, restored, partial(_report_masked, path))
 
 
@@ -293,8 +293,9 @@ def _hash(example: Example) -> str:
 def _numbers(record: Record, name: str, count: int) -> list[float]:
     """A field of an earlier run's line; empty where that is no list of as many numbers."""
     values = record.get(name)
-    is_list = isinstance(values, list) and len(values) == count and all(map(is_number, values))
-    return list(map(float, values)) if is_list else []
+    if not isinstance(values, list) or len(values) != count or not all(map(is_number, values)):
+        return []
+    return list(map(float, values))
 
 
 def _report_classes(records: Sequence[Record]) -> Report:

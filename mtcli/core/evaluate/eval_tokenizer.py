@@ -68,7 +68,9 @@ def eval_tokenizer(tokenizer: Tokenizer) -> EvalTokenizer:
     with no_panics("the tokenizer's template fails"):
         added = tokenizer.backend.encode("", add_special_tokens=True).ids[:1]  # Llama's: <s>
     name = configured_token(tokenizer.config, "bos_token")
-    prefix_id = vocab.get(name, next(iter(added), tokenizer.eod_id))
+    prefix_id = None if name is None else vocab.get(name)
+    if prefix_id is None:
+        prefix_id = next(iter(added), tokenizer.eod_id)
     if prefix_id is None:
         message = f"the tokenizer has {len(vocab)} tokens, and none that begins or ends a text"
         hint = "name its eos_token or bos_token in tokenizer_config.json"

@@ -34,7 +34,7 @@ TOKEN_LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_
 RECENT_TEXTS = 16  # lm-eval asks for an item's context again with each of its endings
 
 
-class HarnessModel(TemplateLM):
+class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """A model and its tokenizer as lm-eval's tasks see a model.
 
     Every rank of a model-parallel run makes one, sees the same requests and reports rank 0.
@@ -176,7 +176,7 @@ def _find(name: str) -> tuple[TaskManager, str]:
     return manager, name
 
 
-def _flatten(name: str, results: dict[str, dict]) -> Report:
+def _flatten(name: str, results: Mapping[str, dict[str, Any]]) -> Report:
     report: Report = {}
     for task, metrics in results["results"].items():
         for key, value in metrics.items():
