@@ -201,7 +201,7 @@ class PackedConversations:
     def drawn(self, start: int, stop: int) -> list[int]:
         """Counts how many of the rows start .. stop - 1 each file gives, padding aside."""
         rows = [row for number in range(start, stop) if (row := self.epochs.number(number)) >= 0]
-        return np.bincount(self.row_source[rows], minlength=len(self.prefixes)).tolist()
+        return list(np.bincount(self.row_source[rows], minlength=len(self.prefixes)).tolist())
 
     def describe(self) -> dict[str, str]:
         """Words the data in numbers: what is trained on, and what was left out of each file."""

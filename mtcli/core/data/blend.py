@@ -37,7 +37,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
 def normalised(weights: Sequence[float]) -> list[float]:
     """`weights` over their sum, in float64 and numpy's order of summing, as Megatron's."""
     array = np.array(weights, dtype=np.float64)
-    return (array / np.sum(array)).tolist()
+    shares: list[float] = (array / np.sum(array)).tolist()
+    return shares
 
 
 def split_range(split: str, which: Which, count: int) -> tuple[int, int]:

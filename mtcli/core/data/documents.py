@@ -450,8 +450,9 @@ def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
                 yield Bad(number, f"bad {kind}", why)
             elif row:
                 item = _text(row[column], number, reading, dict(zip(header, row, strict=True)))
-                is_utf8 = isinstance(item, Text) or item.kind != "bad UTF-8"
-                yield item if is_utf8 else item._replace(reason=f'"{key}" is not UTF-8')
+                if isinstance(item, Bad) and item.kind == "bad UTF-8":
+                    item = item._replace(reason=f'"{key}" is not UTF-8')
+                yield item
     except csv.Error as error:
         message = f"{source.name or source.path}:{lines.line}: not {kind}: {error}"
         raise wrong(message, "mend it: quotes inside of a quoted field are doubled") from None
@@ -495,6 +496,7 @@ class _Lines:
     def _decoded(self, piece: FileRange, progress: Progress) -> Iterator[str]:
         for _, chunk in _chunks(piece, piece.source.kind, self._most, progress):
             self._require(isinstance(chunk, bytes))
+            assert isinstance(chunk, bytes)
             *lines, last = chunk.decode(errors="surrogateescape").split("\n")
             yield from (f"{line}\n" for line in lines)
             if last:
@@ -550,7 +552,7 @@ def _records(batch: Any) -> list[Any]:
     """The rows of a batch as dicts; a Bad for one with strings that are not UTF-8, or with a date
     that Python cannot hold."""
     try:
-        return batch.to_pylist()
+        return list(batch.to_pylist())
     except (ValueError, OverflowError) as error:
         if len(batch) == 1:
             return [Bad(0, "bad values", f"a value cannot be read: {error}")]

@@ -44,7 +44,8 @@ class _Dataset(NamedTuple):
 
     def starts(self, sequence: np.ndarray | int) -> np.ndarray:
         """The offsets of sequences in the tokens: int64, of the shape of `sequence`."""
-        return self.data.pointers[sequence] // self.data.tokens.itemsize
+        offsets: np.ndarray = self.data.pointers[sequence] // self.data.tokens.itemsize
+        return offsets
 
 
 class _Segments(NamedTuple):
@@ -152,7 +153,7 @@ class Batches:
         if self._order is None:
             return [stop - start]
         owners = self._order.owner[start:stop]
-        return np.bincount(owners, minlength=len(self._datasets)).tolist()
+        return list(np.bincount(owners, minlength=len(self._datasets)).tolist())
 
     def _sample_id(self, number: int) -> SampleId:
         ((window, first, last),) = self._windows(number, 1)

@@ -113,13 +113,14 @@ def preprocess(request: PreprocessRequest, say: Say) -> dict[str, object]:
     else:
         say(f"{request.output} is complete: nothing to do")
     seconds = time.perf_counter() - began
-    if type(facts.get("tokens")) is not int:
+    tokens = facts.get("tokens")
+    if type(tokens) is not int:
         raise wrong(f"{request.output}.json does not say how many tokens there are", "--force")
     return {
         **facts,
         "workers": request.workers,
         "seconds": seconds,
-        "tokens_per_second": facts["tokens"] / seconds,
+        "tokens_per_second": tokens / seconds,
         "outputs": [str(with_suffix(request.output, suffix)) for suffix in FINAL],
     }
 
@@ -137,6 +138,7 @@ def _named_sources(request: PreprocessRequest) -> SourceList:
             require_trainable(size, pieces=request.sentences)
 
     checks = require_workers, require_train_size, partial(_require_output, request.output)
+    listing: SourceList
     listing, *_ = collect_errors(partial(_sources, request), *checks)
     outputs = [with_suffix(request.output, suffix) for suffix in (*FINAL, ".partial")]
     inputs = (source.path for source in listing.sources)
@@ -177,7 +179,8 @@ def fingerprint(request: PreprocessRequest, sources: Sequence[SourceFile]) -> st
     """Fingerprints a run: equal for two requests that must write the same bytes."""
     files = [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in sources]
     # What a run may be resumed with after it has met a bad document is not one of them.
-    options = (request.tokenizer, request.text_key, request.split_on_blank, request.append_eod)
+    options: tuple[object, ...] = (request.tokenizer, request.text_key)
+    options += (request.split_on_blank, request.append_eod)
     options += (request.format, *(["sentences"] if request.sentences else []))
     text = json.dumps([files, options, BLOCK_BYTES])
     return hashlib.sha256(text.encode()).hexdigest()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tokenize import TokenError
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.lib.format import read_array_header_1_0, read_magic
@@ -81,9 +81,8 @@ def build_samples(
     def samples_of(epochs: int) -> int:
         return max(0, epochs * per_epoch - 1) // seq_len
 
-    apart = first > 1 and planned - samples_of(first - 1) < int(
-        FINAL_EPOCH_THRESHOLD * ((per_epoch - 1) // seq_len)
-    )
+    least = int(FINAL_EPOCH_THRESHOLD * ((per_epoch - 1) // seq_len))
+    apart = planned is not None and first > 1 and planned - samples_of(first - 1) < least
     random = np.random.RandomState(seed)
     groups = [(0, first - 1), (first - 1, first)] if apart else [(0, first)]
     shuffles = [(*group, random) for group in groups]
@@ -129,7 +128,7 @@ def _rows(lengths: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
 class Kept(Protocol):
     """Named arrays that are kept in files: a NamedTuple whose `fits` checks their shapes."""
 
-    _fields: tuple[str, ...]
+    _fields: Any  # a NamedTuple's own is a tuple of that many
 
     def fits(self) -> bool:
         """Whether the arrays have their shapes."""

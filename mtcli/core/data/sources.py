@@ -118,7 +118,8 @@ def cut(sources: Iterable[SourceFile], blank: bool, size: int = BLOCK_BYTES) -> 
     JSON lines are cut after a line, text that is split on blank lines (`blank`) after such a line,
     other files not at all. Sources are taken one by one, as blocks are asked for.
     """
-    number, pieces, filled = 0, [], 0
+    pieces: list[FileRange] = []
+    number, filled = 0, 0
     for source in sources:
         for piece in _pieces(source, blank, size):
             if pieces and filled + piece.stop - piece.start > size:

@@ -315,7 +315,7 @@ class SubsetBatches:
         sources = np.searchsorted(
             self.sequences.ends, self.members[self._places(start, stop - start)], side="right"
         )
-        return np.bincount(sources, minlength=len(self.prefixes)).tolist()
+        return list(np.bincount(sources, minlength=len(self.prefixes)).tolist())
 
     def describe(self) -> dict[str, str]:
         """Describes the subset in the words that a run says first."""
@@ -364,6 +364,6 @@ def token_batches(
 def subset_facts(subset: Subset) -> dict[str, Any]:
     """The keys of a subset that a command answers."""
     keys = ("method", "proxy", "objective", "random_objective", "bound", "random_bound")
-    keys += ("error", "random_error", "num_candidates", "seq_len")
-    facts = {key: getattr(subset, key) for key in keys}
+    more = ("error", "random_error", "num_candidates", "seq_len")
+    facts = {key: getattr(subset, key) for key in keys + more}
     return facts | {"indices": list(subset.indices), "weights": list(subset.weights)}

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 from tokenizers import Encoding, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as HfTokenizer
@@ -338,7 +339,8 @@ def _from_gpt2_files(vocab: Path, merges: Path) -> Tokenizer:
         require_tokens(table)
         lines = texts[1].removesuffix("\n").replace("\r\n", "\n").split("\n")
         merges_first = [tuple(ln.split(" ")) for ln in lines if not ln.startswith("#version")]
-        backend = HfTokenizer(models.BPE(table, merges_first))
+        pairs = cast(list[tuple[str, str]], merges_first)  # BPE refuses what is no pair
+        backend = HfTokenizer(models.BPE(table, pairs))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     if backend.token_to_id(END_OF_DOCUMENT) is not None:

@@ -132,8 +132,8 @@ def _checked(table: dict[str, Any]) -> float:
     # These are normalised when the definition is loaded.
     normalised = sum(len(token.get("content") or "") for token in added if token.get("normalized"))
     if growth["normalizer"] * normalised > FREE_BYTES:
-        most = f"{growth['normalizer']:.3g} bytes out of each of {normalised:,} letters"
-        raise wrong(f"the tokenizer's normalizer may make {most} of added tokens", OTHER)
+        grown = f"{growth['normalizer']:.3g} bytes out of each of {normalised:,} letters"
+        raise wrong(f"the tokenizer's normalizer may make {grown} of added tokens", OTHER)
     return growth["normalizer"]
 
 

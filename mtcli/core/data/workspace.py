@@ -12,8 +12,9 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -142,7 +143,7 @@ class Workspace:
         sequences = np.memmap(documents, "<i4", "r") if documents.stat().st_size else None
         write_index(index, dtype, np.memmap(lengths, "<i4", "r"), sequences)
         with open_untrusted(index) as file:
-            idx_hash = hashlib.file_digest(file, "sha256").hexdigest()
+            idx_hash = hashlib.file_digest(cast(BufferedReader, file), "sha256").hexdigest()
         facts = {**facts, "sha256": {"bin": self._hash.hexdigest(), "idx": idx_hash}}
         text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
         write_text(self.folder / "facts.json", text)

@@ -19,7 +19,7 @@ from mtcli.core.data.subset import Subset, members
 class ExampleRows:
     """The packed rows of examples by global sample, each epoch in another order."""
 
-    weights = None
+    weights: tuple[float, ...] | None = None
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ExampleRows:
 
         Raises MtcliError where an example has more tokens than a row.
         """
-        self.prefixes = ("+".join(name for name, _ in sources),)
+        self.prefixes: tuple[str, ...] = ("+".join(name for name, _ in sources),)
         self.sources = [source for _, source in sources]
         self.files = [[file for source in self.sources for file in source.files]]
         self.examples = [example for source in self.sources for example in source.examples]

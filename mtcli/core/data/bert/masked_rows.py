@@ -210,7 +210,8 @@ class MaskedRows:
         """Counts how many of the rows start .. stop - 1 each dataset gives."""
         if self._order is None:
             return [stop - start]
-        return np.bincount(self._order.owner[start:stop], minlength=len(self.prefixes)).tolist()
+        owners = self._order.owner[start:stop]
+        return list(np.bincount(owners, minlength=len(self.prefixes)).tolist())
 
     def _require_known(self, tokens: np.ndarray) -> None:
         most, size = int(tokens.max()), len(self.special.is_plain)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from mtcli.core.config.model import MASKED_SHARE, SEQUENCES
 from mtcli.core.config.schema import RunConfig
@@ -121,11 +122,11 @@ def lay_out(rows: Sequence[Sequence[Segments]], size: int, special: SpecialToken
         at = 0
         for index, (first, second) in enumerate(sequences):
             firsts.append(number * size + at)
-            parts = [[special.cls], first, [special.sep]]
+            parts: list[ArrayLike] = [[special.cls], first, [special.sep]]
             begin = at + len(first) + 2
             if second is not None:
                 parts += [second, [special.sep]]
-            flat = np.concatenate(parts)
+            flat: np.ndarray = np.concatenate(parts)
             end = at + len(flat)
             assert end <= size, f"{end} tokens in a row of {size}"
             tokens[number, at:end] = flat
