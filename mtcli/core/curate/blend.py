@@ -11,7 +11,9 @@ from typing import Any
 from mtcli.core.curate.shards import file_stem
 
 
-def blend_of(weights: Mapping[str, float], sources: Mapping[str, Mapping[str, int]]) -> dict:
+def blend_of(
+    weights: Mapping[str, float], sources: Mapping[str, Mapping[str, int]]
+) -> dict[str, Any]:
     """Normalised weights of the sources that have documents, and the epochs of each.
 
     Epochs are of as many bytes as are left in all: a source whose share of the blend is twice its

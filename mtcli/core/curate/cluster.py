@@ -48,6 +48,8 @@ SLOTS = {LINES: 0, "signatures.npy": 1, "bands.npy": 2, "matches.npy": 3, "num_m
 REST = 4
 
 Ref = Callable[[], Any]  # a value that a task returned, fetched by calling it
+Results = tuple[Any, ...]  # all that a task returns
+Task = Callable[[Any], Results]
 Group = tuple[Slice, ...]
 
 
@@ -59,7 +61,7 @@ class Cluster(Protocol):
         """How many tasks run at a time."""
 
     def run(
-        self, function: Callable[[Any], tuple], items: Sequence[Any], what: str, returns: int = 1
+        self, function: Task, items: Sequence[Any], what: str, returns: int = 1
     ) -> list[tuple[Ref, ...]]:
         """Runs `function(item)` as a task for each item, and waits; returns what each returned, as
         `returns` values apart.
@@ -85,12 +87,13 @@ class Objects:
 
     def data(self, name: str) -> Any:
         """Fetches a file's bytes."""
-        return memoryview(self._file(name))
+        return self._file(name).data
 
     def _file(self, name: str) -> Array:
         slot = self._slots[SLOTS.get(name, REST)]
         assert slot is not None, f"{name} was left out"
-        return slot()[name]
+        array: Array = slot()[name]
+        return array
 
 
 class ClusterEngine(NamedTuple):
@@ -192,7 +195,7 @@ class ClusterEngine(NamedTuple):
         return _transposed(self.cluster.run(partial(_rows, read), items, "look up", count))
 
     def _compared(
-        self, groups: list[Group], pairs: Sequence[tuple[Ref, ...]], work: Callable
+        self, groups: list[Group], pairs: Sequence[tuple[Ref, ...]], work: Task
     ) -> list[Ref]:
         """Runs `work` over (pairs, their numbers, the texts of those) of each partition."""
         texts = self._look_up(_leaner(groups, LINES), [row[1] for row in pairs], _texts)
@@ -237,11 +240,11 @@ def _lean(view: Slice, *names: str) -> Slice:
 # What tasks do: each is given an item, and returns a tuple
 
 
-def _plain(work: Work, item: Any) -> tuple:
+def _plain(work: Work, item: Any) -> Results:
     return (work(item, _quiet),)
 
 
-def _packed(work: Make, item: Any) -> tuple:
+def _packed(work: Make, item: Any) -> Results:
     slots: list[dict[str, Array]] = [{} for _ in range(REST + 1)]
     with TemporaryDirectory() as name:
         folder = Path(name) / "part"
@@ -257,13 +260,13 @@ def _quiet(_: float) -> None:
     """Progress that nobody is told."""
 
 
-def _split_texts(count: int, group: Group) -> tuple:
+def _split_texts(count: int, group: Group) -> Results:
     hashes = [view.part.array("text_hash").reshape(-1, 2)[view.alive] for view in group]
     numbers = np.concatenate([view.numbers for view in group])
     return _divided(np.concatenate([*hashes]), numbers, count)
 
 
-def _divided(keys: Array, numbers: Array, count: int) -> tuple:
+def _divided(keys: Array, numbers: Array, count: int) -> Results:
     """(keys, numbers) of each partition, by the key or its first column."""
     of = (keys if keys.ndim == 1 else keys[:, 0]) % np.uint64(count)
     order = np.argsort(of, kind="stable")
@@ -272,21 +275,22 @@ def _divided(keys: Array, numbers: Array, count: int) -> tuple:
     return tuple(split)
 
 
-def _same_stars(rows: Sequence[Ref]) -> tuple:
+def _same_stars(rows: Sequence[Ref]) -> Results:
     hashes, numbers = map(np.concatenate, zip(*(ref() for ref in rows), strict=True))
     first = numbers[same_texts(hashes)]
     other = first != numbers
     return (np.stack([numbers[other], first[other]], axis=1),)
 
 
-def _split_bands(count: int, group: Group) -> tuple:
+def _split_bands(count: int, group: Group) -> Results:
     parts = []
     for view in group:
         keys = view.part.array("bands")[:, view.alive]
         # A band's number is mixed in, so that no two bands share a bucket.
         salted = keys + (np.arange(len(keys), dtype=np.uint64) << np.uint64(1))[:, None]
         parts.append((salted.ravel(), np.tile(view.numbers, len(keys))))
-    return _divided(*map(np.concatenate, zip(*parts, strict=True)), count)
+    keys, numbers = map(np.concatenate, zip(*parts, strict=True))
+    return _divided(keys, numbers, count)
 
 
 def _buckets(rows: Sequence[Ref]) -> tuple[Buckets, Array]:
@@ -302,7 +306,7 @@ def _buckets(rows: Sequence[Ref]) -> tuple[Buckets, Array]:
 
 def _likely_pairs(
     count: int, num_new: int, least: int, item: tuple[Ref, Ref, Sequence[Ref]]
-) -> tuple:
+) -> Results:
     """The likely pairs of a partition's buckets, divided by their first."""
     buckets, wanted = item[0](), item[1]()
     rows = [block for ref in item[2] if len(block := ref())]
@@ -320,7 +324,7 @@ def _unique(rows: Sequence[Ref]) -> tuple[Array, Array]:
     return both, np.unique(both)
 
 
-def _edges(size: int, threshold: float, item: tuple[Ref, Ref, Sequence[Ref]]) -> tuple:
+def _edges(size: int, threshold: float, item: tuple[Ref, Ref, Sequence[Ref]]) -> Results:
     """Selects the pairs that are duplicates; none whose documents are one component by then."""
     components, edges = Components(), []
     similar = _Similarity(size, item)
@@ -331,7 +335,7 @@ def _edges(size: int, threshold: float, item: tuple[Ref, Ref, Sequence[Ref]]) ->
     return (np.array(edges, np.int64).reshape(-1, 2),)
 
 
-def _jaccards(size: int, item: tuple[Ref, Ref, Sequence[Ref]]) -> tuple:
+def _jaccards(size: int, item: tuple[Ref, Ref, Sequence[Ref]]) -> Results:
     similar = _Similarity(size, item)
     return (np.array([similar(*pair) for pair in item[0]().tolist()], np.float64),)
 
@@ -399,7 +403,7 @@ def _by_group(starts: Array, wanted: Ref) -> tuple[Array, ...]:
     return tuple(np.split(numbers, np.searchsorted(numbers, starts)))
 
 
-def _rows(read: Callable[[Group, Array], Any], item: tuple[Group, Sequence[Ref]]) -> tuple:
+def _rows(read: Callable[[Group, Array], Any], item: tuple[Group, Sequence[Ref]]) -> Results:
     """Reads the rows of all numbers that were asked for, for each partition that asked."""
     group, refs = item
     asked = [ref() for ref in refs]
@@ -427,7 +431,7 @@ def _corpus(group: Group) -> Corpus:
 
 def _split_lines(
     plan: ShardPlan, count: int, item: tuple[Group, Sequence[ChangedLines | None]]
-) -> tuple:
+) -> Results:
     """(key, line) by shard, of each partition."""
     by_partition: list[dict[int, list[tuple[bytes, bytes]]]] = [{} for _ in range(count)]
     for view, changed in zip(*item, strict=True):

@@ -40,7 +40,8 @@ def small_star(edges: Array) -> Array:
 def once(edges: Array) -> Array:
     """Sorts edges and leaves out repetitions."""
     ordered = edges[np.lexsort((edges[:, 1], edges[:, 0]))]
-    return ordered[changes(ordered)]
+    distinct: Array = ordered[changes(ordered)]
+    return distinct
 
 
 def checksum(edges: Array) -> int:

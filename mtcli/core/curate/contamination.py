@@ -1,6 +1,7 @@
 """Applies `decontaminate` to a corpus: counts n-grams in all of it, cuts documents part by part."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ def cut_corpus(
     return {index: ChangedLines(rows[index], files) for index, files in made.items()}, found
 
 
-def cut_removals(corpus: Corpus, changed: dict[int, ChangedLines]) -> Removals:
+def cut_removals(corpus: Corpus, changed: Mapping[int, ChangedLines]) -> Removals:
     """The documents that cutting left nothing of, or that were cut too often."""
     rows = [np.zeros((2, 0), np.int64)]
     for index, (numbers, files) in sorted(changed.items()):

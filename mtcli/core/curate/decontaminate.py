@@ -167,7 +167,9 @@ def _filter_of(hashes: Array) -> Array:
     return has
 
 
-def make_matches(config: DecontaminateConfig) -> Callable[[list[Document], Batch], dict]:
+def make_matches(
+    config: DecontaminateConfig,
+) -> Callable[[list[Document], Batch], dict[str, Array]]:
     """Makes a builder of `num_matches` int32 [documents] and `matches` int32 [all of them in
     order]."""
     ngrams = TaskNgrams(config)

@@ -190,7 +190,9 @@ def _made_once(group: StageGroup, config: str, skip_bad: bool) -> BlockWork:
     return BlockWork(group, CurateConfig.model_validate_json(config), skip_bad)
 
 
-def removal(document: Document, stage: str, reason: str, detail: dict[str, object]) -> dict:
+def removal(
+    document: Document, stage: str, reason: str, detail: dict[str, object]
+) -> dict[str, object]:
     """What `removed.jsonl.zst` says of a document."""
     told = {"id": id_of(document.key), "source": document.source, "stage": stage}
     return told | {"reason": reason, "kept_id": None} | detail

@@ -29,6 +29,7 @@ CHUNK = 256  # pairs that a worker verifies at a time
 FILTERED = 1 << 16  # pairs whose signatures are compared together
 
 Map = Callable[[Callable[[Any, Progress], Any], Sequence[Any], int, str], Iterator[Any]]
+Numbers = tuple[int, int]  # of two documents
 
 
 class Pairs(NamedTuple):
@@ -216,7 +217,7 @@ def verify_pairs(
     return similarities
 
 
-def _verified(run: Map, verify: Callable, pairs: list[tuple[int, int]]) -> list[float]:
+def _verified(run: Map, verify: Callable[..., list[float]], pairs: list[Numbers]) -> list[float]:
     chunks = [pairs[start : start + CHUNK] for start in range(0, len(pairs), CHUNK)]
     verified: list[float] = []
     for similarities in run(verify, chunks, len(chunks), "fuzzy: verify"):
@@ -224,7 +225,9 @@ def _verified(run: Map, verify: Callable, pairs: list[tuple[int, int]]) -> list[
     return verified
 
 
-def _jaccards(removals: Removals, known: dict[tuple[int, int], float], verify: Callable) -> Array:
+def _jaccards(
+    removals: Removals, known: dict[Numbers, float], verify: Callable[[list[Numbers]], list[float]]
+) -> Array:
     """The similarity of each removed document with the one that stays."""
     pairs = [
         (min(pair), max(pair))

@@ -32,7 +32,7 @@ def make_rules(config: RulesConfig) -> Callable[[Batch], None]:
 
 def _rules(config: RulesConfig, batch: Batch) -> None:
     for reason, broken in _broken(config, batch).items():
-        for index in np.flatnonzero(broken):
+        for index in np.flatnonzero(broken).tolist():
             batch.drop(index, "rules", reason)
 
 

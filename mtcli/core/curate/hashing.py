@@ -18,7 +18,7 @@ MASKS = np.array([(1 << 8 * n) - 1 for n in range(PACKED + 1)], np.uint64)
 
 def mix(values: Array) -> Array:
     """Spreads 64-bit values over all bits (xor-shift and multiply, twice)."""
-    mixed = values ^ (values >> np.uint64(32))
+    mixed: Array = values ^ (values >> np.uint64(32))
     mixed *= MULTIPLIER
     mixed ^= mixed >> np.uint64(29)
     mixed *= SECOND

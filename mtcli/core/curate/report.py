@@ -211,7 +211,7 @@ def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
 
 def _cuts(result: PassResult) -> dict[int, dict[str, Any]]:
     """Lists what was cut of each document that had an n-gram of a task, by number."""
-    cuts = {}
+    cuts: dict[int, dict[str, Any]] = {}
     for index, (rows, files) in sorted(result.changed.items()):
         told = parse_json(bytes(files.data("cuts.json")))
         cuts |= dict(zip((rows + result.corpus.bounds[index]).tolist(), told, strict=True))

@@ -22,14 +22,16 @@ def signatures(texts: Sequence[str], size: int, count: int) -> Array:
     """Sketches the set of each text's shingles: uint64 [texts, count]."""
     offsets = np.zeros(len(texts) + 1, np.int64)
     np.cumsum([len(text) for text in texts], out=offsets[1:])
-    return sketch(shingle_codes("".join(texts)), offsets, size, count)
+    sketches: Array = sketch(shingle_codes("".join(texts)), offsets, size, count)
+    return sketches
 
 
 def shingle_set(text: str, size: int) -> Array:
     """The sorted hashes of a text's shingles, each once."""
     # numpy's own unique takes 20 times as long.
     hashes = np.sort(hash_shingles(shingle_codes(text), size))
-    return hashes[changes(hashes)]
+    distinct: Array = hashes[changes(hashes)]
+    return distinct
 
 
 def shingle_codes(text: str) -> Array:

@@ -83,7 +83,8 @@ class _Stream(io.RawIOBase):
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         self.parts, self.held, self.place = parts, b"", 0
-        self.end, self.error = b"", None
+        self.end = b""
+        self.error: Exception | None = None
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """The place reached so far, which is all that the library asks for."""
@@ -199,6 +200,7 @@ def make_extract(config: ExtractConfig) -> Callable[[Batch], None]:
 
 
 def _extract(extract: Extract, unreadable: tuple[type[Exception], ...], batch: Batch) -> None:
+    refused: tuple[type[Exception], ...] = (ValueError, RecursionError, *unreadable)
     for index in batch.alive():
         document = batch.documents[index]
         if document.html is None:
@@ -209,7 +211,7 @@ def _extract(extract: Extract, unreadable: tuple[type[Exception], ...], batch: B
         except TooSlow:
             batch.drop(index, "extract", f"more than {MAX_SECONDS:g} s of a processor")
             continue
-        except (ValueError, UnicodeError, RecursionError, *unreadable) as error:
+        except refused as error:
             batch.drop(index, "extract", f"not HTML: {type(error).__name__}")
             continue
         document.html = None
