@@ -7,7 +7,7 @@ arXiv:2104.04473, section 4.1).
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -30,7 +30,7 @@ from mtcli.core.schedule.messages import (
 )
 from mtcli.core.schedule.ops import Op, Schedule, needs
 
-Given = TypeVar("Given")
+Given = TypeVar("Given", contravariant=True)
 
 
 class StageModule(Protocol[Given]):
@@ -68,7 +68,7 @@ class Pipeline(Generic[Given]):
 
     def __init__(
         self,
-        stages: dict[int, StageModule[Given]],
+        stages: Mapping[int, StageModule[Given]],
         schedule: Schedule,
         groups: Groups,
         format: ActivationFormat,
@@ -77,7 +77,7 @@ class Pipeline(Generic[Given]):
         self.ops = schedule.ops[groups.pp_rank]
         self.p2p = _P2P(schedule, groups, format)
         self.clock: Callable[[], float] = perf_counter  # profile puts a device's clock here
-        self.around: Callable[[Op], AbstractContextManager[None]] = nullcontext  # each op
+        self.around: Callable[[Op], AbstractContextManager[object]] = nullcontext  # each op
         self.spans: list[OpSpan] = []
         self.current: Op | None = None  # the op that runs, or ran last
 
