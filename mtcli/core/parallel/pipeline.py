@@ -30,18 +30,19 @@ from mtcli.core.schedule.messages import (
 )
 from mtcli.core.schedule.ops import Op, Schedule, needs
 
-Given = TypeVar("Given", contravariant=True)
+Given = TypeVar("Given")
+Read = TypeVar("Read", contravariant=True)
 
 
-class StageModule(Protocol[Given]):
-    """A stage of the model; Given is what it reads besides activations."""
+class StageModule(Protocol[Read]):
+    """A stage of the model; Read is what it reads besides activations."""
 
     build: LayerFactory
 
-    def __call__(self, x_TD: Tensor | None, inputs: Given) -> Tensor:
+    def __call__(self, x_TD: Tensor | None, inputs: Read) -> Tensor:
         """The stage's activations."""
 
-    def loss(self, x_TD: Tensor, inputs: Given, scale: float) -> tuple[Tensor, Tensor]:
+    def loss(self, x_TD: Tensor, inputs: Read, scale: float) -> tuple[Tensor, Tensor]:
         """The last stage's sum of losses, and scale times it, to differentiate."""
 
 
@@ -169,7 +170,9 @@ class _Step(Generic[Given]):
             if y.requires_grad:
                 torch.autograd.backward(y, gradient)
         else:
-            with self.stages[op.stage].build.weight_passes.collecting() as work:
+            passes = self.stages[op.stage].build.weight_passes
+            assert passes is not None, f"{op} of stages whose backward is not split"
+            with passes.collecting() as work:
                 if y.requires_grad:
                     torch.autograd.backward(y, gradient)
             self.weight_work[op.micro_batch, op.stage] = work
