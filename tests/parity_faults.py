@@ -221,7 +221,7 @@ FAULTS = [
         "limit = self._room(copies_b // self.build.groups.cp.size).ceil()",
         lambda f: f.m.capacity_factor > 0 and f.p.cp > 1),
     Fault("wrong scope: a sequence's balance over its whole micro-batch", "model/router.py",
-        'self._balance(*each, "sequence")',
+        'self._balance(each[0], each[1], "sequence")',
         'self._balance(*(x.sum(0, keepdim=True) for x in each), "sequence")',
         lambda f: f.m.sequence_aux_loss_coeff > 0 and f.b.micro_batch_size > 1),
     Fault("wrong slice: the padding of another tp rank's tokens", "model/router.py",

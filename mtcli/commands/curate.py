@@ -165,7 +165,7 @@ def curate(
     began = perf_counter()
     with _open_engine(engine, address, request.workers) as opened:
         report = run(request, opened, lambda line: echo(line, err=True))
-    timing = {"seconds": perf_counter() - began, "workers": request.workers}
+    timing: dict[str, Any] = {"seconds": perf_counter() - began, "workers": request.workers}
     timing |= {"output": str(output)}
     if report["blend"]:
         from mtcli.core.curate.blend import commands_of

@@ -107,7 +107,7 @@ def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:
         p.name: p.opts[0] if p.opts[0] != p.name else p.metavar for p in context.command.params
     }
     sources = ((words[name], context.get_parameter_source(name)) for name in names)
-    return [word for word, source in sources if source and source.name == "COMMANDLINE"]
+    return [word or "" for word, source in sources if source and source.name == "COMMANDLINE"]
 
 
 def config_problems(params: Iterable[Any], given: dict[str, Any]) -> "list[Problem]":

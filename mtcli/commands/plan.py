@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mtcli.core.plan.answer import PlanAnswer
     from mtcli.core.rehearse.dry_run import DryRun
 
+OF_PLANS: tuple[str, ...]
 OF_PLANS = ("config", "base", "overrides", "fixed", "gpus", "device", "top", "global_batch", "seq")
 OF_PLANS += ("ranks", "draw", "plot", "output", "dry_run", "rank", "no_calibrate")
 DRAWN_WIDTH = 100  # columns of a timeline, where there are as many

@@ -123,7 +123,7 @@ def shard(
     if verb == "inspect":
         _inspect(opened[0], json_out)
     elif verb == "verify":
-        _finish(compare(*opened, cast, verify, nproc), json_out)
+        _finish(compare(opened[0], opened[1], cast, verify, nproc), json_out)
     else:
         source = opened[0]
         _require_adapters(source, chosen, merge_lora)
@@ -136,9 +136,9 @@ def shard(
 
 def _require_adapters(source: "Checkpoint", to: str, merge: bool) -> None:
     """Raises MtcliError where adapters are left alone, or merged, and there are none to."""
-    has = source.adapters is not None
+    has = source.adapters
     if has and to != "peft" and not merge:
-        message = f"{source.folder} holds adapters of {source.adapters.base.folder}, no model"
+        message = f"{source.folder} holds adapters of {has.base.folder}, no model"
         hint = "--merge-lora adds them to its weights; --to peft writes them alone"
         raise wrong(message, hint, "--merge-lora")
     if not has and (merge or to == "peft"):
@@ -278,8 +278,9 @@ def _target(
 
 def _size(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) ?([A-Z]*)", text.strip().upper())
-    unit = UNITS.get(match[2]) if match else None
-    if unit is None or not (size := int(float(match[1]) * unit)):
+    unit = UNITS.get(match[2], 0) if match else 0
+    size = int(float(match[1]) * unit) if match else 0
+    if not size:
         raise wrong(f"{text!r} is not a size", "such as 5GB, 500MB or 2GiB", "--max-shard-size")
     return size
 

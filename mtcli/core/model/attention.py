@@ -3,6 +3,8 @@
 b sequences of s tokens, T = b * s; h query heads and g key-value groups of this rank, r = h / g.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -41,7 +43,7 @@ class Attention(nn.Module):
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
         qkv_TF = self.qkv(x_TD, numbers=inputs.numbers)
-        return self.out(self.mix(qkv_TF, inputs), numbers=inputs.numbers)
+        return cast(Tensor, self.out(self.mix(qkv_TF, inputs), numbers=inputs.numbers))
 
     def mix(self, qkv_TF: Tensor, inputs: Inputs) -> Tensor:
         """Fused projections [T, g * (r + 2) * head_dim] -> attended values [T, h * head_dim]."""

@@ -23,9 +23,9 @@ def build_stages(config: RunConfig, groups: Groups, on_meta: bool = False) -> di
     wide = torch.promote_types(dtype, torch.float32) if on_meta else dtype
     build = layer_factory(config, groups, wide, META if on_meta else groups.device)
     layers = stage_layers(config.model, layout, config.parallel.stage_layers)
-    about = {"seed": config.seed, "recompute": config.parallel.recompute}
+    seed, recompute = config.seed, config.parallel.recompute
     stages = {
-        index: Stage(config.model, build, index, layers[index], **about)
+        index: Stage(config.model, build, index, layers[index], seed=seed, recompute=recompute)
         for index in layout.stages(groups.pp_rank)
     }
     first, last = stages.get(0), stages.get(layout.num_stages - 1)

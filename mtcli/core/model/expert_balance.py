@@ -50,5 +50,6 @@ class ExpertBalance:
             # Whole numbers: the mean load need not be one, and no order of sums changes them.
             excess_LE = loads_LE * loads_LE.shape[1] - loads_LE.sum(1, keepdim=True)
             for router, excess_E in zip(self.routers, excess_LE, strict=True):
+                assert router.bias is not None, f"rate={self.rate} of a router without biases"
                 router.bias.sub_(excess_E.sign().to(router.bias), alpha=self.rate)
         return float(all_reduce(worst, self.groups.axes["pp_forward"], dist.ReduceOp.MAX))

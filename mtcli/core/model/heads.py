@@ -6,7 +6,7 @@ classes.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -111,7 +111,7 @@ class MaskedTokens(nn.Module):
 
     def transformed(self, x_TD: Tensor) -> Tensor:
         """What the token table is multiplied by, [N, D] of any tokens' activations [N, D]."""
-        return self.norm(self.activation(self.transform(x_TD), None))
+        return cast(Tensor, self.norm(self.activation(self.transform(x_TD), None)))
 
     def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
         """Of the predicted tokens, and then of the N sequences, for each model in turn."""

@@ -81,8 +81,8 @@ class Inputs:
 
     def tensors(self) -> list[Tensor]:
         """All that a training step reads, in a fixed order; what there is none of is left out."""
-        optional = self.labels, self.weights, self.padding, self.numbers
-        optional += (self.documents and self.documents.rows,)
+        rows = self.documents and self.documents.rows
+        optional = self.labels, self.weights, self.padding, self.numbers, rows
         given = (self.tokens, self.positions, *optional, *(self.rotation or ()))
         return [x for x in given if x is not None]
 

@@ -1,5 +1,7 @@
 """The feed-forward part of a block: GELU or SwiGLU (arXiv:2002.05202)."""
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
@@ -26,7 +28,8 @@ class Mlp(nn.Module):
         fused = runs_triton(x_TD)
         bias = self.up.flat_bias if fused else None
         inner = self.up(x_TD, with_bias=not fused, numbers=inputs.numbers)
-        return self.down.of_activated(self.activation, inner, bias, numbers=inputs.numbers)
+        y_TD = self.down.of_activated(self.activation, inner, bias, numbers=inputs.numbers)
+        return cast(Tensor, y_TD)
 
 
 class GatedMlp(nn.Module):
@@ -40,4 +43,5 @@ class GatedMlp(nn.Module):
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
         inner = self.gate_up(x_TD, numbers=inputs.numbers)
-        return self.down.of_activated(ACTIVATIONS["swiglu"], inner, numbers=inputs.numbers)
+        y_TD = self.down.of_activated(ACTIVATIONS["swiglu"], inner, numbers=inputs.numbers)
+        return cast(Tensor, y_TD)

@@ -5,6 +5,7 @@ Qwen2-MoE arXiv:2407.10671). N copies of tokens, F an expert's width, E/ep local
 """
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ class ExpertArray(nn.Module):
         """
         build, activation = self.build, self.activation
         up_EFD, down_EDF = (
-            build.expert_weights(module.weight, self.count)
+            build.expert_weights(cast(Tensor, module.weight), self.count)
             for module in (self.get_submodule(self.up_name), self.down)
         )
         if runs_triton(x_ND):
@@ -84,5 +85,6 @@ class MixtureOfExperts(nn.Module):
             return y_TD
         shared = self.shared_expert(x_TD, inputs)
         if self.has_gate:
-            shared = self.build.gate(x_TD, self.shared_expert_gate.weight).sigmoid() * shared
-        return y_TD + shared
+            weight = cast(Tensor, self.shared_expert_gate.weight)
+            shared = self.build.gate(x_TD, weight).sigmoid() * shared
+        return y_TD + cast(Tensor, shared)

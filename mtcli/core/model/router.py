@@ -10,7 +10,7 @@ T local tokens, E experts, k chosen; s tokens of a sequence. All of it in float3
 """
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from mtcli.core.parallel.context import in_sequence, zigzag
 from mtcli.core.parallel.expert import Routing
 from mtcli.core.parallel.factory import LayerFactory, Scale
 from mtcli.kernels.top_k import TopKRouting, route
+
+Copies = TypeVar("Copies", float, Tensor)
 
 
 class Router(nn.Module):
@@ -53,9 +55,9 @@ class Router(nn.Module):
         kept_Tk = self._kept(scores_TE.detach(), experts, real_T, inputs)
         if isinstance(inputs.aux_scale, Tensor) or inputs.aux_scale:
             losses = self._losses(logits_TE, scores_TE, experts, real_T, inputs)
-            x_TD = _WithLoss.apply(x_TD, losses, inputs.aux_scale)
+            x_TD = _WithLoss.apply(x_TD, losses, inputs.aux_scale)  # type: ignore[no-untyped-call]  # torch
             if self.bias is not None:
-                x_TD = _Counted.apply(x_TD, experts, real_T, self.load_E)
+                x_TD = _Counted.apply(x_TD, experts, real_T, self.load_E)  # type: ignore[no-untyped-call]  # torch
         numbers, count = self.build.experts_of_all(experts, self.model.num_experts)
         return x_TD, Routing(weights, numbers, kept_Tk, count)
 
@@ -71,7 +73,7 @@ class Router(nn.Module):
         sequence = math.ceil(self._room(s * self.build.groups.cp.size * self.model.top_k))
         return min(tokens, b * sequence)
 
-    def _room(self, copies: Any) -> Any:
+    def _room(self, copies: Copies) -> Copies:
         """The room of an expert for so many copies of tokens, top_k of each, to be rounded up."""
         return copies / self.model.num_experts * self.model.capacity_factor
 
@@ -142,9 +144,9 @@ class Router(nn.Module):
             each = [self._sequence_sums(x, inputs) for x in (scores_TE, chosen)]
             if m.aux_loss_coeff:
                 batch = [x.view(models, -1, x.shape[1]).sum(1) for x in each]
-                total = total + m.aux_loss_coeff * self._balance(*batch, "micro_batch")
+                total = total + m.aux_loss_coeff * self._balance(batch[0], batch[1], "micro_batch")
             if m.sequence_aux_loss_coeff:
-                loss = self._balance(*each, "sequence")
+                loss = self._balance(each[0], each[1], "sequence")
                 total = total + m.sequence_aux_loss_coeff * loss
         return total
 

@@ -4,6 +4,7 @@ Modules are named so that `named_parameters()` gives the canonical names of mesh
 tokens of a micro-batch, D hidden; x_TD is [T/tp, D] under sequence parallelism.
 """
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -29,7 +30,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         name = f"blocks.{layer}"
-        mlp = GatedMlp if model.is_gated else Mlp
+        mlp: type[Mlp | GatedMlp | MixtureOfExperts] = GatedMlp if model.is_gated else Mlp
         if model.num_experts:
             mlp = MixtureOfExperts
         is_post = model.norm_order == "post"
@@ -45,7 +46,7 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         """x_TD -> x_TD; with recompute = "full" only the input is kept for the backward pass."""
         if self.recompute == "full" and torch.is_grad_enabled():
-            return cast(Tensor, _recomputed(self._run, x_TD, inputs, numbers_T))
+            return _recomputed(self._run, x_TD, inputs, numbers_T)
         return self._run(x_TD, inputs, numbers_T)
 
     def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
@@ -54,19 +55,19 @@ class Block(nn.Module):
             x_TD = _norm_of_sum(norm, drop, x_TD, self._attention(x_TD, inputs), numbers_T)
             norm, drop = self.mlp_norm, self.mlp_dropout
             return _norm_of_sum(norm, drop, x_TD, self.mlp(x_TD, inputs), numbers_T)
-        y_TD = self._attention(self.attention_norm(x_TD), inputs)
+        y_TD: Tensor | None = self._attention(self.attention_norm(x_TD), inputs)
         if self.attention_dropout.active:
             x_TD, y_TD = self.attention_dropout(y_TD, numbers_T, x_TD), None
         x_TD, y_TD = self.mlp_norm(x_TD, y_TD)  # frees attention's output
-        return self.mlp_dropout(self.mlp(y_TD, inputs), numbers_T, x_TD)
+        return cast(Tensor, self.mlp_dropout(self.mlp(y_TD, inputs), numbers_T, x_TD))
 
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """With recompute = "selective" scores and probabilities are computed twice."""
         if self.recompute == "selective" and torch.is_grad_enabled():
             qkv = self.attention.qkv(x_TD, numbers=inputs.numbers)
             mixed = _recomputed(self.attention.mix, qkv, inputs)
-            return self.attention.out(mixed, numbers=inputs.numbers)
-        return self.attention(x_TD, inputs)
+            return cast(Tensor, self.attention.out(mixed, numbers=inputs.numbers))
+        return cast(Tensor, self.attention(x_TD, inputs))
 
 
 class Stage(nn.Module):
@@ -112,7 +113,7 @@ class Stage(nn.Module):
         if self.model.head in CLASSIFIERS:
             return None
         if self.model.head == "mlm":
-            return self.build.loss(self.embedding, self.head.bias)
+            return self.build.loss(self.embedding, cast(nn.Parameter, self.head.bias))
         return self.build.loss(self.embedding if self.model.tie_embeddings else self.head)
 
     def forward(self, x_TD: Tensor | None, inputs: Inputs) -> Tensor:
@@ -143,19 +144,21 @@ class Stage(nn.Module):
     @property
     def _predictor(self) -> Head:
         """Makes the losses. The head of a language model is a table at most."""
-        return self.next_tokens if self.model.head == "lm" else cast(Head, self.head)
+        return cast(Head, self.next_tokens if self.model.head == "lm" else self.head)
 
     def _embed(self, inputs: Inputs) -> Tensor:
         x_TD = self.embedding(inputs.tokens.flatten())
         if self.model.position == "learned":
             positions_T = self.build.activation_rows(inputs.positions.flatten())
-            x_TD = x_TD + self.build.lookup(positions_T, self.position_embedding.weight)
+            table = cast(Tensor, self.position_embedding.weight)
+            x_TD = x_TD + self.build.lookup(positions_T, table)
         if self.model.token_types:
             types = inputs.token_types
             types = torch.zeros_like(inputs.tokens) if types is None else types
             types_T = self.build.activation_rows(types.flatten())
-            x_TD = x_TD + self.build.lookup(types_T, self.token_type_embedding.weight)
-        return self.embedding_norm(x_TD) if self.model.norm_order == "post" else x_TD
+            table = cast(Tensor, self.token_type_embedding.weight)
+            x_TD = x_TD + self.build.lookup(types_T, table)
+        return cast(Tensor, self.embedding_norm(x_TD) if self.model.norm_order == "post" else x_TD)
 
 
 def _norm_of_sum(
@@ -167,6 +170,7 @@ def _norm_of_sum(
     return cast(Tensor, norm(x_TD, y_TD)[1])
 
 
-def _recomputed(function, *arguments):  # type: ignore[no-untyped-def]
+def _recomputed(function: Callable[..., Tensor], *arguments: object) -> Tensor:
     """Runs without keeping activations. Dropout is a function of its index, so no random state."""
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    result = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return cast(Tensor, result)

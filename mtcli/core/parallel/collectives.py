@@ -7,7 +7,7 @@ in the axis's flight recorder, so that a rank that waits can say for whom.
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -138,7 +138,8 @@ def start_send(x: Tensor, axis: Axis, peer: int, what: str) -> Pending:
     """Starts sending x to a rank of the axis, which receives `what` under the same name."""
     call = axis.recorder.call("send", axis, x, what, peer)
     group = axis.p2p_group(axis.rank, peer)
-    return Pending(call, lambda: dist.isend(x, axis.ranks[peer], group=group))
+    start = lambda: cast(PendingWork, dist.isend(x, axis.ranks[peer], group=group))  # noqa: E731
+    return Pending(call, start)
 
 
 def receive(x: Tensor, axis: Axis, peer: int, what: str) -> Tensor:
@@ -242,7 +243,9 @@ def _scatter_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
     return parts.view(axis.size, own_rows, *x.shape[1:]).sum(0)
 
 
-def _differentiable(forward: Callable, backward: Callable) -> Callable[..., Tensor]:
+def _differentiable(
+    forward: Callable[..., Tensor], backward: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
     """A collective of (x, ..., axis), whose gradient is its transpose, itself a collective."""
 
     class Collective(torch.autograd.Function):
@@ -256,7 +259,7 @@ def _differentiable(forward: Callable, backward: Callable) -> Callable[..., Tens
             return backward(grad, *ctx.about), *[None] * len(ctx.about)
 
     def apply(x: Tensor, *about: Any) -> Tensor:
-        return x if about[-1].size == 1 else Collective.apply(x, *about)
+        return x if about[-1].size == 1 else Collective.apply(x, *about)  # type: ignore[no-untyped-call]  # torch
 
     return apply
 

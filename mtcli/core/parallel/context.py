@@ -87,7 +87,7 @@ def _by_rank(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
     """Ring attention (arXiv:2310.01889): keys and values go round while blocks are computed."""
-    return _Ring.apply(q, torch.stack([k, v]), axis, masking)
+    return _Ring.apply(q, torch.stack([k, v]), axis, masking)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
@@ -100,7 +100,8 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMas
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
     """Ulysses (arXiv:2309.14509): full sequences for 1/cp of the heads, and back."""
-    mixed = _local(*(_to_heads(x, axis) for x in (q, k, v)), masking)
+    q, k, v = (_to_heads(x, axis) for x in (q, k, v))
+    mixed = _local(q, k, v, masking)
     return _to_tokens(mixed, axis)
 
 

@@ -226,7 +226,7 @@ class LayerFactory(ABC):
 
     def expert_weights(self, weight: Tensor, experts: int) -> Tensor:
         """The matrices [experts, F, D] of a parameter of this rank's experts."""
-        return weight.unflatten(0, (experts, -1))
+        return weight.unflatten(0, (experts, -1))  # type: ignore[no-any-return]  # torch
 
     def experts_of_all(self, experts: Tensor, count: int) -> tuple[Tensor, int]:
         """(which of all models' experts are chosen [T, k], how many there are), of those of each
@@ -241,7 +241,7 @@ class LayerFactory(ABC):
         return self._linear
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return LinearFunction.apply(x, weight, bias, self.gemms or DEFAULT_GEMMS, self._defer)
+        return LinearFunction.apply(x, weight, bias, self.gemms or DEFAULT_GEMMS, self._defer)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
     def activated_linear(
         self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
@@ -254,7 +254,7 @@ class LayerFactory(ABC):
         if not self._recomputes(x):
             return self.linear(activation.forward(x, bias), weight)
         gemms = self.gemms or DEFAULT_GEMMS
-        return ActivatedLinear.apply(x, bias, weight, activation, gemms, self._defer)
+        return ActivatedLinear.apply(x, bias, weight, activation, gemms, self._defer)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
     def activated_experts(
         self, activation: Activation, x_NF: Tensor, weight_EDF: Tensor, counts_E: Tensor | None
@@ -263,7 +263,7 @@ class LayerFactory(ABC):
         if not self._recomputes(x_NF):
             return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts_E)
         gemms = grouped_gemms(x_NF, weight_EDF, counts_E)
-        return ActivatedLinear.apply(x_NF, None, weight_EDF, activation, gemms)
+        return ActivatedLinear.apply(x_NF, None, weight_EDF, activation, gemms)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
     def _recomputes(self, x: Tensor) -> bool:
         kernel = runs_triton(x) and not torch.compiler.is_compiling()

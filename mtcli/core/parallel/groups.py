@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ AXES: dict[str, tuple[str, ...]] = {
 }
 P2P = ("pp_forward", "pp_backward")
 OWN = (*P2P, "replicas")
+NO_TRANSPORT = cast(Transport, None)  # of one rank, whose collectives are the identity
 
 
 class Axis(NamedTuple):
@@ -53,7 +54,7 @@ class Axis(NamedTuple):
     rank: int  # this rank's place in `ranks`
     group: dist.ProcessGroup | None  # None where there is nobody to talk to
     recorder: FlightRecorder  # of this process
-    transport: Transport | None = None  # what carries its collectives, where there is somebody
+    transport: Transport = NO_TRANSPORT  # what carries its collectives, where there is somebody
     # By sender and receiver, where messages from one rank to another have a group of their own.
     p2p: Mapping[tuple[int, int], dist.ProcessGroup] = MappingProxyType({})
 
@@ -150,7 +151,7 @@ def make_groups(
     lists["ends"] = _pipeline_ends(layout)
     with recorder.call("make_groups", world):
         axes = {"world": _connected(world, timeout + LATER)}
-        known = {(world.ranks,): axes["world"]}
+        known: dict[tuple[tuple[int, ...], ...], Axis] = {(world.ranks,): axes["world"]}
         for name, groups in lists.items():
             same = tuple(tuple(ranks) for ranks in groups)
             axis = None if name in OWN else known.get(same)
@@ -173,12 +174,12 @@ def consecutive(axis: Axis, size: int, name: str, timeout: float) -> Axis:
     ranks = axis.ranks[first : first + size]
     subaxis = axis._replace(name=name, ranks=ranks, rank=axis.rank - first)
     if size == 1:
-        return subaxis._replace(group=None, transport=None)
+        return subaxis._replace(group=None, transport=NO_TRANSPORT)
     if size == axis.size:
         return subaxis
     limit = timedelta(seconds=timeout + LATER)
-    own = {"timeout": limit, "use_local_synchronization": True, "group_desc": name}
-    return _connected(subaxis._replace(group=dist.new_group(list(ranks), **own)), timeout + LATER)
+    group = dist.new_group(list(ranks), limit, use_local_synchronization=True, group_desc=name)
+    return _connected(subaxis._replace(group=group), timeout + LATER)
 
 
 def _groups(layout: ParallelLayout, axes: tuple[str, ...]) -> list[list[int]]:
@@ -187,7 +188,8 @@ def _groups(layout: ParallelLayout, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def _axis(name: str, groups: list[list[int]], world: Axis, timeout: float) -> Axis:
-    members, handle, limit = (world.rank,), None, timedelta(seconds=timeout + LATER)
+    members: tuple[int, ...] = (world.rank,)
+    handle, limit = None, timedelta(seconds=timeout + LATER)
     for ranks in groups:  # every rank takes part in making every group, in the same order
         if len(ranks) == 1:
             continue

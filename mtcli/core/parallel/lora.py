@@ -54,7 +54,7 @@ class AdapterSite(NamedTuple):
         shard = (tp.rank, tp.size) if weight.shard_axes[-1] == "tp" else (0, 1)
         return cls(targets, slots, prod(local[:dim]) if dim else 1, shard)
 
-    def ordered(self, side: nn.ParameterDict) -> list[nn.Parameter]:
+    def ordered(self, side: nn.ParameterDict) -> list[Tensor]:
         """The parameters of one side in the targets' order."""
         return [side[target.short] for target in self.targets]
 

@@ -31,17 +31,18 @@ from mtcli.core.schedule.messages import (
 from mtcli.core.schedule.ops import Op, Schedule, needs
 
 Given = TypeVar("Given")
+Read = TypeVar("Read", contravariant=True)
 
 
-class StageModule(Protocol[Given]):
-    """A stage of the model; Given is what it reads besides activations."""
+class StageModule(Protocol[Read]):
+    """A stage of the model; Read is what it reads besides activations."""
 
     build: LayerFactory
 
-    def __call__(self, x_TD: Tensor | None, inputs: Given) -> Tensor:
+    def __call__(self, x_TD: Tensor | None, inputs: Read) -> Tensor:
         """The stage's activations."""
 
-    def loss(self, x_TD: Tensor, inputs: Given, scale: float) -> tuple[Tensor, Tensor]:
+    def loss(self, x_TD: Tensor, inputs: Read, scale: float) -> tuple[Tensor, Tensor]:
         """The last stage's sum of losses, and scale times it, to differentiate."""
 
 
@@ -77,7 +78,7 @@ class Pipeline(Generic[Given]):
         self.ops = schedule.ops[groups.pp_rank]
         self.p2p = _P2P(schedule, groups, format)
         self.clock: Callable[[], float] = perf_counter  # profile puts a device's clock here
-        self.around: Callable[[Op], AbstractContextManager[None]] = nullcontext  # each op
+        self.around: Callable[[Op], AbstractContextManager[object]] = nullcontext  # each op
         self.spans: list[OpSpan] = []
         self.current: Op | None = None  # the op that runs, or ran last
 
@@ -169,7 +170,9 @@ class _Step(Generic[Given]):
             if y.requires_grad:
                 torch.autograd.backward(y, gradient)
         else:
-            with self.stages[op.stage].build.weight_passes.collecting() as work:
+            passes = self.stages[op.stage].build.weight_passes
+            assert passes is not None, f"{op} of stages whose backward is not split"
+            with passes.collecting() as work:
                 if y.requires_grad:
                     torch.autograd.backward(y, gradient)
             self.weight_work[op.micro_batch, op.stage] = work

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from itertools import repeat
 from math import lcm, prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class TensorGrid:
         accumulated in float32 at least.
         """
         count = self.panels
-        us = vs = repeat(None, count)
+        us = vs = cast(Iterator[Tensor], repeat(None, count))  # of no blocks that are read
         if makes != "u":
             us = self._broadcast(blocks["u"], 1, self.along, "u")
         if makes != "v":
@@ -140,14 +140,14 @@ def gemm(u: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None = N
 
     `passes` may leave the gradient of B for later.
     """
-    return _Gemm.apply("s", "uv", u, v, grid, passes)
+    return _Gemm.apply("s", "uv", u, v, grid, passes)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 def gemm_transposed(
     s: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None = None
 ) -> Tensor:
     """A B^T: blocks of A [X, Y] and B [P, Y] -> A B^T [X, P]. A does not move."""
-    return _Gemm.apply("u", "sv", s, v, grid, passes)
+    return _Gemm.apply("u", "sv", s, v, grid, passes)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 class _Gemm(torch.autograd.Function):

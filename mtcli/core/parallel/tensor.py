@@ -6,6 +6,7 @@ T tokens of a micro-batch, D hidden, F a layer's inner width. Between the layers
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +170,7 @@ class RowLinear(nn.Module):
     ) -> Tensor:
         """Returns the output for activation(x + inner_bias): x [T, F/tp], of SwiGLU [T, 2F/tp]."""
         if self.adapter is not None:  # which reads the activation too
-            return self(activation.forward(x, inner_bias), numbers=numbers)
+            return cast(Tensor, self(activation.forward(x, inner_bias), numbers=numbers))
         return self._summed(self.activated(activation, x, inner_bias, self.weight))
 
     def _summed(self, y_TD: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ class Norm(nn.Module):
 class AddNorm(Norm):
     """A norm of a sum, which becomes the residual stream."""
 
-    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one more result than a Norm's
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)

@@ -15,7 +15,7 @@ With one row all this is Megatron-LM's layout, and `engines.py` takes that engin
 """
 
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class GridLayers(TensorParallelLayers):
         is_sharded = "tp_columns" in self.table[f"{name}.weight"].shard_axes
         return (GridNorm if is_sharded else Norm)(name, model, self)
 
-    def add_norm(self, name: str, model: ModelConfig) -> "GridAddNorm":
+    def add_norm(self, name: str, model: ModelConfig) -> "GridAddNorm":  # type: ignore[override]  # no AddNorm
         """A norm of a sum, over the columns of a row's ranks."""
         return GridAddNorm(name, model, self)
 
@@ -128,13 +128,13 @@ class GridNorm(Norm):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x_TD normalised and scaled; same shape."""
-        return _RowNorm.apply(x_TD, self.weight, self.bias, self.eps, self.centred, self.tp)
+        return _RowNorm.apply(x_TD, self.weight, self.bias, self.eps, self.centred, self.tp)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 class GridAddNorm(GridNorm):
     """A norm of a sum, which becomes the residual stream."""
 
-    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one more result than a Norm's
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         total = x_TD if y_TD is None else x_TD + y_TD
         return total, super().forward(total)
@@ -210,7 +210,7 @@ class _RowNorm(torch.autograd.Function):
         ctx.save_for_backward(x_TD, weight)
         ctx.centred, ctx.axis, ctx.has_bias = centred, axis, bias is not None
         y = (wide - ctx.mean) * ctx.scale * weight
-        return (y if bias is None else y + bias).to(x_TD.dtype)
+        return cast(Tensor, y if bias is None else y + bias).to(x_TD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

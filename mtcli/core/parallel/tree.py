@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from torch.distributed.distributed_c10d import _get_default_store
 
 from mtcli.core.parallel.collectives import first_value
-from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.groups import NO_TRANSPORT, Axis
 
 FAN_OUT = 64  # ranks of a group
 FASTEST = 1  # of zlib's levels
@@ -50,16 +50,16 @@ class Level(NamedTuple):
     def send(self, value: Any, to: int) -> None:
         """Sends a value to a rank of the group."""
         data = bytearray(zlib.compress(json.dumps(value).encode(), FASTEST))
-        self.group.send([torch.tensor([len(data)])], to, 0).wait()
-        self.group.send([torch.frombuffer(data, dtype=torch.uint8)], to, 0).wait()
+        self.group.send([torch.tensor([len(data)])], to, 0).wait()  # type: ignore[attr-defined]  # not in torch's stub
+        self.group.send([torch.frombuffer(data, dtype=torch.uint8)], to, 0).wait()  # type: ignore[attr-defined]  # not in torch's stub
 
     def receive(self, source: int) -> Any:
         """The next value that a rank of the group has sent."""
         length = torch.empty(1, dtype=torch.int64)
-        self.group.recv([length], source, 0).wait()
+        self.group.recv([length], source, 0).wait()  # type: ignore[attr-defined]  # not in torch's stub
         data = torch.empty(int(length), dtype=torch.uint8)
-        self.group.recv([data], source, 0).wait()
-        return from_json(zlib.decompress(data.numpy()))
+        self.group.recv([data], source, 0).wait()  # type: ignore[attr-defined]  # not in torch's stub
+        return from_json(zlib.decompress(data.numpy().data))
 
 
 class Tree(NamedTuple):
@@ -109,7 +109,8 @@ def make_tree(world: Axis, fan_out: int = FAN_OUT) -> Tree:
             rank = own.index(world.rank)
             store = dist.PrefixStore(f"{name}/{step}/{first}", _get_default_store())
             group = dist.ProcessGroupGloo(store, rank, len(own), timeout=timedelta(days=7))
-            axis = world._replace(name=named, ranks=own, rank=rank, group=None, transport=None)
+            axis = world._replace(name=named, ranks=own, rank=rank, group=None)
+            axis = axis._replace(transport=NO_TRANSPORT)  # its messages are the level's
             levels.append(Level(axis, group))
         ranks, step = ranks[::fan_out], step * fan_out
         named = f"{world.name}.{step}"

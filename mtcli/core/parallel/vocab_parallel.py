@@ -123,7 +123,7 @@ class VocabLoss(TokenLoss):
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
         if not self._in_chunks(x_TD):
-            return VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)
+            return VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)  # type: ignore[no-untyped-call, no-any-return]  # torch
         assert not torch.is_grad_enabled(), "on a GPU `loss` is what has a gradient"
         x_TD = self.table.enter(x_TD, self.tp)
         return losses_in_chunks(x_TD, (self.table.weight, self.bias), labels_T, self.shard)
@@ -135,7 +135,7 @@ class VocabLoss(TokenLoss):
         if not self._in_chunks(x_TD):
             return super().loss(x_TD, labels_T, weights_T, scale)
         x_TD = self.table.enter(x_TD, self.tp)
-        losses_T, scaled = ChunkedLoss.apply(
+        losses_T, scaled = ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch
             x_TD, self.table.weight, labels_T, weights_T, self.shard, scale, self.bias
         )
         return losses_T.sum(), scaled

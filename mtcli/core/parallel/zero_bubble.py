@@ -38,7 +38,7 @@ class WeightPasses:
         if self.pending is None:
             return make()
         with torch.enable_grad():
-            left = _Left.apply(weight, make)
+            left = _Left.apply(weight, make)  # type: ignore[no-untyped-call]  # torch
         self.pending.append(partial(left.backward, left.detach()))
         return None
 

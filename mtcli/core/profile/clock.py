@@ -64,7 +64,8 @@ class DeviceClock:
 
     def seconds(self, stamp: float) -> float:
         """Converts an event's number to the second at which the device reached it."""
-        return self.base_seconds + self.base.elapsed_time(self.events[int(stamp)]) / 1e3
+        elapsed_ms: float = self.base.elapsed_time(self.events[int(stamp)])
+        return self.base_seconds + elapsed_ms / 1e3
 
 
 Clock = HostClock | DeviceClock
@@ -75,7 +76,7 @@ def clock_for(device: torch.device) -> Clock:
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
-def op_range(device: torch.device) -> Callable[[object], AbstractContextManager[None]]:
+def op_range(device: torch.device) -> Callable[[object], AbstractContextManager[object]]:
     """An NVTX range to run an op in, so that tools that watch the device see its name."""
     if device.type != "cuda":
         return nullcontext

@@ -7,7 +7,7 @@ and routed tokens spread evenly over the experts.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -141,7 +141,7 @@ class Answers(TorchDispatchMode):
     """
 
     def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
         self.model = model
         self.known = WeakIdKeyDictionary()  # of a fake tensor: its values
 
@@ -243,7 +243,7 @@ def _rms_norm(
     """Replaces F.rms_norm, in one kernel where a GPU has one."""
     if x.device.type != "meta":
         return RMS_NORM(x, size, weight, eps)
-    return _FusedRmsNorm.apply(x, weight)
+    return _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 class _FusedRmsNorm(torch.autograd.Function):
@@ -272,8 +272,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
     if q.device.type != "meta" or q.element_size() > 4:
         return ATTENTION(q, k, v, **given)
     if q.element_size() == 2 and not masked:
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0]
+        return cast(Tensor, aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[0])
     if q.shape[1] != k.shape[1]:
         return ATTENTION(q, k, v, **given)
     bias = None if not masked else torch.zeros_like(given["attn_mask"], dtype=q.dtype)
-    return aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)[0]
+    outs = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)
+    return cast(Tensor, outs[0])

@@ -17,10 +17,10 @@ class LiveMemory(TorchDispatchMode):
     """Counts live bytes of a kind of device; `where` names the moment, such as an op that runs."""
 
     def __init__(self, device: str = "cpu", where: Callable[[], str] = str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
         self.device, self.where = device, where
         self.sizes: dict[int, int] = {}  # of each storage
-        self.references: dict[int, ref] = {}
+        self.references: dict[int, ref[torch.UntypedStorage]] = {}
         self.bytes = self.peak = 0
         self.peak_at = ""
 
@@ -32,18 +32,19 @@ class LiveMemory(TorchDispatchMode):
         """Counts from here on, storages that are resized without an operation (FSDP2's) too."""
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            resized = resize_storage(storage, size)
+            resized: torch.UntypedStorage = resize_storage(storage, size)
             if id(resized) in self.sizes:
                 self.add(resized)
             return resized
 
-        torch.UntypedStorage.resize_ = resize
-        return super().__enter__()
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # a patch
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch
+        return self
 
     def __exit__(self, *error: Any) -> None:
         """Ends the count."""
-        torch.UntypedStorage.resize_ = resize_storage
-        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = resize_storage  # type: ignore[method-assign]  # unpatched
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch
 
     def __torch_dispatch__(
         self,

@@ -151,7 +151,7 @@ def _swap(one: Path, other: Path) -> bool:
     if not hasattr(libc, "renameat2"):  # glibc 2.28 and Linux have it
         return False
     here, swaps = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swaps) == 0
+    return bool(libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swaps) == 0)
 
 
 def make_folder(folder: Path) -> None:

@@ -113,7 +113,7 @@ class Meeting(NamedTuple):
             if tokens[0] != own:
                 raise failed("another process has joined as rank 0", "end the one that was left")
             name = secrets.token_hex(8)
-            store.multi_set(
+            store.multi_set(  # type: ignore[attr-defined]  # not in torch's stub
                 [f"seat/{token}/{seats[token]}" for token in tokens], [name] * self.world
             )
             seats.update(tokens)

@@ -1,7 +1,7 @@
 """Loops over arrays, compiled for the CPU by numba."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 
 def compiled(loop: Callable[..., Any], **flags: Any) -> Callable[..., Any]:
@@ -13,6 +13,6 @@ def compiled(loop: Callable[..., Any], **flags: Any) -> Callable[..., Any]:
     import numba
 
     try:
-        return numba.njit(cache=True, **flags)(loop)
+        return cast(Callable[..., Any], numba.njit(cache=True, **flags)(loop))
     except RuntimeError:  # neither the package's folder nor the user's can be written
-        return numba.njit(**flags)(loop)
+        return cast(Callable[..., Any], numba.njit(**flags)(loop))

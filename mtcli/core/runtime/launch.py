@@ -189,7 +189,7 @@ def _start(
     store, attempt = meet(rank, world, timeout, where)
     check = None
     if debug_collectives:
-        check = ConsistencyGuard(dist.PrefixStore("calls", store.clone()), rank).compare
+        check = ConsistencyGuard(dist.PrefixStore("calls", store.clone()), rank).compare  # type: ignore[attr-defined]  # not in torch's stub
 
     from mtcli.core.runtime.health.cuda_mark import CudaMark
 
@@ -210,7 +210,7 @@ def _watched(
     from mtcli.core.runtime.health.watchdog import Watchdog
 
     # A connection of its own: what waits on one holds up every other thread that uses it.
-    own = dist.PrefixStore("watch", store.clone())
+    own = dist.PrefixStore("watch", store.clone())  # type: ignore[attr-defined]  # not in torch's stub
     end = partial(end_rank, goes_on=goes_on)
     watchdog = Watchdog(runtime.recorder, own, runtime.rank, runtime.world, timeout, end)
     watchdog.start(os.getpid())

@@ -19,7 +19,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from threading import Thread
 from time import monotonic
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from mtcli.core.config.errors import MtcliError, failed
 
@@ -89,7 +89,9 @@ class ProcessPool(Generic[Item, Result]):
             ours, theirs = context.Pipe()
             # A forked child inherits our ends: it closes them, or it would never see us die.
             inherited = [*self._workers, ours] if context.get_start_method() == "fork" else []
-            process = context.Process(target=_serve, args=(work, theirs, inherited), daemon=True)
+            process = context.Process(  # type: ignore[attr-defined]  # typeshed: of its subclasses
+                target=_serve, args=(work, theirs, inherited), daemon=True
+            )
             process.start()
             theirs.close()
             self._workers[ours] = process
@@ -141,8 +143,7 @@ class ProcessPool(Generic[Item, Result]):
         for end in self._workers:
             hand_next(end)
         while busy:
-            for end in wait(list(busy)):
-                assert isinstance(end, Connection)
+            for end in cast(list[Connection], wait(list(busy))):
                 try:
                     told = end.recv()  # pickled by our own process, never read from a file
                 except (EOFError, ConnectionResetError):

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from ipaddress import ip_address
+from typing import Any, cast
 
 import psutil
 import torch
@@ -88,7 +89,7 @@ def meet(rank: int, world: int, timeout: float, device: torch.device) -> tuple[d
     root_store = _connect(rank, limit)
     name, attempt = Meeting(root_store, rank, world, timeout, device.type).agree()
     store = dist.PrefixStore(name, root_store)
-    members = {"store": store, "rank": rank, "world_size": world, "timeout": later}
+    members: dict[str, Any] = {"store": store, "rank": rank, "world_size": world, "timeout": later}
     if device.type == "cuda":
         dist.init_process_group("nccl", device_id=device, **members)
     else:
@@ -129,9 +130,9 @@ def endpoint(environ: Mapping[str, str]) -> tuple[str, int]:
 def _connect(rank: int, limit: timedelta) -> dist.Store:
     """This rank's connection to the run's store, which rank 0 hosts if no launcher does."""
     host, port = endpoint(os.environ)
-    hosted = keeps_store()
+    hosted, address = keeps_store(), cast(str | None, LOOPBACK)
     if on_one_machine(os.environ):
-        host, address = host if hosted else LOOPBACK, LOOPBACK
+        host = host if hosted else LOOPBACK
     else:
         address = _address_towards(host, port, hosted)
     if address is not None:
@@ -139,6 +140,7 @@ def _connect(rank: int, limit: timedelta) -> dist.Store:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # a user's choice stays
             os.environ.setdefault(variable, interface)
     if rank == 0 and not hosted:
+        assert address, f"no address of {host} to host the store on"
         return _host_store(_listen(address, port), limit)
     return dist.TCPStore(host, port, is_master=False, timeout=limit)
 
@@ -157,7 +159,7 @@ def _address_towards(host: str, port: int, hosted: bool) -> str | None:
         family, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:  # UDP: nothing is sent
             probe.connect(target)
-            address = probe.getsockname()[0]
+            address: str = probe.getsockname()[0]
     except OSError as error:
         raise wrong(f"MASTER_ADDR={host} is not reached: {error.strerror}", hint) from None
     if ip_address(target[0]).is_unspecified:
@@ -180,6 +182,7 @@ def _is_loopback(host: str) -> bool:
 
 def _interface_of(address: str) -> str:
     """The name of the interface that has an address."""
+    name: str
     for name, entries in psutil.net_if_addrs().items():
         if address in {entry.address.partition("%")[0] for entry in entries}:
             return name

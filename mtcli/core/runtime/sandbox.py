@@ -104,6 +104,7 @@ def _serve() -> None:
     import resource  # not above: it is for POSIX systems alone
 
     seconds = SECONDS
+    work: Callable[[Any], Any]
 
     def start(request: Any) -> None:
         nonlocal work, seconds
@@ -114,7 +115,7 @@ def _serve() -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
         work = getattr(import_module(module), name)(*arguments)
 
-    work: Callable[[Any], Any] = start
+    work = start
     for line in sys.stdin.buffer:
         for request in _decoded(line):
             signal.setitimer(signal.ITIMER_PROF, seconds)

@@ -5,7 +5,7 @@ this file only names what happens in a step.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from time import perf_counter
 from typing import Literal, NamedTuple
@@ -17,6 +17,7 @@ from mtcli.core.config.errors import wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
+from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.model.build import activation_format, build_stages
 from mtcli.core.model.expert_balance import ExpertBalance
 from mtcli.core.model.inputs import Inputs
@@ -106,7 +107,7 @@ class Trainer:
         self.layout = self.groups.layout
         b, p = config.batch, config.parallel
         self.dtype = DTYPES[config.train.precision]
-        self.table = run_parameters(config.model, config.lora)
+        self.table: Mapping[str, Parameter] = run_parameters(config.model, config.lora)
         self.stages = build_stages(config, self.groups, allocates_shards(config, self.layout))
         self.strategy = strategy_for(config, self.stages, self.groups, self.dtype)
         if config.train.compile:

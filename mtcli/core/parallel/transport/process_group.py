@@ -33,11 +33,11 @@ class ProcessGroupTransport:
 
     def all_reduce(self, x: Tensor, op: Any) -> PendingWork:
         """The sum (or `op`) over the ranks, in place."""
-        return dist.all_reduce(x, op, self.group, async_op=True)
+        return dist.all_reduce(x, op, self.group, async_op=True)  # type: ignore[no-any-return]  # torch
 
     def all_gather(self, out: Tensor, x: Tensor) -> PendingWork:
         """x [...] on each rank -> out [n, ...]."""
-        return _gather_into(out.view(-1), x.view(-1), self.group, async_op=True)
+        return _gather_into(out.view(-1), x.view(-1), self.group, async_op=True)  # type: ignore[no-any-return]  # torch
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> PendingWork:
         """x [n, ...] on each rank -> out [...], row `rank` of the sum.
@@ -48,21 +48,21 @@ class ProcessGroupTransport:
             rows = torch.empty_like(x).view(len(self.ranks), out.numel())
             work = dist.all_to_all_single(rows, x.view_as(rows), group=self.group, async_op=True)
             return _Summed(work, rows, out.view(-1), x)
-        return _scatter_from(out.view(-1), x.view(-1), group=self.group, async_op=True)
+        return _scatter_from(out.view(-1), x.view(-1), group=self.group, async_op=True)  # type: ignore[no-any-return]  # torch
 
     def all_to_all(
         self, out: Tensor, x: Tensor, received: list[int], sent: list[int]
     ) -> PendingWork:
         """x [sum(sent), ...] -> out [sum(received), ...]: sent[i] rows go to rank i."""
-        return dist.all_to_all_single(out, x, received, sent, self.group, async_op=True)
+        return dist.all_to_all_single(out, x, received, sent, self.group, async_op=True)  # type: ignore[no-any-return]  # torch
 
     def broadcast(self, x: Tensor, root: int) -> PendingWork:
         """x of rank `root` -> x of all."""
-        return dist.broadcast(x, self.ranks[root], self.group, async_op=True)
+        return dist.broadcast(x, self.ranks[root], self.group, async_op=True)  # type: ignore[no-any-return]  # torch
 
     def reduce(self, x: Tensor, root: int) -> PendingWork:
         """The sum over the ranks -> x of rank `root`; that of others is lost."""
-        return dist.reduce(x, self.ranks[root], dist.ReduceOp.SUM, self.group, async_op=True)
+        return dist.reduce(x, self.ranks[root], dist.ReduceOp.SUM, self.group, async_op=True)  # type: ignore[no-any-return]  # torch
 
     def shift(self, out: Tensor, x: Tensor) -> PendingWork:
         """x of each rank -> out of the next one; the last one's goes to the first."""

@@ -26,7 +26,7 @@ def connect(
     """
     listener, own_file = _listener(), _memory()
     able = listener is not None and own_file is not None
-    told = gather([_machine(), listener.getsockname().hex() if able else None])
+    told = gather([_machine(), listener.getsockname().hex() if listener and able else None])
     addresses = [bytes.fromhex(address) for _, address in told if address is not None]
     if len(addresses) < len(names) or len({machine for machine, _ in told}) > 1:
         if listener is not None:
@@ -34,7 +34,8 @@ def connect(
         if own_file is not None:
             os.close(own_file)
         return None
-    files, peers = {rank: own_file}, {}
+    assert listener is not None and own_file is not None, "every rank gave an address"
+    files, peers = {rank: own_file}, dict[int, socket.socket]()
     try:
         for peer, connection in _connections(rank, listener, addresses, timeout):
             peers[peer] = connection
@@ -109,4 +110,4 @@ def _is_same_user(connection: socket.socket) -> bool:
     """Whether the process at the other end is this user's, by the kernel's word."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, user, _ = struct.unpack("iII", credentials)
-    return user == os.getuid()
+    return user == os.getuid()  # type: ignore[no-any-return]  # from struct

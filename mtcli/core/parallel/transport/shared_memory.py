@@ -54,9 +54,11 @@ class SharedMemory:
         rows = x.view(self.size, -1)
         return self._start(self._scattered(out.view(-1), rows), len(_parts(rows)))
 
-    def all_reduce(self, x: Tensor, op: dist.ReduceOp) -> "Operation":
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> "Operation":
         """Starts the sum or maximum over all ranks, in place; the same bits on every rank."""
-        combine = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}[op]
+        combines: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]]
+        combines = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
+        combine = combines[op]
         flat = x.view(-1)
         if flat.numel() * flat.element_size() <= SMALL_BYTES:
             return self._start(self._reduced(flat, combine), 1)

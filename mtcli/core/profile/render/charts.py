@@ -198,7 +198,7 @@ def curves(curve_of: Mapping[str, ChartRow], resumed: Sequence[int] = ()) -> lis
         for step in resumed:
             axes.axvline(step, color=GREEN, linestyle=":", linewidth=1.5)
         if name in valid:
-            look = {"ms": 3, "color": ORANGE, "label": "validation loss"}
+            look: dict[str, Any] = {"ms": 3, "color": ORANGE, "label": "validation loss"}
             axes.plot(valid[name]["steps"], _gaps(valid[name]), "o-", **look)
             legend_above(axes, 1)
         axes.set_xlabel("step")
@@ -278,8 +278,8 @@ def over_time(data: ChartRow) -> Chart:
 
     def draw(axes: "Axes") -> None:
         colors, step = [MEMORY[kind] for kind in layers], data["seconds"]
-        look = {"labels": layers, "colors": colors, "step": "post", "linewidth": 0}
-        axes.stackplot(step, list(layers.values()), **look)
+        look: dict[str, Any] = {"labels": layers, "colors": colors, "step": "post"}
+        axes.stackplot(step, list(layers.values()), linewidth=0, **look)
         axes.set(xlim=(0, step[-1]), ylim=(0, None), ylabel="MiB")
         axes.set_xlabel("seconds of the profiled step")
         legend_above(axes, len(layers))

@@ -96,7 +96,8 @@ def _render(
 
     rows = [charts[first : first + columns] for first in range(0, len(charts), columns)]
     heights = [max(chart.height for chart in row) for row in rows]
-    with rc_context(STYLE | {"svg.hashsalt": name}):
+    style: Any = STYLE | {"svg.hashsalt": name}  # matplotlib's type is a Literal of every key
+    with rc_context(style):
         figure = Figure(figsize=(width, sum(heights)), layout="constrained")
         grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
         for place, chart in enumerate(charts):

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mtcli.core.profile.breakdown import KINDS as TIME_KINDS
 from mtcli.core.profile.figures import Profile, memory_over_time
 from mtcli.core.profile.render import charts
 from mtcli.core.profile.render.drawing import save
@@ -21,7 +22,7 @@ def save_profile(target: str, profile: Profile) -> None:
     data = memory_over_time(profile.fullest)
     titled = {
         f"bubble over busy time: {', '.join(bubbles)}": charts.gantt(timelines),
-        "where the step goes": charts.stacked_shares(rows, charts.TIME_KINDS),
+        "where the step goes": charts.stacked_shares(rows, TIME_KINDS),
         f"memory of rank {data['rank']}": charts.over_time(data),
     }
     save(target, [chart._replace(title=title) for title, chart in titled.items()])

@@ -1,7 +1,8 @@
 """Prints a profile as text: tables for people, and the measured timeline above the planned one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import isnan
+from typing import Any
 
 from mtcli.core.profile.figures import Json, Profile, fullest_stage, planned_memory
 from mtcli.core.runtime.console import print_line, print_table, width
@@ -41,7 +42,7 @@ def _print_timeline(title: str, timeline: Timeline, end: float) -> None:
     print_line(f"\n{title}\n{draw(timeline, width(DRAWN_WIDTH), end)}")
 
 
-def summary_rows(data: Json) -> list[list[str]]:
+def summary_rows(data: Mapping[str, Any]) -> list[list[str]]:
     """Rows of the headline figures: (name, measured, planned)."""
     seconds, plan = data["step_seconds"], data.get("predicted")
     spread = f"{seconds['min']:.4g} to {seconds['max']:.4g} s"
@@ -107,7 +108,7 @@ def kernel_rows(data: Json) -> tuple[list[str], list[list[str]]]:
     return ["kernel", "calls", "time"], rows
 
 
-def rank_rows(data: Json) -> list[list[str]]:
+def rank_rows(data: Mapping[str, Any]) -> list[list[str]]:
     """Rows of how long a finished run's ranks computed and waited: (what, largest, median, whose
     the largest was)."""
     ranks, rows = data["rank_times"], []
@@ -119,7 +120,7 @@ def rank_rows(data: Json) -> list[list[str]]:
     return rows
 
 
-def run_rows(data: Json) -> list[list[str]]:
+def run_rows(data: Mapping[str, Any]) -> list[list[str]]:
     """Rows of a finished run: (name, value)."""
     spread, seconds = data["step_quantiles"], data["step_seconds"]["median"]
     middle = f"{spread['p5']:.4g} to {spread['p95']:.4g} s in 9 of 10"
@@ -167,6 +168,6 @@ def show_run(rows: Sequence[Json], data: Json) -> None:
         ]
         for row in picked
     ]
-    columns = ["step", "loss", "gradient norm", "step time", "tokens/s"]
-    columns += [] if isnan(data["mfu"]) else ["MFU"]
-    print_table(f"{len(rows)} steps", columns, cells, right=True)
+    titles = ["step", "loss", "gradient norm", "step time", "tokens/s"]
+    titles += [] if isnan(data["mfu"]) else ["MFU"]
+    print_table(f"{len(rows)} steps", titles, cells, right=True)

@@ -1,5 +1,7 @@
 """Marks in a CUDA stream: whether the device has got there, and when."""
 
+from typing import cast
+
 import torch
 
 
@@ -12,8 +14,8 @@ class CudaMark:
 
     def reached(self) -> bool:
         """Whether the device has got past it."""
-        return self.event.query()
+        return cast(bool, self.event.query())
 
     def seconds_since(self, earlier: "CudaMark") -> float:
         """The device's seconds from an earlier mark; both are reached."""
-        return earlier.event.elapsed_time(self.event) / 1000.0
+        return cast(float, earlier.event.elapsed_time(self.event)) / 1000.0
