@@ -11,7 +11,6 @@ from mtcli.commands.profile import _show_profile
 from mtcli.core.config.loading import config_of
 from mtcli.core.parallel.groups import AXES
 from mtcli.core.plan.hardware import HERE
-from mtcli.core.plan.memory import memory_by_stage
 from mtcli.core.profile.figures import CARRIERS, Profile
 from mtcli.core.profile.records import WaitSeconds
 from mtcli.core.profile.render.text import (
@@ -137,7 +136,7 @@ def test_measured_and_planned_memory_are_of_the_same_rank(records, fullest, elem
     found = data["figures"]
     weights = {"measured": 10**7, "planned": 4 * elements, "unit": "bytes"}
     assert found["memory.weights"] == weights
-    of_rank = memory_by_stage(profile.prediction.work, profile.prediction.device)[fullest]
+    of_rank = profile.prediction.stages[fullest]
     device = HERE.reserved_bytes  # of `other`, what is not a step's
     step = of_rank.activations + of_rank.other - device
     assert found["memory.activations"]["planned"] == pytest.approx(step, abs=1)
