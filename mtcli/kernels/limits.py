@@ -22,9 +22,6 @@ CPU_BLOCK_BYTES = 2**20
 # time at 4096 tokens, 24 % at 1024. These are the least and the most bytes of a chunk's logits.
 LOSS_CHUNK_ROWS, LOSS_CHUNK_BYTES = 4096, (2**28, 2**30)
 
-# 64-bit numbers per element alive at the peak of drawing a dropout mask by torch, in random.py:
-# the indices, their mix, and one temporary.
-RANDOM_BITS_PEAK = 3
 # 64-bit numbers that a CPU makes at a time for a mask, in two buffers: of 2**14 to 2**20 the best.
 RANDOM_BLOCK = 2**16
 
@@ -37,13 +34,6 @@ def block_rows(row_bytes: int) -> int:
 def row_slices(count: int, step: int) -> list[slice]:
     """Slices of `count` rows, `step` at a time, of loops in which each writes its own results."""
     return [slice(i, min(i + step, count)) for i in range(0, count, step)]
-
-
-def random_bytes(numel: float, width: int, cpu: bool) -> float:
-    """Bytes at the peak of drawing a dropout mask of rows of a width by torch."""
-    if not cpu:
-        return 8 * RANDOM_BITS_PEAK * numel
-    return numel + 2 * 8 * min(numel, max(RANDOM_BLOCK // width, 1) * width)
 
 
 def chunk_rows(row_bytes: int, bounds: tuple[int, int] = LOSS_CHUNK_BYTES) -> int:

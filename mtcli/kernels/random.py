@@ -80,7 +80,7 @@ def stream_key(seed: int, *names: str | int) -> int:
 def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
     """64 random bits for each int64 index; same shape, int64.
 
-    At its peak `limits.RANDOM_BITS_PEAK` numbers per index are alive, with the indices.
+    At its peak three 64-bit numbers per index are alive: indices, their mix, and a temporary.
     """
     x = (index + 1).mul_(_GOLDEN).add_(key)
     x.bitwise_xor_(_shift(x, 30)).mul_(_MIX_1)

@@ -133,11 +133,6 @@ def _least(work: Workload, device: Device) -> float:
     return state + device.reserved_bytes
 
 
-def memory_by_stage(work: Workload, device: Device) -> list[Memory]:
-    """Estimated bytes of the fullest rank of each pipeline rank, which is its first."""
-    return list(each_stage(work, device))
-
-
 def each_stage(work: Workload, device: Device, bytes_of: BytesOf | None = None) -> Iterator[Memory]:
     """Yields the bytes of the fullest rank of each pipeline rank, which is its first. Those beside
     the state are `bytes_of` the pipeline rank, or estimates."""

@@ -195,11 +195,6 @@ class Workload:
         return self.tokens / self.layout.tp_rows
 
     @property
-    def row_sequences(self) -> int:
-        """Sequences of a micro-batch on one row of tp ranks."""
-        return self.micro_batch_size // self.layout.tp_rows
-
-    @property
     def kv_sharers(self) -> int:
         """Tensor parallel ranks that share a key-value head."""
         return max(1, self.columns // self.model.num_kv_heads)

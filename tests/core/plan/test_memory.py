@@ -15,7 +15,7 @@ from mtcli.core.mesh.parameters import parameters, stage_parameters
 from mtcli.core.mesh.parameters import stage_layers as even_stages
 from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.hardware import GPUS
-from mtcli.core.plan.memory import memory, memory_by_stage
+from mtcli.core.plan.memory import each_stage, memory
 from mtcli.core.plan.workload import Workload, spread
 
 H100 = GPUS["h100"]
@@ -134,7 +134,7 @@ def test_1f1b_keeps_a_whole_models_activations_on_its_first_rank(pp):
     piped = replace(published(), layout=ParallelLayout(pp, pp=pp))
     tokens = piped.seq_len * piped.micro_batch_size
     one_layer = korthikanti(32, 2, 64, 8, 1, "selective", False) - 2 * 64 * tokens  # no dropout
-    stages = memory_by_stage(piped, H100)
+    stages = list(each_stage(piped, H100))
     sent = pp * tokens * 2 * 64  # hidden states
     assert stages[0].activations == pytest.approx(8 * one_layer + sent)
     if pp == 4:
@@ -146,18 +146,18 @@ def test_interleaving_keeps_more_by_the_published_factor():
     base = replace(published(), layout=ParallelLayout(4, pp=4))
     more = replace(base, layout=ParallelLayout(4, pp=4, vpp=2), schedule_name="interleaved")
     ends = 64 * 2 * 64  # a stage's output, of which interleaving has vpp times as many
-    plain, chunks = (memory_by_stage(work, H100)[1] for work in (base, more))
+    plain, chunks = (list(each_stage(work, H100))[1] for work in (base, more))
     ratio = (chunks.activations - 9 * ends) / (plain.activations - 3 * ends)
     assert ratio == pytest.approx((4 * 2 + 1) / (3 * 2))  # 9 chunks of one layer, 3 of two
 
 
 def test_gpipe_keeps_every_micro_batch():
     base = step(gpt(), ParallelLayout(2, pp=2))
-    plain = memory_by_stage(base, H100)[0].activations
-    every = memory_by_stage(replace(base, schedule_name="gpipe"), H100)[0].activations
+    plain = list(each_stage(base, H100))[0].activations
+    every = list(each_stage(replace(base, schedule_name="gpipe"), H100))[0].activations
     assert every / plain == pytest.approx(base.num_micro_batches / 2)
     long = replace(base, schedule_name="gpipe", global_batch_size=10**9)  # ops of no such schedule
-    several = memory_by_stage(long, H100)[0].activations
+    several = list(each_stage(long, H100))[0].activations
     assert several / every == pytest.approx(long.num_micro_batches / base.num_micro_batches)
 
 
@@ -165,7 +165,7 @@ def test_zero_bubble_keeps_the_inputs_and_gradients_that_its_weight_halves_wait_
     """Per waiting block, in 16 bits: inputs of h, h, h and 4h, gradients of 3h, h, 4h and h."""
     base = step(gpt(), ParallelLayout(4, pp=4))
     whole = replace(base, schedule_name="zero_bubble")
-    stages, plain = memory_by_stage(whole, H100), memory_by_stage(base, H100)
+    stages, plain = list(each_stage(whole, H100)), list(each_stage(base, H100))
     tokens, layers = 64, 2
     for rank in (1, 2):
         halves, whole = layers * tokens * 2 * (7 + 9) * 64, plain[rank].activations / (4 - rank)
