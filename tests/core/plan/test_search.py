@@ -1,10 +1,13 @@
 """The search is exact, its choices are legal, and what it finds an expert would defend."""
 
+from dataclasses import replace
+
 import pytest
 
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.rules import problems
 from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.plan.activations import MARGIN
 from mtcli.core.plan.answer import read_request
 from mtcli.core.plan.hardware import GPUS
 from mtcli.core.plan.memory import memory
@@ -290,3 +293,40 @@ def test_no_smaller_number_of_devices_is_enough(name, device, fixed, expected):
         if world <= node or world % node == 0:
             assert not searched(world)[1].best, world
     assert searched(expected)[1].best
+
+
+def _rehearsed(scale):
+    """Gives predictions stages of so many times the bytes, by work."""
+
+    def rehearse(plans):
+        return [
+            replace(p, stages=tuple(_scaled(stage, scale(p.work)) for stage in p.stages))
+            for _, p in plans
+        ]
+
+    return rehearse
+
+
+def _scaled(stage, factor):
+    return replace(stage, working=stage.working + (factor - 1) * stage.total)
+
+
+def test_a_layout_that_its_real_stages_do_not_fit_makes_room_for_the_next():
+    estimated = search(SMALL, 8, GPUS["h100"], 3)
+    first, *others = (candidate.prediction.work for candidate in estimated.best)
+    rehearse = _rehearsed(lambda work: 10 if work == first else 1)
+    found = search(SMALL, 8, GPUS["h100"], 2, rehearse=rehearse)
+    assert [candidate.prediction.work for candidate in found.best] == others
+    assert found.too_large == estimated.too_large + 1
+
+
+@pytest.mark.parametrize(("over", "is_tried"), [(0.9 * MARGIN, True), (1.1 * MARGIN, False)])
+def test_an_estimate_may_be_too_high_by_the_margin(over, is_tried):
+    first = search(SMALL, 8, GPUS["h100"], 1).best[0].prediction
+    usable = first.memory.total / (1 + over)
+    share = GPUS["h100"].usable_bytes / GPUS["h100"].memory_bytes
+    tight = replace(GPUS["h100"], memory_bytes=usable / share)
+    found = search(SMALL, 8, tight, 1, rehearse=_rehearsed(lambda work: 1 - 2 * MARGIN))
+    assert (found.best[0].prediction.work == first.work) == is_tried
+    strict = search(SMALL, 8, tight, 1)
+    assert strict.best[0].prediction.work != first.work
