@@ -52,6 +52,7 @@ SPLIT = {"pp": 2, "schedule": "zero_bubble"}
 WIDE = {"hidden_size": 512, "vocab_size": 256}
 HEADLESS = {"stage_layers": (4, 0)}  # all of a stage is the head
 BIG = {"vocab_size": 8192}
+MANY = {"num_layers": 8}
 CHUNKED = {"vocab_size": 3 * 2**19, "hidden_size": 64}  # of 512 tokens in 16 bits 1.5 GiB of logits
 CUT = {"pp": 2, "vpp": 2, "schedule": "interleaved"}
 UNEVEN = CUT | {"stage_layers": (1, 1, 3, 1)}
@@ -95,6 +96,8 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "adapters of a pipeline": (2, DEEP, {"pp": 2}, "bf16", LAST, ADAPTERS),
     "without sequence parallelism": (2, LLAMA, {"tp": 2, "sequence_parallel": False}, "bf16", None),
     "zero=1, the last of three data ranks": (3, GPT, {"zero": 1}, "bf16", LAST),
+    "zero=1's update of many layers": (2, DEEP | MANY, {"zero": 1}, "bf16", None, FEW),
+    "zero=1, experts of one rank": (2, MOE | MANY, {"ep": 2, "zero": 1}, "bf16", None, FEW),
     "all_gather": (2, LLAMA, GATHERED, "bf16", None),
     "a2a": (2, GPT, {"cp": 2, "cp_mode": "a2a"}, "bf16", None),
     "pp and full recompute": (2, DEEP, {"pp": 2, "recompute": "full"}, "bf16", None),
