@@ -20,14 +20,14 @@ class PositionRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Visibility:
-    """Shows a query at position i the keys at i - `before` .. i + `after`; None is no limit.
+    """Shows a query at position i the keys at i - `left` .. i + `right`; None is no limit.
 
-    FlashAttention's window_size. Causal attention has `after` 0, and a causal window of W keys,
-    the query's own among them, also has `before` W - 1.
+    FlashAttention's window_size. Causal attention has `right` 0, and a causal window of W keys,
+    the query's own among them, also has `left` W - 1.
     """
 
-    before: int | None = None
-    after: int | None = 0
+    left: int | None = None
+    right: int | None = 0
 
     def sees_some(self, queries: PositionRange, keys: PositionRange) -> bool:
         """Whether any of the queries attends to any of the keys."""
@@ -41,35 +41,35 @@ class Visibility:
 
     def kind(self, length: int) -> Literal["all", "causal", "band"]:
         """Names the mask of a row of a length: nothing, what comes after the query, or a band."""
-        if self.after == 0 and self._shows_before(length - 1):
+        if self.right == 0 and self._shows_before(length - 1):
             return "causal"
         row = PositionRange(0, length)
         return "all" if self.sees_all(row, row) else "band"
 
     def mean_keys(self, seq_len: int) -> float:
         """Mean number of keys that a query of a row attends to; a causal row has half its keys."""
-        late = 0 if self.after is None else max(0, seq_len - self.after)
-        early = 0 if self.before is None else max(0, seq_len - self.before - 1)
+        late = 0 if self.right is None else max(0, seq_len - self.right)
+        early = 0 if self.left is None else max(0, seq_len - self.left - 1)
         # Two triangles of the square of scores are hidden.
         return seq_len - (late * late + early * early) / (2 * max(1, seq_len))
 
     def widest(self, seq_len: int) -> int:
         """Keys of a row from the first to the last that a query attends to, at most; a causal
         limit does not count, as each key of a row is some query's last."""
-        if self.before is None or self.after is None:
+        if self.left is None or self.right is None:
             return seq_len
-        return min(seq_len, self.before + 1 + self.after)
+        return min(seq_len, self.left + 1 + self.right)
 
     def _shows_after(self, distance: int) -> bool:
-        return self.after is None or distance <= self.after
+        return self.right is None or distance <= self.right
 
     def _shows_before(self, distance: int) -> bool:
-        return self.before is None or distance <= self.before
+        return self.left is None or distance <= self.left
 
 
 def layer_visibility(model: ModelConfig, layer: int) -> Visibility:
     """What queries of a layer, numbered over all stages, attend to."""
-    return Visibility(after=0 if model.causal else None)
+    return Visibility(right=0 if model.causal else None)
 
 
 @cache
@@ -77,5 +77,5 @@ def mean_keys(model: ModelConfig, seq_len: int, full_square: bool = False) -> fl
     """Mean number of keys that a query attends to, over rows and layers; with `full_square` those
     of the scores that are computed where a causal half is not left out."""
     layers = [layer_visibility(model, layer) for layer in range(model.num_layers)]
-    keys = [each.widest(seq_len) if full_square else each.mean_keys(seq_len) for each in layers]
+    keys = [v.widest(seq_len) if full_square else v.mean_keys(seq_len) for v in layers]
     return sum(keys) / len(keys)

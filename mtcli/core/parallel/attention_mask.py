@@ -61,11 +61,11 @@ class AttentionMask:
             of_queries, of_keys = rows[:, queries], rows[:, keys].contiguous()
             first = torch.searchsorted(of_keys, of_queries)
             end = torch.searchsorted(of_keys, of_queries, right=True)
-        before, after = self.visibility.before, self.visibility.after
-        if before is not None:
-            first = torch.maximum(first, torch.searchsorted(keys, queries - before))
-        if after is not None:
-            last = queries + after if after else queries
+        left, right = self.visibility.left, self.visibility.right
+        if left is not None:
+            first = torch.maximum(first, torch.searchsorted(keys, queries - left))
+        if right is not None:
+            last = queries + right if right else queries
             end = torch.minimum(end, torch.searchsorted(keys, last, right=True))
         return KeyRanges(first.int(), end.int())
 
@@ -85,10 +85,10 @@ class AttentionMask:
     def of_paths(self, paths: Tensor, positions: Tensor) -> Tensor:
         """bool [b, 1, s, s] of packed rows, where `paths` [b, s, s] is True from a token to those
         before it on its path, and `positions` [b, s] count along paths."""
-        before = self.visibility.before
-        if before is None:
+        left = self.visibility.left
+        if left is None:
             return paths[:, None]
-        return (paths & (positions[:, None] >= positions[:, :, None] - before))[:, None]
+        return (paths & (positions[:, None] >= positions[:, :, None] - left))[:, None]
 
     def of_cached(self, q: Tensor, size: int) -> KernelMask:
         """The mask from the last tokens of a sequence q [b, h, n, d] to all `size` of it."""
@@ -112,11 +112,11 @@ class AttentionMask:
 
     def _visible(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """bool, for positions that broadcast; None where the layer hides no key."""
-        before, after = self.visibility.before, self.visibility.after
-        visible = None if after is None else keys <= (queries + after if after else queries)
-        if before is None:
+        left, right = self.visibility.left, self.visibility.right
+        visible = None if right is None else keys <= (queries + right if right else queries)
+        if left is None:
             return visible
-        near = keys >= queries - before
+        near = keys >= queries - left
         return near if visible is None else visible & near
 
 

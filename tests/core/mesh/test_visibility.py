@@ -15,8 +15,8 @@ SPANS = st.builds(lambda first, size: PositionRange(first, first + size), *[st.i
 
 
 def seen_pairs(visibility, queries, keys):
-    before = 99 if visibility.before is None else visibility.before
-    after = 99 if visibility.after is None else visibility.after
+    before = 99 if visibility.left is None else visibility.left
+    after = 99 if visibility.right is None else visibility.right
     return [i - before <= j <= i + after for i, j in product(range(*queries), range(*keys))]
 
 

@@ -18,7 +18,7 @@ def document_of(lengths):
 
 
 def sees(visibility, query, key):
-    before, after = visibility.before, visibility.after
+    before, after = visibility.left, visibility.right
     return (before is None or query - key <= before) and (after is None or key - query <= after)
 
 
@@ -39,7 +39,7 @@ def test_a_mask_is_of_the_same_document_and_within_the_layer_s_limits(lengths, v
 @pytest.mark.parametrize(
     ("visibility", "expected"),
     [
-        (Visibility(after=None), None),
+        (Visibility(right=None), None),
         (Visibility(), [[[[1, 1, 0], [1, 1, 1]]]]),
         (Visibility(3, 0), [[[[1, 1, 0], [0, 0, 1]]]]),
     ],

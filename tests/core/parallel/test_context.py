@@ -30,7 +30,7 @@ ROWS = [
 CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 
-CAUSAL, FULL = Visibility(), Visibility(after=None)
+CAUSAL, FULL = Visibility(), Visibility(right=None)
 # Windows within a chunk and over several, and one of both sides.
 WINDOWS = [Visibility(2, 0), Visibility(10, 0), Visibility(5, 3)]
 
@@ -58,7 +58,7 @@ def expected(tensors, visibility, documents):
     for b in range(len(ROWS)):
         mixed = []
         for i in range(S):
-            before, after = visibility.before, visibility.after
+            before, after = visibility.left, visibility.right
             seen = [j for j in range(S) if after is None or j - i <= after]
             seen = [j for j in seen if before is None or i - j <= before]
             if documents is not None:
@@ -167,8 +167,8 @@ def test_a_window_computes_the_steps_of_a_ring_whose_chunks_it_reaches():
 @pytest.mark.parametrize("sees", [CAUSAL, FULL, *WINDOWS], ids=str)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_step_of_a_ring_leaves_out_halves_that_see_nothing_or_that_nothing_sees(cp, sees):
-    before = S if sees.before is None else sees.before
-    after = S if sees.after is None else sees.after
+    before = S if sees.left is None else sees.left
+    after = S if sees.right is None else sees.right
     half = S // cp // 2
     for rank, step in itertools.product(range(cp), repeat=2):
         i, j = zigzag(S, cp, rank)[:, None], zigzag(S, cp, (rank - step) % cp)
