@@ -28,8 +28,8 @@ def data(
         from mtcli.core.checkpoint.opening import open_folder  # imports torch
         from mtcli.core.checkpoint.run_progress import planned_samples
 
-        own = open_folder(find_checkpoint(Path(config)), alone=True)
-        planned, tokenizer = planned_samples(own), own.tokenizer_folder
+        newest = open_folder(find_checkpoint(Path(config)), alone=True)
+        planned, tokenizer = planned_samples(newest), newest.tokenizer_folder
     else:
         tokenizer = starting_tokenizer(run)
     documents = explain_step(run, step, planned, tokenizer)

@@ -95,7 +95,7 @@ def train(
 
 
 def _reselect(run: "RunConfig", runtime: "Runtime") -> "Reselect":
-    """What selects the run's core-set again, for which checkpoints are opened as models."""
+    """Imports selection, which opens checkpoints as models: of runs that select again alone."""
     from mtcli.core.select.reselect import select_again
 
     return partial(select_again, run, runtime)

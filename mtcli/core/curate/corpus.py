@@ -198,8 +198,8 @@ def table_of(removed: Array) -> Removals:
     """Removals of (removed, kept, root) [removed, 3], sorted; Jaccards are 1."""
     table = removed[np.argsort(removed[:, 0], kind="stable")]
     ones = np.ones(len(table))
-    numbers, kept, root = table.T.copy()
-    return Removals(numbers, kept, root, ones, ones.astype(np.int64) * 0)
+    numbers, stays, root = table.T.copy()
+    return Removals(numbers, stays, root, ones, ones.astype(np.int64) * 0)
 
 
 class Found(NamedTuple):

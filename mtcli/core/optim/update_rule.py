@@ -43,5 +43,5 @@ class UpdateRule:
 def _share_a_launch(tensors: OptimizerTensors) -> bool:
     """Whether one launch of our kernels can update all tensors."""
     alike = len({weight.dtype for weight in tensors.weights}) == 1
-    every = (*tensors.masters, *tensors.weights)
-    return alike and all(runs_triton(x) and x.is_contiguous() for x in every)
+    updated = (*tensors.masters, *tensors.weights)
+    return alike and all(runs_triton(x) and x.is_contiguous() for x in updated)

@@ -38,19 +38,19 @@ def estimated(work: Workload, device: Device, pp_rank: int) -> RankBytes:
 
 @lru_cache(maxsize=4096)
 def _stage(work: Workload, on_cpu: bool, stage: int) -> StageBytes:
-    """Adds up a stage: what each block keeps, one that is computed (again), and the ends."""
+    """Adds up the blocks of a stage, the one that is computed, and the ends."""
     first, last = stage == 0, stage == work.layout.num_stages - 1
     layers, stream, block = work.layers_of_stage[stage], _stream(work), _block(work, on_cpu)
-    kept = layers * block.kept or stream
+    saved = layers * block.saved or stream
     head = _head(work, on_cpu) if last else HeadBytes(stream, stream)
     waiting = layers * block.waiting * work.splits_backward
     halved = (waiting + _entered(work) + 5 * stream) * work.splits_backward
     ends, gathered = _gathered(work, first, last)
     return StageBytes(
-        saved=kept + head.kept,
+        saved=saved + head.saved,
         waiting=waiting,
-        forward_peak=kept + max(block.forward, head.peak) + gathered / 2,
-        backward_peak=max(kept + block.backward + gathered, kept + head.peak, halved),
+        forward_peak=saved + max(block.forward, head.peak) + gathered / 2,
+        backward_peak=max(saved + block.backward + gathered, saved + head.peak, halved),
         weight_peak=waiting + stream,
         sent=stream * (not first),
         gathered=ends,
@@ -81,19 +81,19 @@ class PartBytes(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a block: kept until its backward, there besides while it goes forward and back, and
+    """Bytes of a block: saved for its backward, there besides while it goes forward and back, and
     what waits for W where the backward is split."""
 
-    kept: float
+    saved: float
     forward: float
     backward: float
     waiting: float
 
 
 class HeadBytes(NamedTuple):
-    """Bytes of the head and the loss: kept until their backward, and at their peak."""
+    """Bytes of the head and the loss: saved for their backward, and at their peak."""
 
-    kept: float
+    saved: float
     peak: float
 
 
@@ -194,12 +194,12 @@ def _head(work: Workload, on_cpu: bool) -> HeadBytes:
     columns = -(-m.vocab_size // (VOCAB_MULTIPLE * work.columns)) * VOCAB_MULTIPLE
     if on_cpu or size > WIDE or work.layout.tp_rows > 1:
         logits = tokens * columns * size
-        kept = stream + entered + logits
-        return HeadBytes(kept, kept + entered + _wide(work, logits))
+        saved = stream + entered + logits
+        return HeadBytes(saved, saved + entered + _wide(work, logits))
     rows = min(tokens, chunk_rows(columns * size))
     table = columns * m.hidden_size * (work.lora.rank == 0)
-    kept = stream + entered + table * (size if rows == tokens else max(WIDE, size))
-    return HeadBytes(kept, kept + entered + rows * columns * size)
+    saved = stream + entered + table * (size if rows == tokens else max(WIDE, size))
+    return HeadBytes(saved, saved + entered + rows * columns * size)
 
 
 def _gathered(work: Workload, first: bool, last: bool) -> tuple[float, float]:

@@ -133,8 +133,8 @@ def _elements(
         shard += owned
         padded += times * ranks * each * prod(columns)
         rule = update_of(parameter, optimizer).rule
-        before = rules.get(rule, RuleElements(rule, 0, 0))
-        rules[rule] = RuleElements(rule, before.total + total, before.shard + owned)
+        counted = rules.get(rule, RuleElements(rule, 0, 0))
+        rules[rule] = RuleElements(rule, counted.total + total, counted.shard + owned)
         if parameter.is_expert:
             experts += total
         else:

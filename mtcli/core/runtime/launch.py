@@ -210,9 +210,9 @@ def _watched(
     from mtcli.core.runtime.health.watchdog import Watchdog
 
     # A connection of its own: what waits on one holds up every other thread that uses it.
-    own = dist.PrefixStore("watch", store.clone())  # type: ignore[attr-defined]  # not in torch's stub
+    watch_store = dist.PrefixStore("watch", store.clone())  # type: ignore[attr-defined]  # not in torch's stub
     end = partial(end_rank, goes_on=goes_on)
-    watchdog = Watchdog(runtime.recorder, own, runtime.rank, runtime.world, timeout, end)
+    watchdog = Watchdog(runtime.recorder, watch_store, runtime.rank, runtime.world, timeout, end)
     watchdog.start(os.getpid())
     try:
         yield

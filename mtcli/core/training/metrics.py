@@ -1,4 +1,4 @@
-"""A run's records: metrics.jsonl, events.jsonl and what experiment trackers are told."""
+"""A run's records: metrics.jsonl, events.jsonl and what trackers get."""
 
 import json
 import os
@@ -77,9 +77,9 @@ class RunRecords:
             self.event("resumed", {"step": step, "world": runtime.world})
         self.trackers = open_trackers(self.config, step)
 
-    def step(self, step: Step, told: StepFacts) -> dict[str, Any]:
+    def step(self, step: Step, facts: StepFacts) -> dict[str, Any]:
         """Records a step, and returns its row."""
-        row = _row(self.config, step, told, self.flops_per_second)
+        row = _row(self.config, step, facts, self.flops_per_second)
         if not self.writes:
             return row
         self._append(self.metrics, finite(row))
@@ -130,12 +130,12 @@ class RunRecords:
             self.behind = True
 
 
-def _row(config: RunConfig, step: Step, told: StepFacts, peak: float) -> dict[str, Any]:
+def _row(config: RunConfig, step: Step, facts: StepFacts, peak: float) -> dict[str, Any]:
     """The record of a step; `peak` are the FLOP/s of all ranks' devices."""
     flops = training_flops(config.model, config.batch.seq_len, config.lora) * step.tokens
     row = {
         "step": step.step,
-        "consumed_samples": told.consumed_samples,
+        "consumed_samples": facts.consumed_samples,
         "tokens": round(step.tokens),
         "loss": step.loss,
         "lr": step.lr,
@@ -145,16 +145,16 @@ def _row(config: RunConfig, step: Step, told: StepFacts, peak: float) -> dict[st
         "step_seconds": step.seconds,
         "tokens_per_second": step.tokens / step.seconds,
         "mfu": flops / step.seconds / peak if peak else None,
-        "sync_bytes": told.sync_bytes,
+        "sync_bytes": facts.sync_bytes,
     }
     if step.replica_steps:
         row["replica_steps"] = step.replica_steps
-    if told.ranks is not None:
-        row |= told.ranks.row()
-    if told.replica_distance is not None:
-        row["replica_distance"] = told.replica_distance
-    if told.valid_loss is not None:
-        row["valid_loss"] = told.valid_loss
+    if facts.ranks is not None:
+        row |= facts.ranks.row()
+    if facts.replica_distance is not None:
+        row["replica_distance"] = facts.replica_distance
+    if facts.valid_loss is not None:
+        row["valid_loss"] = facts.valid_loss
     if step.expert_load is not None:
         row["expert_load_max_over_mean"] = step.expert_load
     return row

@@ -69,11 +69,11 @@ class RunLog:
             total, first = config.train.steps, self.first_step
             self.bar = tqdm(total=total, initial=first, bar_format=BAR, file=sys.stderr)
 
-    def step(self, step: Step, told: StepFacts) -> None:
+    def step(self, step: Step, facts: StepFacts) -> None:
         """Records a step."""
         if not self.speaks:
             return
-        row = self.records.step(step, told)
+        row = self.records.step(step, facts)
         if step.outcome == "overflow":
             what = f"gradients overflow at loss scale {step.loss_scale:,g}"
             self.warn(f"step {step.step} skipped, {what}")

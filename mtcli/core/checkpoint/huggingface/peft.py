@@ -148,8 +148,8 @@ def _module(model: ModelConfig, family: Family, weight: Parameter, target: str) 
 
 def _target_of(model: ModelConfig, adapter: str) -> str:
     """The target that an adapter's canonical name is of, with the prefix of a shared expert."""
-    layer, _, rest = adapter.partition(".adapter.")
-    weight, short = parameters(model)[f"{layer}.weight"], rest.partition(".")[2]
+    layer, _, name = adapter.partition(".adapter.")
+    weight, short = parameters(model)[f"{layer}.weight"], name.partition(".")[2]
     return next(target.name for target in targets_of(weight, model) if target.short == short)
 
 
