@@ -19,7 +19,7 @@ class ScaleState(Section):
     scale: Annotated[float, Field(ge=LOWEST_LOSS_SCALE, allow_inf_nan=False)]
     """the factor on the next step's loss"""
     good_steps: Count
-    """in a row, since the scale last changed"""
+    """steps without overflow since the scale last changed"""
     patience: Count
     """overflows until it falls"""
 
@@ -32,7 +32,7 @@ class DatasetRecord(Section):
     weight: float | None
     """share of the samples; None: by its tokens"""
     sha256: str
-    """of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
+    """hash of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
     sampled: str
     """XXH3 (128 bits) of the sizes of .bin and .idx and of 64 blocks of 64 KiB of each"""
     samples: Count
@@ -66,7 +66,7 @@ class SampleRecord(Section):
     planned: Count | None = None
     """samples that the run was to have when it began, which decides the order of all"""
     subset: str | None = None
-    """of data.subset, the hash of its members and their weights"""
+    """hash of the members of data.subset and their weights"""
 
 
 class RandomState(Section):
@@ -85,7 +85,7 @@ class BaseRecord(Section):
     path: str
     """where they were"""
     hash: str
-    """of the manifest, or of blocks of the tensors' files"""
+    """hash of the manifest, or of blocks of the tensors' files"""
 
 
 class RunProgress(Section):
@@ -98,15 +98,15 @@ class RunProgress(Section):
     updates: Count | None = None
     """updates made; fewer than steps where some were skipped"""
     loss_scale: ScaleState | None = None
-    """of a float16 run whose scale is dynamic"""
+    """the loss scale, in a float16 run whose scale is dynamic"""
     random: RandomState | None = None
-    """of initial weights, dropout and the order of the data"""
+    """what initial weights, dropout and the order of the data are drawn from"""
     samples: SampleRecord | None = None
     """the consumed samples"""
     sync: dict[str, Any] = {}
     """counters of what replicas exchange"""
     base: BaseRecord | None = None
-    """of a run that trains adapters"""
+    """the weights that adapters are trained for, in a run that trains some"""
 
 
 def progress_of(checkpoint: Checkpoint) -> RunProgress:
