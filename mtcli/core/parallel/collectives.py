@@ -23,7 +23,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """The sum (or `op`) over the axis, in place; x, contiguous, on every rank."""
     if axis.size > 1:
         with axis.recorder.call("all_reduce", axis, x, op):
-            axis.transport.all_reduce(x, op).wait()
+            axis.connected.all_reduce(x, op).wait()
     return x
 
 
@@ -33,7 +33,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
         return x
     out = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
     with axis.recorder.call("all_gather", axis, x):
-        axis.transport.all_gather(out, x.contiguous()).wait()
+        axis.connected.all_gather(out, x.contiguous()).wait()
     return out
 
 
@@ -43,7 +43,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
         return x
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
     with axis.recorder.call("reduce_scatter", axis, x):
-        axis.transport.reduce_scatter(out, x.contiguous()).wait()
+        axis.connected.reduce_scatter(out, x.contiguous()).wait()
     return out
 
 
@@ -51,7 +51,7 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
     """x of rank `source` of the axis on every rank, in place; x is contiguous."""
     if axis.size > 1:
         with axis.recorder.call("broadcast", axis, x, source):
-            axis.transport.broadcast(x, source).wait()
+            axis.connected.broadcast(x, source).wait()
     return x
 
 
@@ -102,36 +102,36 @@ def _start(
 
 def start_all_reduce(x: Tensor, axis: Axis) -> PendingWork:
     """Starts the sum over the axis, in place."""
-    return _start(axis, "all_reduce", x, lambda: axis.transport.all_reduce(x, dist.ReduceOp.SUM))
+    return _start(axis, "all_reduce", x, lambda: axis.connected.all_reduce(x, dist.ReduceOp.SUM))
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> PendingWork:
     """Starts x [n, ...] on each of n ranks -> out [...], row `rank` of the sum."""
-    start = lambda: axis.transport.reduce_scatter(out, x)  # noqa: E731
+    start = lambda: axis.connected.reduce_scatter(out, x)  # noqa: E731
     return _start(axis, "reduce_scatter", x, start, out=out)
 
 
 def start_all_gather(out: Tensor, x: Tensor, axis: Axis) -> PendingWork:
     """Starts x [...] on each of n ranks -> out [n, ...]."""
-    return _start(axis, "all_gather", x, lambda: axis.transport.all_gather(out, x), out=out)
+    return _start(axis, "all_gather", x, lambda: axis.connected.all_gather(out, x), out=out)
 
 
 def start_all_to_all_v(
     out: Tensor, x: Tensor, received: list[int], sent: list[int], axis: Axis
 ) -> PendingWork:
     """Starts x [sum(sent), ...] -> out [sum(received), ...]: sent[i] rows go to rank i."""
-    start = lambda: axis.transport.all_to_all(out, x, received, sent)  # noqa: E731
+    start = lambda: axis.connected.all_to_all(out, x, received, sent)  # noqa: E731
     return _start(axis, "all_to_all_v", x, start, (sent, received), out)
 
 
 def start_broadcast(x: Tensor, axis: Axis, root: int) -> PendingWork:
     """Starts x of the axis's rank `root` -> x of all."""
-    return _start(axis, "broadcast", x, lambda: axis.transport.broadcast(x, root), root)
+    return _start(axis, "broadcast", x, lambda: axis.connected.broadcast(x, root), root)
 
 
 def start_reduce(x: Tensor, axis: Axis, root: int) -> PendingWork:
     """Starts the sum over the axis -> x of its rank `root`; that of others is lost."""
-    return _start(axis, "reduce", x, lambda: axis.transport.reduce(x, root), root)
+    return _start(axis, "reduce", x, lambda: axis.connected.reduce(x, root), root)
 
 
 def start_send(x: Tensor, axis: Axis, peer: int, what: str) -> Pending:
@@ -217,14 +217,14 @@ def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
     out, k = torch.empty_like(x, memory_format=torch.contiguous_format), len(x)
     rows = [int(rank // k == axis.rank // k) for rank in range(axis.size)]
     with axis.recorder.call("all_to_all", axis, x):
-        axis.transport.all_to_all(out, x.contiguous(), rows, rows).wait()
+        axis.connected.all_to_all(out, x.contiguous(), rows, rows).wait()
     return out
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
     with axis.recorder.call("all_to_all_v", axis, x, (sent, received)):
-        axis.transport.all_to_all(out, x.contiguous(), received, sent).wait()
+        axis.connected.all_to_all(out, x.contiguous(), received, sent).wait()
     return out
 
 
@@ -286,7 +286,7 @@ class RingShift:
         x = x.contiguous()
         self.received = torch.empty_like(x)
         call = axis.recorder.call("rotate", axis, x)
-        self.pending = Pending(call, lambda: axis.transport.shift(self.received, x))
+        self.pending = Pending(call, lambda: axis.connected.shift(self.received, x))
 
     def wait(self) -> Tensor:
         """Returns the previous rank's tensor once it is here."""

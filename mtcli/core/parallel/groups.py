@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,6 @@ AXES: dict[str, tuple[str, ...]] = {
 }
 P2P = ("pp_forward", "pp_backward")
 OWN = (*P2P, "replicas")
-NO_TRANSPORT = cast(Transport, None)  # of one rank, whose collectives are the identity
 
 
 class Axis(NamedTuple):
@@ -54,9 +53,15 @@ class Axis(NamedTuple):
     rank: int  # this rank's place in `ranks`
     group: dist.ProcessGroup | None  # None where there is nobody to talk to
     recorder: FlightRecorder  # of this process
-    transport: Transport = NO_TRANSPORT  # what carries its collectives, where there is somebody
+    transport: Transport | None = None  # what carries its collectives, where there is somebody
     # By sender and receiver, where messages from one rank to another have a group of their own.
     p2p: Mapping[tuple[int, int], dist.ProcessGroup] = MappingProxyType({})
+
+    @property
+    def connected(self) -> Transport:
+        """The transport of an axis of several ranks; one rank's collectives need none."""
+        assert self.transport is not None, f"{self.name} has a single rank"
+        return self.transport
 
     def p2p_group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """The group on which one rank of the axis sends to another."""
@@ -174,7 +179,7 @@ def consecutive(axis: Axis, size: int, name: str, timeout: float) -> Axis:
     ranks = axis.ranks[first : first + size]
     subaxis = axis._replace(name=name, ranks=ranks, rank=axis.rank - first)
     if size == 1:
-        return subaxis._replace(group=None, transport=NO_TRANSPORT)
+        return subaxis._replace(group=None, transport=None)
     if size == axis.size:
         return subaxis
     limit = timedelta(seconds=timeout + LATER)

@@ -18,7 +18,7 @@ from pydantic_core import from_json
 from torch.distributed.distributed_c10d import _get_default_store
 
 from mtcli.core.parallel.collectives import first_value
-from mtcli.core.parallel.groups import NO_TRANSPORT, Axis
+from mtcli.core.parallel.groups import Axis
 
 FAN_OUT = 64  # ranks of a group
 FASTEST = 1  # of zlib's levels
@@ -110,7 +110,7 @@ def make_tree(world: Axis, fan_out: int = FAN_OUT) -> Tree:
             store = dist.PrefixStore(f"{name}/{step}/{first}", _get_default_store())
             group = dist.ProcessGroupGloo(store, rank, len(own), timeout=timedelta(days=7))
             axis = world._replace(name=named, ranks=own, rank=rank, group=None)
-            axis = axis._replace(transport=NO_TRANSPORT)  # its messages are the level's
+            axis = axis._replace(transport=None)  # its messages are the level's
             levels.append(Level(axis, group))
         ranks, step = ranks[::fan_out], step * fan_out
         named = f"{world.name}.{step}"

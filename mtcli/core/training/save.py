@@ -27,7 +27,7 @@ from mtcli.core.config.loading import dump_toml
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.indexed import tokenizer_folder
 from mtcli.core.data.tokenize import load_tokenizer
-from mtcli.core.parallel.groups import NO_TRANSPORT, Groups
+from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.tree import Tree, make_tree
 from mtcli.core.runtime.health.flight_recorder import SAVING
 from mtcli.core.training.metrics import RunRecords, SaveRecord
@@ -204,7 +204,7 @@ def _sound(taken: HostCopy) -> float:
 def saving_ranks(groups: Groups) -> Tree:
     """All ranks, for what threads of saves exchange."""
     recorder = groups.world.recorder.beside()
-    return make_tree(groups.world._replace(name=SAVING, transport=NO_TRANSPORT, recorder=recorder))
+    return make_tree(groups.world._replace(name=SAVING, transport=None, recorder=recorder))
 
 
 def _slowest(of_ranks: list[list[Any]]) -> list[Any]:
