@@ -65,13 +65,15 @@ class TensorTable(NamedTuple):
 def tensor_table(tensors: OptimizerTensors) -> TensorTable:
     """The table of what updates read and write, all but the gradients; made once."""
     like = tensors.masters
-    sizes = [cdiv(x.numel(), CHUNK) for x in like]
-    pairs = [torch.stack([torch.full((n,), i), torch.arange(n)], 1) for i, n in enumerate(sizes)]
-    host = torch.zeros(len(like), WIDTH, dtype=torch.int64)
-    for row, x, decays in zip(host, like, tensors.decays, strict=True):
-        row[0], row[1] = x.numel(), decays
+    blank = [0] * (WIDTH - 2)
+    decayed = zip(like, tensors.decays, strict=True)
+    host = torch.tensor([[x.numel(), decays, *blank] for x, decays in decayed])
+    counts = torch.tensor([cdiv(x.numel(), CHUNK) for x in like])
+    rows = torch.arange(len(like)).repeat_interleave(counts)
+    numbers = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
     device = like[0].device
-    table = TensorTable(host, host.to(device, copy=True), torch.cat(pairs).to(device))
+    chunks = torch.stack([rows, numbers], 1).to(device)
+    table = TensorTable(host, host.to(device, copy=True), chunks)
     for column, role in enumerate(tensors[: GRADIENT - FIRST], FIRST):
         _point_op(host, table.table, list(role), column)
     return table

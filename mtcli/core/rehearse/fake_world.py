@@ -124,12 +124,28 @@ def fake_shards(where: torch.device) -> Iterator[None]:
         (_fully_shard, "_get_device_from_mesh", lambda mesh: where),
         (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda group: None),
         (_fsdp_param.FSDPParam, "reset_sharded_param", lambda parameter: None),
+        (_fsdp_param, "_chunk_with_empty", FakeChunks),
         (nn.Module, "to_empty", lambda module, device: module),
     )
     with ExitStack() as stack:
         for owner, name, instead in replaced:
             stack.enter_context(patch.object(owner, name, instead, create=name == "meta"))
         yield
+
+
+class FakeChunks:
+    """The chunks of a tensor by rank, as FSDP2 cuts it. The view of a rank is made when it is read,
+    as those of a thousand fake ranks take a second for every five parameters."""
+
+    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
+        self.tensor, self.dim = tensor, dim
+        self.length = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, rank: int) -> Tensor:
+        left = self.tensor.size(self.dim) - rank * self.length
+        if left <= 0:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, rank * self.length, min(self.length, left))
 
 
 class Answers(TorchDispatchMode):
@@ -192,7 +208,7 @@ class Answers(TorchDispatchMode):
     def _compute(self, func: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
         """The operation's result on values; None where one of them is not known."""
         taken = [x for x in tree_leaves((args, given)) if isinstance(x, Tensor)]
-        if not taken and func not in FACTORIES:
+        if not taken and (func not in FACTORIES or _makes_reals(func, given)):
             return None
         if any(self._values(x) is None for x in taken):
             for x in taken[:1] if func._schema.is_mutable else ():
@@ -231,6 +247,12 @@ def _some_slices(count: int, step: int) -> list[slice]:
     """Replaces limits.row_slices: of slices that take memory alike, the first two and the last."""
     slices = ROW_SLICES(count, step)
     return slices if len(slices) < 4 else [*slices[:2], slices[-1]]
+
+
+def _makes_reals(func: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a factory says that it makes real numbers: memory for them would be real too."""
+    dtype = given.get("dtype")
+    return func is aten.zeros.default if dtype is None else dtype.is_floating_point
 
 
 def _is_real(x: Any) -> bool:

@@ -78,8 +78,8 @@ def rehearse(rehearsal: Rehearsal) -> RankBytes:
     planned, world, pp_rank, on_cpu, widens = rehearsal
     work = Workload.of(planned, world)
     passes = 2 if work.zero == 3 or work.layout.tp_rows > 1 else 1
-    config = _short(planned, work, passes)
     rank, chosen = work.layout.attention.rank(pp=pp_rank), _chosen(work, pp_rank)
+    config = _short(planned, work, chosen, passes)
     with fake_trainer(config, world, rank, on_cpu, widens) as (trainer, live):
         schedule = _schedule(work, pp_rank, chosen, passes)
         form = activation_format(config)
@@ -95,10 +95,13 @@ def rehearse(rehearsal: Rehearsal) -> RankBytes:
     return _rank_bytes(work, trace.marks, pp_rank, more)
 
 
-def _short(config: RunConfig, work: Workload, passes: int) -> RunConfig:
-    """The config with so many micro-batches, and a few of each stage's blocks."""
+def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int) -> RunConfig:
+    """The config with so many micro-batches, and a few blocks of the stages that are run."""
     most = SHARDED_BLOCKS if work.zero == 3 else BLOCKS
-    layers = tuple(min(count, most) for count in work.layers_of_stage)
+    layers = tuple(
+        min(count, most if stage in chosen else 1)
+        for stage, count in enumerate(work.layers_of_stage)
+    )
     model = config.model.model_copy(update={"num_layers": sum(layers)})
     parallel = config.parallel.model_copy(update={"stage_layers": layers})
     short = config.model_copy(update={"model": model, "parallel": parallel})
