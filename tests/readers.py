@@ -510,8 +510,12 @@ def cache(folder):
         found = load_kept(folder, Samples)
         assert found is None or found.rows.shape[1] == 2
 
-    # NumPy parses such a type as Python.
-    return check, [seeds[1], seeds[1].replace(b"'<i4'", b"'01,'").replace(b"'<i8'", b"'01,'")]
+    # NumPy parses such a type as Python, and multiplies such a shape in 64 bits.
+    parsed = seeds[1].replace(b"'<i4'", b"'01,'").replace(b"'<i8'", b"'01,'")
+    many = b"9" * 30
+    large = seeds[1].replace(b", 2), }" + b" " * len(many), b", 2" + many + b"), }")
+    assert many in large
+    return check, [seeds[1], parsed, large]
 
 
 def journal(folder):

@@ -216,7 +216,7 @@ def load_kept(folder: Path, kind: type[Arrays]) -> Arrays | None:
     no integers."""
     try:
         arrays = kind(*(_mapped(folder / f"{name}.npy") for name in kind._fields))
-    except (OSError, ValueError, SyntaxError, TokenError):
+    except (OSError, ValueError, OverflowError, SyntaxError, TokenError):
         return None
     integers = all(array.dtype.kind in "iu" for array in arrays)
     return arrays if integers and arrays.fits() else None
