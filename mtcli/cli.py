@@ -40,10 +40,10 @@ class Command(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """The arguments that are left over, which are none."""
         words, problems = list(args), list(_nameless(ctx, args))
-        told = {problem.field for problem in problems}
+        reported = {problem.field for problem in problems}
         while True:
             try:
-                given, rest, order = self.make_parser(ctx).parse_args(args=list(words))
+                given, leftover, order = self.make_parser(ctx).parse_args(args=list(words))
                 break
             except typer.TyperException as error:
                 words = _without_option(words, error)
@@ -51,17 +51,17 @@ class Command(TyperCommand):
         misread = bool(problems)  # what stands beside an unknown option may be its value
         problems += [*_repeated(order), *_overwritten(self.get_params(ctx), given)]
         for param in sorted(self.get_params(ctx), key=lambda param: not param.is_eager):
-            if told & set(param.opts):
+            if reported & set(param.opts):
                 continue
             try:
-                param.handle_parse_result(ctx, given, rest)
+                param.handle_parse_result(ctx, given, leftover)
             except MtcliError as error:
                 problems += error.problems
             except typer.TyperException as error:
                 if not misread or isinstance(param, TyperOption):
                     problems.append(_wrong_value(ctx, param, given.get(param.name), error))
-        if rest and not misread:
-            problems.append(_extra_argument(ctx, rest[0]))
+        if leftover and not misread:
+            problems.append(_extra_argument(ctx, leftover[0]))
         if not problems:
             return super().parse_args(ctx, args)
         from mtcli.commands.options import config_problems
@@ -107,8 +107,8 @@ def _overwritten(params: Sequence[Any], given: dict[str, Any]) -> Iterator[Probl
         if param.opts[0] in WRITES and str(param.metavar).startswith("FILE")
         if list(_words(given.get(param.name)))
     }
-    rest = (given.get(param.name) for param in params if param not in of_files)
-    words = [word for value in rest for word in _words(value)] if of_files else []
+    other_values = (given.get(param.name) for param in params if param not in of_files)
+    words = [word for value in other_values for word in _words(value)] if of_files else []
     prefixes = (word for word in words if os.path.exists(f"{word}.idx"))
     names = {os.path.realpath(word) for word in words}
     names |= {os.path.realpath(word + ending) for word in prefixes for ending in ENDINGS}
@@ -279,8 +279,8 @@ def load(name: str) -> TyperCommand:
     return get_command(single)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         typer.echo(f"mtcli {version('mtcli')}")

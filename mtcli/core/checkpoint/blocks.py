@@ -135,12 +135,12 @@ class BlockWriter:
         oldest.result()
 
     def _finish(self) -> None:
-        if rest := self.size % BLOCK_BYTES:
-            self._hash(rest)
+        if remaining := self.size % BLOCK_BYTES:
+            self._hash(remaining)
         if self.size % self.block_bytes:
             self._end_block()
-        if rest := self.size % WRITE_BYTES:
-            self._put(rest)
+        if remaining := self.size % WRITE_BYTES:
+            self._put(remaining)
         for write, _ in self._writes:
             write.result()
         os.ftruncate(self._file, self.size)

@@ -51,8 +51,8 @@ def require_model(checkpoint: Checkpoint, model: ModelConfig, but_head: bool = F
         sizes = f"num_experts={model.num_experts},top_k={model.top_k}"
         slices = checkpoint.model.ffn_hidden_size // max(1, model.moe_ffn_hidden_size)
         sizes += f",granularity={slices}" * (slices > 1)
-        made = f"`mtcli shard {checkpoint.folder} DST --to mtcli --upcycle {sizes}`"
-        hint = f"the checkpoint is dense: {made} makes a mixture of experts of it"
+        command = f"`mtcli shard {checkpoint.folder} DST --to mtcli --upcycle {sizes}`"
+        hint = f"the checkpoint is dense: {command} makes a mixture of experts of it"
     raise MtcliError(*problems[:-1][:8], problems[-1]._replace(hint=hint))
 
 

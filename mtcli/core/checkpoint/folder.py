@@ -126,10 +126,10 @@ def _find_megatron(path: Path) -> Path | None:
             text = file.read(MAX_LATEST).decode(errors="replace").strip()
         name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else "release"
         if not (path / name).is_dir():
-            there = [folder.name for folder in sorted(path.glob("iter_*"))]
+            iterations = [folder.name for folder in sorted(path.glob("iter_*"))]
             message = f"{latest} says {shown(text)}, and there is no {path / name}"
             raise wrong(
-                message, f"give the folder of a checkpoint: {listed(there) or 'none is here'}"
+                message, f"give the folder of a checkpoint: {listed(iterations) or 'none is here'}"
             )
         return path / name
     is_legacy = path.is_dir() and any(path.glob(LEGACY))

@@ -149,21 +149,21 @@ class Manifest(ManifestSection):
         return text[:-1] + b',"xxh3_128":"%b"}' % xxhash.xxh3_128_hexdigest(text).encode()
 
     @classmethod
-    def of(cls, index: "ShardIndex", files: dict[str, Any], **about: Any) -> "Manifest":
+    def of(cls, index: "ShardIndex", files: dict[str, Any], **facts: Any) -> "Manifest":
         """A manifest in tables; `files` are records of the index's files and, after them, others.
 
         pydantic makes the records of plain values, thousands of them in milliseconds.
         """
         tensors = {name: tensor._asdict() for name, tensor in index.tensors.items()}
-        about |= {"tensors": tensors, "tables": index.packed_tables(), "files": files}
-        return cls.model_validate(about | {"version": 5})
+        facts |= {"tensors": tensors, "tables": index.packed_tables(), "files": files}
+        return cls.model_validate(facts | {"version": 5})
 
     def as_tables(self) -> "Manifest":
         """Converts it to version 5, which is the smaller and the quicker to read."""
         if self.version == 5:
             return self
-        about = self.model_dump(include={"step", "world", "replicas", "extra"})
-        return Manifest.of(self.index, self.files, **about)
+        facts = self.model_dump(include={"step", "world", "replicas", "extra"})
+        return Manifest.of(self.index, self.files, **facts)
 
     def as_short(self) -> "Manifest":
         """Converts it to records, where these are few and no block of hashes is large."""
@@ -176,9 +176,9 @@ class Manifest(ManifestSection):
             )
             for name, tensor in self.index.tensors.items()
         }
-        about = self.model_dump(include={"step", "world", "replicas", "extra"})
+        facts = self.model_dump(include={"step", "world", "replicas", "extra"})
         version = 3 if self.replicas == 1 else 4
-        return Manifest(version=version, tensors=tensors, files=self.files, **about)
+        return Manifest(version=version, tensors=tensors, files=self.files, **facts)
 
 
 def index_of(written: RankManifest | Manifest) -> "ShardIndex":
@@ -217,10 +217,10 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("version",) and isinstance(first["input"], int):
-            *known, last = map(str, get_args(Version))
+            *earlier, last = map(str, get_args(Version))
             message = f"{path} is of version {first['input']} of the format, and this mtcli reads "
             hint = "the mtcli that wrote it can hand it on: `mtcli shard SRC DST --to hf`"
-            raise wrong(f"{message}{', '.join(known)} and {last}", hint) from None
+            raise wrong(f"{message}{', '.join(earlier)} and {last}", hint) from None
         where = ".".join(map(str, first["loc"]))
         raise damaged(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
     if not is_sealed and (manifest.xxh3_128 or manifest.version > 2):

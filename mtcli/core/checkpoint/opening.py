@@ -67,10 +67,10 @@ def open_folder(
         if source.format == "peft":
             return open_peft(source, open_checkpoint)
         with offering_earlier(source.folder) if source.of_run else nullcontext():
-            own = _open_ours(source.folder)
-        if alone or not _has_adapters(own):
-            return own
-        return with_base(own, open_checkpoint, source.base)
+            checkpoint = _open_ours(source.folder)
+        if alone or not _has_adapters(checkpoint):
+            return checkpoint
+        return with_base(checkpoint, open_checkpoint, source.base)
     except OSError as error:  # of a folder that may not be read
         raise wrong(f"{source.folder} cannot be opened: {error.strerror}", KINDS) from None
 
@@ -131,8 +131,8 @@ def _described(folder: Path, manifest: Manifest, lock: ReadLock) -> Checkpoint:
     )
 
 
-def _has_adapters(own: Checkpoint) -> bool:
-    return own.config is not None and own.config.lora.rank > 0
+def _has_adapters(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config is not None and checkpoint.config.lora.rank > 0
 
 
 def newest_step(root: Path, axis: Axis) -> Path | None:
@@ -166,8 +166,9 @@ def open_agreed(
     The weights that its adapters are for may have moved to `base`, which `flag` names.
     Raises MtcliError on every rank where one cannot open it, or finds another one there.
     """
-    own = together(axis, lambda: find_checkpoint(path) if axis.rank == 0 else None)
-    form, folder, of_run = first_value(own and (own.format, str(own.folder), own.of_run), axis)
+    located = together(axis, lambda: find_checkpoint(path) if axis.rank == 0 else None)
+    facts = located and (located.format, str(located.folder), located.of_run)
+    form, folder, of_run = first_value(facts, axis)
     source = CheckpointFolder(form, Path(folder), of_run, Path(base) if base else None)
     if form == "mtcli":
         checkpoint = _open_ours_together(source, axis)
@@ -184,25 +185,25 @@ def open_agreed(
 
 def _open_ours_together(source: CheckpointFolder, axis: Axis) -> Checkpoint:
     """Opens one of ours by the manifest that rank 0 reads, each rank a share of its files."""
-    folder, about = source.folder, nullcontext if not source.of_run else offering_earlier
+    folder, with_hint = source.folder, nullcontext if not source.of_run else offering_earlier
 
     def read() -> tuple[ReadLock, Manifest] | None:
         if axis.rank:
             return None
-        with about(folder):
+        with with_hint(folder):
             lock, manifest = lock_for_reading(folder), read_manifest(folder)
             check_sizes(_described(folder, manifest, lock))
         return lock, manifest
 
-    own = together(axis, read)
-    told = own[1].as_tables().to_bytes() if own and axis.size > 1 else None
-    told = first_bytes(told, axis)
+    opened = together(axis, read)
+    manifest_bytes = opened[1].as_tables().to_bytes() if opened and axis.size > 1 else None
+    manifest_bytes = first_bytes(manifest_bytes, axis)
 
     def describe() -> tuple[Checkpoint, str]:
-        if own is not None:
-            return _described(folder, own[1], own[0]), seal_of(folder)
+        if opened is not None:
+            return _described(folder, opened[1], opened[0]), seal_of(folder)
         lock, seal = lock_for_reading(folder), seal_of(folder)
-        checkpoint = _described(folder, Manifest.model_validate_json(told or b""), lock)
+        checkpoint = _described(folder, Manifest.model_validate_json(manifest_bytes or b""), lock)
         check_sizes(checkpoint, axis.rank, axis.size)
         return checkpoint, seal
 
@@ -210,7 +211,7 @@ def _open_ours_together(source: CheckpointFolder, axis: Axis) -> Checkpoint:
     require_alike(axis, f"{folder} of step {checkpoint.step} with the hash {seal}", "has opened")
 
     def check_share() -> None:
-        with about(folder):
+        with with_hint(folder):
             check_headers(checkpoint, axis.rank, axis.size)
 
     together(axis, check_share)

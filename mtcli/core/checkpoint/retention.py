@@ -60,23 +60,27 @@ def lock_for_reading(folder: Path) -> ReadLock:
     raise wrong(message, "open the run's folder, or raise train.keep")
 
 
-def steps_to_remove(steps: list[int], keep: int, every: int) -> list[int]:
-    """Selects all steps but the newest `keep` (0: all) and the multiples of `every` (0: none)."""
+def steps_to_remove(steps: list[int], keep: int, keep_every: int) -> list[int]:
+    """Selects all steps but the newest `keep` (0: all) and multiples of `keep_every` (0: none)."""
     old = sorted(steps)[:-keep] if keep else []
-    return [step for step in old if not every or step % every]
+    return [step for step in old if not keep_every or step % keep_every]
 
 
 def prune(
-    root: Path, keep: int, every: int, newest: Path, warn: Callable[[str], None] = lambda text: None
+    root: Path,
+    keep: int,
+    keep_every: int,
+    newest: Path,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Removes all checkpoints but the newest `keep`, multiples of `every`, and `newest`.
+    """Removes all checkpoints but the newest `keep`, multiples of `keep_every`, and `newest`.
 
     A link stays. A checkpoint that is being read stays until the next save. `warn` is told where a
     checkpoint cannot be removed, holds other files, or lies on a file system without locks, which
     does not say who reads.
     """
     folders = {step_of(folder): folder for folder in step_folders(root)}
-    for step in steps_to_remove(list(folders), keep, every):
+    for step in steps_to_remove(list(folders), keep, keep_every):
         if folders[step] == newest or folders[step].is_symlink():
             continue
         if unrelated := unrelated_files(folders[step]):

@@ -165,8 +165,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(path: Path, header: dict[str, Any], start: int, size: int) -> dict[str, TensorEntry]:
-    about = header.pop("__metadata__", None) or {}
-    if not isinstance(about, dict) or not all(map(is_text, (*about, *about.values()))):
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(map(is_text, (*metadata, *metadata.values()))):
         raise damaged(path, "its __metadata__ is not a table of text")
     entries = {name: _entry(path, name, value, start) for name, value in header.items()}
     end = start

@@ -173,9 +173,9 @@ def fault_of(index: ShardIndex, replicas: int) -> str:
         files = np.concatenate(
             [tables[table][tables[table][:, KEY] == number, FILE] for table, number in uses]
         )
-        known, counts = np.unique(files, return_counts=True)
+        file_numbers, counts = np.unique(files, return_counts=True)
         if (counts > 1).any():  # a small file would be a model of any size
-            return f"{key} of {index.files[known[counts > 1][0]]} is in it twice"
+            return f"{key} of {index.files[file_numbers[counts > 1][0]]} is in it twice"
         once.update(uses)
     return ""
 
@@ -195,8 +195,8 @@ def _table_fault(
         return f"the pieces of {name} have negative numbers"
     differs = (rows[:, REPLICA] >= 0).any()
     for replica in range(replicas) if differs else (-1,):
-        own = rows[(rows[:, REPLICA] == -1) | (rows[:, REPLICA] == replica), BOX:]
-        if fault := tiling_fault(tensor.shape, own[:, :dims], own[:, dims:]):
+        boxes = rows[(rows[:, REPLICA] == -1) | (rows[:, REPLICA] == replica), BOX:]
+        if fault := tiling_fault(tensor.shape, boxes[:, :dims], boxes[:, dims:]):
             which = name if replica < 0 else f"replica {replica} of {name}"
             return f"the pieces of {which} {fault}"
     return ""

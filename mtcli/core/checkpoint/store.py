@@ -116,12 +116,12 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     def finish() -> None:
         files = tokenizer_files(tokenizer, names=TOKENIZER_FILES)
         copied = {f"{TOKENIZER}/{name}": path for name, path in files.items()}
-        commit(partial, written, about, config_toml, copied | dict(attached or {}))
+        commit(partial, written, facts, config_toml, copied | dict(attached or {}))
         replace_folder(partial, final)
 
     needed, world = ranks.tell(ranks.merge([_nbytes(shards), 1], _sums))
     block_bytes = block_bytes_of(needed)
-    about = {"step": step, "world": world, "extra": extra, "replicas": replicas}
+    facts = {"step": step, "world": world, "extra": extra, "replicas": replicas}
     try:
         save_together(ranks, prepare if ranks.rank == 0 else lambda: None)
         written = ranks.merge(save_together(ranks, write), merge_written)
@@ -202,13 +202,13 @@ def write_shards(
 def commit(
     partial: Path,
     written: dict[str, Any],
-    about: dict[str, Any],
+    facts: dict[str, Any],
     config_toml: str,
     attached: dict[str, Path],
 ) -> None:
     """Adds the small files and, last, the manifest to a folder that holds the ranks' files.
 
-    `written` is of `merge_written`. `about` are the manifest's step, world, extra and, where they
+    `written` is of `merge_written`. `facts` are the manifest's step, world, extra and, where they
     differ, number of replicas; `attached` maps names in the folder to files that are copied.
     """
     if fault := written["fault"]:
@@ -218,7 +218,7 @@ def commit(
     for name, source in sorted(attached.items()):
         (partial / name).parent.mkdir(exist_ok=True)
         files[name] = write_bytes(partial / name, read_untrusted(source))
-    manifest = Manifest.of(_index(written), files, **about)
+    manifest = Manifest.of(_index(written), files, **facts)
     check_shards(partial / NAME, manifest)
     write_bytes(partial / NAME, manifest.as_short().to_bytes())
 
@@ -274,8 +274,8 @@ def save_together(ranks: Ranks, work: Callable[[], Result]) -> Result:
         fault = f"{error.filename or 'writing'}: {error.strerror or error}"
     except Exception as error:  # any: the other ranks wait and must be told
         fault = f"{type(error).__name__}: {error}"
-    own = [[f"rank {ranks.rank}: {fault}"] if fault else [], int(bool(fault))]
-    faults, count = ranks.tell(ranks.merge(own, _first_faults))
+    report = [[f"rank {ranks.rank}: {fault}"] if fault else [], int(bool(fault))]
+    faults, count = ranks.tell(ranks.merge(report, _first_faults))
     if count > len(faults):
         faults.append(f"and {count - len(faults)} more ranks")
     if faults:
@@ -285,5 +285,5 @@ def save_together(ranks: Ranks, work: Callable[[], Result]) -> Result:
 
 
 def _first_faults(values: list[Any]) -> list[Any]:
-    faults = [fault for told, _ in values for fault in told]
+    faults = [fault for named, _ in values for fault in named]
     return [faults[:NAMED], sum(count for _, count in values)]

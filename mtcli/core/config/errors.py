@@ -55,8 +55,8 @@ class MtcliError(Exception):
 
     def as_json(self) -> dict[str, Any]:
         """The problems as JSON, as any command answers them."""
-        told = [{"field": p.field, "message": p.message, "hint": p.hint} for p in self.problems]
-        return {"ok": False, "problems": told}
+        entries = [{"field": p.field, "message": p.message, "hint": p.hint} for p in self.problems]
+        return {"ok": False, "problems": entries}
 
     def dump(self) -> dict[str, Any]:
         """Serialises the error, as one rank sends it to another in JSON."""

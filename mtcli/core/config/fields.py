@@ -100,8 +100,8 @@ def either(words: Iterable[str]) -> str:
 def kind_of(annotation: Any, bounds: Sequence[Any] = ()) -> FieldKind:
     """The kind of a type, with the bounds that stand beside it."""
     if get_origin(annotation) is Annotated:
-        inner, *beside = get_args(annotation)
-        more = [extra.metadata if isinstance(extra, FieldInfo) else [extra] for extra in beside]
+        inner, *extras = get_args(annotation)
+        more = [extra.metadata if isinstance(extra, FieldInfo) else [extra] for extra in extras]
         return kind_of(inner, [*chain(*more), *bounds])
     if NoneType in get_args(annotation):
         return kind_of(next(arg for arg in get_args(annotation) if arg is not NoneType), bounds)
@@ -253,11 +253,15 @@ def listing(numbers: list[int]) -> str:
     return either(map(str, numbers))
 
 
-def divides(field: str, size: int, of: str, number: int, called: str = "") -> Iterator[Problem]:
-    """Yields a problem of `field` where its size does not divide a number, which `of` names. The
-    size is `called` so where it is not the field's own."""
+def divides(
+    field: str, size: int, dividend: str, number: int, called: str = ""
+) -> Iterator[Problem]:
+    """Yields a problem of `field` where `size` does not divide `number`.
+
+    The message names the number `dividend`, and the size as the field, or as `called`.
+    """
     if number % size:
-        name = of.removeprefix("model.")
+        name = dividend.removeprefix("model.")
         short = called or field.rpartition(".")[2]
         legal = [d for d in divisors(number) if d <= 4 * size]
         yield Problem(f"{short}={size} does not divide {name}={number}", listing(legal), field)

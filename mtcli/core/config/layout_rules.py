@@ -98,8 +98,9 @@ def rows_share_micro_batches(config: RunConfig, world: int) -> Iterator[Problem]
             "batch.micro_batch_size",
         )
     elif rows > 1 and m.num_experts:
-        tokens, of = b.micro_batch_size // rows * b.seq_len, "the tokens of a row's micro-batch"
-        yield from divides("parallel.tp", p.tp // rows, of, tokens, COLUMNS)
+        tokens = b.micro_batch_size // rows * b.seq_len
+        dividend = "the tokens of a row's micro-batch"
+        yield from divides("parallel.tp", p.tp // rows, dividend, tokens, COLUMNS)
 
 
 def grids_shard_tokens(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -153,10 +154,10 @@ def uneven_heads(model: ModelConfig, tp: int, name: str = "tp") -> str:
         return f"{name}={tp} does not divide num_heads={m.num_heads}"
     sharers = tp // m.num_kv_heads
     if m.head_dim % sharers:
-        each = (
+        sharing = (
             f"{name}/num_kv_heads = {tp}/{m.num_kv_heads} = {sharers} ranks share a key-value head"
         )
-        return f"{each} and do not divide head_dim={m.head_dim}"
+        return f"{sharing} and do not divide head_dim={m.head_dim}"
     return ""
 
 
@@ -173,17 +174,17 @@ def _tensor_parallel_divides(config: RunConfig, world: int) -> Iterator[Problem]
     if m.num_experts == 0:
         yield from divides("parallel.tp", tp, "model.ffn_hidden_size", m.ffn_hidden_size, name)
     elif m.shared_expert_ffn_hidden_size:
-        of = "model.shared_expert_ffn_hidden_size"
-        yield from divides("parallel.tp", tp, of, m.shared_expert_ffn_hidden_size, name)
+        dividend = "model.shared_expert_ffn_hidden_size"
+        yield from divides("parallel.tp", tp, dividend, m.shared_expert_ffn_hidden_size, name)
 
 
 def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     p, b = config.parallel, config.batch
     if p.sequence_parallel and p.grid_rows == 1 and not p.makes_no_grid:
         tokens = b.micro_batch_size * b.seq_len // p.cp
-        of = "the tokens of a micro-batch"
+        dividend = "the tokens of a micro-batch"
         alternative = "" if config.model.num_experts else ", or parallel.sequence_parallel = false"
-        for problem in divides("parallel.tp", p.tp, of, tokens):
+        for problem in divides("parallel.tp", p.tp, dividend, tokens):
             yield problem._replace(hint=problem.hint + alternative)
 
 

@@ -62,10 +62,10 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
     Where one names another head or format of the data, what the table says of the ones before it is
     left out.
     """
-    before = source if isinstance(source, dict) else read_table(source)
-    table = with_overrides(before, overrides)
+    base = source if isinstance(source, dict) else read_table(source)
+    table = with_overrides(base, overrides)
     fields = {item.partition("=")[0].strip() for item in overrides}
-    table = _of_other_data(before, table, fields)
+    table = _of_other_data(base, table, fields)
     if "train.steps" in fields and "train.epochs" not in fields:
         table = _without(table, ["train", "epochs"])
     if "train.epochs" in fields and "train.steps" not in fields:
@@ -87,11 +87,11 @@ def without_steps(table: Table) -> Table:
     return table
 
 
-def _of_other_data(before: Table, table: Table, fields: set[str]) -> Table:
+def _of_other_data(base: Table, table: Table, fields: set[str]) -> Table:
     """The table without what derives from the format of data, or the head, that it had before, in
     fields that no override names."""
 
-    (head, kind), (new_head, new_kind) = _head_and_format(before), _head_and_format(table)
+    (head, kind), (new_head, new_kind) = _head_and_format(base), _head_and_format(table)
     kinds = {kind, new_kind} if kind != new_kind else set()
     heads = {head, new_head} if None not in (head, new_head) and head != new_head else set()
     stale = []
@@ -139,17 +139,17 @@ def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
     try:
         return RunConfig.model_validate(table), problems
     except ValidationError as error:
-        causes, rest = _causes(error.errors(), table), table
+        causes, remaining = _causes(error.errors(), table), table
         problems += [_problem(detail) for detail in causes[:MAX_PROBLEMS]]
         if len(causes) > MAX_PROBLEMS:  # no config of ours: each costs a copy of its section
             return None, [*problems, Problem(f"{len(causes) - MAX_PROBLEMS} more fields are wrong")]
         for detail in causes:
             keys = [str(key) for key in detail["loc"]]
-            rest = _without(rest, keys)
+            remaining = _without(remaining, keys)
             if _no_whole_heads(detail):
-                rest = _with(rest, keys, USUAL_HEAD_DIM)
+                remaining = _with(remaining, keys, USUAL_HEAD_DIM)
     try:
-        return RunConfig.model_validate(rest), problems
+        return RunConfig.model_validate(remaining), problems
     except ValidationError:
         return None, problems
 
@@ -228,11 +228,11 @@ def _with_model_preset(table: Table) -> tuple[Table, list[Problem]]:
     model = table.get("model")
     if not isinstance(model, dict) or "preset" not in model:
         return table, []
-    name, rest = model["preset"], {k: v for k, v in model.items() if k != "preset"}
+    name, own_fields = model["preset"], {k: v for k, v in model.items() if k != "preset"}
     if name in preset_names():
-        return table | {"model": read_table(name)["model"] | rest}, []
+        return table | {"model": read_table(name)["model"] | own_fields}, []
     hint = "`mtcli plan --presets` lists them" + closest(str(name), preset_names())
-    return table | {"model": rest}, [
+    return table | {"model": own_fields}, [
         Problem(f"there is no preset {name!r}", hint, field="model.preset")
     ]
 
@@ -285,9 +285,10 @@ def _unknown(path: list[str]) -> Problem:
     *parents, name = path
     section = ".".join(parents)
     where = f"in [{section}]" if parents else "at the top level"
-    here = _fields_of(parents)
-    meant = [field.removeprefix(f"{section}.") for field in meant_fields(name, here, all_fields())]
-    hint = f"known: {', '.join(here)}"
+    siblings = _fields_of(parents)
+    likely = meant_fields(name, siblings, all_fields())
+    meant = [field.removeprefix(f"{section}.") for field in likely]
+    hint = f"known: {', '.join(siblings)}"
     if name in ("dp", "data_parallel", "data_parallel_size", "world_size"):
         hint = "dp is what the other axes leave of the ranks: world / (cp * tp * pp)"
     elif meant:

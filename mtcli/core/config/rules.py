@@ -52,8 +52,8 @@ def load_checked(source: str | Table, overrides: Sequence[str], world: int) -> R
 
     Raises MtcliError with every problem at once: unknown keys, illegal values and broken rules.
     """
-    config, known = read_config(source, overrides)
-    return require(config, world, *ENGINE_RULES, known=known)
+    config, load_problems = read_config(source, overrides)
+    return require(config, world, *ENGINE_RULES, load_problems=load_problems)
 
 
 def require(
@@ -61,13 +61,13 @@ def require(
     world: int,
     *more: Rule,
     without: Collection[Rule] = (),
-    known: Sequence[Problem] = (),
+    load_problems: Sequence[Problem] = (),
 ) -> RunConfig:
-    """The config. Raises MtcliError with all `known` problems and every rule it breaks."""
+    """Returns the config. Raises MtcliError with `load_problems` and every rule it breaks."""
     if config is None:
-        raise MtcliError(*known)
+        raise MtcliError(*load_problems)
     rules = [rule for rule in (*RULES, *more) if rule not in without]
-    if broken := [*known, *_broken(rules, config, world)]:
+    if broken := [*load_problems, *_broken(rules, config, world)]:
         raise refusal(config, world, broken, *more, without=without)
     return config
 
@@ -75,7 +75,7 @@ def require(
 def refusal(
     config: RunConfig,
     world: int | None,
-    known: Sequence[Problem],
+    load_problems: Sequence[Problem],
     *more: Rule,
     without: Collection[Rule] = (),
 ) -> MtcliError:
@@ -85,16 +85,16 @@ def refusal(
     ranks = world or config.parallel.smallest_world
     curable = _broken((*LAYOUT_RULES, *more), config, ranks)
     lasting = [p for p in problems(config, ranks) if p not in curable]
-    misread = [p for p in known if p not in curable and p not in lasting]
+    misread = [p for p in load_problems if p not in curable and p not in lasting]
     if not curable or any(p.field.startswith(SHAPES) for p in misread):
-        return MtcliError(*known)
+        return MtcliError(*load_problems)
 
     def legal(candidate: RunConfig, world: int) -> bool:
         rules = (rule for rule in (*RULES, *more) if rule not in without)
         broken = (problem for rule in rules for problem in rule(candidate, world))
         return all(problem in lasting for problem in broken)
 
-    return MtcliError(*known, hint=nearest_hint(config, world, legal))
+    return MtcliError(*load_problems, hint=nearest_hint(config, world, legal))
 
 
 def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
@@ -107,9 +107,9 @@ def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> 
         "parallel": {"sequence_parallel": False},
         "batch": {"seq_len": model.max_seq_len, "global_batch_size": world},
     }
-    config, known = validate(with_overrides(base, overrides))
+    config, load_problems = validate(with_overrides(base, overrides))
     more = (*ENGINE_RULES, _whole_sequences)
-    return require(config, world, *more, without=NOT_OF_FORWARD_PASSES, known=known)
+    return require(config, world, *more, without=NOT_OF_FORWARD_PASSES, load_problems=load_problems)
 
 
 def of_training(field: str) -> Problem:
@@ -285,11 +285,11 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.train.precision == "fp8":
         message = f"rank={lora.rank} with precision='fp8', whose frozen weights are not kept narrow"
         yield Problem(message, "train.precision = 'bf16'", "lora.rank")
-    known = lora_targets(m)
+    targets = lora_targets(m)
     for name in lora.targets:
-        if name not in known:
+        if name not in targets:
             said = f"there is no target {name!r} in this model"
-            yield Problem(said, f"known: {', '.join(known)}", "lora.targets")
+            yield Problem(said, f"known: {', '.join(targets)}", "lora.targets")
 
 
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:

@@ -109,10 +109,10 @@ class _Search:
         self, config: RunConfig, world: int | None, legal: Legal, axes: list[list[_Move]]
     ) -> None:
         self.config, self.world, self.legal, self.axes = config, world, legal, axes
-        rests = [self.axes[depth:] for depth in range(len(self.axes) + 1)]
-        self.fewest = [sum(min(m.changed for m in moves) for moves in rest) for rest in rests]
-        self.most = [sum(max(m.changed for m in moves) for moves in rest) for rest in rests]
-        self.nearest = [sum(min(m.far for m in moves) for moves in rest) for rest in rests]
+        tails = [self.axes[depth:] for depth in range(len(self.axes) + 1)]
+        self.fewest = [sum(min(m.changed for m in moves) for moves in tail) for tail in tails]
+        self.most = [sum(max(m.changed for m in moves) for moves in tail) for tail in tails]
+        self.nearest = [sum(min(m.far for m in moves) for moves in tail) for tail in tails]
         self.steps, self.asked = 0, 0
         self.layouts: list[Near] = []
         self.nearer: list[set[tuple[str, Any]]] = []  # what those with fewer changes change
@@ -133,12 +133,12 @@ class _Search:
             return
         for move in self.axes[depth]:
             self.steps += 1
-            rest, near = left - move.changed, far + move.far + self.nearest[depth + 1]
-            if self.gave_up or not self.fewest[depth + 1] <= rest <= self.most[depth + 1]:
+            changes_left, near = left - move.changed, far + move.far + self.nearest[depth + 1]
+            if self.gave_up or not self.fewest[depth + 1] <= changes_left <= self.most[depth + 1]:
                 continue
             bound = self.layouts[-1].far if len(self.layouts) == SHOWN else inf
             if near <= bound + 1e-9 and self._fits(chosen := sizes | move.sizes):
-                self._walk(rest, far + move.far, chosen, depth + 1)
+                self._walk(changes_left, far + move.far, chosen, depth + 1)
 
     def _fits(self, chosen: LayoutSizes) -> bool:
         """Whether the axes chosen so far fit in the world: a quick no before the rules."""

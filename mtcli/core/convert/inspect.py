@@ -19,10 +19,10 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Of a merged model, the tensors and files are those of its adapters.
     """
-    own = own_of(checkpoint)
-    names, stored = own.names(), own.tensors
-    dtypes = Counter(dtype_name(own.dtype(n)) for n in names if not is_optimizer(n))
-    largest = max(names, key=own.num_bytes)
+    source = own_of(checkpoint)
+    names, stored = source.names(), source.tensors
+    dtypes = Counter(dtype_name(source.dtype(n)) for n in names if not is_optimizer(n))
+    largest = max(names, key=source.num_bytes)
     files = sorted({box.file for tensor in stored.values() for box in tensor.boxes})
     return {
         "path": str(checkpoint.folder),
@@ -33,18 +33,18 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "model": checkpoint.model.model_dump(mode="json"),
         "parameters": count_parameters(checkpoint.model),
         "adapters": _adapters(checkpoint),
-        "bytes": sum(own.num_bytes(name) for name in names),
+        "bytes": sum(source.num_bytes(name) for name in names),
         "dtype": dtypes.most_common(1)[0][0],
         "optimizer": optimizer_kinds(checkpoint),
         "largest_tensor": largest,
-        "largest_tensor_bytes": own.num_bytes(largest),
+        "largest_tensor_bytes": source.num_bytes(largest),
         "tokenizer": checkpoint.tokenizer_folder is not None,
         "files": {file: (checkpoint.folder / file).stat().st_size for file in files},
         "progress": checkpoint.extra,
         "tensors": {
             name: {
-                "shape": list(own.shape(name)),
-                "dtype": dtype_name(own.dtype(name)),
+                "shape": list(source.shape(name)),
+                "dtype": dtype_name(source.dtype(name)),
                 "pieces": len(stored[name].boxes),
             }
             for name in names

@@ -78,8 +78,8 @@ def to_mtcli(
             for path in paths
             if path.is_file()
         }
-    about = {"step": source.step, "world": world, "extra": source.extra}
-    about["replicas"] = source.replicas
+    facts = {"step": source.step, "world": world, "extra": source.extra}
+    facts["replicas"] = source.replicas
     sizes = [sum(shard.tensor.nbytes for shard in shards) for shards in ranks]
     require_free(final, options.force)
     with atomic_folder(final, sum(sizes)) as partial:
@@ -88,7 +88,7 @@ def to_mtcli(
         results, memory = run_parts(work, parts, options.progress)
         written = dict(pair for pairs in results for pair in pairs)
         merged = merge_written([written[rank] for rank in range(world)])
-        commit(partial, merged, about, dump_toml(config), attached)
+        commit(partial, merged, facts, dump_toml(config), attached)
     return memory
 
 
@@ -114,7 +114,7 @@ def rank_shards(
             for replica in source.replicas_of(name):
                 yield Shard(name, tensor, box.start, source.shape(name), replica)
 
-    others = [name for name in source.names() if parameter_of(name) not in table]
+    unowned = [name for name in source.names() if parameter_of(name) not in table]
     for rank in range(world):
         saved = list[Shard]()
         for parameter in _saved_parameters(config, layout, rank):
@@ -122,7 +122,7 @@ def rank_shards(
             for name in names.get(parameter.name, []):
                 is_owned = is_optimizer(name) or config.parallel.zero == 3
                 saved += shards(name, owned if is_owned else boxes)
-        for name in others if rank == 0 else ():
+        for name in unowned if rank == 0 else ():
             saved += shards(name, [Box.of(source.shape(name))])
         yield saved
 

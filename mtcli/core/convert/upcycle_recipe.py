@@ -47,16 +47,16 @@ def recipe_of(text: str, dense: ModelConfig) -> UpcycleRecipe:
     keep the mixture from being the dense function.
     """
     given, problems = _parse(text)
-    own = OWN | {name: given.pop(name) for name in OWN if name in given}
-    model, more = _mixture(dense, given, own["granularity"])
+    options = OWN | {name: given.pop(name) for name in OWN if name in given}
+    model, more = _mixture(dense, given, options["granularity"])
     problems += more + [*_is_copied(dense), *_has_sizes(given)]
     if model.num_experts and model.top_k:
         broken = rules.problems(RunConfig(model=model), 1, rules.TRAINING_RULES)
         problems += [problem for problem in broken if problem.field.startswith("model.")]
-        problems += [*_slices(model, dense, own["granularity"]), *_is_exact(model)]
+        problems += [*_slices(model, dense, options["granularity"]), *_is_exact(model)]
     if problems:
         raise MtcliError(*problems)
-    return UpcycleRecipe(model, own["granularity"], own["seed"])
+    return UpcycleRecipe(model, options["granularity"], options["seed"])
 
 
 def _parse(text: str) -> tuple[dict[str, Any], list[Problem]]:

@@ -122,15 +122,15 @@ def lower(text: str) -> bytes:
     data = text.encode("utf-8", "surrogatepass")
     if text.isascii():
         return data.lower()
-    others = not_ascii(data)
-    if others != others.lower():  # else only ASCII changes, and C does that to bytes
+    non_ascii = not_ascii(data)
+    if non_ascii != non_ascii.lower():  # else only ASCII changes, and C does that to bytes
         lowered = text.lower()
         if len(lowered) != len(text):  # a letter whose small form is two
             lowered = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
         data = lowered.encode("utf-8", "surrogatepass")
-        others = not_ascii(data)
+        non_ascii = not_ascii(data)
     data = data.lower()
-    for character in set(others):
+    for character in set(non_ascii):
         if not character.isalnum():
             data = data.replace(character.encode("utf-8", "surrogatepass"), b" ")
     return data

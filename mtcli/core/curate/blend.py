@@ -24,13 +24,13 @@ def blend_of(
         return {}
     used = {name: float(weight) for name, weight in weights.items() if name in sources and weight}
     total, size = sum(used.values()), sum(sources[name]["bytes"] for name in used)
-    told = {}
+    blended = {}
     for name in sorted(used):
         share = used[name] / total
         epochs = share * size / max(1, sources[name]["bytes"])
-        told[name] = {"weight": share, "prefix": file_stem(name), "epochs": epochs}
+        blended[name] = {"weight": share, "prefix": file_stem(name), "epochs": epochs}
     return {
-        "sources": told,
+        "sources": blended,
         "missing": sorted(set(weights) - set(sources)),
         "unweighted": sorted(set(sources) - set(weights)),
     }

@@ -30,7 +30,7 @@ from mtcli.core.curate.exact import same_texts
 from mtcli.core.curate.fuzzy import (
     Buckets,
     Components,
-    Known,
+    PairFilter,
     Pairs,
     likely_pairs,
     min_matches,
@@ -130,11 +130,11 @@ class ClusterEngine(NamedTuple):
         """Shuffles bands by their hashes, then pairs, then edges of verified pairs."""
         groups = self._groups(corpus)
         run, count = self.cluster.run, len(groups)
-        of = _leaner(groups, "bands.npy")
-        rows = run(partial(_split_bands, count), of, "fuzzy: shuffle bands", count)
+        lean_groups = _leaner(groups, "bands.npy")
+        rows = run(partial(_split_bands, count), lean_groups, "fuzzy: shuffle bands", count)
         buckets = run(_buckets, _transposed(rows), "fuzzy: buckets", 2)
-        of = _leaner(groups, "signatures.npy")
-        signatures = self._look_up(of, [row[1] for row in buckets], _signatures)
+        lean_groups = _leaner(groups, "signatures.npy")
+        signatures = self._look_up(lean_groups, [row[1] for row in buckets], _signatures)
         work = partial(_likely_pairs, count, corpus.num_new, min_matches(config))
         items = [(*row, refs) for row, refs in zip(buckets, signatures, strict=True)]
         likely = run(work, items, "fuzzy: pairs", count)
@@ -184,13 +184,13 @@ class ClusterEngine(NamedTuple):
         ]
 
     def _look_up(
-        self, groups: list[Group], wanted: Sequence[Ref], read: Callable[[Group, Array], Any]
+        self, groups: list[Group], queries: Sequence[Ref], read: Callable[[Group, Array], Any]
     ) -> list[tuple[Ref, ...]]:
         """Reads the sorted numbers that each partition wants, by `read(group, numbers)` in the
         groups that have them; returns by partition its rows from each group."""
         count = len(groups)
         starts = np.array([group[0].first for group in groups[1:]], np.int64)
-        asked = self.cluster.run(partial(_by_group, starts), wanted, "look up", count)
+        asked = self.cluster.run(partial(_by_group, starts), queries, "look up", count)
         items = list(zip(groups, _transposed(asked), strict=True))
         return _transposed(self.cluster.run(partial(_rows, read), items, "look up", count))
 
@@ -205,13 +205,13 @@ class ClusterEngine(NamedTuple):
     def _stars(self, edges: list[Ref]) -> list[Ref]:
         """(document, smallest of its component) of all edges, all of a component together."""
         run, count = self.cluster.run, len(edges)
-        before, now = None, [0]
-        while now != before:
+        previous, now = None, [0]
+        while now != previous:
             for split, step in ((both_ways, large_star), (downwards, small_star)):
                 rows = run(partial(_split_edges, split, 0, count), edges, "components", count)
-                made = run(partial(_star, step), _transposed(rows), "components", 2)
-                edges = [row[0] for row in made]
-            before, now = now, [sum(row[1]() for row in made) % (1 << 64)]
+                starred = run(partial(_star, step), _transposed(rows), "components", 2)
+                edges = [row[0] for row in starred]
+            previous, now = now, [sum(row[1]() for row in starred) % (1 << 64)]
         rows = run(partial(_split_edges, once, 1, count), edges, "components", count)
         return _only(run(partial(_star, once), _transposed(rows), "components", 2))
 
@@ -219,9 +219,9 @@ class ClusterEngine(NamedTuple):
         self, corpus: Corpus, groups: list[Group], stars: list[Ref], priority: tuple[str, ...]
     ) -> list[Ref]:
         """(removed, kept, root) of the components of each partition."""
-        wanted = _only(self.cluster.run(_members, stars, "decide"))
-        names = self._look_up(_leaner(groups), wanted, _names)
-        items = list(zip(stars, wanted, names, strict=True))
+        members = _only(self.cluster.run(_members, stars, "decide"))
+        names = self._look_up(_leaner(groups), members, _names)
+        items = list(zip(stars, members, names, strict=True))
         work = partial(_decide, corpus.num_new, priority)
         return _only(self.cluster.run(work, items, "decide"))
 
@@ -268,9 +268,9 @@ def _split_texts(count: int, group: Group) -> Results:
 
 def _divided(keys: Array, numbers: Array, count: int) -> Results:
     """(keys, numbers) of each partition, by the key or its first column."""
-    of = (keys if keys.ndim == 1 else keys[:, 0]) % np.uint64(count)
-    order = np.argsort(of, kind="stable")
-    bounds = np.searchsorted(of[order], np.arange(1, count, dtype=np.uint64))
+    partitions = (keys if keys.ndim == 1 else keys[:, 0]) % np.uint64(count)
+    order = np.argsort(partitions, kind="stable")
+    bounds = np.searchsorted(partitions[order], np.arange(1, count, dtype=np.uint64))
     split = zip(np.split(keys[order], bounds), np.split(numbers[order], bounds), strict=True)
     return tuple(split)
 
@@ -308,13 +308,17 @@ def _likely_pairs(
     count: int, num_new: int, least: int, item: tuple[Ref, Ref, Sequence[Ref]]
 ) -> Results:
     """The likely pairs of a partition's buckets, divided by their first."""
-    buckets, wanted = item[0](), item[1]()
+    buckets, looked_up = item[0](), item[1]()
     rows = [block for ref in item[2] if len(block := ref())]
     signatures = np.concatenate(rows) if rows else np.zeros((0, 1), np.uint8)
-    known = Known(lambda some: signatures[np.searchsorted(wanted, some)], num_new, least)
-    pairs = likely_pairs(known, buckets)
-    of = pairs.first % count
-    return tuple(Pairs(*(column[of == index] for column in pairs)) for index in range(count))
+    pair_filter = PairFilter(
+        lambda some: signatures[np.searchsorted(looked_up, some)], num_new, least
+    )
+    pairs = likely_pairs(pair_filter, buckets)
+    partitions = pairs.first % count
+    return tuple(
+        Pairs(*(column[partitions == index] for column in pairs)) for index in range(count)
+    )
 
 
 def _unique(rows: Sequence[Ref]) -> tuple[Array, Array]:
@@ -365,8 +369,8 @@ def _split_edges(
     prepare: Callable[[Array], Array], column: int, count: int, ref: Ref
 ) -> tuple[Array, ...]:
     edges = prepare(ref())
-    of = edges[:, column] % count
-    return tuple(edges[of == index] for index in range(count))
+    partitions = edges[:, column] % count
+    return tuple(edges[partitions == index] for index in range(count))
 
 
 def _star(step: Callable[[Array], Array], rows: Sequence[Ref]) -> tuple[Array, int]:
@@ -382,13 +386,13 @@ def _decide(
     num_new: int, priority: tuple[str, ...], item: tuple[Ref, Ref, Sequence[Ref]]
 ) -> tuple[Array]:
     """(removed, kept, root) of stars, by the names that were looked up of their members."""
-    star, wanted = item[0](), item[1]()
+    star, looked_up = item[0](), item[1]()
     names = [name for ref in item[2] for name in ref()]
     star = star[np.lexsort((star[:, 0], star[:, 1]))]
     begins, _ = runs(star[:, 1])
     leaves = np.split(star[:, 0], begins[1:]) if len(star) else []
     clusters = [np.append(star[at, 1], some) for at, some in zip(begins, leaves, strict=True)]
-    members = [np.searchsorted(wanted, cluster).tolist() for cluster in clusters]
+    members = [np.searchsorted(looked_up, cluster).tolist() for cluster in clusters]
     ordered = [names[index] for indices in members for index in indices]
     return (decide(clusters, ordered, num_new, priority),)
 
@@ -398,8 +402,8 @@ def _kept_pairs(table: Ref) -> tuple[Array, Array]:
     return pairs, np.unique(pairs)
 
 
-def _by_group(starts: Array, wanted: Ref) -> tuple[Array, ...]:
-    numbers = wanted()
+def _by_group(starts: Array, queries: Ref) -> tuple[Array, ...]:
+    numbers = queries()
     return tuple(np.split(numbers, np.searchsorted(numbers, starts)))
 
 
@@ -441,8 +445,8 @@ def _split_lines(
         shards = route_slice(plan, view)[rows].tolist()
         lines = keyed_lines(view.part, rows, plan.by_source, changed)
         for shard, line in zip(shards, lines, strict=True):
-            of = shard * count // len(plan.names)
-            by_partition[of].setdefault(shard, []).append(line)
+            partition = shard * count // len(plan.names)
+            by_partition[partition].setdefault(shard, []).append(line)
     return tuple(by_partition)
 
 

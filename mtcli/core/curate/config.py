@@ -206,10 +206,10 @@ def _problem(detail: ErrorDetails) -> Problem:
     if detail["type"] == "extra_forbidden":
         *parents, name = path
         section = section_at(CurateConfig, parents)
-        known = tuple(section.model_fields) if section else ()
-        near = closest(name, known).removeprefix("; ")
+        names = tuple(section.model_fields) if section else ()
+        near = closest(name, names).removeprefix("; ")
         where = f"in [{'.'.join(parents)}]" if parents else "at the top level"
-        hint = near or f"known: {', '.join(known)}"
+        hint = near or f"known: {', '.join(names)}"
         return Problem(f"unknown key {name!r} {where}", hint, ".".join(path))
     if path[0] == "blend":
         return Problem("a weight is a number >= 0", "such as wiki = 0.3", ".".join(path))

@@ -38,9 +38,9 @@ def cut_corpus(
     slices = corpus.new_slices()
     hit = {index: view for index, view in slices.items() if _hit(view, spared).any()}
     job = _CutJob(config, ngrams, spared)
-    made = engine.make(partial(_cut_part, job), hit, folder, "decontaminate")
-    rows = {index: np.array(files.array("rows")) for index, files in made.items()}  # in memory
-    return {index: ChangedLines(rows[index], files) for index, files in made.items()}, found
+    cut_parts = engine.make(partial(_cut_part, job), hit, folder, "decontaminate")
+    rows = {index: np.array(files.array("rows")) for index, files in cut_parts.items()}  # in memory
+    return {index: ChangedLines(rows[index], files) for index, files in cut_parts.items()}, found
 
 
 def cut_removals(corpus: Corpus, changed: Mapping[int, ChangedLines]) -> Removals:
@@ -79,20 +79,20 @@ def _cut_part(job: _CutJob, view: Slice, final: Path, progress: Progress) -> Non
     """Writes the documents of a part that are cut, and what is left of them."""
     part = view.part
     rows = np.flatnonzero(_hit(view, job.spared))
-    keys, lines, made, reasons, told = part.keys(), part.lines, [], [], []
+    keys, lines, cut_lines, reasons, cut_records = part.keys(), part.lines, [], [], []
     for row in rows.tolist():
         document = document_of(lines[row], keys[row], 0)
-        before, text = len(document.text.encode()), document.text
+        bytes_in, text = len(document.text.encode()), document.text
         matches = [m for m in job.ngrams.matches(text) if not job.spared[m.ngram]]
         cut = cut_text(text, matches, job.config)
         pieces = _pieces(document, cut.pieces)
-        made.append(b"".join(map(line_of, pieces)))
+        cut_lines.append(b"".join(map(line_of, pieces)))
         reason = 0 if len(pieces) > job.config.max_pieces else 1 if not pieces else -1
         reasons.append(reason)
-        told.append(
+        cut_records.append(
             {
                 "cuts": cut.cuts,
-                "bytes_in": before,
+                "bytes_in": bytes_in,
                 "bytes_out": sum(piece.size for piece in pieces) if reason < 0 else 0,
                 "pieces": len(pieces),
                 "ngrams": list(dict.fromkeys(map(job.ngrams.text, cut.ngrams))),
@@ -100,11 +100,13 @@ def _cut_part(job: _CutJob, view: Slice, final: Path, progress: Progress) -> Non
             }
         )
     with written_aside(final) as aside:
-        (aside / LINES).write_bytes(b"".join(made))
+        (aside / LINES).write_bytes(b"".join(cut_lines))
         np.save(aside / "rows.npy", rows)
-        np.save(aside / "line_ends.npy", np.cumsum([len(line) for line in made], dtype=np.int64))
+        np.save(
+            aside / "line_ends.npy", np.cumsum([len(line) for line in cut_lines], dtype=np.int64)
+        )
         np.save(aside / "reasons.npy", np.array(reasons, np.int64))
-        (aside / "cuts.json").write_text(json.dumps(told))
+        (aside / "cuts.json").write_text(json.dumps(cut_records))
 
 
 def _pieces(document: Document, texts: tuple[str, ...]) -> list[Document]:
@@ -112,7 +114,11 @@ def _pieces(document: Document, texts: tuple[str, ...]) -> list[Document]:
     keys = [document.key]
     if len(texts) > 1:
         name = id_of(document.key)
-        keys = [made for n in range(len(texts)) if (made := key_of(f"{name}#{n + 1}")) is not None]
+        keys = [
+            piece_key
+            for n in range(len(texts))
+            if (piece_key := key_of(f"{name}#{n + 1}")) is not None
+        ]
     return [
         replace(document, key=key, text=text, size=len(text.encode()))
         for key, text in zip(keys, texts, strict=bool(texts))

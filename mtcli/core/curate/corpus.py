@@ -44,8 +44,8 @@ class Removals(NamedTuple):
 
     def save(self, path: Path) -> None:
         """Writes a file that appears whole or not at all."""
-        with atomic_file(path) as made:
-            np.savez(made, **self._asdict())
+        with atomic_file(path) as temporary:
+            np.savez(temporary, **self._asdict())
 
 
 CORPUS_REASONS: dict[str, tuple[str, ...]] = {
@@ -148,8 +148,8 @@ class Corpus:
         """The sources of some documents."""
 
         def of_part(part: Part) -> Callable[[int], str]:
-            names, of = part.summary["sources"], part.array("sources")
-            return lambda row: names[of[row]]
+            names, source_ids = part.summary["sources"], part.array("sources")
+            return lambda row: names[source_ids[row]]
 
         return self.of_rows(numbers, of_part)
 

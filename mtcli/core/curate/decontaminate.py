@@ -112,18 +112,20 @@ class TaskNgrams:
             ngrams[self.names[self._task_of_item[item]]].add(text)
             if spared[ngram]:
                 by_item[item].append(text)
-        kept: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        spared_texts: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for item, texts in sorted(by_item.items()):
-            told = {"item": self._batch.documents[item].text[:ITEM_CHARACTERS]}
-            kept[self.names[self._task_of_item[item]]].append(told | {"ngrams": texts})
-        return Found({task: sorted(texts) for task, texts in sorted(ngrams.items())}, dict(kept))
+            entry = {"item": self._batch.documents[item].text[:ITEM_CHARACTERS]}
+            spared_texts[self.names[self._task_of_item[item]]].append(entry | {"ngrams": texts})
+        return Found(
+            {task: sorted(texts) for task, texts in sorted(ngrams.items())}, dict(spared_texts)
+        )
 
     def find(self, batch: Batch) -> tuple[Array, Array, Array]:
         """(document, n-gram, first word) of every match in a batch, and so sorted."""
         matches = []
-        for size, (hashes, first, known) in self._tables.items():
+        for size, (hashes, first, has_prefix) in self._tables.items():
             values = rolling(batch.word_hashes, size)
-            may = np.flatnonzero(known[values >> np.uint64(64 - FILTER_BITS)])
+            may = np.flatnonzero(has_prefix[values >> np.uint64(64 - FILTER_BITS)])
             places = np.minimum(np.searchsorted(hashes, values[may]), len(hashes) - 1)
             hit = hashes[places] == values[may]
             starts, ngrams = may[hit], first + places[hit]
@@ -245,8 +247,8 @@ def _json_texts(path: Path, text: str, fields: Sequence[str]) -> Iterator[str]:
         values = row[key] if key else None
         values = values if isinstance(values, list) else [values]
         if not key or not all(map(is_text, values)):
-            known = listed([shown(name) for name in row]) or "none"
-            message = f"no text in any of {', '.join(fields)}: keys are {known}"
+            keys = listed([shown(name) for name in row]) or "none"
+            message = f"no text in any of {', '.join(fields)}: keys are {keys}"
             raise wrong(
                 f"{path}, line {number}: {message}", "fields = ['KEY']", "decontaminate.fields"
             )

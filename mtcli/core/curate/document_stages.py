@@ -112,14 +112,14 @@ class StageCount:
             setattr(self, name, getattr(self, name) + other[name])
         self.reasons.update(other["reasons"])
         for reason, samples in other["samples"].items():
-            told = self.samples.setdefault(reason, [])
-            told += samples[: SAMPLES - len(told)]
+            own_samples = self.samples.setdefault(reason, [])
+            own_samples += samples[: SAMPLES - len(own_samples)]
 
-    def sample(self, reason: str, told: dict[str, Any]) -> None:
+    def sample(self, reason: str, described: dict[str, Any]) -> None:
         """Keeps a sample of a reason, where there is room."""
         samples = self.samples.setdefault(reason, [])
         if len(samples) < SAMPLES:
-            samples.append(told)
+            samples.append(described)
 
 
 class BlockWork:
@@ -157,10 +157,10 @@ class BlockWork:
                 writer.remove(removal(batch.documents[index], *batch.drops[index]))
             left = [batch.documents[index] for index in batch.alive()]
             sizes[1] += _histogram(left)
-            rest = batch if not batch.drops else Batch(left)
+            left_batch = batch if not batch.drops else Batch(left)
             writer.add(left)
             for feature in self._features:
-                writer.add_arrays(feature(left, rest))
+                writer.add_arrays(feature(left, left_batch))
         writer.close(
             {
                 "stages": {stage: count.dump() for stage, count in counts.items()},
@@ -194,22 +194,22 @@ def removal(
     document: Document, stage: str, reason: str, detail: dict[str, object]
 ) -> dict[str, object]:
     """What `removed.jsonl.zst` says of a document."""
-    told = {"id": id_of(document.key), "source": document.source, "stage": stage}
-    return told | {"reason": reason, "kept_id": None} | detail
+    entry = {"id": id_of(document.key), "source": document.source, "stage": stage}
+    return entry | {"reason": reason, "kept_id": None} | detail
 
 
 def _run_stage(stage: str, function: StageFunction, batch: Batch, count: StageCount) -> None:
-    before = batch.alive()
-    count.documents_in += len(before)
-    count.bytes_in += sum([batch.documents[index].size for index in before])
+    entered = batch.alive()
+    count.documents_in += len(entered)
+    count.bytes_in += sum([batch.documents[index].size for index in entered])
     dropped_before = set(batch.drops)
     function(batch)
     for index in sorted(batch.drops.keys() - dropped_before):
         document, drop = batch.documents[index], batch.drops[index]
         count.reasons[drop.reason] += 1
         text = document.text[:SAMPLE_CHARACTERS]
-        told = {"id": id_of(document.key), "source": document.source, "text": text}
-        count.sample(drop.reason, told | drop.detail)
+        sample = {"id": id_of(document.key), "source": document.source, "text": text}
+        count.sample(drop.reason, sample | drop.detail)
     after = batch.alive()
     count.documents_out += len(after)
     count.bytes_out += sum([batch.documents[index].size for index in after])

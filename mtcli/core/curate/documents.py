@@ -119,10 +119,10 @@ def made_key(name: str, line: int) -> bytes:
 
 def id_of(key: bytes) -> str | int:
     """The id of a key."""
-    kind, rest = key[:1], key[1:]
+    kind, body = key[:1], key[1:]
     if kind == b"0":
-        return int(rest) - OFFSET
+        return int(body) - OFFSET
     if kind == b"1":
-        return rest.decode("utf-8", "surrogatepass")
-    name, _, line = rest.rpartition(b":")
+        return body.decode("utf-8", "surrogatepass")
+    name, _, line = body.rpartition(b":")
     return f"{os.fsdecode(name)}:{int(line)}"

@@ -94,7 +94,7 @@ class LocalEngine(NamedTuple):
 
 
 def _make(work: Make, unit: str, item: tuple[Path, Any], progress: Progress) -> None:
-    path, rest = item
-    work(rest, path, progress)
+    path, argument = item
+    work(argument, path, progress)
     if unit != "B":
         progress(1)

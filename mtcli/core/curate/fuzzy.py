@@ -48,7 +48,7 @@ class Buckets(NamedTuple):
     sizes: Array
 
 
-class Known(NamedTuple):
+class PairFilter(NamedTuple):
     """The facts that tell likely pairs: documents' signatures by their numbers, which documents are
     new (the first `num_new`), and the fewest values that a likely pair shares."""
 
@@ -82,7 +82,7 @@ def find_near(
     pairs = unique_pairs([Pairs(*np.load(_band_file(folder, band))) for band in range(bands)])
     verify = partial(verify_pairs, corpus, config.shingle)
     components = Components()
-    known: dict[tuple[int, int], float] = {}
+    jaccard_of: dict[tuple[int, int], float] = {}
     for start in range(0, len(pairs.first), ROUND):
         part = slice(start, start + ROUND)
         some = [
@@ -92,10 +92,12 @@ def find_near(
         ]
         for pair, similarity in zip(some, _verified(run, verify, some), strict=True):
             if similarity >= config.threshold:
-                known[pair] = similarity
+                jaccard_of[pair] = similarity
                 components.join(*pair)
     removals = corpus.removals(components.clusters(), priority)
-    return removals._replace(jaccard=_jaccards(removals, known, partial(_verified, run, verify)))
+    return removals._replace(
+        jaccard=_jaccards(removals, jaccard_of, partial(_verified, run, verify))
+    )
 
 
 def band_candidates(
@@ -111,21 +113,23 @@ def band_candidates(
     if not path.exists():
         keys = corpus.column("bands", band)[numbers]
         order = np.argsort(keys)
-        known = Known(partial(corpus.take, "signatures"), corpus.num_new, min_matches(config))
-        pairs = likely_pairs(known, Buckets(numbers[order], *runs(keys[order])))
+        pair_filter = PairFilter(
+            partial(corpus.take, "signatures"), corpus.num_new, min_matches(config)
+        )
+        pairs = likely_pairs(pair_filter, Buckets(numbers[order], *runs(keys[order])))
         aside = path.with_suffix(".tmp.npy")
         np.save(aside, np.stack(pairs))  # half of the time of npz, for little files
         aside.replace(path)
     progress(1)
 
 
-def likely_pairs(known: Known, buckets: Buckets) -> Pairs:
+def likely_pairs(pair_filter: PairFilter, buckets: Buckets) -> Pairs:
     """The pairs within buckets that their signatures take for duplicates."""
     numbers, begins, sizes = buckets
-    parts = [_empty(), *(_likely(known, *chunk) for chunk in _small_buckets(buckets))]
+    parts = [_empty(), *(_likely(pair_filter, *chunk) for chunk in _small_buckets(buckets))]
     large = sizes > ALL_PAIRS
     for start, size in zip(begins[large], sizes[large], strict=True):
-        parts.append(_large_bucket(known, numbers[start : start + size]))
+        parts.append(_large_bucket(pair_filter, numbers[start : start + size]))
     return Pairs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
@@ -142,33 +146,35 @@ def _small_buckets(buckets: Buckets) -> Iterator[tuple[Array, Array]]:
             yield members[:, left].ravel(), members[:, right].ravel()
 
 
-def _likely(known: Known, first: Array, second: Array) -> Pairs:
+def _likely(pair_filter: PairFilter, first: Array, second: Array) -> Pairs:
     """Selects the pairs whose signatures say that they may be duplicates; none of two old ones."""
-    new = first < known.num_new
+    new = first < pair_filter.num_new
     first, second = first[new], second[new]
     if not first.size:
         return _empty()
-    same = known.signatures(first) == known.signatures(second)
+    same = pair_filter.signatures(first) == pair_filter.signatures(second)
     matches = np.count_nonzero(same, axis=1)
-    likely = matches >= known.least
+    likely = matches >= pair_filter.least
     return Pairs(first[likely], second[likely], matches[likely])
 
 
-def _large_bucket(known: Known, members: Array) -> Pairs:
+def _large_bucket(pair_filter: PairFilter, members: Array) -> Pairs:
     """Pairs of a large bucket: equal signatures with their first, others with the most alike."""
     members = np.sort(members)
-    signatures = known.signatures(members)
+    signatures = pair_filter.signatures(members)
     rows, firsts, inverse = np.unique(signatures, axis=0, return_index=True, return_inverse=True)
     inverse = inverse.reshape(-1)
-    others = np.flatnonzero(firsts[inverse] != np.arange(len(members)))
-    equal = members[firsts[inverse[others]]], members[others]
-    parts = [Pairs(*equal, np.full(len(others), signatures.shape[1]))]
+    repeated = np.flatnonzero(firsts[inverse] != np.arange(len(members)))
+    equal = members[firsts[inverse[repeated]]], members[repeated]
+    parts = [Pairs(*equal, np.full(len(repeated), signatures.shape[1]))]
     for start in range(0, len(rows), WINDOW):
         window = rows[start : start + WINDOW]
-        parts.append(_window_pairs(window, members[firsts[start : start + WINDOW]], known.least))
+        parts.append(
+            _window_pairs(window, members[firsts[start : start + WINDOW]], pair_filter.least)
+        )
     pairs = Pairs(*map(np.concatenate, zip(*parts, strict=True)))
     first, second = np.minimum(pairs[0], pairs[1]), np.maximum(pairs[0], pairs[1])
-    new = first < known.num_new
+    new = first < pair_filter.num_new
     return Pairs(first[new], second[new], pairs.matches[new])
 
 
@@ -226,16 +232,18 @@ def _verified(run: Map, verify: Callable[..., list[float]], pairs: list[Numbers]
 
 
 def _jaccards(
-    removals: Removals, known: dict[Numbers, float], verify: Callable[[list[Numbers]], list[float]]
+    removals: Removals,
+    jaccard_of: dict[Numbers, float],
+    verify: Callable[[list[Numbers]], list[float]],
 ) -> Array:
     """The similarity of each removed document with the one that stays."""
     pairs = [
         (min(pair), max(pair))
         for pair in zip(removals.removed.tolist(), removals.kept.tolist(), strict=True)
     ]
-    missing = sorted({pair for pair in pairs if pair not in known})
-    known = known | dict(zip(missing, verify(missing), strict=True))
-    return np.array([known[pair] for pair in pairs])
+    missing = sorted({pair for pair in pairs if pair not in jaccard_of})
+    jaccard_of = jaccard_of | dict(zip(missing, verify(missing), strict=True))
+    return np.array([jaccard_of[pair] for pair in pairs])
 
 
 class Components:

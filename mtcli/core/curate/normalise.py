@@ -62,9 +62,9 @@ def make_fix(uncurl: bool) -> Callable[[str], str]:
             return str(ftfy.fix_text(text, settings))
         if text.isascii():
             return text
-        rest = not_ascii(data)
-        characters = set(rest)
-        if not characters <= HARMLESS and (_is_odd(text, rest) or is_bad(_surroundings(text))):
+        non_ascii = not_ascii(data)
+        characters = set(non_ascii)
+        if not characters <= HARMLESS and (_is_odd(text, non_ascii) or is_bad(_surroundings(text))):
             return str(ftfy.fix_text(text, settings))
         if uncurl:
             for curly in characters & CURLY:
@@ -74,11 +74,11 @@ def make_fix(uncurl: bool) -> Callable[[str], str]:
     return fix
 
 
-def _is_odd(text: str, rest: str) -> bool:
+def _is_odd(text: str, non_ascii: str) -> bool:
     """Whether characters that are not ASCII, or marks on some, are not in their usual form."""
-    if OTHER.search(rest) or "\nÃ " in text or "\nÂ " in text:
+    if OTHER.search(non_ascii) or "\nÃ " in text or "\nÂ " in text:
         return True
-    return max(rest) >= FIRST_MARK and not unicodedata.is_normalized("NFC", text)
+    return max(non_ascii) >= FIRST_MARK and not unicodedata.is_normalized("NFC", text)
 
 
 def _surroundings(text: str) -> str:

@@ -28,19 +28,19 @@ def _fingerprint(request: CurateRequest, corpora: Corpora) -> str:
         for corpus in corpora
         if corpus
     ]
-    told = [files, as_dict(request.config), request.text_key, request.split_on_blank]
-    told += [request.format, BLOCK_BYTES]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    determinants = [files, as_dict(request.config), request.text_key, request.split_on_blank]
+    determinants += [request.format, BLOCK_BYTES]
+    return hashlib.sha256(json.dumps(determinants).encode()).hexdigest()
 
 
 def begin(work: WorkFolder, request: CurateRequest, corpora: Corpora) -> None:
     """Empties the work folder, unless this run resumes what is in it."""
     path, now = work.path / "fingerprint", _fingerprint(request, corpora)
-    before = read_untrusted(path).decode(errors="replace") if path.exists() else ""
-    if request.resume and before and before != now:
+    previous = read_untrusted(path).decode(errors="replace") if path.exists() else ""
+    if request.resume and previous and previous != now:
         message = f"{work.path} was begun with other inputs or options"
         raise wrong(message, "give the same ones, or leave --resume out to start over")
-    if request.resume and before:
+    if request.resume and previous:
         return
     for published in _named(work.path / MADE / REPORT, request.output):  # by a run killed meanwhile
         published.unlink()
@@ -77,9 +77,11 @@ def require_free(request: CurateRequest, corpora: Corpora) -> None:
         raise wrong(message, "name another folder", "--output")
     inputs = (source.path for source in corpora.sources)
     require_apart(inputs, [output / WORK, *outputs(output)], "--output")
-    made = [] if request.force or not output.exists() else outputs(output)
-    if made and not (request.resume and (output / WORK).exists()):
-        message = f"{output} has {len(made)} files of an earlier run, such as {made[0].name}"
+    existing = [] if request.force or not output.exists() else outputs(output)
+    if existing and not (request.resume and (output / WORK).exists()):
+        message = (
+            f"{output} has {len(existing)} files of an earlier run, such as {existing[0].name}"
+        )
         raise wrong(message, "--force to replace them, or another folder", "--output")
 
 

@@ -106,10 +106,10 @@ def time_limit(seconds: float = MAX_SECONDS) -> Iterator[None]:
     def end(*_: Any) -> None:
         raise TooSlow
 
-    before = signal.signal(signal.SIGVTALRM, end)
+    previous_handler = signal.signal(signal.SIGVTALRM, end)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, previous_handler)

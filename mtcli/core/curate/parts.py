@@ -46,13 +46,16 @@ class PartWriter:
 
     def add(self, documents: Sequence[Document]) -> int:
         """Adds documents; returns the row of the first."""
-        first, known = len(self._keys), self._sources
+        first, source_numbers = len(self._keys), self._sources
         lines = [line_of(document) for document in documents]
         self._lines.write(b"".join(lines))
         self._lengths += map(len, lines)
         self._keys += [document.key for document in documents]
         self._sizes += [document.size for document in documents]
-        self._source_of += [known.setdefault(document.source, len(known)) for document in documents]
+        self._source_of += [
+            source_numbers.setdefault(document.source, len(source_numbers))
+            for document in documents
+        ]
         return first
 
     def add_arrays(self, arrays: Mapping[str, Array]) -> None:

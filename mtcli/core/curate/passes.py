@@ -104,12 +104,12 @@ class _Pipeline:
         if not any(view.alive.any() for view in results[-1].corpus.new_slices().values()):
             report = build_report(self.request, self.corpora, results, [])
             raise _NothingLeft(nothing_left(report))
-        made = self.work / MADE
-        made.mkdir(exist_ok=True)
-        shards = self._write_shards(results[-1], made)
-        self._write_removed(results, made)
+        folder = self.work / MADE
+        folder.mkdir(exist_ok=True)
+        shards = self._write_shards(results[-1], folder)
+        self._write_removed(results, folder)
         report = build_report(self.request, self.corpora, results, shards)
-        self._publish(report, made)
+        self._publish(report, folder)
         return report
 
     # Passes
@@ -126,9 +126,9 @@ class _Pipeline:
     def _read(self, inputs: CorpusFiles, group: StageGroup, folder: Path) -> list[Files]:
         request = self.request
         blocks = blocks_of(inputs, request.split_on_blank)
-        before = self._lines_before(blocks) if len(blocks) > 1 else {}
+        lines_before = self._lines_before(blocks) if len(blocks) > 1 else {}
         html = "extract" in group.documents
-        reader = Reader.of(inputs, request.text_key, request.split_on_blank, before, html)
+        reader = Reader.of(inputs, request.text_key, request.split_on_blank, lines_before, html)
         work = partial(_read_block, BlockWork(group, self.config, request.skip_bad), reader)
         items = {block.number: block for block in blocks}
         return list(self.engine.make(work, items, folder, "read", "B").values())
@@ -139,11 +139,11 @@ class _Pipeline:
         split = [piece for piece in pieces if piece.stop < piece.source.size]
         size = sum(piece.stop - piece.start for piece in split)
         counts = self.engine.map(count_lines, split, size, "count lines", "B")
-        before, lines = {}, 0
+        lines_before, lines = {}, 0
         for piece, count in zip(split, counts, strict=True):
             lines = count + (lines if piece.start else 0)
-            before[piece.source.path, piece.stop] = lines
-        return before
+            lines_before[piece.source.path, piece.stop] = lines
+        return lines_before
 
     def _next_pass(self, number: int, group: StageGroup, last: PassResult) -> list[Files]:
         """Runs further per-document stages over what the last pass left."""
@@ -189,38 +189,38 @@ class _Pipeline:
 
     # Output
 
-    def _write_shards(self, last: PassResult, made: Path) -> list[dict[str, Any]]:
+    def _write_shards(self, last: PassResult, folder: Path) -> list[dict[str, Any]]:
         corpus = last.corpus
         by_source, slices = bool(self.config.blend), list(corpus.new_slices().values())
         sample = partial(sample_keys, by_source)
         samples = self.engine.map(sample, slices, len(slices), "sample ids")
         plan = plan_shards(samples, self.config.shard_mb * 1_000_000, by_source)
-        return self.engine.write(ShardJob(corpus, plan, made, last.changed))
+        return self.engine.write(ShardJob(corpus, plan, folder, last.changed))
 
-    def _write_removed(self, results: list[PassResult], made: Path) -> None:
+    def _write_removed(self, results: list[PassResult], folder: Path) -> None:
         import zstandard
 
         compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
         with (
-            atomic_file(made / REMOVED) as aside,
+            atomic_file(folder / REMOVED) as aside,
             open(aside, "wb") as file,
             compressor.stream_writer(file, closefd=False) as stream,
         ):
             for line in removed_lines(results):
                 stream.write(line)
 
-    def _publish(self, report: dict[str, Any], made: Path) -> None:
+    def _publish(self, report: dict[str, Any], folder: Path) -> None:
         """Moves all to the output folder; the report last, which says that the rest is there."""
         output = self.request.output
-        write_text(made / REPORT_HTML, report_html(report))
-        write_text(made / REPORT, json_page(report))
+        write_text(folder / REPORT_HTML, report_html(report))
+        write_text(folder / REPORT, json_page(report))
         # Not all that is there: a killed run's worker may have left, or still write, a part of one.
         names = {shard["name"] for shard in report["shards"]} | {REMOVED, REPORT_HTML}
         for old in outputs(output):
             if old.name not in names:
                 old.unlink()
         for name in [*sorted(names), REPORT]:
-            (made / name).replace(output / name)
+            (folder / name).replace(output / name)
 
 
 def _read_block(

@@ -97,10 +97,10 @@ def open_model(config: QualityConfig) -> Callable[[Batch], Array]:
 def load_classifier(path: Path) -> Classifier:
     """Reads what `save_classifier` wrote. Raises MtcliError for a damaged file."""
     data = read_untrusted(path).removeprefix(MAGIC)
-    head, _, rest = data.partition(b"\n")
+    head, _, weight_bytes = data.partition(b"\n")
     try:
         facts = json.loads(head)
-        weights = np.frombuffer(rest, "<f4")
+        weights = np.frombuffer(weight_bytes, "<f4")
         if weights.size != 1 << facts["bits"] or facts["bits"] != BITS:
             raise ValueError(f"{weights.size} weights, and 2^{facts['bits']} are said")
         return Classifier(weights, float(facts["bias"]))
@@ -111,8 +111,8 @@ def load_classifier(path: Path) -> Classifier:
 def save_classifier(model: Classifier, facts: dict[str, Any], path: Path) -> None:
     """Writes a classifier and what it was trained on."""
     head = json.dumps(facts | {"bits": BITS, "bias": model.bias}).encode()
-    with aside(path) as made:
-        made.write_bytes(MAGIC + head + b"\n" + model.weights.astype("<f4").tobytes())
+    with aside(path) as temporary:
+        temporary.write_bytes(MAGIC + head + b"\n" + model.weights.astype("<f4").tobytes())
 
 
 def _fasttext(path: Path, label: str) -> Callable[[Batch], Array]:
@@ -128,11 +128,11 @@ def _fasttext(path: Path, label: str) -> Callable[[Batch], Array]:
         for index in batch.alive():
             text = batch.documents[index].text.replace("\n", " ")
             labels, chances = model.predict(text, k=-1)
-            known = dict(zip(labels, chances, strict=True))
-            if label not in known:
+            chance_of = dict(zip(labels, chances, strict=True))
+            if label not in chance_of:
                 hint = f"label = '{labels[0]}'" if labels else ""
                 raise wrong(f"{path} has no label {label}", hint, "quality.label")
-            values[index] = known[label]
+            values[index] = chance_of[label]
         return values
 
     return scores
@@ -158,11 +158,11 @@ def train_quality(
     rows: list[Array] = []
     counts = []
     for flag, inputs in (("--good", good), ("--bad", bad)):
-        before = len(rows)
+        first_row = len(rows)
         for batch in batches(_documents(inputs, text_key)):
             features, bounds = features_of(batch)
             rows += [features[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
-        counts.append(len(rows) - before)
+        counts.append(len(rows) - first_row)
         if counts[-1] < 2:
             said = f"{counts[-1]} documents with words"
             raise wrong(said, "give at least 2 documents", flag)

@@ -46,20 +46,20 @@ class Reader(NamedTuple):
     ) -> Iterator[Document | BadRecord | PassedOver]:
         """Yields the documents of a file range, in order."""
         path = piece.source.path
-        name, before = self.names[path], self.lines_before.get((path, piece.start), 0)
+        name, lines_before = self.names[path], self.lines_before.get((path, piece.start), 0)
         if piece.source.kind == "warc":
             yield from read_warc(piece.source, name, self.html, progress)
             return
         unnamed, is_parquet = stem(name), piece.source.kind == "parquet"
         for item in read_documents(piece, self.reading, progress):
             if isinstance(item, Bad):
-                yield BadRecord(name, item.line and before + item.line, item.reason)
+                yield BadRecord(name, item.line and lines_before + item.line, item.reason)
             elif is_parquet and item.fields and not is_finite(item.fields):
                 odd = [shown(key) for key, value in item.fields.items() if not is_finite(value)]
                 reason = f"NaN or Infinity in {listed(odd)}, which JSON cannot write"
                 yield BadRecord(name, item.line, reason)
             else:
-                yield self._document(item, name, before + item.line, unnamed)
+                yield self._document(item, name, lines_before + item.line, unnamed)
 
     def _document(self, item: Text, name: str, line: int, unnamed: str) -> Document | BadRecord:
         text, size, _, _, fields = item

@@ -93,8 +93,8 @@ def nothing_left(report: dict[str, Any]) -> Problem:
     said += [f"{s['stage']}: {_counted(s['reasons'])}" for s in stages if s["reasons"]]
     if read:
         last = next(s["stage"] for s in stages if not s["documents_out"])
-        others = [stage for stage in report["config"]["stages"] if stage != last]
-        hint = f'change the settings of [{last}], or leave it out: --set "stages={others}"'
+        other_stages = [stage for stage in report["config"]["stages"] if stage != last]
+        hint = f'change the settings of [{last}], or leave it out: --set "stages={other_stages}"'
     elif passed_over:
         hint = "of WARC, HTML pages with status 200 are read, and texts of WET files"
     else:
@@ -115,10 +115,10 @@ def removed_lines(results: list[PassResult]) -> Iterator[bytes]:
             yield from part.removed()
         for stage, removals in result.removals.items():
             cuts = _cuts(result) if stage == "decontaminate" else {}
-            for told in _removed(result.corpus, removals):
-                number, reason = told.pop("number"), told.pop("reason")
-                line = {"id": told.pop("id"), "source": told.pop("source"), "stage": stage}
-                line |= {"reason": CORPUS_REASONS[stage][reason]} | told
+            for entry in _removed(result.corpus, removals):
+                number, reason = entry.pop("number"), entry.pop("reason")
+                line = {"id": entry.pop("id"), "source": entry.pop("source"), "stage": stage}
+                line |= {"reason": CORPUS_REASONS[stage][reason]} | entry
                 yield json_line(line | _ngrams(cuts.get(number)))
 
 
@@ -129,19 +129,19 @@ def _removed(corpus: Corpus, removals: Removals) -> Iterator[dict[str, Any]]:
     roots = _ids(corpus, removals.root)
     sources = corpus.sources(removals.removed)
     for index, number in enumerate(removals.removed.tolist()):
-        told = {"number": number, "reason": int(removals.reason[index]), "id": ids[index]}
-        told |= {"source": sources[index], "kept_id": kept_ids[index]}
+        entry = {"number": number, "reason": int(removals.reason[index]), "id": ids[index]}
+        entry |= {"source": sources[index], "kept_id": kept_ids[index]}
         if kept_ids[index] is not None:
             jaccard = float(removals.jaccard[index])
-            told |= {"jaccard": round(jaccard, 6), "cluster": roots[index]}
-        yield told
+            entry |= {"jaccard": round(jaccard, 6), "cluster": roots[index]}
+        yield entry
 
 
 def _ids(corpus: Corpus, numbers: np.ndarray) -> list[str | int | None]:
     """The ids of documents; None for -1."""
-    known = np.flatnonzero(numbers >= 0)
+    present = np.flatnonzero(numbers >= 0)
     ids: list[str | int | None] = [None] * len(numbers)
-    for index, key in zip(known.tolist(), corpus.keys(numbers[known]), strict=True):
+    for index, key in zip(present.tolist(), corpus.keys(numbers[present]), strict=True):
         ids[index] = id_of(key)
     return ids
 
@@ -170,11 +170,13 @@ def _corpus_count(
         reason: removals.removed[removals.reason == index][:SAMPLES].tolist()
         for index, reason in enumerate(CORPUS_REASONS[stage])
     }
-    wanted = [number for numbers in first.values() for number in numbers]
-    told = _by_number(corpus, removals.rows(np.isin(removals.removed, wanted)))
+    sampled = [number for numbers in first.values() for number in numbers]
+    descriptions = _by_number(corpus, removals.rows(np.isin(removals.removed, sampled)))
     for reason, numbers in first.items():
         for number in numbers:
-            sample = {k: v for k, v in told[number].items() if k not in ("number", "reason")}
+            sample = {
+                k: v for k, v in descriptions[number].items() if k not in ("number", "reason")
+            }
             text = corpus.text(number)[:SAMPLE_CHARACTERS]
             count.sample(reason, sample | {"text": text} | _ngrams(cuts.get(number)))
     return count
@@ -193,10 +195,10 @@ def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
     ordered = [root for _, root in sorted(zip(corpus.keys(roots), roots.tolist(), strict=True))]
     shown = ordered[:CLUSTERS_TOLD]
     indices = np.array([index for root in shown for index in members[root]], np.int64)
-    told = _by_number(corpus, removals.rows(indices))
+    descriptions = _by_number(corpus, removals.rows(indices))
     listed = []
     for root in shown:
-        copies = [told[int(removals.removed[index])] for index in members[root]]
+        copies = [descriptions[int(removals.removed[index])] for index in members[root]]
         removed = [{"id": copy["id"], "jaccard": copy["jaccard"]} for copy in copies]
         cluster = {"cluster": copies[0]["cluster"], "kept_id": copies[0]["kept_id"]}
         listed.append(cluster | {"removed": removed})
@@ -213,8 +215,8 @@ def _cuts(result: PassResult) -> dict[int, dict[str, Any]]:
     """Lists what was cut of each document that had an n-gram of a task, by number."""
     cuts: dict[int, dict[str, Any]] = {}
     for index, (rows, files) in sorted(result.changed.items()):
-        told = parse_json(bytes(files.data("cuts.json")))
-        cuts |= dict(zip((rows + result.corpus.bounds[index]).tolist(), told, strict=True))
+        part_cuts = parse_json(bytes(files.data("cuts.json")))
+        cuts |= dict(zip((rows + result.corpus.bounds[index]).tolist(), part_cuts, strict=True))
     return cuts
 
 
@@ -234,9 +236,9 @@ def _contamination(
     dropped = set(removals.removed.tolist())
     tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for number, cut in cuts.items():
-        told = {"id": ids[number], "cuts": cut["cuts"], "dropped": number in dropped}
+        entry = {"id": ids[number], "cuts": cut["cuts"], "dropped": number in dropped}
         for task in cut["tasks"]:
-            tasks[task].append(told | {"ngrams": cut["ngrams"]})
+            tasks[task].append(entry | {"ngrams": cut["ngrams"]})
     return {
         task: {
             "documents": len(tasks[task]),
@@ -252,10 +254,10 @@ def _sources(corpus: Corpus) -> dict[str, Any]:
     """Documents and bytes that are left, by source; of cut documents, as they were before."""
     total: dict[str, dict[str, int]] = defaultdict(lambda: {"documents": 0, "bytes": 0})
     for part, alive, _ in corpus.new_slices().values():
-        names, of = part.summary["sources"], part.array("sources")[alive]
-        sizes = np.bincount(of, part.array("sizes")[alive], len(names))
+        names, source_ids = part.summary["sources"], part.array("sources")[alive]
+        sizes = np.bincount(source_ids, part.array("sizes")[alive], len(names))
         for name, count, size in zip(
-            names, np.bincount(of, minlength=len(names)), sizes, strict=True
+            names, np.bincount(source_ids, minlength=len(names)), sizes, strict=True
         ):
             total[name]["documents"] += int(count)
             total[name]["bytes"] += int(size)

@@ -98,7 +98,7 @@ def sort_keys(part: Part, by_source: bool) -> list[bytes]:
     if not by_source:
         return keys
     names = [name.encode("utf-8", "surrogatepass") + b"\0" for name in part.summary["sources"]]
-    return [names[of] + key for of, key in zip(part.array("sources"), keys, strict=True)]
+    return [names[source] + key for source, key in zip(part.array("sources"), keys, strict=True)]
 
 
 def route_slice(plan: ShardPlan, view: Slice, progress: Progress = lambda _: None) -> Array:

@@ -236,8 +236,8 @@ def _resiliparse(_: ExtractConfig) -> Extract:
 def _justext(config: ExtractConfig) -> Extract:
     justext = require("justext", "extract with jusText")
     encoding = require("resiliparse.parse.encoding", "extract")
-    if config.stop_words not in (known := sorted(justext.get_stoplists())):
-        near = get_close_matches(config.stop_words, known, 3) or known[:3]
+    if config.stop_words not in (stop_lists := sorted(justext.get_stoplists())):
+        near = get_close_matches(config.stop_words, stop_lists, 3) or stop_lists[:3]
         message = f"jusText has no stop words of {config.stop_words!r}"
         raise wrong(message, " or ".join(map(repr, near)), "extract.stop_words")
     words = justext.get_stoplist(config.stop_words)

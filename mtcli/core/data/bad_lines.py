@@ -84,9 +84,9 @@ def read_lines(
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
     """The lines of a file; of one that is too long the first MAX_LINE_BYTES + 1."""
     while line := file.readline(MAX_LINE_BYTES + 1):
-        rest = line
-        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES + 1)
+        chunk = line
+        while len(chunk) > MAX_LINE_BYTES and not chunk.endswith(b"\n"):
+            chunk = file.readline(MAX_LINE_BYTES + 1)
         yield line
 
 

@@ -245,8 +245,8 @@ def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
         kind: (count, [line for line, fault in faults if fault.kind == kind][:NAMED])
         for kind, count in sorted(by_kind.items())
     }
-    told = {"skipped": named, "unread": dict(unread.most_common(NAMED))}
-    report = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    summary = {"skipped": named, "unread": dict(unread.most_common(NAMED))}
+    report = np.frombuffer(json.dumps(summary).encode(), np.uint8)
     tokens, weights, turns = zip(*(one for _, examples in read for one in examples), strict=True)
     return ChatExamples(
         tokens=np.concatenate(tokens),

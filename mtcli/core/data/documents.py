@@ -156,7 +156,7 @@ def _opened(piece: FileRange, progress: Progress) -> Iterator[Iterator[bytes]]:
 
 
 def _windows(file: IO[bytes], piece: FileRange, progress: Progress) -> Iterator[bytes]:
-    source, told, total = piece.source, piece.start, 0
+    source, reported, total = piece.source, piece.start, 0
     if source.compression:
         chunks = pieces(file, source.compression, source.path)
     else:
@@ -172,16 +172,16 @@ def _windows(file: IO[bytes], piece: FileRange, progress: Progress) -> Iterator[
                 _require_ratio(source, total)
             if size >= WINDOW:
                 at = min(file.tell(), piece.stop)
-                progress(at - told)
-                told = at
+                progress(at - reported)
+                reported = at
                 yield b"".join(window)
                 window, size = [], 0
     except (*DAMAGE, OSError):
-        progress(piece.stop - told)
+        progress(piece.stop - reported)
         if size:
             yield b"".join(window)
         raise
-    progress(piece.stop - told)
+    progress(piece.stop - reported)
     if size:
         yield b"".join(window)
 
@@ -203,11 +203,11 @@ def _chunks(
 
     A Bad is in the place of what goes on without such a place for `most` bytes and a WINDOW.
     """
-    line, rest = 0, b""
+    line, carried = 0, b""
     pending: list[bytes] = []  # windows since the last place
     with _opened(piece, progress) as windows:
-        while data := rest or next(windows, b""):
-            rest, tail = b"", begun(kind, pending[-1]) if pending else b""
+        while data := carried or next(windows, b""):
+            carried, tail = b"", begun(kind, pending[-1]) if pending else b""
             end = end_of_last(kind, tail + data) - len(tail)
             if end > 0:
                 chunk = b"".join([*pending, data[:end]])
@@ -220,7 +220,7 @@ def _chunks(
                 first = pending[0] if pending else data
                 blank = first[: len(first) - len(first.lstrip())].count(b"\n")
                 yield line, _too_large(line + blank + 1, most)
-                lines, rest = _behind(kind, data, windows)
+                lines, carried = _behind(kind, data, windows)
                 line += lines + sum(part.count(b"\n") for part in pending)
                 pending = []
     if pending:
@@ -247,8 +247,8 @@ def _too_large(line: int, most: int) -> Bad:
     return Bad(line, TOO_LARGE, f"a document of more than {most:,} bytes")
 
 
-def _without_bom(chunk: bytes, before: int) -> bytes:
-    return chunk.removeprefix(BOM) if before == 0 else chunk
+def _without_bom(chunk: bytes, lines_before: int) -> bytes:
+    return chunk.removeprefix(BOM) if lines_before == 0 else chunk
 
 
 def _json_lines(chunk: bytes, first_line: int, reading: Reading) -> Iterator[Text | Bad]:
@@ -283,8 +283,8 @@ def _record(line: str, number: int, reading: Reading) -> Text | Bad:
     if not isinstance(record, dict):
         return Bad(number, "bad JSON", f"{_json_type(record)}, not an object")
     if key not in record:
-        known = listed([shown(name) for name in record]) or "none"
-        return Bad(number, "missing key", f'no key "{key}": keys are {known}')
+        names = listed([shown(name) for name in record]) or "none"
+        return Bad(number, "missing key", f'no key "{key}": keys are {names}')
     return _text(record[key], number, reading, record)
 
 
@@ -352,8 +352,8 @@ def _parts(text: Text) -> Iterator[Text]:
             start, size = start + at, WINDOW
         else:
             size *= 2
-    rest = characters[start:]
-    yield Text(rest, len(rest.encode()) if start else text.size)
+    last = characters[start:]
+    yield Text(last, len(last.encode()) if start else text.size)
 
 
 def _whole(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[Text | Bad]:
@@ -413,11 +413,11 @@ def _fault(piece: FileRange, reading: Reading, progress: Progress) -> Bad | None
     decoder, line, size, uncut = codecs.getincrementaldecoder("utf-8")(), 1, 0, 0
     with _opened(piece, progress) as windows:
         for data in chain(windows, [b""]):
-            before = decoder.getstate()[0]  # the start of a letter that the last window ended in
+            undecoded = decoder.getstate()[0]  # the start of a letter that the last window ended in
             try:
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                return _bad_byte(before + data, error.start, line)
+                return _bad_byte(undecoded + data, error.start, line)
             at = _safe_cut(text)
             size, uncut = size + len(data), len(text) - at + (0 if at else uncut)
             if reading.max_bytes and size > reading.max_bytes:
@@ -461,8 +461,8 @@ def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
 def _require_column(source: SourceFile, key: str, names: Sequence[str]) -> None:
     """Raises MtcliError where not one column has the name."""
     if (count := names.count(key)) != 1:
-        known = listed([shown(name) for name in names])
-        hint = f"--text-key of: {known}" if known else "its first line names the columns"
+        columns = listed([shown(name) for name in names])
+        hint = f"--text-key of: {columns}" if columns else "its first line names the columns"
         hint = hint if count == 0 else "rename all but one"
         raise wrong(f'{source.path} has {count or "no"} column{"s" * (count > 1)} "{key}"', hint)
 
@@ -529,8 +529,8 @@ def _rows(
 ) -> Iterator[Text | Bad]:
     key, names = reading.text_key, file.schema_arrow.names
     _require_column(source, key, names)
-    about = file.metadata
-    for group in map(about.row_group, range(about.num_row_groups)):
+    metadata = file.metadata
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
         # Not of the column alone: where its facts are damaged, pyarrow aborts the process.
         _require_ratio(source, group.total_byte_size)
     row, total = 0, 0
@@ -545,7 +545,7 @@ def _rows(
             total += item.size if isinstance(item, Text) else 0
             yield item
         _require_ratio(source, total)  # one entry of a dictionary may be every row's
-        progress(source.size * len(batch) / about.num_rows)
+        progress(source.size * len(batch) / metadata.num_rows)
 
 
 def _records(batch: Any) -> list[Any]:

@@ -174,7 +174,7 @@ def encode_block(
     """
     counts = TextCounts()
     skipped: list[tuple[FileRange, Bad]] = []
-    tokens_path, *others = job.part(block.number)
+    tokens_path, *size_paths = job.part(block.number)
 
     def readable() -> Iterator[Text]:
         for piece in block.pieces:
@@ -193,7 +193,7 @@ def encode_block(
     documents = readable()
     try:
         with open(tokens_path, "wb") as tokens, ExitStack() as stack:
-            files = [stack.enter_context(open(path, "wb")) for path in others]
+            files = [stack.enter_context(open(path, "wb")) for path in size_paths]
             for flat, *sizes in _encoded(job, documents, counts):
                 tokens.write(flat.tobytes())
                 for file, numbers in zip(files, sizes, strict=True):
@@ -272,15 +272,15 @@ def _encode_sentences(
     lengths: list[int] = []
     documents: list[int] = []
     for sentences in split:
-        known = [ids for _ in sentences if len(ids := next(encoded))]
-        if not known:
+        sentence_ids = [ids for _ in sentences if len(ids := next(encoded))]
+        if not sentence_ids:
             counts.empty_documents += 1
             continue
         if end:
-            known[-1] = np.concatenate([known[-1], *end])
-        parts += known
-        lengths += map(len, known)
-        documents.append(len(known))
+            sentence_ids[-1] = np.concatenate([sentence_ids[-1], *end])
+        parts += sentence_ids
+        lengths += map(len, sentence_ids)
+        documents.append(len(sentence_ids))
     counts.sentences += len(lengths)
     return _counted(job, parts, len(documents), counts), lengths, documents
 

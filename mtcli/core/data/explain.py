@@ -57,18 +57,18 @@ def explain_step(
     subset = require_subset(config)
     batches = token_batches(config, "train", subset, steps * size, planned)
     samples = batches.sample_ids(samples_of_step.start, size)
-    wanted: dict[str, set[int]] = defaultdict(set)
+    sequences_of: dict[str, set[int]] = defaultdict(set)
     for sample in samples:
-        wanted[sample.prefix].update(sequence for sequence, _, _ in sample.spans)
-    names = {prefix: _named(prefix, numbers) for prefix, numbers in wanted.items()}
+        sequences_of[sample.prefix].update(sequence for sequence, _, _ in sample.spans)
+    names = {prefix: _named(prefix, numbers) for prefix, numbers in sequences_of.items()}
     spans = []
     for number, sample in zip(samples_of_step, samples, strict=True):
         for sequence, offset, tokens in sample.spans:
             name = names[sample.prefix].get(sequence, Named(None, None))
-            about = {"sample": number, "source": name.source or Path(sample.prefix).name}
+            origin = {"sample": number, "source": name.source or Path(sample.prefix).name}
             span = {"offset": offset, "tokens": tokens}
             spans.append(
-                about | {"data": sample.prefix, "document": sequence, "id": name.id} | span
+                origin | {"data": sample.prefix, "document": sequence, "id": name.id} | span
             )
     return spans
 
@@ -113,8 +113,8 @@ def _named(prefix: str, numbers: Collection[int]) -> dict[int, Named]:
     for number, (path, text) in enumerate(documents):
         if number in numbers:
             fields = text.fields or {}
-            made = f"{Path(path).name}:{text.line}"
-            named[number] = Named(fields.get("id", made), fields.get("source"))
+            position = f"{Path(path).name}:{text.line}"
+            named[number] = Named(fields.get("id", position), fields.get("source"))
         if number >= last:
             break
     return named

@@ -88,13 +88,13 @@ class Indexed:
         if dtype.kind not in "iu":
             kind = "no number that we know" if dtype.kind == "V" else f"{dtype}, which no token is"
             raise self._refuse(f"has dtype code {code}: {kind}")
-        wanted = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-        if size == wanted + num_sequences > wanted:
+        expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
+        if size == expected + num_sequences > expected:
             raise self._refuse("has a mode for every sequence: multimodal data, which is not text")
-        if size != wanted:
+        if size != expected:
             raise self._refuse(
                 f"is {size} bytes, and {num_sequences} sequences and {num_boundaries} boundaries "
-                f"take {wanted}"
+                f"take {expected}"
             )
         return dtype, num_sequences, num_boundaries
 

@@ -91,8 +91,8 @@ class Batches:
             shares = weights and shares_of(num_samples, normalised(weights), SURPLUS)
             sizes = shares or [num_samples]
         self._datasets = [
-            _Dataset(data, cached_samples(data, part, size, seq_len, seed, before))
-            for data, part, size, before in zip(indexed, owned, sizes, first, strict=True)
+            _Dataset(data, cached_samples(data, part, size, seq_len, seed, planned_size))
+            for data, part, size, planned_size in zip(indexed, owned, sizes, first, strict=True)
         ]
         self._order = cached_blend(indexed[0].prefix, weights, num_samples) if weights else None
         self._window: _Segments | None = None
@@ -195,8 +195,8 @@ class Batches:
         joined = np.concatenate(pieces, axis=1)
         if len(pieces) > 1:
             joined = joined[:, np.argsort(joined[0], kind="stable")]
-        of, dataset, sequence, start, stop = joined
-        bounds = np.searchsorted(of, np.arange(count + 1))
+        batch_row, dataset, sequence, start, stop = joined
+        bounds = np.searchsorted(batch_row, np.arange(count + 1))
         columns = (bounds, dataset, sequence, start, stop)
         return _Segments(first, *(column.tolist() for column in columns))
 
@@ -218,12 +218,12 @@ def _owned(data: Indexed, split: str, which: Which) -> range:
     return owned
 
 
-def no_tokens(prefix: Path, of: str, which: Which, owned: range, kind: str) -> MtcliError:
-    """The error of a split, and how much it is `of`, that gives sequences, or documents, without a
-    token."""
+def no_tokens(prefix: Path, share: str, which: Which, owned: range, kind: str) -> MtcliError:
+    """Builds the error of a split whose sequences or documents (`kind`) hold no token; `share`
+    words how much data the split has."""
     return wrong(
-        f"{of} {kind} gives {which} {kind} {owned.start} to {owned.stop}, which hold no token, in "
-        f"{prefix}",
+        f"{share} {kind} gives {which} {kind} {owned.start} to {owned.stop}, "
+        f"which hold no token, in {prefix}",
         'give it a larger share of the split, e.g. "90,5,5", or data of its own',
     )
 
@@ -246,8 +246,8 @@ def _plan(
     return weights, shares_of(planned, weights, SURPLUS)
 
 
-def _spans(dataset: _Dataset, number: int, of: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """int64 [5, segments]: sample (as `of`), dataset, sequence, start and stop, in order.
+def _spans(dataset: _Dataset, number: int, batch_rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """int64 [5, segments]: sample (as `batch_rows`), dataset, sequence, start and stop, in order.
 
     Sample k of the dataset runs from row order[k] of the sample index to the next, inclusive.
     """
@@ -263,7 +263,9 @@ def _spans(dataset: _Dataset, number: int, of: np.ndarray, ids: np.ndarray) -> n
     stop = start + dataset.data.lengths[sequence]
     stop[ends - 1] = start[ends - 1] + last[:, 1] + 1
     start[begins] += first[:, 1]
-    spans = np.stack([np.repeat(of, counts), np.full_like(start, number), sequence, start, stop])
+    spans = np.stack(
+        [np.repeat(batch_rows, counts), np.full_like(start, number), sequence, start, stop]
+    )
     return spans[:, stop > start]
 
 

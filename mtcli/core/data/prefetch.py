@@ -18,12 +18,12 @@ class Prefetcher(Generic[Ready]):
     """
 
     def __init__(
-        self, read: Callable[[int, int], Ready], wanted: Iterable[tuple[int, int]], depth: int = 4
+        self, read: Callable[[int, int], Ready], spans: Iterable[tuple[int, int]], depth: int = 4
     ) -> None:
         self._ready: Queue[object] = Queue(depth)
         self._stopped = threading.Event()
         self._thread = threading.Thread(
-            target=self._fill, args=(read, wanted), name="prefetch", daemon=True
+            target=self._fill, args=(read, spans), name="prefetch", daemon=True
         )
         self._thread.start()
 
@@ -48,10 +48,10 @@ class Prefetcher(Generic[Ready]):
                 self._ready.get_nowait()
             self._thread.join(0.01)
 
-    def _fill(self, read: Callable[[int, int], Ready], wanted: Iterable[tuple[int, int]]) -> None:
+    def _fill(self, read: Callable[[int, int], Ready], spans: Iterable[tuple[int, int]]) -> None:
         last: object = END
         try:
-            for start, count in wanted:
+            for start, count in spans:
                 if self._stopped.is_set():
                     return
                 self._ready.put(read(start, count))

@@ -193,13 +193,13 @@ def _done_before(request: PreprocessRequest, name: str) -> dict[str, object] | N
     """
     finals = [with_suffix(request.output, suffix) for suffix in FINAL]
     try:
-        made = [path for path in finals if path.exists()]
+        existing = [path for path in finals if path.exists()]
     except OSError as error:  # of a name that is too long
         why = f"it cannot be written: {error.strerror}"
         raise wrong(why, "another --output", "--output") from None
-    if not made or request.force:
+    if not existing or request.force:
         return None
-    if request.resume and with_suffix(request.output, ".idx") in made:
+    if request.resume and with_suffix(request.output, ".idx") in existing:
         facts = describe(request.output) or {}
         if facts.get("fingerprint") == name:
             return facts
@@ -207,8 +207,8 @@ def _done_before(request: PreprocessRequest, name: str) -> dict[str, object] | N
         raise wrong(message, "--force to replace it, or another --output")
     if request.resume and with_suffix(request.output, ".partial").is_dir():
         return None
-    names = ", ".join(map(str, made))
-    raise wrong(f"{len(made)} outputs exist: {names}", "--force to replace them")
+    names = ", ".join(map(str, existing))
+    raise wrong(f"{len(existing)} outputs exist: {names}", "--force to replace them")
 
 
 def _in_workspace(
@@ -363,7 +363,7 @@ def _encode_all(
         ProcessPool(partial(encode_block, job), request.workers, KILLED) as pool,
         progress_bar("preprocess", size or None, "B") as bar,
     ):
-        began, before = time.perf_counter(), space.counts.tokens
+        began, start_tokens = time.perf_counter(), space.counts.tokens
         for counts, skipped in pool.map(remembered(), bar.update):
             block = issued.popleft()
             room = EXAMPLES - len(space.counts.examples)
@@ -372,7 +372,7 @@ def _encode_all(
             for piece in block.pieces if request.from_stdin else ():
                 if piece.stop == piece.source.size:  # the spooled file was read to its end
                     Path(piece.source.path).unlink()
-            speed = (space.counts.tokens - before) / (time.perf_counter() - began)
+            speed = (space.counts.tokens - start_tokens) / (time.perf_counter() - began)
             bar.set_postfix_str(f"tokens/s {speed:.0f}", refresh=False)
 
 

@@ -87,16 +87,16 @@ class SourceList(NamedTuple):
 
 
 def find_sources(
-    inputs: Sequence[str], kind: FileKind | None = None, known: Kinds = KINDS
+    inputs: Sequence[str], kind: FileKind | None = None, kinds: Kinds = KINDS
 ) -> SourceList:
     """The files that `inputs` name, in order; folders and globs give theirs sorted by path.
 
-    Each is read as its ending says in `known`, or as `kind`. Raises MtcliError for an input that is
+    Each is read as its ending says in `kinds`, or as `kind`. Raises MtcliError for an input that is
     not there, holds nothing readable or has another ending.
     """
     left_out: Counter[str] = Counter()
-    kinds = _Kinds(known, kind)
-    by_input = collect_errors(*(partial(_named, name, kinds, left_out) for name in inputs))
+    formats = _Kinds(kinds, kind)
+    by_input = collect_errors(*(partial(_named, name, formats, left_out) for name in inputs))
     return SourceList(list(chain(*by_input)), dict(sorted(left_out.items())))
 
 
@@ -134,7 +134,7 @@ def cut(sources: Iterable[SourceFile], blank: bool, size: int = BLOCK_BYTES) -> 
 class _Kinds(NamedTuple):
     """The formats of files: by the endings that are known, or one that the user names for all."""
 
-    known: Kinds
+    by_ending: Kinds
     named: FileKind | None
 
     def of(self, path: Path, within_folder: bool = False) -> FileKind | None:
@@ -142,14 +142,14 @@ class _Kinds(NamedTuple):
         inner = inner_name(path)
         if self.named or (within_folder and inner.suffix in BESIDE):
             return self.named
-        by_suffix = self.known.get(inner.suffix)
+        by_suffix = self.by_ending.get(inner.suffix)
         return None if by_suffix == "parquet" and inner is not path else by_suffix
 
     @property
     def accepted(self) -> str:
         """Words the endings and formats that are read."""
-        endings = ", ".join(ending for ending in self.known if ending != ".parquet")
-        formats = "|".join(dict.fromkeys(self.known.values()))
+        endings = ", ".join(ending for ending in self.by_ending if ending != ".parquet")
+        formats = "|".join(dict.fromkeys(self.by_ending.values()))
         compressed = " ".join(COMPRESSIONS)
         return f"files end in .parquet, or {endings}, also {compressed}; or --format {formats}"
 
@@ -183,10 +183,10 @@ def _folder(folder: Path, kinds: _Kinds, left_out: Counter[str]) -> list[SourceF
         else:
             left_out[_ending(path) if path.is_file() else "pipes, devices and broken links"] += 1
     if not files:
-        others = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
+        skipped = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
         described = f"; a folder's {', '.join(sorted(BESIDE))} files are read where they or a "
         hint = f"{described}--format are named" if BESIDE & left_out.keys() else ""
-        raise wrong(f"{folder} holds no file to read{others}", kinds.accepted + hint)
+        raise wrong(f"{folder} holds no file to read{skipped}", kinds.accepted + hint)
     return [_source(path, kinds) for path in files]
 
 
@@ -279,8 +279,8 @@ def spool(
     start = left.removeprefix(codecs.BOM_UTF8).lstrip()
     kind = kind or ("jsonl" if start.startswith(b"{") else "text")
     if kind != "jsonl" and not (kind == "text" and blank):
-        rest = iter(partial(stream.read, BLOCK_BYTES), b"")
-        yield _write(folder / "0", kind, 0, chain([left], rest))
+        chunks = iter(partial(stream.read, BLOCK_BYTES), b"")
+        yield _write(folder / "0", kind, 0, chain([left], chunks))
         return
     number, line = 0, 0
     while left:

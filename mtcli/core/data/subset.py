@@ -307,8 +307,11 @@ class SubsetBatches:
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Identifies the spans that `batch(start, count)` is made of."""
         candidates = self.members[self._places(start, count)].tolist()
-        names, of = self.prefixes, self.sequences.source_of
-        return [SampleId(names[of(member)], self.sequences.spans(member)) for member in candidates]
+        names, source_of = self.prefixes, self.sequences.source_of
+        return [
+            SampleId(names[source_of(member)], self.sequences.spans(member))
+            for member in candidates
+        ]
 
     def drawn(self, start: int, stop: int) -> list[int]:
         """Counts how many of the samples start .. stop - 1 each dataset gives."""
@@ -320,8 +323,8 @@ class SubsetBatches:
     def describe(self) -> dict[str, str]:
         """Describes the subset in the words that a run says first."""
         subset, size = self.subset, len(self.members)
-        of = f"{size:,} of {subset.num_candidates:,} sequences, chosen by {subset.method}"
-        return {"subset": of}
+        summary = f"{size:,} of {subset.num_candidates:,} sequences, chosen by {subset.method}"
+        return {"subset": summary}
 
     def _places(self, start: int, count: int) -> np.ndarray:
         """The places among the members of samples: int64 [count]."""
@@ -334,8 +337,8 @@ class SubsetBatches:
         return positions
 
     def _order(self, epoch: int) -> np.ndarray:
-        known, order = self._epoch
-        if known != epoch:
+        cached_epoch, order = self._epoch
+        if cached_epoch != epoch:
             random = np.random.RandomState([self.seed, epoch, self.first % 2**32])
             order = random.permutation(len(self.members))
             self._epoch = (epoch, order)

@@ -137,8 +137,8 @@ class Tokenizer:
         roles = ("bos_token", "eos_token", "pad_token", "unk_token")
         named = (self.eod_token, *(configured_token(self.config, role) for role in roles))
         backend = HfTokenizer.from_str(self.definition)
-        known = [name for name in named if name and backend.token_to_id(name) is not None]
-        backend.add_special_tokens(known)
+        specials = [name for name in named if name and backend.token_to_id(name) is not None]
+        backend.add_special_tokens(specials)
         return backend
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -150,8 +150,8 @@ class Tokenizer:
         """Decodes `ids` where they stand, behind a prompt's: with the space that a decoder leaves
         out where a text begins."""
         context = prompt[-CONTEXT:]
-        before, whole = self.decode(context), self.decode([*context, *ids])
-        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
+        context_text, whole = self.decode(context), self.decode([*context, *ids])
+        return whole[len(context_text) :] if whole.startswith(context_text) else self.decode(ids)
 
     def save(self, folder: str | Path) -> Path:
         """Writes the files that `load_tokenizer(folder)` reads; returns the folder."""
@@ -177,9 +177,11 @@ class Tokenizer:
 def _tokens_of(encoded: Encoding, first: int, end: int) -> tuple[int, int]:
     """The tokens [begin, stop) that the characters [first, end) of a text became, those that they
     share with others included. Some characters, such as spaces, may have become none."""
-    of = encoded.char_to_token
-    begin = next((token for i in range(first, end) if (token := of(i)) is not None), None)
-    last = next((token for i in range(end - 1, first - 1, -1) if (token := of(i)) is not None), -1)
+    token_at = encoded.char_to_token
+    begin = next((token for i in range(first, end) if (token := token_at(i)) is not None), None)
+    last = next(
+        (token for i in range(end - 1, first - 1, -1) if (token := token_at(i)) is not None), -1
+    )
     return (len(encoded.ids), len(encoded.ids)) if begin is None else (begin, last + 1)
 
 
@@ -308,8 +310,8 @@ def _bytes_backend() -> HfTokenizer:
 def _byte_letters() -> list[str]:
     """GPT-2's letter for each byte 0 to 255: itself where printable, else from U+0100 on."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (byte for byte in range(256) if byte not in plain)
-    letters = {byte: chr(256 + n) for n, byte in enumerate(others)}
+    unprintable = (byte for byte in range(256) if byte not in plain)
+    letters = {byte: chr(256 + n) for n, byte in enumerate(unprintable)}
     return [letters.get(byte, chr(byte)) for byte in range(256)]
 
 

@@ -67,12 +67,12 @@ def require_measured(normalizer: Any, growth: float, text: str) -> None:
     size = len(text) if text.isascii() else len(text.encode())
     if growth <= REAL_GROWTH or growth * size <= FREE_BYTES:
         return
-    step, made = max(1, int(WINDOW_BYTES / (4 * growth))), 0
+    step, output_bytes = max(1, int(WINDOW_BYTES / (4 * growth))), 0
     for start in range(0, len(text), step):
-        made += len(normalizer.normalize_str(text[start : start + step]).encode())
-        if made > max(FREE_BYTES, REAL_GROWTH * size):
+        output_bytes += len(normalizer.normalize_str(text[start : start + step]).encode())
+        if output_bytes > max(FREE_BYTES, REAL_GROWTH * size):
             where = f"of the first {min(start + step, len(text)):,} letters of a text"
-            raise wrong(f"the tokenizer's normalizer makes {made:,} bytes {where}", OTHER)
+            raise wrong(f"the tokenizer's normalizer makes {output_bytes:,} bytes {where}", OTHER)
 
 
 @contextmanager

@@ -72,8 +72,8 @@ def _largest(config: RunConfig, used: bool = False) -> int | None:
 
     words = (data.train, data.valid) if data.valid else (data.train,)
     sizes = []
-    for prefix in (prefix for each in words for prefix in read_blend(each)[0]):
+    for prefix in (prefix for blend in words for prefix in read_blend(blend)[0]):
         largest = max_token_id(prefix) if used else None
         sizes.append(tokenizer_size(prefix) if largest is None else largest + 1)
-    known = [size for size in sizes if size is not None]
-    return max(known) if len(known) == len(sizes) else None
+    known_sizes = [size for size in sizes if size is not None]
+    return max(known_sizes) if len(known_sizes) == len(sizes) else None

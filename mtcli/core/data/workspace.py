@@ -159,11 +159,11 @@ class Workspace:
         if (self.folder / "ready" / "tokens.bin").exists():  # never beside an older index
             with_suffix(self.prefix, ".idx").unlink(missing_ok=True)
         for suffix, name in zip(FINAL, READY, strict=True):
-            made, final = self.folder / "ready" / name, with_suffix(self.prefix, suffix)
-            if made.exists():
+            finished, final = self.folder / "ready" / name, with_suffix(self.prefix, suffix)
+            if finished.exists():
                 if final.is_dir():
                     shutil.rmtree(final)
-                made.replace(final)
+                finished.replace(final)
         self.remove()
         sync_folder(self.prefix.parent)
 

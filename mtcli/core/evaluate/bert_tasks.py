@@ -99,11 +99,13 @@ def _masked(
     path: Path, model: ModelConfig, tokenizer: Tokenizer, special: SpecialTokens, limit: int | None
 ) -> MaskedRows:
     """The rows of a dataset of sentences, or of the documents in a text file, each once."""
-    about = (model.max_seq_len, SEED)
+    length_and_seed = (model.max_seq_len, SEED)
 
     def opened(prefix: Path, samples: int) -> MaskedRows:
         order = model.sentence_order
-        return MaskedRows([str(prefix)], "1,0,0", "train", samples, *about, special, order)
+        return MaskedRows(
+            [str(prefix)], "1,0,0", "train", samples, *length_and_seed, special, order
+        )
 
     def whole(prefix: Path) -> MaskedRows:
         rows = opened(prefix, 1).packed[0].rows_of_epoch(0)
@@ -121,8 +123,8 @@ def _masked(
             preprocess(request._replace(split_on_blank="text" in kinds), lambda line: None)
         except MtcliError as error:
             more = "flags are those of `mtcli preprocess --sentences`, whose PREFIX is read too"
-            told = (Problem(p.message, f"{p.hint}; {more}", "--task") for p in error.problems)
-            raise MtcliError(*told, code=error.code) from None
+            problems = (Problem(p.message, f"{p.hint}; {more}", "--task") for p in error.problems)
+            raise MtcliError(*problems, code=error.code) from None
         return whole(Path(folder) / "text")  # mapped, so that it may go
 
 
@@ -155,24 +157,24 @@ def _bound(
     spans = [(start, min(size, len(rows) - start)) for start in range(0, len(rows), size)]
     lines = journal.recorded(name, task.hashes()) if name in journal.known else {}
     restored = {number: task.restored(number, line) for number, line in lines.items()}
-    known = dict(models[0].of_rank_0([pair for pair in restored.items() if pair[1] is not None]))
+    finished = dict(models[0].of_rank_0([pair for pair in restored.items() if pair[1] is not None]))
 
     def items_of(span: tuple[int, int]) -> list[int]:
         return [number for row in range(span[0], sum(span)) for number in task.items[row]]
 
-    left = [span for span in spans if not all(number in known for number in items_of(span))]
+    left = [span for span in spans if not all(number in finished for number in items_of(span))]
     for number in chain.from_iterable(map(items_of, left)):
-        known.pop(number, None)
+        finished.pop(number, None)
     summary = f"{len(rows):,} rows of {rows.seq_len} tokens in {len(spans):,} forward passes"
     if cut := rows.describe().get("cut"):
         summary += f"; cut: {cut}"
-    if known:
-        summary += f"; {len(known):,} items are kept from a run that was ended"
+    if finished:
+        summary += f"; {len(finished):,} items are kept from a run that was ended"
 
     def run(progress: Advance) -> Report:
-        done = dict(known)
-        for number, record in known.items():
-            journal.keep(name, number, record, kept=True)
+        done = dict(finished)
+        for number, record in finished.items():
+            journal.keep(name, number, record, restored=True)
         for at in range(0, len(left), dp):
             some = left[at : at + dp]
             batches = [rows.rows(*span) for span in some]
@@ -211,10 +213,11 @@ def _masked_task(rows: MaskedRows, path: Path) -> EncoderTask:
             "sop_total": np.bincount(row_M, counted_M, len(numbers)),
         }
         of_rows = [
-            {name: int(of[row]) for name, of in counts.items()} for row in range(len(numbers))
+            {name: int(values[row]) for name, values in counts.items()}
+            for row in range(len(numbers))
         ]
-        about = zip(numbers, _row_hashes(read), output.losses_R.tolist(), of_rows, strict=True)
-        return [line(*one) for one in about]
+        fields = zip(numbers, _row_hashes(read), output.losses_R.tolist(), of_rows, strict=True)
+        return [line(*one) for one in fields]
 
     def restored(number: int, earlier: Record) -> Record | None:
         counts = {name: earlier.get(name) for name in ("num_tokens", "sop_correct", "sop_total")}
@@ -232,8 +235,8 @@ def _masked_task(rows: MaskedRows, path: Path) -> EncoderTask:
 
 def _row_hashes(read: EncoderRows) -> list[str]:
     """Hashes what is asked in each row: its tokens, masked and as they are, and the predicted."""
-    every = zip(read.tokens, read.labels, read.weights, strict=True)
-    return [sha256(b"".join(part.tobytes() for part in row)).hexdigest()[:16] for row in every]
+    rows = zip(read.tokens, read.labels, read.weights, strict=True)
+    return [sha256(b"".join(part.tobytes() for part in row)).hexdigest()[:16] for row in rows]
 
 
 def _report_masked(path: Path, records: Sequence[Record]) -> Report:
@@ -271,7 +274,7 @@ def _classes_task(rows: ExampleRows, models: Sequence[InferenceModel]) -> Encode
         with np.errstate(divide="ignore"):
             logs = np.log(chances.mean(0)).clip(min=LEAST).tolist()
         of_items = zip(numbers, logs, chances.argmax(2).T.tolist(), strict=True)
-        return [line(number, *about) for number, *about in of_items]
+        return [line(number, *fields) for number, *fields in of_items]
 
     def restored(number: int, earlier: Record) -> Record | None:
         model = models[0].config.model

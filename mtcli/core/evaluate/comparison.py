@@ -57,8 +57,8 @@ def compare_files(a: str, b: str) -> Report:
     published = {task: first.metrics.get(task, "accuracy") for task in tasks}
     for task, raw in _compared(first, second, dict.fromkeys(tasks, "accuracy")).items():
         report["tasks"][task] = raw
-    others = {task: metric for task, metric in published.items() if metric != "accuracy"}
-    for task, more in _compared(first, second, others).items():
+    other_metrics = {task: metric for task, metric in published.items() if metric != "accuracy"}
+    for task, more in _compared(first, second, other_metrics).items():
         report["tasks"][task][published[task]] = more
     return report
 
@@ -149,9 +149,9 @@ def _compared(a: Evaluated, b: Evaluated, metrics: dict[str, str]) -> dict[str, 
     adjusted = holm({task: report["p_value"] for task, report in reports.items()})
     for task, report in reports.items():
         low, high = report["interval"]
-        known = adjusted[task] < LEVEL and not low <= 0 <= high
+        is_significant = adjusted[task] < LEVEL and not low <= 0 <= high
         b_is_better = (report["difference"] > 0) == (report["metric"] != "loss")
-        verdict = ("b" if b_is_better else "a") if known else "tied"
+        verdict = ("b" if b_is_better else "a") if is_significant else "tied"
         report |= {"adjusted_p_value": adjusted[task], "verdict": verdict}
     return reports
 

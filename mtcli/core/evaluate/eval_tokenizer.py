@@ -39,8 +39,8 @@ class EvalTokenizer:
         A text that spells out the prefix does not get it twice.
         """
         spelled = bool(self.prefix_text) and text.startswith(self.prefix_text)
-        before = [self.prefix_id] if self.starts_with_prefix and not spelled else []
-        return before + list(self.encode(text))
+        prefix = [self.prefix_id] if self.starts_with_prefix and not spelled else []
+        return prefix + list(self.encode(text))
 
     def requests(self, context: str, continuations: Sequence[str]) -> list[Request]:
         """One request per continuation of one context.

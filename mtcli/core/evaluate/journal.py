@@ -59,8 +59,8 @@ class Journal:
 
     def recorded(self, task: str, hashes: Sequence[str]) -> dict[int, Record]:
         """The lines of items that an earlier run has finished, by the items' numbers."""
-        known = self.known.get(task, {})
-        return {number: known[name] for number, name in enumerate(hashes) if name in known}
+        records = self.known.get(task, {})
+        return {number: records[name] for number, name in enumerate(hashes) if name in records}
 
     def scores(self, task: str, prepared: PreparedTask) -> dict[int, list[Score]]:
         """The scores of items that an earlier run has finished, by the items' numbers."""
@@ -79,21 +79,21 @@ class Journal:
         prepared: PreparedTask,
         number: int,
         scores: Sequence[Score],
-        kept: bool = False,
+        restored: bool = False,
     ) -> None:
         """Adds a finished item by its scores; see `keep`."""
         record = {"hash": prepared.hashes[number], **prepared.record(number, scores)}
         record["greedy"] = [score.is_greedy for score in scores]
-        self.keep(task, number, record, kept)
+        self.keep(task, number, record, restored)
 
-    def keep(self, task: str, number: int, record: Record, kept: bool = False) -> None:
-        """Keeps the line of a finished item, `kept` where FILE.partial has it.
+    def keep(self, task: str, number: int, record: Record, restored: bool = False) -> None:
+        """Keeps the line of a finished item, `restored` where FILE.partial has it.
 
         Raises MtcliError (exit 1) where it cannot be written.
         """
         record = {"task": task} | record
         self.lines.append((task, number, record))
-        if self.path is None or kept:
+        if self.path is None or restored:
             return
         try:
             if not self._begun:
@@ -114,8 +114,8 @@ class Journal:
             return
         order = {task: number for number, task in enumerate(tasks)}
         self.lines.sort(key=lambda line: (order[line[0]], line[1]))
-        with aside(self.path) as made:
-            made.write_text("".join(json.dumps(line) + "\n" for _, _, line in self.lines))
+        with aside(self.path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for _, _, line in self.lines))
         self._partial.unlink(missing_ok=True)
         self.close()
 
@@ -136,15 +136,15 @@ def read_items(path: Path) -> list[Record]:
 
 def _read(file: IO[bytes], model: str) -> Known:
     """The lines of an ended run of this model; a last line that is half-written is left out."""
-    known: Known = {}
+    records: Known = {}
     file.seek(0)
     if _parsed(file.readline()) != {"model": model}:
         return {}
     for line in file:
         record = _parsed(line)
         if isinstance(record.get("task"), str) and isinstance(record.get("hash"), str):
-            known.setdefault(record["task"], {})[record["hash"]] = record
-    return known
+            records.setdefault(record["task"], {})[record["hash"]] = record
+    return records
 
 
 def _parsed(line: bytes) -> Record:

@@ -164,17 +164,17 @@ def _read(scorer: Scorer, planned: PackingPlan) -> Iterator[tuple[ScoreBatch, Id
         if index in states or index is None:
             return states[index]
         prefix = planned.prefixes[index]
-        before = state(prefix.parent)
+        parent_state = state(prefix.parent)
         for other in [key for key in states if key is not None and key != prefix.parent]:
             if not _is_above(planned, other, index):
                 del states[other]
         tokens = planned.requests[prefix.request].tokens[: prefix.length]
         new = torch.from_numpy(tokens[planned.length(prefix.parent) :])
-        states[index] = scorer.read(new, before)
+        states[index] = scorer.read(new, parent_state)
         return states[index]
 
-    for row_batch, made in zip(planned.batches, batches(planned), strict=True):
-        yield made.batch, made.owners, state(row_batch.prefix)
+    for row_batch, packed in zip(planned.batches, batches(planned), strict=True):
+        yield packed.batch, packed.owners, state(row_batch.prefix)
 
 
 def _is_above(planned: PackingPlan, above: int, below: int | None) -> bool:
@@ -269,11 +269,11 @@ def _share(ordered: _Ordered, positions: list[int], length: int, max_row: int) -
     """Groups requests that begin alike after a prefix of `length` into rows: neighbours in
     lexicographic order."""
     rows: list[PackedRow] = []
-    before = None
+    previous = None
     for position in positions:
         new = int(ordered.inputs[position]) - length
-        shared = int(ordered.shared[position]) - length if before == position - 1 else 0
-        index, before = ordered.order[position], position
+        shared = int(ordered.shared[position]) - length if previous == position - 1 else 0
+        index, previous = ordered.order[position], position
         if (
             shared * MIN_SHARED_PART >= new
             and shared > 0

@@ -50,9 +50,9 @@ def items_file(
         require_writable(items, "--items")
         return Path(items)
     if json_out and json_out != "-":
-        beside = Path(json_out)
-        if beside.suffix and not beside.is_char_device():
-            derived = beside.with_suffix(".items.jsonl")
+        json_path = Path(json_out)
+        if json_path.suffix and not json_path.is_char_device():
+            derived = json_path.with_suffix(".items.jsonl")
             require_no_link(derived, "--json")
             require_apart((path for _, path in tasks if path), [derived], "--json")
             return derived
@@ -84,12 +84,12 @@ def require_used(
     if model is None:
         return
     used = {flag for name, _ in tasks for flag in USES[_kind(name, model)]}
-    known = {flag for flags in USES.values() for flag in flags}
+    task_flags = {flag for flags in USES.values() for flag in flags}
     names = ", ".join(name for name, _ in tasks)
     problems = [
         Problem(f"{names} with head={model.head!r} has no use for it", "leave it out", flag)
         for flag in flags
-        if flag in known - used
+        if flag in task_flags - used
     ]
     if problems:
         raise MtcliError(*problems)

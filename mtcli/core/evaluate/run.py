@@ -66,8 +66,8 @@ def _task_runs(
             request.seed,
             request.contaminated,
         )
-        about = eval_tokenizer(tokenizer), options, tokens, journal, scorer.of_rank_0
-        return task_runs(request.tasks, Evaluation(scorer, *about, opened.end_ids()))
+        arguments = eval_tokenizer(tokenizer), options, tokens, journal, scorer.of_rank_0
+        return task_runs(request.tasks, Evaluation(scorer, *arguments, opened.end_ids()))
     models = [scorer, *ensemble]
     return encoder_runs(request.tasks, models, tokenizer, request.limit, tokens, journal)
 

@@ -75,10 +75,10 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
             f"{path}: model_type={shown(kind)} is not supported", f"one of {', '.join(BY_TYPE)}"
         )
     heads = {family.architecture: family for family in FAMILIES if family.model_type == kind}
-    told = [family for family in heads.values() if family.told_by in tensors]
+    by_tensors = [family for family in heads.values() if family.told_by in tensors]
     named = table.get("architectures")
-    if told or len(heads) == 1 or not isinstance(named, list) or not named:
-        return (told or [BY_TYPE[kind]])[0]
+    if by_tensors or len(heads) == 1 or not isinstance(named, list) or not named:
+        return (by_tensors or [BY_TYPE[kind]])[0]
     if named[0] not in heads:
         message = f"{path}: architectures={shown(named)} of model_type={shown(kind)}"
         raise wrong(f"{message} is not supported", f"one of {', '.join(heads)}")
@@ -182,16 +182,18 @@ def _read_field(field: Field, table: Table, values: Table) -> list[Problem]:
         return []
     if field.values is not None:
         if not isinstance(value, str) or value not in field.values:
-            known = ", ".join(field.values)
-            return [Problem(f"{field.theirs}={shown(value)} is not supported", f"one of {known}")]
+            supported = ", ".join(field.values)
+            return [
+                Problem(f"{field.theirs}={shown(value)} is not supported", f"one of {supported}")
+            ]
         value = field.values[value]
     values[field.ours] = value
     return []
 
 
 def _unmet(name: str, value: Any, values: tuple[Any, ...]) -> Problem:
-    known = " or ".join(shown(value) for value in values if value is not None)
-    hint = f"only {known} can" if known else "only a model without it can"
+    supported = " or ".join(shown(value) for value in values if value is not None)
+    hint = f"only {supported} can" if supported else "only a model without it can"
     return Problem(f"{name}={shown(value)} cannot be represented", hint)
 
 

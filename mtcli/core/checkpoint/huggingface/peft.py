@@ -58,15 +58,17 @@ def open_peft(source: CheckpointFolder, open_base: Callable[[Path], Checkpoint])
     if not names:
         raise wrong(f"{folder / WEIGHTS} has no adapter of {base.folder}", "is it their base?")
     lora = lora.model_copy(update={"targets": tuple(sorted(names))})
-    wanted = dict(_boxes(base.model, family, lora))
-    if unknown := sorted(header.keys() - {box.key for box in wanted.values()}):
+    expected = dict(_boxes(base.model, family, lora))
+    if unknown := sorted(header.keys() - {box.key for box in expected.values()}):
         message = f"{folder / WEIGHTS} has tensors that no target has: {listed(unknown)}"
         raise wrong(message, "nothing is left out silently")
     tensors = {}
     shapes = run_parameters(base.model, lora)
-    for name, box in wanted.items():
+    for name, box in expected.items():
         if box.key not in header:
-            message = f"{folder / WEIGHTS} has {len(header)} of {len(wanted)} tensors: no {box.key}"
+            message = (
+                f"{folder / WEIGHTS} has {len(header)} of {len(expected)} tensors: no {box.key}"
+            )
             where = f"target_modules={shown(table.get('target_modules'))} leaves modules out"
             hint = f"where {where}, convert what peft's merge_and_unload saves: a target has "
             raise wrong(message, f"{hint}adapters in every layer here; else copy the file again")
@@ -76,7 +78,7 @@ def open_peft(source: CheckpointFolder, open_base: Callable[[Path], Checkpoint])
             raise wrong(f"{message} and {list(box.shape)} by its config", "is it of this model?")
         stored = box._replace(file=WEIGHTS, code=entry.code)
         tensors[name] = StoredTensor(DTYPE_OF_CODE[entry.code], shapes[name].shape, (stored,))
-    own = Checkpoint(
+    checkpoint = Checkpoint(
         folder=folder,
         model=base.model,
         tensors=tensors,
@@ -84,7 +86,7 @@ def open_peft(source: CheckpointFolder, open_base: Callable[[Path], Checkpoint])
         headers={WEIGHTS: header},
         format="peft",
     )
-    return merged(own, base, lora)
+    return merged(checkpoint, base, lora)
 
 
 def peft_config(source: Checkpoint) -> dict[str, Any]:

@@ -112,11 +112,11 @@ def _stored(
     return StoredTensor(reduce(torch.promote_types, dtypes), parameter.shape, tuple(stored))
 
 
-def _refuse_unknown(checkpoint: Checkpoint, family: Family, rest: Sources) -> None:
-    if family.tied_head in rest and checkpoint.model.tie_embeddings:
-        _require_tied(checkpoint, *rest.pop(family.tied_head))
+def _refuse_unknown(checkpoint: Checkpoint, family: Family, unread: Sources) -> None:
+    if family.tied_head in unread and checkpoint.model.tie_embeddings:
+        _require_tied(checkpoint, *unread.pop(family.tied_head))
     ignored = re.compile("|".join(family.ignored))
-    unknown = [key for name, (_, key) in rest.items() if not ignored.fullmatch(name)]
+    unknown = [key for name, (_, key) in unread.items() if not ignored.fullmatch(name)]
     if unknown:
         what = f"tensors that {family.model_type} does not"
         message = f"{checkpoint.folder} has {what}: {listed(unknown)}"

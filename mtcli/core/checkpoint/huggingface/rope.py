@@ -53,10 +53,10 @@ def write_rope(model: ModelConfig) -> Table:
 def _number(given: Table, name: str, outer: Table) -> Any:
     if name not in given:
         raise wrong(f"rope_scaling of type 'llama3' has no {name}", "add it to config.json")
-    beside = outer.get(name, given[name])  # which transformers 5 believes, and 4 does not
-    if beside != given[name]:
-        message = f"{name} is {shown(given[name])} in rope_scaling and {shown(beside)} beside it"
-        raise wrong(message, "leave one of them out")
+    outer_value = outer.get(name, given[name])  # which transformers 5 believes, and 4 does not
+    if outer_value != given[name]:
+        both = f"{shown(given[name])} in rope_scaling and {shown(outer_value)} beside it"
+        raise wrong(f"{name} is {both}", "leave one of them out")
     return given[name]
 
 

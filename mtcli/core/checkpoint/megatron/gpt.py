@@ -195,9 +195,13 @@ def factors(parameter: Parameter, shape: tuple[int, ...]) -> Factors:
     if ".qkv." in parameter.name:
         return (ours[:3], *((size,) for size in ours[3:]))
     if ".gate_up." in parameter.name:
-        before = len(ours) - (3 if parameter.name.endswith("weight") else 2)
-        joined = ours[before : before + 2]
-        return (*((n,) for n in ours[:before]), joined, *((n,) for n in ours[before + 2 :]))
+        num_leading = len(ours) - (3 if parameter.name.endswith("weight") else 2)
+        joined = ours[num_leading : num_leading + 2]
+        return (
+            *((n,) for n in ours[:num_leading]),
+            joined,
+            *((n,) for n in ours[num_leading + 2 :]),
+        )
     return tuple((size,) for size in ours)
 
 

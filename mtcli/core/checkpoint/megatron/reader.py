@@ -97,9 +97,9 @@ def open_megatron(folder: Path, model: ModelConfig | None) -> Checkpoint:
     with ExitStack() as files:
         reader = _Reader(folder, saved, files)
         tensors = {name: reader.stored(p, model) for name, p in parameters(model).items()}
-    rest = saved.keys() - reader.used
-    optimizer = [name for name in rest if OPTIMIZER.match(name)]
-    if unknown := sorted(rest - set(optimizer)):
+    unread = saved.keys() - reader.used
+    optimizer = [name for name in unread if OPTIMIZER.match(name)]
+    if unknown := sorted(unread - set(optimizer)):
         what = "tensors that a GPT model of this architecture has not"
         message = f"{folder} has {what}: {listed(unknown)}"
         raise wrong(message, "nothing is left out silently; does --config say what it is?")

@@ -150,8 +150,8 @@ class MaskedRows:
         blend, indexed = open_blend(paths)
         self.prefixes, self.weights = blend.prefixes, blend.weights
         self.sentences = [_owned(data, split, which, seq_len - SPECIAL) for data in indexed]
-        self.packed = [PackedRows(partial(own.epoch, seq_len), seed) for own in self.sentences]
-        self.tokens = [int(own.length.sum()) for own in self.sentences]
+        self.packed = [PackedRows(partial(owned.epoch, seq_len), seed) for owned in self.sentences]
+        self.tokens = [int(owned.length.sum()) for owned in self.sentences]
         self._order = self._blended(blend)
 
     def __len__(self) -> int:
@@ -196,8 +196,10 @@ class MaskedRows:
         samples = []
         for number in range(start, start + count):
             dataset, items = self._items(number)
-            own = self.sentences[dataset]
-            spans = zip(own.sequence[items], own.offset[items], own.length[items], strict=True)
+            owned = self.sentences[dataset]
+            spans = zip(
+                owned.sequence[items], owned.offset[items], owned.length[items], strict=True
+            )
             ids = tuple((int(a), int(b), int(c)) for a, b, c in spans)
             samples.append(SampleId(self.prefixes[dataset], ids))
         return samples
@@ -236,19 +238,19 @@ class MaskedRows:
     def _texts(self, number: int) -> list[tuple[OwnedSentences, np.ndarray]]:
         """The sentences of each document in a row."""
         dataset, items = self._items(number)
-        own = self.sentences[dataset]
-        cuts = np.flatnonzero(np.diff(own.document[items])) + 1
-        return [(own, part) for part in np.split(items, cuts)]
+        owned = self.sentences[dataset]
+        cuts = np.flatnonzero(np.diff(owned.document[items])) + 1
+        return [(owned, part) for part in np.split(items, cuts)]
 
     def _segments(
         self, text: tuple[OwnedSentences, np.ndarray], random: np.random.RandomState
     ) -> tuple[Segments, bool | None]:
         """(a sequence, whether its halves are swapped; None where it has one alone)."""
-        own, items = text
+        owned, items = text
         if not self.sentence_order or len(items) < 2:
-            return Segments(own.text(items)), None
+            return Segments(owned.text(items)), None
         pivot = random.randint(1, len(items))
-        halves = own.text(items[:pivot]), own.text(items[pivot:])
+        halves = owned.text(items[:pivot]), owned.text(items[pivot:])
         swap = bool(random.random_sample() < SWAPPED)
         return Segments(*(halves[::-1] if swap else halves)), swap
 

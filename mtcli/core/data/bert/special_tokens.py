@@ -43,10 +43,10 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
     for role, usual in ROLES.items():
         name = configured_token(tokenizer.config, role)
         names = usual if name is None else (name, *usual)
-        known = [vocab[name] for name in names if name in vocab]
-        if not known:
+        candidates = [vocab[name] for name in names if name in vocab]
+        if not candidates:
             problems.append(Problem(f"the tokenizer has no {role} ({' or '.join(names)})"))
-        ids[role.removesuffix("_token")] = known[0] if known else -1
+        ids[role.removesuffix("_token")] = candidates[0] if candidates else -1
     if problems:
         hint = "take a tokenizer of BERT's kind, such as `mtcli preprocess --sentences --tokenizer "
         raise MtcliError(*problems, hint=hint + "train:8192` trains")

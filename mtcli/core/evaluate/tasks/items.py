@@ -146,17 +146,17 @@ def read_items(
     """
     renderer = Renderer(task)
     test = read_test(path, task.data)
-    every = renderer.items(test)
-    items = _limited(every, task.groups, limit)
+    all_items = renderer.items(test)
+    items = _limited(all_items, task.groups, limit)
     if not with_pool:
         return items, Pool([], "", False)
     train = read_train(path, task.data)
     if train is not None:
         return items, Pool(renderer.items(train), str(train.source), task.spare_shot)
-    if len(every) == 1:
+    if len(all_items) == 1:
         message = f"{test.source} has 1 example, itself the item, to draw shots from"
         raise wrong(message, "put the train file beside the items, or leave --shots out", "--shots")
-    return items, Pool(every, str(test.source), True)
+    return items, Pool(all_items, str(test.source), True)
 
 
 def _limited(items: list[Item], groups: tuple[str, ...], limit: int | None) -> list[Item]:

@@ -101,10 +101,10 @@ def _format(file: Path, text: str, layout: DataLayout) -> str:
     if form == "lines" or suffix in JSON_LINES or layout.format == "jsonl":
         return "jsonl"
     named = (inner_name(Path(name)).suffix for name in (*layout.test, *layout.train))
-    known = dict.fromkeys((*TEXTS[layout.format], *named))
-    if suffix not in known:
+    suffixes = dict.fromkeys((*TEXTS[layout.format], *named))
+    if suffix not in suffixes:
         said = f"{file} ends in {suffix}, and is no JSON lines"
-        hint = f"name it by what it holds: {', '.join(filter(None, known))} or .jsonl"
+        hint = f"name it by what it holds: {', '.join(filter(None, suffixes))} or .jsonl"
         raise wrong(said, f"{hint}; docs/tasks.md says what each data set is", "--task")
     return layout.format
 

@@ -165,9 +165,9 @@ def _check(name: str, task: TaskFile) -> None:
         problems.append(f"without an answer it is a cloze: 1 prompt and 1 choice, not {choices}")
     if not task.answer and task.normalisations:
         problems.append("a cloze has no normalisations")
-    known = ["accuracy", *map(metric_name, task.normalisations)]
-    if task.metric not in known:
-        problems.append(f"metric {task.metric!r} is none of {', '.join(known)}")
+    metrics = ["accuracy", *map(metric_name, task.normalisations)]
+    if task.metric not in metrics:
+        problems.append(f"metric {task.metric!r} is none of {', '.join(metrics)}")
     if task.groups and not task.group:
         problems.append(f"{len(task.groups)} groups, and no expression `group`")
     if problems:
