@@ -34,7 +34,7 @@ CORPUS_STAGES = ("exact", "fuzzy", "decontaminate")  # what they do to a documen
 
 
 class ExtractConfig(Section):
-    """Text out of the HTML of WARC files."""
+    """Extracts text from the HTML of WARC files."""
 
     engine: Literal["resiliparse", "justext"] = "resiliparse"
     """resiliparse (main content, fast) or justext (MT-NLG's own choice)."""
@@ -43,14 +43,14 @@ class ExtractConfig(Section):
 
 
 class NormaliseConfig(Section):
-    """Broken Unicode mended by ftfy."""
+    """Mends broken Unicode with ftfy."""
 
     uncurl_quotes: bool = True
     """Make curly quotes straight, as ftfy does by default."""
 
 
 class LanguageConfig(Section):
-    """Documents in other languages left out."""
+    """Drops documents in other languages."""
 
     keep: tuple[str, ...] = Field(default=("en",), min_length=1)
     """ISO 639-1 codes of the languages to keep."""
@@ -101,14 +101,14 @@ class QualityConfig(Section):
 
 
 class ExactConfig(Section):
-    """One document kept of those with the same text."""
+    """Keeps one of the documents with the same text."""
 
     priority: tuple[str, ...] | None = None
     """Sources, the best first, whose copy stays; as [fuzzy] has them where it is left out."""
 
 
 class FuzzyConfig(Section):
-    """One document kept of those that resemble each other: MinHash, LSH, verified Jaccard."""
+    """Keeps one of the documents that resemble each other: MinHash, LSH, verified Jaccard."""
 
     threshold: Real = Field(default=0.7, ge=0.01, le=1.0)
     """The least Jaccard similarity of two duplicates' sets of shingles."""
@@ -121,7 +121,7 @@ class FuzzyConfig(Section):
 
 
 class DecontaminateConfig(Section):
-    """What stands in evaluation tasks cut out, with 200 characters on both sides."""
+    """Cuts out n-grams of evaluation tasks, with 200 characters on both sides."""
 
     tasks: tuple[PathText, ...] = ()
     """Task files: JSON lines, text, or a RACE folder; as seen from here or from the config."""
@@ -143,7 +143,7 @@ class DecontaminateConfig(Section):
 
 
 class CurateConfig(Section):
-    """A whole configuration."""
+    """The configuration of a curation."""
 
     stages: tuple[Stage, ...] = ()
     """The stages, in order; where it is left out, all that need nothing or have what they need."""
@@ -162,7 +162,7 @@ class CurateConfig(Section):
 
     @property
     def ordered(self) -> tuple[Stage, ...]:
-        """The stages to run."""
+        """The stages that run, in order."""
         if "stages" in self.model_fields_set:
             return self.stages
         lacking = {
@@ -172,7 +172,7 @@ class CurateConfig(Section):
         return tuple(stage for stage in STAGES if not lacking.get(stage))
 
     def priority(self, stage: Stage) -> tuple[str, ...]:
-        """The sources whose copies stay, the best first."""
+        """Returns the sources whose copies a deduplication stage keeps, the best first."""
         if stage == "exact" and self.exact.priority is not None:
             return self.exact.priority
         return self.fuzzy.priority
@@ -220,7 +220,7 @@ def _problem(detail: ErrorDetails) -> Problem:
 
 
 def _problems(config: CurateConfig) -> list[Problem]:
-    """The rules that join several fields."""
+    """Checks the rules that join several fields."""
     problems, stages = [], config.ordered
     for stage in sorted({stage for stage in stages if stages.count(stage) > 1}):
         said = f"{stage} is named {stages.count(stage)} times"
@@ -250,12 +250,12 @@ def _problems(config: CurateConfig) -> list[Problem]:
 
 
 def _resolved_path(name: str, base: Path) -> str:
-    """A path as seen from here, or else from the folder of the config."""
+    """Resolves a path from the working directory, or else from the config's folder."""
     return name if Path(name).exists() or not (base / name).exists() else str(base / name)
 
 
 def as_dict(config: CurateConfig) -> dict[str, Any]:
-    """The settings that a result depends on, for the report."""
+    """Returns the settings that the result depends on, for the report."""
     stages = config.ordered
     dumped = config.model_dump(mode="json", include={*stages, "shard_mb", "blend"})
     return {"stages": list(stages), **dumped}

@@ -1,4 +1,4 @@
-"""Runs a worker's part on a block: the per-document stages, then what corpus stages look at."""
+"""Processes a block in a worker: the per-document stages, then the features of corpus stages."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -52,16 +52,16 @@ FEATURE_MAKERS: dict[Stage, Callable[[Any], Feature]] = {
 
 
 class StageGroup(NamedTuple):
-    """Stages of one pass: per-document ones, then corpus stages that need what it gathers."""
+    """The stages of one pass: per-document ones, then corpus stages, which need their features."""
 
     documents: tuple[Stage, ...]
     corpus: tuple[Stage, ...]
 
 
 def passes_of(stages: tuple[Stage, ...]) -> list[StageGroup]:
-    """Divides the stages into passes over the documents; there is one at least.
+    """Divides the stages into passes over the documents; at least one.
 
-    Corpus stages share a pass until one changes texts, which `decontaminate` alone does.
+    Corpus stages share a pass up to `decontaminate`, the only one that changes texts.
     """
     groups = [StageGroup((), ())]
     for stage in stages:
@@ -78,18 +78,18 @@ def passes_of(stages: tuple[Stage, ...]) -> list[StageGroup]:
 
 
 def make_stage(stage: Stage, config: CurateConfig) -> StageFunction:
-    """Builds a per-document stage; its libraries are imported now."""
+    """Builds a per-document stage, and imports its libraries."""
     return STAGE_MAKERS[stage](getattr(config, stage))
 
 
 def make_feature(stage: Stage, config: CurateConfig) -> Feature:
-    """Builds what gathers the arrays of a corpus stage."""
+    """Builds the function that computes the arrays of a corpus stage."""
     return FEATURE_MAKERS[stage](getattr(config, stage))
 
 
 @dataclass
 class StageCount:
-    """Documents and bytes of text into a stage and out of it, and why some were left out."""
+    """Documents and bytes of text into and out of a stage, and the dropped ones by reason."""
 
     documents_in: int = 0
     documents_out: int = 0
@@ -99,7 +99,7 @@ class StageCount:
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def dump(self) -> dict[str, Any]:
-        """The counts as JSON."""
+        """Returns the counts as JSON."""
         return {
             **{name: getattr(self, name) for name in SUMMED},
             "reasons": dict(sorted(self.reasons.items())),
@@ -107,7 +107,7 @@ class StageCount:
         }
 
     def merge(self, other: dict[str, Any]) -> None:
-        """Adds another part's dump; of its samples, while there is room."""
+        """Adds the dump of another part, with its samples while there is room."""
         for name in SUMMED:
             setattr(self, name, getattr(self, name) + other[name])
         self.reasons.update(other["reasons"])
@@ -116,7 +116,7 @@ class StageCount:
             own_samples += samples[: SAMPLES - len(own_samples)]
 
     def sample(self, reason: str, described: dict[str, Any]) -> None:
-        """Keeps a sample of a reason, where there is room."""
+        """Keeps a sample of a reason while there is room."""
         samples = self.samples.setdefault(reason, [])
         if len(samples) < SAMPLES:
             samples.append(described)
@@ -125,7 +125,7 @@ class StageCount:
 class BlockWork:
     """Runs a pass's stages over documents and writes a part.
 
-    It is sent as what it is made of: a process elsewhere makes its own, once.
+    Pickles as its configuration: each process builds the stages once.
     """
 
     def __init__(self, group: StageGroup, config: CurateConfig, skip_bad: bool) -> None:
@@ -139,7 +139,7 @@ class BlockWork:
         return _made_once, (group, config.model_dump_json(), skip_bad)
 
     def run(self, items: Records, folder: Path) -> None:
-        """Makes the part of a block's documents. Raises MtcliError for a bad line that is not
+        """Writes the part of a block's documents. Raises MtcliError for a bad line that is not
         skipped."""
         with written_aside(folder) as aside:
             self._write(items, PartWriter(aside))
@@ -193,7 +193,7 @@ def _made_once(group: StageGroup, config: str, skip_bad: bool) -> BlockWork:
 def removal(
     document: Document, stage: str, reason: str, detail: dict[str, object]
 ) -> dict[str, object]:
-    """What `removed.jsonl.zst` says of a document."""
+    """Builds the record of a dropped document in `removed.jsonl.zst`."""
     entry = {"id": id_of(document.key), "source": document.source, "stage": stage}
     return entry | {"reason": reason, "kept_id": None} | detail
 

@@ -20,7 +20,7 @@ DOCUMENTS_SHOWN = 50
 
 
 def report_html(report: Mapping[str, Any]) -> str:
-    """Draws what `build_report` says."""
+    """Draws the report of `build_report` as a page."""
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>mtcli curate</title>",
         f"<style>{STYLE}</style><h1>Curated corpus</h1>",
@@ -72,7 +72,7 @@ def _share(documents_in: int, documents_out: int) -> float:
 
 
 def _funnel(stages: Sequence[Mapping[str, Any]]) -> str:
-    """A bar per stage: what it left, and behind it what it was given."""
+    """Draws a bar per stage: documents out, in front of documents in."""
     most = max((stage["documents_in"] for stage in stages), default=0) or 1
     room = WIDTH - LEFT - RIGHT
     parts = []
@@ -93,7 +93,7 @@ def _funnel(stages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sizes(bins: Sequence[Sequence[int]]) -> str:
-    """Documents by size, before and after the per-document stages."""
+    """Draws documents by size, as read and after the per-document stages."""
     if not bins or not any(map(any, bins)):
         return ""
     read, after = bins
@@ -112,7 +112,7 @@ def _size_name(index: int) -> str:
 def _columns(
     names: Sequence[str], values: Sequence[Sequence[int]], legend: Sequence[str] = ()
 ) -> str:
-    """Columns of one or two values by name."""
+    """Draws columns of one or two values by name."""
     most = max((max(group) for group in values), default=0) or 1
     step = min(90.0, (WIDTH - 20) / max(1, len(names)))
     parts = []

@@ -1,4 +1,4 @@
-"""The output folder: what may be in it, who writes to it, and whether a run is complete."""
+"""Checks the output folder: files in the way, resumed runs and complete ones."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ REPORT_HTML = "report.html"
 
 
 def _fingerprint(request: CurateRequest, corpora: Corpora) -> str:
-    """Fingerprints a run: equal for two that must write the same bytes."""
+    """Hashes a run's inputs and options; equal for two runs that must write the same bytes."""
     files = [
         [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in corpus.sources]
         for corpus in corpora
@@ -34,7 +34,10 @@ def _fingerprint(request: CurateRequest, corpora: Corpora) -> str:
 
 
 def begin(work: WorkFolder, request: CurateRequest, corpora: Corpora) -> None:
-    """Empties the work folder, unless this run resumes what is in it."""
+    """Empties the work folder, unless this run resumes the one that left it.
+
+    Raises MtcliError for a resumed run with other inputs or options.
+    """
     path, now = work.path / "fingerprint", _fingerprint(request, corpora)
     previous = read_untrusted(path).decode(errors="replace") if path.exists() else ""
     if request.resume and previous and previous != now:
@@ -50,13 +53,13 @@ def begin(work: WorkFolder, request: CurateRequest, corpora: Corpora) -> None:
 
 
 def outputs(folder: Path) -> list[Path]:
-    """Lists what an earlier run wrote to a folder, by its report; other files are the user's."""
+    """Lists the files of an earlier run in a folder, by its report; other files are the user's."""
     report = folder / REPORT
     return [*_named(report, folder), *[report] * report.exists()]
 
 
 def _named(report: Path, folder: Path) -> list[Path]:
-    """The files in a folder that a report names; none where it cannot be read."""
+    """Lists the files in a folder that a report names; none where it cannot be read."""
     try:
         shards = [str(shard["name"]) for shard in json.loads(read_untrusted(report))["shards"]]
     except (OSError, ValueError, TypeError, KeyError, MtcliError):
@@ -66,7 +69,7 @@ def _named(report: Path, folder: Path) -> list[Path]:
 
 
 def require_free(request: CurateRequest, corpora: Corpora) -> None:
-    """Raises MtcliError where an earlier run's files are in the way, or inputs."""
+    """Raises MtcliError where files of an earlier run, or inputs, are in the way."""
     output = request.output
     if output.exists() and not output.is_dir():
         raise wrong(f"{output} is a file", "name a folder", "--output")
@@ -86,7 +89,7 @@ def require_free(request: CurateRequest, corpora: Corpora) -> None:
 
 
 def done_before(request: CurateRequest, corpora: Corpora) -> dict[str, Any] | None:
-    """The report of a run that is complete, where --resume finds one of the same inputs."""
+    """Returns the report of a complete run on the same inputs, where --resume finds one."""
     path = request.output / REPORT
     if not path.exists() or (request.output / WORK).exists():
         return None

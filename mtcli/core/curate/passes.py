@@ -1,8 +1,8 @@
-"""The pipeline: passes over the documents, decisions over the corpus between them, shards.
+"""Runs the pipeline: passes over the documents, decisions over the corpus between them, shards.
 
-The result is a function of the input files' names and bytes and of the configuration. All that is
-made on the way lies in `OUTPUT/.curate`, in parts that appear whole or not at all, so that a run
-that was killed goes on from there, on any number of workers.
+The result is a function of the input files' names and bytes and of the configuration. Intermediate
+parts are in `OUTPUT/.curate` and appear whole or not at all, so a killed run resumes from them, on
+any number of workers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,8 +46,8 @@ Say = Callable[[str], None]
 def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
     """Writes the shards, the removed documents and the report to `output`; returns the report.
 
-    Raises MtcliError for inputs and configurations that are wrong, for an output that exists, for a
-    full disk, and where no document is left: then nothing is published.
+    Raises MtcliError for wrong inputs and configurations, an output that exists, and a full disk.
+    Raises it too where no document is left: then nothing is published.
     """
     corpora = find_corpora(request)
     if request.resume and (report := done_before(request, corpora)):
@@ -71,11 +71,11 @@ def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
 
 
 class _NothingLeft(MtcliError):
-    """A run that ends with no document."""
+    """The error of a run that ends without a document."""
 
 
 class _Pipeline:
-    """One run, in its work folder."""
+    """A run in its work folder."""
 
     def __init__(
         self, request: CurateRequest, corpora: Corpora, work: Path, engine: Engine, say: Say
@@ -115,7 +115,7 @@ class _Pipeline:
     # Passes
 
     def _against(self, number: int, group: StageGroup) -> list[Part]:
-        """The parts of the older corpus, where a pass compares with it."""
+        """Reads the parts of the older corpus, for a pass that compares with it."""
         compared = tuple(stage for stage in group.corpus if stage != "decontaminate")
         if not self.corpora.old or not compared:
             return []
@@ -134,7 +134,7 @@ class _Pipeline:
         return list(self.engine.make(work, items, folder, "read", "B").values())
 
     def _lines_before(self, blocks: list[TextBlock]) -> dict[tuple[str, int], int]:
-        """Counts the lines before each file range that starts inside of a file."""
+        """Counts the lines before each file range that starts inside a file."""
         pieces = [piece for block in blocks for piece in block.pieces]
         split = [piece for piece in pieces if piece.stop < piece.source.size]
         size = sum(piece.stop - piece.start for piece in split)
@@ -146,7 +146,7 @@ class _Pipeline:
         return lines_before
 
     def _next_pass(self, number: int, group: StageGroup, last: PassResult) -> list[Files]:
-        """Runs further per-document stages over what the last pass left."""
+        """Runs further per-document stages over the documents that the last pass left."""
         folder = self.work / f"pass-{number}"
         corpus = last.corpus
         items = {
@@ -210,7 +210,7 @@ class _Pipeline:
                 stream.write(line)
 
     def _publish(self, report: dict[str, Any], folder: Path) -> None:
-        """Moves all to the output folder; the report last, which says that the rest is there."""
+        """Moves all files to the output folder; the report last, as it marks a complete output."""
         output = self.request.output
         write_text(folder / REPORT_HTML, report_html(report))
         write_text(folder / REPORT, json_page(report))
@@ -237,7 +237,7 @@ def _reread(
 
 
 def _documents(view: Slice, changed: ChangedLines | None) -> Iterator[Document]:
-    """The documents of a part that are left."""
+    """Yields the alive documents of a part."""
     edits = changed_lines(changed)
     keys, lines = view.part.keys(), view.part.lines
     for row in np.flatnonzero(view.alive).tolist():

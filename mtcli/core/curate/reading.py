@@ -21,8 +21,8 @@ from mtcli.core.runtime.process_pool import Progress
 
 
 class Reader(NamedTuple):
-    """Reads the records of file ranges; `lines_before` has those that start inside a file, and
-    `html` says that a stage will extract the text of pages."""
+    """A reader of file ranges. `lines_before` counts the lines before ranges that start inside a
+    file; `html` says that a later stage extracts the text of pages."""
 
     reading: Reading
     names: Mapping[str, str]
@@ -37,14 +37,14 @@ class Reader(NamedTuple):
         lines_before: Mapping[tuple[str, int], int] | None = None,
         html: bool = False,
     ) -> "Reader":
-        """A reader of a corpus; blank lines divide its texts where `blank` says so."""
+        """Builds the reader of a corpus; where `blank`, blank lines divide its texts."""
         reading = Reading(text_key, blank, cuttable=False, whole=True, parse=load_line)
         return Reader(reading, files.names, lines_before or {}, html)
 
     def read(
         self, piece: FileRange, progress: Progress
     ) -> Iterator[Document | BadRecord | PassedOver]:
-        """Yields the documents of a file range, in order."""
+        """Yields the documents of a file range in order, and the records that are none."""
         path = piece.source.path
         name, lines_before = self.names[path], self.lines_before.get((path, piece.start), 0)
         if piece.source.kind == "warc":

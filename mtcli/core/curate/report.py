@@ -1,6 +1,7 @@
-"""The report: what every stage was given and left, why, and samples of it with their ids.
+"""Builds the report: documents into and out of every stage, reasons, and samples with their ids.
 
-It holds no time, path or number of workers: it is a function of the input and the configuration.
+The report holds no time, path or number of workers: it is a function of the input and the
+configuration.
 """
 
 from collections import Counter, defaultdict
@@ -25,7 +26,7 @@ CONTAMINATED_TOLD = 1000
 
 
 def described(request: CurateRequest, corpora: Corpora) -> dict[str, Any]:
-    """The configuration and the inputs, as a report has them."""
+    """Returns the configuration and the inputs, as the report has them."""
     inputs = {"files": _files(corpora.new), "against": corpora.old and _files(corpora.old)}
     return {"config": as_dict(request.config), "inputs": inputs}
 
@@ -82,7 +83,7 @@ def build_report(
 
 
 def nothing_left(report: dict[str, Any]) -> Problem:
-    """Says what became of all records of a run that ends with no document, by reason."""
+    """Words what happened to all records, by reason, where a run ends with no document."""
     passed_over, bad, stages = report["passed_over"], report["bad_lines"], report["stages"]
     files, read = len(report["inputs"]["files"]), stages[0]["documents_in"] if stages else 0
     said = [f"0 documents are left of {read:,} in {files:,} files"]
@@ -103,7 +104,8 @@ def nothing_left(report: dict[str, Any]) -> Problem:
 
 
 def _counted(reasons: dict[str, int]) -> str:
-    """Counts by reason, the most first: "3 answers with status 404, 1 WARC records: 'request'"."""
+    """Words counts by reason, the most frequent first: "3 answers with status 404, 1 WARC records:
+    'request'"."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return listed([f"{count:,} {reason}" for reason, count in ordered])
 
@@ -123,7 +125,7 @@ def removed_lines(results: list[PassResult]) -> Iterator[bytes]:
 
 
 def _removed(corpus: Corpus, removals: Removals) -> Iterator[dict[str, Any]]:
-    """Describes each removed document."""
+    """Yields the record of each removed document."""
     ids = _ids(corpus, removals.removed)
     kept_ids = _ids(corpus, removals.kept)
     roots = _ids(corpus, removals.root)
@@ -138,7 +140,7 @@ def _removed(corpus: Corpus, removals: Removals) -> Iterator[dict[str, Any]]:
 
 
 def _ids(corpus: Corpus, numbers: np.ndarray) -> list[str | int | None]:
-    """The ids of documents; None for -1."""
+    """Returns the ids of documents; None for -1."""
     present = np.flatnonzero(numbers >= 0)
     ids: list[str | int | None] = [None] * len(numbers)
     for index, key in zip(present.tolist(), corpus.keys(numbers[present]), strict=True):
@@ -187,7 +189,7 @@ def _by_number(corpus: Corpus, removals: Removals) -> dict[int, dict[str, Any]]:
 
 
 def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
-    """Each cluster's document that stayed, and those that went with their Jaccard."""
+    """Describes each cluster: the document that stays, and the removed ones with their Jaccard."""
     members: dict[int, list[int]] = defaultdict(list)
     for index, root in enumerate(removals.root.tolist()):
         members[root].append(index)
@@ -212,7 +214,7 @@ def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
 
 
 def _cuts(result: PassResult) -> dict[int, dict[str, Any]]:
-    """Lists what was cut of each document that had an n-gram of a task, by number."""
+    """Reads by document number the cuts of each document that had an n-gram of a task."""
     cuts: dict[int, dict[str, Any]] = {}
     for index, (rows, files) in sorted(result.changed.items()):
         part_cuts = parse_json(bytes(files.data("cuts.json")))
@@ -227,8 +229,8 @@ def _ngrams(cut: dict[str, Any] | None) -> dict[str, Any]:
 def _contamination(
     result: PassResult, cuts: dict[int, dict[str, Any]], removals: Removals
 ) -> dict[str, Any]:
-    """Lists by task the n-grams of it that the corpus had, the documents that were cut for them,
-    and the task's texts of which n-grams were spared as common phrases."""
+    """Lists by task: its n-grams in the corpus, the documents cut for them, and the task's texts
+    with spared common phrases."""
     corpus, found = result.corpus, result.found
     assert found is not None, "the stage was run"
     numbers = np.array(list(cuts), np.int64)
@@ -251,7 +253,7 @@ def _contamination(
 
 
 def _sources(corpus: Corpus) -> dict[str, Any]:
-    """Documents and bytes that are left, by source; of cut documents, as they were before."""
+    """Counts the remaining documents and bytes by source; cut documents count as before the cut."""
     total: dict[str, dict[str, int]] = defaultdict(lambda: {"documents": 0, "bytes": 0})
     for part, alive, _ in corpus.new_slices().values():
         names, source_ids = part.summary["sources"], part.array("sources")[alive]

@@ -1,4 +1,4 @@
-"""A loop over the words of documents, compiled for the CPU by numba."""
+"""Counts the words of documents in a loop compiled by numba."""
 
 import numpy as np
 
