@@ -10,11 +10,10 @@ Ready = TypeVar("Ready")
 
 
 class Prefetcher(Generic[Ready]):
-    """Reads ahead: iterates over `read(start, count)`, such as `Batches.batch`, for all `wanted`.
+    """Iterates over `read(start, count)`, such as `Batches.batch`, of all `spans`, reading ahead.
 
-    A thread keeps up to `depth` results ready; copying tokens leaves the interpreter to others.
-    What it meets (a disk that fails) is raised where the result would have come. Close it, or use
-    `with`.
+    A thread keeps up to `depth` results ready; copying tokens releases the GIL. An error in the
+    thread is raised where its result would have come. Call `close`, or use `with`.
     """
 
     def __init__(
@@ -28,7 +27,7 @@ class Prefetcher(Generic[Ready]):
         self._thread.start()
 
     def __iter__(self) -> Iterator[Ready]:
-        """Yields what was read, in the order of `wanted`."""
+        """Yields the results in the order of `spans`."""
         while (item := self._ready.get()) is not END:
             if isinstance(item, BaseException):
                 raise item
@@ -41,7 +40,7 @@ class Prefetcher(Generic[Ready]):
         self.close()
 
     def close(self) -> None:
-        """Stops the thread and drops what is ready."""
+        """Stops the thread and drops results that are ready."""
         self._stopped.set()
         while self._thread.is_alive():
             while not self._ready.empty():

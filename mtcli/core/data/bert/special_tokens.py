@@ -1,4 +1,4 @@
-"""The special tokens of an encoder's rows, and which tokens begin words, by a tokenizer."""
+"""Finds a tokenizer's special tokens and the tokens that begin words."""
 
 import json
 from typing import NamedTuple
@@ -21,7 +21,7 @@ BEGINS = ("\u0120", "\u2581")  # byte-level BPE's and SentencePiece's mark of a 
 
 
 class SpecialTokens(NamedTuple):
-    """Ids of special tokens, and two facts of each id of the vocabulary [V]."""
+    """The ids of special tokens, and two masks over the vocabulary [V]."""
 
     cls: int
     sep: int
@@ -32,12 +32,12 @@ class SpecialTokens(NamedTuple):
 
     @property
     def plain(self) -> np.ndarray:
-        """The ids that are no special tokens, int64."""
+        """The ids that are not special tokens, int64."""
         return np.flatnonzero(self.is_plain)
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """Finds a tokenizer's special tokens. Raises MtcliError with all that it lacks."""
+    """Finds a tokenizer's special tokens. Raises MtcliError with all missing ones."""
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
     ids, problems = {}, []
     for role, usual in ROLES.items():
@@ -58,7 +58,7 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def _word_beginnings(tokenizer: Tokenizer, vocab: dict[str, int]) -> np.ndarray:
-    """bool [V]: whether each id begins a word; in a vocabulary without marks every one does."""
+    """Marks the ids that begin a word: bool [V]; all of them in a vocabulary without marks."""
     kind = json.loads(tokenizer.definition).get("model", {}).get("type")
     marked = any(token.startswith(BEGINS) for token in vocab)
     begins = np.ones(tokenizer.vocab_size, bool)
