@@ -1,6 +1,6 @@
-"""Views adapters and the weights they are for as one model: W + scale * B A, computed when read.
+"""Presents adapters and their base weights as one model: W + scale * B A, computed when read.
 
-A checkpoint of a LoRA run holds A, B and their optimizer state alone. Its config names the base in
+A checkpoint of a LoRA run holds only A, B and their optimizer state. Its config names the base in
 train.init, and its manifest has the base's hash.
 """
 
@@ -28,26 +28,27 @@ Open = Callable[[Path], Checkpoint]
 
 
 def base_of(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of the weights that adapters are for; one without adapters is its own."""
+    """Returns the checkpoint of the base weights, or `checkpoint` itself where it has no
+    adapters."""
     return checkpoint if checkpoint.adapters is None else checkpoint.adapters.base
 
 
 def own_of(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of a merged model's adapters and their optimizer state; one without adapters
-    is its own."""
+    """Returns the checkpoint of a merged model's adapters and their optimizer state, or
+    `checkpoint` itself where it has no adapters."""
     return checkpoint if checkpoint.adapters is None else checkpoint.adapters.own
 
 
 def with_adapters(checkpoint: Checkpoint) -> Checkpoint:
-    """The merged model besides the adapters and their optimizer state, of which a run's folder
-    holds no more; one without adapters is its own."""
+    """Adds the adapters and their optimizer state to the tensors of a merged model; returns
+    `checkpoint` itself where it has no adapters."""
     if checkpoint.adapters is None:
         return checkpoint
     return replace(checkpoint, tensors=checkpoint.tensors | checkpoint.adapters.own.tensors)
 
 
 def weights_hash(base: Checkpoint) -> str:
-    """A hash that other weights change: of the manifest, or of blocks of the tensors' files."""
+    """Hashes weights: the manifest's hash, or one of sampled blocks of the tensors' files."""
     if base.format == "mtcli":
         return sampled_hash([base.folder / NAME])
     return sampled_hash(sorted(base.folder / name for name in base.headers))
@@ -56,8 +57,11 @@ def weights_hash(base: Checkpoint) -> str:
 def with_base(
     checkpoint: Checkpoint, open_base: Open, moved_to: Path | None = None, flag: str = "--base"
 ) -> Checkpoint:
-    """The merged model of a run's adapters, whose base is looked for at `moved_to` first. Raises
-    MtcliError where it is gone or changed, which `flag` cures, or is of another model."""
+    """Merges a run's adapters with their base, looked for at `moved_to` first.
+
+    Raises MtcliError where the base is missing or changed (`flag` names another one), or of another
+    model.
+    """
     assert checkpoint.config is not None, "a run has a config"
     record, train = progress_of(checkpoint).base, checkpoint.config.train
     candidates = [moved_to, train.base or train.init, record.path if record else None]
@@ -80,8 +84,8 @@ def with_base(
 def merged(
     checkpoint: Checkpoint, base: Checkpoint, lora: LoraConfig, config: RunConfig | None = None
 ) -> Checkpoint:
-    """The model of adapters and their base, with its run's `config`; each tensor keeps the base's
-    dtype.
+    """Merges adapters and their base into a checkpoint with the run's `config`; tensors keep the
+    base's dtype.
 
     Raises MtcliError with every adapter that is missing, unknown or of another shape.
     """
@@ -127,8 +131,8 @@ def require_adapters(checkpoint: Checkpoint, model: ModelConfig, lora: LoraConfi
 
 
 def require_scale(adapters: Adapters, lora: LoraConfig) -> None:
-    """Raises MtcliError where a run would scale the adapters that it starts from otherwise than the
-    run that trained them."""
+    """Raises MtcliError where a run would scale its initial adapters differently from the run that
+    trained them."""
     theirs = adapters.lora
     if theirs.alpha / theirs.rank != lora.alpha / lora.rank:
         message = f"lora.alpha={lora.alpha:g}, and the adapters of {adapters.own.folder} are scaled"

@@ -1,9 +1,9 @@
-"""Opens a checkpoint, of ours, of Hugging Face or Megatron, on one rank or the same on all.
+"""Opens a checkpoint, ours, Hugging Face's or Megatron's, on one rank or the same one on all.
 
-Rank 0 reads and checks our manifest and tells it to all. Each rank checks sizes, headers and hashes
-of its share of the files, and opens those that hold its boxes. The folder may differ by machine: a
-directory cache may be stale, or a disk one machine's own. Ranks would then train from mixed
-weights, so before the first step they agree on errors, on the checkpoint and on the data.
+Rank 0 reads and checks our manifest and broadcasts it. Each rank checks sizes, headers and hashes
+of its share of the files, and opens those that hold its boxes. Machines may see different folders,
+through a stale directory cache or on a local disk, and would train from mixed weights. So before
+the first step, ranks check that errors, the checkpoint and the data are the same on all.
 """
 
 import os
@@ -45,11 +45,11 @@ Result = TypeVar("Result")
 
 
 def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
-    """Opens the checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
-    Megatron's, whose architecture is `model` where that is given.
+    """Opens the checkpoint in a folder: ours, the newest of a run folder, Hugging Face's, or
+    Megatron's, whose architecture is `model` where given.
 
-    Raises MtcliError where there is none, or where it is damaged; a damaged newest checkpoint of a
-    run is refused, and the error offers the one before it.
+    Raises MtcliError where there is none, or where it is damaged; where the newest checkpoint of a
+    run is damaged, the error offers the one before.
     """
     return open_folder(find_checkpoint(path), model)
 
@@ -57,8 +57,8 @@ def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
 def open_folder(
     source: CheckpointFolder, model: ModelConfig | None = None, alone: bool = False
 ) -> Checkpoint:
-    """Opens a checkpoint that was found; see `open_checkpoint`. One of ours that is opened `alone`
-    has its adapters, without the weights that they are for."""
+    """Opens a checkpoint that was found; see `open_checkpoint`. With `alone`, one of our adapters
+    is opened without the base weights."""
     try:
         if source.format == "hf":
             return open_hf(source.folder)
@@ -108,7 +108,7 @@ def _open_ours(folder: Path) -> Checkpoint:
 
 
 def _described(folder: Path, manifest: Manifest, lock: ReadLock) -> Checkpoint:
-    """A checkpoint of ours by its manifest, of whose files none is open yet."""
+    """Builds a checkpoint of ours from its manifest, without opening its files."""
     config, index = config_in(folder), manifest.index
     tensors = {
         name: StoredTensor(
@@ -136,10 +136,10 @@ def _has_adapters(checkpoint: Checkpoint) -> bool:
 
 
 def newest_step(root: Path, axis: Axis) -> Path | None:
-    """The newest checkpoint under a folder as rank 0 sees it, if any. Collective.
+    """Returns the newest checkpoint under a folder as rank 0 sees it, if any. Collective.
 
-    Raises MtcliError on every rank where another sees a newer one: rank 0 would go back to an old
-    step, or begin anew, beside it.
+    Raises MtcliError on every rank where another rank sees a newer one, as rank 0 would go back to
+    an old step, or start over.
     """
 
     def list_steps() -> list[Path]:
@@ -161,10 +161,10 @@ def newest_step(root: Path, axis: Axis) -> Path | None:
 def open_agreed(
     path: Path, axis: Axis, base: str | None = None, flag: str = "--base"
 ) -> Checkpoint:
-    """Opens the checkpoint in a folder, of a run its newest, as rank 0 finds it. Collective.
+    """Opens the checkpoint in a folder, the newest of a run, as rank 0 finds it. Collective.
 
-    The weights that its adapters are for may have moved to `base`, which `flag` names.
-    Raises MtcliError on every rank where one cannot open it, or finds another one there.
+    `base` replaces the base weights that adapters name; `flag` names it in errors. Raises
+    MtcliError on every rank where any rank cannot open the checkpoint, or finds another one.
     """
     located = together(axis, lambda: find_checkpoint(path) if axis.rank == 0 else None)
     facts = located and (located.format, str(located.folder), located.of_run)
@@ -184,7 +184,7 @@ def open_agreed(
 
 
 def _open_ours_together(source: CheckpointFolder, axis: Axis) -> Checkpoint:
-    """Opens one of ours by the manifest that rank 0 reads, each rank a share of its files."""
+    """Opens a checkpoint of ours by rank 0's manifest; each rank checks a share of its files."""
     folder, with_hint = source.folder, nullcontext if not source.of_run else offering_earlier
 
     def read() -> tuple[ReadLock, Manifest] | None:
@@ -219,7 +219,7 @@ def _open_ours_together(source: CheckpointFolder, axis: Axis) -> Checkpoint:
 
 
 def _as_rank_0(axis: Axis, work: Callable[[], Result]) -> Result:
-    """Runs what rank 0 has done, or does too; says so where this rank cannot."""
+    """Runs work that rank 0 has done, or does too; an error says that this rank cannot."""
     try:
         return work()
     except MtcliError as error:

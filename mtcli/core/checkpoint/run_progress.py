@@ -1,4 +1,4 @@
-"""The progress of a run as its checkpoint holds it, in the manifest's `extra`.
+"""Defines the progress of a run in its checkpoint: the manifest's `extra`.
 
 It has no tensors: samples consumed and from which data, updates, the loss scale, random state.
 """
@@ -25,7 +25,7 @@ class ScaleState(Section):
 
 
 class DatasetRecord(Section):
-    """A data set that samples are drawn from, and how many were."""
+    """A dataset that samples are drawn from, and their number."""
 
     prefix: str
     """where it was"""
@@ -53,7 +53,7 @@ class SkippedBatch(Section):
 
 
 class SampleRecord(Section):
-    """The record of consumed samples, as a checkpoint holds it."""
+    """The consumed samples, as a checkpoint records them."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -70,9 +70,8 @@ class SampleRecord(Section):
 
 
 class RandomState(Section):
-    """The state of the random numbers: each is a function of the seed, a name, the step and a
-    global index (keyed counters), so no generator has a state of its own.
-    """
+    """The state of random numbers. Each is a function of the seed, a name, the step and a global
+    index (keyed counters), so no generator has a state of its own."""
 
     kind: Literal["counter"] = "counter"
     seed: Count
@@ -80,7 +79,7 @@ class RandomState(Section):
 
 
 class BaseRecord(Section):
-    """The weights that a run's adapters are for."""
+    """The base weights of a run's adapters."""
 
     path: str
     """where they were"""
@@ -110,7 +109,7 @@ class RunProgress(Section):
 
 
 def progress_of(checkpoint: Checkpoint) -> RunProgress:
-    """Reads the progress of a checkpoint's run; raises MtcliError where it makes no sense."""
+    """Reads the progress of a checkpoint's run. Raises MtcliError for invalid progress."""
     try:
         return RunProgress.model_validate(checkpoint.extra)
     except ValidationError as error:
@@ -120,9 +119,9 @@ def progress_of(checkpoint: Checkpoint) -> RunProgress:
 
 
 def planned_samples(checkpoint: Checkpoint) -> int | None:
-    """Samples that a checkpoint's run was to have when it began, as far as that is known.
+    """Returns the number of samples of a checkpoint's run when it began, as far as known.
 
-    Where its record does not say, it was written while each resume planned anew.
+    A record without it was written by a version in which each resume planned anew.
     """
     record, config = progress_of(checkpoint).samples, checkpoint.config
     if record is not None and record.planned is not None:
