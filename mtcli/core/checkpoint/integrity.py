@@ -53,8 +53,8 @@ def check_sizes(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> None:
 
 
 def check_headers(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> None:
-    """Raises MtcliError where a header, in a rank's share of the files, contradicts the
-    manifest."""
+    """Raises MtcliError where a header, in a rank's share of the files, lacks a tensor with the
+    expected dtype and shape."""
     for _, box in _boxes_in(checkpoint, rank, world):
         checkpoint.entry(box)
 

@@ -17,7 +17,7 @@ from mtcli.core.runtime.outputs import require_apart
 
 
 def to_peft(source: Checkpoint, final: Path, force: bool) -> dict[str, Any]:
-    """Writes the adapters of `source` as a folder that peft loads; returns it in numbers.
+    """Writes the adapters of `source` as a folder that peft loads; returns the result in numbers.
 
     Raises MtcliError for a model that no Hugging Face family has, and where the name is taken.
     """

@@ -1,7 +1,6 @@
-"""Looks up tasks by name, reads --task flags, and binds a task to a model.
+"""Parses --task flags, looks tasks up by name, and binds them to a model.
 
-A task of ours is a TOML file beside this module, and a user's own is one more; WikiText-103 alone
-has a protocol of its own.
+A task is a TOML file, ours or the user's; WikiText-103 alone has code of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +37,8 @@ TaskSpec = tuple[str, Path | None]
 def parse_tasks(specs: Sequence[str]) -> list[TaskSpec]:
     """Parses the --task flags, each NAME=PATH or lm_eval:NAME.
 
-    Raises MtcliError with every bad flag at once: an unknown name with the closest known one, a
-    missing path, a name given twice.
+    Raises MtcliError with every bad flag: an unknown name with the closest known one, a missing
+    path, a name given twice.
     """
     problems = [problem for spec in specs if (problem := _problem(spec)) is not None]
     names = [_split(spec)[0] for spec in specs]
@@ -81,7 +80,7 @@ def _problem(spec: str) -> Problem | None:
 
 
 class Evaluation(NamedTuple):
-    """The model and tokenizer that tasks are run on, and where each item's result is kept."""
+    """The model and tokenizer to run tasks on, and the journal of results."""
 
     scorer: "InferenceModel"
     tokenizer: EvalTokenizer
@@ -93,9 +92,9 @@ class Evaluation(NamedTuple):
 
 
 def task_runs(specs: Sequence[TaskSpec], evaluation: Evaluation) -> list[TaskRun]:
-    """Binds each task to the model, its file read and its requests packed.
+    """Reads each task's file, packs its requests and binds it to the model.
 
-    Raises MtcliError for all bad files, and for a task of lm-eval's where it is not installed.
+    Raises MtcliError for all bad files, and for a task of lm-eval's where that is not installed.
     """
     names = [load_task(name).name if name.endswith(SUFFIX) else name for name, _ in specs]
     for name in {name for name in names if names.count(name) > 1}:
@@ -109,7 +108,7 @@ def task_runs(specs: Sequence[TaskSpec], evaluation: Evaluation) -> list[TaskRun
 
 
 def _prepared(evaluation: Evaluation, name: str, path: Path) -> tuple[str, PreparedTask]:
-    """A task's name in results, and what it asks."""
+    """Prepares a task; returns its name in results, and its requests."""
     arguments = path, evaluation.tokenizer, evaluation.options
     if name == WIKITEXT:
         return name, prepare_wikitext(*arguments)

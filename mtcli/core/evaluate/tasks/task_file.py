@@ -1,7 +1,7 @@
-"""Reads a task file: a TOML file that says what a task's items are made of, and how it is scored.
+"""Reads task files: TOML that defines a task's items and how they are scored.
 
 A task of multiple choice has an `answer`. One without is a cloze: its only choice is right where
-each of its tokens is the model's first. Several prompts with one choice are partial evaluation
+each of its tokens is the model's argmax. Several prompts with one choice are partial evaluation
 (arXiv:1806.02847): the choice is scored after each of them.
 """
 
@@ -22,7 +22,7 @@ Normalisation = Literal["token", "character", "byte", "unconditional"]
 
 
 class DataLayout(Section):
-    """The files of a data set's rows: of each list, the first file that the folder has is read."""
+    """The files of a dataset's rows: of each list, the first file that the folder has is read."""
 
     format: Literal["jsonl", "tsv", "lines", "race"] = "jsonl"
     """a JSON object a line, a table with a header, a text a line, or RACE's articles; a file of
@@ -87,18 +87,18 @@ class TaskFile(Section):
 
     @property
     def file(self) -> str:
-        """Names where it was read: its file, or the task of ours."""
+        """The file it was read from, or the name of a task of ours."""
         return self._file
 
 
 def task_names() -> tuple[str, ...]:
-    """The names of the task files that ship with mtcli."""
+    """Lists the task files that ship with mtcli."""
     names = (entry.name for entry in _shipped().iterdir())
     return tuple(sorted(n.removesuffix(SUFFIX) for n in names if n.endswith(SUFFIX)))
 
 
 def load_task(name: str) -> TaskFile:
-    """Loads a task of ours by its name, or a user's by the path of a file that ends in .toml.
+    """Loads a task of ours by name, or a user's by the path of a file that ends in .toml.
 
     Raises MtcliError with every wrong field.
     """
@@ -154,7 +154,7 @@ def _problem(name: str, detail: Any) -> Problem:
 
 
 def _check(name: str, task: TaskFile) -> None:
-    """Raises MtcliError where fields do not go together."""
+    """Raises MtcliError with every contradiction between fields."""
     problems = []
     prompts, choices = len(several(task.prompt)), len(several(task.choices))
     if task.answer and max(prompts, choices) == 1 and not isinstance(task.choices, str):
@@ -175,5 +175,5 @@ def _check(name: str, task: TaskFile) -> None:
 
 
 def several(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The texts of a field that is one or several."""
+    """Returns the texts of a field that is one or several."""
     return (value,) if isinstance(value, str) else value
