@@ -113,8 +113,8 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def nearest(word: str, vocabulary: Iterable[str], cutoff: float = NEAR) -> str | None:
-    """The known name that begins with a word of three letters or more, or the one with the nearest
-    spelling; None where none is near."""
+    """Returns the name in `vocabulary` that begins with a word of at least three letters, or the
+    one with the nearest spelling; None where none is near."""
     names = list(vocabulary)
     if len(word) > 2 and (longer := [n for n in names if n.lower().startswith(word.lower())]):
         return min(longer, key=len)
@@ -122,13 +122,13 @@ def nearest(word: str, vocabulary: Iterable[str], cutoff: float = NEAR) -> str |
 
 
 def closest(word: str, vocabulary: Iterable[str]) -> str:
-    """A clause for a hint: the closest known name, or nothing where none is near."""
+    """Words the nearest name as a clause for a hint; empty where none is near."""
     near = nearest(word, vocabulary)
     return f"; did you mean {near!r}?" if near else ""
 
 
 def meant_value(field: str, value: Any, options: Sequence[Any]) -> Any | None:
-    """The option of a field that a wrong value most likely stands for."""
+    """Returns the option of a field that a wrong value most likely stands for."""
     word = str(value).lower()
     option_of_word = dict(VALUES.get(field, {})) | {str(option): str(option) for option in options}
     near = nearest(word, option_of_word)
@@ -138,7 +138,7 @@ def meant_value(field: str, value: Any, options: Sequence[Any]) -> Any | None:
 
 
 def fields_named(name: str, everywhere: Iterable[str]) -> list[str]:
-    """The fields, as section.name, that have this name in some section or another tool."""
+    """Returns the fields, as section.name, that have this name in a section or in another tool."""
     word = name.lower().replace("-", "_")
     return [field for field in everywhere if field.rpartition(".")[2] == word] or [
         *FIELDS.get(word, ())
@@ -146,10 +146,10 @@ def fields_named(name: str, everywhere: Iterable[str]) -> list[str]:
 
 
 def meant_fields(name: str, siblings: Iterable[str], everywhere: Iterable[str]) -> list[str]:
-    """The fields that an unknown name most likely stands for.
+    """Returns the fields that an unknown name most likely stands for.
 
     `siblings` are the names of its section, `everywhere` are all fields as section.name. A name of
-    another section, or another tool's, comes before one that is only spelled alike.
+    another section, or another tool's, takes precedence over one that is only spelled alike.
     """
     fields = list(everywhere)
     if exact := fields_named(name, fields):
