@@ -38,7 +38,7 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """Parses the arguments; returns those left over, which are none."""
+        """Parses the arguments; returns the leftover ones, an empty list."""
         words, problems = list(args), list(_nameless(ctx, args))
         reported = {problem.field for problem in problems}
         while True:

@@ -1,5 +1,4 @@
-"""Builds the run config of a fine-tuning, whose model is that of its initial weights; without
-torch."""
+"""Builds the run config of a fine-tuning, whose initial weights define the model; without torch."""
 
 from contextlib import suppress
 from os.path import isfile  # false for names that no file can have, where Path's raises

@@ -99,7 +99,7 @@ def either(words: Iterable[str]) -> str:
 
 
 def kind_of(annotation: Any, bounds: Sequence[Any] = ()) -> FieldKind:
-    """Returns the kind of a type, within `bounds` and those of its annotations."""
+    """Returns the kind of a type, bounded by `bounds` and its annotations."""
     if get_origin(annotation) is Annotated:
         inner, *extras = get_args(annotation)
         more = [extra.metadata if isinstance(extra, FieldInfo) else [extra] for extra in extras]

@@ -17,7 +17,7 @@ def layer_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 def lora_targets(model: ModelConfig) -> tuple[str, ...]:
     """Lists the targets of a model: the modules of its Hugging Face model that are linear layers of
-    its blocks. Routed experts, which are arrays there, are none; a shared expert is one."""
+    its blocks. Routed experts, which are arrays there, are not targets; a shared expert is."""
     layers = layer_targets(model)
     names = [*layers.pop("qkv"), *layers.pop("out")]
     if model.dense_ffn_hidden_size:

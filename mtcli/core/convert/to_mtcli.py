@@ -144,7 +144,7 @@ def _saved_parameters(config: RunConfig, layout: ParallelLayout, rank: int) -> l
 def _boxes(
     parameter: Parameter, config: RunConfig, layout: ParallelLayout, rank: int
 ) -> tuple[list[Box], list[Box]]:
-    """Returns the boxes that a rank saves of a parameter, and those of its state, which owners
+    """Returns the boxes that a rank saves of a parameter, and of its optimizer state, which owners
     share by rows."""
     boxes = [parameter.box(layout, rank)] if parameter.is_primary(layout, rank) else []
     if not config.parallel.zero:

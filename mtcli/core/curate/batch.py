@@ -1,8 +1,8 @@
-"""A batch of documents, which the stages of a worker read together.
+"""Defines a batch of documents, the unit in which a worker's stages read text.
 
-Their lower-case text is looked at as one array of bytes. Letters that are not ASCII keep all their
-bytes inside of words; other characters that are not ASCII become blanks, so that a table of 256
-says which bytes belong to words.
+The lower-case text is one array of bytes. Letters that are not ASCII keep all their bytes inside of
+words; other characters that are not ASCII become blanks, so that a table of 256 says which bytes
+belong to words.
 """
 
 from collections.abc import Iterable, Iterator

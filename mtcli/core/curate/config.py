@@ -1,7 +1,8 @@
-"""The configuration of `mtcli curate`: TOML, a section per stage, each with published defaults.
+"""Defines the configuration of `mtcli curate`: TOML, a section per stage, each with published
+defaults.
 
-`stages` orders the stages; a section that is left out has its defaults. Unknown keys are errors
-with the nearest name.
+`stages` orders the stages; a missing section has its defaults. Unknown keys are errors with the
+nearest name.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Estimates a run's documents, bytes, memory and disk from a sample of the input.
 
-Memory is that of the arrays that a phase holds, per document and per worker.
+Memory is the size of the arrays that a phase holds, per document and per worker.
 """
 
 from itertools import islice

@@ -17,7 +17,7 @@ FEWEST = 10  # documents of a source that is looked at
 
 
 def large_clusters(corpus: Corpus, entered: Array, removals: Removals) -> list[dict[str, Any]]:
-    """Lists the sources, by name, of which one cluster holds more than half of the documents.
+    """Lists the sources, by name, with more than half of their documents in one cluster.
 
     `documents` counts the source's documents that `entered` (bool [documents]) selects, `clustered`
     those in the cluster; `kept_id` is the id of the document that stays.

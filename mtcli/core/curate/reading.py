@@ -44,7 +44,8 @@ class Reader(NamedTuple):
     def read(
         self, piece: FileRange, progress: Progress
     ) -> Iterator[Document | BadRecord | PassedOver]:
-        """Yields the documents of a file range in order, and the records that are none."""
+        """Yields the documents of a file range in order, with its bad records and those passed
+        over."""
         path = piece.source.path
         name, lines_before = self.names[path], self.lines_before.get((path, piece.start), 0)
         if piece.source.kind == "warc":

@@ -209,8 +209,8 @@ class PackedConversations:
         return list(np.bincount(self.row_source[rows], minlength=len(self.prefixes)).tolist())
 
     def describe(self) -> dict[str, str]:
-        """Words the data in numbers: what is trained on, and what each file's skipped lines
-        were."""
+        """Words the data in numbers: examples and tokens to train on, and each file's skipped
+        lines."""
         counts = self._per_conversation()
         unrolled, repeated = counts[counts > 1], int(self.shared.sum())
         new_tokens = int(self.lengths.sum()) - repeated

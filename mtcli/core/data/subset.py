@@ -299,7 +299,7 @@ class SubsetBatches:
         return self.sequences.documents(self.members[self._places(start, count)])
 
     def loss_weights(self, start: int, count: int) -> np.ndarray:
-        """Returns the weight of each label's loss, that of its sequence: float32 [count,
+        """Returns the loss weight of each label, which is its sequence's: float32 [count,
         seq_len]."""
         weights = self.member_weights[self._places(start, count)]
         return np.repeat(weights[:, None], self.sequences.seq_len, axis=1)

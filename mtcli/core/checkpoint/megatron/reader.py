@@ -1,6 +1,6 @@
 """Opens Megatron-LM's torch_dist checkpoints of GPT models in place.
 
-They are folders of torch.distributed.checkpoint. A saved tensor stacks those of all layers,
+They are folders of torch.distributed.checkpoint. One saved tensor stacks a parameter of all layers,
 [layers, ...], and ranks have sharded it into chunks; each chunk becomes boxes of ours. Pickles are
 read as data, without their classes: see torch_save.py.
 """
