@@ -24,7 +24,8 @@ OPTIMIZER = {"lr": 2e-5, "weight_decay": 0.0}
 
 
 def is_weights(source: str) -> bool:
-    """Says whether a CONFIG is a Hugging Face folder: initial weights that define the model."""
+    """Says whether a CONFIG is a folder of Hugging Face weights or peft adapters, which define the
+    model."""
     path = Path(source)
     names = (config_json.NAME, ADAPTER_CONFIG)
     return any(map(isfile, (path / name for name in names))) and not (path / CONFIG).exists()

@@ -58,11 +58,11 @@ class FileRecord(ManifestSection):
     """A file of the checkpoint."""
 
     bytes: Int64
-    """its size"""
+    """size of the file"""
     xxh3_128: list[Hash]
-    """of each block of it in turn"""
+    """hash of each block in order"""
     block_bytes: Annotated[int, Field(ge=BLOCK_BYTES, lt=2**63)] = BLOCK_BYTES
-    """of each block but the last"""
+    """size of each block but the last"""
 
 
 class ShardRecord(ManifestSection):
@@ -88,7 +88,7 @@ class TensorRecord(ManifestSection):
     shape: Extents
     shards: list[ShardRecord] = Field(alias="pieces", default_factory=list)
     keys: tuple[str, ...] = ()
-    """of the shards of a table, in their files"""
+    """keys in their files of the shards of a table"""
     table: Int64 | None = None
     """the number of the shards' table"""
 
@@ -115,11 +115,11 @@ class Manifest(ManifestSection):
     """the progress of the run: consumed samples, random state, ..."""
     tensors: Annotated[dict[str, TensorRecord], Field(min_length=1)]
     tables: list[tuple[Annotated[int, Field(ge=3, le=35)], str]] = []
-    """of shards: columns and rows, as `shard_index.pack` writes them"""
+    """tables of shards: columns and rows, as `shard_index.pack` writes them"""
     files: dict[FileName, FileRecord]
-    """every file but this one; tables count them"""
+    """every file but the manifest; tables refer to files by number, in this order"""
     xxh3_128: Hash | None = Field(default=None, exclude=True)
-    """of the JSON without it, where it comes last; version 2 has none"""
+    """hash of the JSON before this last key; version 2 has none"""
 
     @cached_property
     def index(self) -> "ShardIndex":

@@ -21,16 +21,16 @@ class ScaleState(Section):
     good_steps: Count
     """steps without overflow since the scale last changed"""
     patience: Count
-    """overflows until it falls"""
+    """overflows until the scale is halved"""
 
 
 class DatasetRecord(Section):
     """A dataset that samples are drawn from, and their number."""
 
     prefix: str
-    """where it was"""
+    """its path when samples were drawn"""
     weight: float | None
-    """share of the samples; None: by its tokens"""
+    """its share of the samples; None: in proportion to its tokens"""
     sha256: str
     """hash of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
     sampled: str
@@ -38,7 +38,7 @@ class DatasetRecord(Section):
     samples: Count
     """sequences drawn from it"""
     epoch: Count
-    """whole passes over its part of the split that these make"""
+    """complete passes over its part of the split that these samples make"""
 
 
 class SkippedBatch(Section):
@@ -60,11 +60,11 @@ class SampleRecord(Section):
     split: tuple[float, float, float]
     """shares of train, valid and test"""
     tokens: Count
-    """trained on"""
+    """tokens trained on"""
     sources: tuple[DatasetRecord, ...]
     skipped: tuple[SkippedBatch, ...]
     planned: Count | None = None
-    """samples that the run was to have when it began, which decides the order of all"""
+    """number of samples when the run began, which decides the order of all"""
     subset: str | None = None
     """hash of the members of data.subset and their weights"""
 
@@ -82,7 +82,7 @@ class BaseRecord(Section):
     """The base weights of a run's adapters."""
 
     path: str
-    """where they were"""
+    """their folder when the run began"""
     hash: str
     """hash of the manifest, or of blocks of the tensors' files"""
 
@@ -99,13 +99,13 @@ class RunProgress(Section):
     loss_scale: ScaleState | None = None
     """the loss scale, in a float16 run whose scale is dynamic"""
     random: RandomState | None = None
-    """what initial weights, dropout and the order of the data are drawn from"""
+    """the source of initial weights, dropout and the order of the data"""
     samples: SampleRecord | None = None
     """the consumed samples"""
     sync: dict[str, Any] = {}
-    """counters of what replicas exchange"""
+    """counters of the replicas' exchanges"""
     base: BaseRecord | None = None
-    """the weights that adapters are trained for, in a run that trains some"""
+    """the base weights, in a run that trains adapters"""
 
 
 def progress_of(checkpoint: Checkpoint) -> RunProgress:

@@ -105,7 +105,7 @@ class ExactConfig(Section):
     """Keeps one of the documents with the same text."""
 
     priority: tuple[str, ...] | None = None
-    """Sources, the best first, whose copy stays; as [fuzzy] has them where it is left out."""
+    """Sources, the best first, whose copy stays; [fuzzy]'s by default."""
 
 
 class FuzzyConfig(Section):
@@ -116,42 +116,44 @@ class FuzzyConfig(Section):
     shingle: Int = Field(default=12, ge=1, le=64)
     """Characters in a shingle: two long tables of numbers have most shingles of 5 in common."""
     hashes: Int = Field(default=160, ge=16, le=1024)
-    """Values in a MinHash signature; bands are as long as a recall of 0.995 allows."""
+    """Values in a MinHash signature; bands have the most rows that allow a recall of 0.995."""
     priority: tuple[str, ...] = ()
-    """Sources, the best first, whose copy stays; sources that it does not name come last."""
+    """Sources, the best first, whose copy stays; unnamed sources come last."""
 
 
 class DecontaminateConfig(Section):
     """Cuts out n-grams of evaluation tasks, with 200 characters on both sides."""
 
     tasks: tuple[PathText, ...] = ()
-    """Task files: JSON lines, text, or a RACE folder; as seen from here or from the config."""
+    """Task files: JSON lines, text, or a RACE folder; relative to the working directory or the
+    config's folder."""
     ngram: Int = Field(default=13, ge=2, le=64)
     """Words of an n-gram of a task."""
     min_ngram: Int = Field(default=8, ge=1, le=64)
-    """Words of the shortest task text that is looked for as a whole."""
+    """Words of the shortest task text that is matched, as one n-gram."""
     common: Positive = 10
-    """N-grams found so many times in the corpus are common phrases, and are spared, unless all
-    n-grams of a task's text are."""
+    """N-grams with as many matches in the corpus are common phrases and spared, unless all n-grams
+    of a task's text are common."""
     margin: Whole = 200
     """Characters cut on each side of a match, and on to the end of the sentence."""
     min_piece: Whole = 200
-    """What is left between cuts is a document of its own where it has more characters."""
+    """A piece between cuts becomes a document where it has more characters than this."""
     max_pieces: Whole = 10
-    """A document of which more pieces are left is left out."""
+    """A document that is cut into more pieces is dropped."""
     fields: tuple[str, ...] = ("text", "question", "questions", "goal", "sentence", "article")
-    """Keys of a task's JSON lines: the first of them that a line has is looked for."""
+    """Keys of a task's JSON lines; the first one that a line has holds its text."""
 
 
 class CurateConfig(Section):
     """The configuration of a curation."""
 
     stages: tuple[Stage, ...] = ()
-    """The stages, in order; where it is left out, all that need nothing or have what they need."""
+    """The stages, in order; by default all whose required settings are given."""
     shard_mb: Int = Field(default=64, ge=1, le=100_000)
     """Megabytes of JSON lines in a shard, before compression."""
     blend: dict[str, Real] = Field(default_factory=dict)
-    """Weights by source. The shards are then by source, and the report has a `data.train`."""
+    """Weights by source. With weights, each source has its own shards, and the report has a
+    `data.train`."""
     extract: ExtractConfig = ExtractConfig()
     normalise: NormaliseConfig = NormaliseConfig()
     language: LanguageConfig = LanguageConfig()

@@ -32,15 +32,15 @@ class SourceRecord(Section):
     """A dataset that sequences were chosen from."""
 
     prefix: str
-    """where it was"""
+    """its path when sequences were chosen"""
     sha256: str
-    """of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
+    """hash of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
     sampled: str
     """XXH3 (128 bits) of the sizes of its files and of 64 blocks of 64 KiB of each"""
     candidates: Count
-    """sequences to choose from; they follow those of the sources before it"""
+    """number of its candidates, which are numbered after those of previous sources"""
     share: float | None = None
-    """its weight in the blend; None: by its sequences"""
+    """its weight in the blend; None: in proportion to its candidates"""
 
 
 class ModelRecord(Section):
@@ -48,7 +48,7 @@ class ModelRecord(Section):
 
     path: str
     hash: str
-    """of the manifest, or of blocks of the weights' files"""
+    """hash of the manifest, or of blocks of the weights' files"""
 
 
 class Subset(Section):
@@ -59,7 +59,7 @@ class Subset(Section):
     method: str
     """craig, dsir or random"""
     proxy: str | None
-    """gradient, kronecker or features; None: no model was asked"""
+    """gradient, kronecker or features; None: without a model"""
     seed: Count
     seq_len: Positive
     """tokens of a sequence, which training on the subset must use"""
@@ -69,19 +69,19 @@ class Subset(Section):
     objective: float | None
     """facility location of the chosen sequences over the proxies; higher is better"""
     random_objective: float | None
-    """that of as many random ones"""
+    """objective of as many random sequences"""
     bound: float | None
     """L: the sum of all candidates' distances to the chosen, which bounds the gradient's error"""
     random_bound: float | None
-    """that of as many random ones"""
+    """bound of as many random sequences"""
     error: float | None = None
-    """the length of what the weighted sum of the chosen proxies lacks of the sum of all"""
+    """norm of the difference of the chosen proxies' weighted sum and the sum of all proxies"""
     random_error: float | None = None
-    """that of as many random ones"""
+    """error of as many random sequences"""
     indices: tuple[Count, ...]
     """the chosen candidates in the order of their picks"""
     weights: tuple[Weight, ...]
-    """what the loss of each one weighs: how many candidates it stands for"""
+    """loss weight of each chosen candidate: the number of candidates that it represents"""
     sources: tuple[SourceRecord, ...]
     model: ModelRecord | None
     target: tuple[SourceRecord, ...] = ()

@@ -25,29 +25,29 @@ class DataLayout(Section):
     """The files of a dataset's rows: of each list, the first file that the folder has is read."""
 
     format: Literal["jsonl", "tsv", "lines", "race"] = "jsonl"
-    """a JSON object a line, a table with a header, a text a line, or RACE's articles; a file of
-    JSON lines is read as that whatever this says"""
+    """a JSON object a line, a table with a header, a text a line, or RACE's articles; JSON lines
+    are recognised in any case"""
     test: tuple[str, ...]
     """files of the items"""
     test_labels: tuple[str, ...] = ()
-    """files of their labels, one a line, where they are apart: the field `label`"""
+    """files of their labels, one a line, where separate: the field `label`"""
     train: tuple[str, ...] = ()
     """files that shots are drawn from"""
     train_labels: tuple[str, ...] = ()
-    """and of their labels"""
+    """files of their labels"""
 
 
 class TaskFile(Section):
     """A task as data. Templates and expressions are Jinja's, over the fields of a row."""
 
     name: str = ""
-    """what results call it; the file's name by default"""
+    """name in results; the file's name by default"""
     version: int
-    """grows whenever results change"""
+    """increased whenever results change"""
     description: str
-    """what it is, and whose prompt"""
+    """the task, and the source of its prompt"""
     base: str = ""
-    """a task of ours that gives what this file leaves out"""
+    """a task of ours whose fields are the defaults of this file"""
     data: DataLayout
     values: dict[str, str] = {}
     """further fields, computed in this order: expressions"""
@@ -66,19 +66,19 @@ class TaskFile(Section):
     separator: str = "\n\n"
     """after each shot"""
     spare_shot: bool = False
-    """whether lm-eval draws an example more than it puts before an item, as it does where its task
-    names neither a fewshot_split nor a test_split: for --shots-per lm-eval"""
+    """for --shots-per lm-eval: lm-eval draws one example more than the shots of an item, where its
+    task names neither a fewshot_split nor a test_split"""
     id: str = ""
-    """an expression: what names an item; its number from 0 by default"""
+    """an expression: the item's name; its number from 0 by default"""
     group: str = ""
     """an expression: the part of the data set that an item belongs to"""
     groups: tuple[str, ...] = ()
     """the parts that are reported, each with its own accuracy"""
     cluster: str = ""
-    """an expression: what items share that are not independent, such as a passage"""
+    """an expression: the key of items that are not independent, such as a passage"""
     normalisations: tuple[Normalisation, ...] = ()
     """accuracies besides the raw one: by log-likelihood per token, character or byte of a choice,
-    or less that of the choice after `unconditional`"""
+    or minus the choice's log-likelihood after `unconditional`"""
     unconditional: str = "Answer:"
     """the context of a choice without its question"""
     metric: str = "accuracy"
