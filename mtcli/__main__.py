@@ -1,6 +1,6 @@
-"""The entry point: runs the app and turns every error into `error:` and `hint:` lines on stderr.
+"""Runs the app and turns every error into `error:` and `hint:` lines on stderr.
 
-Exit codes are `config.errors.Exit`. No traceback reaches a user who did not set MTCLI_TRACEBACK=1.
+Exit codes are `config.errors.Exit`. A traceback is printed only with MTCLI_TRACEBACK=1.
 """
 
 import os
@@ -67,7 +67,7 @@ def _fail(text: str, code: Exit) -> Exit:
 
 
 def _usage(error: typer.TyperException) -> str:
-    """A wrong command line before any command (an unknown flag of mtcli's own)."""
+    """Words a wrong command line before any command (an unknown flag of mtcli's own)."""
     message = error.format_message().rstrip(".")  # all that Typer raises for usage have it, and ctx
     command = error.ctx.command_path if error.ctx else "mtcli"
     return str(Problem(message[0].lower() + message[1:], f"`{command} --help` shows its usage"))

@@ -1,8 +1,8 @@
-"""The Typer app. A command's module is imported only when that command runs, so help is instant.
+"""Defines the Typer app. A command's module is imported only when that command runs, so help is
+instant.
 
-`COMMANDS` is the whole command line: what each command is for, and where its function lives. The
-command's own options are the parameters of that function. A command line that is wrong is refused
-as wrong configs are: with all problems at once, and in JSON too.
+`COMMANDS` lists each command's purpose and function, whose parameters are its options. A wrong
+command line is refused as wrong configs are: with all problems at once, and in JSON too.
 """
 
 import os
@@ -38,12 +38,12 @@ class Command(TyperCommand):
     """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
-        """The arguments that are left over, which are none."""
+        """Parses the arguments; returns the leftover ones, an empty list."""
         words, problems = list(args), list(_nameless(ctx, args))
-        told = {problem.field for problem in problems}
+        reported = {problem.field for problem in problems}
         while True:
             try:
-                given, rest, order = self.make_parser(ctx).parse_args(args=list(words))
+                given, leftover, order = self.make_parser(ctx).parse_args(args=list(words))
                 break
             except typer.TyperException as error:
                 words = _without_option(words, error)
@@ -51,17 +51,17 @@ class Command(TyperCommand):
         misread = bool(problems)  # what stands beside an unknown option may be its value
         problems += [*_repeated(order), *_overwritten(self.get_params(ctx), given)]
         for param in sorted(self.get_params(ctx), key=lambda param: not param.is_eager):
-            if told & set(param.opts):
+            if reported & set(param.opts):
                 continue
             try:
-                param.handle_parse_result(ctx, given, rest)
+                param.handle_parse_result(ctx, given, leftover)
             except MtcliError as error:
                 problems += error.problems
             except typer.TyperException as error:
                 if not misread or isinstance(param, TyperOption):
                     problems.append(_wrong_value(ctx, param, given.get(param.name), error))
-        if rest and not misread:
-            problems.append(_extra_argument(ctx, rest[0]))
+        if leftover and not misread:
+            problems.append(_extra_argument(ctx, leftover[0]))
         if not problems:
             return super().parse_args(ctx, args)
         from mtcli.commands.options import config_problems
@@ -75,8 +75,8 @@ class Command(TyperCommand):
 
 
 def _nameless(ctx: typer.Context, args: list[str]) -> Iterator[Problem]:
-    """The words that are empty or have a NUL byte, and so can name no file; an empty one would be
-    taken for the current folder."""
+    """Yields problems of words that are empty or have a NUL byte, and so can name no file; an empty
+    one would stand for the current folder."""
     # Here, not above: --help needs none.
     from mtcli.core.config.untrusted import names_a_file, shown
 
@@ -91,7 +91,7 @@ def _nameless(ctx: typer.Context, args: list[str]) -> Iterator[Problem]:
 
 
 def _repeated(order: Sequence[Any]) -> Iterator[Problem]:
-    """The options that are given several times and have one value, which the last would be."""
+    """Yields problems of single-valued options that are given several times."""
     for param in dict.fromkeys(order):
         if isinstance(param, TyperOption) and not param.multiple and order.count(param) > 1:
             name = param.opts[0]
@@ -99,16 +99,16 @@ def _repeated(order: Sequence[Any]) -> Iterator[Problem]:
 
 
 def _overwritten(params: Sequence[Any], given: dict[str, Any]) -> Iterator[Problem]:
-    """The files to write that another word of the command line names: one that is read, or a file
-    of a dataset's prefix; or another one to write."""
+    """Yields problems of output files that are named again on the command line: as an input, a file
+    of a dataset's prefix, or another output."""
     of_files = {
         param: os.path.realpath(given[param.name])
         for param in params
         if param.opts[0] in WRITES and str(param.metavar).startswith("FILE")
         if list(_words(given.get(param.name)))
     }
-    rest = (given.get(param.name) for param in params if param not in of_files)
-    words = [word for value in rest for word in _words(value)] if of_files else []
+    other_values = (given.get(param.name) for param in params if param not in of_files)
+    words = [word for value in other_values for word in _words(value)] if of_files else []
     prefixes = (word for word in words if os.path.exists(f"{word}.idx"))
     names = {os.path.realpath(word) for word in words}
     names |= {os.path.realpath(word + ending) for word in prefixes for ending in ENDINGS}
@@ -120,7 +120,8 @@ def _overwritten(params: Sequence[Any], given: dict[str, Any]) -> Iterator[Probl
 
 
 def _words(value: Any) -> Iterator[str]:
-    """The texts of a parameter's value that may name files, and what a = divides in each."""
+    """Yields the texts of a parameter's value that may name files, and the two sides of a = in
+    each."""
     for one in value if isinstance(value, list | tuple) else [value]:
         if isinstance(one, str) and "\0" not in one:
             yield from (one, *one.split("=", 1))
@@ -131,7 +132,7 @@ def _usage(ctx: typer.Context) -> str:
 
 
 def _extra_argument(ctx: typer.Context, word: str) -> Problem:
-    """An argument more than the command has: a prompt, or a data set, without its flag."""
+    """Builds the problem of an argument too many: a prompt, or a dataset, without its flag."""
     flags = {flag for param in ctx.command.get_params(ctx) for flag in param.opts}
     hint = f"--prompt {quote(word)}" if "--prompt" in flags else _usage(ctx)
     if "--set" in flags and os.path.isfile(f"{word}.idx"):
@@ -140,7 +141,7 @@ def _extra_argument(ctx: typer.Context, word: str) -> Problem:
 
 
 def _wrong_option(ctx: typer.Context, error: typer.TyperException) -> Problem:
-    """An option that the command has not, or that lacks its value."""
+    """Builds the problem of an unknown option, or of one without its value."""
     message, name = error.format_message().rstrip("."), error.option_name
     options = [flag for param in ctx.command.get_params(ctx) for flag in param.opts]
     if name in options:
@@ -173,7 +174,7 @@ def _meant_option(name: str, options: list[str]) -> list[str]:
 
 
 def _without_option(words: list[str], error: typer.TyperException) -> list[str]:
-    """The words without the option that an error is about. Raises it where there is none."""
+    """Removes the option that an error is about. Raises the error where there is none."""
     name = getattr(error, "option_name", None)
     for index, word in enumerate(words):
         if name is None:
@@ -188,7 +189,7 @@ def _without_option(words: list[str], error: typer.TyperException) -> list[str]:
 def _wrong_value(
     ctx: typer.Context, param: Any, value: Any, error: typer.TyperException
 ) -> Problem:
-    """The problem of a parameter's value, in the words of the config's fields."""
+    """Builds the problem of a parameter's value, worded as for config fields."""
     is_option = isinstance(param, TyperOption)
     name = param.opts[0] if is_option else (param.metavar or param.name)
     if value is None or value == []:
@@ -209,7 +210,7 @@ def _wrong_value(
 
 
 class Target(NamedTuple):
-    """Where a subcommand lives (`module:function`) and how its docstring begins."""
+    """The function of a subcommand (`module:function`), and how its docstring begins."""
 
     target: str
     help: str
@@ -249,11 +250,11 @@ class LazyGroup(TyperGroup):
     """The group of `COMMANDS`: names and help come from the table, options from the module."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
-        """The names, in the order a run meets them."""
+        """Lists the names, in the order a run meets them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> TyperCommand:
-        """The command of that name, imported now.
+        """Imports and returns the command of that name.
 
         Raises MtcliError with the closest name where there is none (exit 2).
         """
@@ -272,15 +273,15 @@ class LazyGroup(TyperGroup):
 
 
 def load(name: str) -> TyperCommand:
-    """The Typer command of a registered name, with its options; imports its module."""
+    """Imports the module of a registered name, and returns its Typer command."""
     module, _, function = COMMANDS[name].target.partition(":")
     single = typer.Typer(add_completion=False, rich_markup_mode=None)
     single.command(name, cls=Command)(getattr(import_module(module), function))
     return get_command(single)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         typer.echo(f"mtcli {version('mtcli')}")

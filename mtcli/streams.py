@@ -1,4 +1,5 @@
-"""Standard streams that end no work: a log on a full disk, a reader that left, a closed file."""
+"""Replaces the standard streams, so that a full disk, a reader that left or a closed descriptor
+ends no work."""
 
 import os
 import sys
@@ -11,10 +12,11 @@ SPACE = "free space where it leads"
 
 
 def hold_streams() -> None:
-    """Drops what cannot be written to stderr, and makes an error of what cannot to stdout.
+    """Drops what cannot be written to stderr, and raises an error for what cannot be written to
+    stdout.
 
-    A file descriptor that was closed, as by `2>&-`, leads nowhere: the next file that is opened
-    would have its number, and be written to.
+    A closed file descriptor, as by `2>&-`, becomes /dev/null: otherwise the next file that is
+    opened would get its number, and the stream's output.
     """
     for number in (0, 1, 2):
         try:
@@ -26,7 +28,7 @@ def hold_streams() -> None:
 
 
 class _Stream:
-    """A text stream that shows the attributes of another."""
+    """A text stream with the attributes of another."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -36,7 +38,7 @@ class _Stream:
 
 
 class _Stderr(_Stream):
-    """A stream that neither a full disk nor a reader that has left can stop."""
+    """A stream that survives a full disk and a reader that has left."""
 
     def write(self, text: str) -> int:
         """Writes text, or drops it where that fails."""
@@ -45,7 +47,7 @@ class _Stderr(_Stream):
         return len(text)
 
     def flush(self) -> None:
-        """Writes what is buffered, or drops it where that fails."""
+        """Flushes the buffer, or drops it where that fails."""
         with suppress(OSError, ValueError):
             self._stream.flush()
 
@@ -54,7 +56,7 @@ class _Stdout(_Stream):
     """A stream whose failure is an error of the command."""
 
     def write(self, text: str) -> int:
-        """Writes text. Raises MtcliError (exit 1) where that fails, but BrokenPipeError where the
+        """Writes text. Raises MtcliError (exit 1) where that fails, and BrokenPipeError where the
         reader has left."""
         try:
             return self._stream.write(text)
@@ -64,7 +66,7 @@ class _Stdout(_Stream):
             raise failed(f"stdout cannot be written: {error.strerror}", SPACE) from None
 
     def flush(self) -> None:
-        """Writes what is buffered; raises as `write`."""
+        """Flushes the buffer; raises as `write`."""
         try:
             self._stream.flush()
         except BrokenPipeError:

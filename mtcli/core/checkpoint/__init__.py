@@ -1,1 +1,2 @@
-"""The checkpoint format: named tensors in boxes, ours and Hugging Face's, read from any layout."""
+"""Reads and writes checkpoints: named tensors in boxes, ours, Hugging Face's and Megatron's, saved
+by any layout."""

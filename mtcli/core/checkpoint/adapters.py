@@ -1,6 +1,6 @@
-"""Views adapters and the weights they are for as one model: W + scale * B A, computed when read.
+"""Presents adapters and their base weights as one model: W + scale * B A, computed when read.
 
-A checkpoint of a LoRA run holds A, B and their optimizer state alone. Its config names the base in
+A checkpoint of a LoRA run holds only A, B and their optimizer state. Its config names the base in
 train.init, and its manifest has the base's hash.
 """
 
@@ -28,65 +28,70 @@ Open = Callable[[Path], Checkpoint]
 
 
 def base_of(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of the weights that adapters are for; one without adapters is its own."""
+    """Returns the checkpoint of the base weights, or `checkpoint` itself where it has no
+    adapters."""
     return checkpoint if checkpoint.adapters is None else checkpoint.adapters.base
 
 
 def own_of(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of a merged model's adapters and their optimizer state; one without adapters
-    is its own."""
+    """Returns the checkpoint of a merged model's adapters and their optimizer state, or
+    `checkpoint` itself where it has no adapters."""
     return checkpoint if checkpoint.adapters is None else checkpoint.adapters.own
 
 
 def with_adapters(checkpoint: Checkpoint) -> Checkpoint:
-    """The merged model besides the adapters and their optimizer state, of which a run's folder
-    holds no more; one without adapters is its own."""
+    """Adds the adapters and their optimizer state to the tensors of a merged model; returns
+    `checkpoint` itself where it has no adapters."""
     if checkpoint.adapters is None:
         return checkpoint
     return replace(checkpoint, tensors=checkpoint.tensors | checkpoint.adapters.own.tensors)
 
 
 def weights_hash(base: Checkpoint) -> str:
-    """A hash that other weights change: of the manifest, or of blocks of the tensors' files."""
+    """Hashes weights: the manifest's hash, or one of sampled blocks of the tensors' files."""
     if base.format == "mtcli":
         return sampled_hash([base.folder / NAME])
     return sampled_hash(sorted(base.folder / name for name in base.headers))
 
 
 def with_base(
-    own: Checkpoint, open_base: Open, moved_to: Path | None = None, flag: str = "--base"
+    checkpoint: Checkpoint, open_base: Open, moved_to: Path | None = None, flag: str = "--base"
 ) -> Checkpoint:
-    """The merged model of a run's adapters, whose base is looked for at `moved_to` first. Raises
-    MtcliError where it is gone or changed, which `flag` cures, or is of another model."""
-    assert own.config is not None, "a run has a config"
-    record, train = progress_of(own).base, own.config.train
+    """Merges a run's adapters with their base, looked for at `moved_to` first.
+
+    Raises MtcliError where the base is missing or changed (`flag` names another one), or of another
+    model.
+    """
+    assert checkpoint.config is not None, "a run has a config"
+    record, train = progress_of(checkpoint).base, checkpoint.config.train
     candidates = [moved_to, train.base or train.init, record.path if record else None]
     names = list(dict.fromkeys(str(name) for name in candidates if name))
     path = next((Path(name) for name in names if Path(name).exists()), None)
     if path is None:
-        message = f"{own.folder} holds adapters of {' or '.join(names) or 'weights'}, which is gone"
+        missing = " or ".join(names) or "weights"
+        message = f"{checkpoint.folder} holds adapters of {missing}, which is gone"
         raise wrong(message, f"name the folder that it has moved to: {flag} FOLDER")
     base = base_of(open_base(path))
     if record is not None and weights_hash(base) != record.hash:
-        message = f"{own.folder} holds adapters of {path} with the hash {record.hash}, and it has "
-        message += f"now {weights_hash(base)}"
+        message = f"{checkpoint.folder} holds adapters of {path} with the hash {record.hash}, "
+        message += f"and it has now {weights_hash(base)}"
         hint = "they are for the weights that they were trained on"
         raise wrong(message, f"{hint}: {flag} FOLDER names these")
-    bare = own.config.model_copy(update={"lora": LoraConfig()})
-    return merged(own, base, own.config.lora, bare)
+    bare = checkpoint.config.model_copy(update={"lora": LoraConfig()})
+    return merged(checkpoint, base, checkpoint.config.lora, bare)
 
 
 def merged(
-    own: Checkpoint, base: Checkpoint, lora: LoraConfig, config: RunConfig | None = None
+    checkpoint: Checkpoint, base: Checkpoint, lora: LoraConfig, config: RunConfig | None = None
 ) -> Checkpoint:
-    """The model of adapters and their base, with its run's `config`; each tensor keeps the base's
-    dtype.
+    """Merges adapters and their base into a checkpoint with the run's `config`; tensors keep the
+    base's dtype.
 
     Raises MtcliError with every adapter that is missing, unknown or of another shape.
     """
     model = base.model
-    require_adapters(own, model, lora)
-    adapters = Adapters(own, base, lora)
+    require_adapters(checkpoint, model, lora)
+    adapters = Adapters(checkpoint, base, lora)
     tensors = {}
     for name, weight in parameters(model).items():
         if name not in base.tensors:
@@ -94,26 +99,31 @@ def merged(
         targets = chosen_targets(weight, model, lora)
         read = partial(_merged, adapters, name, targets) if targets else partial(base.read, name)
         tensors[name] = StoredTensor(base.dtype(name), base.shape(name), (), read)
-    found = replace(own, model=model, tensors=tensors, adapters=adapters, config=config)
-    return replace(found, tokenizer_folder=own.tokenizer_folder or base.tokenizer_folder)
+    found = replace(checkpoint, model=model, tensors=tensors, adapters=adapters, config=config)
+    return replace(found, tokenizer_folder=checkpoint.tokenizer_folder or base.tokenizer_folder)
 
 
-def require_adapters(own: Checkpoint, model: ModelConfig, lora: LoraConfig) -> None:
+def require_adapters(checkpoint: Checkpoint, model: ModelConfig, lora: LoraConfig) -> None:
     """Raises MtcliError where a checkpoint's adapters are not those of a model and a config."""
     table = run_parameters(model, lora)
-    wanted = {name: parameter for name, parameter in table.items() if parameter.of_adapter}
+    expected = {name: parameter for name, parameter in table.items() if parameter.of_adapter}
     problems = [
-        Problem(f"{own.folder} has no adapter {name}") for name in wanted if name not in own.tensors
+        Problem(f"{checkpoint.folder} has no adapter {name}")
+        for name in expected
+        if name not in checkpoint.tensors
     ]
     problems += [
-        Problem(f"{name} is {own.shape(name)} in {own.folder} and {parameter.shape} by its rank")
-        for name, parameter in wanted.items()
-        if name in own.tensors and own.shape(name) != parameter.shape
+        Problem(
+            f"{name} is {checkpoint.shape(name)} in {checkpoint.folder} "
+            f"and {parameter.shape} by its rank"
+        )
+        for name, parameter in expected.items()
+        if name in checkpoint.tensors and checkpoint.shape(name) != parameter.shape
     ]
-    given = {name for name in own.names() if ".adapter." in name and "/" not in name}
+    given = {name for name in checkpoint.names() if ".adapter." in name and "/" not in name}
     problems += [
-        Problem(f"{own.folder} has the adapter {name}, and the config has not")
-        for name in sorted(given - wanted.keys())
+        Problem(f"{checkpoint.folder} has the adapter {name}, and the config has not")
+        for name in sorted(given - expected.keys())
     ]
     if problems:
         hint = "adapters keep their rank and targets: set lora.rank and lora.targets to theirs"
@@ -121,8 +131,8 @@ def require_adapters(own: Checkpoint, model: ModelConfig, lora: LoraConfig) -> N
 
 
 def require_scale(adapters: Adapters, lora: LoraConfig) -> None:
-    """Raises MtcliError where a run would scale the adapters that it starts from otherwise than the
-    run that trained them."""
+    """Raises MtcliError where a run would scale its initial adapters differently from the run that
+    trained them."""
     theirs = adapters.lora
     if theirs.alpha / theirs.rank != lora.alpha / lora.rank:
         message = f"lora.alpha={lora.alpha:g}, and the adapters of {adapters.own.folder} are scaled"

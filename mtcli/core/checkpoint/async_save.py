@@ -1,7 +1,7 @@
-"""Snapshots of a rank's shards in host memory, so that training goes on while they are written.
+"""Copies a rank's shards to host memory, so that training goes on while they are written.
 
-The memory is allocated once, in a thread beside the first steps, and used by every save: on a busy
-machine a copy into new memory took 0.65 s of a core per GB, and into memory used before 0.18.
+The memory is allocated once, in a thread during the first steps, and used by every save: on a busy
+machine, copying took 0.65 s of a core per GB into new memory, and 0.18 s into used memory.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,15 @@ ALIGNMENT = 64  # bytes: of every dtype's elements, and a cache line
 
 
 class HostCopy(NamedTuple):
-    """Shards in host memory. `wait` returns once they are there: the seconds a device took."""
+    """Shards in host memory. `wait` blocks until the copies are complete, and returns the device's
+    seconds."""
 
     shards: list[Shard]
     wait: Callable[[], float]
 
 
 class Snapshot:
-    """The host memory of a rank's saves."""
+    """The host memory that a rank's saves share."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -34,21 +35,21 @@ class Snapshot:
         self.reserving: Thread | None = None
 
     def reserve(self, shards: list[Shard]) -> None:
-        """Begins to allocate the memory for shards of these sizes."""
+        """Starts to allocate memory for shards of these sizes."""
         size = _ends(shards)[-1]
         self.reserving = Thread(target=self._reserve, args=(size,), daemon=True)
         self.reserving.start()
 
     def close(self) -> None:
-        """Waits for an allocation that is under way."""
+        """Waits for an allocation in progress."""
         if self.reserving is not None:
             self.reserving.join()
 
     def take(self, shards: list[Shard]) -> HostCopy:
-        """Copies shards; the copies are good until the next call.
+        """Copies shards; the copies are valid until the next call.
 
-        On CUDA they are copied in the stream of what computed them, so what comes later in it may
-        change the originals. Raises MemoryError where there is no room for them.
+        On CUDA the copies are queued in the current stream, so later kernels of the stream may
+        change the originals. Raises MemoryError where the memory cannot be allocated.
         """
         self.close()
         ends = _ends(shards)
@@ -74,7 +75,7 @@ class Snapshot:
 
 
 def _ends(shards: list[Shard]) -> list[int]:
-    """Offsets of the shards in the memory, and where the last one ends."""
+    """Returns the offset of each shard in the memory, and the end of the last one."""
     ends = [0]
     for shard in shards:
         ends.append(ends[-1] + -(-shard.tensor.nbytes // ALIGNMENT) * ALIGNMENT)
@@ -82,7 +83,7 @@ def _ends(shards: list[Shard]) -> list[int]:
 
 
 def on_host(shards: list[Shard]) -> HostCopy:
-    """Returns shards in host memory without a copy where they are there already."""
+    """Returns shards in host memory; copies only those on a device."""
     return HostCopy([shard._replace(tensor=shard.tensor.cpu()) for shard in shards], lambda: 0.0)
 
 
@@ -96,7 +97,7 @@ def _host_memory(size: int, device: torch.device) -> Tensor:
 
 
 def _timer(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """Starts a timer of copies; calling the result once all are queued gives `HostCopy.wait`."""
+    """Starts a timer of copies; calling the result once all are queued returns `HostCopy.wait`."""
     if device.type != "cuda":
         return lambda: lambda: 0.0
     begin, end = map(torch.cuda.Event, (True, True))  # enable_timing

@@ -1,12 +1,12 @@
-"""Files written and verified in blocks of 2 MiB, at the disk's speed.
+"""Writes and verifies files in blocks of 2 MiB, at the disk's speed.
 
-The hash of a block is its XXH3 of 128 bits. One core computes 6 to 9.5 GB/s of it; zlib's CRC-32
-took one to 2.5 and two cores to 4 (Intel Xeon with AVX-512, blocks in memory). Damage goes unseen
-once in 2**128. It does not prove who wrote a file that it lies beside.
+The hash of a block is 128-bit XXH3. One core computes 6 to 9.5 GB/s of it; zlib's CRC-32 took one
+to 2.5 and two cores to 4 (Intel Xeon with AVX-512, blocks in memory). Damage goes undetected with
+probability 2**-128. The hash does not authenticate who wrote a file.
 
-A writer fills and hashes an aligned buffer while the buffers before are written past the page
-cache. Buffered writes of a fresh file were measured at 0.35 of the disk (first touch of page-cache
-memory), direct ones at the disk's own rate. A file system without direct I/O gets ordinary writes.
+A writer fills and hashes an aligned buffer while previous buffers are written past the page cache.
+Buffered writes of a fresh file reached 0.35 of the disk's rate (first touch of page-cache memory),
+direct ones all of it. A file system without direct I/O gets ordinary writes.
 """
 
 import errno
@@ -49,7 +49,7 @@ def write_tensors(
     """Writes and fsyncs a safetensors file of planned tensors, in order, with a hash for each block
     of `block_bytes`, a multiple of BLOCK_BYTES.
 
-    `tensors` may be a generator, of which one at a time is in memory, and consecutive runs of a
+    `tensors` may be a generator, so that one tensor at a time is in memory; consecutive runs of a
     planned tensor's elements may stand for it. Returns the file's size and hashes. Raises OSError
     as the system does (disk full).
     """
@@ -68,7 +68,8 @@ def write_tensors(
 
 
 class BlockWriter:
-    """Writes a file front to back: a buffer is filled and hashed while WRITERS are written."""
+    """A file written front to back: one buffer is filled and hashed while up to WRITERS are
+    written."""
 
     def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
         self.path, self.block_bytes = path, block_bytes
@@ -107,12 +108,12 @@ class BlockWriter:
                 self._put(WRITE_BYTES)
 
     def record(self) -> FileRecord:
-        """The size and hashes of the file so far."""
+        """Returns the size and hashes of the file so far."""
         hashes, size = self._hashes, self.block_bytes
         return FileRecord(bytes=self.size, xxh3_128=hashes, block_bytes=size)
 
     def _hash(self, count: int) -> None:
-        """Hashes the last bytes that were written, and ends a block that they fill."""
+        """Hashes the last `count` bytes written, and ends the block where they complete it."""
         end = (self.size - 1) % WRITE_BYTES + 1
         self._hasher.update(self._filling[end - count : end].data)
         if self.size % self.block_bytes == 0:
@@ -123,7 +124,7 @@ class BlockWriter:
         self._hasher.reset()
 
     def _put(self, count: int) -> None:
-        """Submits the filled buffer to the writers, and takes another one."""
+        """Submits the filled buffer to the writers, and takes a free one."""
         padded = -(-count // ALIGNMENT) * ALIGNMENT  # the last block; truncated at the end
         view = self._filling.data[:padded]
         write = self._pool.submit(_write_at, self._file, view, self.size - count)
@@ -135,12 +136,12 @@ class BlockWriter:
         oldest.result()
 
     def _finish(self) -> None:
-        if rest := self.size % BLOCK_BYTES:
-            self._hash(rest)
+        if remaining := self.size % BLOCK_BYTES:
+            self._hash(remaining)
         if self.size % self.block_bytes:
             self._end_block()
-        if rest := self.size % WRITE_BYTES:
-            self._put(rest)
+        if remaining := self.size % WRITE_BYTES:
+            self._put(remaining)
         for write, _ in self._writes:
             write.result()
         os.ftruncate(self._file, self.size)
@@ -180,12 +181,12 @@ def _create(path: Path) -> int:
 
 
 def hash_of(data: bytes) -> str:
-    """The hash of a block's bytes: 32 hexadecimal digits."""
+    """Hashes a block's bytes: 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def sampled_hash(paths: Iterable[Path]) -> str:
-    """A hash that files of other sizes, or of other bytes in the blocks looked at, change."""
+    """Hashes files by their sizes and by sampled blocks of each."""
     hasher = xxhash.xxh3_128()
     for path in paths:
         size = path.stat().st_size
@@ -199,9 +200,9 @@ def sampled_hash(paths: Iterable[Path]) -> str:
 
 
 def aligned_bytes(size: int) -> Bytes:
-    """New memory [size], aligned to pages, huge ones where the system has them.
+    """Allocates memory [size] aligned to pages, huge ones where the system has them.
 
-    Touching new memory in ordinary pages goes at about 1 GB/s, in huge ones at 27.
+    Touching new memory runs at about 1 GB/s in ordinary pages, and at 27 GB/s in huge ones.
     """
     memory = mmap.mmap(-1, size + HUGE_PAGE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -211,8 +212,8 @@ def aligned_bytes(size: int) -> Bytes:
 
 
 def verify_file(path: Path, record: FileRecord, only: Collection[int] | None = None) -> None:
-    """Raises MtcliError that names the file where a block, of those in `only` or of all, does not
-    have its hash."""
+    """Checks the blocks of a file in `only`, or all. Raises MtcliError that names the file where
+    one does not have its hash."""
     blocks = -(-record.bytes // record.block_bytes)
     if blocks != len(record.xxh3_128):
         raise damaged(path, f"it has {blocks} blocks and {len(record.xxh3_128)} hashes")
@@ -226,7 +227,7 @@ def verify_file(path: Path, record: FileRecord, only: Collection[int] | None = N
 
 
 def _verify_blocks(file: int, path: Path, record: FileRecord, indices: list[int]) -> None:
-    """Checks some blocks, all through one buffer."""
+    """Checks some blocks through one buffer."""
     buffer = aligned_bytes(BLOCK_BYTES).data
     for index in indices:
         at, hasher = index * record.block_bytes, xxhash.xxh3_128()

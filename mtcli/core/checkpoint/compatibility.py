@@ -9,7 +9,8 @@ from mtcli.core.mesh.sharding import Parameter
 
 
 def missing_head(checkpoint: Checkpoint, model: ModelConfig) -> set[str]:
-    """The parameters of a model's head that are not here in their shapes, as of another head."""
+    """Returns the parameters of a model's head that a checkpoint lacks, or has in other shapes, as
+    of another head."""
     if model.head == "lm":
         return set()
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
@@ -21,10 +22,10 @@ def missing_head(checkpoint: Checkpoint, model: ModelConfig) -> set[str]:
 
 
 def require_model(checkpoint: Checkpoint, model: ModelConfig, but_head: bool = False) -> None:
-    """Raises MtcliError with every parameter of `model` that is not here in its shape, and
-    every one that is here and not in `model`; `but_head` of those of a `missing_head`.
+    """Raises MtcliError with every parameter of `model` that the checkpoint lacks or has in another
+    shape, and every one that only the checkpoint has. With `but_head`, a `missing_head` is allowed.
 
-    Untrained parameters that its own model does not have may be missing (`begins_at_zero`).
+    An untrained parameter that the checkpoint's own model lacks may be missing (`begins_at_zero`).
     """
     problems, free = [], missing_head(checkpoint, model) if but_head else set()
     for name, parameter in parameters(model).items():
@@ -51,19 +52,19 @@ def require_model(checkpoint: Checkpoint, model: ModelConfig, but_head: bool = F
         sizes = f"num_experts={model.num_experts},top_k={model.top_k}"
         slices = checkpoint.model.ffn_hidden_size // max(1, model.moe_ffn_hidden_size)
         sizes += f",granularity={slices}" * (slices > 1)
-        made = f"`mtcli shard {checkpoint.folder} DST --to mtcli --upcycle {sizes}`"
-        hint = f"the checkpoint is dense: {made} makes a mixture of experts of it"
+        command = f"`mtcli shard {checkpoint.folder} DST --to mtcli --upcycle {sizes}`"
+        hint = f"the checkpoint is dense: {command} makes a mixture of experts of it"
     raise MtcliError(*problems[:-1][:8], problems[-1]._replace(hint=hint))
 
 
 def begins_at_zero(checkpoint: Checkpoint, parameter: Parameter) -> bool:
-    """Whether a parameter is missing because this model was made without it: the bias of a
-    router, whose zeros change nothing."""
+    """Says whether a parameter is missing because the checkpoint's model lacks it: a router's bias,
+    whose zeros change nothing."""
     return not parameter.trained and parameter.name not in parameters(checkpoint.model)
 
 
 def keeps_dtype(checkpoint: Checkpoint, name: str) -> bool:
-    """Whether a tensor keeps its dtype where weights are converted: optimizer state, and what
-    is moved by steps without being trained."""
+    """Says whether a conversion of weights keeps a tensor's dtype: optimizer state, and parameters
+    that steps move without training them."""
     table = parameters(checkpoint.model)
     return is_optimizer(name) or (name in table and not table[name].trained)

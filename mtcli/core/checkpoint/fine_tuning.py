@@ -1,4 +1,4 @@
-"""The run config of a fine-tuning, whose model is that of the weights it starts from; no torch."""
+"""Builds the run config of a fine-tuning, whose initial weights define the model; without torch."""
 
 from contextlib import suppress
 from os.path import isfile  # false for names that no file can have, where Path's raises
@@ -24,19 +24,20 @@ OPTIMIZER = {"lr": 2e-5, "weight_decay": 0.0}
 
 
 def is_weights(source: str) -> bool:
-    """Whether a CONFIG is a Hugging Face folder, from whose weights its model is trained on."""
+    """Says whether a CONFIG is a folder of Hugging Face weights or peft adapters, which define the
+    model."""
     path = Path(source)
     names = (config_json.NAME, ADAPTER_CONFIG)
     return any(map(isfile, (path / name for name in names))) and not (path / CONFIG).exists()
 
 
 def source_of(config: str | None, init: str | None = None, base: str | None = None) -> str | Table:
-    """The table of a run's config, or the name of one that is read as it is.
+    """Returns the table of a run's config, or the name of one that needs no change.
 
-    A Hugging Face folder as CONFIG, or weights to start from and no CONFIG, give the model, and
-    train.init. `init` beside a CONFIG gives train.init alone, and `base` train.base. The steps of a
-    run folder's epochs are those of the data it had, and are left out. Raises MtcliError where
-    neither is given, the weights' model cannot be told, or a base is given and no adapters.
+    A Hugging Face folder as CONFIG, or initial weights without a CONFIG, define the model and
+    train.init. With a CONFIG, `init` sets train.init alone, and `base` sets train.base. The steps
+    of a run folder's epochs depend on its data, so they are left out. Raises MtcliError where
+    neither is given, the weights' model is unknown, or a base is given without adapters.
     """
     if config is None and init is None:
         hint = "give a CONFIG (a TOML file, run folder, preset or Hugging Face folder), or --init"
@@ -63,7 +64,7 @@ def source_of(config: str | None, init: str | None = None, base: str | None = No
 
 
 def _require_adapters(init: object, base: str) -> None:
-    """Raises MtcliError where a base is named, and no adapters that are for it."""
+    """Raises MtcliError where a base is named without adapters."""
     if not isinstance(init, str):
         message = "a base is of adapters that a run starts from, and it starts from none"
         raise wrong(message, "--init CHECKPOINT, or leave it out", "--base")
@@ -71,7 +72,7 @@ def _require_adapters(init: object, base: str) -> None:
 
 
 def _table_of_weights(init: str, source: str, base: str | None) -> Table:
-    """The table that trains the model of `source` from the weights `init`."""
+    """Builds the table that trains the model of `source` from the weights `init`."""
     model = model_in(source, base)
     if model is None:
         message = f"{source} does not tell its model"
@@ -85,14 +86,13 @@ def _table_of_weights(init: str, source: str, base: str | None) -> Table:
 
 
 def model_in(source: str, base: str | None = None) -> ModelConfig | None:
-    """The model of the checkpoint in a folder, if that tells it. Raises MtcliError where there is
-    no checkpoint, or a base and no adapters that are for it."""
+    """Reads the model of the checkpoint in a folder; None where it does not state one. Raises
+    MtcliError where there is no checkpoint, or a base without adapters."""
     return model_of(find_checkpoints([source], base)[0])
 
 
 def _with_biases(table: Table, start: ModelConfig | None) -> Table:
-    """A run's table that keeps the routers' biases of the weights it starts from, which a rate of 0
-    would leave out."""
+    """Keeps the router biases of the initial weights in a run's table, though their rate is 0."""
     model = table.get("model")
     if start is None or not start.has_router_biases or not isinstance(model, dict):
         return table
@@ -102,19 +102,20 @@ def _with_biases(table: Table, start: ModelConfig | None) -> Table:
 
 
 def starting_folder(config: RunConfig) -> CheckpointFolder | None:
-    """The checkpoint that a run starts from, if any. Raises MtcliError where it is not there."""
+    """Finds the checkpoint that a run starts from, if any. Raises MtcliError where it is
+    missing."""
     train = config.train
     return None if train.init is None else find_checkpoints([train.init], train.base)[0]
 
 
 def starting_tokenizer(config: RunConfig) -> Path | None:
-    """The folder of the tokenizer that came with the weights a run starts from, if any."""
+    """Returns the tokenizer folder of a run's initial weights, if any."""
     start = starting_folder(config)
     return start and start.tokenizer_folder
 
 
 def require_weights(config: RunConfig) -> None:
-    """Raises MtcliError where the weights a run starts from are not there, or of another model."""
+    """Raises MtcliError where a run's initial weights are missing, or of another model."""
     source = starting_folder(config)
     if source is None:
         if config.lora.rank:
@@ -138,13 +139,13 @@ def require_weights(config: RunConfig) -> None:
 
 
 def no_base(lora: LoraConfig) -> MtcliError:
-    """The error of adapters without weights that they are for."""
+    """Builds the error of adapters without base weights."""
     message = f"rank={lora.rank}: adapters are trained for weights, and the run starts from none"
     return wrong(message, "--init CHECKPOINT, or a Hugging Face folder as CONFIG", "lora.rank")
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The fields that shape a model's parameters and differ."""
+    """Lists the fields that shape a model's parameters and differ: (field, ours, theirs)."""
     shapes: tuple[str, ...] = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
     shapes += ("vocab_size", "position", "activation")
     with_experts = ("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size")

@@ -1,4 +1,5 @@
-"""Names inside run and checkpoint folders, and which checkpoint a path names; without torch."""
+"""Names the files of run and checkpoint folders, and finds the checkpoint of a path; without
+torch."""
 
 import re
 from collections.abc import Container, Sequence
@@ -45,9 +46,10 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointFolder(NamedTuple):
-    """A checkpoint's folder and format; `of_run` where it is the newest of a run that was named.
+    """A checkpoint's folder and format; `of_run` where it is the newest of a run that the user
+    named.
 
-    `base` has the weights that its adapters are for, where these are not where it says.
+    `base` is a folder of base weights that replaces the one its adapters name.
     """
 
     format: Literal["mtcli", "hf", "peft", "megatron"]
@@ -57,7 +59,7 @@ class CheckpointFolder(NamedTuple):
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        """The folder of its tokenizer, if it has one."""
+        """The folder of the checkpoint's tokenizer, if any."""
         if self.format == "mtcli":
             return self.folder / TOKENIZER if (self.folder / TOKENIZER).is_dir() else None
         names = TOKENIZERS if self.format in ("hf", "peft") else ()
@@ -69,13 +71,14 @@ class CheckpointFolder(NamedTuple):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether it holds adapters, and no weights."""
+        """True where the folder holds adapters without base weights."""
         is_ours = self.format == "mtcli"
         return self.format == "peft" or (is_ours and config_in(self.folder).lora.rank > 0)
 
 
 def find_checkpoints(paths: Sequence[str], base: str | None) -> list[CheckpointFolder]:
-    """Finds the checkpoint in each folder, whose adapters are for the weights in `base`, if given.
+    """Finds the checkpoint in each folder; `base`, if given, holds the base weights of all
+    adapters.
 
     Raises MtcliError where there is none, and for a base where none holds adapters.
     """
@@ -92,7 +95,7 @@ def find_checkpoints(paths: Sequence[str], base: str | None) -> list[CheckpointF
 
 
 def find_checkpoint(path: Path) -> CheckpointFolder:
-    """Finds the checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
+    """Finds the checkpoint in a folder: ours, the newest of a run folder, Hugging Face's, or
     Megatron's. Raises MtcliError where there is none."""
     try:
         if (path / MANIFEST).exists():
@@ -119,17 +122,17 @@ def find_checkpoint(path: Path) -> CheckpointFolder:
 
 
 def _find_megatron(path: Path) -> Path | None:
-    """Finds the Megatron checkpoint that a path is or, as a run's, names as its latest."""
+    """Finds the Megatron checkpoint at a path, or the latest one of a Megatron run."""
     latest = path / LATEST
     if latest.is_file():
         with open_untrusted(latest) as file:
             text = file.read(MAX_LATEST).decode(errors="replace").strip()
         name = f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 12 else "release"
         if not (path / name).is_dir():
-            there = [folder.name for folder in sorted(path.glob("iter_*"))]
+            iterations = [folder.name for folder in sorted(path.glob("iter_*"))]
             message = f"{latest} says {shown(text)}, and there is no {path / name}"
             raise wrong(
-                message, f"give the folder of a checkpoint: {listed(there) or 'none is here'}"
+                message, f"give the folder of a checkpoint: {listed(iterations) or 'none is here'}"
             )
         return path / name
     is_legacy = path.is_dir() and any(path.glob(LEGACY))
@@ -137,8 +140,8 @@ def _find_megatron(path: Path) -> Path | None:
 
 
 def model_of(source: CheckpointFolder) -> ModelConfig | None:
-    """Reads the model of a checkpoint from its config. None where that is damaged or Megatron's:
-    opening the checkpoint says more of it.
+    """Reads the model of a checkpoint from its config. None where the config is damaged or
+    Megatron's, as opening the checkpoint then gives the error.
 
     Raises MtcliError where a Hugging Face config is of a model that we cannot represent.
     """
@@ -154,9 +157,9 @@ def model_of(source: CheckpointFolder) -> ModelConfig | None:
 
 
 def peft_base(source: CheckpointFolder) -> Path:
-    """The folder of the weights that peft's adapters are for.
+    """Returns the folder of the base weights of peft's adapters.
 
-    Raises MtcliError where their config names none that is here, and no other is given.
+    Raises MtcliError where their config names none on this machine, and no other is given.
     """
     if source.base is not None:
         return source.base
@@ -172,7 +175,7 @@ def peft_base(source: CheckpointFolder) -> Path:
 
 
 def config_in(folder: Path) -> RunConfig:
-    """Reads the run config beside the tensors of a checkpoint of ours."""
+    """Reads the run config of a checkpoint of ours."""
     path = folder / CONFIG
     if not path.exists():
         raise wrong(f"{folder} has no {CONFIG}, and its manifest no model", "use another copy")
@@ -188,17 +191,17 @@ def config_in(folder: Path) -> RunConfig:
 
 
 def step_name(step: int) -> str:
-    """The folder of a step, such as step-00000100."""
+    """Names the folder of a step, such as step-00000100."""
     return f"step-{step:08d}"
 
 
 def rank_file(rank: int) -> str:
-    """The tensor file of a rank, such as rank-00003.safetensors."""
+    """Names the tensor file of a rank, such as rank-00003.safetensors."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def step_folders(root: Path) -> list[Path]:
-    """The complete checkpoints under a folder, oldest step first."""
+    """Lists the complete checkpoints under a folder, oldest step first."""
     if not root.is_dir():
         return []
     steps = (path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir())
@@ -206,13 +209,13 @@ def step_folders(root: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder."""
+    """Parses the step of a checkpoint's folder."""
     return int(folder.name.removeprefix("step-"))
 
 
 def require_free(final: Path, force: bool) -> None:
-    """Raises MtcliError where a new checkpoint cannot have a name: something that may not be
-    replaced has it already, or a folder that it would be in is a file."""
+    """Raises MtcliError where a new checkpoint cannot have a name: it is taken by something that
+    may not be replaced, or its parent folder is a file."""
     with folder_of("DST", final):
         inside = next(path for path in final.absolute().parents if path.exists())
         if not inside.is_dir():
@@ -233,8 +236,8 @@ def require_free(final: Path, force: bool) -> None:
 
 
 def unrelated_files(folder: Path) -> list[str]:
-    """Lists what a folder holds besides the files of a checkpoint, in any of the formats written:
-    whoever put it there would miss it."""
+    """Lists the files of a folder that belong to no checkpoint format, and would be lost with
+    it."""
     unrelated = []
     for path in folder.iterdir():
         if path.name in SUBFOLDERS and path.is_dir() and not path.is_symlink():
@@ -246,11 +249,11 @@ def unrelated_files(folder: Path) -> list[str]:
 
 
 def require_inside(folder: Path, path: Path) -> Path:
-    """Returns `path`, a file of `folder` that is to be copied as it is.
+    """Returns `path`, a file of `folder` that is to be copied unchanged.
 
-    Raises MtcliError where a link leads it out of the folder: a checkpoint from elsewhere could
-    else have any file of this machine copied into what its user publishes. Links of the Hugging
-    Face cache, from snapshots/<revision>/ to blobs/, are its own.
+    Raises MtcliError where a link leads out of the folder: otherwise an untrusted checkpoint could
+    have any file of this machine copied into what its user publishes. Links of the Hugging Face
+    cache, from snapshots/<revision>/ to blobs/, are allowed.
     """
     root, real = folder.resolve(), path.resolve()
     homes = [root]
@@ -264,10 +267,10 @@ def require_inside(folder: Path, path: Path) -> Path:
 def tokenizer_files(
     tokenizer: Path | None, root: Path | None = None, names: Container[str] | None = None
 ) -> dict[str, Path]:
-    """The files of a tokenizer's folder by name, of `names` alone where that is given.
+    """Returns the files of a tokenizer's folder by name; only `names` where given.
 
-    Raises MtcliError where a link leads out of that folder, or out of `root` where it is a part of
-    it: an adapter's folder may leave the tokenizer to its base's.
+    Raises MtcliError where a link leads out of that folder, or out of `root` where that contains
+    the folder: an adapter's folder may use its base's tokenizer.
     """
     if tokenizer is None:
         return {}

@@ -1,6 +1,6 @@
-"""Checks that the files of a checkpoint are whole: their hashes, sizes and headers.
+"""Checks the files of a checkpoint: hashes, sizes and headers.
 
-Ranks share the files out, so that each is read by one.
+Ranks share the files, so that each file is read by one rank.
 """
 
 from collections.abc import Iterable
@@ -15,8 +15,7 @@ from mtcli.core.checkpoint.shard_index import StoredShards
 
 
 def verify_hashes(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> None:
-    """Checks the hashes of a rank's share of the files, of which each is read by one rank.
-    Hugging Face folders have none.
+    """Checks the hashes of a rank's share of the files. Hugging Face folders have none.
 
     Raises MtcliError that names the first damaged file.
     """
@@ -41,8 +40,8 @@ def verify_weights(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> Non
 
 
 def check_sizes(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> None:
-    """Raises MtcliError that names the first file of a rank's share that is missing or of
-    another size."""
+    """Raises MtcliError that names the first file of a rank's share that is missing or has another
+    size."""
     for name in _share(checkpoint, rank, world):
         path, record = checkpoint.folder / name, checkpoint.files[name]
         try:
@@ -54,19 +53,20 @@ def check_sizes(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> None:
 
 
 def check_headers(checkpoint: Checkpoint, rank: int = 0, world: int = 1) -> None:
-    """Raises MtcliError where a header, of a rank's share of the files, does not agree with
-    what is expected of it."""
+    """Raises MtcliError where a header, in a rank's share of the files, lacks a tensor with the
+    expected dtype and shape."""
     for _, box in _boxes_in(checkpoint, rank, world):
         checkpoint.entry(box)
 
 
 def _share(checkpoint: Checkpoint, rank: int, world: int) -> list[str]:
-    """The files that a rank checks: on the layout that wrote them its own."""
+    """Selects the files that a rank checks: its own, where the layout is the one that wrote
+    them."""
     return list(checkpoint.files)[rank::world]
 
 
 def _boxes_in(checkpoint: Checkpoint, rank: int, world: int) -> Iterable[tuple[str, StoredBox]]:
-    """Tensors and their boxes in a rank's share of the files."""
+    """Yields tensors and their boxes in a rank's share of the files."""
     share = set(_share(checkpoint, rank, world))
     chosen = np.array([name in share for name in checkpoint.files])  # as tables count them
     for name, stored in checkpoint.tensors.items():

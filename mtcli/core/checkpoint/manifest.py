@@ -1,16 +1,17 @@
-"""The manifest of a checkpoint folder: tensors by name, their global shapes, and their shards.
+"""Defines the manifest of a checkpoint folder: tensors by name, their global shapes, and their
+shards.
 
 A tensor has the name of its parameter, or `optimizer.<kind>/<parameter>`. Data-parallel replicas
-that have the same elements write them once; where replicas differ, a shard says whose it is, and
-the manifest how many there are.
+with equal elements write them once; where replicas differ, a shard names its replica, and the
+manifest counts them.
 
-A manifest is read as untrusted: names may not leave the folder, and the shards of every tensor, of
-each replica, must tile it, each element exactly once. It ends with a hash of its own bytes, so that
-damage to it is never laid on the files whose hashes it holds.
+A manifest is untrusted: names may not leave the folder, and the shards of every tensor, of each
+replica, must tile it. It ends with a hash of its own bytes, so that damage to the manifest is not
+attributed to the files whose hashes it holds.
 
-Where there are more than MAX_RECORDS shards, or blocks of hashes are larger than BLOCK_BYTES, the
-shards are tables (`shard_index`) in place of records: version 5. A model of 405B parameters on
-16,384 ranks has three million.
+With more than MAX_RECORDS shards, or blocks of hashes larger than BLOCK_BYTES, shards are tables
+(`shard_index`) instead of records: version 5. A model of 405B parameters on 16,384 ranks has three
+million.
 """
 
 import re
@@ -46,7 +47,7 @@ _SEAL = re.compile(rb',"xxh3_128":"([0-9a-f]{32})"}$')
 
 
 class ManifestSection(BaseModel):
-    """A frozen section of the manifest that refuses unknown keys and guesses no types."""
+    """A frozen section of the manifest, which refuses unknown keys and converts no types."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, serialize_by_alias=True
@@ -57,11 +58,11 @@ class FileRecord(ManifestSection):
     """A file of the checkpoint."""
 
     bytes: Int64
-    """its size"""
+    """size of the file"""
     xxh3_128: list[Hash]
-    """of each block of it in turn"""
+    """hash of each block in order"""
     block_bytes: Annotated[int, Field(ge=BLOCK_BYTES, lt=2**63)] = BLOCK_BYTES
-    """of each block but the last"""
+    """size of each block but the last"""
 
 
 class ShardRecord(ManifestSection):
@@ -87,20 +88,20 @@ class TensorRecord(ManifestSection):
     shape: Extents
     shards: list[ShardRecord] = Field(alias="pieces", default_factory=list)
     keys: tuple[str, ...] = ()
-    """of the shards of a table, in their files"""
+    """keys in their files of the shards of a table"""
     table: Int64 | None = None
-    """the number of the table that has the shards"""
+    """the number of the shards' table"""
 
 
 class RankManifest(ManifestSection):
-    """Lists the tensors and files that one rank wrote."""
+    """The tensors and files that one rank wrote."""
 
     files: dict[str, FileRecord] = {}
     tensors: dict[str, TensorRecord] = {}
 
 
 class Manifest(ManifestSection):
-    """Lists the tensors, shards and files of a checkpoint folder."""
+    """The tensors, shards and files of a checkpoint folder."""
 
     format: Literal["mtcli-checkpoint"] = "mtcli-checkpoint"
     version: Version = 3
@@ -111,19 +112,19 @@ class Manifest(ManifestSection):
     replicas: Annotated[int, Field(ge=1)] = 1
     """data-parallel replicas whose tensors differ; 1: all are equal"""
     extra: dict[str, Any]
-    """what the writer wanted to keep: consumed samples, random state, ..."""
+    """the progress of the run: consumed samples, random state, ..."""
     tensors: Annotated[dict[str, TensorRecord], Field(min_length=1)]
     tables: list[tuple[Annotated[int, Field(ge=3, le=35)], str]] = []
-    """of shards: columns and rows, as `shard_index.pack` writes them"""
+    """tables of shards: columns and rows, as `shard_index.pack` writes them"""
     files: dict[FileName, FileRecord]
-    """every file but this one; tables count them"""
+    """every file but the manifest; tables refer to files by number, in this order"""
     xxh3_128: Hash | None = Field(default=None, exclude=True)
-    """of the JSON without it, where it comes last; version 2 has none"""
+    """hash of the JSON before this last key; version 2 has none"""
 
     @cached_property
     def index(self) -> "ShardIndex":
-        """The shards as tables. Raises ValueError where records are in no file that is listed, have
-        other dimensions than their tensor, or are of another version."""
+        """Converts the shards to tables. Raises ValueError where records are in unlisted files,
+        have other dimensions than their tensor, or are of another version."""
         if all(tensor.table is None for tensor in self.tensors.values()) and self.version < 5:
             return index_of(self)
         from mtcli.core.checkpoint.shard_index import IndexedTensor, ShardIndex
@@ -136,7 +137,7 @@ class Manifest(ManifestSection):
         return index
 
     def to_bytes(self) -> bytes:
-        """The manifest as the JSON of its file; nothing of what its version does not have."""
+        """Encodes the manifest as the JSON of its file, with the keys of its version alone."""
         of_shards = {"replica"} if self.replicas == 1 else set[str]()
         of_tensors: dict[str, Any] = {"keys": True, "table": True}
         of_tensors["shards"] = {"__all__": of_shards}
@@ -149,24 +150,25 @@ class Manifest(ManifestSection):
         return text[:-1] + b',"xxh3_128":"%b"}' % xxhash.xxh3_128_hexdigest(text).encode()
 
     @classmethod
-    def of(cls, index: "ShardIndex", files: dict[str, Any], **about: Any) -> "Manifest":
-        """A manifest in tables; `files` are records of the index's files and, after them, others.
+    def of(cls, index: "ShardIndex", files: dict[str, Any], **facts: Any) -> "Manifest":
+        """Builds a manifest with tables; `files` are records of the index's files and then of
+        others.
 
         pydantic makes the records of plain values, thousands of them in milliseconds.
         """
         tensors = {name: tensor._asdict() for name, tensor in index.tensors.items()}
-        about |= {"tensors": tensors, "tables": index.packed_tables(), "files": files}
-        return cls.model_validate(about | {"version": 5})
+        facts |= {"tensors": tensors, "tables": index.packed_tables(), "files": files}
+        return cls.model_validate(facts | {"version": 5})
 
     def as_tables(self) -> "Manifest":
-        """Converts it to version 5, which is the smaller and the quicker to read."""
+        """Converts to version 5, which is smaller and faster to read."""
         if self.version == 5:
             return self
-        about = self.model_dump(include={"step", "world", "replicas", "extra"})
-        return Manifest.of(self.index, self.files, **about)
+        facts = self.model_dump(include={"step", "world", "replicas", "extra"})
+        return Manifest.of(self.index, self.files, **facts)
 
     def as_short(self) -> "Manifest":
-        """Converts it to records, where these are few and no block of hashes is large."""
+        """Converts to records, where these are few and no block of hashes is large."""
         large = any(record.block_bytes > BLOCK_BYTES for record in self.files.values())
         if large or self.index.num_shards() > MAX_RECORDS:
             return self
@@ -176,13 +178,13 @@ class Manifest(ManifestSection):
             )
             for name, tensor in self.index.tensors.items()
         }
-        about = self.model_dump(include={"step", "world", "replicas", "extra"})
+        facts = self.model_dump(include={"step", "world", "replicas", "extra"})
         version = 3 if self.replicas == 1 else 4
-        return Manifest(version=version, tensors=tensors, files=self.files, **about)
+        return Manifest(version=version, tensors=tensors, files=self.files, **facts)
 
 
 def index_of(written: RankManifest | Manifest) -> "ShardIndex":
-    """The shards of records as tables. Raises ValueError; see `Manifest.index`."""
+    """Converts the shards of records to tables. Raises ValueError; see `Manifest.index`."""
     from mtcli.core.checkpoint.shard_index import ShardIndex
 
     index = ShardIndex(written.files)
@@ -217,10 +219,10 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("version",) and isinstance(first["input"], int):
-            *known, last = map(str, get_args(Version))
+            *earlier, last = map(str, get_args(Version))
             message = f"{path} is of version {first['input']} of the format, and this mtcli reads "
             hint = "the mtcli that wrote it can hand it on: `mtcli shard SRC DST --to hf`"
-            raise wrong(f"{message}{', '.join(known)} and {last}", hint) from None
+            raise wrong(f"{message}{', '.join(earlier)} and {last}", hint) from None
         where = ".".join(map(str, first["loc"]))
         raise damaged(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
     if not is_sealed and (manifest.xxh3_128 or manifest.version > 2):
@@ -230,7 +232,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_seal(path: Path, text: bytes) -> bool:
-    """Whether a manifest ends with a hash. Raises MtcliError where that is of other bytes."""
+    """Says whether a manifest ends with a hash. Raises MtcliError where the hash is of other
+    bytes."""
     seal = _SEAL.search(text, max(0, len(text) - 64))
     if seal is None:
         return False
@@ -242,7 +245,7 @@ def _check_seal(path: Path, text: bytes) -> bool:
 
 
 def seal_of(folder: Path) -> str:
-    """The hash at the end of a manifest; of version 2, which has none, its last bytes."""
+    """Reads the hash at the end of a manifest; of version 2, which has none, its last bytes."""
     try:
         with open_untrusted(folder / NAME) as file:
             file.seek(max(0, file.seek(0, 2) - 64))
@@ -256,8 +259,8 @@ def seal_of(folder: Path) -> str:
 
 
 def check_shards(path: Path, manifest: Manifest) -> None:
-    """Raises MtcliError where the shards of a tensor, of any replica, do not tile it, or name no
-    known file or replica, or one tensor of a file twice."""
+    """Raises MtcliError where the shards of a tensor, of any replica, do not tile it, name an
+    unknown file or replica, or use one stored tensor twice."""
     from mtcli.core.checkpoint.shard_index import fault_of
 
     try:
@@ -269,10 +272,11 @@ def check_shards(path: Path, manifest: Manifest) -> None:
 
 
 def is_optimizer(name: str) -> bool:
-    """Whether a tensor is optimizer state."""
+    """Says whether a tensor is optimizer state."""
     return name.startswith(OPTIMIZER)
 
 
 def parameter_of(name: str) -> str:
-    """The parameter that a tensor belongs to: itself, or what follows `optimizer.<kind>/`."""
+    """Returns the parameter that a tensor belongs to: itself, or what follows
+    `optimizer.<kind>/`."""
     return name.partition("/")[2] if is_optimizer(name) else name

@@ -1,9 +1,9 @@
-"""Opens a checkpoint, of ours, of Hugging Face or Megatron, on one rank or the same on all.
+"""Opens a checkpoint, ours, Hugging Face's or Megatron's, on one rank or the same one on all.
 
-Rank 0 reads and checks our manifest and tells it to all. Each rank checks sizes, headers and hashes
-of its share of the files, and opens those that hold its boxes. The folder may differ by machine: a
-directory cache may be stale, or a disk one machine's own. Ranks would then train from mixed
-weights, so before the first step they agree on errors, on the checkpoint and on the data.
+Rank 0 reads and checks our manifest and broadcasts it. Each rank checks sizes, headers and hashes
+of its share of the files, and opens those that hold its boxes. Machines may see different folders,
+through a stale directory cache or on a local disk, and would train from mixed weights. So before
+the first step, ranks check that errors, the checkpoint and the data are the same on all.
 """
 
 import os
@@ -45,11 +45,11 @@ Result = TypeVar("Result")
 
 
 def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
-    """Opens the checkpoint in a folder: one of ours, the newest of a run folder, Hugging Face's, or
-    Megatron's, whose architecture is `model` where that is given.
+    """Opens the checkpoint in a folder: ours, the newest of a run folder, Hugging Face's, or
+    Megatron's, whose architecture is `model` where given.
 
-    Raises MtcliError where there is none, or where it is damaged; a damaged newest checkpoint of a
-    run is refused, and the error offers the one before it.
+    Raises MtcliError where there is none, or where it is damaged; where the newest checkpoint of a
+    run is damaged, the error offers the one before.
     """
     return open_folder(find_checkpoint(path), model)
 
@@ -57,8 +57,8 @@ def open_checkpoint(path: Path, model: ModelConfig | None = None) -> Checkpoint:
 def open_folder(
     source: CheckpointFolder, model: ModelConfig | None = None, alone: bool = False
 ) -> Checkpoint:
-    """Opens a checkpoint that was found; see `open_checkpoint`. One of ours that is opened `alone`
-    has its adapters, without the weights that they are for."""
+    """Opens a checkpoint that was found; see `open_checkpoint`. With `alone`, one of our adapters
+    is opened without the base weights."""
     try:
         if source.format == "hf":
             return open_hf(source.folder)
@@ -67,10 +67,10 @@ def open_folder(
         if source.format == "peft":
             return open_peft(source, open_checkpoint)
         with offering_earlier(source.folder) if source.of_run else nullcontext():
-            own = _open_ours(source.folder)
-        if alone or not _has_adapters(own):
-            return own
-        return with_base(own, open_checkpoint, source.base)
+            checkpoint = _open_ours(source.folder)
+        if alone or not _has_adapters(checkpoint):
+            return checkpoint
+        return with_base(checkpoint, open_checkpoint, source.base)
     except OSError as error:  # of a folder that may not be read
         raise wrong(f"{source.folder} cannot be opened: {error.strerror}", KINDS) from None
 
@@ -108,7 +108,7 @@ def _open_ours(folder: Path) -> Checkpoint:
 
 
 def _described(folder: Path, manifest: Manifest, lock: ReadLock) -> Checkpoint:
-    """A checkpoint of ours by its manifest, of whose files none is open yet."""
+    """Builds a checkpoint of ours from its manifest, without opening its files."""
     config, index = config_in(folder), manifest.index
     tensors = {
         name: StoredTensor(
@@ -131,15 +131,15 @@ def _described(folder: Path, manifest: Manifest, lock: ReadLock) -> Checkpoint:
     )
 
 
-def _has_adapters(own: Checkpoint) -> bool:
-    return own.config is not None and own.config.lora.rank > 0
+def _has_adapters(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config is not None and checkpoint.config.lora.rank > 0
 
 
 def newest_step(root: Path, axis: Axis) -> Path | None:
-    """The newest checkpoint under a folder as rank 0 sees it, if any. Collective.
+    """Returns the newest checkpoint under a folder as rank 0 sees it, if any. Collective.
 
-    Raises MtcliError on every rank where another sees a newer one: rank 0 would go back to an old
-    step, or begin anew, beside it.
+    Raises MtcliError on every rank where another rank sees a newer one, as rank 0 would go back to
+    an old step, or start over.
     """
 
     def list_steps() -> list[Path]:
@@ -161,13 +161,14 @@ def newest_step(root: Path, axis: Axis) -> Path | None:
 def open_agreed(
     path: Path, axis: Axis, base: str | None = None, flag: str = "--base"
 ) -> Checkpoint:
-    """Opens the checkpoint in a folder, of a run its newest, as rank 0 finds it. Collective.
+    """Opens the checkpoint in a folder, the newest of a run, as rank 0 finds it. Collective.
 
-    The weights that its adapters are for may have moved to `base`, which `flag` names.
-    Raises MtcliError on every rank where one cannot open it, or finds another one there.
+    `base` replaces the base weights that adapters name; `flag` names it in errors. Raises
+    MtcliError on every rank where any rank cannot open the checkpoint, or finds another one.
     """
-    own = together(axis, lambda: find_checkpoint(path) if axis.rank == 0 else None)
-    form, folder, of_run = first_value(own and (own.format, str(own.folder), own.of_run), axis)
+    located = together(axis, lambda: find_checkpoint(path) if axis.rank == 0 else None)
+    facts = located and (located.format, str(located.folder), located.of_run)
+    form, folder, of_run = first_value(facts, axis)
     source = CheckpointFolder(form, Path(folder), of_run, Path(base) if base else None)
     if form == "mtcli":
         checkpoint = _open_ours_together(source, axis)
@@ -183,26 +184,26 @@ def open_agreed(
 
 
 def _open_ours_together(source: CheckpointFolder, axis: Axis) -> Checkpoint:
-    """Opens one of ours by the manifest that rank 0 reads, each rank a share of its files."""
-    folder, about = source.folder, nullcontext if not source.of_run else offering_earlier
+    """Opens a checkpoint of ours by rank 0's manifest; each rank checks a share of its files."""
+    folder, with_hint = source.folder, nullcontext if not source.of_run else offering_earlier
 
     def read() -> tuple[ReadLock, Manifest] | None:
         if axis.rank:
             return None
-        with about(folder):
+        with with_hint(folder):
             lock, manifest = lock_for_reading(folder), read_manifest(folder)
             check_sizes(_described(folder, manifest, lock))
         return lock, manifest
 
-    own = together(axis, read)
-    told = own[1].as_tables().to_bytes() if own and axis.size > 1 else None
-    told = first_bytes(told, axis)
+    opened = together(axis, read)
+    manifest_bytes = opened[1].as_tables().to_bytes() if opened and axis.size > 1 else None
+    manifest_bytes = first_bytes(manifest_bytes, axis)
 
     def describe() -> tuple[Checkpoint, str]:
-        if own is not None:
-            return _described(folder, own[1], own[0]), seal_of(folder)
+        if opened is not None:
+            return _described(folder, opened[1], opened[0]), seal_of(folder)
         lock, seal = lock_for_reading(folder), seal_of(folder)
-        checkpoint = _described(folder, Manifest.model_validate_json(told or b""), lock)
+        checkpoint = _described(folder, Manifest.model_validate_json(manifest_bytes or b""), lock)
         check_sizes(checkpoint, axis.rank, axis.size)
         return checkpoint, seal
 
@@ -210,7 +211,7 @@ def _open_ours_together(source: CheckpointFolder, axis: Axis) -> Checkpoint:
     require_alike(axis, f"{folder} of step {checkpoint.step} with the hash {seal}", "has opened")
 
     def check_share() -> None:
-        with about(folder):
+        with with_hint(folder):
             check_headers(checkpoint, axis.rank, axis.size)
 
     together(axis, check_share)
@@ -218,7 +219,7 @@ def _open_ours_together(source: CheckpointFolder, axis: Axis) -> Checkpoint:
 
 
 def _as_rank_0(axis: Axis, work: Callable[[], Result]) -> Result:
-    """Runs what rank 0 has done, or does too; says so where this rank cannot."""
+    """Runs work that rank 0 has done, or does too; an error says that this rank cannot."""
     try:
         return work()
     except MtcliError as error:

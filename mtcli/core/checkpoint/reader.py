@@ -1,7 +1,7 @@
-"""A checkpoint to read: named global tensors, whichever files and boxes they are stored in.
+"""Reads checkpoints as named global tensors, whichever files and boxes store them.
 
-Ours, Hugging Face's and Megatron's are the same thing: every tensor is tiled by boxes, each of them
-a stored tensor seen in another shape and order of dimensions.
+Our format, Hugging Face's and Megatron's look the same: boxes tile every tensor, and each box is a
+stored tensor in another shape and order of dimensions.
 """
 
 import difflib
@@ -31,7 +31,8 @@ class StoredTensor(NamedTuple):
     """A global tensor: its dtype and shape, and the boxes that tile it, for each replica where
     replicas differ.
 
-    Where no file has it, `computed` gives the elements of a box of it, and there are no boxes.
+    Where no file stores the tensor, `computed` returns the elements of a box, and there are no
+    boxes.
     """
 
     dtype: torch.dtype
@@ -41,16 +42,16 @@ class StoredTensor(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """Whether data-parallel replicas have other elements."""
+        """True where data-parallel replicas have different elements."""
         return isinstance(self.boxes, StoredShards) and self.boxes.differs
 
     def meeting(self, box: Box, replica: int | None) -> Iterable[StoredBox]:
-        """The stored boxes of a replica that may share elements with a box."""
+        """Returns the stored boxes of a replica that may overlap a box."""
         boxes = self.boxes
         return boxes.meeting(box, replica) if isinstance(boxes, StoredShards) else boxes
 
     def of_replica(self, index: int) -> "StoredTensor":
-        """The tensor as one replica has it."""
+        """Returns the tensor of one replica."""
         if not isinstance(self.boxes, StoredShards):
             return self
         return self._replace(boxes=self.boxes.of_replica(index))
@@ -58,7 +59,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Named global tensors of a model, and of its optimizer as `optimizer.<kind>/<name>`."""
+    """The named global tensors of a model, and of its optimizer as `optimizer.<kind>/<name>`."""
 
     folder: Path
     model: ModelConfig
@@ -71,51 +72,52 @@ class Checkpoint:
     files: dict[str, FileRecord] = field(default_factory=dict)
     world: int = 1
     lock: ReadLock = field(default_factory=ReadLock, repr=False, compare=False)
-    """keeps the checkpoint from being pruned until it is closed, or this is collected"""
+    """keeps the checkpoint from being pruned until it is closed or collected"""
     headers: dict[str, dict[str, TensorEntry]] = field(default_factory=dict, repr=False)
-    """of the files, read when they are first needed"""
+    """tensors by file, read when first needed"""
     open_files: OpenFiles = field(default_factory=OpenFiles, repr=False, compare=False)
     format: Literal["mtcli", "hf", "peft", "megatron"] = "mtcli"
-    """whose folder it is"""
+    """the tool whose folder it is"""
     unread: tuple[str, ...] = ()
-    """what the folder holds besides, and nobody reads"""
+    """contents of the folder that are not read"""
     replicas: int = 1
     """data-parallel replicas, where some tensors differ between them"""
     averages: int = 0
-    """replicas, of which a tensor that differs is read as the mean; 0: it is read one by one"""
+    """the number of replicas whose mean is read; 0: replicas are read one by one"""
     adapters: "Adapters | None" = None
-    """where the folder holds adapters alone: the tensors here are then the merged model's"""
+    """the adapters where the folder holds no base weights; `tensors` are then the merged model's"""
 
     def close(self) -> None:
-        """Closes its files, of which no more is read, and lets it be pruned."""
+        """Closes the files, after which nothing more can be read, and allows the checkpoint to be
+        pruned."""
         self.open_files.close()
         self.lock.release()
 
     def names(self) -> list[str]:
-        """The names of all tensors."""
+        """Returns the names of all tensors."""
         return list(self.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The global shape of a tensor."""
+        """Returns the global shape of a tensor."""
         return self._stored(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Returns the dtype of a tensor."""
         return self._stored(name).dtype
 
     def num_bytes(self, name: str) -> int:
-        """The size of a tensor, of all replicas where they differ."""
+        """Returns the size of a tensor, of all replicas where they differ."""
         stored = self._stored(name)
         copies = self.replicas if stored.differs else 1
         return prod(stored.shape) * stored.dtype.itemsize * copies
 
     def replicas_of(self, name: str) -> tuple[int | None, ...]:
-        """The replicas whose elements of a tensor differ; (None,) where all are equal."""
+        """Returns the replicas with different elements of a tensor; (None,) where all are equal."""
         differs = self._stored(name).differs and not self.averages
         return tuple(range(self.replicas)) if differs else (None,)
 
     def replica(self, index: int) -> "Checkpoint":
-        """Views the checkpoint as one replica has it; an averaged view is its own."""
+        """Views the checkpoint as one replica; an averaged view stays itself."""
         if self.averages:
             return self
         tensors = {name: stored.of_replica(index) for name, stored in self.tensors.items()}
@@ -129,27 +131,27 @@ class Checkpoint:
 
     @property
     def folders(self) -> list[Path]:
-        """The folders that are read: its own, and that of the weights its adapters are for."""
+        """The folders that are read: the checkpoint's, and its adapters' base."""
         return [self.folder, *(self.adapters.base.folders if self.adapters else [])]
 
     @property
     def weights_differ(self) -> bool:
-        """Whether replicas have other weights, or adapters, and not other optimizer state alone."""
+        """True where replicas differ in weights or adapters, not in optimizer state alone."""
         if self.adapters is not None:
             return self.adapters.own.weights_differ
         return any(entry.differs for name, entry in self.tensors.items() if not is_optimizer(name))
 
     @property
     def averaging(self) -> str:
-        """Words for a user what an averaged view reads."""
+        """The words for a user about what an averaged view reads."""
         count = self.averages or self.replicas
         return f"{self.folder} has {count} replicas that differ, and what is read is their average"
 
     def read(self, name: str, box: Box | None = None, replica: int | None = None) -> Tensor:
         """Reads the elements of a tensor in a box [box.size], or all of them, and no others.
 
-        Where replicas differ, `replica` says whose; an averaged view has their mean, computed in
-        float64. Raises MtcliError where the tensor or replica is unknown or a file is damaged.
+        Where replicas differ, `replica` selects one; an averaged view returns their mean, computed
+        in float64. Raises MtcliError where the tensor or replica is unknown or a file is damaged.
         """
         stored = self._stored(name)
         box = box or Box.of(stored.shape)
@@ -183,7 +185,8 @@ class Checkpoint:
         return self.tensors[name]
 
     def _read_stored(self, source: StoredBox, shared: Box, out: Tensor) -> None:
-        """Fills `out` with a box of a global tensor that lies in a stored one."""
+        """Fills `out` with the box `shared` of a global tensor, from the stored box that contains
+        it."""
         entry, order = self.entry(source), source.order
         inner = shared.moved(tuple(-start for start in source.start))
         view = Box(tuple(inner.start[d] for d in order), tuple(inner.size[d] for d in order))
@@ -215,7 +218,7 @@ class Checkpoint:
 
 
 class Adapters(NamedTuple):
-    """Low-rank adapters and the weights that they are for."""
+    """Low-rank adapters and their base weights."""
 
     own: Checkpoint
     """A and B of each target by canonical name, and their optimizer state"""

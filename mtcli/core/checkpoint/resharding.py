@@ -1,8 +1,8 @@
-"""Reads any box of a global tensor from the boxes that are stored, whatever layout wrote them.
+"""Reads any box of a global tensor from stored boxes of any layout.
 
-Only the bytes that are needed are read. A stored box that is read as part of another is a set of
-contiguous runs of a C-ordered tensor; files stay open between reads, since the kernel reads ahead
-in an open file and forgets where it was in a closed one (16 MiB tensors load a fifth faster).
+Only the needed bytes are read. The part of a stored box is a set of contiguous runs of a C-ordered
+tensor. Files stay open between reads, as the kernel reads ahead in an open file and forgets the
+position of a closed one (16 MiB tensors load a fifth faster).
 """
 
 import os
@@ -39,14 +39,14 @@ MAX_OPEN = 32  # files: far from a process's limit, and more than those that hol
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Our name of a torch dtype, such as "bfloat16"."""
+    """Returns our name of a torch dtype, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def code_of(dtype: torch.dtype) -> str:
-    """The safetensors code of a dtype.
+    """Returns the safetensors code of a dtype.
 
-    Raises MtcliError for one that checkpoints do not hold.
+    Raises MtcliError for one that checkpoints do not support.
     """
     name = dtype_name(dtype)
     if name not in CODES:
@@ -61,7 +61,7 @@ class OpenFiles:
         self._files: OrderedDict[Path, IO[bytes]] = OrderedDict()
 
     def get(self, path: Path) -> IO[bytes]:
-        """Opens a file unless it is open. Raises MtcliError where it cannot be."""
+        """Opens a file unless it is open. Raises MtcliError where that fails."""
         if path not in self._files:
             try:
                 self._files[path] = open_untrusted(path, 0)
@@ -76,7 +76,7 @@ class OpenFiles:
         return OpenFiles, ()  # another process opens its own
 
     def close(self) -> None:
-        """Closes all."""
+        """Closes all files."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -86,7 +86,7 @@ class OpenFiles:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The box that two boxes of one tensor share, or None."""
+    """Returns the intersection of two boxes of one tensor, or None."""
     start = tuple(map(max, a.start, b.start))
     ends = [min(p + n, q + m) for p, n, q, m in zip(a.start, a.size, b.start, b.size, strict=True)]
     size = tuple(end - at for end, at in zip(ends, start, strict=True))
@@ -94,7 +94,7 @@ def intersection(a: Box, b: Box) -> Box | None:
 
 
 def read_box(file: IO[bytes], offset: int, shape: tuple[int, ...], box: Box, into: Tensor) -> None:
-    """Fills `into` [box.size] with a box of the tensor `shape` stored at a byte of a file.
+    """Fills `into` [box.size] with a box of the tensor `shape` stored at a byte offset of a file.
 
     `into` may have any strides; its dtype is that of the stored tensor. Raises MtcliError that
     names the file where it ends early or cannot be read.
@@ -123,7 +123,8 @@ def read_box(file: IO[bytes], offset: int, shape: tuple[int, ...], box: Box, int
 
 
 class _Runs:
-    """A box's contiguous runs: `rows` of `run` elements, `stride` apart, from each of `starts`."""
+    """The contiguous runs of a box: from each of `starts`, `rows` runs of `run` elements, `stride`
+    apart."""
 
     def __init__(self, shape: tuple[int, ...], box: Box, item: int) -> None:
         dim = len(shape)  # the run spans dims dim.. of the box

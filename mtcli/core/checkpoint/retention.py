@@ -1,8 +1,7 @@
-"""Retention of a run's checkpoints, and the lock that keeps those that are being read.
+"""Prunes a run's checkpoints, and locks those that are being read.
 
-Whoever opens a checkpoint takes a shared lock on its manifest, which is released when the
-`Checkpoint` is closed or collected, and with the process. Pruning needs the lock alone, and passes
-over what it does not get.
+A reader holds a shared lock on the manifest, released when the `Checkpoint` is closed or collected,
+and with the process. Pruning takes an exclusive lock, and skips a checkpoint where it cannot.
 """
 
 import fcntl
@@ -20,9 +19,9 @@ from mtcli.core.runtime.atomic_writes import partial_name
 
 
 class ReadLock:
-    """A shared lock on a checkpoint until this is collected.
+    """A shared lock on a checkpoint, held until this object is collected.
 
-    A pickled copy, in a process that works for the one that has the lock, has none.
+    A pickled copy, in a worker of the process with the lock, holds none.
     """
 
     def __init__(self, file: IO[bytes] | None = None) -> None:
@@ -32,7 +31,7 @@ class ReadLock:
         return ReadLock, ()
 
     def release(self) -> None:
-        """Lets the checkpoint be pruned."""
+        """Allows the checkpoint to be pruned."""
         if self._file:
             self._file.close()
 
@@ -41,7 +40,7 @@ def lock_for_reading(folder: Path) -> ReadLock:
     """Takes a shared lock that keeps a checkpoint from being pruned.
 
     The lock is empty where there is no manifest, or the file system has no locks. Raises MtcliError
-    where the checkpoint is being removed at this moment.
+    where the checkpoint is being removed.
     """
     path = folder / NAME
     try:
@@ -60,23 +59,27 @@ def lock_for_reading(folder: Path) -> ReadLock:
     raise wrong(message, "open the run's folder, or raise train.keep")
 
 
-def steps_to_remove(steps: list[int], keep: int, every: int) -> list[int]:
-    """Selects all steps but the newest `keep` (0: all) and the multiples of `every` (0: none)."""
+def steps_to_remove(steps: list[int], keep: int, keep_every: int) -> list[int]:
+    """Selects all steps but the newest `keep` (0: all) and multiples of `keep_every` (0: none)."""
     old = sorted(steps)[:-keep] if keep else []
-    return [step for step in old if not every or step % every]
+    return [step for step in old if not keep_every or step % keep_every]
 
 
 def prune(
-    root: Path, keep: int, every: int, newest: Path, warn: Callable[[str], None] = lambda text: None
+    root: Path,
+    keep: int,
+    keep_every: int,
+    newest: Path,
+    warn: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Removes all checkpoints but the newest `keep`, multiples of `every`, and `newest`.
+    """Removes all checkpoints but the newest `keep`, multiples of `keep_every`, and `newest`.
 
-    A link stays. A checkpoint that is being read stays until the next save. `warn` is told where a
-    checkpoint cannot be removed, holds other files, or lies on a file system without locks, which
-    does not say who reads.
+    A link stays. A checkpoint that is being read stays until the next save. `warn` is called where
+    a checkpoint cannot be removed, holds other files, or is on a file system without locks, where
+    readers are unknown.
     """
     folders = {step_of(folder): folder for folder in step_folders(root)}
-    for step in steps_to_remove(list(folders), keep, every):
+    for step in steps_to_remove(list(folders), keep, keep_every):
         if folders[step] == newest or folders[step].is_symlink():
             continue
         if unrelated := unrelated_files(folders[step]):

@@ -1,4 +1,4 @@
-"""The progress of a run as its checkpoint holds it, in the manifest's `extra`.
+"""Defines the progress of a run in its checkpoint: the manifest's `extra`.
 
 It has no tensors: samples consumed and from which data, updates, the loss scale, random state.
 """
@@ -21,16 +21,16 @@ class ScaleState(Section):
     good_steps: Count
     """steps without overflow since the scale last changed"""
     patience: Count
-    """overflows until it falls"""
+    """overflows until the scale is halved"""
 
 
 class DatasetRecord(Section):
-    """A data set that samples are drawn from, and how many were."""
+    """A dataset that samples are drawn from, and their number."""
 
     prefix: str
-    """where it was"""
+    """its path when samples were drawn"""
     weight: float | None
-    """share of the samples; None: by its tokens"""
+    """its share of the samples; None: in proportion to its tokens"""
     sha256: str
     """hash of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
     sampled: str
@@ -38,7 +38,7 @@ class DatasetRecord(Section):
     samples: Count
     """sequences drawn from it"""
     epoch: Count
-    """whole passes over its part of the split that these make"""
+    """complete passes over its part of the split that these samples make"""
 
 
 class SkippedBatch(Section):
@@ -53,26 +53,25 @@ class SkippedBatch(Section):
 
 
 class SampleRecord(Section):
-    """The record of consumed samples, as a checkpoint holds it."""
+    """The consumed samples, as a checkpoint records them."""
 
     model_config = ConfigDict(extra="ignore")
 
     split: tuple[float, float, float]
     """shares of train, valid and test"""
     tokens: Count
-    """trained on"""
+    """tokens trained on"""
     sources: tuple[DatasetRecord, ...]
     skipped: tuple[SkippedBatch, ...]
     planned: Count | None = None
-    """samples that the run was to have when it began, which decides the order of all"""
+    """number of samples when the run began, which decides the order of all"""
     subset: str | None = None
     """hash of the members of data.subset and their weights"""
 
 
 class RandomState(Section):
-    """The state of the random numbers: each is a function of the seed, a name, the step and a
-    global index (keyed counters), so no generator has a state of its own.
-    """
+    """The state of random numbers. Each is a function of the seed, a name, the step and a global
+    index (keyed counters), so no generator has a state of its own."""
 
     kind: Literal["counter"] = "counter"
     seed: Count
@@ -80,10 +79,10 @@ class RandomState(Section):
 
 
 class BaseRecord(Section):
-    """The weights that a run's adapters are for."""
+    """The base weights of a run's adapters."""
 
     path: str
-    """where they were"""
+    """their folder when the run began"""
     hash: str
     """hash of the manifest, or of blocks of the tensors' files"""
 
@@ -100,17 +99,17 @@ class RunProgress(Section):
     loss_scale: ScaleState | None = None
     """the loss scale, in a float16 run whose scale is dynamic"""
     random: RandomState | None = None
-    """what initial weights, dropout and the order of the data are drawn from"""
+    """the source of initial weights, dropout and the order of the data"""
     samples: SampleRecord | None = None
     """the consumed samples"""
     sync: dict[str, Any] = {}
-    """counters of what replicas exchange"""
+    """counters of the replicas' exchanges"""
     base: BaseRecord | None = None
-    """the weights that adapters are trained for, in a run that trains some"""
+    """the base weights, in a run that trains adapters"""
 
 
 def progress_of(checkpoint: Checkpoint) -> RunProgress:
-    """Reads the progress of a checkpoint's run; raises MtcliError where it makes no sense."""
+    """Reads the progress of a checkpoint's run. Raises MtcliError for invalid progress."""
     try:
         return RunProgress.model_validate(checkpoint.extra)
     except ValidationError as error:
@@ -120,9 +119,9 @@ def progress_of(checkpoint: Checkpoint) -> RunProgress:
 
 
 def planned_samples(checkpoint: Checkpoint) -> int | None:
-    """Samples that a checkpoint's run was to have when it began, as far as that is known.
+    """Returns the number of samples of a checkpoint's run when it began, as far as known.
 
-    Where its record does not say, it was written while each resume planned anew.
+    A record without it was written by a version in which each resume planned anew.
     """
     record, config = progress_of(checkpoint).samples, checkpoint.config
     if record is not None and record.planned is not None:

@@ -1,14 +1,15 @@
 """Reads the safetensors format: a header that is checked as untrusted, and boxes of tensors.
 
 A file is a little-endian uint64 header length, a JSON header of name -> {dtype, shape,
-data_offsets}, and the tensors' bytes, which tile the rest of the file without holes. Nothing in a
-file is executed. Every failure is an MtcliError that names the file.
+data_offsets}, and the tensors' bytes, which tile the rest of the file. Nothing in a file is
+executed. Every failure is an MtcliError that names the file.
 
-The safetensors library is not used: it gives no offsets for range reads, writes no block before it
-has every tensor, waits for a named pipe, and takes a name twice and shapes that no int64 counts.
+The safetensors library is not used: it has no offsets for range reads, writes no block before it
+has every tensor, waits for a named pipe, and accepts duplicate names and shapes that overflow
+int64.
 
-The dtypes that checkpoints of any format hold are named here too, without torch: by our names, by
-those of flags and by the codes of the header.
+The table of dtypes that checkpoints support is here too, without torch: our names, those of flags
+and the codes of the header.
 """
 
 import json
@@ -42,7 +43,7 @@ Planned = tuple[str, str, tuple[int, ...]]  # a tensor to be written: its name, 
 
 
 def parse_dtype(text: str) -> str:
-    """Our name of a dtype such as "bf16" or "bfloat16", as flags give it.
+    """Returns our name of a dtype such as "bf16" or "bfloat16", as flags give it.
 
     Raises MtcliError that lists the names.
     """
@@ -53,7 +54,7 @@ def parse_dtype(text: str) -> str:
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a file: its dtype's code, its shape, and where its bytes lie in the file."""
+    """A tensor of a file: its dtype's code, its shape, and its byte offset in the file."""
 
     code: str
     shape: tuple[int, ...]
@@ -64,8 +65,8 @@ class TensorEntry(NamedTuple):
 class StoredBox(NamedTuple):
     """A tensor of a file as a box of a global tensor.
 
-    The tensor `key` of `shape` is seen as shape `view`; dimension d of the box, which starts at
-    `start`, is dimension axes[d] of the view. A Hugging Face family names keys and leaves `file`
+    The tensor `key` of `shape` is viewed as shape `view`; dimension d of the box, which starts at
+    `start`, is dimension axes[d] of the view. A Hugging Face family sets keys, and leaves `file`
     and the dtype's `code` to the folder. `replica` is the data-parallel replica that has these
     elements, or None where all have them.
     """
@@ -116,7 +117,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def header_of(file: IO[bytes]) -> dict[str, TensorEntry]:
-    """`read_header` of an open file, by one read where the header is not long."""
+    """Reads the header of an open file (`read_header`), in one read where it is short."""
     path, size = Path(file.name), os.fstat(file.fileno()).st_size
     text = os.pread(file.fileno(), READ_BYTES, 0)
     length = int.from_bytes(text[:8], "little")
@@ -130,7 +131,7 @@ def header_of(file: IO[bytes]) -> dict[str, TensorEntry]:
 
 
 def encode_header(tensors: list[Planned], metadata: dict[str, str]) -> bytes:
-    """Encodes the first bytes of a file of tensors, in that order."""
+    """Encodes the header of a file of tensors, in that order."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     at = 0
     for name, code, shape in tensors:
@@ -143,7 +144,7 @@ def encode_header(tensors: list[Planned], metadata: dict[str, str]) -> bytes:
 
 
 def damaged(path: Path, what: str) -> MtcliError:
-    """The error for a file that is not what it should be."""
+    """Builds the error of a damaged file."""
     return wrong(f"{path} is damaged: {what}", "use another copy or an earlier checkpoint")
 
 
@@ -165,8 +166,8 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(path: Path, header: dict[str, Any], start: int, size: int) -> dict[str, TensorEntry]:
-    about = header.pop("__metadata__", None) or {}
-    if not isinstance(about, dict) or not all(map(is_text, (*about, *about.values()))):
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(map(is_text, (*metadata, *metadata.values()))):
         raise damaged(path, "its __metadata__ is not a table of text")
     entries = {name: _entry(path, name, value, start) for name, value in header.items()}
     end = start

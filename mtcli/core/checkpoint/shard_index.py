@@ -1,8 +1,9 @@
-"""The shards of a checkpoint as tables of numbers, for thousands of ranks and millions of shards.
+"""Holds the shards of a checkpoint as tables of numbers, for thousands of ranks and millions of
+shards.
 
-A table has a row for each shard of a tensor [shards, 3 + 2 * dims]: its file, its key there, its
-replica (-1: all have it), and where its box starts and its size. Tensors whose rows are equal share
-a table: a layer's weights and moments do, and those of the layers of a stage.
+A table has a row for each shard of a tensor [shards, 3 + 2 * dims]: its file, its key in the file,
+its replica (-1: all have it), and the start and size of its box. Tensors with equal rows share a
+table: a layer's weights and moments do, and those of a stage's layers.
 """
 
 import zlib
@@ -28,7 +29,7 @@ Packed = tuple[int, str]  # columns, and their rows' differences: int64, deflate
 
 
 class IndexedTensor(NamedTuple):
-    """A global tensor: the keys that its shards have in their files, and its table's number."""
+    """A global tensor: the keys of its shards in their files, and the number of its table."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -49,7 +50,7 @@ class ShardIndex:
     def add(
         self, name: str, kind: tuple[str, tuple[int, ...]], rows: list[tuple[Any, ...]]
     ) -> None:
-        """Adds a tensor of (dtype, shape), whose rows have a key's name for its number."""
+        """Adds a tensor of (dtype, shape); in `rows`, the key is a name, which becomes a number."""
         keys = tuple(dict.fromkeys(row[KEY] for row in rows))
         number = {key: index for index, key in enumerate(keys)}
         numbers = tuple((row[FILE], number[row[KEY]], *row[REPLICA:]) for row in rows)
@@ -60,14 +61,14 @@ class ShardIndex:
         self.tensors[name] = IndexedTensor(*kind, keys, table)
 
     def number_of(self, content: Any, make: Any) -> int:
-        """The number of the table with this content, which is made where there is none."""
+        """Returns the number of the table for `content`; calls `make` for a new one."""
         if content not in self._numbers:
             number = self._numbers[content] = len(self._numbers)
             self._tables[number] = make()
         return self._numbers[content]
 
     def table(self, tensor: IndexedTensor) -> Table:
-        """The rows of a tensor's shards. Raises ValueError where they are damaged."""
+        """Returns the rows of a tensor's shards. Raises ValueError where they are damaged."""
         if tensor.table not in self._tables:
             if not 0 <= tensor.table < len(self.packed):
                 raise ValueError(f"there is no table {tensor.table}")
@@ -77,15 +78,15 @@ class ShardIndex:
         return self._tables[tensor.table]
 
     def packed_tables(self) -> list[Packed]:
-        """All tables as text."""
+        """Encodes all tables as text."""
         return self.packed or [pack(self._tables[number]) for number in range(len(self._tables))]
 
     def num_shards(self) -> int:
-        """The shards of all tensors."""
+        """Counts the shards of all tensors."""
         return sum(len(self.table(tensor)) for tensor in self.tensors.values())
 
     def records(self, tensor: IndexedTensor) -> list[dict[str, Any]]:
-        """The shards of a tensor as a manifest's records."""
+        """Converts the shards of a tensor to a manifest's records."""
         boxes = StoredShards(self, tensor, "")
         return [
             {"file": b.file, "key": b.key, "start": b.start, "size": b.shape, "replica": b.replica}
@@ -94,14 +95,15 @@ class ShardIndex:
 
 
 def pack(rows: Table) -> Packed:
-    """A table as text: rows follow in equal steps mostly, so that their differences are few."""
+    """Compresses a table to text, by differences of rows, which are mostly equal."""
     steps = np.diff(rows, axis=0, prepend=np.zeros((1, rows.shape[1]), dtype=np.int64))
     data = np.ascontiguousarray(steps.T, dtype="<i8").tobytes()
     return rows.shape[1], b64encode(zlib.compress(data)).decode()
 
 
 def unpack(columns: int, text: str, most: int) -> Table:
-    """The rows [shards, columns] of `pack`. Raises ValueError for others and over `most` bytes."""
+    """Decodes the rows [shards, columns] of `pack`. Raises ValueError for other text and over
+    `most` bytes."""
     inflate = zlib.decompressobj()
     try:
         data = inflate.decompress(b64decode(text, validate=True), max(most, 1))
@@ -113,9 +115,9 @@ def unpack(columns: int, text: str, most: int) -> Table:
 
 
 def merge(parts: Sequence[ShardIndex]) -> ShardIndex:
-    """The shards of several indices, in order; each counts its own files.
+    """Merges the shards of several indices, in order; each numbers its own files.
 
-    Raises ValueError where a tensor is of one kind in one and of another in the next.
+    Raises ValueError where a tensor has different dtypes or shapes.
     """
     merged = ShardIndex(file for part in parts for file in part.files)
     holders: dict[str, list[tuple[int, IndexedTensor]]] = defaultdict(list)
@@ -149,8 +151,8 @@ def merge(parts: Sequence[ShardIndex]) -> ShardIndex:
 
 
 def fault_of(index: ShardIndex, replicas: int) -> str:
-    """Words what cannot be true of an index; "" where each tensor's shards, of each replica, tile
-    it, are in files that are listed, and no tensor of a file is there twice."""
+    """Words a contradiction in an index; "" where each tensor's shards, of each replica, tile it,
+    their files are listed, and no stored tensor is used twice."""
     sound: set[tuple[tuple[int, ...], int]] = set()
     with_key: dict[str, list[tuple[int, int]]] = defaultdict(list)  # of a key: tables, its number
     for name, tensor in index.tensors.items():
@@ -173,9 +175,9 @@ def fault_of(index: ShardIndex, replicas: int) -> str:
         files = np.concatenate(
             [tables[table][tables[table][:, KEY] == number, FILE] for table, number in uses]
         )
-        known, counts = np.unique(files, return_counts=True)
+        file_numbers, counts = np.unique(files, return_counts=True)
         if (counts > 1).any():  # a small file would be a model of any size
-            return f"{key} of {index.files[known[counts > 1][0]]} is in it twice"
+            return f"{key} of {index.files[file_numbers[counts > 1][0]]} is in it twice"
         once.update(uses)
     return ""
 
@@ -195,15 +197,15 @@ def _table_fault(
         return f"the pieces of {name} have negative numbers"
     differs = (rows[:, REPLICA] >= 0).any()
     for replica in range(replicas) if differs else (-1,):
-        own = rows[(rows[:, REPLICA] == -1) | (rows[:, REPLICA] == replica), BOX:]
-        if fault := tiling_fault(tensor.shape, own[:, :dims], own[:, dims:]):
+        boxes = rows[(rows[:, REPLICA] == -1) | (rows[:, REPLICA] == replica), BOX:]
+        if fault := tiling_fault(tensor.shape, boxes[:, :dims], boxes[:, dims:]):
             which = name if replica < 0 else f"replica {replica} of {name}"
             return f"the pieces of {which} {fault}"
     return ""
 
 
 def boxes_fault(shape: tuple[int, ...], boxes: list[Box]) -> str:
-    """`tiling_fault` of boxes with any numbers that are not negative."""
+    """Applies `tiling_fault` to boxes of non-negative numbers of any size."""
     for box in boxes:
         if not len(box.start) == len(box.size) == len(shape):
             return f"do not have the {len(shape)} dimensions of its shape"
@@ -231,7 +233,7 @@ def tiling_fault(shape: tuple[int, ...], starts: Table, sizes: Table) -> str:
 
 
 def _overlap(starts: Table, ends: Table) -> str:
-    """Says where boxes share an element; they are counted by cells of the grid of all edges."""
+    """Says where boxes overlap, by counting them in the cells of the grid of all edges."""
     split = ((starts != starts[0]) | (ends != ends[0])).any(axis=0)  # other dims are alike in all
     split[0] |= not split.any()
     empty = (starts == ends).any(axis=1)
@@ -262,10 +264,8 @@ def _overlap(starts: Table, ends: Table) -> str:
 
 
 class StoredShards(Sequence[StoredBox]):
-    """The stored boxes of a tensor of an index, each made when it is asked for.
-
-    With `replica` only the boxes of that replica are there.
-    """
+    """The stored boxes of a tensor of an index, built on demand; only those of `replica` where
+    given."""
 
     def __init__(
         self, index: ShardIndex, tensor: IndexedTensor, code: str, replica: int | None = None
@@ -293,15 +293,15 @@ class StoredShards(Sequence[StoredBox]):
 
     @property
     def differs(self) -> bool:
-        """Whether replicas have other elements."""
+        """True where replicas have different elements."""
         return bool((self.rows[:, REPLICA] >= 0).any())
 
     def of_replica(self, index: int) -> "StoredShards":
-        """The boxes of one replica."""
+        """Returns the boxes of one replica."""
         return StoredShards(self.shards, self.tensor, self.code, index)
 
     def meeting(self, box: Box, replica: int | None) -> Iterator[StoredBox]:
-        """Yields the boxes of a replica, or of all, that share elements with a box."""
+        """Yields the boxes of a replica, or of all, that overlap a box."""
         dims, rows = len(box.start), self.rows
         low = np.maximum(rows[:, BOX : BOX + dims], box.start)
         high = np.minimum(

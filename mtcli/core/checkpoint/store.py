@@ -1,8 +1,8 @@
-"""Saves a checkpoint: every rank writes the shards that it owns, and a rename makes it real.
+"""Saves a checkpoint: every rank writes the shards that it owns, and a rename completes it.
 
-A folder under its final name is complete: it is written aside, every file is fsynced, and the
-manifest comes last. A save that fails on any rank fails on all, and leaves what was there before.
-What the ranks have written goes up a tree, whose nodes merge it, to rank 0 alone.
+A folder with its final name is complete: files are written to a temporary folder and fsynced, the
+manifest last. A save that fails on any rank fails on all, and leaves earlier checkpoints.
+Descriptions of what ranks wrote are merged up a tree to rank 0.
 """
 
 import errno
@@ -50,10 +50,10 @@ Result = TypeVar("Result")
 
 
 class Shard(NamedTuple):
-    """A rank's box of a global tensor of `shape`: without padding, and written by one rank only.
+    """A rank's box of a global tensor of `shape`, without padding; no other rank writes it.
 
-    `replica` is the data-parallel replica that has these elements, or None where all have them.
-    The tensor may be on the meta device, where its elements are made as they are written.
+    `replica` is the data-parallel replica that has these elements, or None where all have them. The
+    tensor may be on the meta device, where its elements are produced as they are written.
     """
 
     name: str
@@ -86,13 +86,12 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
 ) -> Path:
     """Writes root/step-<step> from all ranks together and returns it; every rank calls it.
 
-    `progress` is called as the save goes on. `extra` is JSON. Then the newest `keep` checkpoints
-    stay (0: all), and those of multiples of `keep_every`. `attached` are further files to copy, by
-    their names in the folder. Tensors whose shards name a replica are to be given for each of
-    `replicas`. `warn` is told of what cannot be removed.
+    `progress` is called during the save. `extra` is JSON. Afterwards the newest `keep` checkpoints
+    stay (0: all), and those of multiples of `keep_every`. `attached` maps names in the folder to
+    further files to copy. A tensor whose shards name a replica must have shards for each of
+    `replicas`. `warn` is called with what cannot be removed.
 
-    Raises MtcliError (exit 1) on every rank where any could not write; the checkpoints that were
-    there remain.
+    Raises MtcliError (exit 1) on every rank where any could not write; earlier checkpoints remain.
     """
     final = root / step_name(step)
     partial = partial_name(final)
@@ -116,12 +115,12 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
     def finish() -> None:
         files = tokenizer_files(tokenizer, names=TOKENIZER_FILES)
         copied = {f"{TOKENIZER}/{name}": path for name, path in files.items()}
-        commit(partial, written, about, config_toml, copied | dict(attached or {}))
+        commit(partial, written, facts, config_toml, copied | dict(attached or {}))
         replace_folder(partial, final)
 
     needed, world = ranks.tell(ranks.merge([_nbytes(shards), 1], _sums))
     block_bytes = block_bytes_of(needed)
-    about = {"step": step, "world": world, "extra": extra, "replicas": replicas}
+    facts = {"step": step, "world": world, "extra": extra, "replicas": replicas}
     try:
         save_together(ranks, prepare if ranks.rank == 0 else lambda: None)
         written = ranks.merge(save_together(ranks, write), merge_written)
@@ -137,15 +136,15 @@ def save(  # noqa: PLR0913 - what a checkpoint holds, by name; a bundle would on
 
 
 def _remove_stale(root: Path) -> None:
-    """Removes what killed runs left of checkpoints, where nothing else is in it."""
+    """Removes the temporary folders of killed saves, unless they hold other files."""
     for stale in root.glob(f"step-*{PARTIAL}"):
         if stale.is_dir() and not stale.is_symlink() and not unrelated_files(stale):
             shutil.rmtree(stale, ignore_errors=True)
 
 
 def block_bytes_of(size: int) -> int:
-    """The block of hashes for a checkpoint of a size: a power of two times BLOCK_BYTES, so that it
-    has at most MAX_BLOCKS besides one for each file."""
+    """Returns the block size of hashes for a checkpoint of `size` bytes: a power of two times
+    BLOCK_BYTES, which gives at most MAX_BLOCKS, plus one per file."""
     block = BLOCK_BYTES
     while size > MAX_BLOCKS * block:
         block *= 2
@@ -161,8 +160,7 @@ def _sums(values: list[list[int]]) -> list[int]:
 
 
 def elements(shard: Shard, progress: Callable[[], None] = lambda: None) -> Iterator[Tensor]:
-    """Yields the elements of a shard by boxes of at most BOX_BYTES, after each of which `progress`
-    is called."""
+    """Yields the elements of a shard by boxes of at most BOX_BYTES; calls `progress` after each."""
     most = BOX_BYTES // shard.tensor.element_size()
     for box in boxes_of_at_most(tuple(shard.tensor.shape), most):
         yield shard.tensor[box.slices]
@@ -176,9 +174,9 @@ def write_shards(
     read: Callable[[Shard], Iterable[Tensor]] = elements,
     block_bytes: int = BLOCK_BYTES,
 ) -> RankManifest:
-    """Writes a rank's file in `folder`, and none where the rank owns nothing.
+    """Writes a rank's file in `folder`; no file where the rank owns nothing.
 
-    `read` gives consecutive runs of a shard's elements.
+    `read` yields consecutive runs of a shard's elements.
     """
     full = [shard for shard in shards if shard.tensor.numel()]
     full.sort(key=lambda shard: -shard.tensor.element_size())  # all aligned to their item's size
@@ -202,14 +200,15 @@ def write_shards(
 def commit(
     partial: Path,
     written: dict[str, Any],
-    about: dict[str, Any],
+    facts: dict[str, Any],
     config_toml: str,
     attached: dict[str, Path],
 ) -> None:
     """Adds the small files and, last, the manifest to a folder that holds the ranks' files.
 
-    `written` is of `merge_written`. `about` are the manifest's step, world, extra and, where they
-    differ, number of replicas; `attached` maps names in the folder to files that are copied.
+    `written` is the result of `merge_written`. `facts` are the manifest's step, world, extra and,
+    where they differ, number of replicas; `attached` maps names in the folder to files that are
+    copied.
     """
     if fault := written["fault"]:
         raise failed(fault)
@@ -218,19 +217,19 @@ def commit(
     for name, source in sorted(attached.items()):
         (partial / name).parent.mkdir(exist_ok=True)
         files[name] = write_bytes(partial / name, read_untrusted(source))
-    manifest = Manifest.of(_index(written), files, **about)
+    manifest = Manifest.of(_index(written), files, **facts)
     check_shards(partial / NAME, manifest)
     write_bytes(partial / NAME, manifest.as_short().to_bytes())
 
 
 def dump_written(written: RankManifest) -> dict[str, Any]:
-    """Turns what a rank wrote into JSON that is small and quick to merge."""
+    """Converts a rank's manifest to JSON that is small and quick to merge."""
     files = {name: record.model_dump() for name, record in written.files.items()}
     return _dump(index_of(written), files)
 
 
 def merge_written(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Joins what ranks wrote, in their order; `fault` is the first reason why it does not fit."""
+    """Merges the ranks' manifests in order; `fault` is the first contradiction."""
     files = {name: record for part in parts for name, record in part["files"].items()}
     fault = next((part["fault"] for part in parts if part["fault"]), "")
     try:
@@ -261,9 +260,9 @@ def _index(part: dict[str, Any]) -> ShardIndex:
 
 
 def save_together(ranks: Ranks, work: Callable[[], Result]) -> Result:
-    """Runs `work` on each rank and returns this one's result.
+    """Runs `work` on each rank and returns this rank's result.
 
-    Raises MtcliError (exit 1) on every rank where it failed on any, with that one's reason.
+    Raises MtcliError (exit 1) on every rank where it failed on any, with that rank's reason.
     """
     result, fault = list[Result](), ""
     try:
@@ -274,8 +273,8 @@ def save_together(ranks: Ranks, work: Callable[[], Result]) -> Result:
         fault = f"{error.filename or 'writing'}: {error.strerror or error}"
     except Exception as error:  # any: the other ranks wait and must be told
         fault = f"{type(error).__name__}: {error}"
-    own = [[f"rank {ranks.rank}: {fault}"] if fault else [], int(bool(fault))]
-    faults, count = ranks.tell(ranks.merge(own, _first_faults))
+    report = [[f"rank {ranks.rank}: {fault}"] if fault else [], int(bool(fault))]
+    faults, count = ranks.tell(ranks.merge(report, _first_faults))
     if count > len(faults):
         faults.append(f"and {count - len(faults)} more ranks")
     if faults:
@@ -285,5 +284,5 @@ def save_together(ranks: Ranks, work: Callable[[], Result]) -> Result:
 
 
 def _first_faults(values: list[Any]) -> list[Any]:
-    faults = [fault for told, _ in values for fault in told]
+    faults = [fault for named, _ in values for fault in named]
     return [faults[:NAMED], sum(count for _, count in values)]

@@ -1,1 +1,2 @@
-"""The run config: schema, rules, loading, and the errors that users read. Imports no torch."""
+"""Defines the run config: schema, rules, loading, and the errors that users read. Imports no
+torch."""

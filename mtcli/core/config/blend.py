@@ -1,4 +1,5 @@
-"""The words of the data section: blends of datasets and splits of them, in Megatron's words."""
+"""Parses the words of the data section: blends of datasets and their splits, as Megatron's flags
+have them."""
 
 import math
 import re
@@ -14,11 +15,11 @@ SPLITS: tuple[Which, ...] = ("train", "valid", "test")
 def read_blend(
     words: Sequence[str], field: str = ""
 ) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
-    """(prefixes, their weights where the words give any), of any sum.
+    """Parses words into (prefixes, their weights where given, with any sum).
 
-    An odd number of words is all prefixes. An even number is pairs of weight and prefix if every
-    first of a pair is a number, prefixes if none is. Raises MtcliError for a mixture, and for
-    weights that cannot be.
+    An odd number of words is all prefixes. An even number is pairs of weight and prefix if the
+    first of every pair is a number, and prefixes if none is. Raises MtcliError for a mixture, and
+    for invalid weights.
     """
     if not words:
         raise wrong("no data paths", 'give prefixes, or weights and prefixes: ["0.7", "a"]', field)
@@ -38,9 +39,10 @@ def read_blend(
 
 
 def read_split(text: str, field: str = "") -> tuple[float, float, float]:
-    """The shares of train, valid and test, of any sum: "969,30,1", padded with zeros to three.
+    """Parses the shares of train, valid and test, with any sum: "969,30,1", padded with zeros to
+    three.
 
-    Raises MtcliError where they are none.
+    Raises MtcliError for anything else.
     """
     try:
         shares = [float(word) for word in re.findall(r"[.0-9]+", text)]

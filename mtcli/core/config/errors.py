@@ -1,4 +1,4 @@
-"""The one error a user sees: what is wrong with both numbers, then a hint, and an exit code."""
+"""Defines the error that users see: what is wrong with both numbers, a hint, and an exit code."""
 
 from collections.abc import Callable
 from enum import IntEnum
@@ -8,13 +8,13 @@ _CODES = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(
 
 
 def visible(text: str) -> str:
-    """Shows control characters other than tabs and line ends by their codes: names and texts out of
-    files move no cursor, ring no bell and hide nothing."""
+    """Replaces control characters other than tabs and line ends by their codes, so that untrusted
+    names and texts move no cursor, ring no bell and hide nothing."""
     return text.translate(_CODES)
 
 
 class Exit(IntEnum):
-    """Exit codes of every command."""
+    """The exit codes of every command."""
 
     DONE = 0
     FAILED = 1  # the work failed: a check did not hold, a run died
@@ -23,7 +23,7 @@ class Exit(IntEnum):
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong: `message` carries both numbers, `hint` names what would be right."""
+    """A single fault: `message` has both numbers, `hint` names legal values."""
 
     message: str
     hint: str = ""
@@ -35,9 +35,9 @@ class Problem(NamedTuple):
 
 
 class MtcliError(Exception):
-    """Wrong input (exit 2) or failed work (exit 1), as a list of problems, all found at once.
+    """Wrong input (exit 2) or failed work (exit 1), as a list of all problems.
 
-    `hint` closes the text: what would cure several of them together.
+    `hint` ends the text: a cure for several of them.
     """
 
     def __init__(self, *problems: Problem, code: Exit = Exit.WRONG_INPUT, hint: str = "") -> None:
@@ -49,44 +49,44 @@ class MtcliError(Exception):
         self.code = code
 
     def about(self, field: str) -> "MtcliError":
-        """Names the field that its problems are about, where they name none."""
+        """Sets the field of the problems that name none; returns the error."""
         problems = (p if p.field else p._replace(field=field) for p in self.problems)
         return MtcliError(*problems, code=self.code, hint=self.hint)
 
     def as_json(self) -> dict[str, Any]:
-        """The problems as JSON, as any command answers them."""
-        told = [{"field": p.field, "message": p.message, "hint": p.hint} for p in self.problems]
-        return {"ok": False, "problems": told}
+        """Returns the problems as a command's JSON."""
+        entries = [{"field": p.field, "message": p.message, "hint": p.hint} for p in self.problems]
+        return {"ok": False, "problems": entries}
 
     def dump(self) -> dict[str, Any]:
-        """Serialises the error, as one rank sends it to another in JSON."""
+        """Serialises the error as JSON, for another rank."""
         problems = [list(problem) for problem in self.problems]
         return {"code": int(self.code), "problems": problems, "hint": self.hint}
 
     @staticmethod
     def load(fields: dict[str, Any]) -> "MtcliError":
-        """Reads the error that `dump` has written."""
+        """Reads an error that `dump` serialised."""
         problems = (Problem(*problem) for problem in fields["problems"])
         return MtcliError(*problems, code=Exit(fields["code"]), hint=fields["hint"])
 
 
 def wrong(message: str, hint: str = "", field: str = "") -> MtcliError:
-    """The error for one thing that is wrong with the user's input (exit 2)."""
+    """Builds the error of one fault in the user's input (exit 2)."""
     return MtcliError(Problem(message, hint, field))
 
 
 def failed(message: str, hint: str = "") -> MtcliError:
-    """The error for work that was legal and did not succeed (exit 1)."""
+    """Builds the error of legal work that did not succeed (exit 1)."""
     return MtcliError(Problem(message, hint), code=Exit.FAILED)
 
 
 def collect_errors(
     *steps: Callable[[], Any], otherwise: Callable[[], Any] | None = None
 ) -> list[Any]:
-    """Takes every step and returns their results, or raises what went wrong in all of them.
+    """Runs every step and returns the results, or raises the problems of all steps, each once.
 
-    `otherwise` is a step that is taken only where another has failed: what is checked later in any
-    case, and is told with the rest. Raises MtcliError with each problem once.
+    `otherwise` is a further step that runs only where another has failed: a check that would come
+    later in any case.
     """
     results: list[Any] = []
     errors: list[MtcliError] = []

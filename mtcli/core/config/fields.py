@@ -1,7 +1,7 @@
 """Describes the legal values of a config field, for errors and for docs/config.md.
 
-A section is a frozen pydantic model. Every number has a range, outside of which it would be a slip
-of the pen: the field's own bounds, which are the one truth. Nothing here repeats a number.
+A section is a frozen pydantic model. Every number has a range, its field's own bounds, to catch
+typing errors; this module repeats no number.
 """
 
 import re
@@ -27,7 +27,8 @@ NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def _is_number(value: Any) -> Any:
-    """Whether a value is a number: TOML's booleans are not, though Python's are."""
+    """Returns a number. Raises ValueError for a boolean, which is a number in Python though not in
+    TOML, and for one that is nearer to 0 than SMALLEST."""
     if isinstance(value, bool):
         raise ValueError("should be a number")
     if isinstance(value, float) and 0.0 < abs(value) < SMALLEST:
@@ -62,7 +63,7 @@ class Section(BaseModel):
 
 
 class FieldKind(NamedTuple):
-    """The values that a field takes."""
+    """The legal values of a field."""
 
     base: Any  # int, float, bool, str, tuple, Literal, or the class of a section
     options: tuple[Any, ...] = ()  # of a Literal
@@ -73,7 +74,7 @@ class FieldKind(NamedTuple):
 
     @property
     def range(self) -> str:
-        """The bounds in words: 'from 1 to 1,000,000,000'; empty for a kind that is no number."""
+        """The bounds in words: 'from 1 to 1,000,000,000'; empty where the kind has none."""
         if self.low is None:
             return ""
         return f"from {_figure(self.low)} to " + (
@@ -98,10 +99,10 @@ def either(words: Iterable[str]) -> str:
 
 
 def kind_of(annotation: Any, bounds: Sequence[Any] = ()) -> FieldKind:
-    """The kind of a type, with the bounds that stand beside it."""
+    """Returns the kind of a type, bounded by `bounds` and its annotations."""
     if get_origin(annotation) is Annotated:
-        inner, *beside = get_args(annotation)
-        more = [extra.metadata if isinstance(extra, FieldInfo) else [extra] for extra in beside]
+        inner, *extras = get_args(annotation)
+        more = [extra.metadata if isinstance(extra, FieldInfo) else [extra] for extra in extras]
         return kind_of(inner, [*chain(*more), *bounds])
     if NoneType in get_args(annotation):
         return kind_of(next(arg for arg in get_args(annotation) if arg is not NoneType), bounds)
@@ -118,12 +119,12 @@ def kind_of(annotation: Any, bounds: Sequence[Any] = ()) -> FieldKind:
 
 
 def field_kind(field: FieldInfo) -> FieldKind:
-    """The kind of a section's field."""
+    """Returns the kind of a section's field."""
     return kind_of(field.annotation, field.metadata)
 
 
 def section_at(root: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
-    """Finds the section that a path of names leads to; None where there is none."""
+    """Finds the section at a path of names; None where there is none."""
     section = root
     for key in path:
         if key not in section.model_fields:
@@ -136,7 +137,7 @@ def section_at(root: type[BaseModel], path: Sequence[str | int]) -> type[BaseMod
 
 
 def refused_value(root: type[BaseModel], detail: ErrorDetails) -> Problem:
-    """The problem of a value that pydantic refused, with a legal value as its hint."""
+    """Builds the problem of a value that pydantic refused, with a legal value as its hint."""
     *parents, name = detail["loc"]
     items = [name] if isinstance(name, int) else []
     if items:
@@ -155,9 +156,9 @@ def refused_value(root: type[BaseModel], detail: ErrorDetails) -> Problem:
 
 
 def refused(name: str, kind: FieldKind, value: Any, default: Any = None) -> Problem:
-    """The problem of an illegal value of a field or flag, with a legal one as its hint.
+    """Builds the problem of an illegal value of a field or flag, with a legal one as its hint.
 
-    The words of a command line are taken for the numbers that they are.
+    Text is read as the number that it spells.
     """
     number = _number(value) if name.startswith("--") and kind.base in (int, float) else value
     said = f"{shown(number)} should be {_fault(kind, number)}"
@@ -172,7 +173,7 @@ def _number(word: Any) -> Any:
 
 
 def _fault(kind: FieldKind, value: Any) -> str:
-    """The legal values in words, with the bound that a number breaks."""
+    """Words the legal values, with the bound that a number breaks."""
     if kind.base not in (int, float):
         return kind.words
     if type(value) not in (int, float):
@@ -213,7 +214,7 @@ def _hint(kind: FieldKind, name: str, value: Any, default: Any) -> str:
 
 
 def _written_out(value: Any) -> list[str]:
-    """The numbers that a word such as 8k, 10% or 1,000 may stand for, in digits."""
+    """Returns in digits the numbers that a word such as 8k, 10% or 1,000 may stand for."""
     match = re.fullmatch(r"(\d{1,3}(?:,\d{3})+|\d{1,9})([kKmMbB%]?)", str(value))
     if not match or match[0].isdecimal():
         return []
@@ -236,28 +237,32 @@ def _figure(number: Any) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    """The divisors of n, ascending."""
+    """Returns the divisors of n, ascending."""
     small = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def multiples_around(number: int, unit: int) -> list[int]:
-    """The multiples of `unit` on both sides of a number, ascending; none below one unit."""
+    """Returns the multiples of `unit` on both sides of a number, ascending; at least one unit."""
     return sorted({max(unit, number // unit * unit), -(-number // unit) * unit})
 
 
 def listing(numbers: list[int]) -> str:
-    """Joins values as '1, 2, 4 or 8'; long lists keep their ends."""
+    """Joins values as '1, 2, 4 or 8'; shortens long lists to their ends."""
     if len(numbers) > 10:
         return f"{', '.join(map(str, numbers[:8]))}, ... or {numbers[-1]}"
     return either(map(str, numbers))
 
 
-def divides(field: str, size: int, of: str, number: int, called: str = "") -> Iterator[Problem]:
-    """Yields a problem of `field` where its size does not divide a number, which `of` names. The
-    size is `called` so where it is not the field's own."""
+def divides(
+    field: str, size: int, dividend: str, number: int, called: str = ""
+) -> Iterator[Problem]:
+    """Yields a problem of `field` where `size` does not divide `number`.
+
+    The message names the number `dividend`, and the size as the field, or as `called`.
+    """
     if number % size:
-        name = of.removeprefix("model.")
+        name = dividend.removeprefix("model.")
         short = called or field.rpartition(".")[2]
         legal = [d for d in divisors(number) if d <= 4 * size]
         yield Problem(f"{short}={size} does not divide {name}={number}", listing(legal), field)

@@ -1,9 +1,9 @@
-"""Selects the linear layers that `train.precision = "fp8"` multiplies in float8, on a layout.
+"""Selects the linear layers that `train.precision = "fp8"` computes in float8, on a layout.
 
-The GEMMs of attention, MLP and shared expert are; embedding, head, router, norms and routed
-experts, whose grouped GEMMs are bfloat16's, are not. GPUs take rows of whole 16 bytes, and blocks
-of 128: a layer whose weight on a rank has another size is multiplied in bfloat16, with the same
-result as under precision = "bf16".
+Those are the GEMMs of attention, MLP and shared expert. Embedding, head, router, norms and routed
+experts, whose grouped GEMMs are bfloat16, are not. Scaled GEMMs need rows and columns in multiples
+of 16, or of 128 with blockwise scaling: a layer whose weight on a rank has another size runs in
+bfloat16, with the same result as under precision = "bf16".
 """
 
 from mtcli.core.config.model import ModelConfig
@@ -14,14 +14,14 @@ LayerSizes = dict[str, tuple[int, int]]  # rows and columns by layer, such as "a
 
 
 def is_narrow(scaling: Fp8Scaling, rows: int, columns: int) -> bool:
-    """Whether a weight of [rows, columns] on a rank is multiplied in float8."""
+    """Says whether a weight of [rows, columns] on a rank is multiplied in float8."""
     return rows % MULTIPLE[scaling] == 0 == columns % MULTIPLE[scaling]
 
 
 def weight_sizes(model: ModelConfig, tp: int) -> LayerSizes:
-    """Rows and columns on a rank of each linear layer of a block but those of routed experts.
+    """Returns rows and columns on a rank of each linear layer of a block but routed experts.
 
-    The same as those of the parameter table, which needs a layout and cannot be read by rules.
+    They equal the parameter table's, which needs a layout and is unavailable to rules.
     """
     hidden, heads = model.hidden_size, model.num_heads * model.head_dim
     qkv = heads + 2 * model.num_kv_heads * model.head_dim
@@ -35,10 +35,10 @@ def weight_sizes(model: ModelConfig, tp: int) -> LayerSizes:
 
 
 def narrow_layers(scaling: Fp8Scaling, sizes: LayerSizes) -> LayerSizes:
-    """Selects those of `weight_sizes` that are multiplied in float8."""
+    """Selects the layers of `weight_sizes` that are multiplied in float8."""
     return {name: size for name, size in sizes.items() if is_narrow(scaling, *size)}
 
 
 def listed(sizes: LayerSizes) -> str:
-    """The sizes in words: "attention.qkv 192 x 64, ..."."""
+    """Words the sizes: "attention.qkv 192 x 64, ..."."""
     return ", ".join(f"{name} {rows} x {columns}" for name, (rows, columns) in sizes.items())

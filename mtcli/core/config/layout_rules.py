@@ -1,6 +1,6 @@
-"""The rules of a layout: how a world of ranks may cut a model and its batch.
+"""Checks a layout: how a world of ranks may shard a model and its batch.
 
-What breaks one of these can be cured by another layout, and `suggest.py` looks for it.
+Another layout cures a broken rule of this module; `suggest.py` searches for the nearest.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ Rule = Callable[[RunConfig, int], Iterator[Problem]]
 
 
 def data_parallel_size(config: RunConfig, world: int) -> int:
-    """The data parallel size: world / (tp * cp * pp)."""
+    """Returns the data parallel size: world / (tp * cp * pp)."""
     p = config.parallel
     return max(1, world // (p.tp * p.cp * p.pp))
 
@@ -87,7 +87,8 @@ def _grid_holds_whole_sequences(config: RunConfig, world: int) -> Iterator[Probl
 
 
 def rows_share_micro_batches(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that each row of a grid of tp ranks gets as many sequences, and experts tokens."""
+    """Checks that the rows of a grid of tp ranks get equal numbers of sequences, and of experts'
+    tokens."""
     p, m, b = config.parallel, config.model, config.batch
     rows = p.grid_rows
     if rows > 1 and b.micro_batch_size % rows:
@@ -98,12 +99,13 @@ def rows_share_micro_batches(config: RunConfig, world: int) -> Iterator[Problem]
             "batch.micro_batch_size",
         )
     elif rows > 1 and m.num_experts:
-        tokens, of = b.micro_batch_size // rows * b.seq_len, "the tokens of a row's micro-batch"
-        yield from divides("parallel.tp", p.tp // rows, of, tokens, COLUMNS)
+        tokens = b.micro_batch_size // rows * b.seq_len
+        dividend = "the tokens of a row's micro-batch"
+        yield from divides("parallel.tp", p.tp // rows, dividend, tokens, COLUMNS)
 
 
 def grids_shard_tokens(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that nobody asks a grid for activations that its ranks replicate."""
+    """Checks that no setting needs activations that the ranks of a grid would replicate."""
     p = config.parallel
     if p.grid_rows > 1 and not p.sequence_parallel:
         yield Problem(
@@ -128,7 +130,7 @@ def _grid_multiplies_whole_panels(config: RunConfig, world: int) -> Iterator[Pro
 
 
 def _grid_takes_no_adapters(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that no layer is asked for which a grid has not: adapters."""
+    """Checks that a grid has no adapters, which it does not support."""
     if config.parallel.grid_rows > 1 and config.lora.rank:
         message = f"lora.rank={config.lora.rank} with {_grid(config)}, which multiplies panels"
         yield Problem(message, "tp_mode '1d', or no adapters", "parallel.tp_mode")
@@ -140,9 +142,9 @@ def _grid(config: RunConfig) -> str:
 
 
 def uneven_heads(model: ModelConfig, tp: int, name: str = "tp") -> str:
-    """Words why tp ranks cannot have as many query heads each; empty where they can.
+    """Words why tp ranks cannot have equal numbers of query heads; empty where they can.
 
-    A key-value head is one rank's, or that of tp / num_kv_heads ranks, which cut its columns.
+    A key-value head belongs to one rank, or to tp / num_kv_heads ranks, which shard its columns.
     """
     m = model
     if m.num_kv_heads % tp == 0:
@@ -153,10 +155,10 @@ def uneven_heads(model: ModelConfig, tp: int, name: str = "tp") -> str:
         return f"{name}={tp} does not divide num_heads={m.num_heads}"
     sharers = tp // m.num_kv_heads
     if m.head_dim % sharers:
-        each = (
+        sharing = (
             f"{name}/num_kv_heads = {tp}/{m.num_kv_heads} = {sharers} ranks share a key-value head"
         )
-        return f"{each} and do not divide head_dim={m.head_dim}"
+        return f"{sharing} and do not divide head_dim={m.head_dim}"
     return ""
 
 
@@ -173,17 +175,17 @@ def _tensor_parallel_divides(config: RunConfig, world: int) -> Iterator[Problem]
     if m.num_experts == 0:
         yield from divides("parallel.tp", tp, "model.ffn_hidden_size", m.ffn_hidden_size, name)
     elif m.shared_expert_ffn_hidden_size:
-        of = "model.shared_expert_ffn_hidden_size"
-        yield from divides("parallel.tp", tp, of, m.shared_expert_ffn_hidden_size, name)
+        dividend = "model.shared_expert_ffn_hidden_size"
+        yield from divides("parallel.tp", tp, dividend, m.shared_expert_ffn_hidden_size, name)
 
 
 def _sequence_divides(config: RunConfig, world: int) -> Iterator[Problem]:
     p, b = config.parallel, config.batch
     if p.sequence_parallel and p.grid_rows == 1 and not p.makes_no_grid:
         tokens = b.micro_batch_size * b.seq_len // p.cp
-        of = "the tokens of a micro-batch"
+        dividend = "the tokens of a micro-batch"
         alternative = "" if config.model.num_experts else ", or parallel.sequence_parallel = false"
-        for problem in divides("parallel.tp", p.tp, of, tokens):
+        for problem in divides("parallel.tp", p.tp, dividend, tokens):
             yield problem._replace(hint=problem.hint + alternative)
 
 
@@ -204,7 +206,7 @@ def context_divides(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def experts_see_tokens_once(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that experts get a token once; tp times would count in gradients, not in a forward."""
+    """Checks that experts get each token once: tp copies would add up in gradients."""
     p = config.parallel
     if config.model.num_experts and p.tp > 1 and not p.sequence_parallel:
         yield Problem(
@@ -268,7 +270,7 @@ def _batch_divides(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _fp8_is_left(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that a layout leaves some weights of a size for float8, where the model has such."""
+    """Checks that a layout leaves weights of a size for float8, where the model has such."""
     p, t = config.parallel, config.train
     if t.precision != "fp8":
         return

@@ -1,4 +1,4 @@
-"""Reading and writing run configs: TOML or a preset, overrides, all problems at once."""
+"""Reads and writes run configs: TOML or a preset with overrides, all problems at once."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -29,17 +29,16 @@ USUAL_HEAD_DIM = 128  # breaks no rule of its own, where the model's is not know
 
 
 def load_config(source: str | Table, overrides: Sequence[str] = ()) -> RunConfig:
-    """The run config of a TOML file or preset, or of the table of one, with `section.field=value`
-    overrides on top.
+    """Loads the run config of a TOML file, preset or table, with `section.field=value` overrides.
 
-    Raises MtcliError with every unknown key, missing field and illegal value at once. Rules that
-    join several fields, or need the world size, are `rules.problems`.
+    Raises MtcliError with every unknown key, missing field and illegal value at once.
+    `rules.problems` checks the rules that join several fields, or need the world size.
     """
     return config_of(table_of(source, overrides))
 
 
 def config_of(table: Table, overrides: Sequence[str] = ()) -> RunConfig:
-    """Builds the run config of a table of sections, as `load_config` does of a file."""
+    """Builds the run config of a table of sections, as `load_config` does from a file."""
     config, problems = validate(with_overrides(table, overrides))
     if config is None or problems:
         raise MtcliError(*problems)
@@ -49,23 +48,22 @@ def config_of(table: Table, overrides: Sequence[str] = ()) -> RunConfig:
 def read_config(
     source: str | Table, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig | None, list[Problem]]:
-    """The config and its problems; illegal fields are left at their defaults, so that the rules
-    of `rules.py` can still be applied to the rest. None where too little is left."""
+    """Reads a config and its problems; illegal fields get their defaults, so that the rules of
+    `rules.py` can be applied to the others. None where too many are wrong."""
     return validate(table_of(source, overrides))
 
 
 def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
-    """The table of a TOML file, run folder or preset with overrides on top.
+    """Reads the table of a TOML file, run folder or preset, with overrides.
 
-    The warm-up ends with the run where an override makes that shorter and says nothing of it.
-    Steps that an override names count, whatever epochs the table has, and epochs whatever steps.
-    Where one names another head or format of the data, what the table says of the ones before it is
-    left out.
+    An override of steps replaces the table's epochs, and one of epochs its steps. A shorter run
+    also shortens the warm-up, unless that is overridden. An override of the head or of the data's
+    format drops the settings that followed from the previous one.
     """
-    before = source if isinstance(source, dict) else read_table(source)
-    table = with_overrides(before, overrides)
+    base = source if isinstance(source, dict) else read_table(source)
+    table = with_overrides(base, overrides)
     fields = {item.partition("=")[0].strip() for item in overrides}
-    table = _of_other_data(before, table, fields)
+    table = _of_other_data(base, table, fields)
     if "train.steps" in fields and "train.epochs" not in fields:
         table = _without(table, ["train", "epochs"])
     if "train.epochs" in fields and "train.steps" not in fields:
@@ -80,18 +78,18 @@ def table_of(source: str | Table, overrides: Sequence[str] = ()) -> Table:
 
 
 def without_steps(table: Table) -> Table:
-    """The table without steps where it has epochs, whose number of steps its data tells."""
+    """Drops the steps of a table with epochs, as its data decides their number."""
     match table:
         case {"train": {"epochs": epochs}} if epochs:
             return _without(table, ["train", "steps"])
     return table
 
 
-def _of_other_data(before: Table, table: Table, fields: set[str]) -> Table:
-    """The table without what derives from the format of data, or the head, that it had before, in
-    fields that no override names."""
+def _of_other_data(base: Table, table: Table, fields: set[str]) -> Table:
+    """Drops the fields that follow from the previous format of data, or head, and that no override
+    names."""
 
-    (head, kind), (new_head, new_kind) = _head_and_format(before), _head_and_format(table)
+    (head, kind), (new_head, new_kind) = _head_and_format(base), _head_and_format(table)
     kinds = {kind, new_kind} if kind != new_kind else set()
     heads = {head, new_head} if None not in (head, new_head) and head != new_head else set()
     stale = []
@@ -109,7 +107,7 @@ def _of_other_data(before: Table, table: Table, fields: set[str]) -> Table:
 
 
 def _head_and_format(table: Table) -> tuple[Any, Any]:
-    """The head that a table names, and the format of its data."""
+    """Returns the head that a table names, and the format of its data."""
     model, data = (
         t if isinstance(t := table.get(name), dict) else {} for name in ("model", "data")
     )
@@ -119,7 +117,7 @@ def _head_and_format(table: Table) -> tuple[Any, Any]:
 
 
 def train_settings(overrides: Sequence[str], **given: Any) -> TrainConfig:
-    """The train section that overrides alone give, for commands whose model comes from elsewhere.
+    """Builds the train section from overrides alone, for commands whose model comes from elsewhere.
 
     `given` are fields with flags of their own, such as device.
     """
@@ -132,30 +130,30 @@ def train_settings(overrides: Sequence[str], **given: Any) -> TrainConfig:
 
 
 def validate(table: Table) -> tuple[RunConfig | None, list[Problem]]:
-    """Builds the config of a table, and its problems; see `read_config`."""
+    """Builds the config of a table, and lists its problems; see `read_config`."""
     table, problems = _with_model_preset(table)
     table, more = _with_architecture(table)
     problems += more
     try:
         return RunConfig.model_validate(table), problems
     except ValidationError as error:
-        causes, rest = _causes(error.errors(), table), table
+        causes, remaining = _causes(error.errors(), table), table
         problems += [_problem(detail) for detail in causes[:MAX_PROBLEMS]]
         if len(causes) > MAX_PROBLEMS:  # no config of ours: each costs a copy of its section
             return None, [*problems, Problem(f"{len(causes) - MAX_PROBLEMS} more fields are wrong")]
         for detail in causes:
             keys = [str(key) for key in detail["loc"]]
-            rest = _without(rest, keys)
+            remaining = _without(remaining, keys)
             if _no_whole_heads(detail):
-                rest = _with(rest, keys, USUAL_HEAD_DIM)
+                remaining = _with(remaining, keys, USUAL_HEAD_DIM)
     try:
-        return RunConfig.model_validate(rest), problems
+        return RunConfig.model_validate(remaining), problems
     except ValidationError:
         return None, problems
 
 
 def dump_toml(config: RunConfig) -> str:
-    """The config as TOML that `load_config` reads back to an equal config."""
+    """Writes a config as TOML that `load_config` reads back to an equal config."""
     import tomlkit
 
     return tomlkit.dumps(config.model_dump(mode="json", exclude_none=True))
@@ -163,14 +161,14 @@ def dump_toml(config: RunConfig) -> str:
 
 @cache
 def preset_names() -> tuple[str, ...]:
-    """Names of the presets that ship with mtcli."""
+    """Lists the presets that ship with mtcli."""
     folder = files("mtcli").joinpath("presets")
     names = (path.name for path in folder.iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
 def read_table(source: str) -> Table:
-    """The raw TOML table of a file or preset."""
+    """Reads the raw TOML table of a file, run folder or preset."""
     if source in preset_names():
         text = files("mtcli").joinpath("presets", f"{source}.toml").read_text()
         return parse_toml(text)
@@ -200,7 +198,7 @@ def read_table(source: str) -> Table:
 
 
 def with_overrides(table: Table, overrides: Iterable[str], flag: str = "--set") -> Table:
-    """A copy of `table` with each `section.field=value` of a flag set; values are TOML, or plain
+    """Copies `table` with each `section.field=value` of a flag set; values are TOML, or plain
     text."""
     problems = []
     for item in overrides:
@@ -228,17 +226,17 @@ def _with_model_preset(table: Table) -> tuple[Table, list[Problem]]:
     model = table.get("model")
     if not isinstance(model, dict) or "preset" not in model:
         return table, []
-    name, rest = model["preset"], {k: v for k, v in model.items() if k != "preset"}
+    name, own_fields = model["preset"], {k: v for k, v in model.items() if k != "preset"}
     if name in preset_names():
-        return table | {"model": read_table(name)["model"] | rest}, []
+        return table | {"model": read_table(name)["model"] | own_fields}, []
     hint = "`mtcli plan --presets` lists them" + closest(str(name), preset_names())
-    return table | {"model": rest}, [
+    return table | {"model": own_fields}, [
         Problem(f"there is no preset {name!r}", hint, field="model.preset")
     ]
 
 
 def _causes(details: list[ErrorDetails], table: Table) -> list[ErrorDetails]:
-    """Drops the fields of [model] that nobody set and that follow from a wrong one."""
+    """Drops the errors of fields of [model] that are not set and follow from a wrong one."""
     wrong, model = {detail["loc"] for detail in details}, table.get("model")
 
     def is_derived(detail: ErrorDetails) -> bool:
@@ -251,8 +249,8 @@ def _causes(details: list[ErrorDetails], table: Table) -> list[ErrorDetails]:
 
 
 def _with_architecture(table: Table) -> tuple[Table, list[Problem]]:
-    """Fills in the architecture that was most likely meant where the table names an unknown one:
-    what its name leaves open is then not missing as well."""
+    """Replaces an unknown architecture by the likeliest, so that its defaults are not reported as
+    missing."""
     model = table.get("model")
     name = model.get("architecture", "gpt") if isinstance(model, dict) else "gpt"
     if name in list(ARCHITECTURES):
@@ -285,9 +283,10 @@ def _unknown(path: list[str]) -> Problem:
     *parents, name = path
     section = ".".join(parents)
     where = f"in [{section}]" if parents else "at the top level"
-    here = _fields_of(parents)
-    meant = [field.removeprefix(f"{section}.") for field in meant_fields(name, here, all_fields())]
-    hint = f"known: {', '.join(here)}"
+    siblings = _fields_of(parents)
+    likely = meant_fields(name, siblings, all_fields())
+    meant = [field.removeprefix(f"{section}.") for field in likely]
+    hint = f"known: {', '.join(siblings)}"
     if name in ("dp", "data_parallel", "data_parallel_size", "world_size"):
         hint = "dp is what the other axes leave of the ranks: world / (cp * tp * pp)"
     elif meant:
@@ -296,7 +295,8 @@ def _unknown(path: list[str]) -> Problem:
 
 
 def _no_whole_heads(detail: ErrorDetails) -> Problem | None:
-    """Words why a head's width is missing: the heads do not divide the model's width."""
+    """Builds the problem of heads that do not divide the model's width, where that is why head_dim
+    is missing."""
     if detail["type"] != "missing" or detail["loc"] != ("model", "head_dim"):
         return None
     heads, hidden = detail["input"].get("num_heads"), detail["input"].get("hidden_size")
@@ -319,8 +319,8 @@ def all_fields() -> tuple[str, ...]:
 
 
 def value_named(word: str) -> str:
-    """The field and value, as section.name=value, of the one field that has a value of this name,
-    such as train.precision=bf16; empty where none or several have."""
+    """Returns section.name=value, such as train.precision=bf16, for the only field with an option
+    of this name; empty where none or several have it."""
     found = []
     for field in all_fields():
         *sections, name = field.split(".")

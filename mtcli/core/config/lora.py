@@ -1,10 +1,10 @@
-"""The names of the linear layers that low-rank adapters are trained for, as peft has them."""
+"""Names the linear layers that low-rank adapters are trained for, as peft does."""
 
 from mtcli.core.config.model import ModelConfig
 
 
 def layer_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """The names of the targets in each linear layer of a block, attention's first."""
+    """Returns the names of the targets in each linear layer of a block, attention's first."""
     is_gpt, is_gated = model.position == "learned", model.is_gated
     up = ("c_fc",) if is_gpt else ("up_proj",)
     return {
@@ -16,8 +16,8 @@ def layer_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def lora_targets(model: ModelConfig) -> tuple[str, ...]:
-    """The targets of a model: the modules of its Hugging Face model that are linear layers of its
-    blocks. Experts are none, as they are arrays; a shared one is."""
+    """Lists the targets of a model: the modules of its Hugging Face model that are linear layers of
+    its blocks. Routed experts, which are arrays there, are not targets; a shared expert is."""
     layers = layer_targets(model)
     names = [*layers.pop("qkv"), *layers.pop("out")]
     if model.dense_ffn_hidden_size:

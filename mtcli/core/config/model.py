@@ -1,4 +1,4 @@
-"""The model section: shapes, and the defaults that an architecture's name stands for."""
+"""Defines the model section: shapes, and the defaults of each architecture."""
 
 from typing import Annotated, Any, Literal
 
@@ -168,22 +168,23 @@ class ModelConfig(Section):
 
     @property
     def has_router_biases(self) -> bool:
-        """Whether the choice of experts has a bias for each."""
+        """True where the choice of experts has a bias for each expert."""
         return self.router_biases or self.router_bias_update_rate > 0.0
 
     @property
     def is_gated(self) -> bool:
-        """Whether an MLP's first GEMM has a gate beside each column of the inner width."""
+        """True where an MLP's first GEMM has a gate column for each column of the inner width."""
         return self.activation == "swiglu"
 
     @property
     def up_factor(self) -> int:
-        """Width of an MLP's first GEMM over the inner width."""
+        """The width of an MLP's first GEMM over the inner width."""
         return 2 if self.is_gated else 1
 
     @property
     def dense_ffn_hidden_size(self) -> int:
-        """Inner width of the MLP that every token visits, with experts the shared one; 0: none."""
+        """The inner width of the MLP that every token visits, which is the shared expert of a
+        mixture; 0: none."""
         return self.shared_expert_ffn_hidden_size if self.num_experts else self.ffn_hidden_size
 
     @model_validator(mode="before")
@@ -193,7 +194,7 @@ class ModelConfig(Section):
 
 
 def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the model section with its architecture's and its derived defaults filled in."""
+    """Fills in the model section's defaults: its architecture's and the derived ones."""
     kind = values.get("architecture", "gpt")
     filled = (ARCHITECTURES.get(kind, {}) if isinstance(kind, str) else {}) | values
     if filled.get("head") in CLASSIFIERS:

@@ -1,4 +1,4 @@
-"""Hints for a name that is not there: the nearest name beside it, or how to download it."""
+"""Words hints for a missing name: the nearest one, or how to download it."""
 
 import os
 import re
@@ -9,8 +9,8 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def near_path(name: str, is_folder: bool = False) -> str:
-    """Words the nearest name beside a path that is not there, as a clause of a hint; of folders
-    alone where the path should be one."""
+    """Words the path nearest to a missing one, as a clause of a hint; with `is_folder`, of folders
+    alone."""
     folder, _, last = name.rpartition(os.sep)
     try:
         names = os.listdir(folder or ("/" if name.startswith(os.sep) else "."))
@@ -22,7 +22,7 @@ def near_path(name: str, is_folder: bool = False) -> str:
 
 def download(name: str) -> str:
     """Words the command that downloads a Hugging Face name, as a clause of a hint; empty where a
-    folder has its first word or it is no such name."""
+    local folder has its first word, or it is no such name."""
     owner, _, model = name.partition("/")
     if not HUB_NAME.fullmatch(name) or os.path.exists(owner):
         return ""

@@ -1,7 +1,8 @@
-"""The cross-field rules: one small function per rule, all problems reported at once.
+"""Checks the cross-field rules: one small function per rule, all problems at once.
 
-The rules of settings that no layout changes are here, those of layouts in `layout_rules.py`. A run
-keeps all of them; forward passes, of evaluation and generation, keep fewer and two of their own.
+This module has the rules that no layout changes, `layout_rules.py` those of layouts. A training run
+must keep all of them; forward passes, of evaluation and generation, keep fewer and two of their
+own.
 """
 
 import os
@@ -37,23 +38,23 @@ SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts ar
 
 
 def problems(config: RunConfig, world: int, without: Collection[Rule] = ()) -> list[Problem]:
-    """Finds the rules that `config` breaks on `world` ranks, but for some."""
+    """Lists the problems of `config` on `world` ranks, without some rules."""
     return _broken([rule for rule in RULES if rule not in without], config, world)
 
 
 def lasting_problems(config: RunConfig) -> list[Problem]:
-    """Finds the rules that `config` breaks on any layout."""
+    """Lists the problems of `config` that it has on any layout."""
     bare = config.model_copy(update={"parallel": ParallelConfig()})
     return _broken([rule for rule in RULES if rule not in LAYOUT_RULES], bare, 1)
 
 
 def load_checked(source: str | Table, overrides: Sequence[str], world: int) -> RunConfig:
-    """The run config of a TOML file, run folder or preset, legal on `world` ranks.
+    """Loads the run config of a TOML file, run folder or preset, legal on `world` ranks.
 
     Raises MtcliError with every problem at once: unknown keys, illegal values and broken rules.
     """
-    config, known = read_config(source, overrides)
-    return require(config, world, *ENGINE_RULES, known=known)
+    config, load_problems = read_config(source, overrides)
+    return require(config, world, *ENGINE_RULES, load_problems=load_problems)
 
 
 def require(
@@ -61,13 +62,13 @@ def require(
     world: int,
     *more: Rule,
     without: Collection[Rule] = (),
-    known: Sequence[Problem] = (),
+    load_problems: Sequence[Problem] = (),
 ) -> RunConfig:
-    """The config. Raises MtcliError with all `known` problems and every rule it breaks."""
+    """Returns the config. Raises MtcliError with `load_problems` and every rule it breaks."""
     if config is None:
-        raise MtcliError(*known)
+        raise MtcliError(*load_problems)
     rules = [rule for rule in (*RULES, *more) if rule not in without]
-    if broken := [*known, *_broken(rules, config, world)]:
+    if broken := [*load_problems, *_broken(rules, config, world)]:
         raise refusal(config, world, broken, *more, without=without)
     return config
 
@@ -75,51 +76,54 @@ def require(
 def refusal(
     config: RunConfig,
     world: int | None,
-    known: Sequence[Problem],
+    all_problems: Sequence[Problem],
     *more: Rule,
     without: Collection[Rule] = (),
 ) -> MtcliError:
-    """The error of what was found to be wrong. Where another layout would cure some of it, the last
-    words are the nearest legal ones on `world` ranks; on as many as each needs where that is None.
+    """Builds the error of `all_problems`: those of loading, and broken rules.
+
+    Where another layout would cure some of them, the hint has the nearest legal ones on `world`
+    ranks, or on as many as each needs where that is None.
     """
     ranks = world or config.parallel.smallest_world
     curable = _broken((*LAYOUT_RULES, *more), config, ranks)
     lasting = [p for p in problems(config, ranks) if p not in curable]
-    misread = [p for p in known if p not in curable and p not in lasting]
+    misread = [p for p in all_problems if p not in curable and p not in lasting]
     if not curable or any(p.field.startswith(SHAPES) for p in misread):
-        return MtcliError(*known)
+        return MtcliError(*all_problems)
 
     def legal(candidate: RunConfig, world: int) -> bool:
         rules = (rule for rule in (*RULES, *more) if rule not in without)
         broken = (problem for rule in rules for problem in rule(candidate, world))
         return all(problem in lasting for problem in broken)
 
-    return MtcliError(*known, hint=nearest_hint(config, world, legal))
+    return MtcliError(*all_problems, hint=nearest_hint(config, world, legal))
 
 
 def forward_config(model: ModelConfig, overrides: Sequence[str], world: int) -> RunConfig:
-    """The config of forward passes of any shape: no sequence parallelism, one sequence a rank.
+    """Builds the config of forward passes of any shape: no sequence parallelism, one sequence a
+    rank.
 
-    Raises MtcliError with all that is wrong with the overrides, or with their layout.
+    Raises MtcliError with all problems of the overrides and their layout.
     """
     base = {
         "model": model.model_dump(exclude_none=True),
         "parallel": {"sequence_parallel": False},
         "batch": {"seq_len": model.max_seq_len, "global_batch_size": world},
     }
-    config, known = validate(with_overrides(base, overrides))
+    config, load_problems = validate(with_overrides(base, overrides))
     more = (*ENGINE_RULES, _whole_sequences)
-    return require(config, world, *more, without=NOT_OF_FORWARD_PASSES, known=known)
+    return require(config, world, *more, without=NOT_OF_FORWARD_PASSES, load_problems=load_problems)
 
 
 def of_training(field: str) -> Problem:
-    """The problem of a field that an override sets, and that this command does not read."""
+    """Builds the problem of an overridden field that this command does not read."""
     return Problem("it is of a training run, and has no effect here", "leave it out", field)
 
 
 def require_causal(path: str, model: ModelConfig) -> None:
-    """Raises MtcliError where a checkpoint predicts no next token, or its tokens attend to those
-    that they would predict."""
+    """Raises MtcliError where a checkpoint does not predict next tokens, or its tokens attend to
+    those that they would predict."""
     if model.head != "lm":
         message = f"{path} has head={model.head!r}, and predicts no next token"
         raise wrong(message, "mtcli eval takes it: --task mlm=, race= or classification=PATH")
@@ -134,7 +138,7 @@ def _broken(rules: Iterable[Rule], config: RunConfig, world: int) -> list[Proble
 
 
 def _tensors_can_be_counted(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks the largest weight, by hand: this runs for every layout that is near."""
+    """Checks the largest weight by a formula, as this rule runs for every candidate layout."""
     m = config.model
     rows = {
         "vocab_size": m.vocab_size,
@@ -266,7 +270,7 @@ def _graphs_are_the_same_each_time(config: RunConfig, world: int) -> Iterator[Pr
 
 
 def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks for a compiler where torch.compile looks; on a GPU triton makes kernels instead."""
+    """Checks for a compiler where torch.compile looks; on a GPU triton builds kernels instead."""
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if config.train.compile and config.train.device != "cuda" and not shutil.which(name):
         message = f"compile=true needs a C++ compiler, and there is no {name} on PATH"
@@ -275,7 +279,7 @@ def _compiler_is_there(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks what adapters are trained with, and that the model has their targets."""
+    """Checks the settings of training adapters, and that the model has their targets."""
     lora, m = config.lora, config.model
     if not lora.rank:
         return
@@ -285,11 +289,11 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.train.precision == "fp8":
         message = f"rank={lora.rank} with precision='fp8', whose frozen weights are not kept narrow"
         yield Problem(message, "train.precision = 'bf16'", "lora.rank")
-    known = lora_targets(m)
+    targets = lora_targets(m)
     for name in lora.targets:
-        if name not in known:
+        if name not in targets:
             said = f"there is no target {name!r} in this model"
-            yield Problem(said, f"known: {', '.join(known)}", "lora.targets")
+            yield Problem(said, f"known: {', '.join(targets)}", "lora.targets")
 
 
 def next_tokens_are_hidden(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -330,7 +334,7 @@ def data_fits_head(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def data_is_shared_out(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks the words of the data section, whatever is in the files."""
+    """Checks the words of the data section without reading files."""
     d = config.data
     named = (("data.train", d.train), ("data.valid", d.valid))
     blends = (partial(read_blend, words, field) for field, words in named if words)
@@ -403,8 +407,8 @@ FORMATS = {  # by head
 
 
 class Need(NamedTuple):
-    """A setting without which some fields have no meaning: one of its values, or, where there are
-    none, 1 or more."""
+    """A setting without which `fields` have no meaning: it must be one of `values` or, where there
+    are none, at least 1."""
 
     fields: tuple[str, ...]
     setting: str
@@ -455,7 +459,7 @@ NEEDS = (
 
 
 def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that no field is set which the rest of the config makes meaningless."""
+    """Checks that no field is set which the other settings make meaningless."""
     by_name = ARCHITECTURES[config.model.architecture]
     for fields, setting, values, otherwise in NEEDS:
         has = attrgetter(setting)(config)
@@ -473,7 +477,7 @@ def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
 
 @cache
 def _defaults(fields: tuple[str, ...]) -> list[tuple[str, str, Any]]:
-    """(section, name, default) of each field."""
+    """Returns (section, name, default) of each field."""
     found = []
     for section, name in (field.split(".") for field in fields):
         kind: Any = RunConfig.model_fields[section].annotation

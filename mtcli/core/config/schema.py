@@ -1,7 +1,7 @@
-"""The run config: frozen pydantic sections whose field descriptions are the help texts.
+"""Defines the run config: frozen pydantic sections whose field descriptions are the help texts.
 
-A config is a TOML file or a preset's name, with `section.field=value` overrides on top. Loading
-reports every problem of every section at once; the cross-field rules are in `rules.py`.
+A config is a TOML file or a preset's name, with `section.field=value` overrides. Loading reports
+every problem of every section at once; the cross-field rules are in `rules.py`.
 """
 
 from math import isqrt, lcm
@@ -26,7 +26,7 @@ LossOn = Literal["assistant", "last"]
 
 
 def _listed(value: Any) -> Any:
-    """A list of one where a single text is given."""
+    """Wraps a single text in a list."""
     return [value] if isinstance(value, str) else value
 
 
@@ -71,7 +71,7 @@ class ParallelConfig(Section):
 
     @property
     def grid_rows(self) -> int:
-        """Rows of the grid of tp ranks: 1 in one dimension, and where none are that divide tp."""
+        """The rows of the grid of tp ranks: 1 in one dimension, and where tp makes no grid."""
         if self.tp_mode == "1d":
             return 1
         rows = self.tp_rows or isqrt(self.tp)
@@ -80,16 +80,16 @@ class ParallelConfig(Section):
 
     @property
     def makes_no_grid(self) -> bool:
-        """Whether tp_mode = "2d" asks for a grid that the tp ranks do not make."""
+        """True where tp_mode = "2d" asks for a grid that the tp ranks do not make."""
         return self.tp_mode == "2d" and self.grid_rows == 1 < self.tp and self.tp_rows != 1
 
     @property
     def smallest_world(self) -> int:
-        """The fewest ranks that hold both grids: pp times what tp*cp and ep*etp both divide."""
+        """The fewest ranks that hold both grids: pp * lcm(tp * cp, ep * etp)."""
         return self.pp * lcm(self.tp * self.cp, self.ep * self.etp)
 
     def most_replicas(self, world: int) -> int:
-        """The most copies of the model that `world` ranks can hold."""
+        """Returns the most copies of the model that `world` ranks can hold."""
         return max(1, world // self.smallest_world)
 
 
@@ -105,7 +105,7 @@ class BatchConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step, over all ranks."""
+        """The tokens of one optimizer step, over all ranks."""
         return self.global_batch_size * self.seq_len
 
 
@@ -141,7 +141,7 @@ class OptimizerConfig(Section):
 
 
 class DataConfig(Section):
-    """Where tokens come from: prefixes of .bin/.idx pairs, alone or as weight, prefix pairs, or the
+    """The source of tokens: prefixes of .bin/.idx pairs, alone or as weight, prefix pairs, or the
     files of conversations."""
 
     format: Literal["tokens", "conversations", "race", "classification"] = "tokens"
@@ -173,8 +173,8 @@ class DataConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (arXiv:2106.09685): y = W x + alpha / rank * B A x, of which A and B are
-    trained and saved, and the weights of train.init stay as they are."""
+    """Low-rank adapters (arXiv:2106.09685): y = W x + alpha / rank * B A x. A and B are trained and
+    saved, and the weights of train.init stay as they are."""
 
     rank: Annotated[Int, Field(ge=0, le=65536)] = 0
     """rows of A; 0 trains all weights and no adapters"""
@@ -187,7 +187,7 @@ class LoraConfig(Section):
 
 
 class TrainConfig(Section):
-    """The run: how long, in which precision, what is saved and shown."""
+    """The run: its length and precision, and what is saved and shown."""
 
     steps: Positive = 100
     """optimizer steps"""
@@ -275,13 +275,13 @@ class RunConfig(Section):
         return self.seed if self.data.seed is None else self.data.seed
 
     def num_replicas(self, world: int) -> int:
-        """Copies of the model that may differ on `world` ranks."""
+        """Returns the number of copies of the model that may differ on `world` ranks."""
         return self.sync.num_replicas(self.parallel.most_replicas(world))
 
     @property
     def overlaps_neighbours(self) -> bool:
-        """Whether decentralized replicas exchange while the step is computed: what they send
-        depends on no norm of all gradients, and on none that may overflow."""
+        """True where decentralized replicas exchange while the step is computed: their messages
+        depend on no global gradient norm, and on no gradients that may overflow."""
         free = not self.optimizer.clip and self.train.precision != "fp16"
         return self.sync.method == "awc_dmsgd" or (self.sync.method in DECENTRALIZED and free)
 
@@ -294,8 +294,8 @@ class RunConfig(Section):
 
 
 def _fit_head(values: Any) -> Any:
-    """Takes the head of an encoder that reads the data's format, and the format that a head reads,
-    where only one of them is set."""
+    """Sets the encoder head for the data's format, or the format for the head, where only one of
+    them is set."""
     match values:
         case {"model": {"head": _}, "data": {"format": _}}:
             return values
@@ -311,8 +311,8 @@ def _fit_head(values: Any) -> Any:
 
 
 def _fit_conversations(values: Any) -> Any:
-    """Reads .jsonl files as conversations: packed with document masks, nothing held back for
-    validation, and one epoch where no length is set."""
+    """Sets the defaults for .jsonl files as conversations: packed with document masks, nothing held
+    out for validation, and one epoch where no length is set."""
     match values:
         case {"data": {"train": names}} if _are_jsonl(_listed(names)):
             values = _with_defaults(values, "data", format="conversations")
@@ -324,8 +324,8 @@ def _fit_conversations(values: Any) -> Any:
 
 
 def _fit_examples(values: Any) -> Any:
-    """Holds no examples back for validation, fills rows with a question's four choices, and takes
-    one epoch where no length is set."""
+    """Sets the defaults for labelled examples: nothing held out for validation, rows for a
+    question's four choices, and one epoch where no length is set."""
     match values:
         case {"data": {"format": "race" | "classification"}}:
             values = _one_epoch(_with_defaults(values, "data", split="1,0,0"))
@@ -345,7 +345,7 @@ def _fit_sequences(values: Any) -> Any:
 
 
 def _one_epoch(values: dict[str, Any]) -> dict[str, Any]:
-    """The tables with an epoch, where they say nothing of a run's length."""
+    """Adds an epoch to tables that set no length of the run."""
     match values:
         case {"train": {"steps": _} | {"epochs": _}}:
             return values
@@ -353,7 +353,7 @@ def _one_epoch(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults(values: dict[str, Any], section: str, **defaults: Any) -> dict[str, Any]:
-    """The tables with defaults of a section, where that is a table and does not set them."""
+    """Adds defaults to a section, where that is a table and does not set them."""
     given = values.get(section, {})
     return values | {section: defaults | given} if isinstance(given, dict) else values
 

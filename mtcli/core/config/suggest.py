@@ -1,8 +1,8 @@
-"""Suggests the legal layouts nearest to one that is refused, and how little to change.
+"""Suggests the legal layouts nearest to a refused one, with the flags that choose them.
 
-Near is few fields changed, and among those the smallest sum of |log2| of the ratios by which sizes
-changed. The search deepens by the number of fields; whether a layout is legal it asks its caller,
-who has the rules.
+The nearest changes the fewest fields, and among those has the smallest sum of |log2| of the ratios
+of sizes. The search deepens by the number of fields; the caller, who has the rules, decides whether
+a layout is legal.
 """
 
 from bisect import insort
@@ -24,7 +24,7 @@ LARGEST_FREE = 64  # ranks along an axis that are tried where the world is not g
 
 
 class Near(NamedTuple):
-    """A legal layout. They sort by nearness, and then by their sizes, so that the order is one."""
+    """A legal layout. Layouts sort by nearness, then by sizes, so that the order is unique."""
 
     changed: int  # fields
     far: float  # sum of |log2(new / old)|
@@ -33,9 +33,12 @@ class Near(NamedTuple):
 
 
 def nearest_layouts(config: RunConfig, world: int | None, legal: Legal) -> list[Near]:
-    """The SHOWN nearest legal layouts on `world` ranks, or on as many as each needs where it is
-    None; nearest first, and fewer where there are no more or the search gives up. Left out are
-    those that only change more than a nearer one does."""
+    """Finds the SHOWN nearest legal layouts on `world` ranks, or on as many as each needs where
+    that is None; nearest first.
+
+    There are fewer where no more exist or the search gives up. A layout is left out where its
+    changes include all those of a nearer one.
+    """
     axes = [sorted(moves, key=lambda m: m[:2]) for moves in _moves(config, world, legal)]
     if not all(axes):  # an axis that no size fits leaves no layout
         return []
@@ -48,7 +51,8 @@ def nearest_layouts(config: RunConfig, world: int | None, legal: Legal) -> list[
 
 
 def nearest_hint(config: RunConfig, world: int | None, legal: Legal) -> str:
-    """The nearest legal layouts with the flags that choose them; empty where there are none."""
+    """Words the nearest legal layouts with the flags that choose them; empty where there are
+    none."""
     layouts = nearest_layouts(config, world, legal)
     flags = [_flags(config, near) for near in layouts]
     width = max(map(len, flags), default=0)
@@ -58,14 +62,14 @@ def nearest_hint(config: RunConfig, world: int | None, legal: Legal) -> str:
 
 
 def layout_sizes(config: RunConfig) -> LayoutSizes:
-    """The sizes of a config's FIELDS."""
+    """Returns the sizes of a config's FIELDS."""
     p, b = config.parallel, config.batch
     sizes = (b.micro_batch_size, p.tp, p.cp, p.pp, p.vpp, p.schedule, p.ep, p.etp)
     return dict(zip(FIELDS, sizes, strict=True))
 
 
 def with_sizes(config: RunConfig, sizes: LayoutSizes) -> RunConfig:
-    """The config with some of its FIELDS changed."""
+    """Copies a config with some of its FIELDS changed."""
     parallel = dict(sizes)
     batch = {name: parallel.pop(name) for name in FIELDS[:1] if name in sizes}
     changed = {
@@ -95,7 +99,7 @@ def _words(near: Near) -> str:
 
 
 class _Move(NamedTuple):
-    """The sizes that one axis may take, its current one included."""
+    """A choice of sizes for one axis, possibly the current ones."""
 
     changed: int
     far: float
@@ -103,27 +107,27 @@ class _Move(NamedTuple):
 
 
 class _Search:
-    """Depth first over the axes, by branch and bound; whoever steps too often gives up."""
+    """A depth-first search over the axes by branch and bound, up to MOST_STEPS and MOST_ASKED."""
 
     def __init__(
         self, config: RunConfig, world: int | None, legal: Legal, axes: list[list[_Move]]
     ) -> None:
         self.config, self.world, self.legal, self.axes = config, world, legal, axes
-        rests = [self.axes[depth:] for depth in range(len(self.axes) + 1)]
-        self.fewest = [sum(min(m.changed for m in moves) for moves in rest) for rest in rests]
-        self.most = [sum(max(m.changed for m in moves) for moves in rest) for rest in rests]
-        self.nearest = [sum(min(m.far for m in moves) for moves in rest) for rest in rests]
+        tails = [self.axes[depth:] for depth in range(len(self.axes) + 1)]
+        self.fewest = [sum(min(m.changed for m in moves) for moves in tail) for tail in tails]
+        self.most = [sum(max(m.changed for m in moves) for moves in tail) for tail in tails]
+        self.nearest = [sum(min(m.far for m in moves) for moves in tail) for tail in tails]
         self.steps, self.asked = 0, 0
         self.layouts: list[Near] = []
         self.nearer: list[set[tuple[str, Any]]] = []  # what those with fewer changes change
 
     @property
     def gave_up(self) -> bool:
-        """Whether the search ended before it had seen everything."""
+        """True where the search ended before it was complete."""
         return self.steps > MOST_STEPS or self.asked > MOST_ASKED
 
     def deepen(self, changed: int) -> None:
-        """Finds, up to SHOWN in all, the nearest layouts that change this many fields."""
+        """Finds the nearest layouts that change this many fields, up to SHOWN in all."""
         self.nearer = [set(_changes(self.config, near.sizes)) for near in self.layouts]
         self._walk(changed, 0.0, {})
 
@@ -133,15 +137,16 @@ class _Search:
             return
         for move in self.axes[depth]:
             self.steps += 1
-            rest, near = left - move.changed, far + move.far + self.nearest[depth + 1]
-            if self.gave_up or not self.fewest[depth + 1] <= rest <= self.most[depth + 1]:
+            changes_left, near = left - move.changed, far + move.far + self.nearest[depth + 1]
+            if self.gave_up or not self.fewest[depth + 1] <= changes_left <= self.most[depth + 1]:
                 continue
             bound = self.layouts[-1].far if len(self.layouts) == SHOWN else inf
             if near <= bound + 1e-9 and self._fits(chosen := sizes | move.sizes):
-                self._walk(rest, far + move.far, chosen, depth + 1)
+                self._walk(changes_left, far + move.far, chosen, depth + 1)
 
     def _fits(self, chosen: LayoutSizes) -> bool:
-        """Whether the axes chosen so far fit in the world: a quick no before the rules."""
+        """Says whether the axes chosen so far fit in the world, as a cheap test before the
+        rules."""
         if self.world is None:
             return True
         tp, cp, pp, ep, etp = (chosen.get(axis, 1) for axis in ("tp", "cp", "pp", "ep", "etp"))
@@ -164,7 +169,8 @@ class _Search:
 
 
 def _moves(config: RunConfig, world: int | None, legal: Legal) -> Iterator[list[_Move]]:
-    """The moves of each axis by itself. Pipeline fields are one axis: they need each other."""
+    """Yields the moves of each axis by itself. The pipeline's fields form one axis, as they depend
+    on each other."""
     now, free = layout_sizes(config), config.parallel.model_copy(update={"stage_layers": ()})
     bare = config.model_copy(update={"parallel": free})
     for axis in ("tp", "cp"):
@@ -202,8 +208,8 @@ def _of(
 
 
 def _is_legal_alone(config: RunConfig, sizes: LayoutSizes, legal: Legal) -> bool:
-    """Whether sizes are legal on just their own ranks, with the least or the most in a micro-batch:
-    what is not will not be in company, and the search is spared it."""
+    """Says whether sizes are legal on just their own ranks, with the fewest or the most sequences
+    in a micro-batch. Sizes that are not would be illegal with any others."""
     few = with_sizes(config, ALONE | sizes)
     world, most = few.parallel.smallest_world, config.batch.global_batch_size
     batch = few.batch.model_copy(update={"global_batch_size": world * most})

@@ -1,7 +1,7 @@
-"""The sync section: what data-parallel replicas exchange, and when.
+"""Defines the sync section: what data-parallel replicas exchange, and when.
 
-A replica is a copy of the model that trains on its own part of each global batch. With
-`all_reduce` every data rank belongs to the one replica there is. Any other method has several.
+A replica is a copy of the model that trains on its own part of each global batch. With `all_reduce`
+all data ranks form one replica. Any other method has several.
 """
 
 from typing import Annotated, Literal
@@ -41,7 +41,7 @@ Pull = Annotated[Real, Field(ge=0.0, le=1.0)]
 
 
 def mixing_rule(method: Method, momentum: float) -> Method:
-    """The method that is run: without momentum dmsgd, da_dmsgd and decentlam are dsgd."""
+    """Returns the effective method: without momentum dmsgd, da_dmsgd and decentlam are dsgd."""
     return method if momentum or method not in ("dmsgd", "da_dmsgd", "decentlam") else "dsgd"
 
 
@@ -88,38 +88,40 @@ class SyncConfig(Section):
     """local, diloco: factor on the error that is fed back"""
 
     def warmup(self, steps: int) -> int:
-        """Updates of a run of some steps with uncompressed gradients (onebit): at least 1."""
+        """Returns the updates with uncompressed gradients (onebit) in a run of some steps: at least
+        1."""
         return self.warmup_steps or max(1, steps // 5)
 
     @property
     def steps_between(self) -> int:
-        """Steps from one exchange to the next."""
+        """The steps from one exchange to the next."""
         return self.period or (4 if self.method in LEADERS else 32)
 
     @property
     def steps_between_global(self) -> int:
-        """Steps from one pull to the leader of all groups to the next."""
+        """The steps from one pull to the leader of all groups to the next."""
         return self.global_period or 4 * self.steps_between
 
     @property
     def compressed(self) -> bool:
-        """Whether an exchange sends less than all values in full, and feeds the error back."""
+        """True where an exchange sends less than all values in full, and feeds the error back."""
         return bool(self.quantise or self.top_k)
 
     @property
     def outer_rule(self) -> tuple[float, float]:
         """The outer SGD's learning rate and momentum.
 
-        local averages; with top_k the error that is fed back takes the place of the momentum
-        (SparseLoCo, arXiv:2508.15706, section 3).
+        local averages; with top_k the error that is fed back replaces the momentum (SparseLoCo,
+        arXiv:2508.15706, section 3).
         """
         if self.method == "local":
             return 1.0, 0.0
         return self.outer_lr, 0.0 if self.top_k else self.outer_momentum
 
     def workers_of_group(self, replicas: int) -> int:
-        """Workers of each group of lsgd: as given, or the divisor of all nearest their root, but 1,
-        which would pull nobody; all of a prime number are one group."""
+        """Returns the workers of each group of lsgd: the given number, or the divisor of `replicas`
+        nearest its square root. A group of 1 would pull no worker, so a prime number of replicas is
+        one group."""
         sizes = [size for size in divisors(replicas) if size > 1] or [1]
         return self.group_size or min(sizes, key=lambda size: abs(size - replicas**0.5))
 
@@ -132,7 +134,7 @@ class SyncConfig(Section):
         return f"{number} group{'s' * (number > 1)} x {size} worker{'s' * (size > 1)}"
 
     def num_replicas(self, most: int) -> int:
-        """Copies of the model that may differ, where the ranks can hold `most`."""
+        """Returns the copies of the model that may differ, where the ranks can hold `most`."""
         if self.method == "all_reduce":
             return 1
         return self.replicas or most

@@ -1,4 +1,4 @@
-"""The rules of the sync section: which replicas there can be, and what each method takes."""
+"""Checks the sync section: which replicas can exist, and the settings of each method."""
 
 from collections.abc import Iterator
 
@@ -75,7 +75,7 @@ def workers_can_be_pulled(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def workers_decide_alone(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that an asynchronous worker needs no other between two exchanges."""
+    """Checks that an asynchronous worker needs no other one between two exchanges."""
     if not config.sync.asynchronous:
         return
     t, shared = config.train, "asynchronous=true: between exchanges a worker asks no other"
@@ -98,7 +98,8 @@ def method_takes_the_optimizer(config: RunConfig, world: int) -> Iterator[Proble
 
 
 def exchanges_come_in_turn(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that each fragment has layers, a step of its own, and is done before its next turn."""
+    """Checks that each fragment has layers and a step of its own, and completes before its next
+    turn."""
     s, layers, period = config.sync, config.model.num_layers, config.sync.steps_between
     if s.method not in PERIODIC:
         return
@@ -114,7 +115,7 @@ def exchanges_come_in_turn(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def error_feedback_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks what is set of the error that is fed back, and of the momentum that it replaces."""
+    """Checks the settings of error feedback, and of the momentum that it replaces."""
     s = config.sync
     if s.method not in PERIODIC:
         return
@@ -129,7 +130,7 @@ def error_feedback_is_used(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def neighbours_are_mixed(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks what decentralized methods take of momentum, and their graph of replicas."""
+    """Checks the momentum of decentralized methods, and their graph of replicas."""
     s, o = config.sync, config.optimizer
     if s.method not in DECENTRALIZED:
         return

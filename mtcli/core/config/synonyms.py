@@ -112,47 +112,49 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = NEAR) -> str | None:
-    """The known name that begins with a word of three letters or more, or the one with the nearest
-    spelling; None where none is near."""
-    names = list(known)
+def nearest(word: str, vocabulary: Iterable[str], cutoff: float = NEAR) -> str | None:
+    """Returns the name in `vocabulary` that begins with a word of at least three letters, or the
+    one with the nearest spelling; None where none is near."""
+    names = list(vocabulary)
     if len(word) > 2 and (longer := [n for n in names if n.lower().startswith(word.lower())]):
         return min(longer, key=len)
     return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=cutoff)), None)
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """A clause for a hint: the closest known name, or nothing where none is near."""
-    near = nearest(word, known)
+def closest(word: str, vocabulary: Iterable[str]) -> str:
+    """Words the nearest name as a clause for a hint; empty where none is near."""
+    near = nearest(word, vocabulary)
     return f"; did you mean {near!r}?" if near else ""
 
 
 def meant_value(field: str, value: Any, options: Sequence[Any]) -> Any | None:
-    """The option of a field that a wrong value most likely stands for."""
+    """Returns the option of a field that a wrong value most likely stands for."""
     word = str(value).lower()
-    known = dict(VALUES.get(field, {})) | {str(option): str(option) for option in options}
-    near = nearest(word, known)
-    return next((option for option in options if near and str(option) == known[near]), None)
+    option_of_word = dict(VALUES.get(field, {})) | {str(option): str(option) for option in options}
+    near = nearest(word, option_of_word)
+    return next(
+        (option for option in options if near and str(option) == option_of_word[near]), None
+    )
 
 
 def fields_named(name: str, everywhere: Iterable[str]) -> list[str]:
-    """The fields, as section.name, that have this name in some section or another tool."""
+    """Returns the fields, as section.name, that have this name in a section or in another tool."""
     word = name.lower().replace("-", "_")
     return [field for field in everywhere if field.rpartition(".")[2] == word] or [
         *FIELDS.get(word, ())
     ]
 
 
-def meant_fields(name: str, here: Iterable[str], everywhere: Iterable[str]) -> list[str]:
-    """The fields that an unknown name most likely stands for.
+def meant_fields(name: str, siblings: Iterable[str], everywhere: Iterable[str]) -> list[str]:
+    """Returns the fields that an unknown name most likely stands for.
 
-    `here` are the names of its section, `everywhere` are all fields as section.name. A name of
-    another section, or another tool's, comes before one that is only spelled alike.
+    `siblings` are the names of its section, `everywhere` are all fields as section.name. A name of
+    another section, or another tool's, takes precedence over one that is only spelled alike.
     """
     fields = list(everywhere)
     if exact := fields_named(name, fields):
         return exact
-    if near := nearest(name, here):
+    if near := nearest(name, siblings):
         return [near]
     leaves = [field.rpartition(".")[2] for field in fields]
     other = nearest(name.lower().replace("-", "_"), [*leaves, *FIELDS], ELSEWHERE)

@@ -1,9 +1,8 @@
-"""Reads untrusted files: regular ones only, JSON and TOML, and their values in messages.
+"""Reads untrusted files (regular ones only), parses JSON and TOML, and formats values for messages.
 
-No pipe or device is waited for. What a name leads to is asked of the file that was opened, not of
-the name: nothing can be put in its place between the two. Links are followed, as the Hugging Face
-cache is made of them. Where the standard library's parsers end in RecursionError, or in hours of
-work, a text is refused.
+Opening never waits for a pipe or device. The kind of file is read from the open file, not from its
+name, which could be replaced in between. Links are followed, as the Hugging Face cache uses them.
+Texts are refused on which the standard library's parsers raise RecursionError or take hours.
 """
 
 import errno
@@ -42,13 +41,14 @@ SHORT = {"maxlevel": 2, "maxstring": 80, "maxother": 80, "maxlong": 40, "maxdict
 def open_untrusted(path: str | Path, buffering: int = -1) -> IO[bytes]:
     """Opens a regular file to be read.
 
-    Raises OSError, whose strerror says what it is instead, for anything else.
+    Raises OSError for anything else; its strerror says what the file is.
     """
     return open(path, "rb", buffering, opener=_open_regular)
 
 
 def open_to_lock(path: str | Path) -> IO[bytes]:
-    """As `open_untrusted`, also to be written: NFS and Lustre grant no exclusive lock without."""
+    """Opens as `open_untrusted`, but also for writing: NFS and Lustre grant no exclusive lock
+    without."""
     return open(path, "r+b", opener=_open_regular)
 
 
@@ -62,7 +62,7 @@ def read_untrusted(path: str | Path, most: int = MAX_BYTES) -> bytes:
 
 
 def append_untrusted(path: str | Path) -> IO[bytes]:
-    """Opens or makes a regular file, in a folder that may be a stranger's, to append to and read.
+    """Opens or creates a regular file, in a possibly untrusted folder, to append to and read.
 
     Raises OSError for anything else, and for a link, which could lead to a file of the user's.
     """
@@ -80,7 +80,7 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON in UTF-8. Raises ValueError, and nothing else, where it is none."""
+    """Parses JSON in UTF-8. Raises ValueError, and nothing else, for other text."""
     try:
         return json.loads(text.decode() if isinstance(text, bytes) else text)
     except RecursionError:
@@ -100,7 +100,7 @@ def load_json(
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parses TOML. Raises ValueError, and nothing else, where it is none."""
+    """Parses TOML. Raises ValueError, and nothing else, for other text."""
     if len(text) > MAX_TOML_BYTES:
         raise ValueError(f"it has {len(text)} characters, and {MAX_TOML_BYTES} are read at most")
     if _LONG_KEY.search(text):
@@ -114,8 +114,8 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _require_short_integers(value: Any) -> None:
-    """Raises ValueError for an integer in a value of TOML that no message can show: Python words
-    none of over 4300 digits, and 0x may begin one of any length."""
+    """Raises ValueError for an integer of TOML that no message can show: Python formats none of
+    over 4300 digits, and 0x may begin one of any length."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             _require_short_integers(inner)
@@ -124,7 +124,8 @@ def _require_short_integers(value: Any) -> None:
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value of JSON is a string that UTF-8 can hold: half of a surrogate pair is not."""
+    """Says whether a value of JSON is a string that UTF-8 can encode: half of a surrogate pair is
+    not."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -132,20 +133,20 @@ def is_text(value: Any) -> bool:
 
 
 def names_a_file(text: str) -> bool:
-    """Whether a text can be a path: none is empty, which would be the current folder, and no system
-    has NUL bytes in one."""
+    """Says whether a text can be a path: not empty, which would be the current folder, and without
+    NUL bytes."""
     return bool(text) and "\0" not in text
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number that float holds: Python's booleans are none."""
+    """Says whether a value of JSON is a number that float can hold; Python's booleans are none."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < MAX_INTEGER
     return isinstance(value, float)
 
 
 class _Shown(reprlib.Repr):
-    """Formats values as TOML has them, at any depth."""
+    """A formatter of values as TOML has them, at any depth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +168,7 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: Any) -> str:
-    """Formats a value for a message, as TOML has it; shortened where it is long or deep."""
+    """Formats a value for a message, as TOML has it; shortens long and deep ones."""
     return _Shown().repr(value)
 
 

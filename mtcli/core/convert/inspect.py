@@ -1,4 +1,4 @@
-"""Describes a checkpoint: for `mtcli shard inspect`, and for what a conversion answers."""
+"""Describes a checkpoint, for `mtcli shard inspect` and for the results of conversions."""
 
 from collections import Counter
 from typing import Any
@@ -17,12 +17,12 @@ SHOWN = 8  # steps of skipped batches
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Lists format, step, layout, sizes, dtypes, optimizer, files, progress and tensors.
 
-    Of a merged model, the tensors and files are those of its adapters.
+    For a merged model, the tensors and files are those of its adapters.
     """
-    own = own_of(checkpoint)
-    names, stored = own.names(), own.tensors
-    dtypes = Counter(dtype_name(own.dtype(n)) for n in names if not is_optimizer(n))
-    largest = max(names, key=own.num_bytes)
+    source = own_of(checkpoint)
+    names, stored = source.names(), source.tensors
+    dtypes = Counter(dtype_name(source.dtype(n)) for n in names if not is_optimizer(n))
+    largest = max(names, key=source.num_bytes)
     files = sorted({box.file for tensor in stored.values() for box in tensor.boxes})
     return {
         "path": str(checkpoint.folder),
@@ -33,18 +33,18 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "model": checkpoint.model.model_dump(mode="json"),
         "parameters": count_parameters(checkpoint.model),
         "adapters": _adapters(checkpoint),
-        "bytes": sum(own.num_bytes(name) for name in names),
+        "bytes": sum(source.num_bytes(name) for name in names),
         "dtype": dtypes.most_common(1)[0][0],
         "optimizer": optimizer_kinds(checkpoint),
         "largest_tensor": largest,
-        "largest_tensor_bytes": own.num_bytes(largest),
+        "largest_tensor_bytes": source.num_bytes(largest),
         "tokenizer": checkpoint.tokenizer_folder is not None,
         "files": {file: (checkpoint.folder / file).stat().st_size for file in files},
         "progress": checkpoint.extra,
         "tensors": {
             name: {
-                "shape": list(own.shape(name)),
-                "dtype": dtype_name(own.dtype(name)),
+                "shape": list(source.shape(name)),
+                "dtype": dtype_name(source.dtype(name)),
                 "pieces": len(stored[name].boxes),
             }
             for name in names
@@ -53,7 +53,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _adapters(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The adapters of a merged model: their scale, what they are for, and their base."""
+    """Describes the adapters of a merged model: their scale, targets and base."""
     if checkpoint.adapters is None:
         return None
     lora, base = checkpoint.adapters.lora, checkpoint.adapters.base
@@ -62,14 +62,14 @@ def _adapters(checkpoint: Checkpoint) -> dict[str, Any] | None:
 
 
 def optimizer_kinds(checkpoint: Checkpoint) -> list[str]:
-    """The kinds of optimizer state that a checkpoint has, such as optimizer.exp_avg; of a merged
-    model, its adapters'."""
+    """Lists the kinds of optimizer state in a checkpoint, such as optimizer.exp_avg; for a merged
+    model, in its adapters'."""
     names = own_of(checkpoint).names()
     return sorted({name.partition("/")[0] for name in names if is_optimizer(name)})
 
 
 def progress_rows(checkpoint: Checkpoint) -> dict[str, str]:
-    """Rows of consumed samples and random state; none where a checkpoint has neither."""
+    """Lists rows of consumed samples and random state; none where a checkpoint has neither."""
     done = progress_of(checkpoint)
     rows = {"consumed samples": f"{done.consumed_samples:,}"} if checkpoint.extra else {}
     if done.random:
@@ -89,7 +89,8 @@ def progress_rows(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def layout_of(checkpoint: Checkpoint) -> dict[str, int]:
-    """The world and the axes of the layout that wrote it; a Hugging Face folder has one rank."""
+    """Returns the world size and the axes of the layout that wrote a checkpoint; a Hugging Face
+    folder has one rank."""
     if checkpoint.config is None:
         return {"world": 1}
     layout = ParallelLayout.of(checkpoint.config.parallel, checkpoint.world)

@@ -1,4 +1,4 @@
-"""Parses the layout that a checkpoint is converted to: `--layout tp=2,pp=2` as a legal config."""
+"""Parses the target layout of a conversion: `--layout tp=2,pp=2` as a legal config."""
 
 from typing import TYPE_CHECKING
 
@@ -61,9 +61,10 @@ def parse_layout(text: str) -> tuple[ParallelConfig, int]:
 
 
 def output_config(source: "Checkpoint", parallel: ParallelConfig, world: int) -> RunConfig:
-    """The config of a checkpoint converted to a layout, which keeps zero where that says nothing.
+    """Builds the config of a checkpoint converted to a layout, which keeps zero unless the layout
+    sets it.
 
-    Raises MtcliError with all that is illegal, and the nearest layouts that are not.
+    Raises MtcliError with everything that is illegal, and the nearest legal layouts.
     """
     dp = world // (parallel.tp * parallel.cp * parallel.pp)
     base = source.config or RunConfig.model_validate(
@@ -83,7 +84,8 @@ def output_config(source: "Checkpoint", parallel: ParallelConfig, world: int) ->
 
 
 def _broken(config: RunConfig, world: int) -> list[Problem]:
-    """Problems of a layout by the sharding rules, whatever the batch, which is the run's."""
+    """Lists problems of a layout by the sharding rules, without those of the batch, which is the
+    run's."""
     fits = BatchConfig(seq_len=2 * config.parallel.cp * config.parallel.tp)
     candidate = config.model_copy(update={"batch": fits})
     problems = rules.problems(candidate, world, rules.TRAINING_RULES)
@@ -91,7 +93,7 @@ def _broken(config: RunConfig, world: int) -> list[Problem]:
 
 
 def _words(config: RunConfig, near: Near, dp: int) -> str:
-    """Words a legal layout as --layout has it, on the data ranks asked for, or the experts'."""
+    """Words a legal layout as --layout takes it, with dp or edp as asked for."""
     sizes = dict(zip(layout_sizes(config), near.sizes, strict=True))
     inner = sizes["tp"] * sizes["cp"]
     fits = inner * dp % (sizes["ep"] * sizes["etp"]) == 0

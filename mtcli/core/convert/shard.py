@@ -1,4 +1,4 @@
-"""Converts, verifies and compares open checkpoints for `mtcli shard`, in numbers."""
+"""Converts, verifies and compares open checkpoints for `mtcli shard`, and reports in numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 class ConversionPlan(NamedTuple):
-    """The plan of a conversion; `nproc` processes share its files and its tensors."""
+    """The plan of a conversion; `nproc` processes share its files and tensors."""
 
     to: str
     layout: tuple[ParallelConfig, int]
@@ -42,13 +42,13 @@ class ConversionPlan(NamedTuple):
 
 
 def left_out(source: Checkpoint, plan: ConversionPlan) -> list[str]:
-    """Kinds of optimizer state that the conversion leaves out."""
+    """Lists the kinds of optimizer state that the conversion leaves out."""
     is_kept = plan.to == "mtcli" and not plan.recipe and not source.adapters
     return [] if is_kept else optimizer_kinds(source)
 
 
 def require_target(source: Checkpoint, target: Path, plan: ConversionPlan) -> None:
-    """Raises MtcliError where the folder's name is taken, or the model cannot be sharded so."""
+    """Raises MtcliError where the folder's name is taken, or the layout cannot shard the model."""
     require_free(target, plan.force)
     if plan.to != "hf":
         output_config(_new_model(source, plan), *plan.layout)
@@ -57,7 +57,8 @@ def require_target(source: Checkpoint, target: Path, plan: ConversionPlan) -> No
 def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
     """Writes `source`, or the model it is upcycled to, to a folder.
 
-    Returns the result in numbers. Raises MtcliError where the input, the disk or a proof fails.
+    Returns the result in numbers. Raises MtcliError where the input, the disk or a verification
+    fails.
     """
     require_apart(source.folders, [target, partial_name(target)], "DST")  # all is proved last
     start, watch, source = perf_counter(), MemoryWatch(), replicas_kept(source, plan)
@@ -89,8 +90,8 @@ def convert(source: Checkpoint, target: Path, plan: ConversionPlan) -> Json:
 
 
 def replicas_kept(source: Checkpoint, plan: ConversionPlan) -> Checkpoint:
-    """The source with its replicas, where a run on the target's layout has as many or there is one
-    for each data rank; else their average."""
+    """Returns the source with its replicas, where a run on the target's layout has as many or there
+    is one for each data rank; else their average."""
     if source.replicas == 1 or plan.to != "mtcli" or plan.recipe is not None:
         return source.averaged()
     config = output_config(source, *plan.layout)
@@ -106,10 +107,10 @@ def _new_model(source: Checkpoint, plan: ConversionPlan) -> Checkpoint:
 def compare(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, logits: bool, nproc: int
 ) -> Json:
-    """Proves that two checkpoints are the same, in numbers: of replicas that the other has not as
-    many of, the average.
+    """Verifies that two checkpoints are the same, in numbers; where they have different numbers of
+    replicas, by their average.
 
-    Raises MtcliError (exit 1) that names the first tensor that differs, or a damaged file.
+    Raises MtcliError (exit 1) with the first tensor that differs, or a damaged file.
     """
     start, watch = perf_counter(), MemoryWatch()
     facts: Json = {"a": str(a.folder), "b": str(b.folder)}
@@ -143,7 +144,7 @@ def _same(
 
 
 def _spent(source: Checkpoint, memory: ProcessMemory) -> Json:
-    """Reports a process's peak memory, and the largest tensor's bytes to compare it with."""
+    """Reports a process's peak memory, next to the largest tensor's bytes."""
     return {
         "largest_tensor_bytes": max(map(source.num_bytes, source.names())),
         "peak_memory_bytes": memory.peak,

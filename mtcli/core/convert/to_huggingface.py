@@ -1,4 +1,5 @@
-"""Converts to a Hugging Face folder: config, generation config, tokenizer, weights, index."""
+"""Converts a checkpoint to a Hugging Face folder: config, generation config, tokenizer, weights,
+index."""
 
 import json
 from functools import partial as partial_of
@@ -30,9 +31,9 @@ def to_hf(
 ) -> ProcessMemory:
     """Writes the weights of `source` as a Hugging Face folder that transformers loads.
 
-    Tensors go to files in order, each of at most `max_shard_bytes` or one tensor. Of replicas that
-    differ the average is written. Returns the peak memory of the workers. Raises MtcliError for a
-    model that no family has.
+    Tensors go to files in order, each of at most `max_shard_bytes` or one tensor. Replicas that
+    differ are averaged. Returns the peak memory of the workers. Raises MtcliError for a model that
+    no family has.
     """
     source = source.averaged()
     require_model(source, source.model)
@@ -102,7 +103,8 @@ def _write_files(
 def _write_configs(
     folder: Path, source: Checkpoint, family: Family, original: Path | None, dtype: torch.dtype
 ) -> None:
-    """Writes config.json and generation_config.json: the originals where weights came with them."""
+    """Writes config.json and generation_config.json; the originals where the weights came with
+    them."""
     tokens = _token_ids(source)
     if original is None:
         table = config_json.config_to_hf(source.model, family) | tokens
@@ -123,7 +125,7 @@ def _write_configs(
 
 
 def _token_ids(source: Checkpoint) -> Table:
-    """The ids that begin and end a text: the end-of-document token, or none."""
+    """Returns the ids that begin and end a text: the end-of-document token, or none."""
     if source.tokenizer_folder is None:
         return {"bos_token_id": None, "eos_token_id": None}
     from mtcli.core.data.tokenize import load_tokenizer

@@ -1,6 +1,6 @@
-"""Converts any checkpoint to ours on any layout.
+"""Converts any checkpoint to ours, on any layout.
 
-A box of BOX_BYTES is in memory at a time, so the peak is bounded by neither the model nor its
+A box of BOX_BYTES is in memory at a time, so the peak depends neither on the model nor on its
 largest tensor.
 """
 
@@ -51,8 +51,8 @@ from mtcli.core.runtime.process_pool import ProcessMemory, Progress, run_parts, 
 
 
 class WriteOptions(NamedTuple):
-    """Options of writing: weights in a dtype (None: each tensor's own), over what is there or not,
-    and the number of processes that share the files."""
+    """Options of writing: the dtype of weights (None: each tensor's own), whether to replace the
+    target, and the number of processes."""
 
     dtype: torch.dtype | None = None
     force: bool = False
@@ -63,10 +63,11 @@ class WriteOptions(NamedTuple):
 def to_mtcli(
     source: Checkpoint, final: Path, parallel: ParallelConfig, world: int, options: WriteOptions
 ) -> ProcessMemory:
-    """Writes `source` as a checkpoint of ours, one file per rank of a layout that owns anything.
+    """Writes `source` as a checkpoint of ours, with one file per rank of the layout that owns
+    anything.
 
-    Optimizer state is sharded as a run of that layout shards it, and keeps its dtype. Returns the
-    peak memory of the workers.
+    Optimizer state keeps its dtype and is sharded as in a run on the layout. Returns the peak
+    memory of the workers.
     """
     config = output_config(source, parallel, world)
     ranks = list(rank_shards(source, config, world, options.dtype))
@@ -78,8 +79,8 @@ def to_mtcli(
             for path in paths
             if path.is_file()
         }
-    about = {"step": source.step, "world": world, "extra": source.extra}
-    about["replicas"] = source.replicas
+    facts = {"step": source.step, "world": world, "extra": source.extra}
+    facts["replicas"] = source.replicas
     sizes = [sum(shard.tensor.nbytes for shard in shards) for shards in ranks]
     require_free(final, options.force)
     with atomic_folder(final, sum(sizes)) as partial:
@@ -88,7 +89,7 @@ def to_mtcli(
         results, memory = run_parts(work, parts, options.progress)
         written = dict(pair for pairs in results for pair in pairs)
         merged = merge_written([written[rank] for rank in range(world)])
-        commit(partial, merged, about, dump_toml(config), attached)
+        commit(partial, merged, facts, dump_toml(config), attached)
     return memory
 
 
@@ -97,9 +98,9 @@ def rank_shards(
 ) -> Iterator[list[Shard]]:
     """Yields for each rank the shards that it saves of a checkpoint, on the meta device.
 
-    Optimizer state is sharded like its parameter, with zero = 1 over data ranks too, and with
-    zero = 3 so are weights. A tensor that belongs to no parameter is rank 0's. Together the shards
-    tile every tensor once, of each replica; some ranks may have none.
+    Optimizer state is sharded like its parameter, with zero = 1 also over data ranks; with zero =
+    3, so are weights. Rank 0 owns a tensor that belongs to no parameter. Together the shards tile
+    every tensor, of each replica, once; some ranks may have none.
     """
     layout, table = ParallelLayout.of(config.parallel, world), parameters(config.model)
     names: dict[str, list[str]] = {}
@@ -114,7 +115,7 @@ def rank_shards(
             for replica in source.replicas_of(name):
                 yield Shard(name, tensor, box.start, source.shape(name), replica)
 
-    others = [name for name in source.names() if parameter_of(name) not in table]
+    unowned = [name for name in source.names() if parameter_of(name) not in table]
     for rank in range(world):
         saved = list[Shard]()
         for parameter in _saved_parameters(config, layout, rank):
@@ -122,13 +123,14 @@ def rank_shards(
             for name in names.get(parameter.name, []):
                 is_owned = is_optimizer(name) or config.parallel.zero == 3
                 saved += shards(name, owned if is_owned else boxes)
-        for name in others if rank == 0 else ():
+        for name in unowned if rank == 0 else ():
             saved += shards(name, [Box.of(source.shape(name))])
         yield saved
 
 
 def _saved_parameters(config: RunConfig, layout: ParallelLayout, rank: int) -> list[Parameter]:
-    """Parameters of a rank's stages that it may save: a tied embedding on the first alone."""
+    """Lists the parameters of a rank's stages that it may save: a tied embedding on the first stage
+    alone."""
     layers = stage_layers(config.model, layout, config.parallel.stage_layers)
     last, table = layout.num_stages - 1, parameters(config.model)
     return [
@@ -142,7 +144,8 @@ def _saved_parameters(config: RunConfig, layout: ParallelLayout, rank: int) -> l
 def _boxes(
     parameter: Parameter, config: RunConfig, layout: ParallelLayout, rank: int
 ) -> tuple[list[Box], list[Box]]:
-    """Boxes that a rank saves of a parameter, and of its state, which owners share by rows."""
+    """Returns the boxes that a rank saves of a parameter, and of its optimizer state, which owners
+    share by rows."""
     boxes = [parameter.box(layout, rank)] if parameter.is_primary(layout, rank) else []
     if not config.parallel.zero:
         return boxes, boxes
@@ -173,7 +176,7 @@ def _write_ranks(
 def read_stored(
     source: Checkpoint, name: str, stored: StoredBox, dtype: torch.dtype, progress: Progress
 ) -> Iterator[Tensor]:
-    """Reads a tensor in the order of a box to be stored, by boxes of at most BOX_BYTES."""
+    """Reads a tensor in the order of its stored box, by boxes of at most BOX_BYTES."""
     for part in boxes_of_at_most(stored.view, BOX_BYTES // dtype.itemsize):
         values = source.read(name, stored.box_of(part), stored.replica)
         yield values.permute(stored.order).to(dtype)
@@ -181,13 +184,14 @@ def read_stored(
 
 
 def tokenizer_of(source: Checkpoint) -> dict[str, Path]:
-    """The files of a checkpoint's tokenizer by name; a Hugging Face folder holds others too."""
+    """Returns the files of a checkpoint's tokenizer by name; a Hugging Face folder holds other
+    files too."""
     names = None if source.config is not None else TOKENIZER_FILES
     return tokenizer_files(source.tokenizer_folder, source.folder, names)
 
 
 def original_config(source: Checkpoint) -> Path | None:
-    """The config.json that the weights came with, where there is one that is still true."""
+    """Returns the config.json that the weights came with, where it still describes the model."""
     folder = source.folder if source.config is None else source.folder / HUGGINGFACE
     path = folder / config_json.NAME
     if not path.is_file():

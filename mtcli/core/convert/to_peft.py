@@ -17,22 +17,22 @@ from mtcli.core.runtime.outputs import require_apart
 
 
 def to_peft(source: Checkpoint, final: Path, force: bool) -> dict[str, Any]:
-    """Writes the adapters of `source` as a folder that peft loads; returns it in numbers.
+    """Writes the adapters of `source` as a folder that peft loads; returns the result in numbers.
 
     Raises MtcliError for a model that no Hugging Face family has, and where the name is taken.
     """
     assert source.adapters is not None, f"{source.folder} holds no adapters"
-    own, base, lora = source.adapters
+    adapters, base, lora = source.adapters
     boxes = list(peft_boxes(source))
-    plan = [(box.key, code_of(own.dtype(name)), box.shape) for name, box in boxes]
-    size = sum(prod(box.shape) * own.dtype(name).itemsize for name, box in boxes)
+    plan = [(box.key, code_of(adapters.dtype(name)), box.shape) for name, box in boxes]
+    size = sum(prod(box.shape) * adapters.dtype(name).itemsize for name, box in boxes)
     require_free(final, force)
     require_apart(source.folders, [final, partial_name(final)], "DST")
     with atomic_folder(final, size) as partial:
         tensors = (
             tensor
             for name, box in boxes
-            for tensor in read_stored(own, name, box, own.dtype(name), lambda _: None)
+            for tensor in read_stored(adapters, name, box, adapters.dtype(name), lambda _: None)
         )
         write_tensors(partial / WEIGHTS, plan, tensors, {"format": "pt"})
         text = json.dumps(peft_config(source), indent=2) + "\n"
@@ -48,5 +48,5 @@ def to_peft(source: Checkpoint, final: Path, force: bool) -> dict[str, Any]:
         "adapters": len(boxes) // 2,
         "parameters": sum(prod(box.shape) for _, box in boxes),
         "bytes": size,
-        "dtype": dtype_name(own.dtype(boxes[0][0])),
+        "dtype": dtype_name(adapters.dtype(boxes[0][0])),
     }

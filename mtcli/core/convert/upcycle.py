@@ -1,7 +1,8 @@
-"""Views a dense checkpoint as a mixture of experts: nothing is copied until it is read.
+"""Views a dense checkpoint as a mixture of experts, computed when it is read.
 
 Attention, norms and embeddings are the dense checkpoint's own tensors. A box of the experts is read
-from the dense MLP's boxes, and the router is drawn like a fresh one (convert/upcycle_recipe.py).
+from boxes of the dense MLP, and the router is initialised like a new one
+(convert/upcycle_recipe.py).
 """
 
 from dataclasses import replace
@@ -21,8 +22,7 @@ from mtcli.core.model.init import initial_values
 def upcycled(dense: Checkpoint, recipe: UpcycleRecipe) -> Checkpoint:
     """Builds the checkpoint of a new model at step 0: no optimizer state and no earlier progress.
 
-    Of replicas that differ it takes the average. Raises MtcliError where the dense checkpoint lacks
-    a tensor.
+    Replicas that differ are averaged. Raises MtcliError where the dense checkpoint lacks a tensor.
     """
     require_model(dense, dense.model)
     dense = dense.averaged()
@@ -40,9 +40,8 @@ def upcycled(dense: Checkpoint, recipe: UpcycleRecipe) -> Checkpoint:
 def rounding(
     dense: Checkpoint, recipe: UpcycleRecipe, dtype: torch.dtype | None
 ) -> torch.dtype | None:
-    """The coarsest dtype that a weight is rounded to: `dtype`, or where a granularity that is no
-    power of 2 scales it, its own. None where none is.
-    """
+    """Returns the coarsest dtype that a weight is rounded to: `dtype`, or the weight's own where a
+    granularity that is no power of 2 scales it. None where no weight is rounded."""
     causes = [] if dtype is None else [dtype]
     if recipe.granularity & (recipe.granularity - 1):
         causes.append(dense.dtype("blocks.0.mlp.down.weight"))
@@ -62,7 +61,8 @@ def _stored(dense: Checkpoint, recipe: UpcycleRecipe, described: Parameter) -> S
 
 
 def _experts(dense: Checkpoint, source: str, described: Parameter, slices: int, box: Box) -> Tensor:
-    """Reads a box of experts [E, ..., ffn / slices, ...]: e is slice e % slices of `source`."""
+    """Reads a box of experts [E, ..., ffn / slices, ...]: expert e is slice e % slices of
+    `source`."""
     out = torch.empty(box.size, dtype=dense.dtype(source))
     inner = described.shard_axes.index("etp")
     scale = slices if source.endswith(".down.weight") else 1
@@ -77,7 +77,8 @@ def _experts(dense: Checkpoint, source: str, described: Parameter, slices: int, 
 
 
 def _router(recipe: UpcycleRecipe, described: Parameter, dtype: torch.dtype, box: Box) -> Tensor:
-    """Reads a box of the router's weight [E, hidden]: row e // granularity of a fresh one."""
+    """Reads a box of the router's weight [E, hidden]: row e is row e // granularity of a new
+    router."""
     (start, column), (count, width) = box
     rows = torch.arange(start, start + count) // recipe.granularity
     first, groups = int(rows[0]), int(rows[-1] - rows[0]) + 1

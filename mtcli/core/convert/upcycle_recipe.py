@@ -1,12 +1,12 @@
-"""Plans upcycling: a dense model's mixture of experts, and when it is the same function.
+"""Plans upcycling: the mixture of experts of a dense model, and the rules by which it is the same
+function.
 
-Every expert is a copy of the dense MLP and the router is new (arXiv:2212.05055). With a
-granularity G an expert is a slice of 1/G of the MLP (arXiv:2410.07524): experts g*G .. g*G + G - 1
-are a virtual group, which holds every slice once and shares its router's row, so that top-k takes
-whole groups. The chosen weights sum to 1 and are spread over the G slices that add up to the MLP,
-so the slices are scaled by G. That paper spreads the scale over all matrices of the MLP, and its
-nonlinearity does not let it through exactly; here `down` alone takes it: exact in any dtype where
-G is a power of 2.
+Every expert is a copy of the dense MLP and the router is new (arXiv:2212.05055). With granularity G
+an expert is a slice of 1/G of the MLP (arXiv:2410.07524): experts g*G .. g*G + G - 1 are a virtual
+group, which holds every slice once and shares a router row, so that top-k selects whole groups. The
+chosen weights sum to 1 and are spread over the G slices that add up to the MLP, so the slices are
+scaled by G. That paper spreads the scale over all matrices of the MLP, whose nonlinearity makes
+this inexact; here `down` alone is scaled: exact in any dtype where G is a power of 2.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,8 @@ SMALLEST = {"granularity": 1, "seed": 0}
 
 
 class UpcycleRecipe(NamedTuple):
-    """The recipe of an upcycling: the config, the slices of an MLP, and the router's seed."""
+    """The recipe of an upcycling: the mixture's config, the slices per MLP, and the router's
+    seed."""
 
     model: ModelConfig
     granularity: int
@@ -41,22 +42,22 @@ class UpcycleRecipe(NamedTuple):
 
 
 def recipe_of(text: str, dense: ModelConfig) -> UpcycleRecipe:
-    """Parses options such as "num_experts=8,top_k=2" into the recipe of a dense model.
+    """Parses options such as "num_experts=8,top_k=2" into the recipe for a dense model.
 
-    Raises MtcliError with everything at once: unknown options, illegal values, and whatever would
-    keep the mixture from being the dense function.
+    Raises MtcliError with everything at once: unknown options, illegal values, and whatever makes
+    the mixture differ from the dense function.
     """
     given, problems = _parse(text)
-    own = OWN | {name: given.pop(name) for name in OWN if name in given}
-    model, more = _mixture(dense, given, own["granularity"])
+    options = OWN | {name: given.pop(name) for name in OWN if name in given}
+    model, more = _mixture(dense, given, options["granularity"])
     problems += more + [*_is_copied(dense), *_has_sizes(given)]
     if model.num_experts and model.top_k:
         broken = rules.problems(RunConfig(model=model), 1, rules.TRAINING_RULES)
         problems += [problem for problem in broken if problem.field.startswith("model.")]
-        problems += [*_slices(model, dense, own["granularity"]), *_is_exact(model)]
+        problems += [*_slices(model, dense, options["granularity"]), *_is_exact(model)]
     if problems:
         raise MtcliError(*problems)
-    return UpcycleRecipe(model, own["granularity"], own["seed"])
+    return UpcycleRecipe(model, options["granularity"], options["seed"])
 
 
 def _parse(text: str) -> tuple[dict[str, Any], list[Problem]]:
@@ -90,7 +91,8 @@ def _unknown(name: str) -> Problem:
 def _mixture(
     dense: ModelConfig, given: dict[str, Any], granularity: int
 ) -> tuple[ModelConfig, list[Problem]]:
-    """The mixture's config, with illegal values left at their defaults, and problems of those."""
+    """Builds the mixture's config, with illegal values left at their defaults, and lists the
+    problems."""
     table = dense.model_dump(exclude_none=True) | given
     table["moe_ffn_hidden_size"] = dense.ffn_hidden_size // granularity
     table["architecture"] = "mixtral" if dense.architecture == "llama" else dense.architecture
@@ -116,7 +118,7 @@ def _has_sizes(given: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _slices(model: ModelConfig, dense: ModelConfig, granularity: int) -> Iterator[Problem]:
-    """Yields problems of slices that are unequal, and of a top-k that takes some of a group's."""
+    """Yields problems of slices that are unequal, and of a top-k that selects part of a group."""
     sizes = {"ffn_hidden_size": dense.ffn_hidden_size}
     sizes |= {"num_experts": model.num_experts, "top_k": model.top_k}
     for name, size in sizes.items():
@@ -130,7 +132,7 @@ def _slices(model: ModelConfig, dense: ModelConfig, granularity: int) -> Iterato
 
 
 def _is_exact(model: ModelConfig) -> Iterator[Problem]:
-    """Whether the chosen weights sum to 1, and no token is dropped."""
+    """Yields problems where the chosen weights do not sum to 1, or tokens are dropped."""
     all_chosen = model.top_k == model.num_experts and model.router_score == "softmax"
     if not model.normalize_top_k and not all_chosen:
         message = "normalize_top_k=false: the chosen weights would sum to another number for each "

@@ -1,5 +1,5 @@
-"""Proves a conversion: the same tensors, and the same logits on seeded tokens, whatever the layouts
-and formats of the two checkpoints."""
+"""Verifies a conversion: the same tensors, and the same logits on seeded tokens, for checkpoints of
+any layouts and formats."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -38,8 +38,8 @@ class Difference(NamedTuple):
 
 
 def shared_names(a: Checkpoint, b: Checkpoint) -> list[str]:
-    """Tensors to compare: all of either; where one has no optimizer state, or state of its adapters
-    and the other of weights, no optimizer state."""
+    """Returns the tensors to compare: all of both. Optimizer state is left out where one checkpoint
+    has none, or one has state of adapters and the other of weights."""
     both = all(any(map(is_optimizer, side.names())) for side in (a, b))
     names = dict.fromkeys([*a.names(), *b.names()])
     return [name for name in names if both or not is_optimizer(name)]
@@ -52,7 +52,7 @@ def differences(
     names: Iterable[str] | None = None,
     progress: Progress = lambda _: None,
 ) -> Iterator[Difference]:
-    """Yields every tensor, of all or some, that differs in shape, dtype or any bit, in order.
+    """Yields every tensor, of all or `names`, that differs in shape, dtype or any bit, in order.
 
     With `dtype`, weights of `a` are first converted to it. A box of each is in memory at a time.
     """
@@ -66,7 +66,7 @@ def differences(
 def first_difference(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, nproc: int, progress: Progress
 ) -> tuple[Difference | None, ProcessMemory]:
-    """Finds the first of `differences` with `nproc` processes, and their peak memory."""
+    """Finds the first of `differences` with `nproc` processes; returns it and their peak memory."""
     names = shared_names(a, b)
     weights = [(a if name in a.tensors else b).num_bytes(name) for name in names]
     parts = [[names[i] for i in part] for part in shares(weights, nproc)]
@@ -123,7 +123,8 @@ def _difference(a: Checkpoint, b: Checkpoint, name: str, dtype: torch.dtype | No
 
 
 def logits_of(checkpoint: Checkpoint) -> Tensor:
-    """Float32 logits [SEQUENCES, positions, vocabulary] of a checkpoint on tokens of seed 0."""
+    """Computes float32 logits [SEQUENCES, positions, vocabulary] of a checkpoint on tokens of seed
+    0."""
     runtime = Runtime(0, 1, 0, 1, torch.device("cpu"))
     model = open_inference_model(checkpoint, (), runtime)
     count = min(TOKENS, model.max_seq_len)
@@ -147,9 +148,9 @@ def logit_difference(a: Checkpoint, b: Checkpoint) -> tuple[float, float]:
 
 
 def tolerance(largest: float, dtype: torch.dtype | None, resummed: int = 0) -> float:
-    """The tolerance of logits: 0 for the same weights in the same dtype.
+    """Returns the tolerance of logits: 0 for the same weights in the same dtype.
 
-    `dtype` is the one that weights were rounded to; `resummed` is the number of layers that add up
+    `dtype` is the one that weights were rounded to; `resummed` is the number of layers that sum
     their MLP in another order, in float32.
     """
     weights = 0.0 if dtype is None else torch.finfo(dtype).eps
@@ -159,11 +160,11 @@ def tolerance(largest: float, dtype: torch.dtype | None, resummed: int = 0) -> f
 def require_same(
     a: Checkpoint, b: Checkpoint, dtype: torch.dtype | None, nproc: int, progress: Progress
 ) -> tuple[dict[str, Any], ProcessMemory]:
-    """Compares every tensor of either, those of `a` converted to `dtype` first; returns what was
+    """Compares every tensor of both, those of `a` converted to `dtype` first; returns what was
     compared, and the peak memory of `nproc` processes.
 
-    Raises MtcliError (exit 1) that names the first tensor that differs, the fields by which the
-    models do where no tensor does, or a damaged file of `b`.
+    Raises MtcliError (exit 1) with the first tensor that differs, with the model fields that differ
+    where no tensor does, or with a damaged file of `b`.
     """
     hashing = verify_in_processes(b, nproc, progress)
     difference, memory = first_difference(a, b, dtype, nproc, progress)
@@ -179,7 +180,7 @@ def require_same(
 
 
 def _optimizer_compared(a: Checkpoint, b: Checkpoint) -> str:
-    """Words what of two checkpoints' optimizer state was found equal."""
+    """Words which of two checkpoints' optimizer state was found equal."""
     with_some = [side for side in (a, b) if optimizer_kinds(side)]
     if not with_some:
         return "none"
@@ -197,8 +198,8 @@ def require_same_logits(
 ) -> dict[str, Any]:
     """Compares two checkpoints' logits over all replicas; returns the largest difference.
 
-    Raises MtcliError (exit 1) where that is more than `tolerance` takes for rounding, and where
-    logits of NaN or infinity prove nothing.
+    Raises MtcliError (exit 1) where that exceeds the `tolerance` for rounding, and for logits of
+    NaN or infinity, which prove nothing.
     """
     largest_difference = 0.0
     for replica in range(a.replicas):
@@ -215,7 +216,7 @@ def require_same_logits(
 
 
 def _no_logits(checkpoint: Checkpoint) -> MtcliError:
-    """The error of logits that are not finite, with the first weight that is not."""
+    """Builds the error of logits that are not finite, with the first weight that is not finite."""
     for name in filterfalse(is_optimizer, checkpoint.names()):
         shape, step = checkpoint.shape(name), BOX_BYTES // checkpoint.dtype(name).itemsize
         if not all(

@@ -1,8 +1,8 @@
-"""A batch of documents, which the stages of a worker read together.
+"""Defines a batch of documents, the unit in which a worker's stages read text.
 
-Their lower-case text is looked at as one array of bytes. Letters that are not ASCII keep all their
-bytes inside of words; other characters that are not ASCII become blanks, so that a table of 256
-says which bytes belong to words.
+The lower-case text is one array of bytes. Letters that are not ASCII keep all their bytes inside of
+words; other characters that are not ASCII become blanks, so that a table of 256 says which bytes
+belong to words.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ IN_WORD = bytes(byte in WORD_BYTES for byte in range(256))
 
 
 class Drop(NamedTuple):
-    """Why a document is left out, with what more there is to say of it."""
+    """The reason why a document is dropped, with details for the report."""
 
     stage: str
     reason: str
@@ -32,7 +32,8 @@ class Drop(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Runs of bytes in `Batch.lowered`, in order: [tokens] each."""
+    """Tokens of a batch, as byte ranges of `Batch.lowered` in order; every array but `bounds` is
+    [tokens]."""
 
     starts: Array
     stops: Array
@@ -46,32 +47,35 @@ class Tokens(NamedTuple):
 
 
 class Batch:
-    """Documents, and those of them that a stage has dropped, by index."""
+    """Documents that go through the stages together, and the dropped ones by index."""
 
     def __init__(self, documents: list[Document]) -> None:
         self.documents = documents
         self.drops: dict[int, Drop] = {}
 
     def drop(self, index: int, stage: str, reason: str, **detail: object) -> None:
-        """Leaves a document out; the first reason counts."""
+        """Drops a document; the first reason counts."""
         self.drops.setdefault(int(index), Drop(stage, reason, detail))
 
     def alive(self) -> list[int]:
-        """The indices of those that are left."""
+        """Returns the indices of the documents that no stage has dropped."""
         everyone = range(len(self.documents))
         return (
             [index for index in everyone if index not in self.drops] if self.drops else [*everyone]
         )
 
     def changed(self) -> None:
-        """Forgets what was computed of texts that have changed."""
+        """Clears the cached arrays after a stage has changed texts."""
         for name in ("lowered", "words", "word_hashes"):
             self.__dict__.pop(name, None)
 
     @cached_property
     def lowered(self) -> tuple[bytes, Array]:
-        """The texts in lower case, a blank before each and after the last, and where they begin
-        [documents + 1]."""
+        """The lower-case UTF-8 of all texts as one buffer, and the offset of each text [documents +
+        1].
+
+        A blank stands before each text and after the last.
+        """
         parts = [lower(document.text) for document in self.documents]
         offsets = np.ones(len(parts) + 1, np.int64)
         np.cumsum([len(part) + 1 for part in parts], out=offsets[1:])
@@ -80,7 +84,7 @@ class Batch:
 
     @cached_property
     def words(self) -> Tokens:
-        """Runs of letters, digits and underscores, as \\w+ finds them in the lower-case text."""
+        """Runs of letters, digits and underscores in the lower-case text, as \\w+ finds them."""
         data, offsets = self.lowered
         inside = np.frombuffer(data.translate(IN_WORD), np.uint8)
         edges = np.flatnonzero(inside[1:] != inside[:-1]) + 1
@@ -95,7 +99,7 @@ class Batch:
         return self.hashes_of(self.words)
 
     def hashes_of(self, tokens: Tokens) -> Array:
-        """The hash of each token [tokens]."""
+        """Returns the hash of each token [tokens]."""
         data, offsets = self.lowered
         view = unaligned(data, len(data) - 8)
         return token_hashes(view, tokens.starts, tokens.stops - tokens.starts)
@@ -115,27 +119,28 @@ def batches(documents: Iterable[Document]) -> Iterator[Batch]:
 
 
 def lower(text: str) -> bytes:
-    """The lower-case text in UTF-8, all but letters of what is not ASCII replaced by blanks.
+    """Lower-cases a text into UTF-8, with a blank for each character that is neither ASCII nor
+    alphanumeric.
 
-    It has as many characters as the text.
+    The result has as many characters as the text.
     """
     data = text.encode("utf-8", "surrogatepass")
     if text.isascii():
         return data.lower()
-    others = not_ascii(data)
-    if others != others.lower():  # else only ASCII changes, and C does that to bytes
+    non_ascii = not_ascii(data)
+    if non_ascii != non_ascii.lower():  # else only ASCII changes, and C does that to bytes
         lowered = text.lower()
         if len(lowered) != len(text):  # a letter whose small form is two
             lowered = "".join(c.lower() if len(c.lower()) == 1 else c for c in text)
         data = lowered.encode("utf-8", "surrogatepass")
-        others = not_ascii(data)
+        non_ascii = not_ascii(data)
     data = data.lower()
-    for character in set(others):
+    for character in set(non_ascii):
         if not character.isalnum():
             data = data.replace(character.encode("utf-8", "surrogatepass"), b" ")
     return data
 
 
 def not_ascii(data: bytes) -> str:
-    """The characters of a text in UTF-8 that are not ASCII, in order."""
+    """Returns the characters of a UTF-8 text that are not ASCII, in order."""
     return data.translate(None, ASCII).decode("utf-8", "surrogatepass")

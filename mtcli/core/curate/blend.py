@@ -1,6 +1,6 @@
-"""A blend of what is left, by source: a `data.train` list for `mtcli train`.
+"""Blends the sources of a curated corpus into a `data.train` list for `mtcli train`.
 
-Training draws from it by greedy error diffusion (`mtcli.core.data.blend`).
+Training draws from the list by greedy error diffusion (`mtcli.core.data.blend`).
 """
 
 import shlex
@@ -14,30 +14,30 @@ from mtcli.core.curate.shards import file_stem
 def blend_of(
     weights: Mapping[str, float], sources: Mapping[str, Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Normalised weights of the sources that have documents, and the epochs of each.
+    """Normalises the weights of the sources that have documents, and counts the epochs of each.
 
-    Epochs are of as many bytes as are left in all: a source whose share of the blend is twice its
-    share of the corpus is read twice. Sources without documents are named `missing`, those without
-    a weight `unweighted`. Empty where there are no weights.
+    Epochs assume a run over as many bytes as the whole corpus has: a source whose share of the
+    blend is twice its share of the corpus is read twice. `missing` names sources without documents,
+    `unweighted` those without a weight. Returns {} where there are no weights.
     """
     if not weights:
         return {}
     used = {name: float(weight) for name, weight in weights.items() if name in sources and weight}
     total, size = sum(used.values()), sum(sources[name]["bytes"] for name in used)
-    told = {}
+    blended = {}
     for name in sorted(used):
         share = used[name] / total
         epochs = share * size / max(1, sources[name]["bytes"])
-        told[name] = {"weight": share, "prefix": file_stem(name), "epochs": epochs}
+        blended[name] = {"weight": share, "prefix": file_stem(name), "epochs": epochs}
     return {
-        "sources": told,
+        "sources": blended,
         "missing": sorted(set(weights) - set(sources)),
         "unweighted": sorted(set(sources) - set(weights)),
     }
 
 
 def commands_of(blend: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`data.train`, and the commands that make its token files beside the shards."""
+    """Returns `data.train`, and the commands that write its token files into the shards' folder."""
     train: list[str] = []
     commands = []
     for facts in blend["sources"].values():

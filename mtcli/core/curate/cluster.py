@@ -1,9 +1,9 @@
 """Runs a curation on many machines: tasks over groups of parts, and shuffles between them.
 
-Texts, signatures and bands stay with the cluster, as objects that tasks return. What tasks exchange
-is divided by a hash or a range into as many partitions as there are groups: task p of a phase is
-given what all tasks of the phase before returned for p. The head has a few bytes per document, and
-writes the report. All decisions are those of one machine: the output has the same bytes.
+Texts, signatures and bands stay in the cluster as objects that tasks return. A phase divides its
+output by a hash or a range into as many partitions as there are groups; task p of the next phase
+gets partition p from every task. The head holds a few bytes per document and writes the report.
+Decisions are those of a single machine, so the output has the same bytes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from mtcli.core.curate.exact import same_texts
 from mtcli.core.curate.fuzzy import (
     Buckets,
     Components,
-    Known,
+    PairFilter,
     Pairs,
     likely_pairs,
     min_matches,
@@ -54,30 +54,31 @@ Group = tuple[Slice, ...]
 
 
 class Cluster(Protocol):
-    """Machines that run tasks."""
+    """A set of machines that runs tasks."""
 
     @property
     def cores(self) -> int:
-        """How many tasks run at a time."""
+        """The number of tasks that run at a time."""
 
     def run(
         self, function: Task, items: Sequence[Any], what: str, returns: int = 1
     ) -> list[tuple[Ref, ...]]:
-        """Runs `function(item)` as a task for each item, and waits; returns what each returned, as
-        `returns` values apart.
+        """Runs `function(item)` as a task for each item and waits; returns per task `returns`
+        references to its results.
 
         Raises the first task's error.
         """
 
 
 class Objects:
-    """Files of a folder that a task wrote, as objects of a cluster."""
+    """The files of a part that a task wrote, held as objects of the cluster."""
 
     def __init__(self, slots: Sequence[Ref | None]) -> None:
         self._slots = tuple(slots)
 
     def only(self, *names: str) -> "Objects":
-        """The object with a file, for each name, and the rest; a task fetches no other."""
+        """Selects the large files by name, and the small ones with them, so that a task fetches no
+        other."""
         slots = {REST, *(SLOTS[name] for name in names)}
         return Objects([ref if i in slots else None for i, ref in enumerate(self._slots)])
 
@@ -97,14 +98,14 @@ class Objects:
 
 
 class ClusterEngine(NamedTuple):
-    """Tasks of a cluster, and objects that it keeps; no file but the shards."""
+    """An engine whose parts are objects of a cluster; it writes no file but the shards."""
 
     cluster: Cluster
 
     def map(
         self, work: Work, items: Sequence[Any], total: float, what: str, unit: str = "it"
     ) -> Iterator[Any]:
-        """Maps by a task for each item; parts come without texts and signatures."""
+        """Maps with a task per item; a part comes without its texts and signatures."""
         lean = [_lean(item) if isinstance(item, Slice) else item for item in items]
         for (ref,) in self.cluster.run(partial(_plain, work), lean, what):
             yield ref()
@@ -112,12 +113,12 @@ class ClusterEngine(NamedTuple):
     def make(
         self, work: Make, items: Mapping[int, Any], folder: Path, what: str, unit: str = "it"
     ) -> Mapping[int, Files]:
-        """Makes each folder in a task; its files become objects."""
+        """Runs `work` in a task per item; the files it writes become objects of the cluster."""
         rows = self.cluster.run(partial(_packed, work), list(items.values()), what, REST + 1)
         return {number: Objects(slots) for number, slots in zip(items, rows, strict=True)}
 
     def same(self, corpus: Corpus, priority: tuple[str, ...]) -> Removals:
-        """Shuffles the hashes of texts."""
+        """Finds exact duplicates by a shuffle of text hashes."""
         groups = self._groups(corpus)
         run, count = self.cluster.run, len(groups)
         rows = run(partial(_split_texts, count), _leaner(groups), "exact: shuffle", count)
@@ -127,14 +128,15 @@ class ClusterEngine(NamedTuple):
     def near(
         self, corpus: Corpus, config: FuzzyConfig, priority: tuple[str, ...], folder: Path
     ) -> Removals:
-        """Shuffles bands by their hashes, then pairs, then edges of verified pairs."""
+        """Finds near duplicates: shuffles bands by hash, then pairs, then edges of verified
+        pairs."""
         groups = self._groups(corpus)
         run, count = self.cluster.run, len(groups)
-        of = _leaner(groups, "bands.npy")
-        rows = run(partial(_split_bands, count), of, "fuzzy: shuffle bands", count)
+        lean_groups = _leaner(groups, "bands.npy")
+        rows = run(partial(_split_bands, count), lean_groups, "fuzzy: shuffle bands", count)
         buckets = run(_buckets, _transposed(rows), "fuzzy: buckets", 2)
-        of = _leaner(groups, "signatures.npy")
-        signatures = self._look_up(of, [row[1] for row in buckets], _signatures)
+        lean_groups = _leaner(groups, "signatures.npy")
+        signatures = self._look_up(lean_groups, [row[1] for row in buckets], _signatures)
         work = partial(_likely_pairs, count, corpus.num_new, min_matches(config))
         items = [(*row, refs) for row, refs in zip(buckets, signatures, strict=True)]
         likely = run(work, items, "fuzzy: pairs", count)
@@ -149,7 +151,7 @@ class ClusterEngine(NamedTuple):
         return table_of(removals)._replace(jaccard=ordered)
 
     def write(self, job: ShardJob) -> list[dict[str, Any]]:
-        """Shuffles lines by the range of their keys."""
+        """Shuffles lines by ranges of their keys, and writes the shards of a range in one task."""
         names = job.plan.names
         if not names:
             return []
@@ -174,7 +176,7 @@ class ClusterEngine(NamedTuple):
         return shards
 
     def _groups(self, corpus: Corpus) -> list[Group]:
-        """Parts that lie together, a few groups for each core."""
+        """Divides adjacent parts into groups: two for each core, or more of at most GROUP_PARTS."""
         count = len(corpus.parts)
         groups = min(count, max(2 * self.cluster.cores, -(-count // GROUP_PARTS)))
         bounds = [count * number // groups for number in range(groups + 1)]
@@ -184,50 +186,50 @@ class ClusterEngine(NamedTuple):
         ]
 
     def _look_up(
-        self, groups: list[Group], wanted: Sequence[Ref], read: Callable[[Group, Array], Any]
+        self, groups: list[Group], queries: Sequence[Ref], read: Callable[[Group, Array], Any]
     ) -> list[tuple[Ref, ...]]:
-        """Reads the sorted numbers that each partition wants, by `read(group, numbers)` in the
-        groups that have them; returns by partition its rows from each group."""
+        """Reads the sorted document numbers of each partition with `read(group, numbers)`, in the
+        groups that hold them; returns by partition the rows from each group."""
         count = len(groups)
         starts = np.array([group[0].first for group in groups[1:]], np.int64)
-        asked = self.cluster.run(partial(_by_group, starts), wanted, "look up", count)
+        asked = self.cluster.run(partial(_by_group, starts), queries, "look up", count)
         items = list(zip(groups, _transposed(asked), strict=True))
         return _transposed(self.cluster.run(partial(_rows, read), items, "look up", count))
 
     def _compared(
         self, groups: list[Group], pairs: Sequence[tuple[Ref, ...]], work: Task
     ) -> list[Ref]:
-        """Runs `work` over (pairs, their numbers, the texts of those) of each partition."""
+        """Runs `work` over (pairs, their documents' numbers, their texts) of each partition."""
         texts = self._look_up(_leaner(groups, LINES), [row[1] for row in pairs], _texts)
         items = [(*row, refs) for row, refs in zip(pairs, texts, strict=True)]
         return _only(self.cluster.run(work, items, "fuzzy: verify"))
 
     def _stars(self, edges: list[Ref]) -> list[Ref]:
-        """(document, smallest of its component) of all edges, all of a component together."""
+        """Reduces edges to (document, smallest of its component), a component in one partition."""
         run, count = self.cluster.run, len(edges)
-        before, now = None, [0]
-        while now != before:
+        previous, now = None, [0]
+        while now != previous:
             for split, step in ((both_ways, large_star), (downwards, small_star)):
                 rows = run(partial(_split_edges, split, 0, count), edges, "components", count)
-                made = run(partial(_star, step), _transposed(rows), "components", 2)
-                edges = [row[0] for row in made]
-            before, now = now, [sum(row[1]() for row in made) % (1 << 64)]
+                starred = run(partial(_star, step), _transposed(rows), "components", 2)
+                edges = [row[0] for row in starred]
+            previous, now = now, [sum(row[1]() for row in starred) % (1 << 64)]
         rows = run(partial(_split_edges, once, 1, count), edges, "components", count)
         return _only(run(partial(_star, once), _transposed(rows), "components", 2))
 
     def _decided(
         self, corpus: Corpus, groups: list[Group], stars: list[Ref], priority: tuple[str, ...]
     ) -> list[Ref]:
-        """(removed, kept, root) of the components of each partition."""
-        wanted = _only(self.cluster.run(_members, stars, "decide"))
-        names = self._look_up(_leaner(groups), wanted, _names)
-        items = list(zip(stars, wanted, names, strict=True))
+        """Returns (removed, kept, root) of the components of each partition."""
+        members = _only(self.cluster.run(_members, stars, "decide"))
+        names = self._look_up(_leaner(groups), members, _names)
+        items = list(zip(stars, members, names, strict=True))
         work = partial(_decide, corpus.num_new, priority)
         return _only(self.cluster.run(work, items, "decide"))
 
 
 def _leaner(groups: Sequence[Group], *names: str) -> list[Group]:
-    """Groups without the files that a phase does not read."""
+    """Returns groups with the named large files only."""
     return [tuple(_lean(view, *names) for view in group) for group in groups]
 
 
@@ -257,7 +259,7 @@ def _packed(work: Make, item: Any) -> Results:
 
 
 def _quiet(_: float) -> None:
-    """Progress that nobody is told."""
+    """Discards progress."""
 
 
 def _split_texts(count: int, group: Group) -> Results:
@@ -267,10 +269,10 @@ def _split_texts(count: int, group: Group) -> Results:
 
 
 def _divided(keys: Array, numbers: Array, count: int) -> Results:
-    """(keys, numbers) of each partition, by the key or its first column."""
-    of = (keys if keys.ndim == 1 else keys[:, 0]) % np.uint64(count)
-    order = np.argsort(of, kind="stable")
-    bounds = np.searchsorted(of[order], np.arange(1, count, dtype=np.uint64))
+    """Divides (keys, numbers) into partitions, by the key or its first column."""
+    partitions = (keys if keys.ndim == 1 else keys[:, 0]) % np.uint64(count)
+    order = np.argsort(partitions, kind="stable")
+    bounds = np.searchsorted(partitions[order], np.arange(1, count, dtype=np.uint64))
     split = zip(np.split(keys[order], bounds), np.split(numbers[order], bounds), strict=True)
     return tuple(split)
 
@@ -294,7 +296,7 @@ def _split_bands(count: int, group: Group) -> Results:
 
 
 def _buckets(rows: Sequence[Ref]) -> tuple[Buckets, Array]:
-    """The buckets of two and more documents, and the numbers of those."""
+    """Collects the buckets of at least two documents, and their documents' numbers."""
     keys, numbers = map(np.concatenate, zip(*(ref() for ref in rows), strict=True))
     order = np.lexsort((numbers, keys))
     keys, numbers = keys[order], numbers[order]
@@ -307,25 +309,29 @@ def _buckets(rows: Sequence[Ref]) -> tuple[Buckets, Array]:
 def _likely_pairs(
     count: int, num_new: int, least: int, item: tuple[Ref, Ref, Sequence[Ref]]
 ) -> Results:
-    """The likely pairs of a partition's buckets, divided by their first."""
-    buckets, wanted = item[0](), item[1]()
+    """Returns a partition's likely pairs, divided into partitions by their first document."""
+    buckets, looked_up = item[0](), item[1]()
     rows = [block for ref in item[2] if len(block := ref())]
     signatures = np.concatenate(rows) if rows else np.zeros((0, 1), np.uint8)
-    known = Known(lambda some: signatures[np.searchsorted(wanted, some)], num_new, least)
-    pairs = likely_pairs(known, buckets)
-    of = pairs.first % count
-    return tuple(Pairs(*(column[of == index] for column in pairs)) for index in range(count))
+    pair_filter = PairFilter(
+        lambda some: signatures[np.searchsorted(looked_up, some)], num_new, least
+    )
+    pairs = likely_pairs(pair_filter, buckets)
+    partitions = pairs.first % count
+    return tuple(
+        Pairs(*(column[partitions == index] for column in pairs)) for index in range(count)
+    )
 
 
 def _unique(rows: Sequence[Ref]) -> tuple[Array, Array]:
-    """Pairs [pairs, 2], the most alike first, and the numbers in them."""
+    """Returns pairs [pairs, 2], the most similar first, and the numbers in them."""
     pairs = unique_pairs([ref() for ref in rows])
     both = np.stack([pairs.first, pairs.second], axis=1).astype(np.int64)
     return both, np.unique(both)
 
 
 def _edges(size: int, threshold: float, item: tuple[Ref, Ref, Sequence[Ref]]) -> Results:
-    """Selects the pairs that are duplicates; none whose documents are one component by then."""
+    """Selects verified pairs, without those whose documents are already in one component."""
     components, edges = Components(), []
     similar = _Similarity(size, item)
     for pair in item[0]().tolist():
@@ -365,8 +371,8 @@ def _split_edges(
     prepare: Callable[[Array], Array], column: int, count: int, ref: Ref
 ) -> tuple[Array, ...]:
     edges = prepare(ref())
-    of = edges[:, column] % count
-    return tuple(edges[of == index] for index in range(count))
+    partitions = edges[:, column] % count
+    return tuple(edges[partitions == index] for index in range(count))
 
 
 def _star(step: Callable[[Array], Array], rows: Sequence[Ref]) -> tuple[Array, int]:
@@ -381,14 +387,14 @@ def _members(star: Ref) -> tuple[Array]:
 def _decide(
     num_new: int, priority: tuple[str, ...], item: tuple[Ref, Ref, Sequence[Ref]]
 ) -> tuple[Array]:
-    """(removed, kept, root) of stars, by the names that were looked up of their members."""
-    star, wanted = item[0](), item[1]()
+    """Decides (removed, kept, root) of stars, by the (key, source) looked up of each member."""
+    star, looked_up = item[0](), item[1]()
     names = [name for ref in item[2] for name in ref()]
     star = star[np.lexsort((star[:, 0], star[:, 1]))]
     begins, _ = runs(star[:, 1])
     leaves = np.split(star[:, 0], begins[1:]) if len(star) else []
     clusters = [np.append(star[at, 1], some) for at, some in zip(begins, leaves, strict=True)]
-    members = [np.searchsorted(wanted, cluster).tolist() for cluster in clusters]
+    members = [np.searchsorted(looked_up, cluster).tolist() for cluster in clusters]
     ordered = [names[index] for indices in members for index in indices]
     return (decide(clusters, ordered, num_new, priority),)
 
@@ -398,13 +404,13 @@ def _kept_pairs(table: Ref) -> tuple[Array, Array]:
     return pairs, np.unique(pairs)
 
 
-def _by_group(starts: Array, wanted: Ref) -> tuple[Array, ...]:
-    numbers = wanted()
+def _by_group(starts: Array, queries: Ref) -> tuple[Array, ...]:
+    numbers = queries()
     return tuple(np.split(numbers, np.searchsorted(numbers, starts)))
 
 
 def _rows(read: Callable[[Group, Array], Any], item: tuple[Group, Sequence[Ref]]) -> Results:
-    """Reads the rows of all numbers that were asked for, for each partition that asked."""
+    """Reads the rows that all partitions ask for, and divides them by partition."""
     group, refs = item
     asked = [ref() for ref in refs]
     rows = read(group, np.concatenate(asked))
@@ -432,7 +438,7 @@ def _corpus(group: Group) -> Corpus:
 def _split_lines(
     plan: ShardPlan, count: int, item: tuple[Group, Sequence[ChangedLines | None]]
 ) -> Results:
-    """(key, line) by shard, of each partition."""
+    """Divides (key, line) by partition and shard."""
     by_partition: list[dict[int, list[tuple[bytes, bytes]]]] = [{} for _ in range(count)]
     for view, changed in zip(*item, strict=True):
         if view.part.against:
@@ -441,8 +447,8 @@ def _split_lines(
         shards = route_slice(plan, view)[rows].tolist()
         lines = keyed_lines(view.part, rows, plan.by_source, changed)
         for shard, line in zip(shards, lines, strict=True):
-            of = shard * count // len(plan.names)
-            by_partition[of].setdefault(shard, []).append(line)
+            partition = shard * count // len(plan.names)
+            by_partition[partition].setdefault(shard, []).append(line)
     return tuple(by_partition)
 
 
@@ -459,7 +465,7 @@ def _write_shards(
 
 
 def _transposed(rows: Sequence[Sequence[Ref]]) -> list[tuple[Ref, ...]]:
-    """[tasks][returns] -> [returns][tasks]."""
+    """Transposes [tasks][returns] to [returns][tasks]."""
     return list(zip(*rows, strict=True))
 
 

@@ -1,7 +1,8 @@
-"""The configuration of `mtcli curate`: TOML, a section per stage, each with published defaults.
+"""Defines the configuration of `mtcli curate`: TOML, a section per stage, each with published
+defaults.
 
-`stages` orders the stages; a section that is left out has its defaults. Unknown keys are errors
-with the nearest name.
+`stages` orders the stages; a missing section has its defaults. Unknown keys are errors with the
+nearest name.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ CORPUS_STAGES = ("exact", "fuzzy", "decontaminate")  # what they do to a documen
 
 
 class ExtractConfig(Section):
-    """Text out of the HTML of WARC files."""
+    """Extracts text from the HTML of WARC files."""
 
     engine: Literal["resiliparse", "justext"] = "resiliparse"
     """resiliparse (main content, fast) or justext (MT-NLG's own choice)."""
@@ -43,14 +44,14 @@ class ExtractConfig(Section):
 
 
 class NormaliseConfig(Section):
-    """Broken Unicode mended by ftfy."""
+    """Mends broken Unicode with ftfy."""
 
     uncurl_quotes: bool = True
     """Make curly quotes straight, as ftfy does by default."""
 
 
 class LanguageConfig(Section):
-    """Documents in other languages left out."""
+    """Drops documents in other languages."""
 
     keep: tuple[str, ...] = Field(default=("en",), min_length=1)
     """ISO 639-1 codes of the languages to keep."""
@@ -101,56 +102,58 @@ class QualityConfig(Section):
 
 
 class ExactConfig(Section):
-    """One document kept of those with the same text."""
+    """Keeps one of the documents with the same text."""
 
     priority: tuple[str, ...] | None = None
-    """Sources, the best first, whose copy stays; as [fuzzy] has them where it is left out."""
+    """Sources, the best first, whose copy stays; [fuzzy]'s by default."""
 
 
 class FuzzyConfig(Section):
-    """One document kept of those that resemble each other: MinHash, LSH, verified Jaccard."""
+    """Keeps one of the documents that resemble each other: MinHash, LSH, verified Jaccard."""
 
     threshold: Real = Field(default=0.7, ge=0.01, le=1.0)
     """The least Jaccard similarity of two duplicates' sets of shingles."""
     shingle: Int = Field(default=12, ge=1, le=64)
     """Characters in a shingle: two long tables of numbers have most shingles of 5 in common."""
     hashes: Int = Field(default=160, ge=16, le=1024)
-    """Values in a MinHash signature; bands are as long as a recall of 0.995 allows."""
+    """Values in a MinHash signature; bands have the most rows that allow a recall of 0.995."""
     priority: tuple[str, ...] = ()
-    """Sources, the best first, whose copy stays; sources that it does not name come last."""
+    """Sources, the best first, whose copy stays; unnamed sources come last."""
 
 
 class DecontaminateConfig(Section):
-    """What stands in evaluation tasks cut out, with 200 characters on both sides."""
+    """Cuts out n-grams of evaluation tasks, with 200 characters on both sides."""
 
     tasks: tuple[PathText, ...] = ()
-    """Task files: JSON lines, text, or a RACE folder; as seen from here or from the config."""
+    """Task files: JSON lines, text, or a RACE folder; relative to the working directory or the
+    config's folder."""
     ngram: Int = Field(default=13, ge=2, le=64)
     """Words of an n-gram of a task."""
     min_ngram: Int = Field(default=8, ge=1, le=64)
-    """Words of the shortest task text that is looked for as a whole."""
+    """Words of the shortest task text that is matched, as one n-gram."""
     common: Positive = 10
-    """N-grams found so many times in the corpus are common phrases, and are spared, unless all
-    n-grams of a task's text are."""
+    """N-grams with as many matches in the corpus are common phrases and spared, unless all n-grams
+    of a task's text are common."""
     margin: Whole = 200
     """Characters cut on each side of a match, and on to the end of the sentence."""
     min_piece: Whole = 200
-    """What is left between cuts is a document of its own where it has more characters."""
+    """A piece between cuts becomes a document where it has more characters than this."""
     max_pieces: Whole = 10
-    """A document of which more pieces are left is left out."""
+    """A document that is cut into more pieces is dropped."""
     fields: tuple[str, ...] = ("text", "question", "questions", "goal", "sentence", "article")
-    """Keys of a task's JSON lines: the first of them that a line has is looked for."""
+    """Keys of a task's JSON lines; the first one that a line has holds its text."""
 
 
 class CurateConfig(Section):
-    """A whole configuration."""
+    """The configuration of a curation."""
 
     stages: tuple[Stage, ...] = ()
-    """The stages, in order; where it is left out, all that need nothing or have what they need."""
+    """The stages, in order; by default all whose required settings are given."""
     shard_mb: Int = Field(default=64, ge=1, le=100_000)
     """Megabytes of JSON lines in a shard, before compression."""
     blend: dict[str, Real] = Field(default_factory=dict)
-    """Weights by source. The shards are then by source, and the report has a `data.train`."""
+    """Weights by source. With weights, each source has its own shards, and the report has a
+    `data.train`."""
     extract: ExtractConfig = ExtractConfig()
     normalise: NormaliseConfig = NormaliseConfig()
     language: LanguageConfig = LanguageConfig()
@@ -162,7 +165,7 @@ class CurateConfig(Section):
 
     @property
     def ordered(self) -> tuple[Stage, ...]:
-        """The stages to run."""
+        """The stages that run, in order."""
         if "stages" in self.model_fields_set:
             return self.stages
         lacking = {
@@ -172,7 +175,7 @@ class CurateConfig(Section):
         return tuple(stage for stage in STAGES if not lacking.get(stage))
 
     def priority(self, stage: Stage) -> tuple[str, ...]:
-        """The sources whose copies stay, the best first."""
+        """Returns the sources whose copies a deduplication stage keeps, the best first."""
         if stage == "exact" and self.exact.priority is not None:
             return self.exact.priority
         return self.fuzzy.priority
@@ -206,10 +209,10 @@ def _problem(detail: ErrorDetails) -> Problem:
     if detail["type"] == "extra_forbidden":
         *parents, name = path
         section = section_at(CurateConfig, parents)
-        known = tuple(section.model_fields) if section else ()
-        near = closest(name, known).removeprefix("; ")
+        names = tuple(section.model_fields) if section else ()
+        near = closest(name, names).removeprefix("; ")
         where = f"in [{'.'.join(parents)}]" if parents else "at the top level"
-        hint = near or f"known: {', '.join(known)}"
+        hint = near or f"known: {', '.join(names)}"
         return Problem(f"unknown key {name!r} {where}", hint, ".".join(path))
     if path[0] == "blend":
         return Problem("a weight is a number >= 0", "such as wiki = 0.3", ".".join(path))
@@ -220,7 +223,7 @@ def _problem(detail: ErrorDetails) -> Problem:
 
 
 def _problems(config: CurateConfig) -> list[Problem]:
-    """The rules that join several fields."""
+    """Checks the rules that join several fields."""
     problems, stages = [], config.ordered
     for stage in sorted({stage for stage in stages if stages.count(stage) > 1}):
         said = f"{stage} is named {stages.count(stage)} times"
@@ -250,12 +253,12 @@ def _problems(config: CurateConfig) -> list[Problem]:
 
 
 def _resolved_path(name: str, base: Path) -> str:
-    """A path as seen from here, or else from the folder of the config."""
+    """Resolves a path from the working directory, or else from the config's folder."""
     return name if Path(name).exists() or not (base / name).exists() else str(base / name)
 
 
 def as_dict(config: CurateConfig) -> dict[str, Any]:
-    """The settings that a result depends on, for the report."""
+    """Returns the settings that the result depends on, for the report."""
     stages = config.ordered
     dumped = config.model_dump(mode="json", include={*stages, "shard_mb", "blend"})
     return {"stages": list(stages), **dumped}

@@ -20,7 +20,7 @@ from mtcli.core.runtime.process_pool import Progress
 
 
 class _CutJob(NamedTuple):
-    """The input of a worker that cuts documents; `spared` are the n-grams that are common."""
+    """The input of a worker that cuts documents; `spared` selects the common n-grams."""
 
     config: DecontaminateConfig
     ngrams: TaskNgrams
@@ -30,21 +30,21 @@ class _CutJob(NamedTuple):
 def cut_corpus(
     corpus: Corpus, config: DecontaminateConfig, folder: Path, engine: Engine
 ) -> tuple[dict[int, ChangedLines], Found]:
-    """Cuts every document with an n-gram of a task that is no common phrase; returns what is left,
-    by part, and the n-grams that the corpus has."""
+    """Cuts the n-grams of tasks out of every document, but for common phrases; returns the cut
+    documents' new lines by part, and the n-grams that the corpus has."""
     counts, ngrams = count_matches(corpus), TaskNgrams(config)
     spared = ngrams.spared(counts, config.common)
     found = ngrams.found(counts, spared)
     slices = corpus.new_slices()
     hit = {index: view for index, view in slices.items() if _hit(view, spared).any()}
     job = _CutJob(config, ngrams, spared)
-    made = engine.make(partial(_cut_part, job), hit, folder, "decontaminate")
-    rows = {index: np.array(files.array("rows")) for index, files in made.items()}  # in memory
-    return {index: ChangedLines(rows[index], files) for index, files in made.items()}, found
+    cut_parts = engine.make(partial(_cut_part, job), hit, folder, "decontaminate")
+    rows = {index: np.array(files.array("rows")) for index, files in cut_parts.items()}  # in memory
+    return {index: ChangedLines(rows[index], files) for index, files in cut_parts.items()}, found
 
 
 def cut_removals(corpus: Corpus, changed: Mapping[int, ChangedLines]) -> Removals:
-    """The documents that cutting left nothing of, or that were cut too often."""
+    """Lists the documents that cutting removed: nothing was left, or too many pieces."""
     rows = [np.zeros((2, 0), np.int64)]
     for index, (numbers, files) in sorted(changed.items()):
         reasons = files.array("reasons")
@@ -56,7 +56,7 @@ def cut_removals(corpus: Corpus, changed: Mapping[int, ChangedLines]) -> Removal
 
 
 def count_matches(corpus: Corpus) -> Array:
-    """Counts each n-gram in the corpus [n-grams, up to the last that it has]."""
+    """Counts how often each n-gram occurs in the corpus, int64 [last found n-gram + 1]."""
     counts = np.zeros(0, np.int64)
     for part, left, _ in corpus.new_slices().values():
         alive = np.repeat(left, part.array("num_matches"))
@@ -68,7 +68,7 @@ def count_matches(corpus: Corpus) -> Array:
 
 
 def _hit(view: Slice, spared: Array) -> Array:
-    """Selects a part's documents that are left and have an n-gram that is not spared."""
+    """Selects a part's alive documents that have an n-gram which is not spared."""
     part, alive = view.part, view.alive
     owners = np.repeat(np.arange(part.count), part.array("num_matches"))
     matches = part.array("matches")[alive[owners]]
@@ -76,23 +76,23 @@ def _hit(view: Slice, spared: Array) -> Array:
 
 
 def _cut_part(job: _CutJob, view: Slice, final: Path, progress: Progress) -> None:
-    """Writes the documents of a part that are cut, and what is left of them."""
+    """Writes the new lines of a part's cut documents, with the reasons and details of each cut."""
     part = view.part
     rows = np.flatnonzero(_hit(view, job.spared))
-    keys, lines, made, reasons, told = part.keys(), part.lines, [], [], []
+    keys, lines, cut_lines, reasons, cut_records = part.keys(), part.lines, [], [], []
     for row in rows.tolist():
         document = document_of(lines[row], keys[row], 0)
-        before, text = len(document.text.encode()), document.text
+        bytes_in, text = len(document.text.encode()), document.text
         matches = [m for m in job.ngrams.matches(text) if not job.spared[m.ngram]]
         cut = cut_text(text, matches, job.config)
         pieces = _pieces(document, cut.pieces)
-        made.append(b"".join(map(line_of, pieces)))
+        cut_lines.append(b"".join(map(line_of, pieces)))
         reason = 0 if len(pieces) > job.config.max_pieces else 1 if not pieces else -1
         reasons.append(reason)
-        told.append(
+        cut_records.append(
             {
                 "cuts": cut.cuts,
-                "bytes_in": before,
+                "bytes_in": bytes_in,
                 "bytes_out": sum(piece.size for piece in pieces) if reason < 0 else 0,
                 "pieces": len(pieces),
                 "ngrams": list(dict.fromkeys(map(job.ngrams.text, cut.ngrams))),
@@ -100,19 +100,26 @@ def _cut_part(job: _CutJob, view: Slice, final: Path, progress: Progress) -> Non
             }
         )
     with written_aside(final) as aside:
-        (aside / LINES).write_bytes(b"".join(made))
+        (aside / LINES).write_bytes(b"".join(cut_lines))
         np.save(aside / "rows.npy", rows)
-        np.save(aside / "line_ends.npy", np.cumsum([len(line) for line in made], dtype=np.int64))
+        np.save(
+            aside / "line_ends.npy", np.cumsum([len(line) for line in cut_lines], dtype=np.int64)
+        )
         np.save(aside / "reasons.npy", np.array(reasons, np.int64))
-        (aside / "cuts.json").write_text(json.dumps(told))
+        (aside / "cuts.json").write_text(json.dumps(cut_records))
 
 
 def _pieces(document: Document, texts: tuple[str, ...]) -> list[Document]:
-    """A document for each piece, with the id of what it is of and, of several, its number."""
+    """Makes a document of each piece; several pieces have the document's id with "#1", "#2", ...
+    appended."""
     keys = [document.key]
     if len(texts) > 1:
         name = id_of(document.key)
-        keys = [made for n in range(len(texts)) if (made := key_of(f"{name}#{n + 1}")) is not None]
+        keys = [
+            piece_key
+            for n in range(len(texts))
+            if (piece_key := key_of(f"{name}#{n + 1}")) is not None
+        ]
     return [
         replace(document, key=key, text=text, size=len(text.encode()))
         for key, text in zip(keys, texts, strict=bool(texts))

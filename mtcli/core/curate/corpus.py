@@ -1,7 +1,8 @@
-"""All parts of a pass as one corpus: documents by number, and which of them are left.
+"""Joins all parts of a pass into one corpus: documents by number, and a mask of those that are
+alive.
 
-Number 0 is the first document of the first part. Which number a document has follows from the
-names and sizes of the files alone.
+Number 0 is the first document of the first part. The numbering follows from the names and sizes of
+the input files alone.
 """
 
 from collections import OrderedDict
@@ -23,8 +24,7 @@ OPEN_PARTS = 64  # of which texts are read: a process may have 1,024 files open
 
 
 class Removals(NamedTuple):
-    """The documents that a corpus stage left out: numbers of documents [removed] each, ascending in
-    the first."""
+    """A table of the documents that a corpus stage removed, ascending by number; [removed] each."""
 
     removed: Array  # int64
     kept: Array  # int64: the one that stays instead, or -1
@@ -39,13 +39,13 @@ class Removals(NamedTuple):
             return Removals(*(arrays[name] for name in Removals._fields))
 
     def rows(self, chosen: Array) -> "Removals":
-        """Some of the rows, by number or by truth value."""
+        """Selects rows by index or mask."""
         return Removals(*(column[chosen] for column in self))
 
     def save(self, path: Path) -> None:
         """Writes a file that appears whole or not at all."""
-        with atomic_file(path) as made:
-            np.savez(made, **self._asdict())
+        with atomic_file(path) as temporary:
+            np.savez(temporary, **self._asdict())
 
 
 CORPUS_REASONS: dict[str, tuple[str, ...]] = {
@@ -56,15 +56,15 @@ CORPUS_REASONS: dict[str, tuple[str, ...]] = {
 
 
 class ChangedLines(NamedTuple):
-    """Documents of a part whose lines have changed: their rows, and the files of the new lines, of
-    which a document that came apart has several."""
+    """A part's documents with new lines: their rows, and the files of those lines. A document that
+    was cut apart has several lines."""
 
     rows: Array
     files: Files
 
 
 class Slice(NamedTuple):
-    """A part, which of its documents are left, and the number of the first."""
+    """A part of the corpus: its mask of alive documents, and its first document's number."""
 
     part: Part
     alive: Array
@@ -72,12 +72,12 @@ class Slice(NamedTuple):
 
     @property
     def numbers(self) -> Array:
-        """The numbers of the documents that are left."""
+        """The numbers of the documents that are alive."""
         return self.first + np.flatnonzero(self.alive)
 
 
 class Corpus:
-    """Parts, of which those of an older corpus come last and stay as they are."""
+    """The parts of a pass; those of an older corpus come last and lose no document."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = list(parts)
@@ -89,27 +89,28 @@ class Corpus:
 
     @property
     def size(self) -> int:
-        """Documents, alive or not."""
+        """The number of documents, alive or not."""
         return int(self.bounds[-1])
 
     def slice(self, index: int) -> Slice:
-        """A part by itself."""
+        """Returns the slice of one part."""
         first, end = self.bounds[index : index + 2].tolist()
         return Slice(self.parts[index], self.alive[first:end], first)
 
     def new_slices(self) -> dict[int, Slice]:
-        """The parts that are not of an older corpus."""
+        """Returns the slices of the parts that are not of an older corpus, by part."""
         return {i: self.slice(i) for i, part in enumerate(self.parts) if not part.against}
 
     def column(self, name: str, index: int | None = None) -> Array:
-        """An array of all documents [size, ...], or one row of an array that is by column."""
+        """Concatenates an array over all parts [size, ...], or row `index` of one that is stored by
+        column."""
         # Copies, a part at a time: an array that is mapped holds a file open.
         arrays = (part.array(name) for part in self.parts)
         copies = [np.array(array if index is None else array[index]) for array in arrays]
         return np.concatenate(copies) if copies else np.zeros(0, np.uint64)
 
     def take(self, name: str, numbers: Array) -> Array:
-        """The rows of an array for some documents, in their order."""
+        """Gathers the rows of an array for some documents, in their order."""
         owners = self.owners(numbers)
         order = np.argsort(owners, kind="stable")
         bounds = np.searchsorted(owners[order], np.arange(len(self.parts) + 1))
@@ -123,13 +124,13 @@ class Corpus:
         return np.zeros(0) if taken is None else taken
 
     def owners(self, numbers: Array) -> Array:
-        """The part that each document is in."""
+        """Returns the part that holds each document."""
         return np.searchsorted(self.bounds, numbers, side="right") - 1
 
     def of_rows(
         self, numbers: Array, read: Callable[[Part], Callable[[int], Value]]
     ) -> list[Value]:
-        """The value of `read(part)(row)` for each document; parts are read one at a time."""
+        """Returns `read(part)(row)` for each document; opens one part at a time."""
         owners = self.owners(numbers)
         order, rows = np.argsort(owners, kind="stable"), numbers - self.bounds[owners]
         columns = owners[order].tolist(), order.tolist(), rows[order].tolist()
@@ -141,20 +142,20 @@ class Corpus:
         return taken
 
     def keys(self, numbers: Array) -> list[bytes]:
-        """The keys of some documents."""
+        """Returns the keys of some documents."""
         return self.of_rows(numbers, lambda part: part.keys().__getitem__)
 
     def sources(self, numbers: Array) -> list[str]:
-        """The sources of some documents."""
+        """Returns the sources of some documents."""
 
         def of_part(part: Part) -> Callable[[int], str]:
-            names, of = part.summary["sources"], part.array("sources")
-            return lambda row: names[of[row]]
+            names, source_ids = part.summary["sources"], part.array("sources")
+            return lambda row: names[source_ids[row]]
 
         return self.of_rows(numbers, of_part)
 
     def text(self, number: int) -> str:
-        """A document's text."""
+        """Reads a document's text."""
         index = int(self.owners(np.array([number]))[0])
         lines = self._open.pop(index, None) or self.parts[index].lines
         self._open[index] = lines  # the last one now
@@ -163,8 +164,8 @@ class Corpus:
         return lines.text(int(number - self.bounds[index]))
 
     def removals(self, clusters: Sequence[Array], priority: Sequence[str]) -> Removals:
-        """Decides who stays of each cluster: one of the older corpus, else of the best source, else
-        the smallest id. Jaccards are left at 1."""
+        """Decides which document of each cluster stays: one of the older corpus, else of the best
+        source, else the one with the smallest id. Jaccards are left at 1."""
         members = np.concatenate([np.zeros(0, np.int64), *clusters])
         names = list(zip(self.keys(members), self.sources(members), strict=True))
         return table_of(decide(clusters, names, self.num_new, priority))
@@ -176,7 +177,8 @@ def decide(
     num_new: int,
     priority: Sequence[str],
 ) -> Array:
-    """(removed, kept, root) [removed, 3] by clusters, and the key and source of each member."""
+    """Returns (removed, kept, root) [removed, 3], from clusters and the (key, source) of every
+    member."""
     ranks = {source: rank for rank, source in enumerate(priority)}
     removed: list[tuple[int, int, int]] = []
     start = 0
@@ -195,7 +197,7 @@ def decide(
 
 
 def table_of(removed: Array) -> Removals:
-    """Removals of (removed, kept, root) [removed, 3], sorted; Jaccards are 1."""
+    """Sorts (removed, kept, root) [removed, 3] into Removals with Jaccards of 1."""
     table = removed[np.argsort(removed[:, 0], kind="stable")]
     ones = np.ones(len(table))
     numbers, stays, root = table.T.copy()
@@ -203,15 +205,15 @@ def table_of(removed: Array) -> Removals:
 
 
 class Found(NamedTuple):
-    """The n-grams of tasks that a corpus has, and those that were spared as common phrases."""
+    """The tasks' n-grams that occur in a corpus, and those spared as common phrases."""
 
     ngrams: dict[str, list[str]]  # by task
     spared: dict[str, list[dict[str, Any]]]  # by task: items' texts and n-grams
 
 
 class PassResult(NamedTuple):
-    """The result of a pass: the corpus that is left, what corpus stages removed, and what they cut,
-    by part."""
+    """The outcome of a pass: its corpus, and by stage or part what corpus stages removed and
+    cut."""
 
     corpus: Corpus
     removals: dict[Stage, Removals]

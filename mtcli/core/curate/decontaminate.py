@@ -32,7 +32,7 @@ FILTER_BITS = 22  # of a hash, that tell most n-grams of a document apart from a
 
 
 class Match(NamedTuple):
-    """An n-gram of a task in a document: its number, and the characters it covers."""
+    """An n-gram of a task in a document: its number, and its range of characters."""
 
     ngram: int
     start: int
@@ -40,7 +40,7 @@ class Match(NamedTuple):
 
 
 class TaskNgrams:
-    """The n-grams of task files, numbered, each once, and found in documents by their hashes."""
+    """The unique n-grams of task files, numbered, and looked up in documents by hash."""
 
     def __init__(self, config: DecontaminateConfig) -> None:
         self.names = tuple(config.tasks)
@@ -76,7 +76,7 @@ class TaskNgrams:
             raise wrong(said, "are these the right files?", FIELD)
 
     def text(self, ngram: int) -> str:
-        """An n-gram's words, in lower case."""
+        """Returns an n-gram's words, in lower case."""
         first, size = int(self._first_words[ngram]), int(self._lengths[ngram])
         words, (data, _) = self._batch.words, self._batch.lowered
         spans = zip(
@@ -85,12 +85,15 @@ class TaskNgrams:
         return " ".join(data[start:stop].decode() for start, stop in spans)
 
     def tasks_of(self, ngrams: Sequence[int]) -> list[str]:
-        """The tasks that some n-grams are from."""
+        """Returns the names of the tasks that some n-grams are from."""
         return sorted({self.names[self._task_of[ngram]] for ngram in ngrams})
 
     def spared(self, counts: Array, common: int) -> Array:
-        """Selects the n-grams that are common phrases [n-grams], by how often the corpus has each
-        (those past the end of `counts`, never): none of a text all of whose n-grams are common."""
+        """Selects the common phrases [n-grams]: at least `common` occurrences by `counts`, which is
+        0 past its end.
+
+        A task text whose n-grams are all common has leaked as a whole, so none of them is spared.
+        """
         often = np.zeros(len(self._lengths), bool)
         often[: len(counts)] = counts >= common
         rare_items = np.zeros(len(self._task_of_item), bool)
@@ -99,7 +102,8 @@ class TaskNgrams:
         return often
 
     def found(self, counts: Array, spared: Array) -> Found:
-        """Lists, by task, the n-grams that a corpus has, and texts with n-grams it spared."""
+        """Lists by task the n-grams that occur in a corpus, and the task texts with spared
+        n-grams."""
         has = np.zeros(len(self._lengths), bool)
         has[: len(counts)] = counts > 0
         ngrams: dict[str, set[str]] = defaultdict(set)
@@ -112,18 +116,20 @@ class TaskNgrams:
             ngrams[self.names[self._task_of_item[item]]].add(text)
             if spared[ngram]:
                 by_item[item].append(text)
-        kept: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        spared_texts: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for item, texts in sorted(by_item.items()):
-            told = {"item": self._batch.documents[item].text[:ITEM_CHARACTERS]}
-            kept[self.names[self._task_of_item[item]]].append(told | {"ngrams": texts})
-        return Found({task: sorted(texts) for task, texts in sorted(ngrams.items())}, dict(kept))
+            entry = {"item": self._batch.documents[item].text[:ITEM_CHARACTERS]}
+            spared_texts[self.names[self._task_of_item[item]]].append(entry | {"ngrams": texts})
+        return Found(
+            {task: sorted(texts) for task, texts in sorted(ngrams.items())}, dict(spared_texts)
+        )
 
     def find(self, batch: Batch) -> tuple[Array, Array, Array]:
-        """(document, n-gram, first word) of every match in a batch, and so sorted."""
+        """Finds every match in a batch, sorted: (document, n-gram, index of its first word)."""
         matches = []
-        for size, (hashes, first, known) in self._tables.items():
+        for size, (hashes, first, has_prefix) in self._tables.items():
             values = rolling(batch.word_hashes, size)
-            may = np.flatnonzero(known[values >> np.uint64(64 - FILTER_BITS)])
+            may = np.flatnonzero(has_prefix[values >> np.uint64(64 - FILTER_BITS)])
             places = np.minimum(np.searchsorted(hashes, values[may]), len(hashes) - 1)
             hit = hashes[places] == values[may]
             starts, ngrams = may[hit], first + places[hit]
@@ -135,7 +141,7 @@ class TaskNgrams:
         return documents[order], ngrams[order], starts[order]
 
     def matches(self, text: str) -> list[Match]:
-        """The matches in a text, by their place."""
+        """Finds the matches in a text, in its order."""
         batch = Batch([Document(b"", "", text, len(text))])
         _, ngrams, firsts = self.find(batch)
         data, _ = batch.lowered
@@ -151,7 +157,8 @@ class TaskNgrams:
 
 
 def _windows_of(batch: Batch, size: int, members: Array) -> Array:
-    """The first words of the windows of `size` words inside of documents that are `members`."""
+    """Returns the first words of the windows of `size` words in the documents that `members`
+    selects."""
     owners = batch.words.owners
     count = len(owners) - size + 1
     if count <= 0:
@@ -161,7 +168,7 @@ def _windows_of(batch: Batch, size: int, members: Array) -> Array:
 
 
 def _filter_of(hashes: Array) -> Array:
-    """Whether any hash begins with each pattern of FILTER_BITS."""
+    """Builds a table of the first FILTER_BITS bits that occur among hashes."""
     has = np.zeros(1 << FILTER_BITS, bool)
     has[hashes >> np.uint64(64 - FILTER_BITS)] = True
     return has
@@ -170,8 +177,8 @@ def _filter_of(hashes: Array) -> Array:
 def make_matches(
     config: DecontaminateConfig,
 ) -> Callable[[list[Document], Batch], dict[str, Array]]:
-    """Makes a builder of `num_matches` int32 [documents] and `matches` int32 [all of them in
-    order]."""
+    """Builds the feature of `decontaminate`: `num_matches` int32 [documents], and `matches` int32,
+    their n-grams concatenated."""
     ngrams = TaskNgrams(config)
 
     def find(documents: list[Document], batch: Batch) -> dict[str, Array]:
@@ -183,7 +190,8 @@ def make_matches(
 
 
 class Cut(NamedTuple):
-    """The pieces left of a document, how often it was cut, and the n-grams it was cut for."""
+    """The pieces that remain of a document, the number of cuts, and the n-grams that caused
+    them."""
 
     pieces: tuple[str, ...]
     cuts: int
@@ -214,7 +222,7 @@ def cut_text(text: str, matches: Sequence[Match], config: DecontaminateConfig) -
 
 
 def _texts_of(path: Path, fields: Sequence[str]) -> list[str]:
-    """The texts of a task. Raises MtcliError for what is none."""
+    """Reads the texts of a task. Raises MtcliError for a file without any."""
     if path.is_dir():
         if any((path / level).is_dir() for level in LEVELS) or (path / "test").is_dir():
             by_level = read_race(path, "test", FIELD)
@@ -245,8 +253,8 @@ def _json_texts(path: Path, text: str, fields: Sequence[str]) -> Iterator[str]:
         values = row[key] if key else None
         values = values if isinstance(values, list) else [values]
         if not key or not all(map(is_text, values)):
-            known = listed([shown(name) for name in row]) or "none"
-            message = f"no text in any of {', '.join(fields)}: keys are {known}"
+            keys = listed([shown(name) for name in row]) or "none"
+            message = f"no text in any of {', '.join(fields)}: keys are {keys}"
             raise wrong(
                 f"{path}, line {number}: {message}", "fields = ['KEY']", "decontaminate.fields"
             )

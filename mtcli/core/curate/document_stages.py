@@ -1,4 +1,4 @@
-"""Runs a worker's part on a block: the per-document stages, then what corpus stages look at."""
+"""Processes a block in a worker: the per-document stages, then the features of corpus stages."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -52,16 +52,16 @@ FEATURE_MAKERS: dict[Stage, Callable[[Any], Feature]] = {
 
 
 class StageGroup(NamedTuple):
-    """Stages of one pass: per-document ones, then corpus stages that need what it gathers."""
+    """The stages of one pass: per-document ones, then corpus stages, which need their features."""
 
     documents: tuple[Stage, ...]
     corpus: tuple[Stage, ...]
 
 
 def passes_of(stages: tuple[Stage, ...]) -> list[StageGroup]:
-    """Divides the stages into passes over the documents; there is one at least.
+    """Divides the stages into passes over the documents; at least one.
 
-    Corpus stages share a pass until one changes texts, which `decontaminate` alone does.
+    Corpus stages share a pass up to `decontaminate`, the only one that changes texts.
     """
     groups = [StageGroup((), ())]
     for stage in stages:
@@ -78,18 +78,18 @@ def passes_of(stages: tuple[Stage, ...]) -> list[StageGroup]:
 
 
 def make_stage(stage: Stage, config: CurateConfig) -> StageFunction:
-    """Builds a per-document stage; its libraries are imported now."""
+    """Builds a per-document stage, and imports its libraries."""
     return STAGE_MAKERS[stage](getattr(config, stage))
 
 
 def make_feature(stage: Stage, config: CurateConfig) -> Feature:
-    """Builds what gathers the arrays of a corpus stage."""
+    """Builds the function that computes the arrays of a corpus stage."""
     return FEATURE_MAKERS[stage](getattr(config, stage))
 
 
 @dataclass
 class StageCount:
-    """Documents and bytes of text into a stage and out of it, and why some were left out."""
+    """Documents and bytes of text into and out of a stage, and the dropped ones by reason."""
 
     documents_in: int = 0
     documents_out: int = 0
@@ -99,7 +99,7 @@ class StageCount:
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def dump(self) -> dict[str, Any]:
-        """The counts as JSON."""
+        """Returns the counts as JSON."""
         return {
             **{name: getattr(self, name) for name in SUMMED},
             "reasons": dict(sorted(self.reasons.items())),
@@ -107,25 +107,25 @@ class StageCount:
         }
 
     def merge(self, other: dict[str, Any]) -> None:
-        """Adds another part's dump; of its samples, while there is room."""
+        """Adds the dump of another part, with its samples while there is room."""
         for name in SUMMED:
             setattr(self, name, getattr(self, name) + other[name])
         self.reasons.update(other["reasons"])
         for reason, samples in other["samples"].items():
-            told = self.samples.setdefault(reason, [])
-            told += samples[: SAMPLES - len(told)]
+            own_samples = self.samples.setdefault(reason, [])
+            own_samples += samples[: SAMPLES - len(own_samples)]
 
-    def sample(self, reason: str, told: dict[str, Any]) -> None:
-        """Keeps a sample of a reason, where there is room."""
+    def sample(self, reason: str, described: dict[str, Any]) -> None:
+        """Keeps a sample of a reason while there is room."""
         samples = self.samples.setdefault(reason, [])
         if len(samples) < SAMPLES:
-            samples.append(told)
+            samples.append(described)
 
 
 class BlockWork:
     """Runs a pass's stages over documents and writes a part.
 
-    It is sent as what it is made of: a process elsewhere makes its own, once.
+    Pickles as its configuration: each process builds the stages once.
     """
 
     def __init__(self, group: StageGroup, config: CurateConfig, skip_bad: bool) -> None:
@@ -139,7 +139,7 @@ class BlockWork:
         return _made_once, (group, config.model_dump_json(), skip_bad)
 
     def run(self, items: Records, folder: Path) -> None:
-        """Makes the part of a block's documents. Raises MtcliError for a bad line that is not
+        """Writes the part of a block's documents. Raises MtcliError for a bad line that is not
         skipped."""
         with written_aside(folder) as aside:
             self._write(items, PartWriter(aside))
@@ -157,10 +157,10 @@ class BlockWork:
                 writer.remove(removal(batch.documents[index], *batch.drops[index]))
             left = [batch.documents[index] for index in batch.alive()]
             sizes[1] += _histogram(left)
-            rest = batch if not batch.drops else Batch(left)
+            left_batch = batch if not batch.drops else Batch(left)
             writer.add(left)
             for feature in self._features:
-                writer.add_arrays(feature(left, rest))
+                writer.add_arrays(feature(left, left_batch))
         writer.close(
             {
                 "stages": {stage: count.dump() for stage, count in counts.items()},
@@ -193,23 +193,23 @@ def _made_once(group: StageGroup, config: str, skip_bad: bool) -> BlockWork:
 def removal(
     document: Document, stage: str, reason: str, detail: dict[str, object]
 ) -> dict[str, object]:
-    """What `removed.jsonl.zst` says of a document."""
-    told = {"id": id_of(document.key), "source": document.source, "stage": stage}
-    return told | {"reason": reason, "kept_id": None} | detail
+    """Builds the record of a dropped document in `removed.jsonl.zst`."""
+    entry = {"id": id_of(document.key), "source": document.source, "stage": stage}
+    return entry | {"reason": reason, "kept_id": None} | detail
 
 
 def _run_stage(stage: str, function: StageFunction, batch: Batch, count: StageCount) -> None:
-    before = batch.alive()
-    count.documents_in += len(before)
-    count.bytes_in += sum([batch.documents[index].size for index in before])
+    entered = batch.alive()
+    count.documents_in += len(entered)
+    count.bytes_in += sum([batch.documents[index].size for index in entered])
     dropped_before = set(batch.drops)
     function(batch)
     for index in sorted(batch.drops.keys() - dropped_before):
         document, drop = batch.documents[index], batch.drops[index]
         count.reasons[drop.reason] += 1
         text = document.text[:SAMPLE_CHARACTERS]
-        told = {"id": id_of(document.key), "source": document.source, "text": text}
-        count.sample(drop.reason, told | drop.detail)
+        sample = {"id": id_of(document.key), "source": document.source, "text": text}
+        count.sample(drop.reason, sample | drop.detail)
     after = batch.alive()
     count.documents_out += len(after)
     count.bytes_out += sum([batch.documents[index].size for index in after])

@@ -1,8 +1,8 @@
-"""Reads the documents of a corpus: records with an id, a source, a text and whatever else they had.
+"""Reads the documents of a corpus: records with an id, a source, a text and other fields.
 
-An id that a record lacks is made of its file's name, relative to the folder that holds all inputs,
-and its line: where a corpus lies, and in which order it is named, changes no id. Keys sort as ids
-do: numbers before text before made ids, which go by line.
+A record without an id gets one of its file's name, relative to the folder of all inputs, and its
+line; it does not depend on where the corpus lies or on the order of the inputs. Keys sort as ids
+do: numbers before text before generated ids, which sort by line.
 """
 
 import os
@@ -33,7 +33,7 @@ LINE_DIGITS = 12
 
 @dataclass(slots=True)
 class Document:
-    """A document on its way through the stages; `html` is what `extract` makes its text of."""
+    """A document on its way through the stages; `extract` makes its text of `html`."""
 
     key: bytes
     source: str
@@ -44,7 +44,7 @@ class Document:
 
 
 class BadRecord(NamedTuple):
-    """A record that cannot be read: where, and why; line 0 is the rest of a damaged file."""
+    """A record that cannot be read: file, line and reason. Line 0 is the rest of a damaged file."""
 
     file: str
     line: int
@@ -55,13 +55,13 @@ class BadRecord(NamedTuple):
 
 
 class PassedOver(NamedTuple):
-    """A record that is sound and no document, such as a WARC file's answer of 404: why."""
+    """The reason why an intact record is no document, such as a WARC answer with status 404."""
 
     reason: str
 
 
 class CorpusFiles(NamedTuple):
-    """The files of a corpus, sorted by their names, which are relative to what holds them all."""
+    """The files of a corpus, sorted by name; names are relative to their common folder."""
 
     sources: tuple[SourceFile, ...]
     names: Mapping[str, str]  # by path
@@ -69,12 +69,12 @@ class CorpusFiles(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes on disk."""
+        """The bytes on disk."""
         return sum(source.size for source in self.sources)
 
 
 def find_files(inputs: Sequence[str], kind: FileKind | None = None) -> CorpusFiles:
-    """Finds the files that `inputs` name, each once. Raises MtcliError for what is not there."""
+    """Finds the files that `inputs` name, each once. Raises MtcliError for a missing input."""
     if not inputs:
         raise wrong("no input", "give files, folders or globs of WARC, JSON lines, text, Parquet")
     listing = find_sources(inputs, kind, CURATE_KINDS)
@@ -89,12 +89,12 @@ def find_files(inputs: Sequence[str], kind: FileKind | None = None) -> CorpusFil
 
 
 def blocks_of(inputs: CorpusFiles, blank: bool) -> list[TextBlock]:
-    """Divides a corpus into blocks of work; where, depends on names and sizes alone."""
+    """Divides a corpus into blocks of work, by the files' names and sizes alone."""
     return list(cut(inputs.sources, blank, BLOCK_BYTES))
 
 
 def stem(name: str) -> str:
-    """A file's name without folders and endings: the source of records that name none."""
+    """Returns a file's name without folders and suffixes: the source of records that name none."""
     path = PurePosixPath(name)
     if path.suffix in COMPRESSIONS:
         path = path.with_suffix("")
@@ -104,7 +104,7 @@ def stem(name: str) -> str:
 
 
 def key_of(identity: Any) -> bytes | None:
-    """The bytes that sort as ids do; None for what is no id."""
+    """Encodes an id as bytes that sort as ids do; None where it is no id."""
     if isinstance(identity, str):
         return b"1" + identity.encode("utf-8", "surrogatepass")
     if isinstance(identity, int) and not isinstance(identity, bool) and abs(identity) < OFFSET:
@@ -113,16 +113,16 @@ def key_of(identity: Any) -> bytes | None:
 
 
 def made_key(name: str, line: int) -> bytes:
-    """The key of a record without an id."""
+    """Builds the key of a record without an id."""
     return b"2%s:%0*d" % (os.fsencode(name), LINE_DIGITS, line)
 
 
 def id_of(key: bytes) -> str | int:
-    """The id of a key."""
-    kind, rest = key[:1], key[1:]
+    """Decodes a key into its id."""
+    kind, body = key[:1], key[1:]
     if kind == b"0":
-        return int(rest) - OFFSET
+        return int(body) - OFFSET
     if kind == b"1":
-        return rest.decode("utf-8", "surrogatepass")
-    name, _, line = rest.rpartition(b":")
+        return body.decode("utf-8", "surrogatepass")
+    name, _, line = body.rpartition(b":")
     return f"{os.fsdecode(name)}:{int(line)}"

@@ -1,7 +1,7 @@
-"""Runs the work of a pipeline: on this machine's processes (here), or on a cluster.
+"""Defines the engine that runs a pipeline's work, and the one on this machine's processes.
 
-An engine maps over items, makes files, and does what needs documents of all parts at once:
-duplicates, and the shards. All engines write the same bytes.
+An engine maps over items, writes parts, and does what needs the documents of all parts:
+deduplication and shards. All engines write the same bytes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,14 +28,14 @@ class Engine(Protocol):
     def map(
         self, work: Work, items: Sequence[Any], total: float, what: str, unit: str = "it"
     ) -> Iterator[Any]:
-        """Yields `work(item, progress)` of each item, in order: light work, a part or less each."""
+        """Yields `work(item, progress)` of each item, in order; for work of at most a part each."""
 
     def make(
         self, work: Make, items: Mapping[int, Any], folder: Path, what: str, unit: str = "it"
     ) -> Mapping[int, Files]:
-        """Runs `work(item, its folder, progress)` for each item; returns the files by number.
+        """Runs `work(item, folder, progress)` for each item; returns the files it wrote, by item.
 
-        With the unit B, an item's `size` is its share of the progress.
+        Where `unit` is "B", progress is counted in the items' `size`.
         """
 
     def same(self, corpus: Corpus, priority: tuple[str, ...]) -> Removals:
@@ -44,14 +44,14 @@ class Engine(Protocol):
     def near(
         self, corpus: Corpus, config: FuzzyConfig, priority: tuple[str, ...], folder: Path
     ) -> Removals:
-        """Finds near duplicates; `folder` is for what is spilled."""
+        """Finds near duplicates; spills candidates to `folder`."""
 
     def write(self, job: ShardJob) -> list[dict[str, Any]]:
-        """Writes the shards that are not there; returns name, documents and bytes of each."""
+        """Writes the missing shards; returns the name, documents and bytes of each."""
 
 
 class LocalEngine(NamedTuple):
-    """Processes of this machine, and folders that a later run goes on from."""
+    """Processes of this machine; a resumed run continues from the folders they wrote."""
 
     workers: int
 
@@ -65,7 +65,7 @@ class LocalEngine(NamedTuple):
     def make(
         self, work: Make, items: Mapping[int, Any], folder: Path, what: str, unit: str = "it"
     ) -> Mapping[int, Files]:
-        """Makes the folders that are not there."""
+        """Runs `work` for the folders that are missing."""
         folder.mkdir(exist_ok=True)
         paths = {number: folder / f"{number:06d}" for number in items}
         missing = [(path, items[number]) for number, path in paths.items() if not path.exists()]
@@ -75,17 +75,17 @@ class LocalEngine(NamedTuple):
         return {number: Folder(path) for number, path in paths.items()}
 
     def same(self, corpus: Corpus, priority: tuple[str, ...]) -> Removals:
-        """Sorts the hashes of all texts."""
+        """Finds exact duplicates by sorting the hashes of all texts."""
         return find_same(corpus, priority)
 
     def near(
         self, corpus: Corpus, config: FuzzyConfig, priority: tuple[str, ...], folder: Path
     ) -> Removals:
-        """Sorts each band's hashes in a process, and joins the pairs in this one."""
+        """Sorts each band's hashes in a process, and joins the pairs in this process."""
         return find_near(corpus, config, priority, folder, partial(run, self.workers))
 
     def write(self, job: ShardJob) -> list[dict[str, Any]]:
-        """Routes documents to shards in this process, and writes a shard at a time in each."""
+        """Routes documents to shards in this process; each worker writes one shard at a time."""
         slices = list(job.corpus.new_slices().values())
         routes = self.map(partial(route_slice, job.plan), slices, len(slices), "sort ids")
         count = len(job.plan.names)
@@ -94,7 +94,7 @@ class LocalEngine(NamedTuple):
 
 
 def _make(work: Make, unit: str, item: tuple[Path, Any], progress: Progress) -> None:
-    path, rest = item
-    work(rest, path, progress)
+    path, argument = item
+    work(argument, path, progress)
     if unit != "B":
         progress(1)

@@ -1,7 +1,6 @@
-"""Estimates what a run takes: documents, bytes, memory and disk, from a sample of the input.
+"""Estimates a run's documents, bytes, memory and disk from a sample of the input.
 
-The memory is that of the arrays a phase holds (per document and per worker), which are written
-down here beside the phases that make them.
+Memory is the size of the arrays that a phase holds, per document and per worker.
 """
 
 from itertools import islice
@@ -25,7 +24,7 @@ RATIO = 0.45  # of a shard to its lines, under Zstandard
 
 
 def estimate(request: CurateRequest) -> dict[str, Any]:
-    """Estimates a run; reads a sample of each corpus."""
+    """Estimates a run from a sample of each corpus."""
     corpora = find_corpora(request)
     samples = (_sample(request, files) for files in corpora if files)
     documents, text = map(sum, zip(*samples, strict=True))
@@ -55,7 +54,7 @@ def estimate(request: CurateRequest) -> dict[str, Any]:
 
 
 def _sample(request: CurateRequest, files: CorpusFiles) -> tuple[int, int]:
-    """(documents, bytes of text) of a corpus, from some blocks that are spread over it."""
+    """Counts (documents, bytes of text) of a corpus by extrapolation from blocks spread over it."""
     blocks = blocks_of(files, request.split_on_blank)
     html = "extract" in request.config.ordered
     reader = Reader.of(files, request.text_key, request.split_on_blank, html=html)

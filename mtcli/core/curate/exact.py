@@ -1,4 +1,4 @@
-"""Exact duplicates: documents of one text, told by 128 bits of its hash."""
+"""Finds exact duplicates: documents whose texts have the same 128-bit hash."""
 
 import numpy as np
 import xxhash
@@ -10,7 +10,7 @@ from mtcli.core.curate.hashing import Array, runs
 
 
 def text_hashes(documents: list[Document], _: Batch) -> dict[str, Array]:
-    """The xxh3-128 hash of each text, as two words: {"text_hash": uint64 [documents, 2]}."""
+    """Hashes each text with xxh3-128, as two words: {"text_hash": uint64 [documents, 2]}."""
     digests = [
         xxhash.xxh3_128_digest(document.text.encode("utf-8", "surrogatepass"))
         for document in documents
@@ -30,7 +30,7 @@ def find_same(corpus: Corpus, priority: tuple[str, ...]) -> Removals:
 
 
 def same_texts(hashes: Array) -> Array:
-    """Groups equal rows: the number of each row's group, which is its first row [rows]."""
+    """Groups equal rows; returns the index of each row's first equal row [rows]."""
     order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # stable
     begins, sizes = runs(hashes[order])
     groups = np.empty(len(order), np.int64)

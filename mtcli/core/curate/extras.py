@@ -1,4 +1,4 @@
-"""The libraries of the `curate` and `ray` extras, imported when a stage needs one."""
+"""Imports libraries of the `curate` and `ray` extras when a stage needs one."""
 
 from importlib import import_module
 from types import ModuleType

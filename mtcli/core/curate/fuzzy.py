@@ -1,9 +1,9 @@
-"""Near duplicates: candidates that share a band, verified by the Jaccard similarity of their texts'
+"""Finds near duplicates: candidates that share a band, verified by the Jaccard similarity of their
 shingles, joined into connected components.
 
-No pair is taken for duplicates that was not verified. Candidates are verified the most alike first,
-in rounds whose size does not depend on the workers; a pair whose documents are one component by
-then is not looked at, which changes no component.
+Every duplicate pair is verified, the most similar candidates first, in rounds whose size does not
+depend on the number of workers. A pair whose documents are already in one component is skipped,
+which changes no component.
 """
 
 from collections import defaultdict
@@ -33,7 +33,7 @@ Numbers = tuple[int, int]  # of two documents
 
 
 class Pairs(NamedTuple):
-    """Pairs of documents' numbers, the smaller first, and how many signature values they share."""
+    """Pairs of document numbers, the smaller first, and how many signature values they share."""
 
     first: Array
     second: Array
@@ -41,16 +41,16 @@ class Pairs(NamedTuple):
 
 
 class Buckets(NamedTuple):
-    """Documents' numbers bucket by bucket: where each begins, and how many it has."""
+    """Document numbers by bucket, and the start and size of each bucket."""
 
     numbers: Array
     begins: Array
     sizes: Array
 
 
-class Known(NamedTuple):
-    """The facts that tell likely pairs: documents' signatures by their numbers, which documents are
-    new (the first `num_new`), and the fewest values that a likely pair shares."""
+class PairFilter(NamedTuple):
+    """The test for likely pairs: signatures by document number, the number of new documents (which
+    come first), and the fewest equal signature values."""
 
     signatures: Callable[[Array], Array]
     num_new: int
@@ -58,8 +58,8 @@ class Known(NamedTuple):
 
 
 def min_matches(config: FuzzyConfig) -> int:
-    """The fewest values of two signatures that a pair at the threshold shares, but for a chance of
-    one in a hundred thousand; two values are equal by chance with 1 in 256."""
+    """Returns the fewest equal signature values that a pair at the threshold has, with a miss rate
+    of one in a hundred thousand; two values are equal by chance with probability 1/256."""
     expected = config.threshold + (1 - config.threshold) / 256
     sigma = (expected * (1 - expected) / config.hashes) ** 0.5
     return max(0, int((expected - SIGMAS * sigma) * config.hashes))
@@ -70,8 +70,8 @@ def find_near(
 ) -> Removals:
     """Finds near duplicates among the documents that are alive.
 
-    Candidates of each band are spilled to `folder`. `run(work, items, count, what)` maps over
-    worker processes, in order.
+    Spills each band's candidates to `folder`. `run(work, items, count, what)` maps over worker
+    processes, in order.
     """
     bands, _ = bands_of(config)
     folder.mkdir(exist_ok=True)
@@ -82,7 +82,7 @@ def find_near(
     pairs = unique_pairs([Pairs(*np.load(_band_file(folder, band))) for band in range(bands)])
     verify = partial(verify_pairs, corpus, config.shingle)
     components = Components()
-    known: dict[tuple[int, int], float] = {}
+    jaccard_of: dict[tuple[int, int], float] = {}
     for start in range(0, len(pairs.first), ROUND):
         part = slice(start, start + ROUND)
         some = [
@@ -92,10 +92,12 @@ def find_near(
         ]
         for pair, similarity in zip(some, _verified(run, verify, some), strict=True):
             if similarity >= config.threshold:
-                known[pair] = similarity
+                jaccard_of[pair] = similarity
                 components.join(*pair)
     removals = corpus.removals(components.clusters(), priority)
-    return removals._replace(jaccard=_jaccards(removals, known, partial(_verified, run, verify)))
+    return removals._replace(
+        jaccard=_jaccards(removals, jaccard_of, partial(_verified, run, verify))
+    )
 
 
 def band_candidates(
@@ -106,31 +108,33 @@ def band_candidates(
     band: int,
     progress: Progress,
 ) -> None:
-    """Writes the likely pairs among documents with one hash of a band."""
+    """Writes the likely pairs among documents that share a hash in a band."""
     path = _band_file(folder, band)
     if not path.exists():
         keys = corpus.column("bands", band)[numbers]
         order = np.argsort(keys)
-        known = Known(partial(corpus.take, "signatures"), corpus.num_new, min_matches(config))
-        pairs = likely_pairs(known, Buckets(numbers[order], *runs(keys[order])))
+        pair_filter = PairFilter(
+            partial(corpus.take, "signatures"), corpus.num_new, min_matches(config)
+        )
+        pairs = likely_pairs(pair_filter, Buckets(numbers[order], *runs(keys[order])))
         aside = path.with_suffix(".tmp.npy")
         np.save(aside, np.stack(pairs))  # half of the time of npz, for little files
         aside.replace(path)
     progress(1)
 
 
-def likely_pairs(known: Known, buckets: Buckets) -> Pairs:
-    """The pairs within buckets that their signatures take for duplicates."""
+def likely_pairs(pair_filter: PairFilter, buckets: Buckets) -> Pairs:
+    """Returns the pairs within buckets whose signatures pass the filter."""
     numbers, begins, sizes = buckets
-    parts = [_empty(), *(_likely(known, *chunk) for chunk in _small_buckets(buckets))]
+    parts = [_empty(), *(_likely(pair_filter, *chunk) for chunk in _small_buckets(buckets))]
     large = sizes > ALL_PAIRS
     for start, size in zip(begins[large], sizes[large], strict=True):
-        parts.append(_large_bucket(known, numbers[start : start + size]))
+        parts.append(_large_bucket(pair_filter, numbers[start : start + size]))
     return Pairs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _small_buckets(buckets: Buckets) -> Iterator[tuple[Array, Array]]:
-    """Yields all pairs (first, second) within buckets of at most ALL_PAIRS, in bounded chunks."""
+    """Yields all pairs (first, second) of the buckets of at most ALL_PAIRS, in bounded chunks."""
     numbers, begins, sizes = buckets
     for size in np.unique(sizes[(sizes > 1) & (sizes <= ALL_PAIRS)]).tolist():
         starts = begins[sizes == size]
@@ -142,38 +146,41 @@ def _small_buckets(buckets: Buckets) -> Iterator[tuple[Array, Array]]:
             yield members[:, left].ravel(), members[:, right].ravel()
 
 
-def _likely(known: Known, first: Array, second: Array) -> Pairs:
-    """Selects the pairs whose signatures say that they may be duplicates; none of two old ones."""
-    new = first < known.num_new
+def _likely(pair_filter: PairFilter, first: Array, second: Array) -> Pairs:
+    """Selects the pairs whose signatures pass the filter; none of two old documents."""
+    new = first < pair_filter.num_new
     first, second = first[new], second[new]
     if not first.size:
         return _empty()
-    same = known.signatures(first) == known.signatures(second)
+    same = pair_filter.signatures(first) == pair_filter.signatures(second)
     matches = np.count_nonzero(same, axis=1)
-    likely = matches >= known.least
+    likely = matches >= pair_filter.least
     return Pairs(first[likely], second[likely], matches[likely])
 
 
-def _large_bucket(known: Known, members: Array) -> Pairs:
-    """Pairs of a large bucket: equal signatures with their first, others with the most alike."""
+def _large_bucket(pair_filter: PairFilter, members: Array) -> Pairs:
+    """Pairs documents of a large bucket: equal signatures with the first of them, unequal ones with
+    the most similar of a window."""
     members = np.sort(members)
-    signatures = known.signatures(members)
+    signatures = pair_filter.signatures(members)
     rows, firsts, inverse = np.unique(signatures, axis=0, return_index=True, return_inverse=True)
     inverse = inverse.reshape(-1)
-    others = np.flatnonzero(firsts[inverse] != np.arange(len(members)))
-    equal = members[firsts[inverse[others]]], members[others]
-    parts = [Pairs(*equal, np.full(len(others), signatures.shape[1]))]
+    repeated = np.flatnonzero(firsts[inverse] != np.arange(len(members)))
+    equal = members[firsts[inverse[repeated]]], members[repeated]
+    parts = [Pairs(*equal, np.full(len(repeated), signatures.shape[1]))]
     for start in range(0, len(rows), WINDOW):
         window = rows[start : start + WINDOW]
-        parts.append(_window_pairs(window, members[firsts[start : start + WINDOW]], known.least))
+        parts.append(
+            _window_pairs(window, members[firsts[start : start + WINDOW]], pair_filter.least)
+        )
     pairs = Pairs(*map(np.concatenate, zip(*parts, strict=True)))
     first, second = np.minimum(pairs[0], pairs[1]), np.maximum(pairs[0], pairs[1])
-    new = first < known.num_new
+    new = first < pair_filter.num_new
     return Pairs(first[new], second[new], pairs.matches[new])
 
 
 def _window_pairs(signatures: Array, members: Array, least: int) -> Pairs:
-    """Each document of a window with the MOST_PARTNERS before it that are the most alike."""
+    """Pairs each document of a window with the MOST_PARTNERS most similar ones before it."""
     parts = [_empty()]
     for row in range(1, len(members)):
         matches = np.count_nonzero(signatures[:row] == signatures[row], axis=1)
@@ -192,7 +199,7 @@ def _band_file(folder: Path, band: int) -> Path:
 
 
 def unique_pairs(parts: Sequence[Pairs]) -> Pairs:
-    """Lists all pairs once, the most alike first."""
+    """Merges pairs without repetitions, the most similar first."""
     first, second, matches = map(np.concatenate, zip(*parts, strict=True))
     order = np.lexsort((second, first, -matches))
     first, second, matches = first[order], second[order], matches[order]
@@ -203,7 +210,7 @@ def unique_pairs(parts: Sequence[Pairs]) -> Pairs:
 def verify_pairs(
     corpus: Corpus, size: int, pairs: list[tuple[int, int]], progress: Progress
 ) -> list[float]:
-    """The Jaccard similarities of pairs' texts, as sets of shingles."""
+    """Computes the Jaccard similarity of each pair's texts, as sets of shingles."""
     from mtcli.core.curate.shingles import shingle_set
 
     sets: dict[int, Array] = {}
@@ -226,26 +233,28 @@ def _verified(run: Map, verify: Callable[..., list[float]], pairs: list[Numbers]
 
 
 def _jaccards(
-    removals: Removals, known: dict[Numbers, float], verify: Callable[[list[Numbers]], list[float]]
+    removals: Removals,
+    jaccard_of: dict[Numbers, float],
+    verify: Callable[[list[Numbers]], list[float]],
 ) -> Array:
-    """The similarity of each removed document with the one that stays."""
+    """Returns the similarity of each removed document with the one that stays."""
     pairs = [
         (min(pair), max(pair))
         for pair in zip(removals.removed.tolist(), removals.kept.tolist(), strict=True)
     ]
-    missing = sorted({pair for pair in pairs if pair not in known})
-    known = known | dict(zip(missing, verify(missing), strict=True))
-    return np.array([known[pair] for pair in pairs])
+    missing = sorted({pair for pair in pairs if pair not in jaccard_of})
+    jaccard_of = jaccard_of | dict(zip(missing, verify(missing), strict=True))
+    return np.array([jaccard_of[pair] for pair in pairs])
 
 
 class Components:
-    """Union-find over the documents that were joined; the smallest number is a root."""
+    """A union-find over document numbers; the smallest number of a component is its root."""
 
     def __init__(self) -> None:
         self._parents: dict[int, int] = {}
 
     def root(self, number: int) -> int:
-        """The smallest number of a document's component."""
+        """Finds the smallest number of a document's component."""
         parents = self._parents
         root = number
         while (above := parents.get(root, root)) != root:
@@ -255,17 +264,17 @@ class Components:
         return root
 
     def differ(self, one: int, other: int) -> bool:
-        """Whether two documents are in different components."""
+        """Says whether two documents are in different components."""
         return self.root(one) != self.root(other)
 
     def join(self, one: int, other: int) -> None:
-        """Makes one component of two."""
+        """Joins two components."""
         low, high = sorted((self.root(one), self.root(other)))
         self._parents[high] = low
         self._parents.setdefault(low, low)
 
     def clusters(self) -> list[Array]:
-        """The components of two and more, each ascending, by their smallest."""
+        """Returns the components of at least two documents, each ascending, by their smallest."""
         clusters: dict[int, list[int]] = defaultdict(list)
         for number in sorted(self._parents):
             clusters[self.root(number)].append(number)

@@ -1,6 +1,8 @@
-"""Length and symbol rules: Gopher's (arXiv:2112.11446, appendix A.1.1), over a batch at a time.
+"""Applies length and symbol rules, Gopher's (arXiv:2112.11446, appendix A.1.1), to a batch at a
+time.
 
-Words are what blanks divide, as in the paper. A document is told the first rule that it breaks.
+Words are divided by blanks, as in the paper. A document is dropped for the first rule that it
+breaks.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,7 @@ FAR = 16  # bytes of a word in which a letter is looked for
 
 
 def make_rules(config: RulesConfig) -> Callable[[Batch], None]:
-    """The stage: drops what breaks a rule."""
+    """Builds the stage that drops documents which break a rule."""
     _rules(config, Batch([]))  # loads the loop before workers fork
     return partial(_rules, config)
 
@@ -37,7 +39,7 @@ def _rules(config: RulesConfig, batch: Batch) -> None:
 
 
 def _broken(config: RulesConfig, batch: Batch) -> dict[str, Array]:
-    """Whether each document breaks each rule [documents], in the order they are told."""
+    """Tests each rule on all documents: bool [documents] by rule, in the order of the report."""
     from mtcli.core.curate.word_loops import count_words
 
     data, offsets = batch.lowered
@@ -67,8 +69,8 @@ def _broken(config: RulesConfig, batch: Batch) -> dict[str, Array]:
 
 
 def _lines_and_symbols(batch: Batch) -> Array:
-    """Shares of bullet lines and of lines that end in an ellipsis; hash signs; ellipses: [4,
-    documents]."""
+    """Computes [4, documents]: the shares of bullet lines and of lines that end in an ellipsis, and
+    the numbers of hash signs and ellipses."""
     rows = []
     for document in batch.documents:
         text = document.text

@@ -1,7 +1,7 @@
-"""Hashes of words and n-grams in numpy: a few passes over the bytes of many documents.
+"""Hashes words and n-grams in numpy, in a few passes over the bytes of many documents.
 
-All arithmetic is modulo 2^64. A hash depends on its characters alone, not on the text around it nor
-on how documents are batched.
+Arithmetic is modulo 2^64. A hash depends on its characters alone, neither on the text around them
+nor on the batch.
 """
 
 from functools import cache
@@ -27,7 +27,7 @@ def mix(values: Array) -> Array:
 
 
 def jaccard(one: Array, other: Array) -> float:
-    """The Jaccard similarity of two sorted arrays without repetitions."""
+    """Returns the Jaccard similarity of two sorted arrays without repetitions."""
     both = np.concatenate([one, other])
     both.sort()
     common = int(np.count_nonzero(both[1:] == both[:-1]))
@@ -36,7 +36,7 @@ def jaccard(one: Array, other: Array) -> float:
 
 
 def changes(values: Array) -> Array:
-    """Whether each value, or row, differs from the one before it: bool [values]."""
+    """Says whether each value, or row, differs from the previous one: bool [values]."""
     changed = np.ones(len(values), bool)
     differ = values[1:] != values[:-1]
     changed[1:] = differ if values.ndim == 1 else differ.any(axis=1)
@@ -44,18 +44,19 @@ def changes(values: Array) -> Array:
 
 
 def runs(values: Array) -> tuple[Array, Array]:
-    """Finds where each run of equal values begins, and how many it has."""
+    """Finds the start and the length of each run of equal values."""
     begins = np.flatnonzero(changes(values))
     return begins, np.diff(np.append(begins, len(values)))
 
 
 def unaligned(data: bytes, count: int) -> Array:
-    """The eight bytes from each of the first `count` offsets on, as uint64; data has 8 more."""
+    """Views the eight bytes from each of the first `count` offsets as uint64; `data` has 8 bytes
+    more than that."""
     return np.ndarray((count,), "<u8", data, strides=(1,))
 
 
 def token_hashes(view: Array, starts: Array, lengths: Array) -> Array:
-    """Hashes tokens of bytes [tokens]: eight at a time, from a view of `unaligned`."""
+    """Hashes byte ranges [tokens], eight bytes at a time, from a view of `unaligned`."""
     hashes = view[starts] & MASKS[np.minimum(lengths, PACKED)]
     done = PACKED
     longer = np.flatnonzero(lengths > done)
@@ -79,7 +80,7 @@ def rolling(hashes: Array, size: int) -> Array:
 
 @cache
 def _powers(count: int) -> tuple[Array, Array]:
-    """The first powers of BASE, and of its inverse, modulo 2^64."""
+    """Returns the first powers of BASE, and of its inverse, modulo 2^64."""
     both = []
     for base in (BASE, pow(BASE, -1, 1 << 64)):
         powers = np.full(count, base, np.uint64)

@@ -20,7 +20,7 @@ DOCUMENTS_SHOWN = 50
 
 
 def report_html(report: Mapping[str, Any]) -> str:
-    """Draws what `build_report` says."""
+    """Draws the report of `build_report` as a page."""
     parts = [
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>mtcli curate</title>",
         f"<style>{STYLE}</style><h1>Curated corpus</h1>",
@@ -67,36 +67,40 @@ def _stages(stages: Sequence[Mapping[str, Any]]) -> str:
     return _table(names, rows, numbers=range(1, 6))
 
 
-def _share(before: int, after: int) -> float:
-    return (before - after) / before if before else 0.0
+def _share(documents_in: int, documents_out: int) -> float:
+    return (documents_in - documents_out) / documents_in if documents_in else 0.0
 
 
 def _funnel(stages: Sequence[Mapping[str, Any]]) -> str:
-    """A bar per stage: what it left, and behind it what it was given."""
+    """Draws a bar per stage: documents out, in front of documents in."""
     most = max((stage["documents_in"] for stage in stages), default=0) or 1
     room = WIDTH - LEFT - RIGHT
     parts = []
     for row, stage in enumerate(stages):
         top = row * (BAR + 10)
-        before, after = (stage[f"documents_{side}"] for side in ("in", "out"))
+        documents_in, documents_out = (stage[f"documents_{side}"] for side in ("in", "out"))
         parts += [
             _text(LEFT - 10, top + 17, stage["stage"], "end"),
-            _bar(LEFT, top, before * room / most, BAR, "#d9e3ee"),
-            _bar(LEFT, top, after * room / most, BAR, BLUE),
-            _text(LEFT + before * room / most + 8, top + 17, f"{after:,} of {before:,}"),
+            _bar(LEFT, top, documents_in * room / most, BAR, "#d9e3ee"),
+            _bar(LEFT, top, documents_out * room / most, BAR, BLUE),
+            _text(
+                LEFT + documents_in * room / most + 8,
+                top + 17,
+                f"{documents_out:,} of {documents_in:,}",
+            ),
         ]
     return _svg(len(stages) * (BAR + 10), parts, "Documents after each stage")
 
 
 def _sizes(bins: Sequence[Sequence[int]]) -> str:
-    """Documents by size, before and after the per-document stages."""
+    """Draws documents by size, as read and after the per-document stages."""
     if not bins or not any(map(any, bins)):
         return ""
-    before, after = bins
-    used = [index for index, count in enumerate(before) if count or after[index]]
+    read, after = bins
+    used = [index for index, count in enumerate(read) if count or after[index]]
     low, high = used[0], used[-1] + 1
     names = [_size_name(index) for index in range(low, high)]
-    values = [(before[index], after[index]) for index in range(low, high)]
+    values = [(read[index], after[index]) for index in range(low, high)]
     return _columns(names, values, ("read", "after the per-document stages"))
 
 
@@ -108,7 +112,7 @@ def _size_name(index: int) -> str:
 def _columns(
     names: Sequence[str], values: Sequence[Sequence[int]], legend: Sequence[str] = ()
 ) -> str:
-    """Columns of one or two values by name."""
+    """Draws columns of one or two values by name."""
     most = max((max(group) for group in values), default=0) or 1
     step = min(90.0, (WIDTH - 20) / max(1, len(names)))
     parts = []
@@ -118,9 +122,9 @@ def _columns(
             tall = value * (HEIGHT - 20) / most
             parts.append(_bar(left + position * width, HEIGHT - tall, width - 1, tall, colour))
         parts.append(_text(left + (step - 8) / 2, HEIGHT + 16, name, "middle", 11))
-        told = f"{max(group):,}" if max(group) else ""
+        label = f"{max(group):,}" if max(group) else ""
         top = HEIGHT - max(group) * (HEIGHT - 20) / most - 4
-        parts.append(_text(left + (step - 8) / 2, top, told, "middle", 11))
+        parts.append(_text(left + (step - 8) / 2, top, label, "middle", 11))
     for position, (name, colour) in enumerate(zip(legend, (BLUE, ORANGE), strict=False)):
         parts.append(_bar(10 + position * 120, HEIGHT + 28, 12, 12, colour))
         parts.append(_text(28 + position * 120, HEIGHT + 39, name))
@@ -199,8 +203,8 @@ def _samples(stage: Mapping[str, Any]) -> str:
         rows = []
         for sample in samples:
             more = {k: v for k, v in sample.items() if k not in ("id", "source", "text") and v}
-            told = ", ".join(f"{key} {value}" for key, value in more.items())
-            rows.append([str(sample["id"]), sample["source"], sample["text"], told])
+            details = ", ".join(f"{key} {value}" for key, value in more.items())
+            rows.append([str(sample["id"]), sample["source"], sample["text"], details])
         count = stage["reasons"].get(reason, len(rows))
         head = f"{escape(stage['stage'])}: {escape(reason)}, {count:,}"
         table = _table(("id", "source", "begins with", ""), rows)

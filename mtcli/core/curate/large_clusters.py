@@ -1,7 +1,7 @@
-"""Finds clusters of near duplicates that have most of a source's documents.
+"""Finds clusters of near duplicates that hold most of a source's documents.
 
-Removing them is rarely what a user wants: texts of one form, such as tables of numbers or code
-under one licence, can share shingles without being copies.
+Users rarely want to remove those: texts of one form, such as tables of numbers or code under one
+licence, can share shingles without being copies.
 """
 
 from collections import Counter
@@ -17,10 +17,10 @@ FEWEST = 10  # documents of a source that is looked at
 
 
 def large_clusters(corpus: Corpus, entered: Array, removals: Removals) -> list[dict[str, Any]]:
-    """Lists the sources, by name, where more than half of the documents are one cluster.
+    """Lists the sources, by name, with more than half of their documents in one cluster.
 
-    `documents` counts the source's documents that `entered` (bool [documents]), `clustered` those
-    in the cluster; `kept_id` is the id of the one that stays.
+    `documents` counts the source's documents that `entered` (bool [documents]) selects, `clustered`
+    those in the cluster; `kept_id` is the id of the document that stays.
     """
     totals = _totals(corpus, entered)
     kept_rows, sizes = np.unique(removals.kept, return_counts=True)
@@ -43,7 +43,7 @@ def large_clusters(corpus: Corpus, entered: Array, removals: Removals) -> list[d
 
 
 def _totals(corpus: Corpus, entered: Array) -> Counter[str]:
-    """The documents of each source that entered, without those of an older corpus."""
+    """Counts each source's documents that entered, without those of an older corpus."""
     totals: Counter[str] = Counter()
     for part, alive, first in corpus.new_slices().values():
         names, source_of = part.summary["sources"], part.array("sources")

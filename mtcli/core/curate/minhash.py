@@ -1,10 +1,10 @@
-"""MinHash signatures of documents (Broder 1997), by a sketch that takes one hash of each shingle,
-and the bands that find near duplicates by them.
+"""Computes MinHash signatures of documents (Broder 1997), by a sketch with one hash per shingle,
+and the bands by which near duplicates are found.
 
-Bands are hashes of a few signature values each: two documents whose sets have Jaccard similarity J
-share one with probability 1 - (1 - J^rows)^bands. Of the values themselves the lowest 8 bits are
-kept, as b-bit minwise hashing (Li and König 2010) does: enough to tell a likely pair from a chance
-one before any text is read.
+A band is a hash of a few signature values: two documents whose shingles have Jaccard similarity J
+share a band with probability 1 - (1 - J^rows)^bands. Of each value the lowest 8 bits are stored
+(b-bit minwise hashing, Li and König 2010): enough to tell a likely pair from a chance one before
+any text is read.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ RECALL = 0.995  # of pairs at the threshold, at least
 
 
 def bands_of(config: FuzzyConfig) -> tuple[int, int]:
-    """(bands, rows in each): the longest rows whose recall at the threshold is RECALL."""
+    """Chooses (bands, rows in each): the longest rows whose recall at the threshold is RECALL."""
     for rows in range(config.hashes, 1, -1):
         bands = config.hashes // rows
         if 1 - (1 - config.threshold**rows) ** bands >= RECALL:
@@ -30,8 +30,8 @@ def bands_of(config: FuzzyConfig) -> tuple[int, int]:
 
 
 def make_signatures(config: FuzzyConfig) -> Callable[[list[Document], Batch], dict[str, Array]]:
-    """Makes a builder of `signatures` uint8 [documents, hashes] and `bands` uint64 [documents,
-    bands]."""
+    """Builds the feature of `fuzzy`: `signatures` uint8 [documents, hashes] and `bands` uint64
+    [documents, bands]."""
     signatures = partial(_signatures, config, *bands_of(config))
     for text in ("warm", "\U0001f525"):  # loads the loops before workers fork
         signatures([Document(b"", "", text, 4)], Batch([]))

@@ -1,7 +1,7 @@
-"""Mends broken Unicode with ftfy, where a cheap test says that ftfy would change something.
+"""Mends broken Unicode with ftfy, where a cheap test finds that ftfy would change the text.
 
-ftfy alone reads a few megabytes a second. Most texts are ASCII without anything to mend, or are not
-ASCII and whole; both are told by patterns that run in C.
+ftfy reads a few megabytes a second. Most texts are ASCII or intact, which patterns that run in C
+find out.
 """
 
 import re
@@ -30,7 +30,7 @@ NEAR = 3  # characters of ASCII beside others that a sequence of mojibake may ha
 
 
 def make_normalise(config: NormaliseConfig) -> Callable[[Batch], None]:
-    """The stage: changes the texts that ftfy would change, as ftfy would."""
+    """Builds the stage that changes texts exactly as ftfy would."""
     fix = make_fix(config.uncurl_quotes)
 
     def normalise(batch: Batch) -> None:
@@ -48,7 +48,8 @@ def make_normalise(config: NormaliseConfig) -> Callable[[Batch], None]:
 
 
 def make_fix(uncurl: bool) -> Callable[[str], str]:
-    """Builds `ftfy.fix_text`, asked only where it has something to do."""
+    """Builds a function equal to `ftfy.fix_text`, which calls it only where it would change the
+    text."""
     ftfy = require("ftfy", "normalise")
     badness = require("ftfy.badness", "normalise")
     fixes = require("ftfy.fixes", "normalise")
@@ -62,9 +63,9 @@ def make_fix(uncurl: bool) -> Callable[[str], str]:
             return str(ftfy.fix_text(text, settings))
         if text.isascii():
             return text
-        rest = not_ascii(data)
-        characters = set(rest)
-        if not characters <= HARMLESS and (_is_odd(text, rest) or is_bad(_surroundings(text))):
+        non_ascii = not_ascii(data)
+        characters = set(non_ascii)
+        if not characters <= HARMLESS and (_is_odd(text, non_ascii) or is_bad(_surroundings(text))):
             return str(ftfy.fix_text(text, settings))
         if uncurl:
             for curly in characters & CURLY:
@@ -74,14 +75,14 @@ def make_fix(uncurl: bool) -> Callable[[str], str]:
     return fix
 
 
-def _is_odd(text: str, rest: str) -> bool:
-    """Whether characters that are not ASCII, or marks on some, are not in their usual form."""
-    if OTHER.search(rest) or "\nÃ " in text or "\nÂ " in text:
+def _is_odd(text: str, non_ascii: str) -> bool:
+    """Says whether non-ASCII characters, or combining marks, are in an unusual form."""
+    if OTHER.search(non_ascii) or "\nÃ " in text or "\nÂ " in text:
         return True
-    return max(rest) >= FIRST_MARK and not unicodedata.is_normalized("NFC", text)
+    return max(non_ascii) >= FIRST_MARK and not unicodedata.is_normalized("NFC", text)
 
 
 def _surroundings(text: str) -> str:
-    """Cuts out the text near characters that are not ASCII: all that tells mojibake."""
+    """Extracts the text near non-ASCII characters, which is enough to detect mojibake."""
     spans = (match.span() for match in NOT_ASCII.finditer(text))
     return "\n".join([text[max(0, start - NEAR) : stop + NEAR] for start, stop in spans])

@@ -1,4 +1,4 @@
-"""The output folder: what may be in it, who writes to it, and whether a run is complete."""
+"""Checks the output folder: files in the way, resumed runs and complete ones."""
 
 import hashlib
 import json
@@ -22,25 +22,28 @@ REPORT_HTML = "report.html"
 
 
 def _fingerprint(request: CurateRequest, corpora: Corpora) -> str:
-    """Fingerprints a run: equal for two that must write the same bytes."""
+    """Hashes a run's inputs and options; equal for two runs that must write the same bytes."""
     files = [
         [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in corpus.sources]
         for corpus in corpora
         if corpus
     ]
-    told = [files, as_dict(request.config), request.text_key, request.split_on_blank]
-    told += [request.format, BLOCK_BYTES]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    determinants = [files, as_dict(request.config), request.text_key, request.split_on_blank]
+    determinants += [request.format, BLOCK_BYTES]
+    return hashlib.sha256(json.dumps(determinants).encode()).hexdigest()
 
 
 def begin(work: WorkFolder, request: CurateRequest, corpora: Corpora) -> None:
-    """Empties the work folder, unless this run resumes what is in it."""
+    """Empties the work folder, unless this run resumes the one that left it.
+
+    Raises MtcliError for a resumed run with other inputs or options.
+    """
     path, now = work.path / "fingerprint", _fingerprint(request, corpora)
-    before = read_untrusted(path).decode(errors="replace") if path.exists() else ""
-    if request.resume and before and before != now:
+    previous = read_untrusted(path).decode(errors="replace") if path.exists() else ""
+    if request.resume and previous and previous != now:
         message = f"{work.path} was begun with other inputs or options"
         raise wrong(message, "give the same ones, or leave --resume out to start over")
-    if request.resume and before:
+    if request.resume and previous:
         return
     for published in _named(work.path / MADE / REPORT, request.output):  # by a run killed meanwhile
         published.unlink()
@@ -50,13 +53,13 @@ def begin(work: WorkFolder, request: CurateRequest, corpora: Corpora) -> None:
 
 
 def outputs(folder: Path) -> list[Path]:
-    """Lists what an earlier run wrote to a folder, by its report; other files are the user's."""
+    """Lists the files of an earlier run in a folder, by its report; other files are the user's."""
     report = folder / REPORT
     return [*_named(report, folder), *[report] * report.exists()]
 
 
 def _named(report: Path, folder: Path) -> list[Path]:
-    """The files in a folder that a report names; none where it cannot be read."""
+    """Lists the files in a folder that a report names; none where it cannot be read."""
     try:
         shards = [str(shard["name"]) for shard in json.loads(read_untrusted(report))["shards"]]
     except (OSError, ValueError, TypeError, KeyError, MtcliError):
@@ -66,7 +69,7 @@ def _named(report: Path, folder: Path) -> list[Path]:
 
 
 def require_free(request: CurateRequest, corpora: Corpora) -> None:
-    """Raises MtcliError where an earlier run's files are in the way, or inputs."""
+    """Raises MtcliError where files of an earlier run, or inputs, are in the way."""
     output = request.output
     if output.exists() and not output.is_dir():
         raise wrong(f"{output} is a file", "name a folder", "--output")
@@ -77,14 +80,16 @@ def require_free(request: CurateRequest, corpora: Corpora) -> None:
         raise wrong(message, "name another folder", "--output")
     inputs = (source.path for source in corpora.sources)
     require_apart(inputs, [output / WORK, *outputs(output)], "--output")
-    made = [] if request.force or not output.exists() else outputs(output)
-    if made and not (request.resume and (output / WORK).exists()):
-        message = f"{output} has {len(made)} files of an earlier run, such as {made[0].name}"
+    existing = [] if request.force or not output.exists() else outputs(output)
+    if existing and not (request.resume and (output / WORK).exists()):
+        message = (
+            f"{output} has {len(existing)} files of an earlier run, such as {existing[0].name}"
+        )
         raise wrong(message, "--force to replace them, or another folder", "--output")
 
 
 def done_before(request: CurateRequest, corpora: Corpora) -> dict[str, Any] | None:
-    """The report of a run that is complete, where --resume finds one of the same inputs."""
+    """Returns the report of a complete run on the same inputs, where --resume finds one."""
     path = request.output / REPORT
     if not path.exists() or (request.output / WORK).exists():
         return None

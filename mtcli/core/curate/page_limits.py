@@ -1,9 +1,9 @@
-"""Bounds what one page of a crawl may cost: its inflated size, its depth, the attributes of its
-tags and its processor time.
+"""Limits the cost of one page of a crawl: its decompressed size, its depth, the attributes of a
+tag, and its processor time.
 
-The extractors' time grows with the square of a page's depth and of a tag's attributes, and
-jusText's with that of its paragraphs. 20,000 nested tags took 53 s and 128,000 attributes 29 s, in
-C that no signal interrupts; what is read takes 0.4 s.
+The extractors' time grows with the square of a page's depth and of a tag's attributes; jusText's,
+with the square of the number of paragraphs. 20,000 nested tags took 53 s and 128,000 attributes 29
+s, in C code that no signal interrupts; a page within the limits takes up to 0.4 s.
 """
 
 import re
@@ -49,7 +49,8 @@ class TooSlow(Exception):
 
 
 def depth_of(html: bytes) -> int:  # noqa: C901, PLR0912 - one pass of a tokenizer
-    """The most elements that are open at once, at most MAX_DEPTH + 1; 0 for a page of few tags.
+    """Returns the most elements that are open at once, at most MAX_DEPTH + 1; 0 for a page of few
+    tags.
 
     An end tag closes one element of its own scope, so misnested elements may count longer than a
     parser keeps them open.
@@ -98,7 +99,7 @@ def has_many_attributes(html: bytes) -> bool:
 
 @contextmanager
 def time_limit(seconds: float = MAX_SECONDS) -> Iterator[None]:
-    """Raises TooSlow in what takes more processor time, where Python runs in the main thread."""
+    """Raises TooSlow in a block that takes more processor time. Works in the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -106,10 +107,10 @@ def time_limit(seconds: float = MAX_SECONDS) -> Iterator[None]:
     def end(*_: Any) -> None:
         raise TooSlow
 
-    before = signal.signal(signal.SIGVTALRM, end)
+    previous_handler = signal.signal(signal.SIGVTALRM, end)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, previous_handler)

@@ -1,8 +1,8 @@
-"""Parts: what a worker makes of a block, files that appear together or not at all.
+"""Writes and reads parts: the files that a worker makes of a block, which appear together or not at
+all.
 
-A part holds documents as the JSON lines that shards are made of, and arrays beside them that are
-read without the text: where lines begin, keys, and what the corpus stages look at. Row i of every
-array is document i.
+A part holds documents as the JSON lines that shards are made of, and arrays that are read without
+the text: line ends, keys, and the features of corpus stages. Row i of every array is document i.
 """
 
 import io
@@ -45,14 +45,17 @@ class PartWriter:
         self._arrays: dict[str, list[Array]] = {}
 
     def add(self, documents: Sequence[Document]) -> int:
-        """Adds documents; returns the row of the first."""
-        first, known = len(self._keys), self._sources
+        """Adds documents; returns the row of the first one."""
+        first, source_numbers = len(self._keys), self._sources
         lines = [line_of(document) for document in documents]
         self._lines.write(b"".join(lines))
         self._lengths += map(len, lines)
         self._keys += [document.key for document in documents]
         self._sizes += [document.size for document in documents]
-        self._source_of += [known.setdefault(document.source, len(known)) for document in documents]
+        self._source_of += [
+            source_numbers.setdefault(document.source, len(source_numbers))
+            for document in documents
+        ]
         return first
 
     def add_arrays(self, arrays: Mapping[str, Array]) -> None:
@@ -61,7 +64,7 @@ class PartWriter:
             self._arrays.setdefault(name, []).append(rows)
 
     def remove(self, removed: Mapping[str, object]) -> None:
-        """Adds a document that was left out."""
+        """Adds the record of a dropped document."""
         self._removed.write(json_line(removed))
 
     def close(self, summary: Mapping[str, Any]) -> None:
@@ -82,24 +85,24 @@ class PartWriter:
 
 
 class Files(Protocol):
-    """Files that a worker wrote together, wherever they are kept."""
+    """The files of a part, in a folder or in a cluster."""
 
     def array(self, name: str) -> Array:
-        """An array that was saved under a name."""
+        """Returns the array of a name."""
 
     def data(self, name: str) -> Any:
-        """The bytes of a file, as a buffer."""
+        """Returns the bytes of a file, as a buffer."""
 
 
 class Folder:
-    """Files in a folder, mapped and not read."""
+    """The files of a part in a folder, memory-mapped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._headers: dict[str, tuple[np.dtype, tuple[int, ...], int]] = {}
 
     def array(self, name: str) -> Array:
-        """Maps an array. Its header is read once: a band's hashes are asked for by themselves."""
+        """Maps an array. Caches its header, as bands are mapped one by one."""
         path = f"{self.path}/{name}.npy"
         if name not in self._headers:
             with open_untrusted(path) as file:
@@ -119,7 +122,7 @@ class Folder:
 
 
 class Part:
-    """A part that is there, read as it is asked for."""
+    """A part that was written, read on demand."""
 
     def __init__(self, files: Files, against: bool = False) -> None:
         self.files, self.against = files, against
@@ -129,37 +132,37 @@ class Part:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The worker's counts."""
+        """The counts of the worker that wrote it."""
         summary = parse_json(bytes(self.files.data(SUMMARY)))
         assert isinstance(summary, dict), "written by PartWriter"
         return summary
 
     def array(self, name: str) -> Array:
-        """An array of the part."""
+        """Returns an array of the part."""
         return self.files.array(name)
 
     @property
     def count(self) -> int:
-        """Documents in it."""
+        """The number of documents."""
         return int(self.summary["documents"])
 
     def keys(self) -> list[bytes]:
-        """The keys of all documents [documents]."""
+        """Returns the keys of all documents [documents]."""
         data, ends = self.array("keys").tobytes(), self.array("key_ends").tolist()
         return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     @property
     def lines(self) -> "Lines":
-        """The documents' JSON lines: a file that is open as long as they are held."""
+        """The JSON lines of the documents, whose file is open as long as this object lives."""
         return Lines(self.files.data(LINES), self.array("line_ends"))
 
     def removed(self) -> Iterator[bytes]:
-        """The lines of documents that per-document stages left out."""
+        """Yields the lines of documents that per-document stages dropped."""
         yield from io.BytesIO(self.files.data(REMOVED))
 
 
 class Lines:
-    """A file of lines, each found by its number."""
+    """A file of lines, indexed by number."""
 
     def __init__(self, data: Any, ends: Array) -> None:
         self._ends, self._data = [0, *ends.tolist()], data  # a copy: no file of it stays open
@@ -168,12 +171,12 @@ class Lines:
         return bytes(self._data[self._ends[row] : self._ends[row + 1]])
 
     def text(self, row: int) -> str:
-        """The text of a document."""
+        """Returns the text of a document."""
         return str(load_line(self[row])["text"])
 
 
 def line_of(document: Document) -> bytes:
-    """The JSON line of a document: id, text and source first, and all else it had."""
+    """Encodes a document as a JSON line: id, text and source first, then its other fields."""
     head = {"id": id_of(document.key), "text": document.text, "source": document.source}
     if document.fields:
         head |= document.fields
@@ -181,15 +184,18 @@ def line_of(document: Document) -> bytes:
 
 
 def document_of(line: bytes, key: bytes, size: int) -> Document:
-    """The document of a line that `line_of` wrote."""
+    """Decodes a line that `line_of` wrote."""
     record = load_line(line)
     del record["id"]
     return Document(key, record.pop("source"), record.pop("text"), size, record)
 
 
 def load_line(line: bytes | str) -> Any:
-    """The value of a line of JSON, as json.loads has it. Raises ValueError where it is none, or has
-    a number that JSON cannot write again: NaN, Infinity, or one beyond float64."""
+    """Parses a line of JSON, as json.loads would.
+
+    Raises ValueError for invalid JSON, and for numbers that JSON cannot write again: NaN, Infinity,
+    or one beyond float64.
+    """
     import orjson
 
     try:
@@ -218,7 +224,7 @@ _strict_loads = partial(json.loads, parse_float=_finite, parse_constant=_refuse)
 
 
 def _is_rounded(value: object) -> bool:
-    """Whether a value holds what orjson may have made of an integer of more than 64 bits."""
+    """Says whether a value may hold an integer of more than 64 bits, which orjson rounds."""
     if isinstance(value, float):
         return abs(value) >= 1 << 63
     if isinstance(value, dict):
@@ -227,7 +233,7 @@ def _is_rounded(value: object) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    """Whether JSON can write all numbers of a value: it has no NaN and no infinity."""
+    """Says whether JSON can write a value: it has no NaN and no infinity."""
     if isinstance(value, float):
         return isfinite(value)
     if isinstance(value, dict):
@@ -236,14 +242,13 @@ def is_finite(value: object) -> bool:
 
 
 def json_page(record: Mapping[str, object]) -> str:
-    """A record as JSON with a line for each of its keys; the values on it are encoded at once,
-    twenty times as fast as with an indent."""
+    """Encodes a record as JSON with one line per key; twenty times as fast as with an indent."""
     lines = (f"{json.dumps(key)}: {ENCODE(value)}" for key, value in record.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def json_line(record: Mapping[str, object]) -> bytes:
-    """A record as a line of JSON in UTF-8; what JSON has no type for, as text."""
+    """Encodes a record as a line of JSON in UTF-8; values without a JSON type become text."""
     import orjson  # of an extra
 
     try:
@@ -254,7 +259,7 @@ def json_line(record: Mapping[str, object]) -> bytes:
 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
-    """Gives a folder to write files in, which gets the name `folder` once all are durable."""
+    """Yields a temporary folder, renamed to `folder` once its files are durable."""
     aside = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

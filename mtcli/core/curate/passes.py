@@ -1,8 +1,8 @@
-"""The pipeline: passes over the documents, decisions over the corpus between them, shards.
+"""Runs the pipeline: passes over the documents, decisions over the corpus between them, shards.
 
-The result is a function of the input files' names and bytes and of the configuration. All that is
-made on the way lies in `OUTPUT/.curate`, in parts that appear whole or not at all, so that a run
-that was killed goes on from there, on any number of workers.
+The result is a function of the input files' names and bytes and of the configuration. Intermediate
+parts are in `OUTPUT/.curate` and appear whole or not at all, so a killed run resumes from them, on
+any number of workers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,8 +46,8 @@ Say = Callable[[str], None]
 def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
     """Writes the shards, the removed documents and the report to `output`; returns the report.
 
-    Raises MtcliError for inputs and configurations that are wrong, for an output that exists, for a
-    full disk, and where no document is left: then nothing is published.
+    Raises MtcliError for wrong inputs and configurations, an output that exists, and a full disk.
+    Raises it too where no document is left: then nothing is published.
     """
     corpora = find_corpora(request)
     if request.resume and (report := done_before(request, corpora)):
@@ -71,11 +71,11 @@ def curate(request: CurateRequest, engine: Engine, say: Say) -> dict[str, Any]:
 
 
 class _NothingLeft(MtcliError):
-    """A run that ends with no document."""
+    """The error of a run that ends without a document."""
 
 
 class _Pipeline:
-    """One run, in its work folder."""
+    """A run in its work folder."""
 
     def __init__(
         self, request: CurateRequest, corpora: Corpora, work: Path, engine: Engine, say: Say
@@ -104,18 +104,18 @@ class _Pipeline:
         if not any(view.alive.any() for view in results[-1].corpus.new_slices().values()):
             report = build_report(self.request, self.corpora, results, [])
             raise _NothingLeft(nothing_left(report))
-        made = self.work / MADE
-        made.mkdir(exist_ok=True)
-        shards = self._write_shards(results[-1], made)
-        self._write_removed(results, made)
+        folder = self.work / MADE
+        folder.mkdir(exist_ok=True)
+        shards = self._write_shards(results[-1], folder)
+        self._write_removed(results, folder)
         report = build_report(self.request, self.corpora, results, shards)
-        self._publish(report, made)
+        self._publish(report, folder)
         return report
 
     # Passes
 
     def _against(self, number: int, group: StageGroup) -> list[Part]:
-        """The parts of the older corpus, where a pass compares with it."""
+        """Reads the parts of the older corpus, for a pass that compares with it."""
         compared = tuple(stage for stage in group.corpus if stage != "decontaminate")
         if not self.corpora.old or not compared:
             return []
@@ -126,27 +126,27 @@ class _Pipeline:
     def _read(self, inputs: CorpusFiles, group: StageGroup, folder: Path) -> list[Files]:
         request = self.request
         blocks = blocks_of(inputs, request.split_on_blank)
-        before = self._lines_before(blocks) if len(blocks) > 1 else {}
+        lines_before = self._lines_before(blocks) if len(blocks) > 1 else {}
         html = "extract" in group.documents
-        reader = Reader.of(inputs, request.text_key, request.split_on_blank, before, html)
+        reader = Reader.of(inputs, request.text_key, request.split_on_blank, lines_before, html)
         work = partial(_read_block, BlockWork(group, self.config, request.skip_bad), reader)
         items = {block.number: block for block in blocks}
         return list(self.engine.make(work, items, folder, "read", "B").values())
 
     def _lines_before(self, blocks: list[TextBlock]) -> dict[tuple[str, int], int]:
-        """Counts the lines before each file range that starts inside of a file."""
+        """Counts the lines before each file range that starts inside a file."""
         pieces = [piece for block in blocks for piece in block.pieces]
         split = [piece for piece in pieces if piece.stop < piece.source.size]
         size = sum(piece.stop - piece.start for piece in split)
         counts = self.engine.map(count_lines, split, size, "count lines", "B")
-        before, lines = {}, 0
+        lines_before, lines = {}, 0
         for piece, count in zip(split, counts, strict=True):
             lines = count + (lines if piece.start else 0)
-            before[piece.source.path, piece.stop] = lines
-        return before
+            lines_before[piece.source.path, piece.stop] = lines
+        return lines_before
 
     def _next_pass(self, number: int, group: StageGroup, last: PassResult) -> list[Files]:
-        """Runs further per-document stages over what the last pass left."""
+        """Runs further per-document stages over the documents that the last pass left."""
         folder = self.work / f"pass-{number}"
         corpus = last.corpus
         items = {
@@ -189,38 +189,38 @@ class _Pipeline:
 
     # Output
 
-    def _write_shards(self, last: PassResult, made: Path) -> list[dict[str, Any]]:
+    def _write_shards(self, last: PassResult, folder: Path) -> list[dict[str, Any]]:
         corpus = last.corpus
         by_source, slices = bool(self.config.blend), list(corpus.new_slices().values())
         sample = partial(sample_keys, by_source)
         samples = self.engine.map(sample, slices, len(slices), "sample ids")
         plan = plan_shards(samples, self.config.shard_mb * 1_000_000, by_source)
-        return self.engine.write(ShardJob(corpus, plan, made, last.changed))
+        return self.engine.write(ShardJob(corpus, plan, folder, last.changed))
 
-    def _write_removed(self, results: list[PassResult], made: Path) -> None:
+    def _write_removed(self, results: list[PassResult], folder: Path) -> None:
         import zstandard
 
         compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
         with (
-            atomic_file(made / REMOVED) as aside,
+            atomic_file(folder / REMOVED) as aside,
             open(aside, "wb") as file,
             compressor.stream_writer(file, closefd=False) as stream,
         ):
             for line in removed_lines(results):
                 stream.write(line)
 
-    def _publish(self, report: dict[str, Any], made: Path) -> None:
-        """Moves all to the output folder; the report last, which says that the rest is there."""
+    def _publish(self, report: dict[str, Any], folder: Path) -> None:
+        """Moves all files to the output folder; the report last, as it marks a complete output."""
         output = self.request.output
-        write_text(made / REPORT_HTML, report_html(report))
-        write_text(made / REPORT, json_page(report))
+        write_text(folder / REPORT_HTML, report_html(report))
+        write_text(folder / REPORT, json_page(report))
         # Not all that is there: a killed run's worker may have left, or still write, a part of one.
         names = {shard["name"] for shard in report["shards"]} | {REMOVED, REPORT_HTML}
         for old in outputs(output):
             if old.name not in names:
                 old.unlink()
         for name in [*sorted(names), REPORT]:
-            (made / name).replace(output / name)
+            (folder / name).replace(output / name)
 
 
 def _read_block(
@@ -237,7 +237,7 @@ def _reread(
 
 
 def _documents(view: Slice, changed: ChangedLines | None) -> Iterator[Document]:
-    """The documents of a part that are left."""
+    """Yields the alive documents of a part."""
     edits = changed_lines(changed)
     keys, lines = view.part.keys(), view.part.lines
     for row in np.flatnonzero(view.alive).tolist():

@@ -1,8 +1,8 @@
-"""A quality classifier: logistic regression on hashed word 1- and 2-grams, in numpy.
+"""Classifies quality by logistic regression on hashed word 1- and 2-grams, in numpy.
 
-MT-NLG's is one of its kind (arXiv:2201.11990, section 3): trained to tell curated text from crawled
-text, its score decides with GPT-3's Pareto rule who stays. The draw is keyed by the document's id,
-so that no order and no other document changes it. A fastText classifier is read too.
+As in MT-NLG (arXiv:2201.11990, section 3), the classifier is trained to tell curated from crawled
+text, and GPT-3's Pareto rule decides by its score which documents stay. The draw is keyed by the
+document's id, so it depends on no order and no other document. fastText classifiers are read too.
 """
 
 import json
@@ -32,23 +32,24 @@ FIELD = "quality.model"
 
 
 class Classifier(NamedTuple):
-    """Weights float32 [2^BITS] of n-grams, by their hashes, and a bias."""
+    """A linear model: weights float32 [2^BITS] by n-gram hash, and a bias."""
 
     weights: Array
     bias: float
 
     def scores(self, features: Array, bounds: Array) -> Array:
-        """The probability that each document is good [documents]."""
+        """Returns the probability that each document is good [documents]."""
         sums = _sums(self.weights[features], bounds)
         logits = self.bias + sums / np.maximum(np.diff(bounds), 1)
         return 1 / (1 + np.exp(-logits))
 
 
 def features_of(batch: Batch) -> tuple[Array, Array]:
-    """Numbers of the 1- and 2-grams of each document: (int64 [n-grams], bounds [documents + 1]).
+    """Returns the feature numbers of each document's 1- and 2-grams, and their bounds: (int64
+    [n-grams], [documents + 1]).
 
-    A document of n words has 2n of them: each word, and each with the one that follows; the last
-    is by itself again.
+    A document of n words has 2n features: each word alone, and each with the word that follows;
+    after the last word, none follows.
     """
     hashes, owners = batch.word_hashes, batch.words.owners
     following = np.zeros_like(hashes)
@@ -60,7 +61,7 @@ def features_of(batch: Batch) -> tuple[Array, Array]:
 
 
 def make_quality(config: QualityConfig) -> Callable[[Batch], None]:
-    """The stage: drops what the classifier and the rule of `keep` do not keep."""
+    """Builds the stage that drops documents by the classifier's score and the rule of `keep`."""
     assert config.model is not None, "checked with the configuration"
     score = open_model(config)
 
@@ -80,7 +81,8 @@ def make_quality(config: QualityConfig) -> Callable[[Batch], None]:
 
 
 def open_model(config: QualityConfig) -> Callable[[Batch], Array]:
-    """Builds what scores a batch [documents]. Raises MtcliError for a file that is no model."""
+    """Builds the function that scores a batch [documents]. Raises MtcliError for a file that is no
+    model."""
     path = Path(config.model or "")
     try:
         with open_untrusted(path) as file:
@@ -97,10 +99,10 @@ def open_model(config: QualityConfig) -> Callable[[Batch], Array]:
 def load_classifier(path: Path) -> Classifier:
     """Reads what `save_classifier` wrote. Raises MtcliError for a damaged file."""
     data = read_untrusted(path).removeprefix(MAGIC)
-    head, _, rest = data.partition(b"\n")
+    head, _, weight_bytes = data.partition(b"\n")
     try:
         facts = json.loads(head)
-        weights = np.frombuffer(rest, "<f4")
+        weights = np.frombuffer(weight_bytes, "<f4")
         if weights.size != 1 << facts["bits"] or facts["bits"] != BITS:
             raise ValueError(f"{weights.size} weights, and 2^{facts['bits']} are said")
         return Classifier(weights, float(facts["bias"]))
@@ -109,10 +111,10 @@ def load_classifier(path: Path) -> Classifier:
 
 
 def save_classifier(model: Classifier, facts: dict[str, Any], path: Path) -> None:
-    """Writes a classifier and what it was trained on."""
+    """Writes a classifier and the facts of its training."""
     head = json.dumps(facts | {"bits": BITS, "bias": model.bias}).encode()
-    with aside(path) as made:
-        made.write_bytes(MAGIC + head + b"\n" + model.weights.astype("<f4").tobytes())
+    with aside(path) as temporary:
+        temporary.write_bytes(MAGIC + head + b"\n" + model.weights.astype("<f4").tobytes())
 
 
 def _fasttext(path: Path, label: str) -> Callable[[Batch], Array]:
@@ -128,18 +130,18 @@ def _fasttext(path: Path, label: str) -> Callable[[Batch], Array]:
         for index in batch.alive():
             text = batch.documents[index].text.replace("\n", " ")
             labels, chances = model.predict(text, k=-1)
-            known = dict(zip(labels, chances, strict=True))
-            if label not in known:
+            chance_of = dict(zip(labels, chances, strict=True))
+            if label not in chance_of:
                 hint = f"label = '{labels[0]}'" if labels else ""
                 raise wrong(f"{path} has no label {label}", hint, "quality.label")
-            values[index] = known[label]
+            values[index] = chance_of[label]
         return values
 
     return scores
 
 
 def pareto_draw(key: bytes, alpha: float, seed: int) -> float:
-    """A draw of numpy's Pareto (Lomax) distribution that a document's id decides."""
+    """Draws from numpy's Pareto (Lomax) distribution, seeded by a document's id."""
     uniform = (xxhash.xxh3_64_intdigest(key, seed) + 1) / 2**64  # above 0
     return float(uniform ** (-1 / alpha) - 1)
 
@@ -150,19 +152,19 @@ def pareto_draw(key: bytes, alpha: float, seed: int) -> float:
 def train_quality(
     good: Sequence[str], bad: Sequence[str], output: Path, text_key: str = "text"
 ) -> dict[str, Any]:
-    """Trains a classifier to tell two corpora apart and writes it; returns how well it does.
+    """Trains a classifier to tell two corpora apart and writes it; returns its accuracy and sizes.
 
-    Every tenth document is held out. Both corpora weigh the same. Raises MtcliError for a corpus
-    without text.
+    Every tenth document is held out. Both corpora have the same total weight. Raises MtcliError for
+    a corpus without text.
     """
     rows: list[Array] = []
     counts = []
     for flag, inputs in (("--good", good), ("--bad", bad)):
-        before = len(rows)
+        first_row = len(rows)
         for batch in batches(_documents(inputs, text_key)):
             features, bounds = features_of(batch)
             rows += [features[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
-        counts.append(len(rows) - before)
+        counts.append(len(rows) - first_row)
         if counts[-1] < 2:
             said = f"{counts[-1]} documents with words"
             raise wrong(said, "give at least 2 documents", flag)
@@ -180,9 +182,9 @@ def train_quality(
 
 
 def fit(rows: Sequence[Array], labels: Array) -> Classifier:
-    """Fits weights by AdaGrad, a document at a time, in an order of hashes that is always the same.
+    """Fits weights by AdaGrad, a document at a time, in a fixed order of hashes.
 
-    Both classes weigh the same, however many documents each has.
+    Both classes have the same total weight, however many documents each has.
     """
     weights = np.zeros(1 << BITS, np.float64)
     squares = np.full(1 << BITS, 1e-8)
@@ -211,7 +213,7 @@ def _accuracy(model: Classifier, rows: Sequence[Array], labels: Array) -> float 
 
 
 def _sums(values: Array, bounds: Array) -> Array:
-    """Sums of values between bounds [len(bounds) - 1]; 0 where there are none."""
+    """Sums values between bounds [len(bounds) - 1]; 0 for empty ranges."""
     totals = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     sums: Array = totals[bounds[1:]] - totals[bounds[:-1]]
     return sums

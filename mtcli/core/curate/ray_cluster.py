@@ -1,9 +1,10 @@
-"""A Ray cluster for `mtcli curate --engine ray`: started on this machine, or joined by its address.
+"""Runs the tasks of `mtcli curate --engine ray` on a Ray cluster, started here or joined by its
+address.
 
-Tasks run again wherever a node died, as often as it takes; what its object store held is made anew
-by the tasks that made it (Ray's lineage). Objects that do not fit in memory are spilled by Ray.
+Where a node dies, its tasks run again without limit, and lost objects are rebuilt by the tasks that
+made them (Ray's lineage). Ray spills objects that do not fit in memory.
 
-Ray runs the code of whoever it lets in, so every cluster authenticates its callers by a token:
+Ray runs the code of any caller it accepts, so every cluster authenticates callers by a token:
 https://docs.ray.io/en/latest/ray-security/token-auth.html
 """
 
@@ -32,13 +33,13 @@ SAME = "inputs, task files, models and the output must have one path on all node
 
 
 class RayRef:
-    """A value in the object stores of a cluster."""
+    """A reference to a value in a cluster's object stores."""
 
     def __init__(self, ref: Any) -> None:
         self.ref = ref
 
     def __call__(self) -> Any:
-        """Fetches the value; where its node died, it is made anew."""
+        """Fetches the value, which is rebuilt where its node died."""
         import ray
 
         return ray.get(self.ref)
@@ -50,7 +51,7 @@ class Held(NamedTuple):
     value: Any
 
     def __call__(self) -> Any:
-        """The value."""
+        """Returns the value."""
         return self.value
 
 
@@ -65,17 +66,18 @@ class RayCluster:
 
     @property
     def cores(self) -> int:
-        """The CPUs of all nodes that are there now."""
+        """The CPUs of all nodes that are alive now."""
         return max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     def run(
         self, function: Task, items: Sequence[Any], what: str, returns: int = 1
     ) -> list[tuple[Ref, ...]]:
-        """Runs a task for each item. A task returns None first: waiting for it fetches no data.
+        """Runs a task for each item. A task returns None first, so that waiting for it fetches no
+        data.
 
-        All that an item refers to are arguments of its task, which Ray waits for, and makes anew,
-        before it gives the task a core. A task that fetched them itself could hold the very core
-        on which they would be made.
+        The values that an item refers to are arguments of its task: Ray waits for them, and
+        rebuilds them, before it gives the task a core. A task that fetched them itself could hold
+        the core on which they had to be rebuilt.
         """
         function_ref = self._ray.put(function)
         task = self._call.options(num_returns=returns + 1, max_retries=-1)
@@ -110,7 +112,7 @@ def _call(function: Task, data: bytes, *values: Any) -> Results:
 
 
 def _without_refs(item: Any) -> tuple[bytes, list[Any]]:
-    """An item pickled, with places where it referred to values, and those."""
+    """Pickles an item with placeholders for its references, and returns both."""
     refs: list[Any] = []
 
     def place(value: Any) -> int | None:
@@ -128,10 +130,12 @@ def _without_refs(item: Any) -> tuple[bytes, list[Any]]:
 
 @contextmanager
 def ray_cluster(address: str | None, cores: int) -> Iterator[RayCluster]:
-    """Joins the cluster at an address, or starts one of so many cores here, and leaves it.
+    """Yields the cluster at an address, or a new one of `cores` on this machine, and disconnects at
+    the end.
 
-    A cluster that is started here listens on loopback. `RAY_ADDRESS` is as an address. Raises
-    MtcliError where Ray is not installed, or no cluster there accepts our token alone.
+    A cluster that is started here listens on loopback. `RAY_ADDRESS` stands for an address. Raises
+    MtcliError where Ray is not installed, or where no cluster at the address requires and accepts
+    our token.
     """
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     _set_environment(address)
@@ -158,7 +162,7 @@ def ray_cluster(address: str | None, cores: int) -> Iterator[RayCluster]:
 
 
 def _set_environment(address: str) -> None:
-    """Sets what Ray reads when it is imported, and gives to the processes that it starts."""
+    """Sets the variables that Ray reads at import and passes to its processes."""
     os.environ["RAY_AUTH_MODE"] = "token"
     if address == "local":
         # The node is then 127.0.0.1, as on Windows and OSX, whose firewalls ask about any other.
@@ -182,9 +186,9 @@ def _require_there(address: str) -> None:
 
 
 def _require_token(address: str) -> None:
-    """Raises MtcliError where a cluster takes callers without a token, or refuses ours.
+    """Raises MtcliError where a cluster accepts callers without a token, or refuses ours.
 
-    Ray itself joins the former, and calls the latter for a minute.
+    Ray itself would join the former, and would retry the latter for a minute.
     """
     refusal = _refusal(address, "disabled")
     if not refusal:
@@ -200,7 +204,7 @@ def _require_token(address: str) -> None:
 def _refusal(address: str, auth_mode: str) -> str:
     """Returns the error of a caller in this RAY_AUTH_MODE, empty where the cluster accepts it.
 
-    The caller is a process of its own: Ray reads the mode once.
+    The caller is a separate process: Ray reads the mode once.
     """
     command = [sys.executable, "-P", "-m", "ray.scripts.scripts", "health-check"]
     command += ["--skip-version-check", "--address", address]

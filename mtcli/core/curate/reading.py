@@ -21,8 +21,8 @@ from mtcli.core.runtime.process_pool import Progress
 
 
 class Reader(NamedTuple):
-    """Reads the records of file ranges; `lines_before` has those that start inside a file, and
-    `html` says that a stage will extract the text of pages."""
+    """A reader of file ranges. `lines_before` counts the lines before ranges that start inside a
+    file; `html` says that a later stage extracts the text of pages."""
 
     reading: Reading
     names: Mapping[str, str]
@@ -37,29 +37,30 @@ class Reader(NamedTuple):
         lines_before: Mapping[tuple[str, int], int] | None = None,
         html: bool = False,
     ) -> "Reader":
-        """A reader of a corpus; blank lines divide its texts where `blank` says so."""
+        """Builds the reader of a corpus; where `blank`, blank lines divide its texts."""
         reading = Reading(text_key, blank, cuttable=False, whole=True, parse=load_line)
         return Reader(reading, files.names, lines_before or {}, html)
 
     def read(
         self, piece: FileRange, progress: Progress
     ) -> Iterator[Document | BadRecord | PassedOver]:
-        """Yields the documents of a file range, in order."""
+        """Yields the documents of a file range in order, with its bad records and those passed
+        over."""
         path = piece.source.path
-        name, before = self.names[path], self.lines_before.get((path, piece.start), 0)
+        name, lines_before = self.names[path], self.lines_before.get((path, piece.start), 0)
         if piece.source.kind == "warc":
             yield from read_warc(piece.source, name, self.html, progress)
             return
         unnamed, is_parquet = stem(name), piece.source.kind == "parquet"
         for item in read_documents(piece, self.reading, progress):
             if isinstance(item, Bad):
-                yield BadRecord(name, item.line and before + item.line, item.reason)
+                yield BadRecord(name, item.line and lines_before + item.line, item.reason)
             elif is_parquet and item.fields and not is_finite(item.fields):
                 odd = [shown(key) for key, value in item.fields.items() if not is_finite(value)]
                 reason = f"NaN or Infinity in {listed(odd)}, which JSON cannot write"
                 yield BadRecord(name, item.line, reason)
             else:
-                yield self._document(item, name, before + item.line, unnamed)
+                yield self._document(item, name, lines_before + item.line, unnamed)
 
     def _document(self, item: Text, name: str, line: int, unnamed: str) -> Document | BadRecord:
         text, size, _, _, fields = item

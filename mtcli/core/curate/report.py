@@ -1,6 +1,7 @@
-"""The report: what every stage was given and left, why, and samples of it with their ids.
+"""Builds the report: documents into and out of every stage, reasons, and samples with their ids.
 
-It holds no time, path or number of workers: it is a function of the input and the configuration.
+The report holds no time, path or number of workers: it is a function of the input and the
+configuration.
 """
 
 from collections import Counter, defaultdict
@@ -25,7 +26,7 @@ CONTAMINATED_TOLD = 1000
 
 
 def described(request: CurateRequest, corpora: Corpora) -> dict[str, Any]:
-    """The configuration and the inputs, as a report has them."""
+    """Returns the configuration and the inputs, as the report has them."""
     inputs = {"files": _files(corpora.new), "against": corpora.old and _files(corpora.old)}
     return {"config": as_dict(request.config), "inputs": inputs}
 
@@ -82,7 +83,7 @@ def build_report(
 
 
 def nothing_left(report: dict[str, Any]) -> Problem:
-    """Says what became of all records of a run that ends with no document, by reason."""
+    """Words what happened to all records, by reason, where a run ends with no document."""
     passed_over, bad, stages = report["passed_over"], report["bad_lines"], report["stages"]
     files, read = len(report["inputs"]["files"]), stages[0]["documents_in"] if stages else 0
     said = [f"0 documents are left of {read:,} in {files:,} files"]
@@ -93,8 +94,8 @@ def nothing_left(report: dict[str, Any]) -> Problem:
     said += [f"{s['stage']}: {_counted(s['reasons'])}" for s in stages if s["reasons"]]
     if read:
         last = next(s["stage"] for s in stages if not s["documents_out"])
-        others = [stage for stage in report["config"]["stages"] if stage != last]
-        hint = f'change the settings of [{last}], or leave it out: --set "stages={others}"'
+        other_stages = [stage for stage in report["config"]["stages"] if stage != last]
+        hint = f'change the settings of [{last}], or leave it out: --set "stages={other_stages}"'
     elif passed_over:
         hint = "of WARC, HTML pages with status 200 are read, and texts of WET files"
     else:
@@ -103,7 +104,8 @@ def nothing_left(report: dict[str, Any]) -> Problem:
 
 
 def _counted(reasons: dict[str, int]) -> str:
-    """Counts by reason, the most first: "3 answers with status 404, 1 WARC records: 'request'"."""
+    """Words counts by reason, the most frequent first: "3 answers with status 404, 1 WARC records:
+    'request'"."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return listed([f"{count:,} {reason}" for reason, count in ordered])
 
@@ -115,33 +117,33 @@ def removed_lines(results: list[PassResult]) -> Iterator[bytes]:
             yield from part.removed()
         for stage, removals in result.removals.items():
             cuts = _cuts(result) if stage == "decontaminate" else {}
-            for told in _removed(result.corpus, removals):
-                number, reason = told.pop("number"), told.pop("reason")
-                line = {"id": told.pop("id"), "source": told.pop("source"), "stage": stage}
-                line |= {"reason": CORPUS_REASONS[stage][reason]} | told
+            for entry in _removed(result.corpus, removals):
+                number, reason = entry.pop("number"), entry.pop("reason")
+                line = {"id": entry.pop("id"), "source": entry.pop("source"), "stage": stage}
+                line |= {"reason": CORPUS_REASONS[stage][reason]} | entry
                 yield json_line(line | _ngrams(cuts.get(number)))
 
 
 def _removed(corpus: Corpus, removals: Removals) -> Iterator[dict[str, Any]]:
-    """Describes each removed document."""
+    """Yields the record of each removed document."""
     ids = _ids(corpus, removals.removed)
     kept_ids = _ids(corpus, removals.kept)
     roots = _ids(corpus, removals.root)
     sources = corpus.sources(removals.removed)
     for index, number in enumerate(removals.removed.tolist()):
-        told = {"number": number, "reason": int(removals.reason[index]), "id": ids[index]}
-        told |= {"source": sources[index], "kept_id": kept_ids[index]}
+        entry = {"number": number, "reason": int(removals.reason[index]), "id": ids[index]}
+        entry |= {"source": sources[index], "kept_id": kept_ids[index]}
         if kept_ids[index] is not None:
             jaccard = float(removals.jaccard[index])
-            told |= {"jaccard": round(jaccard, 6), "cluster": roots[index]}
-        yield told
+            entry |= {"jaccard": round(jaccard, 6), "cluster": roots[index]}
+        yield entry
 
 
 def _ids(corpus: Corpus, numbers: np.ndarray) -> list[str | int | None]:
-    """The ids of documents; None for -1."""
-    known = np.flatnonzero(numbers >= 0)
+    """Returns the ids of documents; None for -1."""
+    present = np.flatnonzero(numbers >= 0)
     ids: list[str | int | None] = [None] * len(numbers)
-    for index, key in zip(known.tolist(), corpus.keys(numbers[known]), strict=True):
+    for index, key in zip(present.tolist(), corpus.keys(numbers[present]), strict=True):
         ids[index] = id_of(key)
     return ids
 
@@ -170,11 +172,13 @@ def _corpus_count(
         reason: removals.removed[removals.reason == index][:SAMPLES].tolist()
         for index, reason in enumerate(CORPUS_REASONS[stage])
     }
-    wanted = [number for numbers in first.values() for number in numbers]
-    told = _by_number(corpus, removals.rows(np.isin(removals.removed, wanted)))
+    sampled = [number for numbers in first.values() for number in numbers]
+    descriptions = _by_number(corpus, removals.rows(np.isin(removals.removed, sampled)))
     for reason, numbers in first.items():
         for number in numbers:
-            sample = {k: v for k, v in told[number].items() if k not in ("number", "reason")}
+            sample = {
+                k: v for k, v in descriptions[number].items() if k not in ("number", "reason")
+            }
             text = corpus.text(number)[:SAMPLE_CHARACTERS]
             count.sample(reason, sample | {"text": text} | _ngrams(cuts.get(number)))
     return count
@@ -185,7 +189,7 @@ def _by_number(corpus: Corpus, removals: Removals) -> dict[int, dict[str, Any]]:
 
 
 def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
-    """Each cluster's document that stayed, and those that went with their Jaccard."""
+    """Describes each cluster: the document that stays, and the removed ones with their Jaccard."""
     members: dict[int, list[int]] = defaultdict(list)
     for index, root in enumerate(removals.root.tolist()):
         members[root].append(index)
@@ -193,10 +197,10 @@ def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
     ordered = [root for _, root in sorted(zip(corpus.keys(roots), roots.tolist(), strict=True))]
     shown = ordered[:CLUSTERS_TOLD]
     indices = np.array([index for root in shown for index in members[root]], np.int64)
-    told = _by_number(corpus, removals.rows(indices))
+    descriptions = _by_number(corpus, removals.rows(indices))
     listed = []
     for root in shown:
-        copies = [told[int(removals.removed[index])] for index in members[root]]
+        copies = [descriptions[int(removals.removed[index])] for index in members[root]]
         removed = [{"id": copy["id"], "jaccard": copy["jaccard"]} for copy in copies]
         cluster = {"cluster": copies[0]["cluster"], "kept_id": copies[0]["kept_id"]}
         listed.append(cluster | {"removed": removed})
@@ -210,11 +214,11 @@ def _clusters(corpus: Corpus, removals: Removals) -> dict[str, Any]:
 
 
 def _cuts(result: PassResult) -> dict[int, dict[str, Any]]:
-    """Lists what was cut of each document that had an n-gram of a task, by number."""
+    """Reads by document number the cuts of each document that had an n-gram of a task."""
     cuts: dict[int, dict[str, Any]] = {}
     for index, (rows, files) in sorted(result.changed.items()):
-        told = parse_json(bytes(files.data("cuts.json")))
-        cuts |= dict(zip((rows + result.corpus.bounds[index]).tolist(), told, strict=True))
+        part_cuts = parse_json(bytes(files.data("cuts.json")))
+        cuts |= dict(zip((rows + result.corpus.bounds[index]).tolist(), part_cuts, strict=True))
     return cuts
 
 
@@ -225,8 +229,8 @@ def _ngrams(cut: dict[str, Any] | None) -> dict[str, Any]:
 def _contamination(
     result: PassResult, cuts: dict[int, dict[str, Any]], removals: Removals
 ) -> dict[str, Any]:
-    """Lists by task the n-grams of it that the corpus had, the documents that were cut for them,
-    and the task's texts of which n-grams were spared as common phrases."""
+    """Lists by task: its n-grams in the corpus, the documents cut for them, and the task's texts
+    with spared common phrases."""
     corpus, found = result.corpus, result.found
     assert found is not None, "the stage was run"
     numbers = np.array(list(cuts), np.int64)
@@ -234,9 +238,9 @@ def _contamination(
     dropped = set(removals.removed.tolist())
     tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for number, cut in cuts.items():
-        told = {"id": ids[number], "cuts": cut["cuts"], "dropped": number in dropped}
+        entry = {"id": ids[number], "cuts": cut["cuts"], "dropped": number in dropped}
         for task in cut["tasks"]:
-            tasks[task].append(told | {"ngrams": cut["ngrams"]})
+            tasks[task].append(entry | {"ngrams": cut["ngrams"]})
     return {
         task: {
             "documents": len(tasks[task]),
@@ -249,13 +253,13 @@ def _contamination(
 
 
 def _sources(corpus: Corpus) -> dict[str, Any]:
-    """Documents and bytes that are left, by source; of cut documents, as they were before."""
+    """Counts the remaining documents and bytes by source; cut documents count as before the cut."""
     total: dict[str, dict[str, int]] = defaultdict(lambda: {"documents": 0, "bytes": 0})
     for part, alive, _ in corpus.new_slices().values():
-        names, of = part.summary["sources"], part.array("sources")[alive]
-        sizes = np.bincount(of, part.array("sizes")[alive], len(names))
+        names, source_ids = part.summary["sources"], part.array("sources")[alive]
+        sizes = np.bincount(source_ids, part.array("sizes")[alive], len(names))
         for name, count, size in zip(
-            names, np.bincount(of, minlength=len(names)), sizes, strict=True
+            names, np.bincount(source_ids, minlength=len(names)), sizes, strict=True
         ):
             total[name]["documents"] += int(count)
             total[name]["bytes"] += int(size)

@@ -1,4 +1,4 @@
-"""A request to curate: the command's flags, and the files that they name."""
+"""Defines a request to curate, and finds the files that it names."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,7 @@ HINT = "a file that is there, by its path from here or from the config's folder"
 
 
 class CurateRequest(NamedTuple):
-    """A request to curate; the flags of the command, by their names."""
+    """The flags of `mtcli curate`, by name."""
 
     inputs: tuple[str, ...]
     output: Path
@@ -29,7 +29,7 @@ class CurateRequest(NamedTuple):
 
 
 class Corpora(NamedTuple):
-    """The files to clean, and those of an older corpus that are compared with only."""
+    """The files to clean, and those of an older corpus that are only compared with."""
 
     new: CorpusFiles
     old: CorpusFiles | None
@@ -41,7 +41,7 @@ class Corpora(NamedTuple):
 
 
 def find_corpora(request: CurateRequest) -> Corpora:
-    """Finds all input files. Raises MtcliError for all that is not there."""
+    """Finds all input files. Raises MtcliError with every missing one."""
     new, old, _ = collect_errors(
         lambda: find_files(request.inputs, request.format),
         lambda: find_files(request.against) if request.against else None,
@@ -59,13 +59,13 @@ def find_corpora(request: CurateRequest) -> Corpora:
 
 
 def _has_pages(files: CorpusFiles) -> bool:
-    """Whether a corpus has WARC files other than WET, whose records are texts already."""
+    """Says whether a corpus has WARC files other than WET, whose records are texts already."""
     warc = (Path(source.path) for source in files.sources if source.kind == "warc")
     return any(inner_name(path).suffix != WET for path in warc)
 
 
 def _require_files(config: CurateConfig) -> None:
-    """Raises MtcliError for each file that the stages need and that is not there."""
+    """Raises MtcliError for each missing file that the stages need."""
     named = []
     if "decontaminate" in config.ordered:
         named += [("decontaminate.tasks", task) for task in config.decontaminate.tasks]

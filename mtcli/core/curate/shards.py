@@ -1,7 +1,7 @@
-"""Writes what is left as shards: JSON lines under Zstandard, sorted by id.
+"""Writes the remaining documents as shards: JSON lines under Zstandard, sorted by id.
 
-Which ids a shard has follows from a sample of all ids, so that its lines fit in memory; with a
-blend, sources come apart first. Shards are written aside.
+A sample of all ids divides them into shards whose lines fit in memory; with a blend, each source
+has its own shards.
 """
 
 from bisect import bisect_right
@@ -27,7 +27,8 @@ MOST_NAME_BYTES = 200  # of a source, in file names of at most 255 with number a
 
 
 class ShardPlan(NamedTuple):
-    """The beginnings of shards: the first sort key of each but the first, and their file names."""
+    """The division of sort keys into shards: the first key of each shard but the first, and the
+    file names."""
 
     splitters: tuple[bytes, ...]
     names: tuple[str, ...]
@@ -35,7 +36,7 @@ class ShardPlan(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Documents [left], shard by shard: shard s has those from bounds[s] to bounds[s + 1]."""
+    """Document numbers ordered by shard: shard s has numbers[bounds[s] : bounds[s + 1]]."""
 
     numbers: Array
     bounds: Array
@@ -44,7 +45,7 @@ class Routes(NamedTuple):
 def sample_keys(
     by_source: bool, view: Slice, progress: Progress = lambda _: None
 ) -> list[tuple[bytes, int]]:
-    """Samples the sort keys of a part, each with the bytes of lines up to the next."""
+    """Samples the sort keys of a part, each with the bytes of the lines from it to the next."""
     keys = sort_keys(view.part, by_source)
     order = sorted(np.flatnonzero(view.alive).tolist(), key=keys.__getitem__)
     lengths = np.diff(view.part.array("line_ends"), prepend=0)
@@ -84,8 +85,10 @@ def _splitters(sampled: Iterable[tuple[bytes, int]], shard_bytes: int) -> list[b
 
 
 def file_stem(source: str) -> str:
-    """Makes a file name's stem of a source. Characters that are unsafe are replaced, a long name is
-    cut, and both then end with a hash."""
+    """Makes a file name's stem of a source's name.
+
+    Unsafe characters are replaced and a long name is cut; a hash is then appended.
+    """
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in source).lstrip(".") or "_"
     if safe == source and len(safe.encode()) <= MOST_NAME_BYTES:
         return safe
@@ -93,16 +96,16 @@ def file_stem(source: str) -> str:
 
 
 def sort_keys(part: Part, by_source: bool) -> list[bytes]:
-    """Builds the keys that a part's documents are sorted by [documents]."""
+    """Builds the sort keys of a part's documents [documents]."""
     keys = part.keys()
     if not by_source:
         return keys
     names = [name.encode("utf-8", "surrogatepass") + b"\0" for name in part.summary["sources"]]
-    return [names[of] + key for of, key in zip(part.array("sources"), keys, strict=True)]
+    return [names[source] + key for source, key in zip(part.array("sources"), keys, strict=True)]
 
 
 def route_slice(plan: ShardPlan, view: Slice, progress: Progress = lambda _: None) -> Array:
-    """The shard of each document of a part, -1 for those that were left out [documents]."""
+    """Finds the shard of each document of a part [documents]; -1 for removed ones."""
     shards = np.zeros(view.part.count, np.int32)
     if plan.splitters:
         keys = sort_keys(view.part, plan.by_source)
@@ -121,8 +124,8 @@ def gather_routes(routes: Sequence[Array], plan: ShardPlan) -> Routes:
 
 
 class ShardJob(NamedTuple):
-    """What is written as shards; `changed` are lines by part, of documents that were cut: their
-    rows, and the lines."""
+    """The corpus and plan that shards are written from; `changed` holds by part the new lines of
+    cut documents."""
 
     corpus: Corpus
     plan: ShardPlan
@@ -133,14 +136,14 @@ class ShardJob(NamedTuple):
 def write_shard(
     job: ShardJob, routes: Routes, number: int, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """Writes a shard where it is not there; returns its name, documents and bytes of lines."""
+    """Writes a shard where it is missing; returns its name, documents and bytes of lines."""
     facts = write_lines(job.folder / job.plan.names[number], sorted(_lines_of(job, routes, number)))
     progress(1)
     return facts
 
 
 def write_lines(path: Path, lines: Sequence[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """Writes (key, line) as a shard where it is not there."""
+    """Writes the lines of (key, line) as a shard where it is missing."""
     import zstandard
 
     if not path.exists():
@@ -153,7 +156,7 @@ def write_lines(path: Path, lines: Sequence[tuple[bytes, bytes]]) -> dict[str, A
 
 
 def _lines_of(job: ShardJob, routes: Routes, number: int) -> list[tuple[bytes, bytes]]:
-    """(sort key, line) of each document of a shard."""
+    """Collects (sort key, line) of each document of a shard."""
     corpus = job.corpus
     numbers = routes.numbers[routes.bounds[number] : routes.bounds[number + 1]]
     lines = []
@@ -168,13 +171,13 @@ def _lines_of(job: ShardJob, routes: Routes, number: int) -> list[tuple[bytes, b
 def keyed_lines(
     part: Part, rows: Sequence[int], by_source: bool, changed: ChangedLines | None
 ) -> list[tuple[bytes, bytes]]:
-    """(sort key, line) of some documents of a part."""
+    """Returns (sort key, line) of some documents of a part."""
     keys, lines, edits = sort_keys(part, by_source), part.lines, changed_lines(changed)
     return [(keys[row], edits[row] if row in edits else lines[row]) for row in rows]
 
 
 def changed_lines(changed: ChangedLines | None) -> dict[int, bytes]:
-    """The lines of documents that were cut, by row."""
+    """Reads the new lines of cut documents, by row."""
     if changed is None:
         return {}
     rows, files = changed

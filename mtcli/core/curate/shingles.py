@@ -1,7 +1,7 @@
-"""Hashes of shingles, and sketches of them: loops over characters, compiled by numba, whose import
-takes half a second.
+"""Hashes and sketches shingles in loops over characters, compiled by numba, whose import takes half
+a second.
 
-`offsets` int64 [documents + 1] says where each document begins. All arithmetic is modulo 2^64.
+`offsets` int64 [documents + 1] says where each document begins. Arithmetic is modulo 2^64.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def signatures(texts: Sequence[str], size: int, count: int) -> Array:
 
 
 def shingle_set(text: str, size: int) -> Array:
-    """The sorted hashes of a text's shingles, each once."""
+    """Returns the sorted unique hashes of a text's shingles."""
     # numpy's own unique takes 20 times as long.
     hashes = np.sort(hash_shingles(shingle_codes(text), size))
     distinct: Array = hashes[changes(hashes)]
@@ -35,7 +35,8 @@ def shingle_set(text: str, size: int) -> Array:
 
 
 def shingle_codes(text: str) -> Array:
-    """The characters' code points [characters]: 16 bits each, made in half the time, or 32."""
+    """Encodes a text as code points [characters]: of 16 bits, in half the time, where they fit,
+    else of 32."""
     codes = np.frombuffer(text.encode("utf-16-le", "surrogatepass"), "<u2")
     if len(codes) == len(text):
         return codes
@@ -54,8 +55,8 @@ def mixed(value: np.uint64) -> np.uint64:
 
 @compiled
 def first_window(text: np.ndarray, size: int) -> tuple[np.uint64, np.uint64]:
-    """The polynomial of the first window of `size` characters, or of a shorter text; and the factor
-    by which a window's first character counts in the next."""
+    """Returns the polynomial of the first window of `size` characters, or of a shorter text, and
+    the factor that removes a window's first character from the next."""
     value, lead = np.uint64(0), ONE
     for i in range(min(size, len(text))):
         value = value * BASE_64 + np.uint64(text[i]) + ONE
@@ -66,8 +67,10 @@ def first_window(text: np.ndarray, size: int) -> tuple[np.uint64, np.uint64]:
 
 @compiled
 def next_window(value: np.uint64, lead: np.uint64, first: int, following: int) -> np.uint64:
-    """The polynomial of a window without its first character and with the one behind it (Karp and
-    Rabin 1987). In this order one product waits for the last value, not two."""
+    """Advances the polynomial of a window by one character (Karp and Rabin 1987).
+
+    In this order one product waits for the previous value, not two.
+    """
     change = np.uint64(following) + ONE - lead * (np.uint64(first) + ONE)
     return value * BASE_64 + change
 
@@ -76,7 +79,7 @@ def next_window(value: np.uint64, lead: np.uint64, first: int, following: int) -
 def hash_shingles(text: np.ndarray, size: int) -> np.ndarray:
     """Hashes every window of `size` characters: uint64 [windows].
 
-    A text shorter than a window is a shingle by itself; an empty one has none.
+    A text shorter than a window is one shingle; an empty text has none.
     """
     following = text[size:]
     hashes = np.empty(len(following) + min(len(text), 1), np.uint64)
@@ -90,14 +93,14 @@ def hash_shingles(text: np.ndarray, size: int) -> np.ndarray:
 
 @compiled
 def place(row: np.ndarray, hashed: np.uint64, columns: np.uint64) -> None:
-    """Keeps a hash in its column of a sketch where it is the least there."""
+    """Lowers a column of a sketch to a hash that falls into it, where the hash is less."""
     column = (hashed >> HALF) * columns >> HALF
     row[column] = min(row[column], hashed >> ROUND_BITS)
 
 
 @compiled
 def fill(row: np.ndarray, text: np.ndarray, size: int) -> None:
-    """Goes on with a text's sketch after the first round."""
+    """Fills the columns of a text's sketch that the first round left empty."""
     empty, turn = 0, 1
     for value in row:
         empty += value == EMPTY

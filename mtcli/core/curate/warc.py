@@ -1,8 +1,8 @@
-"""Reads WARC files, and makes text of their HTML: fastwarc, then resiliparse or jusText.
+"""Reads WARC files with fastwarc, and extracts the text of their HTML with resiliparse or jusText.
 
-Of a crawl's WARC the documents are HTML pages; of its WET they are texts, which pass `extract` as
-they are. A document's id is the record's own, or made of the file and the record's number; `url`
-and `date` are kept beside it.
+A WARC file's documents are its HTML pages; a WET file's are texts, which pass `extract` unchanged.
+A document's id is the record's, or made of the file and the record's number; `url` and `date` are
+kept as fields.
 """
 
 import io
@@ -43,11 +43,11 @@ Extract = Callable[[bytes], str]
 def read_warc(
     source: SourceFile, name: str, html: bool, progress: Progress
 ) -> Iterator[Document | BadRecord | PassedOver]:
-    """Yields the texts of a WET file's conversions and, where `html` says that they will be
-    extracted, the HTML pages that were answered with 200; compressed or not.
+    """Yields the texts of a WET file's conversions and, where `html`, the HTML pages with status
+    200.
 
-    Other records are passed over. A record of more than MAX_BYTES, or a page of more than
-    MAX_DEPTH, is bad; so is what a damaged file ends in.
+    Files may be compressed. Other records are passed over. A record of more than MAX_BYTES, a page
+    of more than MAX_DEPTH and the end of a damaged file are bad records.
     """
     warc = require("fastwarc.warc", "extract")
     number = last = end = 0
@@ -79,7 +79,8 @@ def read_warc(
 
 
 class _Stream(io.RawIOBase):
-    """A file of pieces; `end` are the last bytes that were read, `error` what ended it early."""
+    """A file read by pieces; `end` holds the last bytes read, `error` the one that ended it
+    early."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         self.parts, self.held, self.place = parts, b"", 0
@@ -87,12 +88,12 @@ class _Stream(io.RawIOBase):
         self.error: Exception | None = None
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """The place reached so far, which is all that the library asks for."""
+        """Returns the current position, the only one that the library asks for."""
         assert (offset, whence) == (0, io.SEEK_CUR), "a stream goes on"
         return self.place
 
     def read(self, size: int = -1) -> bytes:
-        """At most `size` bytes; none at the end."""
+        """Reads at most `size` bytes; none at the end."""
         while not self.held:
             try:
                 self.held = next(self.parts, b"")
@@ -107,8 +108,8 @@ class _Stream(io.RawIOBase):
 
 
 def _end(record: Any) -> int:
-    """Finds where a record says that its content ends, with the shortest header that says what it
-    has."""
+    """Computes where a record's content ends by its own length, assuming the shortest header with
+    its fields."""
     headers = record.headers
     lines = (headers.status_line, *(f"{name}: {value}" for name, value in headers.items()), "")
     header = sum(len(line) + 2 for line in lines)
@@ -132,7 +133,7 @@ def _document(record: Any, name: str, number: int, html: bool) -> Document | Bad
 
 
 def _passed_over(record: Any, html: bool) -> str | None:
-    """Says why a record is no document, where it is none."""
+    """Says why a record is no document; None where it is one."""
     http, role = record.http_headers, record.headers.get("WARC-Type") or "no type"
     kind = (http and record.http_content_type) or (http or record.headers).get("Content-Type") or ""
     kind = kind.partition(";")[0].strip().lower()
@@ -146,8 +147,11 @@ def _passed_over(record: Any, html: bool) -> str | None:
 
 
 def _made(record: Any, content: bytes, name: str, number: int) -> Document:
-    """The document of a record's content. Raises ValueError for a text that is not UTF-8, and for a
-    page that is too deep or has a tag of too many attributes."""
+    """Builds the document of a record's content.
+
+    Raises ValueError for a text that is not UTF-8, and for a page that is too deep or has a tag
+    with too many attributes.
+    """
     headers, html, text = record.headers, None, ""
     if headers.get("WARC-Type") == TEXTS:
         text = _text(content)
@@ -171,8 +175,10 @@ def _text(content: bytes) -> str:
 
 
 def _decoded(content: bytes, headers: Mapping[str, str]) -> bytes:
-    """Undoes a page's chunks and compression. Raises ValueError for more than MAX_BYTES, and
-    OSError or zlib.error where it is damaged."""
+    """Decodes a page's transfer and content encoding.
+
+    Raises ValueError for more than MAX_BYTES, and OSError or zlib.error for damage.
+    """
     stream_io = require("fastwarc.stream_io", "extract")
     named = {name.lower(): value.lower() for name, value in headers.items()}
     if "chunked" in named.get("transfer-encoding", ""):
@@ -192,7 +198,7 @@ def _decoded(content: bytes, headers: Mapping[str, str]) -> bytes:
 
 
 def make_extract(config: ExtractConfig) -> Callable[[Batch], None]:
-    """The stage: text out of pages; other documents pass as they are."""
+    """Builds the stage that extracts the text of pages; other documents pass unchanged."""
     make = {"resiliparse": _resiliparse, "justext": _justext}[config.engine]
     lxml = ["lxml.etree"] * (config.engine == "justext")
     unreadable = tuple(require(module, "extract").LxmlError for module in lxml)
@@ -236,8 +242,8 @@ def _resiliparse(_: ExtractConfig) -> Extract:
 def _justext(config: ExtractConfig) -> Extract:
     justext = require("justext", "extract with jusText")
     encoding = require("resiliparse.parse.encoding", "extract")
-    if config.stop_words not in (known := sorted(justext.get_stoplists())):
-        near = get_close_matches(config.stop_words, known, 3) or known[:3]
+    if config.stop_words not in (stop_lists := sorted(justext.get_stoplists())):
+        near = get_close_matches(config.stop_words, stop_lists, 3) or stop_lists[:3]
         message = f"jusText has no stop words of {config.stop_words!r}"
         raise wrong(message, " or ".join(map(repr, near)), "extract.stop_words")
     words = justext.get_stoplist(config.stop_words)

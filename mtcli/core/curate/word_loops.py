@@ -1,4 +1,4 @@
-"""A loop over the words of documents, compiled for the CPU by numba."""
+"""Counts the words of documents in a loop compiled by numba."""
 
 import numpy as np
 
@@ -15,15 +15,15 @@ def count_words(
     offsets: np.ndarray,
     kinds: np.ndarray,
     far: int,
-    wanted: np.ndarray,
+    stop_words: np.ndarray,
 ) -> np.ndarray:
-    """Counts words, their bytes, and those with a letter among their first `far` bytes; tells by
-    bits which of `wanted` there are: int64 [documents, 4].
+    """Counts per document, int64 [documents, 4]: words, their bytes, the words with a letter among
+    their first `far` bytes, and a bit for each of `stop_words` that occurs.
 
-    Document d is data[offsets[d] : offsets[d + 1]]; its last byte is a blank. `eights` are eight
-    bytes from each offset on, as `hashing.unaligned` views them. `kinds` [256] is 0 for blanks, 2
-    for letters, 1 for what else words have. `wanted` are words of at most eight bytes, as `eights`
-    has them.
+    Document d is data[offsets[d] : offsets[d + 1]]; its last byte is a blank. `eights` views data
+    as the eight bytes from each offset on (`hashing.unaligned`). `kinds` [256] is 0 for blanks, 2
+    for letters, 1 for other bytes of words. A stop word has at most eight bytes, packed as in
+    `eights`.
     """
     counts = np.zeros((len(offsets) - 1, 4), np.int64)
     blanks = np.empty(np.max(np.diff(offsets)) if len(counts) else 0, np.int64)
@@ -44,8 +44,8 @@ def count_words(
                 lettered += kind == 2
                 if length <= PACKED:
                     packed = eights[start] & ALL_BITS >> np.uint64(BYTE_BITS * (PACKED - length))
-                    for bit in range(len(wanted)):
-                        bits |= (packed == wanted[bit]) << bit
+                    for bit in range(len(stop_words)):
+                        bits |= (packed == stop_words[bit]) << bit
             start = blank + 1
         counts[document] = words, size, lettered, bits
     return counts

@@ -1,4 +1,4 @@
-"""Maps work over processes with a line of progress, or in this one where there is one worker."""
+"""Maps work over processes with a progress bar, or in this process where there is one worker."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

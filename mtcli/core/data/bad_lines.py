@@ -1,4 +1,4 @@
-"""Says what is wrong with lines of data, all at once, or counts them where they are left out."""
+"""Reports the bad lines of a data file: all at once, or as counts where they are skipped."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,16 +19,18 @@ SKIP = "; --skip-bad leaves such lines out and counts them"
 
 
 class BadLine(Exception):
-    """Says what is wrong with a line; `kind` is a few words that lines are counted by, `setting`
-    what would help as well where a config names the file."""
+    """A fault of a line. `kind` is a short phrase by which faults are counted; `setting` is a
+    further cure, for a file that a config names."""
 
     def __init__(self, kind: str, reason: str, hint: str = "mend it", setting: str = "") -> None:
         super().__init__(reason)
         self.kind, self.reason, self.hint, self.setting = kind, reason, hint, setting
 
     def hint_of(self, field: str, others_are_good: bool) -> str:
-        """The hint, by the flag or config field that names the file; where all its lines are bad it
-        is of another shape, and leaving them out leaves nothing."""
+        """Returns the hint for the flag or config field that names the file.
+
+        `--skip-bad` is offered only where other lines are good.
+        """
         if field.startswith("--"):
             return self.hint
         return f"{self.hint}{', or ' * bool(self.setting)}{self.setting}{SKIP * others_are_good}"
@@ -37,11 +39,11 @@ class BadLine(Exception):
 def read_lines(
     path: Path, begin: Callable[[bytes], Callable[[], Read]], field: str
 ) -> tuple[list[tuple[int, Read]], list[tuple[int, BadLine]]]:
-    """Reads a JSONL file: (number, record) of each line, and (number, fault) of bad ones; numbers
-    are from 1, and blank lines are left out.
+    """Reads a JSONL file into (number, record) of each good line and (number, fault) of each bad
+    one. Numbers start at 1; blank lines are skipped.
 
-    `begin` is called some lines ahead, so that another process may work on them; the function that
-    it returns returns the record. Both raise BadLine.
+    `begin` is called some lines ahead, so that another process may work on them; it returns a
+    function that returns the record. Both may raise BadLine.
 
     Raises MtcliError where the file, which `field` names, cannot be read, and OverLimit.
     """
@@ -82,16 +84,16 @@ def read_lines(
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """The lines of a file; of one that is too long the first MAX_LINE_BYTES + 1."""
+    """Yields the lines of a file; only the first MAX_LINE_BYTES + 1 bytes of a longer one."""
     while line := file.readline(MAX_LINE_BYTES + 1):
-        rest = line
-        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
-            rest = file.readline(MAX_LINE_BYTES + 1)
+        chunk = line
+        while len(chunk) > MAX_LINE_BYTES and not chunk.endswith(b"\n"):
+            chunk = file.readline(MAX_LINE_BYTES + 1)
         yield line
 
 
 def json_object(line: bytes, hint: str = "mend it") -> dict[str, Any]:
-    """The object that a line of `read_lines` holds. Raises BadLine where it holds none."""
+    """Parses the JSON object of a line. Raises BadLine where the line holds none."""
     if len(line) > MAX_LINE_BYTES:
         raise BadLine("too long a line", f"it is longer than {MAX_LINE_BYTES} bytes", hint)
     try:
@@ -106,7 +108,7 @@ def json_object(line: bytes, hint: str = "mend it") -> dict[str, Any]:
 def refusal(
     faults: Sequence[tuple[str, BadLine]], source: Path, good: int, field: str = ""
 ) -> MtcliError:
-    """The error of bad lines, each with where it is: FILE:LINE; beside them so many are good."""
+    """Builds the error of bad lines, each with its FILE:LINE; `good` is how many lines are good."""
     problems = [
         Problem(f"{where}: {fault.reason}", fault.hint_of(field, good > 0), field)
         for where, fault in faults[:NAMED]
@@ -117,7 +119,7 @@ def refusal(
 
 
 def shown_skipped(kinds: Mapping[str, Sequence[str]]) -> str:
-    """Words for a user what was left out: how many of each kind, and where the first ones are."""
+    """Words the skipped lines: how many of each kind, and where the first ones are."""
     return "; ".join(
         f"{len(places)} {kind}, {', '.join(places[:NAMED])}{', ...' * (len(places) > NAMED)}"
         for kind, places in kinds.items()

@@ -1,11 +1,11 @@
-"""Packs examples into rows: several in a row of seq_len + 1 tokens, none of them in two.
+"""Packs examples into rows of seq_len + 1 tokens: several in a row, none split.
 
-Rows are filled once, by best fit of decreasing lengths: the longest example that is left goes to
-the row that it leaves the least room in. With document masks and positions, which make every
-example a document, a neighbour changes nothing. The seed shuffles the rows of each epoch.
+Best fit of decreasing lengths: the longest remaining example goes to the row that it leaves the
+least room in. Document masks and positions make every example a document, so its neighbours do not
+matter. The seed shuffles the rows of each epoch.
 
-An epoch is a number of full global batches: its last one is filled up with rows of padding, whose
-losses have no weight. So each example is met once per epoch, and where an epoch begins depends on
+An epoch is a whole number of global batches: its last one is filled up with rows of padding, whose
+losses have weight 0. So each example is read once per epoch, and an epoch's first step depends on
 no layout.
 """
 
@@ -41,9 +41,9 @@ class Rows(NamedTuple):
 def pack(lengths: np.ndarray, room: int) -> Rows:
     """Packs examples of lengths [S], each of 1 to `room` tokens, into rows of `room`.
 
-    Best fit decreasing: at most 11/9 of the fewest rows, and one (D. S. Johnson, 1973). The rows
-    with room n are a stack, and an integer's bit n says whether it holds any, so that a step looks
-    at room / 64 words.
+    Best fit decreasing takes at most 11/9 of the fewest rows, plus one (D. S. Johnson, 1973). Rows
+    with n tokens of room are a stack; bit n of an integer says whether the stack holds any, so a
+    search reads room / 64 words.
     """
     assert len(lengths) and 1 <= lengths.min() <= lengths.max() <= room, (lengths, room)
     stacks: dict[int, list[int]] = {}
@@ -69,24 +69,24 @@ def pack(lengths: np.ndarray, room: int) -> Rows:
 
 
 class EpochRows:
-    """Packed rows by global sample: each epoch in another order by (seed, its number), its last
-    global batch filled up with rows of padding; without a seed in their own order."""
+    """Packed rows by global sample. (seed, epoch) shuffles each epoch; without a seed the order
+    stays. Rows of padding fill up an epoch's last global batch."""
 
     def __init__(self, rows: Rows, seed: int | None, global_batch_size: int) -> None:
         self.rows, self._seed, self._batch = rows, seed, global_batch_size
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
 
     def of(self, rows: Rows) -> "EpochRows":
-        """The epochs of other rows, by the same seed and global batch."""
+        """Returns the epochs of other rows, with the same seed and global batch."""
         return EpochRows(rows, self._seed, self._batch)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches of an epoch, the last one filled up."""
+        """The global batches of an epoch, its padded last one included."""
         return -(-len(self.rows) // self._batch)
 
     def number(self, sample: int) -> int:
-        """The row that is a sample; -1 for the padding that ends an epoch."""
+        """Returns the row of a sample; -1 for padding."""
         epoch, at = divmod(sample, self.steps_per_epoch * self._batch)
         if at >= len(self.rows):
             return -1
@@ -98,21 +98,22 @@ class EpochRows:
         return int(self._order[1][at])
 
     def items(self, sample: int) -> np.ndarray:
-        """The examples of a sample."""
+        """Returns the examples of a sample."""
         row = self.number(sample)
         if row < 0:
             return np.empty(0, np.int64)
         return self.rows.order[self.rows.bounds[row] : self.rows.bounds[row + 1]]
 
     def words(self, lengths: np.ndarray, size: int, more: int = 0) -> str:
-        """Words how full rows of `size` tokens, and `more`, are of examples of these lengths."""
+        """Words how full the rows of `size` + `more` tokens are, with examples of these lengths."""
         full = int(lengths.sum()) / (len(self.rows) * (size + more))
         words = f"in {len(self.rows):,} rows of {size:,}, {full:.0%} full: "
         return words + f"{self.steps_per_epoch:,} steps an epoch"
 
 
 class PackedConversations:
-    """The rows of conversations, by global id in consumption order; read as `Batches` are."""
+    """The rows of conversations, by global id in consumption order; has the interface of
+    `Batches`."""
 
     def __init__(
         self,
@@ -122,8 +123,11 @@ class PackedConversations:
         which: Which,
         field: str,
     ) -> None:
-        """Raises MtcliError where a file cannot be read, has bad lines, or the split gives none,
-        and OverLimit."""
+        """Reads the files at `paths`, which `field` of the config names.
+
+        Raises MtcliError where a file cannot be read or has bad lines, or the split gives no
+        conversation, and OverLimit.
+        """
         self.seq_len, self.weights = config.batch.seq_len, None
         self.prefixes = read_blend(paths, field)[0]
         read = (partial(read_examples, Path(path), tokenize, field) for path in self.prefixes)
@@ -167,29 +171,30 @@ class PackedConversations:
         return out
 
     def documents(self, start: int, count: int) -> np.ndarray:
-        """Finds the example of each token: int32 [count, seq_len + 1], 0, 1, 2, ... in a row; what
-        fills a row up is one more."""
+        """Numbers the example of each token within its row: int32 [count, seq_len + 1]; padding has
+        the number after the last."""
         out = np.zeros((count, self.seq_len + 1), np.int32)
         for row, at, *_ in self._placed(start, count):
             out[row, at.stop :] = out[row, at.start] + 1
         return out
 
     def loss_weights(self, start: int, count: int) -> np.ndarray:
-        """The weight of each label's loss: float32 [count, seq_len]; 0 but for tokens to learn."""
+        """Returns the weight of each label's loss: float32 [count, seq_len]; 0 for tokens without a
+        loss."""
         out = np.zeros((count, self.seq_len + 1), np.float32)
         for row, at, source, tokens in self._placed(start, count):
             out[row, at] = self.examples[source].weights[tokens]
         return np.ascontiguousarray(out[:, 1:])
 
     def padding(self, start: int, count: int) -> np.ndarray:
-        """Says what fills rows up: bool [count, seq_len], of their tokens before the last."""
+        """Marks the padding among a row's inputs: bool [count, seq_len]."""
         out = np.ones((count, self.seq_len + 1), bool)
         for row, at, *_ in self._placed(start, count):
             out[row, at] = False
         return np.ascontiguousarray(out[:, :-1])
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Identifies rows by the file of their first example, with all their line numbers."""
+        """Identifies each row by its examples' line numbers and the file of its first example."""
         samples = []
         for number in range(start, start + count):
             examples = self.epochs.items(number)
@@ -199,12 +204,13 @@ class PackedConversations:
         return samples
 
     def drawn(self, start: int, stop: int) -> list[int]:
-        """Counts how many of the rows start .. stop - 1 each file gives, padding aside."""
+        """Counts the rows start .. stop - 1 by file, without padding."""
         rows = [row for number in range(start, stop) if (row := self.epochs.number(number)) >= 0]
         return list(np.bincount(self.row_source[rows], minlength=len(self.prefixes)).tolist())
 
     def describe(self) -> dict[str, str]:
-        """Words the data in numbers: what is trained on, and what was left out of each file."""
+        """Words the data in numbers: examples and tokens to train on, and each file's skipped
+        lines."""
         counts = self._per_conversation()
         unrolled, repeated = counts[counts > 1], int(self.shared.sum())
         new_tokens = int(self.lengths.sum()) - repeated
@@ -234,7 +240,7 @@ class PackedConversations:
         return lines | ({"unread": f"nothing reads {listed(unread)}"} if unread else {})
 
     def _per_conversation(self) -> np.ndarray:
-        """How many examples each conversation is: int64."""
+        """Counts the examples of each conversation: int64."""
         owner = np.stack([self.source, self.lines])  # lines are numbered from 1
         begins = np.flatnonzero(np.diff(owner, prepend=-1).any(axis=0))
         return np.diff(begins, append=len(self.lines))
@@ -247,7 +253,7 @@ class PackedConversations:
         return sum(int(c[self.number[self.source == i]].sum()) for i, c in enumerate(counts))
 
     def _placed(self, start: int, count: int) -> list[tuple[int, slice, int, slice]]:
-        """(row of the batch, its columns, source, tokens of the source) of each example."""
+        """Locates each example: (row of the batch, its columns, source, tokens of the source)."""
         placed = []
         for row in range(count):
             at = 0
@@ -260,7 +266,7 @@ class PackedConversations:
 
 
 def _share(examples: ChatExamples, split: str, which: Which) -> range:
-    """The examples of the conversations that belong to `which` of a split, none of it in two."""
+    """Selects the examples of `which` of a split; splits no conversation."""
     bounds = examples.bounds
     first, end = split_range(split, which, len(bounds) - 1)
     return range(int(bounds[first]), int(bounds[end]))
@@ -269,8 +275,8 @@ def _share(examples: ChatExamples, split: str, which: Which) -> range:
 def open_conversations(
     config: RunConfig, tokenizer: str | Path | None, which: Which = "train"
 ) -> PackedConversations:
-    """Opens the conversations of a config, read by its tokenizer, or by that of the starting
-    weights. Raises MtcliError where there is none, or the data is wrong."""
+    """Opens the conversations of a config with its tokenizer, or with that of the initial weights.
+    Raises MtcliError where there is none, or the data is wrong."""
     data = config.data
     spec = data.tokenizer or tokenizer
     if spec is None:

@@ -1,4 +1,4 @@
-"""Blends and splits of datasets, in Megatron's words and in Megatron's order."""
+"""Parses blends and splits of datasets as Megatron does."""
 
 import math
 from collections.abc import Sequence
@@ -16,33 +16,34 @@ SURPLUS = 0.005
 
 
 class Blend(NamedTuple):
-    """Datasets by prefix, and their normalised weights where the words gave any."""
+    """Datasets by prefix, and their normalised weights where any are given."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
 
 
 def parse_blend(words: Sequence[str], field: str = "") -> Blend:
-    """The blend that `words` name, its weights normalised; see `read_blend`."""
+    """Parses `words` into a blend with normalised weights; see `read_blend`."""
     prefixes, weights = read_blend(words, field)
     return Blend(prefixes, None if weights is None else tuple(normalised(weights)))
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
-    """The shares of train, valid and test, normalised; see `read_split`."""
+    """Parses the normalised shares of train, valid and test; see `read_split`."""
     train, valid, test = normalised(read_split(text))
     return train, valid, test
 
 
 def normalised(weights: Sequence[float]) -> list[float]:
-    """`weights` over their sum, in float64 and numpy's order of summing, as Megatron's."""
+    """Divides `weights` by their sum, in float64 and in numpy's order of summing, as Megatron
+    does."""
     array = np.array(weights, dtype=np.float64)
     shares: list[float] = (array / np.sum(array)).tolist()
     return shares
 
 
 def split_range(split: str, which: Which, count: int) -> tuple[int, int]:
-    """The half-open range of `count` sequences that belongs to `which`."""
+    """Returns the half-open range of `count` sequences that belongs to `which`."""
     bounds = list(accumulate((0.0, *parse_split(split))))
     owner = SPLITS.index(which)
     low, high = (int(round(bounds[i] * float(count))) for i in (owner, owner + 1))
@@ -50,7 +51,8 @@ def split_range(split: str, which: Which, count: int) -> tuple[int, int]:
 
 
 def chosen(data: DataConfig, which: Which) -> tuple[Sequence[str], str]:
-    """The words of a run's data to train or to validate on, and the split of what they name."""
+    """Returns the words of a run's training or validation data, and the split that applies to
+    it."""
     if which == "valid":
         return (data.valid, "0,1,0") if data.valid else (data.train, data.split)
     # data.valid holds nothing back from data.train
@@ -58,5 +60,5 @@ def chosen(data: DataConfig, which: Which) -> tuple[Sequence[str], str]:
 
 
 def shares_of(size: int, weights: Sequence[float], surplus: float = 0.0) -> list[int]:
-    """Counts of `size` samples by dataset: ceil(ceil(size * w) * (1 + surplus))."""
+    """Divides `size` samples among datasets: ceil(ceil(size * w) * (1 + surplus))."""
     return [math.ceil(math.ceil(size * weight) * (1 + surplus)) for weight in weights]

@@ -1,4 +1,4 @@
-"""The order of a blend's samples: greedy error diffusion, bit by bit Megatron's."""
+"""Orders a blend's samples by greedy error diffusion, bit for bit as Megatron does."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,17 +17,17 @@ class BlendOrder(NamedTuple):
     sample: np.ndarray
 
     def fits(self) -> bool:
-        """Whether the arrays have one length."""
+        """Says whether the arrays have the same length."""
         return [array.shape for array in self] == [(self.owner.size,)] * 2
 
 
 def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
-    """Chooses the dataset of each of `size` samples, and which of its own.
+    """Chooses the dataset of each of `size` samples, and its sample of that dataset.
 
     Sample i goes to the dataset that is furthest behind its share: argmax of w * max(i, 1) - drawn,
-    the first where equal, in float64. One of weight 0 is never chosen. Each pick depends on all
-    before it, so this is a compiled loop: `python benchmarks/bench_blend.py` prints its picks per
-    second.
+    the first where equal, in float64. A dataset of weight 0 is never chosen. Each pick depends on
+    all previous ones, so this is a compiled loop: `python benchmarks/bench_blend.py` prints its
+    picks per second.
     """
     if len(weights) > np.iinfo(np.int16).max:
         message = f"{len(weights)} datasets in a blend, and at most 32767 have a number"

@@ -1,20 +1,20 @@
-"""Renders conversations by a chat template, and finds what the assistant wrote: what runs in the
+"""Renders conversations by a chat template and finds the assistant's characters; runs inside the
 template's sandbox.
 
-A template runs in Jinja's immutable sandbox. It sees what transformers shows it (trim_blocks,
+A template runs in Jinja's immutable sandbox, with the environment of transformers (trim_blocks,
 lstrip_blocks, loop controls, raise_exception, strftime_now, tojson, special tokens by name), and
 gives the same text.
 
 The assistant's characters are those between `{% generation %}` and `{% endgeneration %}`. In a
-template without these, turn i is what rendering messages 0 .. i adds to its prompt: messages
-0 .. i - 1 and their generation prompt.
+template without these, turn i is what rendering messages 0 .. i appends to its prompt: messages 0
+.. i - 1 and their generation prompt.
 
-Many templates show a turn otherwise once others follow it: Qwen3 and gpt-oss drop its reasoning,
-Phi-3 ends each rendering with a token. A conversation that such a template renders is unrolled:
-turn i is an example of messages 0 .. i, as the template shows them to the model that writes it.
+Many templates render a turn differently once other turns follow: Qwen3 and gpt-oss drop its
+reasoning, Phi-3 ends each rendering with a token. Their conversations are unrolled: turn i becomes
+an example of messages 0 .. i, as the template shows them to the model that writes turn i.
 
-Without markers a conversation takes two renderings a turn or more, so it is one request, and its
-examples are one answer.
+Without markers a conversation takes at least two renderings per turn, so one request renders it all
+and one answer holds its examples.
 """
 
 import json
@@ -44,8 +44,8 @@ Conversation = tuple[Sequence[Message], Sequence[Any] | None, "LossOn"]  # messa
 
 
 class Rendered(NamedTuple):
-    """Holds an example's text, the assistant's spans in it as (first, end) characters, and the
-    numbers of the messages that have a span."""
+    """An example's text, the assistant's spans of characters [first, end), and the numbers of the
+    messages that have a span."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -53,7 +53,8 @@ class Rendered(NamedTuple):
 
 
 class TemplateFault(Exception):
-    """Says why a template does not render a conversation: by its own words where it refuses it."""
+    """The reason why a template does not render a conversation; the template's own words where it
+    refuses."""
 
     def __init__(self, reason: str, hint: str = "mend it") -> None:
         super().__init__(reason)
@@ -68,8 +69,8 @@ class ChatProgram:
     """A compiled chat template."""
 
     def __init__(self, source: str, names: Mapping[str, str]) -> None:
-        """`names` are the special tokens, such as eos_token. Raises ValueError where `source` is no
-        template."""
+        """Compiles `source`; `names` are the special tokens, such as eos_token. Raises ValueError
+        where `source` is no template."""
         self.names = names
         self.mark = f"\0{uuid4().hex}\0"  # that no text of a conversation has
         self.probe = f"\ue000{uuid4().hex}"  # nor does it begin as any
@@ -77,8 +78,8 @@ class ChatProgram:
         self._render = _compiled(source, self.mark)
 
     def __call__(self, conversation: Conversation) -> Answer:
-        """Renders a conversation. A fault is part of the answer, as of an error that is raised here
-        the caller would get the text alone, without its hint."""
+        """Renders a conversation. A fault is part of the answer, because an error raised here would
+        reach the caller as text, without its hint."""
         try:
             return self._examples(*conversation), None
         except TemplateFault as fault:
@@ -87,9 +88,9 @@ class ChatProgram:
     def _examples(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, loss_on: "LossOn"
     ) -> list[Rendered]:
-        """The examples of a conversation: one, or one of each turn where the template shows turns
-        otherwise once others follow them; with a loss on the last turn alone, the conversation up
-        to that."""
+        """Returns the examples of a conversation: one, or one per turn where the template renders
+        turns differently once others follow. With a loss on the last turn alone, the conversation
+        ends there."""
         messages = [_with_reasoning(message) for message in messages]
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         if loss_on == "last":
@@ -102,7 +103,7 @@ class ChatProgram:
     def _marked(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, turns: list[int]
     ) -> Rendered:
-        """The spans between generation markers."""
+        """Finds the spans between generation markers."""
         parts = self._text(messages, tools).split(self.mark)
         ends = [*accumulate(map(len, parts), initial=0)]
         spans = [(ends[i], ends[i + 1]) for i in range(1, len(parts), 2)]
@@ -111,8 +112,8 @@ class ChatProgram:
     def _whole(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, turns: list[int]
     ) -> Rendered | None:
-        """The spans of all turns of a template without markers; None where it shows one otherwise
-        behind its prompt, or once others follow it."""
+        """Finds the spans of all turns for a template without markers; None where a turn is
+        rendered differently after its prompt, or once others follow."""
         text, spans = self._text(messages, tools), []
         for turn in turns:
             prompt = self._text(messages[:turn], tools, add_generation_prompt=True)
@@ -123,7 +124,7 @@ class ChatProgram:
         return Rendered(text, spans, turns)
 
     def _turn(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Rendered:
-        """The example of the last message, the assistant's, behind all others."""
+        """Renders the example whose last message, the assistant's, has the only span."""
         turn = len(messages) - 1
         if self.is_marked:
             text, spans, _ = self._marked(messages, tools, [turn])
@@ -142,13 +143,13 @@ class ChatProgram:
     def _placed(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, prompt: str, text: str
     ) -> tuple[str, str]:
-        """The prompt of the last message, and what the message is, where its rendering `text` does
-        not begin with its `prompt`.
+        """Returns the last message's prompt and rendering, where the rendering `text` does not
+        begin with `prompt`.
 
-        Either the two show earlier messages otherwise (Mistral 7B v0.3 leaves the system's out once
-        the assistant has answered): then the prompt is as the model gets it. Or the prompt goes on
-        with what no turn has (DeepSeek-R1's "<think>"): then it ends where the two part. A probe in
-        the place of the message before says where that one ends in both.
+        Either the two render earlier messages differently (Mistral 7B v0.3 drops the system message
+        once the assistant has answered): then the prompt is what the model gets. Or the prompt ends
+        with text that no turn has (DeepSeek-R1's "<think>"): then it ends where the two differ. A
+        probe in place of the message before tells where that message ends in both.
         """
         turn = len(messages) - 1
         if not turn:
@@ -174,7 +175,7 @@ class ChatProgram:
         return prompt.removesuffix(opened) + shared, added.removeprefix(shared)
 
     def _probed(self, message: Message) -> Message:
-        """A message that says the probe, in the form that it has."""
+        """Replaces a message's content by the probe, in the same form."""
         said: Any = self.probe
         if isinstance(message.get("content"), list):
             said = [{"type": "text", "text": said}]
@@ -210,7 +211,7 @@ def _common(*texts: str) -> str:
 
 
 def _compiled(source: str, mark: str) -> Render:
-    """Compiles a template; what it renders between generation markers stands between `mark`s."""
+    """Compiles a template whose generation blocks are rendered between `mark`s."""
     try:
         template = _environment(mark).from_string(source)
     except MemoryError:
@@ -264,7 +265,7 @@ def _environment(mark: str) -> ImmutableSandboxedEnvironment:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """A message whose reasoning has every name that templates read it by."""
+    """Copies a message's reasoning to every name that templates read it by."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     if reasoning is None:
         return message
@@ -278,7 +279,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without Jinja's escapes of HTML."""
+    """Encodes JSON without Jinja's escapes of HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

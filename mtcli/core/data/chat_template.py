@@ -1,8 +1,8 @@
-"""Finds the chat template of a tokenizer, and has it render conversations in a sandbox.
+"""Finds a tokenizer's chat template and renders conversations by it in a sandbox.
 
-A chat template is a Jinja program that comes with a tokenizer: untrusted, so it runs in a process
-with limits of time and memory (`sandbox.py`). What runs there is in `chat_program.py`: how a
-conversation becomes examples, and which characters of these the assistant wrote.
+A chat template is a Jinja program that comes with a tokenizer. It is untrusted, so it runs in a
+process with limits of time and memory (`sandbox.py`); `chat_program.py` is the code in that
+process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,9 @@ class ChatTemplate:
     """A compiled chat template, in a sandbox."""
 
     def __init__(self, source: str, names: Mapping[str, str], path: Path = Path(FILE)) -> None:
-        """`names` are the special tokens, such as eos_token; `path` is the file in errors. Raises
-        ValueError where `source` is no template, and OverLimit."""
+        """Compiles `source` in a sandbox; `names` are the special tokens, such as eos_token, and
+        `path` is the file named in errors. Raises ValueError where `source` is no template, and
+        OverLimit."""
         self.source, self.names = source, dict(names)
         self._program = Sandbox(str(path), ChatProgram, source, self.names)
 
@@ -39,11 +40,14 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         loss_on: LossOn = "assistant",
     ) -> Callable[[], list[Rendered]]:
-        """Has a conversation, in which the assistant speaks, rendered meanwhile. The result returns
-        its examples, in the order in which conversations were asked for. It raises TemplateFault
-        where the template refuses one, or a turn has no certain place in it, and OverLimit.
+        """Starts to render a conversation that has a message of the assistant.
 
-        Raises ValueError where the conversation is nested too deeply."""
+        The result returns its examples; results must be called in the order of the requests. It
+        raises TemplateFault where the template refuses the conversation, or a turn cannot be
+        located, and OverLimit.
+
+        Raises ValueError where the conversation is nested too deeply.
+        """
         self._program.ask([messages, tools, loss_on])
         return self._examples
 
@@ -58,11 +62,11 @@ class ChatTemplate:
 
 
 def load_chat_template(folder: Path | None, config: Mapping[str, object]) -> ChatTemplate | None:
-    """The chat template of a tokenizer, whose tokenizer_config.json is `config` and whose folder is
-    given where it has one; None where there is none. A file of its own comes before the config's,
-    as in transformers.
+    """Loads the chat template of a tokenizer with this tokenizer_config.json and, where it has one,
+    folder; None where there is no template. As in transformers, a template file takes precedence
+    over the config.
 
-    Raises MtcliError where it cannot be read or is no template, and OverLimit.
+    Raises MtcliError where the template cannot be read or is invalid, and OverLimit.
     """
     source: object = config.get(TEMPLATE_FIELD)
     path = (folder or Path()) / TOKENIZER_CONFIG
@@ -86,7 +90,8 @@ def load_chat_template(folder: Path | None, config: Mapping[str, object]) -> Cha
 
 
 def special_tokens(config: Mapping[str, object]) -> dict[str, str]:
-    """The special tokens of a tokenizer_config.json by name: bos_token, eos_token and so on."""
+    """Returns the special tokens of a tokenizer_config.json by name: bos_token, eos_token and so
+    on."""
     roles = (f"{kind}_token" for kind in SPECIALS)
     return {role: name for role in roles if (name := configured_token(config, role)) is not None}
 

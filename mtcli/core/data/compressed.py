@@ -1,7 +1,7 @@
-"""Compressed files, decompressed in pieces of at most PIECE_BYTES, whatever their ratio.
+"""Decompresses files in pieces of at most PIECE_BYTES, whatever their ratio.
 
-A file is read whole or not at all: one that ends inside a stream is an error, which the zstandard
-package's own reader takes as ended, and one of several streams or frames is read to the last.
+Truncated files are errors, though the zstandard package's own reader accepts them; of several
+streams or frames, all are read.
 """
 
 import bz2
@@ -28,16 +28,16 @@ RLE, COMPRESSED = 1, 2  # kinds of blocks; one of RLE repeats one byte
 
 
 def inner_name(path: Path) -> Path:
-    """The name without the suffix of its compression."""
+    """Returns the name without the suffix of its compression."""
     return path.with_suffix("") if path.suffix in COMPRESSIONS else path
 
 
 def pieces(file: IO[bytes], compression: str, path: str) -> Iterator[bytes]:
-    """Decompressed contents of a file, piece by piece, up to where it is damaged.
+    """Yields the decompressed contents of a file piece by piece, up to any damage.
 
-    Then raises EOFError where it is empty or ends inside a stream, and OSError without a number,
-    zlib.error or lzma.LZMAError where it is no such stream. Raises MtcliError where a package is
-    missing.
+    Then raises EOFError where the file is empty or ends inside a stream, and OSError without a
+    number, zlib.error or lzma.LZMAError where the stream is invalid. Raises MtcliError where a
+    package is missing.
     """
     if not file.read(1):
         raise EOFError("it has 0 bytes")
@@ -55,7 +55,7 @@ def pieces(file: IO[bytes], compression: str, path: str) -> Iterator[bytes]:
 
 
 def _xz(file: IO[bytes]) -> Iterator[bytes]:
-    """Yields streams of xz or lzma. Bytes after the last that are no stream are left out."""
+    """Yields the streams of xz or lzma; ignores trailing bytes that are no stream."""
     buffered, is_first = file.read(FED_BYTES), True
     while buffered or is_first:
         decoder = lzma.LZMADecompressor(memlimit=MAX_XZ_BYTES)
@@ -75,9 +75,10 @@ def _xz(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _zst(file: IO[bytes], path: str) -> Iterator[bytes]:
-    """Yields frames of Zstandard (RFC 8878), fed a block at a time: none gives more than 128 KiB.
+    """Yields the frames of Zstandard (RFC 8878), fed a block at a time: none gives more than 128
+    KiB.
 
-    What the package decodes at a time has no bound: 64 KiB of blocks may hold 2 GiB.
+    The package does not bound what it decodes at a time: 64 KiB of blocks may hold 2 GiB.
     """
     try:
         import zstandard

@@ -1,17 +1,19 @@
-"""Reads conversations to fine-tune on: JSONL to tokens, each with whether its loss counts.
+"""Reads conversations to fine-tune on: JSONL to tokens and loss weights.
 
 A line is `{"prompt": text, "completion": text}` or `{"messages": [{"role", "content"}, ...]}`, the
-latter with `"tools"` where it has any. With a chat template both go through it, a prompt as the
-user's message and a completion as the assistant's; the assistant's tokens count. Without one a
-prompt and a completion are text: the completion's tokens and the end-of-document token count.
+latter optionally with `"tools"`. With a chat template both go through it, a prompt as the user's
+message and a completion as the assistant's; the assistant's tokens have a loss. Without one, a
+prompt and a completion are text, and the completion's tokens and the end-of-document token have a
+loss.
 
-Where the chat template shows a turn otherwise once others follow it, a line is unrolled into one
-example a turn. These repeat what came before; `shared` says how much.
+Where the chat template renders a turn differently once others follow, a line is unrolled into one
+example per turn. Such examples begin with the same tokens; `shared` counts them.
 
-A message's `weight` is that of its tokens' losses, a line's that of all of them. Other tools' names
-for a weight of 0 are read too.
+A message's `weight` multiplies its tokens' losses, a line's those of all its messages. Other tools'
+names for a weight of 0 are read too.
 
-What was read of a large file is kept beside it: one process reads it, all others map the result.
+The result for a large file is cached beside it: one process reads the file, all others map the
+result.
 """
 
 import json
@@ -49,11 +51,14 @@ Encode = Callable[[], list[Encoded]]  # encodes a line's examples, once they are
 
 
 class ChatExamples(NamedTuple):
-    """The examples of a file: int32 `tokens` [N] with int32 `weight_bits` [N], those of each loss's
-    float32 weight, as kept arrays are integers; int64 `ends` [S] of each example in them; int64
-    `lines` [S], from 1, and `turns` [S], the only message of the line that has a loss, -1 where any
-    may; int64 `shared` [S], the first tokens that an example of the line has had before; uint8
-    `report`, in JSON what was left out by kind, and the keys that nothing reads."""
+    """The N tokens and S examples of a file, as arrays that `kept` can cache.
+
+    int32 `tokens` [N]; int32 `weight_bits` [N], the bits of each loss's float32 weight; int64
+    `ends` [S] of examples in them; int64 `lines` [S], from 1; int64 `turns` [S], the only message
+    of the line that has a loss, -1 where any may; int64 `shared` [S], the first tokens that the
+    line's previous example has too; uint8 `report`, JSON of the skipped lines by kind and of unread
+    keys.
+    """
 
     tokens: np.ndarray
     weight_bits: np.ndarray
@@ -67,7 +72,7 @@ class ChatExamples(NamedTuple):
         return len(self.ends)
 
     def fits(self) -> bool:
-        """Whether the arrays have the shapes above, and the report can be read."""
+        """Says whether the arrays have the shapes above."""
         shapes = [array.shape for array in self[:-1]]
         count, total = self.ends.size, int(self.ends[-1]) if self.ends.size else 0
         return shapes == [(total,)] * 2 + [(count,)] * 4 and self.report.ndim == 1
@@ -79,7 +84,7 @@ class ChatExamples(NamedTuple):
 
     @property
     def bounds(self) -> np.ndarray:
-        """Where the examples of each line begin, and the last end: int64 [lines + 1]."""
+        """The first example of each line, and S: int64 [lines + 1]."""
         return np.append(np.flatnonzero(np.diff(self.lines, prepend=0)), len(self))
 
     @property
@@ -89,19 +94,19 @@ class ChatExamples(NamedTuple):
 
     @property
     def skipped_by_kind(self) -> dict[str, tuple[int, list[int]]]:
-        """(how many, the first lines) that were left out, by kind of fault."""
+        """The skipped lines by kind of fault: (how many, the first ones)."""
         table = json.loads(self.report.tobytes())["skipped"]
         return {kind: (count, lines) for kind, (count, lines) in table.items()}
 
     @property
     def unread_keys(self) -> dict[str, int]:
-        """How many lines have a key, of theirs or of a message, that nothing reads."""
+        """The number of lines by unread key, of the line or of a message."""
         return dict(json.loads(self.report.tobytes())["unread"])
 
 
 class ChatExample(NamedTuple):
-    """An example: its tokens int32 [n], the weight of each one's loss float32 [n], and the only
-    message that has one, -1 where several may, or there is no chat template."""
+    """An example: its tokens int32 [n], their loss weights float32 [n], and the only message with a
+    loss; -1 where several may have one, or there is no chat template."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -109,14 +114,14 @@ class ChatExample(NamedTuple):
 
 
 class ReadLine(NamedTuple):
-    """A line's examples, and its keys that nothing reads."""
+    """A line's examples, and the keys that were not read."""
 
     examples: list[ChatExample]
     unread: set[str]
 
 
 class ExampleTokenizer(NamedTuple):
-    """Turns lines into tokens: those of at most `most` are examples."""
+    """Turns lines into examples of at most `most` tokens."""
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
@@ -125,8 +130,8 @@ class ExampleTokenizer(NamedTuple):
     loss_on: LossOn = "assistant"
 
     def __call__(self, line: bytes) -> Callable[[], ReadLine]:
-        """Begins to read a line, which the template renders meanwhile; the result ends it. Both
-        raise BadLine, and the result OverLimit."""
+        """Starts to read a line, which the template renders meanwhile; the result returns its
+        examples. Both raise BadLine, and the result OverLimit."""
         record = json_object(line)
         scale = weight_of(record, "the line")
         return partial(self._read, record, scale, self._encoding(record))
@@ -152,7 +157,8 @@ class ExampleTokenizer(NamedTuple):
         return ReadLine(examples, self._unread(record))
 
     def _unread(self, record: Mapping[str, Any]) -> set[str]:
-        """The keys of a line and its messages that neither this nor the template reads."""
+        """Returns the keys of a line and its messages that neither this class nor the template
+        reads."""
         inner = (m for m in record.get("messages", ()) if "messages" in record)
         keys = {key for message in inner for key in message} - MESSAGE_KEYS
         source = self.template.source if self.template else ""
@@ -206,11 +212,11 @@ class ExampleTokenizer(NamedTuple):
 
 
 def read_examples(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
-    """The examples of a file, which `field` of the config names.
+    """Reads the examples of a file, which `field` of the config names.
 
-    Raises MtcliError with the first bad lines by file and number, unless `tokenize` skips them,
-    and where the file cannot be read or has no example; OverLimit, by file and number, whether it
-    skips or not.
+    Raises MtcliError with the first bad lines by file and number, unless `tokenize` skips them, and
+    where the file cannot be read or has no example. Raises OverLimit, by file and number, in either
+    case.
     """
     build = partial(_read, path, tokenize, field)
     try:
@@ -245,8 +251,8 @@ def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
         kind: (count, [line for line, fault in faults if fault.kind == kind][:NAMED])
         for kind, count in sorted(by_kind.items())
     }
-    told = {"skipped": named, "unread": dict(unread.most_common(NAMED))}
-    report = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    summary = {"skipped": named, "unread": dict(unread.most_common(NAMED))}
+    report = np.frombuffer(json.dumps(summary).encode(), np.uint8)
     tokens, weights, turns = zip(*(one for _, examples in read for one in examples), strict=True)
     return ChatExamples(
         tokens=np.concatenate(tokens),
@@ -260,7 +266,7 @@ def _read(path: Path, tokenize: ExampleTokenizer, field: str) -> ChatExamples:
 
 
 def _shared(examples: Sequence[ChatExample]) -> np.ndarray:
-    """How many tokens each example of a line begins with that the one before has, too: int64."""
+    """Counts the first tokens that each example of a line shares with the previous one: int64."""
     shared = np.zeros(len(examples), np.int64)
     for number, (previous, example) in enumerate(pairwise(examples), start=1):
         size = min(len(previous.tokens), len(example.tokens))
@@ -270,8 +276,8 @@ def _shared(examples: Sequence[ChatExample]) -> np.ndarray:
 
 
 def weight_of(item: Mapping[str, Any], what: str) -> float:
-    """The weight of the losses of a line or a message: its `weight`, or 0 where another tool's
-    switch leaves it out. Raises BadLine where one is no number or no switch."""
+    """Returns the loss weight of a line or a message: its `weight`, or 0 where another tool's
+    switch excludes it. Raises BadLine where either has the wrong type."""
     weight = item.get("weight", 1.0)
     if not is_number(weight) or not 0.0 <= weight < inf:
         reason = f"{what} has the weight {shown(weight)}"

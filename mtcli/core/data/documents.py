@@ -1,7 +1,7 @@
-"""Reads documents out of files: texts and complaints, in bounded memory.
+"""Reads documents out of files, and reasons for unreadable ones, in bounded memory.
 
-What is held of a document is bounded before it is read: by `Reading.most`, and for compressed files
-and Parquet by how many times as large as the file its content may be.
+`Reading.most` bounds the bytes of a document in memory. For compressed files and Parquet, so does a
+bound on the ratio of content to file size.
 """
 
 import codecs
@@ -42,10 +42,9 @@ NEAR_END = 1 << 10  # letters in which most texts have such a place
 
 
 class Reading(NamedTuple):
-    """Options of reading: JSON's key, whether blank lines divide texts, whether long ones may be
-    split, the most bytes of UTF-8 that a document may have (None: HELD_BYTES, but for plain text
-    that is split, of which only a part is in memory), whether each Text carries all keys of its
-    record and its line, and what parses JSON, as json.loads does."""
+    """Options of reading: JSON's key, whether blank lines divide texts, whether long texts may be
+    split, the most bytes of UTF-8 of a document (None: HELD_BYTES, unless it is plain text that is
+    split), whether each Text carries its line and all keys of its record, and the JSON parser."""
 
     text_key: str
     blank: bool
@@ -56,17 +55,17 @@ class Reading(NamedTuple):
 
     @property
     def most(self) -> int:
-        """The most bytes that a document may have whose text is held."""
+        """The most bytes of a document that is held in memory as a whole."""
         return self.max_bytes or HELD_BYTES
 
     @property
     def most_of_line(self) -> int:
-        """The most bytes of a line that a document is a part of, beside other keys and escapes."""
+        """The most bytes of a line, with a document's other keys and escapes."""
         return max(self.most, HELD_BYTES)
 
 
 class Text(NamedTuple):
-    """A document, or a part of a very long one that the next Text goes on with."""
+    """A document, or a part of a very long one that the next Text continues."""
 
     text: str
     size: int  # bytes of UTF-8
@@ -76,8 +75,8 @@ class Text(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """A document that cannot be read: the line (or row) of its file, counted from 1, and why; of a
-    damaged file what is behind its readable documents, at line 0."""
+    """An unreadable document: its line or row, from 1, and the reason. Line 0 is the rest of a
+    damaged file."""
 
     line: int
     kind: str
@@ -87,11 +86,11 @@ class Bad(NamedTuple):
 def read_documents(
     piece: FileRange, reading: Reading, progress: Progress = lambda _: None
 ) -> Iterator[Text | Bad]:
-    """The documents of `piece`, in order; lines of `Bad` are counted from the start of the piece.
+    """Yields the documents of `piece` in order; lines of `Bad` are counted from its start.
 
-    `progress` is told of the source's bytes as they are read. Of a damaged file all documents that
-    end before the damage are read, and a Bad is last. Raises MtcliError for a file that cannot be
-    opened or holds MAX_RATIO times its size.
+    `progress` is called with bytes of the source. A damaged file yields all documents that end
+    before the damage, then a Bad. Raises MtcliError for a file that cannot be opened, or
+    decompresses to over MAX_RATIO times its size.
     """
     source = piece.source
     try:
@@ -122,7 +121,7 @@ def count_lines(piece: FileRange, progress: Progress = lambda _: None) -> int:
 
 
 def _num_lines(data: bytes) -> int:
-    """Counts line breaks, twice as fast as bytes do."""
+    """Counts line breaks, twice as fast as bytes.count."""
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
 
 
@@ -148,7 +147,8 @@ def _items(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
 def _opened(piece: FileRange, progress: Progress) -> Iterator[Iterator[bytes]]:
     """Yields the bytes of a file range, decompressed, in windows of about WINDOW.
 
-    Raises MtcliError where they are too many for their file, and what `compressed.pieces` does.
+    Raises MtcliError where they exceed MAX_RATIO times the file, and the errors of
+    `compressed.pieces`.
     """
     with open_untrusted(piece.source.path) as file:
         file.seek(piece.start)
@@ -156,7 +156,7 @@ def _opened(piece: FileRange, progress: Progress) -> Iterator[Iterator[bytes]]:
 
 
 def _windows(file: IO[bytes], piece: FileRange, progress: Progress) -> Iterator[bytes]:
-    source, told, total = piece.source, piece.start, 0
+    source, reported, total = piece.source, piece.start, 0
     if source.compression:
         chunks = pieces(file, source.compression, source.path)
     else:
@@ -172,22 +172,22 @@ def _windows(file: IO[bytes], piece: FileRange, progress: Progress) -> Iterator[
                 _require_ratio(source, total)
             if size >= WINDOW:
                 at = min(file.tell(), piece.stop)
-                progress(at - told)
-                told = at
+                progress(at - reported)
+                reported = at
                 yield b"".join(window)
                 window, size = [], 0
     except (*DAMAGE, OSError):
-        progress(piece.stop - told)
+        progress(piece.stop - reported)
         if size:
             yield b"".join(window)
         raise
-    progress(piece.stop - told)
+    progress(piece.stop - reported)
     if size:
         yield b"".join(window)
 
 
 def _require_ratio(source: SourceFile, count: int) -> None:
-    """Raises MtcliError where `count` bytes are too many to have come out of a file."""
+    """Raises MtcliError where a file decompresses to more than MAX_RATIO times its size."""
     if count > max(FREE_BYTES, MAX_RATIO * source.size):
         raise wrong(
             f"{source.path} holds {count:,} bytes or more, and is itself of {source.size:,}: over "
@@ -199,15 +199,16 @@ def _require_ratio(source: SourceFile, count: int) -> None:
 def _chunks(
     piece: FileRange, kind: FileKind, most: int, progress: Progress
 ) -> Iterator[tuple[int, bytes | Bad]]:
-    """Yields (lines before, bytes) of about WINDOW, ending where documents may, or the range does.
+    """Yields (lines before, bytes) of about WINDOW, each ending at a document boundary or the
+    range's end.
 
-    A Bad is in the place of what goes on without such a place for `most` bytes and a WINDOW.
+    A Bad replaces a document that reaches no boundary within `most` bytes and a WINDOW.
     """
-    line, rest = 0, b""
+    line, carried = 0, b""
     pending: list[bytes] = []  # windows since the last place
     with _opened(piece, progress) as windows:
-        while data := rest or next(windows, b""):
-            rest, tail = b"", begun(kind, pending[-1]) if pending else b""
+        while data := carried or next(windows, b""):
+            carried, tail = b"", begun(kind, pending[-1]) if pending else b""
             end = end_of_last(kind, tail + data) - len(tail)
             if end > 0:
                 chunk = b"".join([*pending, data[:end]])
@@ -220,7 +221,7 @@ def _chunks(
                 first = pending[0] if pending else data
                 blank = first[: len(first) - len(first.lstrip())].count(b"\n")
                 yield line, _too_large(line + blank + 1, most)
-                lines, rest = _behind(kind, data, windows)
+                lines, carried = _behind(kind, data, windows)
                 line += lines + sum(part.count(b"\n") for part in pending)
                 pending = []
     if pending:
@@ -228,7 +229,8 @@ def _chunks(
 
 
 def _behind(kind: FileKind, data: bytes, windows: Iterator[bytes]) -> tuple[int, bytes]:
-    """Counts (lines, bytes) that end before the next document, with what was read from it on."""
+    """Skips to the next document boundary; returns the lines skipped, and the bytes read after
+    it."""
     lines = 0
     for following in windows:
         tail = begun(kind, data)
@@ -247,8 +249,8 @@ def _too_large(line: int, most: int) -> Bad:
     return Bad(line, TOO_LARGE, f"a document of more than {most:,} bytes")
 
 
-def _without_bom(chunk: bytes, before: int) -> bytes:
-    return chunk.removeprefix(BOM) if before == 0 else chunk
+def _without_bom(chunk: bytes, lines_before: int) -> bytes:
+    return chunk.removeprefix(BOM) if lines_before == 0 else chunk
 
 
 def _json_lines(chunk: bytes, first_line: int, reading: Reading) -> Iterator[Text | Bad]:
@@ -283,8 +285,8 @@ def _record(line: str, number: int, reading: Reading) -> Text | Bad:
     if not isinstance(record, dict):
         return Bad(number, "bad JSON", f"{_json_type(record)}, not an object")
     if key not in record:
-        known = listed([shown(name) for name in record]) or "none"
-        return Bad(number, "missing key", f'no key "{key}": keys are {known}')
+        names = listed([shown(name) for name in record]) or "none"
+        return Bad(number, "missing key", f'no key "{key}": keys are {names}')
     return _text(record[key], number, reading, record)
 
 
@@ -320,7 +322,7 @@ def _blank_separated(chunk: bytes, first_line: int, reading: Reading) -> Iterato
 
 
 def _blank_separated_bytes(chunk: bytes, first_line: int, most: int) -> Iterator[Text | Bad]:
-    """Reads blank-separated documents by lines, for a chunk with bad ones: only these are lost."""
+    """Reads blank-separated documents by lines, so that a chunk loses only its bad ones."""
     block: list[bytes] = []
     for number, line in enumerate([*chunk.split(b"\n"), b""], first_line + 1):
         if line.strip():
@@ -343,7 +345,7 @@ def _bad_byte(data: bytes, at: int, line: int) -> Bad:
 
 
 def _parts(text: Text) -> Iterator[Text]:
-    """Splits a document into parts of about WINDOW characters, where its words allow."""
+    """Splits a document into parts of about WINDOW characters at safe places."""
     characters, start, size = text.text, 0, WINDOW
     while start + size < len(characters):
         part = characters[start : start + size]
@@ -352,8 +354,8 @@ def _parts(text: Text) -> Iterator[Text]:
             start, size = start + at, WINDOW
         else:
             size *= 2
-    rest = characters[start:]
-    yield Text(rest, len(rest.encode()) if start else text.size)
+    last = characters[start:]
+    yield Text(last, len(last.encode()) if start else text.size)
 
 
 def _whole(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[Text | Bad]:
@@ -397,10 +399,10 @@ def _held(piece: FileRange, reading: Reading, progress: Progress) -> Text | Bad:
 
 
 def _safe_cut(text: str) -> int:
-    """The last offset where GPT-2's word pattern always ends a word: before space after none.
+    """Returns the last offset where GPT-2's word pattern always ends a word: between a non-space
+    and a space. 0 where there is none.
 
-    No word goes on into space, and how space is cut depends on what follows it. 0 where there is
-    no such place.
+    No word continues into a space, and how spaces are divided depends on what follows them.
     """
     for start in (max(0, len(text) - NEAR_END), 0):
         if places := [match.start() for match in WORD_END.finditer(text, start)]:
@@ -409,15 +411,15 @@ def _safe_cut(text: str) -> int:
 
 
 def _fault(piece: FileRange, reading: Reading, progress: Progress) -> Bad | None:
-    """Words why a file cannot be read in parts: bytes that are no UTF-8, or too many of them."""
+    """Words why a file cannot be read in parts: bytes that are not UTF-8, or too many of them."""
     decoder, line, size, uncut = codecs.getincrementaldecoder("utf-8")(), 1, 0, 0
     with _opened(piece, progress) as windows:
         for data in chain(windows, [b""]):
-            before = decoder.getstate()[0]  # the start of a letter that the last window ended in
+            undecoded = decoder.getstate()[0]  # the start of a letter that the last window ended in
             try:
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                return _bad_byte(before + data, error.start, line)
+                return _bad_byte(undecoded + data, error.start, line)
             at = _safe_cut(text)
             size, uncut = size + len(data), len(text) - at + (0 if at else uncut)
             if reading.max_bytes and size > reading.max_bytes:
@@ -430,9 +432,9 @@ def _fault(piece: FileRange, reading: Reading, progress: Progress) -> Bad | None
 
 
 def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[Text | Bad]:
-    """Reads rows of CSV or TSV, quoted as spreadsheets do: the column `text_key` of the header.
+    """Yields rows of CSV or TSV, quoted as spreadsheets do: the column `text_key` of the header.
 
-    Raises MtcliError where quotes do not match: where the rows behind it begin is not known.
+    Raises MtcliError where quotes do not match, as the next row's start is then unknown.
     """
     source, key = piece.source, reading.text_key
     kind = source.kind.upper()
@@ -459,18 +461,18 @@ def _table(piece: FileRange, reading: Reading, progress: Progress) -> Iterator[T
 
 
 def _require_column(source: SourceFile, key: str, names: Sequence[str]) -> None:
-    """Raises MtcliError where not one column has the name."""
+    """Raises MtcliError unless exactly one column has the name."""
     if (count := names.count(key)) != 1:
-        known = listed([shown(name) for name in names])
-        hint = f"--text-key of: {known}" if known else "its first line names the columns"
+        columns = listed([shown(name) for name in names])
+        hint = f"--text-key of: {columns}" if columns else "its first line names the columns"
         hint = hint if count == 0 else "rename all but one"
         raise wrong(f'{source.path} has {count or "no"} column{"s" * (count > 1)} "{key}"', hint)
 
 
 class _Lines:
-    """Lines of a table for the csv module, with their line breaks; of one row at most `most` bytes.
+    """Lines of a table for the csv module, with their line breaks; at most `most` bytes per row.
 
-    Bytes that are no UTF-8 become halves of surrogate pairs. Raises MtcliError for a longer row.
+    Bytes that are not UTF-8 become surrogates. Raises MtcliError for a longer row.
     """
 
     def __init__(self, piece: FileRange, most: int, progress: Progress) -> None:
@@ -489,7 +491,7 @@ class _Lines:
         return line
 
     def row_ended(self) -> int:
-        """The last line of the row that was read."""
+        """Returns the last line of the row that was read."""
         self._row_size = 0
         return self.line
 
@@ -529,8 +531,8 @@ def _rows(
 ) -> Iterator[Text | Bad]:
     key, names = reading.text_key, file.schema_arrow.names
     _require_column(source, key, names)
-    about = file.metadata
-    for group in map(about.row_group, range(about.num_row_groups)):
+    metadata = file.metadata
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
         # Not of the column alone: where its facts are damaged, pyarrow aborts the process.
         _require_ratio(source, group.total_byte_size)
     row, total = 0, 0
@@ -545,12 +547,12 @@ def _rows(
             total += item.size if isinstance(item, Text) else 0
             yield item
         _require_ratio(source, total)  # one entry of a dictionary may be every row's
-        progress(source.size * len(batch) / about.num_rows)
+        progress(source.size * len(batch) / metadata.num_rows)
 
 
 def _records(batch: Any) -> list[Any]:
-    """The rows of a batch as dicts; a Bad for one with strings that are not UTF-8, or with a date
-    that Python cannot hold."""
+    """Converts a batch's rows into dicts; a Bad for a row with strings that are not UTF-8, or with
+    a date that Python cannot hold."""
     try:
         return list(batch.to_pylist())
     except (ValueError, OverflowError) as error:

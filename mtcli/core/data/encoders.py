@@ -1,7 +1,7 @@
-"""Encodes text as token arrays, as fast as can be proven right, in preprocess workers.
+"""Encodes text as token arrays in preprocess workers.
 
-A worker takes a block of the corpus and writes a file of its tokens and a file of its sequences'
-lengths: of documents, or of sentences and then a file of how many each document has.
+A worker writes a block of the corpus as a file of tokens and a file of sequence lengths. Sequences
+are documents, or sentences; for sentences a third file has each document's number of sentences.
 """
 
 import json
@@ -50,10 +50,10 @@ Encode = Callable[[Sequence[str]], list[np.ndarray]]
 
 
 def make_encode(tokenizer: Tokenizer, sample: str) -> tuple[str, Encode]:
-    """The fastest encoder whose ids are `tokenizers`' own, and its name.
+    """Chooses the fastest encoder with the ids of `tokenizers`; returns its name and function.
 
-    gigatoken (Rust, optional) is 30 to 60 times as fast, and is taken only after it gave the same
-    ids for `sample` and for texts that are hard to cut.
+    gigatoken (Rust, optional) is 30 to 60 times as fast. It is used only after it gave the same ids
+    for `sample` and for texts that are hard to split.
     """
     if tokenizer.is_bytes:
         return "bytes", _encode_bytes
@@ -70,7 +70,7 @@ def make_encode(tokenizer: Tokenizer, sample: str) -> tuple[str, Encode]:
 
 
 def is_cuttable(tokenizer: Tokenizer) -> bool:
-    """Whether long texts may be encoded in parts (`documents._safe_cut`) with the same ids."""
+    """Says whether long texts may be encoded in parts (`documents._safe_cut`) with the same ids."""
     if tokenizer.is_bytes:
         return True
     backend = tokenizer.backend
@@ -93,12 +93,13 @@ def _encode_bytes(texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def _encode_all(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encodes by `tokenizers`, in this process alone: the workers are the parallelism."""
+    """Encodes by `tokenizers` in this process alone, as preprocess has a process per core."""
     return [np.array(ids, np.int64) for ids in tokenizer.encode_all(texts)]
 
 
 class _Gigatoken:
-    """gigatoken, text by text: its batches cost an import of 0.3 s and are no faster."""
+    """The gigatoken encoder, one text at a time: its batches cost an import of 0.3 s and are no
+    faster."""
 
     def __init__(self, definition: str) -> None:
         from gigatoken import Tokenizer as Fast
@@ -120,7 +121,7 @@ SUMMED = ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text",
 
 @dataclass
 class TextCounts:
-    """Counts of what was read and written; `skipped` by kind of fault."""
+    """Counts of documents read and tokens written; `skipped` counts by kind of fault."""
 
     documents: int = 0
     tokens: int = 0
@@ -141,12 +142,12 @@ class TextCounts:
             self.skip(kind, count)
 
     def skip(self, kind: str, count: int = 1) -> None:
-        """Counts documents that were left out for a fault of this kind."""
+        """Counts skipped documents of a kind of fault."""
         self.skipped[kind] = self.skipped.get(kind, 0) + count
 
 
 class EncodeJob(NamedTuple):
-    """The job of every worker: how to read, how to encode, and where parts go."""
+    """The job of every worker: how to read and encode, and where part files go."""
 
     encode: Encode
     reading: Reading
@@ -158,8 +159,8 @@ class EncodeJob(NamedTuple):
     sentences: bool = False  # each is a sequence of its document
 
     def part(self, block: int) -> tuple[Path, ...]:
-        """The files of a block's tokens, of its sequences' lengths (int32), and where documents are
-        split of how many sequences each has (int32)."""
+        """Returns the part files of a block: tokens, sequence lengths (int32) and, for sentences,
+        each document's number of sequences (int32)."""
         kinds = ("tokens", "lengths", "documents")[: 2 + self.sentences]
         return tuple(self.folder / f"{block}.{kind}" for kind in kinds)
 
@@ -167,14 +168,14 @@ class EncodeJob(NamedTuple):
 def encode_block(
     job: EncodeJob, block: TextBlock, progress: Progress
 ) -> tuple[TextCounts, list[tuple[FileRange, Bad]]]:
-    """Writes a block's tokens and lengths to `job.part(block.number)`; returns what they hold, and
-    the first documents that were skipped.
+    """Writes a block's tokens and lengths to `job.part(block.number)`; returns their counts, and
+    the first skipped documents.
 
     Raises MtcliError with file and line for the first bad document, unless `job.skip_bad`.
     """
     counts = TextCounts()
     skipped: list[tuple[FileRange, Bad]] = []
-    tokens_path, *others = job.part(block.number)
+    tokens_path, *size_paths = job.part(block.number)
 
     def readable() -> Iterator[Text]:
         for piece in block.pieces:
@@ -193,7 +194,7 @@ def encode_block(
     documents = readable()
     try:
         with open(tokens_path, "wb") as tokens, ExitStack() as stack:
-            files = [stack.enter_context(open(path, "wb")) for path in others]
+            files = [stack.enter_context(open(path, "wb")) for path in size_paths]
             for flat, *sizes in _encoded(job, documents, counts):
                 tokens.write(flat.tobytes())
                 for file, numbers in zip(files, sizes, strict=True):
@@ -205,7 +206,7 @@ def encode_block(
 
 
 def describe_bad(piece: FileRange, bad: Bad) -> str:
-    """Words a bad document as "file:line: reason"; reads the file up to it, for its line."""
+    """Words a bad document as "file:line: reason"; reads the file up to it to count lines."""
     source = piece.source
     name = source.name or source.path
     if not bad.line:
@@ -215,7 +216,7 @@ def describe_bad(piece: FileRange, bad: Bad) -> str:
 
 
 def _group(documents: Iterator[Text]) -> list[Text]:
-    """The next documents of about GROUP_BYTES together; empty at the end."""
+    """Takes the next documents of about GROUP_BYTES together; empty at the end."""
     group: list[Text] = []
     size = 0
     for text in documents:
@@ -229,8 +230,8 @@ def _group(documents: Iterator[Text]) -> list[Text]:
 def _encoded(
     job: EncodeJob, documents: Iterator[Text], counts: TextCounts
 ) -> Iterator[tuple[np.ndarray, *tuple[list[int], ...]]]:
-    """Yields the tokens of a group of documents after another, and the numbers of the other files
-    of `job.part`."""
+    """Yields the tokens of one group of documents after another, with the numbers for the other
+    files of `job.part`."""
     carried = 0
     while group := _group(documents):
         if job.sentences:
@@ -243,7 +244,8 @@ def _encoded(
 def _encode_group(
     job: EncodeJob, group: list[Text], carried: int, counts: TextCounts
 ) -> tuple[np.ndarray, list[int], int]:
-    """The group's tokens, the lengths of documents that end in it, and what one left open has."""
+    """Encodes a group; returns its tokens, the lengths of documents that end in it, and the tokens
+    so far of one that does not."""
     parts: list[np.ndarray] = []
     ended: list[int] = []
     end = [np.array([job.eod_id], job.dtype)] if job.append_eod else []
@@ -264,7 +266,8 @@ def _encode_group(
 def _encode_sentences(
     job: EncodeJob, group: list[Text], counts: TextCounts
 ) -> tuple[np.ndarray, list[int], list[int]]:
-    """The group's tokens, the lengths of its sentences, and how many each document has."""
+    """Encodes a group; returns its tokens, the lengths of its sentences, and each document's number
+    of them."""
     split = [split_sentences(text.text) for text in group]
     encoded = iter(job.encode([sentence for sentences in split for sentence in sentences]))
     end = [np.array([job.eod_id], job.dtype)] if job.append_eod else []
@@ -272,15 +275,15 @@ def _encode_sentences(
     lengths: list[int] = []
     documents: list[int] = []
     for sentences in split:
-        known = [ids for _ in sentences if len(ids := next(encoded))]
-        if not known:
+        sentence_ids = [ids for _ in sentences if len(ids := next(encoded))]
+        if not sentence_ids:
             counts.empty_documents += 1
             continue
         if end:
-            known[-1] = np.concatenate([known[-1], *end])
-        parts += known
-        lengths += map(len, known)
-        documents.append(len(known))
+            sentence_ids[-1] = np.concatenate([sentence_ids[-1], *end])
+        parts += sentence_ids
+        lengths += map(len, sentence_ids)
+        documents.append(len(sentence_ids))
     counts.sentences += len(lengths)
     return _counted(job, parts, len(documents), counts), lengths, documents
 
@@ -288,7 +291,7 @@ def _encode_sentences(
 def _counted(
     job: EncodeJob, parts: list[np.ndarray], documents: int, counts: TextCounts
 ) -> np.ndarray:
-    """The tokens of so many documents that end in a group, and adds them to the counts."""
+    """Joins a group's tokens, and counts them and the documents that end in it."""
     flat = np.concatenate([np.empty(0, job.dtype), *parts], dtype=job.dtype, casting="unsafe")
     if job.eod_id is not None:
         appended = documents * job.append_eod

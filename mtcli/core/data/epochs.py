@@ -1,4 +1,4 @@
-"""Counts the steps of a run's epochs, for data that is read example by example."""
+"""Converts a run's epochs into steps, for data that is read example by example."""
 
 import math
 from functools import partial
@@ -12,10 +12,10 @@ from mtcli.core.data.best_fit import open_conversations
 
 
 def with_steps(config: RunConfig, tokenizer: str | Path | None) -> RunConfig:
-    """The config with the steps of its epochs, where it has any, once its data is read;
-    `tokenizer` is that of the weights it starts from.
+    """Sets the steps of a config from its epochs, if any, by reading its data; `tokenizer` is that
+    of the initial weights.
 
-    Raises MtcliError where the data is wrong, the warm-up is longer, or other steps are set too.
+    Raises MtcliError where the data is wrong, the warm-up is longer, or steps are set too.
     """
     which: list[Which] = ["train", "valid"] if config.train.eval_every else ["train"]
     read = open_conversations if config.data.format == "conversations" else open_examples

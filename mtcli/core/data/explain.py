@@ -1,7 +1,7 @@
-"""Names the documents that a training step consumed: source, id, and which of their tokens.
+"""Names the documents that a training step consumed: source, id and token spans.
 
-A token file knows its documents by number alone. Their ids are read again from the files that
-`mtcli preprocess` was given, where these are still there. A document of conversations is a line.
+A token file identifies documents by number alone, so their ids are read from the inputs of `mtcli
+preprocess`, where these still exist. In conversations, a line is a document.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ from mtcli.core.data.subset import require_subset, token_batches
 
 
 class Named(NamedTuple):
-    """The names that a record has: its id, made of file and line where it has none, and source."""
+    """A record's id, or FILE:LINE where it has none, and its source."""
 
     id: Any
     source: Any
@@ -30,11 +30,11 @@ class Named(NamedTuple):
 def explain_step(
     config: RunConfig, step: int, planned: int | None = None, tokenizer: Path | None = None
 ) -> list[dict[str, Any]]:
-    """The spans of documents that step 1, 2, ... of a run is made of, in order.
+    """Lists the spans of documents that step 1, 2, ... of a run consists of, in order.
 
-    `planned` is how many samples the run was to have when it began; `tokenizer` is that of the
-    weights it starts from. Raises MtcliError for a step that the run has not, and for data that is
-    not there or is no blend of documents and no conversations.
+    `planned` is the number of samples when the run began; `tokenizer` is that of the initial
+    weights. Raises MtcliError for a step beyond the run, and for data that is missing or of another
+    format than tokens and conversations.
     """
     require_named(config.data)
     is_chat = config.data.format == "conversations"
@@ -57,25 +57,25 @@ def explain_step(
     subset = require_subset(config)
     batches = token_batches(config, "train", subset, steps * size, planned)
     samples = batches.sample_ids(samples_of_step.start, size)
-    wanted: dict[str, set[int]] = defaultdict(set)
+    sequences_of: dict[str, set[int]] = defaultdict(set)
     for sample in samples:
-        wanted[sample.prefix].update(sequence for sequence, _, _ in sample.spans)
-    names = {prefix: _named(prefix, numbers) for prefix, numbers in wanted.items()}
+        sequences_of[sample.prefix].update(sequence for sequence, _, _ in sample.spans)
+    names = {prefix: _named(prefix, numbers) for prefix, numbers in sequences_of.items()}
     spans = []
     for number, sample in zip(samples_of_step, samples, strict=True):
         for sequence, offset, tokens in sample.spans:
             name = names[sample.prefix].get(sequence, Named(None, None))
-            about = {"sample": number, "source": name.source or Path(sample.prefix).name}
+            origin = {"sample": number, "source": name.source or Path(sample.prefix).name}
             span = {"offset": offset, "tokens": tokens}
             spans.append(
-                about | {"data": sample.prefix, "document": sequence, "id": name.id} | span
+                origin | {"data": sample.prefix, "document": sequence, "id": name.id} | span
             )
     return spans
 
 
 def _examples(conversations: PackedConversations, samples: range) -> list[dict[str, Any]]:
-    """The examples of samples: each begins as its line does, and has a loss on one `turn`, the
-    number of a message, or (None) on all that are the assistant's. Padding has none."""
+    """Lists the examples of samples. An example has a loss on one `turn`, the number of a message,
+    or (None) on all of the assistant's. Padding has none."""
     examples = []
     for sample in samples:
         for item in conversations.epochs.items(sample).tolist():
@@ -90,7 +90,7 @@ def _examples(conversations: PackedConversations, samples: range) -> list[dict[s
 
 
 def _named(prefix: str, numbers: Collection[int]) -> dict[int, Named]:
-    """The ids of documents of a token file; empty where its text is no longer there."""
+    """Reads the names of documents of a token file; empty where its inputs are gone."""
     facts = describe(prefix) or {}
     inputs = facts.get("inputs")
     if not isinstance(inputs, list) or facts.get("sentences") is not None:
@@ -113,8 +113,8 @@ def _named(prefix: str, numbers: Collection[int]) -> dict[int, Named]:
     for number, (path, text) in enumerate(documents):
         if number in numbers:
             fields = text.fields or {}
-            made = f"{Path(path).name}:{text.line}"
-            named[number] = Named(fields.get("id", made), fields.get("source"))
+            position = f"{Path(path).name}:{text.line}"
+            named[number] = Named(fields.get("id", position), fields.get("source"))
         if number >= last:
             break
     return named

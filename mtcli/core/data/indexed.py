@@ -55,17 +55,17 @@ class Indexed:
         return len(self.lengths)
 
     def __getitem__(self, sequence: int) -> np.ndarray:
-        """The tokens of one sequence [length], a view of the file."""
+        """Returns the tokens of one sequence [length], a view of the file."""
         start = int(self.pointers[sequence]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[sequence])]
 
     def tokens_of(self, sequences: range) -> int:
-        """Counts the tokens of some sequences."""
+        """Counts the tokens of a range of sequences."""
         return int(self.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
 
     def require_whole(self) -> None:
-        """Raises MtcliError where the .bin has become shorter since it was opened: reading what is
-        gone would end the process by SIGBUS, without a word."""
+        """Raises MtcliError where the .bin has been truncated since it was opened: reading beyond
+        its end would kill the process by SIGBUS, without a message."""
         with suppress(FileNotFoundError):  # what was mapped stays, under no name
             size, mapped = self.bin.stat().st_size, self.tokens.nbytes
             if size < mapped:
@@ -73,7 +73,7 @@ class Indexed:
                 raise failed(message, "copy or write the pair again, then --resume")
 
     def _header(self) -> tuple[np.dtype, int, int]:
-        """Reads the dtype, S and D, once the file has exactly the size they say."""
+        """Reads the dtype, S and D; checks that the file has the size they imply."""
         size = self.idx.stat().st_size
         with open_untrusted(self.idx) as file:
             head = file.read(HEADER.size)
@@ -88,13 +88,13 @@ class Indexed:
         if dtype.kind not in "iu":
             kind = "no number that we know" if dtype.kind == "V" else f"{dtype}, which no token is"
             raise self._refuse(f"has dtype code {code}: {kind}")
-        wanted = HEADER.size + 12 * num_sequences + 8 * num_boundaries
-        if size == wanted + num_sequences > wanted:
+        expected = HEADER.size + 12 * num_sequences + 8 * num_boundaries
+        if size == expected + num_sequences > expected:
             raise self._refuse("has a mode for every sequence: multimodal data, which is not text")
-        if size != wanted:
+        if size != expected:
             raise self._refuse(
                 f"is {size} bytes, and {num_sequences} sequences and {num_boundaries} boundaries "
-                f"take {wanted}"
+                f"take {expected}"
             )
         return dtype, num_sequences, num_boundaries
 
@@ -132,7 +132,7 @@ class Indexed:
 
 
 def with_suffix(prefix: str | Path, suffix: str) -> Path:
-    """`prefix` plus `suffix`; unlike Path.with_suffix it keeps dots that the prefix holds."""
+    """Appends `suffix` to `prefix`; unlike Path.with_suffix it keeps dots in the prefix."""
     return Path(f"{prefix}{suffix}")
 
 
@@ -146,8 +146,8 @@ def write_index(
 ) -> None:
     """Writes an `.idx` in bounded memory, and syncs it.
 
-    `lengths` int32 [S] may be a memory map of the spilled lengths, and so `sequences` int32, how
-    many each document has; where None, one.
+    `lengths` int32 [S] may be memory-mapped, and so may `sequences` int32, each document's number
+    of sequences; None where that is 1.
     """
     count = len(lengths)
     documents = count if sequences is None else len(sequences)
@@ -181,7 +181,7 @@ def _map(path: Path, dtype: np.dtype, offset: int, count: int) -> np.ndarray:
 
 
 def _require_file(path: Path, prefix: Path) -> None:
-    """Raises MtcliError where the file of a pair is missing, or cannot be read."""
+    """Raises MtcliError where a file of the dataset is missing or unreadable."""
     try:
         open_untrusted(path).close()
     except FileNotFoundError:
@@ -191,7 +191,7 @@ def _require_file(path: Path, prefix: Path) -> None:
 
 
 def _not_there(path: Path, prefix: Path) -> tuple[str, str]:
-    """Words what a file of a pair that is missing may mean, and the cure."""
+    """Words the likely cause of a missing file, and the cure."""
     if prefix.suffix in (".bin", ".idx", ".json") and prefix.with_suffix(".idx").exists():
         return f"no file {path}", f"name the prefix of the pair: {prefix.with_suffix('')}"
     inner = inner_name(prefix)
@@ -223,26 +223,27 @@ def describe(prefix: str | Path) -> dict[str, object] | None:
 
 
 def max_token_id(prefix: str | Path) -> int | None:
-    """The largest token id in the data at `prefix`, where `PREFIX.json` has it."""
+    """Returns the largest token id in the data at `prefix`, where `PREFIX.json` has it."""
     value = (describe(prefix) or {}).get("max_token_id")
     return value if type(value) is int else None
 
 
 def tokenizer_size(prefix: str | Path) -> int | None:
-    """The ids of the tokenizer that made the data at `prefix`, where `PREFIX.json` has it."""
+    """Returns the vocabulary size of the tokenizer that wrote the data at `prefix`, where
+    `PREFIX.json` has it."""
     tokenizer = (describe(prefix) or {}).get("tokenizer")
     value = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
     return value if type(value) is int and value > 0 else None
 
 
 def tokenizer_folder(prefix: str | Path) -> Path | None:
-    """The folder of the tokenizer that made the data at `prefix`, where preprocess left one."""
+    """Returns the folder of the tokenizer that wrote the data at `prefix`, where it exists."""
     folder = with_suffix(prefix, ".tokenizer")
     return folder if (folder / "tokenizer.json").is_file() else None
 
 
 def stated_hash(prefix: str | Path) -> str:
-    """The SHA-256 of the .bin at a prefix that `PREFIX.json` states; empty where there is none."""
+    """Returns the SHA-256 of the .bin that `PREFIX.json` states; empty where there is none."""
     hashes = (describe(prefix) or {}).get("sha256")
     sha256 = hashes.get("bin") if isinstance(hashes, dict) else None
     return sha256 if isinstance(sha256, str) else ""

@@ -1,8 +1,8 @@
-"""Reads batches of token arrays, and checks that they fit the model.
+"""Reads batches of token arrays, and checks that their ids fit the model.
 
-Sample i of a run depends on the seed and on how many samples were consumed, no more: it is the same
-tokens on every layout, after every restart, in micro-batches of any size. A rank asks for the ids
-it owns; the tokens are copied from memory-mapped files.
+Sample i of a run depends only on the data, the seed and the number of samples planned: it has the
+same tokens on every layout, after every restart and for any micro-batch size. A rank reads the
+samples it owns from memory-mapped files.
 """
 
 from collections.abc import Sequence
@@ -43,13 +43,13 @@ class _Dataset(NamedTuple):
     samples: Samples
 
     def starts(self, sequence: np.ndarray | int) -> np.ndarray:
-        """The offsets of sequences in the tokens: int64, of the shape of `sequence`."""
+        """Returns the offsets of sequences in the tokens: int64, in the shape of `sequence`."""
         offsets: np.ndarray = self.data.pointers[sequence] // self.data.tokens.itemsize
         return offsets
 
 
 class _Segments(NamedTuple):
-    """Contiguous pieces of files which, one after another, are the samples of a window."""
+    """The token ranges that, concatenated, are the samples of a window."""
 
     first: int  # the global id of the window's first sample
     bounds: list[int]  # [samples + 1]: which segments are sample k's
@@ -72,11 +72,11 @@ class Batches:
         seed: int,
         planned: int | None = None,
     ) -> None:
-        """`paths` are the blend's words, `split` like "969,30,1"; see compat of Megatron's flags.
+        """Opens the blend that `paths` name; `split` is like "969,30,1", as in Megatron's flags.
 
-        `planned` is how many samples the run was to have when it began, which decides their order
-        (`num_samples` where None). Raises MtcliError where a file is missing or wrong, or the split
-        owns no tokens.
+        `planned` is the number of samples when the run began, which decides their order (None:
+        `num_samples`). Raises MtcliError where a file is missing or wrong, or the split owns no
+        tokens.
         """
         self.seq_len, self.num_samples = seq_len, num_samples
         self.planned = num_samples if planned is None else planned
@@ -91,8 +91,8 @@ class Batches:
             shares = weights and shares_of(num_samples, normalised(weights), SURPLUS)
             sizes = shares or [num_samples]
         self._datasets = [
-            _Dataset(data, cached_samples(data, part, size, seq_len, seed, before))
-            for data, part, size, before in zip(indexed, owned, sizes, first, strict=True)
+            _Dataset(data, cached_samples(data, part, size, seq_len, seed, planned_size))
+            for data, part, size, planned_size in zip(indexed, owned, sizes, first, strict=True)
         ]
         self._order = cached_blend(indexed[0].prefix, weights, num_samples) if weights else None
         self._window: _Segments | None = None
@@ -115,9 +115,10 @@ class Batches:
         return out
 
     def documents(self, start: int, count: int) -> np.ndarray:
-        """Finds the document of each token of `batch(start, count)`: int32 [count, seq_len + 1].
+        """Numbers the document of each token of `batch(start, count)` within its row: int32 [count,
+        seq_len + 1], from 0.
 
-        A document is a sequence of the .idx; those of a row are 0, 1, 2, ... as they come.
+        A document is a sequence of the .idx.
         """
         lengths: list[int] = []
         for window, first, last in self._windows(start, count):
@@ -128,14 +129,14 @@ class Batches:
         return rows - rows[:, :1]
 
     def loss_weights(self, start: int, count: int) -> np.ndarray | None:
-        """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
+        """Returns None: every label's loss has weight 1."""
         return None
 
     def padding(self, start: int, count: int) -> None:
         """Returns None: tokens fill every sample."""
 
     def describe(self) -> dict[str, str]:
-        """Returns no lines: what the data holds, preprocess has said."""
+        """Returns no lines: preprocess has described the data."""
         return {}
 
     @property
@@ -148,7 +149,7 @@ class Batches:
         return [self._sample_id(number) for number in range(start, start + count)]
 
     def drawn(self, start: int, stop: int) -> list[int]:
-        """Counts how many of the samples start .. stop - 1 each dataset gives."""
+        """Counts the samples start .. stop - 1 by dataset."""
         assert 0 <= start <= stop <= len(self), (start, stop, len(self))
         if self._order is None:
             return [stop - start]
@@ -166,7 +167,8 @@ class Batches:
         return SampleId(self.prefixes[dataset], tuple(spans))
 
     def _windows(self, start: int, count: int) -> list[tuple[_Segments, int, int]]:
-        """Yields the windows that hold the samples asked for, and the range of segments in each."""
+        """Lists the windows that hold samples start .. start + count - 1, and the range of segments
+        in each."""
         assert 0 <= start <= start + count <= len(self), (start, count, len(self))
         windows = []
         while count > 0:
@@ -182,7 +184,7 @@ class Batches:
         return windows
 
     def _segments(self, first: int, count: int) -> _Segments:
-        """The segments of `count` samples from global id `first` on."""
+        """Builds the segments of `count` samples from global id `first` on."""
         if self._order is None:
             owner, sample = np.zeros(count, np.int16), np.arange(first, first + count)
         else:
@@ -195,15 +197,15 @@ class Batches:
         joined = np.concatenate(pieces, axis=1)
         if len(pieces) > 1:
             joined = joined[:, np.argsort(joined[0], kind="stable")]
-        of, dataset, sequence, start, stop = joined
-        bounds = np.searchsorted(of, np.arange(count + 1))
+        batch_row, dataset, sequence, start, stop = joined
+        bounds = np.searchsorted(batch_row, np.arange(count + 1))
         columns = (bounds, dataset, sequence, start, stop)
         return _Segments(first, *(column.tolist() for column in columns))
 
 
 def _require_memory(num_samples: int) -> None:
-    """Raises MtcliError where the order of a run's samples does not fit in this machine's memory:
-    12 bytes each, of a row's place and a number (`samples.Samples`)."""
+    """Raises MtcliError where the order of a run's samples exceeds this machine's memory: 12 bytes
+    per sample, for its row and its number (`samples.Samples`)."""
     need, memory = SAMPLE_BYTES * num_samples, virtual_memory().total
     if need > memory:
         message = f"the order of {num_samples:,} samples takes {need / 2**30:,.0f} GiB, "
@@ -218,12 +220,12 @@ def _owned(data: Indexed, split: str, which: Which) -> range:
     return owned
 
 
-def no_tokens(prefix: Path, of: str, which: Which, owned: range, kind: str) -> MtcliError:
-    """The error of a split, and how much it is `of`, that gives sequences, or documents, without a
-    token."""
+def no_tokens(prefix: Path, share: str, which: Which, owned: range, kind: str) -> MtcliError:
+    """Builds the error of a split whose sequences or documents (`kind`) hold no token; `share`
+    words how much data the split has."""
     return wrong(
-        f"{of} {kind} gives {which} {kind} {owned.start} to {owned.stop}, which hold no token, in "
-        f"{prefix}",
+        f"{share} {kind} gives {which} {kind} {owned.start} to {owned.stop}, "
+        f"which hold no token, in {prefix}",
         'give it a larger share of the split, e.g. "90,5,5", or data of its own',
     )
 
@@ -231,7 +233,7 @@ def no_tokens(prefix: Path, of: str, which: Which, owned: range, kind: str) -> M
 def _plan(
     blend: Blend, tokens: list[int], planned: int, seq_len: int
 ) -> tuple[list[float] | None, list[int]]:
-    """Plans the weights of a blend, and the samples that a run builds of each dataset."""
+    """Returns the weights of a blend, and the number of samples to index in each dataset."""
     if len(tokens) == 1 and blend.weights is None:
         return None, [planned]
     if blend.weights is not None:
@@ -246,8 +248,9 @@ def _plan(
     return weights, shares_of(planned, weights, SURPLUS)
 
 
-def _spans(dataset: _Dataset, number: int, of: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """int64 [5, segments]: sample (as `of`), dataset, sequence, start and stop, in order.
+def _spans(dataset: _Dataset, number: int, batch_rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Returns int64 [5, segments]: batch row (of `batch_rows`), dataset, sequence, start and stop,
+    in order.
 
     Sample k of the dataset runs from row order[k] of the sample index to the next, inclusive.
     """
@@ -263,7 +266,9 @@ def _spans(dataset: _Dataset, number: int, of: np.ndarray, ids: np.ndarray) -> n
     stop = start + dataset.data.lengths[sequence]
     stop[ends - 1] = start[ends - 1] + last[:, 1] + 1
     start[begins] += first[:, 1]
-    spans = np.stack([np.repeat(of, counts), np.full_like(start, number), sequence, start, stop])
+    spans = np.stack(
+        [np.repeat(batch_rows, counts), np.full_like(start, number), sequence, start, stop]
+    )
     return spans[:, stop > start]
 
 
@@ -277,7 +282,7 @@ def open_blend(words: Sequence[str], field: str = "") -> tuple[Blend, list[Index
 
 
 def token_files(prefixes: Sequence[str]) -> list[list[Path]]:
-    """The files of the data at each prefix."""
+    """Lists the files of the data at each prefix."""
     return [[with_suffix(prefix, suffix) for suffix in (".bin", ".idx")] for prefix in prefixes]
 
 
@@ -292,8 +297,8 @@ def require_named(data: DataConfig) -> None:
 
 
 def require_data(config: RunConfig) -> None:
-    """Raises MtcliError with all that is wrong with the files of a run's data, or where their ids
-    do not fit the model's vocabulary."""
+    """Raises MtcliError with all faults of the files of a run's data, or where their ids exceed the
+    model's vocabulary."""
     data = config.data
     require_named(data)
     if data.format != "tokens":  # conversations are read before a run is planned, examples in it
@@ -307,7 +312,7 @@ def require_data(config: RunConfig) -> None:
 def require_ids(batches: "Batches", start: int, rows: np.ndarray, vocab_size: int) -> None:
     """Checks every id of `rows`, which are `batches.batch(start, ...)`: int64 [count, seq_len + 1].
 
-    Raises MtcliError that names source, document and id of the first that the vocabulary lacks.
+    Raises MtcliError with source, document and id of the first one outside of the vocabulary.
     """
     # As uint64 an id below 0 is above 2**62, so that one pass of 0.1 ns a token sees both ends.
     if rows.size == 0 or rows.view(np.uint64).max() < vocab_size:
@@ -323,7 +328,7 @@ def require_ids(batches: "Batches", start: int, rows: np.ndarray, vocab_size: in
 
 
 def require_stated_ids(prefixes: Sequence[str], vocab_size: int) -> None:
-    """Raises MtcliError with each dataset whose PREFIX.json says that the vocabulary lacks ids."""
+    """Raises MtcliError with each dataset whose PREFIX.json has ids outside of the vocabulary."""
 
     def require(prefix: str) -> None:
         largest = max_token_id(prefix)
@@ -342,9 +347,9 @@ def _unknown_id(what: str, token: int, vocab_size: int) -> MtcliError:
 
 
 class CountedTokens:
-    """A data set of tokens 0, 1, 2, ..., each sample one document; read as `Batches` are.
+    """A dataset of tokens 0, 1, 2, ..., each sample one document; has the interface of `Batches`.
 
-    For profiles, whose work is that of any text.
+    Profiles use it, as their work does not depend on the text.
     """
 
     def __init__(self, seq_len: int, vocab_size: int, num_samples: int) -> None:
@@ -363,11 +368,11 @@ class CountedTokens:
         return np.zeros((count, self.seq_len + 1), np.int32)
 
     def loss_weights(self, start: int, count: int) -> None:
-        """Returns None: every token's loss weighs 1."""
+        """Returns None: every label's loss has weight 1."""
 
     def padding(self, start: int, count: int) -> None:
         """Returns None: tokens fill every sample."""
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Returns none: these samples come from no data set."""
+        """Returns an empty list: the samples come from no dataset."""
         return []

@@ -1,7 +1,7 @@
-"""Encodes text on all cores: the same bytes for any number of workers, and after any kill.
+"""Encodes text on all cores into the same bytes for any number of workers, and after any kill.
 
-The corpus is cut into blocks; workers encode blocks into part files; this process appends the parts
-in order. Memory holds a block per worker and a file buffer, whatever the corpus.
+Workers encode blocks of the corpus into part files; this process appends the parts in order. Memory
+holds a block per worker and a file buffer, whatever the size of the corpus.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ Say = Callable[[str], None]
 
 
 class PreprocessRequest(NamedTuple):
-    """A request to preprocess; the flags of the command, by their names."""
+    """The flags of `mtcli preprocess`, by name."""
 
     inputs: tuple[str, ...]
     output: Path
@@ -80,12 +80,12 @@ class PreprocessRequest(NamedTuple):
 
     @property
     def from_stdin(self) -> bool:
-        """Whether the corpus comes once, from standard input."""
+        """True where the corpus is read once, from standard input."""
         return STDIN in self.inputs
 
     @property
     def train_size(self) -> int | None:
-        """The vocabulary of the tokenizer to train (`train:N`), or None to load one."""
+        """The vocabulary size of the tokenizer to train (`train:N`); None to load one."""
         if not self.tokenizer.startswith(TRAIN):
             return None
         size = self.tokenizer.removeprefix(TRAIN)
@@ -94,15 +94,16 @@ class PreprocessRequest(NamedTuple):
         return int(size)
 
     def reading(self, cuttable: bool) -> Reading:
-        """The options of reading; `cuttable` says whether long texts may be encoded in parts."""
+        """Returns the options of reading; `cuttable` says whether long texts may be encoded in
+        parts."""
         return Reading(self.text_key, self.split_on_blank, cuttable, self.max_document_bytes)
 
 
 def preprocess(request: PreprocessRequest, say: Say) -> dict[str, object]:
-    """Writes PREFIX.bin, .idx, .json and .tokenizer/; returns what they hold, and how long it took.
+    """Writes PREFIX.bin, .idx, .json and .tokenizer/; returns their facts and the time taken.
 
-    `say` is told what will be done before it is. Raises MtcliError for input that is wrong (file
-    and line), outputs that exist, an empty corpus, a full disk and a worker that died.
+    Announces each phase through `say`. Raises MtcliError for wrong input (with file and line),
+    outputs that exist, an empty corpus, a full disk and a worker that died.
     """
     began = time.perf_counter()
     listing = _named_sources(request)
@@ -126,7 +127,7 @@ def preprocess(request: PreprocessRequest, say: Say) -> dict[str, object]:
 
 
 def _named_sources(request: PreprocessRequest) -> SourceList:
-    """Finds the files to read; none for stdin. Raises MtcliError for all that cannot be read."""
+    """Finds the files to read; none for stdin. Raises MtcliError with all unreadable ones."""
 
     def require_workers() -> None:
         if request.workers < 1:
@@ -176,7 +177,7 @@ def _require_output(output: Path) -> None:
 
 
 def fingerprint(request: PreprocessRequest, sources: Sequence[SourceFile]) -> str:
-    """Fingerprints a run: equal for two requests that must write the same bytes."""
+    """Hashes a run's inputs and options; equal for two requests that must write the same bytes."""
     files = [(source.path, source.size, os.stat(source.path).st_mtime_ns) for source in sources]
     # What a run may be resumed with after it has met a bad document is not one of them.
     options: tuple[object, ...] = (request.tokenizer, request.text_key)
@@ -187,19 +188,19 @@ def fingerprint(request: PreprocessRequest, sources: Sequence[SourceFile]) -> st
 
 
 def _done_before(request: PreprocessRequest, name: str) -> dict[str, object] | None:
-    """Reads the facts of an earlier run where `--resume` finds its outputs complete, else None.
+    """Reads the facts of an earlier run whose outputs `--resume` finds complete, else None.
 
     Raises MtcliError where outputs are in the way.
     """
     finals = [with_suffix(request.output, suffix) for suffix in FINAL]
     try:
-        made = [path for path in finals if path.exists()]
+        existing = [path for path in finals if path.exists()]
     except OSError as error:  # of a name that is too long
         why = f"it cannot be written: {error.strerror}"
         raise wrong(why, "another --output", "--output") from None
-    if not made or request.force:
+    if not existing or request.force:
         return None
-    if request.resume and with_suffix(request.output, ".idx") in made:
+    if request.resume and with_suffix(request.output, ".idx") in existing:
         facts = describe(request.output) or {}
         if facts.get("fingerprint") == name:
             return facts
@@ -207,8 +208,8 @@ def _done_before(request: PreprocessRequest, name: str) -> dict[str, object] | N
         raise wrong(message, "--force to replace it, or another --output")
     if request.resume and with_suffix(request.output, ".partial").is_dir():
         return None
-    names = ", ".join(map(str, made))
-    raise wrong(f"{len(made)} outputs exist: {names}", "--force to replace them")
+    names = ", ".join(map(str, existing))
+    raise wrong(f"{len(existing)} outputs exist: {names}", "--force to replace them")
 
 
 def _in_workspace(
@@ -288,7 +289,7 @@ def _run(
 def _tokenizer(
     request: PreprocessRequest, sources: list[SourceFile], space: Workspace
 ) -> Tokenizer:
-    """Loads or trains the tokenizer; a resumed run takes the one it began with."""
+    """Loads or trains the tokenizer; a resumed run uses the one it began with."""
     folder = space.folder / "tokenizer"
     if space.resumed_at:
         return load_tokenizer(folder)
@@ -299,7 +300,7 @@ def _tokenizer(
 
 
 def _spread(request: PreprocessRequest, sources: list[SourceFile]) -> Iterator[str]:
-    """Samples at most TRAIN_BYTES of the corpus: what can be read of every k-th block."""
+    """Samples at most TRAIN_BYTES of the corpus: the readable documents of every k-th block."""
     stride = max(1, -(-sum(source.size for source in sources) // TRAIN_BYTES))
     left = TRAIN_BYTES
     for block in islice(cut(sources, request.split_on_blank), 0, None, stride):
@@ -311,7 +312,8 @@ def _spread(request: PreprocessRequest, sources: list[SourceFile]) -> Iterator[s
 
 
 def _append_eod(request: PreprocessRequest, tokenizer: Tokenizer) -> bool:
-    """Whether documents get an end. Raises MtcliError where the tokenizer has none."""
+    """Says whether documents end with an end-of-document token. Raises MtcliError where the
+    tokenizer has none."""
     append = request.append_eod
     if append is None:  # of sentences an encoder makes rows of its own
         append = tokenizer.eod_id is not None and not request.sentences
@@ -328,7 +330,8 @@ def _job(
     first: list[SourceFile],
     parts: Path,
 ) -> tuple[EncodeJob, str]:
-    """The workers' job, with the encoder that is proven on the corpus's beginning; and its name."""
+    """Builds the workers' job, with the fastest encoder that is right on the corpus's beginning;
+    returns it and the encoder's name."""
     reading = request.reading(is_cuttable(tokenizer) and not request.sentences)
     sample = ""
     for block in islice(cut(first, reading.blank), 1):
@@ -350,7 +353,7 @@ def _encode_all(
     space: Workspace,
     size: int,
 ) -> None:
-    """Encodes `blocks` on all workers and appends them in order, with a line of progress."""
+    """Encodes `blocks` on all workers and appends them in order, with a progress bar."""
     issued: deque[TextBlock] = deque()
 
     def remembered() -> Iterator[TextBlock]:
@@ -363,7 +366,7 @@ def _encode_all(
         ProcessPool(partial(encode_block, job), request.workers, KILLED) as pool,
         progress_bar("preprocess", size or None, "B") as bar,
     ):
-        began, before = time.perf_counter(), space.counts.tokens
+        began, start_tokens = time.perf_counter(), space.counts.tokens
         for counts, skipped in pool.map(remembered(), bar.update):
             block = issued.popleft()
             room = EXAMPLES - len(space.counts.examples)
@@ -372,14 +375,14 @@ def _encode_all(
             for piece in block.pieces if request.from_stdin else ():
                 if piece.stop == piece.source.size:  # the spooled file was read to its end
                     Path(piece.source.path).unlink()
-            speed = (space.counts.tokens - before) / (time.perf_counter() - began)
+            speed = (space.counts.tokens - start_tokens) / (time.perf_counter() - began)
             bar.set_postfix_str(f"tokens/s {speed:.0f}", refresh=False)
 
 
 def _facts(
     request: PreprocessRequest, tokenizer: Tokenizer, job: EncodeJob, counts: TextCounts
 ) -> dict[str, object]:
-    """The facts of PREFIX.json: the tokens and how they were made."""
+    """Returns the facts of PREFIX.json: the tokens and how they were made."""
     return {
         "documents": counts.documents,
         "tokens": counts.tokens,

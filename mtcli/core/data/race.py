@@ -1,4 +1,4 @@
-"""RACE's own files (arXiv:1704.04683): an article, questions, four options each, answers."""
+"""Reads RACE's files (arXiv:1704.04683): articles, questions, four options each, answers."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ SHAPE = 'a RACE file is {"article", "questions": [...], "options": [[4 each]], "
 
 
 class Article(NamedTuple):
-    """A text and its questions; options are four per question, answers indices into them."""
+    """A text and its questions; four options per question, and answers as indices into them."""
 
     text: str
     questions: tuple[str, ...]
@@ -23,7 +23,7 @@ class Article(NamedTuple):
 
 
 class RaceFiles(NamedTuple):
-    """Articles by level, each with its file, and what is wrong with the other files."""
+    """Articles by level, each with its file, and the faults of other files."""
 
     levels: dict[str, list[tuple[Path, Article]]]
     bad: list[tuple[Path, Problem]]
@@ -32,9 +32,9 @@ class RaceFiles(NamedTuple):
 def read_race(
     path: Path, part: str, field: str = "--task"
 ) -> dict[str, list[tuple[Path, Article]]]:
-    """Reads the articles of a folder by level, as `read_race_files`.
+    """Reads the articles of a folder by level; see `read_race_files`.
 
-    Raises MtcliError, whose `field` named the folder, with the first bad articles by their files.
+    Raises MtcliError, whose `field` named the folder, with the first bad articles by file.
     """
     race = read_race_files(path, part, field)
     if race.bad:
@@ -43,10 +43,10 @@ def read_race(
 
 
 def read_race_files(path: Path, part: str, field: str) -> RaceFiles:
-    """Reads the articles of a folder with high/ and middle/ by level, in the order of numbers, each
-    with its file; of the folder above, those of its `part`: train, dev or test.
+    """Reads the articles of a folder with high/ and middle/, by level, in numerical order. A folder
+    above has them in `part`: train, dev or test.
 
-    Raises MtcliError, whose `field` named the folder, where neither level is there.
+    Raises MtcliError, whose `field` named the folder, where neither level exists.
     """
     if not any((path / level).is_dir() for level in LEVELS) and (path / part).is_dir():
         path = path / part
@@ -89,7 +89,7 @@ def _article(file: Path, field: str) -> Article:
 
 
 def _require_texts(*lists: Any) -> None:
-    """Raises TypeError where something is not a list of text."""
+    """Raises TypeError unless each argument is a list of text."""
     for texts in lists:
         if not isinstance(texts, list) or not all(map(is_text, texts)):
             raise TypeError(f"{shown(texts)} is not a list of text")

@@ -1,11 +1,11 @@
 """Builds Megatron's document, sample and shuffle indices, in numpy.
 
-The sequences of a split are laid end to end, E times over and shuffled; sample k of that stream
-starts at token k * seq_len and is seq_len + 1 tokens long, so that neighbours share one token. The
-shuffle index then says in which order samples are taken. Equal, number by number, to
-megatron-core's GPTDataset (which builds the sample index in C++).
+The sequences of a split are repeated for E epochs, shuffled and concatenated; sample k of that
+stream has the seq_len + 1 tokens from k * seq_len on, so neighbours share one token. The shuffle
+index is the order of the samples. All indices equal those of megatron-core's GPTDataset (which
+builds the sample index in C++).
 
-Large indices are kept beside the data: one process builds them, all the others map them.
+Large indices are cached beside the data: one process builds them, all the others map them.
 """
 
 import fcntl
@@ -48,7 +48,7 @@ class Samples(NamedTuple):
         return len(self.order)
 
     def fits(self) -> bool:
-        """Whether the arrays have the shapes above."""
+        """Says whether the arrays have the shapes above."""
         shapes = [array.shape for array in self]
         count = self.order.size
         return shapes == [(self.documents.size,), (count + 1, 2), (count,)]
@@ -62,13 +62,13 @@ def build_samples(
     seed: int,
     planned: int | None = None,
 ) -> Samples:
-    """Builds the indices for `num_samples` samples (None: one epoch) of the sequences `owned`.
+    """Builds the indices of `num_samples` samples (None: one epoch) of the sequences `owned`.
 
-    `lengths` int32 [S] in tokens. As many epochs are used as `num_samples * seq_len + 1` tokens
-    need. The order depends on the samples that were `planned` when the run began (`num_samples`
-    where None) only through their number of epochs E, and on whether less than 80 % of the last one
-    was needed. What a run needs beyond them is appended epoch by epoch, each shuffled on its own by
-    the seed and its number: nothing that was planned before moves.
+    `lengths` int32 [S] in tokens. The stream has as many epochs as `num_samples * seq_len + 1`
+    tokens need. `planned`, the number of samples when the run began (None: `num_samples`), affects
+    the order only through its number of epochs, and through whether less than 80 % of the last one
+    was needed. Further epochs are appended one by one, each shuffled by (seed, epoch), so planned
+    samples never move.
     """
     per_epoch = int(lengths[owned.start : owned.stop].sum(dtype=np.int64))
     assert per_epoch > 0, f"sequences {owned} hold no token"
@@ -109,7 +109,7 @@ def _shuffled(array: np.ndarray, random: np.random.RandomState) -> np.ndarray:
 
 
 def _rows(lengths: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
-    """(position, offset) of every token k * seq_len, k = 0..num_samples, in the stream.
+    """Finds (position, offset) of every token k * seq_len, k = 0..num_samples, in the stream.
 
     `lengths` [P] are those of the stream's sequences, in order.
     """
@@ -126,15 +126,15 @@ def _rows(lengths: np.ndarray, num_samples: int, seq_len: int) -> np.ndarray:
 
 
 class Kept(Protocol):
-    """Named arrays that are kept in files: a NamedTuple whose `fits` checks their shapes."""
+    """A set of named arrays that `kept` caches: a NamedTuple whose `fits` checks their shapes."""
 
     _fields: Any  # a NamedTuple's own is a tuple of that many
 
     def fits(self) -> bool:
-        """Whether the arrays have their shapes."""
+        """Says whether the arrays have their shapes."""
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        """The arrays."""
+        """Yields the arrays."""
 
 
 Arrays = TypeVar("Arrays", bound=Kept)
@@ -169,7 +169,7 @@ def cached_blend(prefix: Path, weights: list[float], size: int) -> BlendOrder:
 def _of_prefix(
     prefix: Path, facts: list[object], kind: type[Arrays], build: Callable[[], Arrays]
 ) -> Arrays:
-    """Keeps arrays of the data at a prefix in `PREFIX.cache/`."""
+    """Caches arrays of the data at a prefix in `PREFIX.cache/`."""
     cache, index = (with_suffix(prefix, suffix) for suffix in (".cache", ".idx"))
     return kept(cache, index, facts, kind, build)
 
@@ -177,13 +177,13 @@ def _of_prefix(
 def kept(
     cache: Path, source: Path, facts: list[object], kind: type[Arrays], build: Callable[[], Arrays]
 ) -> Arrays:
-    """Loads from the folder `cache` what `build` gave a process with the same facts, or builds it.
+    """Loads from the folder `cache` the arrays that `build` returned to a process with the same
+    facts, or builds them.
 
     One process at a time builds, under a lock, so that ranks which start together share its work.
-    Where the folder cannot be written or locked, one process of each machine builds, in the user's
-    folder of temporary files; where that cannot be either, each process, in its memory. What came
-    with the data from elsewhere is never taken: its name would need the time when `source` was put
-    here.
+    Where the folder cannot be written or locked, one process per machine builds, in the user's
+    temporary folder; where that fails too, each process builds in memory. A cache that was copied
+    here with the data is never used: its name would need the time when `source` was put here.
     """
     facts = [*facts, source.stat().st_ctime_ns]
     with suppress(OSError):
@@ -199,7 +199,8 @@ def _name(facts: list[object]) -> str:
 
 
 def _kept(folder: Path, kind: type[Arrays], build: Callable[[], Arrays]) -> Arrays:
-    """Loads arrays from a folder, or builds them into it. Raises OSError where it takes none."""
+    """Loads arrays from a folder, or builds them into it. Raises OSError where it cannot be
+    written."""
     arrays = load_kept(folder, kind)
     if arrays is not None:
         return arrays
@@ -212,8 +213,8 @@ def _kept(folder: Path, kind: type[Arrays], build: Callable[[], Arrays]) -> Arra
 
 
 def load_kept(folder: Path, kind: type[Arrays]) -> Arrays | None:
-    """Maps the arrays in `folder`; None where they are not there, truncated, or of other shapes or
-    no integers."""
+    """Maps the arrays in `folder`; None where they are missing, truncated, not integers, or have
+    other shapes."""
     try:
         arrays = kind(*(_mapped(folder / f"{name}.npy") for name in kind._fields))
     except (OSError, ValueError, OverflowError, SyntaxError, TokenError):
@@ -223,7 +224,7 @@ def load_kept(folder: Path, kind: type[Arrays]) -> Arrays | None:
 
 
 def _mapped(path: Path) -> np.ndarray:
-    """Maps the array in a file of np.save. Raises ValueError where it is no plain one."""
+    """Maps the array in a file of np.save. Raises ValueError for another kind of file."""
     with open_untrusted(path) as file:
         version = read_magic(file)
         shape, is_fortran, dtype = read_array_header_1_0(file)

@@ -1,4 +1,4 @@
-"""Splits text into sentences by its punctuation; joined again they are the text."""
+"""Splits text into sentences by punctuation; joined, they are the text again."""
 
 import re
 
@@ -21,9 +21,10 @@ WORD = re.compile(r"([\w.]+)\.\Z")
 
 
 def split_sentences(text: str) -> list[str]:
-    """The sentences of a text, with the space that is before each.
+    """Splits a text into sentences, each with the space before it.
 
-    A dot does not end one after an abbreviation or a single capital, nor before a small letter.
+    A dot does not end a sentence after an abbreviation or a single capital, nor before a lower-case
+    letter.
     """
     cuts = [0]
     for match in END.finditer(text):
@@ -35,7 +36,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _ends_inside(text: str, match: re.Match[str]) -> bool:
-    """Whether the punctuation found is within a sentence."""
+    """Says whether the matched punctuation is within a sentence."""
     if match[0][0] not in ".!?\u2026":
         return False
     after = text[match.end() : match.end() + 40].lstrip()

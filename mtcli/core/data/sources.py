@@ -1,7 +1,7 @@
 """Finds the inputs that the user named, and divides them into blocks of work.
 
-A block is what one worker does at a time: some files, or a range of bytes of one file that begins
-and ends between documents. Where blocks are cut never shows in the output.
+A block is the unit of a worker: some files, or a byte range of one file that begins and ends
+between documents. The output does not depend on block boundaries.
 """
 
 import codecs
@@ -60,7 +60,7 @@ class SourceFile(NamedTuple):
 
 
 class FileRange(NamedTuple):
-    """Bytes start .. stop of a source: all of it unless it is plain and large."""
+    """Bytes start .. stop of a source: all of it, unless it is uncompressed and large."""
 
     source: SourceFile
     start: int
@@ -75,34 +75,34 @@ class TextBlock(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes on disk."""
+        """The bytes on disk."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
 
 class SourceList(NamedTuple):
-    """The files to read, and counts of the others that folders hold, by their endings."""
+    """The files to read, and counts of the other files in folders, by suffix."""
 
     sources: list[SourceFile]
     left_out: dict[str, int]
 
 
 def find_sources(
-    inputs: Sequence[str], kind: FileKind | None = None, known: Kinds = KINDS
+    inputs: Sequence[str], kind: FileKind | None = None, kinds: Kinds = KINDS
 ) -> SourceList:
-    """The files that `inputs` name, in order; folders and globs give theirs sorted by path.
+    """Finds the files that `inputs` name, in order; those of a folder or glob are sorted by path.
 
-    Each is read as its ending says in `known`, or as `kind`. Raises MtcliError for an input that is
-    not there, holds nothing readable or has another ending.
+    A file's suffix decides its format by `kinds`, unless `kind` does. Raises MtcliError for an
+    input that is missing, holds nothing readable or has another suffix.
     """
     left_out: Counter[str] = Counter()
-    kinds = _Kinds(known, kind)
-    by_input = collect_errors(*(partial(_named, name, kinds, left_out) for name in inputs))
+    formats = _Kinds(kinds, kind)
+    by_input = collect_errors(*(partial(_named, name, formats, left_out) for name in inputs))
     return SourceList(list(chain(*by_input)), dict(sorted(left_out.items())))
 
 
 def require_used(sources: Sequence[SourceFile], text_key: str, blank: bool) -> None:
-    """Raises MtcliError for flags that no file has a use for: a key other than `text`, and blank
-    lines that divide texts."""
+    """Raises MtcliError for flags that apply to no file: a key other than `text`, and blank lines
+    that divide texts."""
     kinds, problems = {source.kind for source in sources}, []
     if blank and "text" not in kinds:
         problems.append(Problem("no input is plain text", "leave it out", "--split-on"))
@@ -115,8 +115,8 @@ def require_used(sources: Sequence[SourceFile], text_key: str, blank: bool) -> N
 def cut(sources: Iterable[SourceFile], blank: bool, size: int = BLOCK_BYTES) -> Iterator[TextBlock]:
     """Divides `sources` into blocks of about `size` bytes: small files together, large ones split.
 
-    JSON lines are cut after a line, text that is split on blank lines (`blank`) after such a line,
-    other files not at all. Sources are taken one by one, as blocks are asked for.
+    JSON lines are split after a line, text with `blank` after a blank line, other files not at all.
+    Sources are consumed one by one, as blocks are requested.
     """
     pieces: list[FileRange] = []
     number, filled = 0, 0
@@ -132,24 +132,25 @@ def cut(sources: Iterable[SourceFile], blank: bool, size: int = BLOCK_BYTES) -> 
 
 
 class _Kinds(NamedTuple):
-    """The formats of files: by the endings that are known, or one that the user names for all."""
+    """A table of formats by suffix, or the one that the user names for all files."""
 
-    known: Kinds
+    by_ending: Kinds
     named: FileKind | None
 
     def of(self, path: Path, within_folder: bool = False) -> FileKind | None:
-        """Tells a file's format by its suffix, under a compression's; None where it is not ours."""
+        """Returns a file's format by its suffix, without that of a compression; None for an unknown
+        one."""
         inner = inner_name(path)
         if self.named or (within_folder and inner.suffix in BESIDE):
             return self.named
-        by_suffix = self.known.get(inner.suffix)
+        by_suffix = self.by_ending.get(inner.suffix)
         return None if by_suffix == "parquet" and inner is not path else by_suffix
 
     @property
     def accepted(self) -> str:
-        """Words the endings and formats that are read."""
-        endings = ", ".join(ending for ending in self.known if ending != ".parquet")
-        formats = "|".join(dict.fromkeys(self.known.values()))
+        """Words the suffixes and formats that are read."""
+        endings = ", ".join(ending for ending in self.by_ending if ending != ".parquet")
+        formats = "|".join(dict.fromkeys(self.by_ending.values()))
         compressed = " ".join(COMPRESSIONS)
         return f"files end in .parquet, or {endings}, also {compressed}; or --format {formats}"
 
@@ -163,7 +164,7 @@ def _named(name: str, kinds: _Kinds, left_out: Counter[str]) -> list[SourceFile]
 
 
 def _stdlib() -> list[SourceFile]:
-    """The running Python's standard library: its .py files without tests, sorted by path."""
+    """Lists the running Python's standard library: its .py files without tests, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = (
         path
@@ -183,26 +184,26 @@ def _folder(folder: Path, kinds: _Kinds, left_out: Counter[str]) -> list[SourceF
         else:
             left_out[_ending(path) if path.is_file() else "pipes, devices and broken links"] += 1
     if not files:
-        others = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
+        skipped = f", and {sum(left_out.values())} others: {told(left_out)}" if left_out else ""
         described = f"; a folder's {', '.join(sorted(BESIDE))} files are read where they or a "
         hint = f"{described}--format are named" if BESIDE & left_out.keys() else ""
-        raise wrong(f"{folder} holds no file to read{others}", kinds.accepted + hint)
+        raise wrong(f"{folder} holds no file to read{skipped}", kinds.accepted + hint)
     return [_source(path, kinds) for path in files]
 
 
 def _is_of_curate(path: Path) -> bool:
-    """Whether a file says what `mtcli curate` removed: it lies beside the shards."""
+    """Says whether a file lists documents that `mtcli curate` removed: one beside shards."""
     return path.name == REMOVED and (path.parent / REPORT).exists()
 
 
 def told(left_out: Mapping[str, int]) -> str:
-    """Words counts by ending, the most first: "2 .csv, 1 .md"."""
+    """Words counts by suffix, the largest first: "2 .csv, 1 .md"."""
     by_count = sorted(left_out.items(), key=lambda item: (-item[1], item[0]))
     return listed([f"{count:,} {ending}" for ending, count in by_count])
 
 
 def _ending(path: Path) -> str:
-    """The suffix of a name, with that under a compression's."""
+    """Returns the suffix of a name, with the one before a compression's."""
     inner = inner_name(path)
     return inner.suffix + path.suffix * (inner is not path) or "without an ending"
 
@@ -245,7 +246,7 @@ def _pieces(source: SourceFile, blank: bool, size: int) -> Iterator[FileRange]:
 
 
 def _cut(file: IO[bytes], near: int, source: SourceFile, blank: bool) -> int:
-    """Finds the first offset from `near` on where no document is open."""
+    """Finds the first offset from `near` on that is between documents."""
     if near >= source.size:
         return source.size
     file.seek(near)
@@ -257,7 +258,7 @@ def _cut(file: IO[bytes], near: int, source: SourceFile, blank: bool) -> int:
 
 
 def _is_blank(file: IO[bytes]) -> bool:
-    """Whether the next line, read a block at a time, holds nothing but space."""
+    """Says whether the next line, read a block at a time, is blank."""
     is_blank = True
     while part := file.readline(BLOCK_BYTES):
         is_blank = is_blank and not part.strip()
@@ -269,18 +270,18 @@ def _is_blank(file: IO[bytes]) -> bool:
 def spool(
     stream: BinaryIO, kind: FileKind | None, blank: bool, folder: Path
 ) -> Iterator[SourceFile]:
-    """Spools the stream into files of about BLOCK_BYTES in `folder`, written as they are asked for.
+    """Spools the stream into files of about BLOCK_BYTES in `folder`, as they are requested.
 
-    Of a `kind`, or JSON lines where the first character is a brace, else text. Text that blank
-    lines do not divide (`blank`) is one file that is one document, and a table is one file. Of a
-    document that is longer than a block no more than a block is held. The caller removes the files.
+    Without a `kind`, the format is JSON lines where the first character is a brace, else text. A
+    table is one file, and so is text that blank lines do not divide (`blank`). At most a block of a
+    longer document is held in memory. The caller removes the files.
     """
     left = stream.read(BLOCK_BYTES)
     start = left.removeprefix(codecs.BOM_UTF8).lstrip()
     kind = kind or ("jsonl" if start.startswith(b"{") else "text")
     if kind != "jsonl" and not (kind == "text" and blank):
-        rest = iter(partial(stream.read, BLOCK_BYTES), b"")
-        yield _write(folder / "0", kind, 0, chain([left], rest))
+        chunks = iter(partial(stream.read, BLOCK_BYTES), b"")
+        yield _write(folder / "0", kind, 0, chain([left], chunks))
         return
     number, line = 0, 0
     while left:
@@ -290,9 +291,10 @@ def spool(
 
 
 class _SpooledBlock:
-    """A stream's block up to where documents end: the last such offset in `left`, or behind.
+    """A block of a stream: iterates over its bytes, up to the last document boundary in `left`, or
+    the first one after.
 
-    Once they are taken, `lines` says how many lines they are, and `left` is what was read after.
+    After iteration, `lines` counts its lines, and `left` holds the bytes read beyond it.
     """
 
     def __init__(self, left: bytes, stream: BinaryIO, kind: FileKind) -> None:
@@ -335,6 +337,6 @@ def end_of_first(kind: FileKind, data: bytes) -> int:
 
 
 def begun(kind: FileKind, data: bytes) -> bytes:
-    """Finds the tail of `data` that may begin a document boundary: a line of blanks so far."""
+    """Returns the tail of `data` that may begin a document boundary: an unfinished blank line."""
     line = data[max(0, data.rfind(b"\n")) :] if kind == "text" else b""
     return line if line.startswith(b"\n") and line.isspace() else b""

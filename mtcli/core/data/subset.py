@@ -1,8 +1,8 @@
-"""Trains on a subset of the sequences of token data: which ones, and what each one's loss weighs.
+"""Trains on a subset of the sequences of token data, with a loss weight per sequence.
 
-The candidates are the windows of seq_len + 1 tokens, neighbours sharing one, of a dataset's
-sequences laid end to end in the order of its file: they depend on no seed. A file holds those that
-were chosen, with their weights, the objective that they reach and the hashes of data and model.
+Candidates are the windows of seq_len + 1 tokens, neighbours sharing one, of a dataset's sequences
+concatenated in file order: they depend on no seed. A subset's file holds the chosen candidates,
+their weights, the objective reached and the hashes of data and model.
 """
 
 import hashlib
@@ -32,23 +32,23 @@ class SourceRecord(Section):
     """A dataset that sequences were chosen from."""
 
     prefix: str
-    """where it was"""
+    """its path when sequences were chosen"""
     sha256: str
-    """of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
+    """hash of its .bin, as `mtcli preprocess` wrote it; empty for data from another tool"""
     sampled: str
     """XXH3 (128 bits) of the sizes of its files and of 64 blocks of 64 KiB of each"""
     candidates: Count
-    """sequences to choose from; they follow those of the sources before it"""
+    """number of its candidates, which are numbered after those of previous sources"""
     share: float | None = None
-    """its weight in the blend; None: by its sequences"""
+    """its weight in the blend; None: in proportion to its candidates"""
 
 
 class ModelRecord(Section):
-    """The model whose gradients or features sequences were chosen by."""
+    """The model by whose gradients or features sequences were chosen."""
 
     path: str
     hash: str
-    """of the manifest, or of blocks of the weights' files"""
+    """hash of the manifest, or of blocks of the weights' files"""
 
 
 class Subset(Section):
@@ -59,7 +59,7 @@ class Subset(Section):
     method: str
     """craig, dsir or random"""
     proxy: str | None
-    """gradient, kronecker or features; None: no model was asked"""
+    """gradient, kronecker or features; None: without a model"""
     seed: Count
     seq_len: Positive
     """tokens of a sequence, which training on the subset must use"""
@@ -69,19 +69,19 @@ class Subset(Section):
     objective: float | None
     """facility location of the chosen sequences over the proxies; higher is better"""
     random_objective: float | None
-    """that of as many random ones"""
+    """objective of as many random sequences"""
     bound: float | None
     """L: the sum of all candidates' distances to the chosen, which bounds the gradient's error"""
     random_bound: float | None
-    """that of as many random ones"""
+    """bound of as many random sequences"""
     error: float | None = None
-    """the length of what the weighted sum of the chosen proxies lacks of the sum of all"""
+    """norm of the difference of the chosen proxies' weighted sum and the sum of all proxies"""
     random_error: float | None = None
-    """that of as many random ones"""
+    """error of as many random sequences"""
     indices: tuple[Count, ...]
     """the chosen candidates in the order of their picks"""
     weights: tuple[Weight, ...]
-    """what the loss of each one weighs: how many candidates it stands for"""
+    """loss weight of each chosen candidate: the number of candidates that it represents"""
     sources: tuple[SourceRecord, ...]
     model: ModelRecord | None
     target: tuple[SourceRecord, ...] = ()
@@ -109,13 +109,13 @@ class ChosenSequences(NamedTuple):
 
 
 def write_subset(target: str | Path, subset: Subset) -> None:
-    """Writes a subset's file. Raises MtcliError (exit 1) where the disk does not take it."""
+    """Writes a subset's file. Raises MtcliError (exit 1) where the disk refuses it."""
     with aside(target) as path:
         path.write_text(json.dumps(subset.model_dump()) + "\n", encoding="utf-8")
 
 
 def read_subset(path: str | Path) -> Subset:
-    """Reads a subset's file. Raises MtcliError where it is none."""
+    """Reads a subset's file. Raises MtcliError for another file."""
     fields = load_json(path, AGAIN, AGAIN, field=FIELD)
     try:
         return Subset.model_validate(fields)
@@ -127,13 +127,13 @@ def read_subset(path: str | Path) -> Subset:
 
 
 def digest(subset: Subset) -> str:
-    """The hash of a subset's members and their weights: 16 hexadecimal digits."""
+    """Hashes a subset's members and their weights: 16 hexadecimal digits."""
     pairs = sorted(zip(subset.indices, subset.weights, strict=True))
     return hashlib.blake2b(json.dumps(pairs).encode(), digest_size=8).hexdigest()
 
 
 def require_subset(config: RunConfig) -> Subset | None:
-    """The subset that a run trains on, if any.
+    """Reads the subset that a run trains on, if any.
 
     Raises MtcliError where it is of other sequences than the run's, as far as the config tells.
     """
@@ -155,9 +155,10 @@ def require_subset(config: RunConfig) -> Subset | None:
 
 
 def members(subset: Subset, available: Sequence[int]) -> ChosenSequences:
-    """The members of a subset, in ascending order, of sources that have so many candidates now.
+    """Returns the members of a subset, ascending, by source; `available` counts each source's
+    candidates.
 
-    Raises MtcliError where a member is beyond them.
+    Raises MtcliError for a member beyond them.
     """
     ends = np.cumsum([source.candidates for source in subset.sources])
     indices = np.array(subset.indices, np.int64)
@@ -175,10 +176,11 @@ def members(subset: Subset, available: Sequence[int]) -> ChosenSequences:
 
 
 class TokenSequences:
-    """The candidates of token data, by number: those of the first dataset, of the second, ..."""
+    """The candidates of token data, numbered dataset by dataset."""
 
     def __init__(self, words: Sequence[str], split: str, seq_len: int, which: Which = "train"):
-        """`words` are a blend's. Raises MtcliError where files are missing, wrong or too short."""
+        """Opens the blend that `words` name. Raises MtcliError where files are missing, wrong or
+        too short."""
         blend, self.indexed = open_blend(words, "--data")
         self.prefixes, self.shares, self.seq_len = blend.prefixes, blend.weights, seq_len
         self.owned = [range(*split_range(split, which, len(data))) for data in self.indexed]
@@ -208,7 +210,7 @@ class TokenSequences:
         return token_files(self.prefixes)
 
     def groups(self) -> list[np.ndarray]:
-        """The candidates of each dataset: int64, ascending."""
+        """Returns the candidates of each dataset: int64, ascending."""
         bounds = [0, *self.ends.tolist()]
         return [np.arange(first, end) for first, end in zip(bounds, bounds[1:], strict=False)]
 
@@ -244,11 +246,11 @@ class TokenSequences:
         return tuple(spans)
 
     def source_of(self, candidate: int) -> int:
-        """The number of the dataset that has a candidate."""
+        """Returns the number of the dataset that has a candidate."""
         return int(np.searchsorted(self.ends, candidate, side="right"))
 
     def _begin(self, candidate: int) -> tuple[int, int]:
-        """(a candidate's dataset, its first token in the file)."""
+        """Returns (dataset, first token in its file) of a candidate."""
         source = self.source_of(candidate)
         index = candidate - (int(self.ends[source - 1]) if source else 0)
         data = self.indexed[source]
@@ -257,15 +259,15 @@ class TokenSequences:
 
 
 class SubsetBatches:
-    """The samples of a run on a subset by global id: read as `Batches` are.
+    """The samples of a run on a subset by global id; has the interface of `Batches`.
 
-    Each epoch has its members once, in an order by the seed and its number.
+    Each epoch has every member once, in an order by (seed, epoch).
     """
 
     def __init__(
         self, sequences: TokenSequences, subset: Subset, num_samples: int, seed: int
     ) -> None:
-        """Raises MtcliError where the data has not the members."""
+        """Raises MtcliError where the data lacks a member."""
         self.sequences, self.subset = sequences, subset
         self.num_samples = self.planned = num_samples
         self.prefixes, self.weights = sequences.prefixes, sequences.shares
@@ -273,7 +275,7 @@ class SubsetBatches:
         self.adopt(subset, 0)
 
     def adopt(self, subset: Subset, first: int) -> None:
-        """Takes another subset of the same data from sample `first` on."""
+        """Switches to another subset of the same data from sample `first` on."""
         selected = members(subset, self.sequences.counts)
         starts = np.append(0, self.sequences.ends)[selected.source]
         self.members, self.first = starts + selected.place, first
@@ -297,7 +299,8 @@ class SubsetBatches:
         return self.sequences.documents(self.members[self._places(start, count)])
 
     def loss_weights(self, start: int, count: int) -> np.ndarray:
-        """The weight of each label's loss, that of its sequence: float32 [count, seq_len]."""
+        """Returns the loss weight of each label, which is its sequence's: float32 [count,
+        seq_len]."""
         weights = self.member_weights[self._places(start, count)]
         return np.repeat(weights[:, None], self.sequences.seq_len, axis=1)
 
@@ -307,24 +310,27 @@ class SubsetBatches:
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
         """Identifies the spans that `batch(start, count)` is made of."""
         candidates = self.members[self._places(start, count)].tolist()
-        names, of = self.prefixes, self.sequences.source_of
-        return [SampleId(names[of(member)], self.sequences.spans(member)) for member in candidates]
+        names, source_of = self.prefixes, self.sequences.source_of
+        return [
+            SampleId(names[source_of(member)], self.sequences.spans(member))
+            for member in candidates
+        ]
 
     def drawn(self, start: int, stop: int) -> list[int]:
-        """Counts how many of the samples start .. stop - 1 each dataset gives."""
+        """Counts the samples start .. stop - 1 by dataset."""
         sources = np.searchsorted(
             self.sequences.ends, self.members[self._places(start, stop - start)], side="right"
         )
         return list(np.bincount(sources, minlength=len(self.prefixes)).tolist())
 
     def describe(self) -> dict[str, str]:
-        """Describes the subset in the words that a run says first."""
+        """Returns the subset's line of the run's header."""
         subset, size = self.subset, len(self.members)
-        of = f"{size:,} of {subset.num_candidates:,} sequences, chosen by {subset.method}"
-        return {"subset": of}
+        summary = f"{size:,} of {subset.num_candidates:,} sequences, chosen by {subset.method}"
+        return {"subset": summary}
 
     def _places(self, start: int, count: int) -> np.ndarray:
-        """The places among the members of samples: int64 [count]."""
+        """Returns the index of each sample's member: int64 [count]."""
         assert self.first <= start <= start + count <= len(self), (self.first, start, count)
         epochs, places = np.divmod(np.arange(start, start + count) - self.first, len(self.members))
         positions = np.empty(count, np.int64)
@@ -334,8 +340,8 @@ class SubsetBatches:
         return positions
 
     def _order(self, epoch: int) -> np.ndarray:
-        known, order = self._epoch
-        if known != epoch:
+        cached_epoch, order = self._epoch
+        if cached_epoch != epoch:
             random = np.random.RandomState([self.seed, epoch, self.first % 2**32])
             order = random.permutation(len(self.members))
             self._epoch = (epoch, order)
@@ -350,8 +356,8 @@ def token_batches(
     planned: int | None = None,
     check: Callable[[TokenSequences], None] = lambda sequences: None,
 ) -> Batches | SubsetBatches:
-    """Opens so many samples of a run's token data, or of a subset of it whose sequences `check` has
-    passed; see `Batches`."""
+    """Opens `num_samples` samples of a run's token data, or of its subset, whose sequences must
+    pass `check`; see `Batches`."""
     paths, split = chosen(config.data, which)
     size, seed = config.batch.seq_len, config.data_seed
     if subset is not None:
@@ -362,7 +368,7 @@ def token_batches(
 
 
 def subset_facts(subset: Subset) -> dict[str, Any]:
-    """The keys of a subset that a command answers."""
+    """Returns the facts of a subset for a command's JSON."""
     keys = ("method", "proxy", "objective", "random_objective", "bound", "random_bound")
     more = ("error", "random_error", "num_candidates", "seq_len")
     facts = {key: getattr(subset, key) for key in keys + more}

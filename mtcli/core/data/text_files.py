@@ -1,4 +1,4 @@
-"""Reads the files of published data sets, compressed or not, with errors that name the line."""
+"""Reads the files of published datasets, compressed or not, with errors that name the line."""
 
 from codecs import BOM_UTF8
 from json import JSONDecodeError
@@ -13,7 +13,7 @@ WHICH = "is it the data set's own file, and whole? docs/eval.md says what each d
 
 
 def read_text(path: Path, field: str = "--task") -> str:
-    """Reads a file. Raises MtcliError when it is unreadable, empty, or not UTF-8 (with line)."""
+    """Reads a file. Raises MtcliError where it is unreadable, empty, or not UTF-8 (with line)."""
     try:
         raw = _decompressed(path) if path.suffix in COMPRESSIONS else read_untrusted(path)
     except (*DAMAGE, OSError) as error:
@@ -31,7 +31,7 @@ def read_text(path: Path, field: str = "--task") -> str:
 
 
 def _decompressed(path: Path) -> bytes:
-    """The contents of a compressed file. Raises OSError for more than MAX_BYTES of them."""
+    """Decompresses a file. Raises OSError for more than MAX_BYTES of contents."""
     parts, size = [], 0
     with open_untrusted(path) as file:
         for piece in pieces(file, path.suffix, str(path)):
@@ -43,7 +43,7 @@ def _decompressed(path: Path) -> bytes:
 
 
 def json_form(text: str) -> Literal["lines", "document"] | None:
-    """Tells how a text is JSON: an object a line, or one document; None where it is not JSON."""
+    """Detects JSON: "lines" for an object per line, or "document"; None for other text."""
     start = text.lstrip()
     if not start.startswith(("{", "[")):
         return None
@@ -58,7 +58,7 @@ def json_form(text: str) -> Literal["lines", "document"] | None:
 
 
 def json_of(text: str, path: Path, line: int, field: str) -> Any:
-    """Parses the JSON that begins in a line of a file. Raises MtcliError with its line."""
+    """Parses the JSON that begins in a line of a file. Raises MtcliError with the line."""
     try:
         return parse_json(text)
     except JSONDecodeError as error:
@@ -69,5 +69,5 @@ def json_of(text: str, path: Path, line: int, field: str) -> Any:
 
 
 def bad_line(path: Path, line: int, what: str, field: str = "--task") -> MtcliError:
-    """The error for one line of a file that `field` names."""
+    """Builds the error of one line of a file that `field` names."""
     return wrong(f"{path}, line {line}: {what}", WHICH, field)

@@ -1,10 +1,10 @@
-"""Loads and trains tokenizers as one class; `tokenizers` is the truth for their ids.
+"""Loads and trains tokenizers as one class, whose ids are those of `tokenizers`.
 
 A specification is a `tokenizer.json`, a folder that holds one (or GPT-2's `vocab.json` and
-`merges.txt`), a Hugging Face name, or the word `bytes`. `encode` adds no special tokens. A special
-token's text inside a document gets what Hugging Face gives it: the special id, for tokenizers that
-come from there; ordinary bytes for our own (`bytes` and trained ones), whose end-of-document token
-is not listed as an added token and so cannot be written in a document.
+`merges.txt`), a Hugging Face name, or the word `bytes`. `encode` adds no special tokens. The text
+of a special token inside a document becomes the special id for tokenizers from Hugging Face, as
+there. For our own (`bytes` and trained ones) it becomes ordinary bytes: their end-of-document token
+is not an added token, so no document can contain it.
 """
 
 import hashlib
@@ -44,10 +44,11 @@ KINDS = (
 
 
 class Tokenizer:
-    """A tokenizer: text to ids and back, saved as the `tokenizer.json` that it was made from."""
+    """A tokenizer: text to ids and back, saved as its original `tokenizer.json`."""
 
     def __init__(self, source: str | HfTokenizer, config: dict[str, object] | None = None) -> None:
-        """Takes a tokenizer.json's text, or the tokenizer it would make; `config` from its config.
+        """Takes the text of a tokenizer.json, or a tokenizer; `config` is its
+        tokenizer_config.json.
 
         Raises MtcliError where the text is no tokenizer.
         """
@@ -75,7 +76,7 @@ class Tokenizer:
         return ids
 
     def encode_all(self, texts: Sequence[str], with_specials: bool = False) -> list[list[int]]:
-        """Encodes each text. Raises MtcliError for one that the tokenizer cannot take."""
+        """Encodes each text. Raises MtcliError for one that the tokenizer refuses."""
         encoded = []
         with no_panics("the tokenizer fails on a text"):
             for text in texts:
@@ -84,17 +85,17 @@ class Tokenizer:
         return encoded
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Encodes `text` to go on from: with the special tokens that tokenizer.json's template puts
-        before it, such as Llama's <s>, where it does not spell them, and without those behind."""
+        """Encodes `text` as a prompt: after the special tokens that tokenizer.json's template puts
+        first, such as Llama's <s>, unless the text spells them, and without those at the end."""
         if self.is_bytes:
             return self.encode(text)
         begin, encoded, _ = self._framed(text)
         return begin + encoded.ids
 
     def encode_example(self, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-        """Encodes a prompt and its completion as the one text that they are, and says of each token
-        whether it is of the completion: from the token of its first character on. The text ends as
-        the template ends it, and with the end-of-document token, once."""
+        """Encodes a prompt and its completion as one text, and marks the completion's tokens: from
+        the token of its first character on. The text ends as the template ends it, and with one
+        end-of-document token."""
         begin, encoded, end = self._framed(prompt + completion)
         first, _ = _tokens_of(encoded, len(prompt), len(prompt) + len(completion))
         if self.eod_id is not None and end[-1:] != [self.eod_id]:
@@ -103,7 +104,7 @@ class Tokenizer:
         return ids, [i >= len(begin) + first for i in range(len(ids))]
 
     def _framed(self, text: str) -> tuple[list[int], Encoding, list[int]]:
-        """(ids that the template puts before a text, the text's encoding, ids behind it)."""
+        """Returns (the template's ids before a text, the text's encoding, ids after it)."""
         with no_panics("the tokenizer fails on a text"):
             require_measured(self.backend.normalizer, self._growth, text)
             framed = self.backend.encode(text, add_special_tokens=True).ids
@@ -117,9 +118,10 @@ class Tokenizer:
     def encode_spans(
         self, text: str, spans: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> tuple[list[int], list[float]]:
-        """Encodes the text of a chat template, special tokens as such, and gives each token the
-        weight of the span [first, end) of characters that it is in: from the token of a span's
-        first character to that of its last; 0 outside of all.
+        """Encodes the text of a chat template, its special tokens as such, with a weight per token.
+
+        A token has the weight of the span [first, end) of characters that it overlaps; 0 outside of
+        all spans.
         """
         with no_panics("the tokenizer fails on a text"):
             require_measured(self.backend.normalizer, self._growth, text)
@@ -132,13 +134,13 @@ class Tokenizer:
 
     @cached_property
     def _with_specials(self) -> HfTokenizer:
-        """The tokenizer with its end of document, and what its config names, as special tokens:
-        as transformers loads it."""
+        """Builds the tokenizer whose end of document, and tokens named by its config, are special
+        tokens, as transformers loads it."""
         roles = ("bos_token", "eos_token", "pad_token", "unk_token")
         named = (self.eod_token, *(configured_token(self.config, role) for role in roles))
         backend = HfTokenizer.from_str(self.definition)
-        known = [name for name in named if name and backend.token_to_id(name) is not None]
-        backend.add_special_tokens(known)
+        specials = [name for name in named if name and backend.token_to_id(name) is not None]
+        backend.add_special_tokens(specials)
         return backend
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -147,11 +149,11 @@ class Tokenizer:
             return self.backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def decode_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """Decodes `ids` where they stand, behind a prompt's: with the space that a decoder leaves
-        out where a text begins."""
+        """Decodes `ids` as the continuation of a prompt's: with the space that decoders strip at a
+        text's beginning."""
         context = prompt[-CONTEXT:]
-        before, whole = self.decode(context), self.decode([*context, *ids])
-        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
+        context_text, whole = self.decode(context), self.decode([*context, *ids])
+        return whole[len(context_text) :] if whole.startswith(context_text) else self.decode(ids)
 
     def save(self, folder: str | Path) -> Path:
         """Writes the files that `load_tokenizer(folder)` reads; returns the folder."""
@@ -175,18 +177,20 @@ class Tokenizer:
 
 
 def _tokens_of(encoded: Encoding, first: int, end: int) -> tuple[int, int]:
-    """The tokens [begin, stop) that the characters [first, end) of a text became, those that they
-    share with others included. Some characters, such as spaces, may have become none."""
-    of = encoded.char_to_token
-    begin = next((token for i in range(first, end) if (token := of(i)) is not None), None)
-    last = next((token for i in range(end - 1, first - 1, -1) if (token := of(i)) is not None), -1)
+    """Returns the range of tokens [begin, stop) that overlap the characters [first, end) of a text.
+    Some characters, such as spaces, may have no token."""
+    token_at = encoded.char_to_token
+    begin = next((token for i in range(first, end) if (token := token_at(i)) is not None), None)
+    last = next(
+        (token for i in range(end - 1, first - 1, -1) if (token := token_at(i)) is not None), -1
+    )
     return (len(encoded.ids), len(encoded.ids)) if begin is None else (begin, last + 1)
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Loads the tokenizer that `spec` names.
 
-    Raises MtcliError where there is no such file, folder or name, or it cannot be read.
+    Raises MtcliError where no such file, folder or name exists, or it cannot be read.
     """
     if spec == "bytes":
         return byte_tokenizer()
@@ -206,12 +210,12 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Builds a tokenizer of UTF-8 bytes, 256 ids, and id 256 for the end of a document."""
+    """Builds a tokenizer of UTF-8 bytes: 256 ids, and id 256 for the end of a document."""
     return Tokenizer(_bytes_backend())
 
 
 def configured_token(config: Mapping[str, object], role: str) -> str | None:
-    """Reads a special token, such as eos_token, of a tokenizer_config.json."""
+    """Returns the text of a special token, such as eos_token, in a tokenizer_config.json."""
     token = config.get(role)
     if isinstance(token, dict):  # older files store the AddedToken
         token = token.get("content")
@@ -219,7 +223,7 @@ def configured_token(config: Mapping[str, object], role: str) -> str | None:
 
 
 def require_trainable(vocab_size: int, pieces: bool = False) -> None:
-    """Raises MtcliError where a vocabulary, of WordPieces or else bytes, is too small."""
+    """Raises MtcliError where a vocabulary, of WordPieces (`pieces`) or of bytes, is too small."""
     least = len(SPECIALS) + 2 if pieces else 257
     of_pieces = f"{len(SPECIALS)} special tokens and a letter that begins a word or goes on"
     what = of_pieces if pieces else "256 bytes and the end-of-document token"
@@ -236,8 +240,8 @@ def require_trainable(vocab_size: int, pieces: bool = False) -> None:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE of at most `vocab_size` ids, with GPT-2's words, on `texts`.
 
-    Ids 0 to 255 are bytes in the alphabet's order, the last is the end of a document. A corpus that
-    is too small to fill the vocabulary gives a smaller one.
+    Ids 0 to 255 are bytes in the alphabet's order, the last one is the end of a document. A small
+    corpus may not fill the vocabulary, which then is smaller.
     """
     require_trainable(vocab_size)
     backend = HfTokenizer(models.BPE())
@@ -258,7 +262,7 @@ def train_word_pieces(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains BERT's kind of tokenizer on `texts`: WordPiece of lower-case words, at most
     `vocab_size` ids, of which 0 to 4 are [PAD], [UNK], [CLS], [SEP] and [MASK].
 
-    Where the corpus has more letters than there is room for, the rarest are [UNK].
+    Where the corpus has more letters than the vocabulary has room for, the rarest are [UNK].
     """
     require_trainable(vocab_size, pieces=True)
     normalizer, words = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
@@ -306,10 +310,11 @@ def _bytes_backend() -> HfTokenizer:
 
 
 def _byte_letters() -> list[str]:
-    """GPT-2's letter for each byte 0 to 255: itself where printable, else from U+0100 on."""
+    """Returns GPT-2's letter for each byte 0 to 255: itself where printable, else from U+0100
+    on."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = (byte for byte in range(256) if byte not in plain)
-    letters = {byte: chr(256 + n) for n, byte in enumerate(others)}
+    unprintable = (byte for byte in range(256) if byte not in plain)
+    letters = {byte: chr(256 + n) for n, byte in enumerate(unprintable)}
     return [letters.get(byte, chr(byte)) for byte in range(256)]
 
 
@@ -367,7 +372,7 @@ def _read(path: Path) -> str:
 
 
 def _from_hub(name: str) -> Tokenizer:
-    """Loads a tokenizer from the hub where it answers, else from the local cache."""
+    """Loads a tokenizer from the hub, or from the local cache where the hub does not answer."""
     from huggingface_hub import HfApi, hf_hub_download
 
     try:

@@ -1,9 +1,10 @@
-"""Bounds what an untrusted tokenizer.json may cost before it is loaded, and catches its panics.
+"""Bounds the cost of an untrusted tokenizer.json before it is loaded, and catches panics of the
+library.
 
-A normaliser may make gigabytes out of a letter, and the library's answer to much that is wrong, and
-to patterns that take too long on a text, is a panic: Rust's own report on stderr and an exception
-that no `except Exception` catches. Growth is bounded by the definition alone, in bytes out for each
-byte in; `require_measured` looks at a text where that bound is too large to be of use.
+A normaliser may make gigabytes out of a letter. For many invalid definitions, and for patterns that
+take too long on a text, the library panics: Rust writes a report to stderr and raises an exception
+that `except Exception` does not catch. The definition alone bounds growth, in bytes out per byte
+in; where that bound is too large to be useful, `require_measured` measures texts.
 """
 
 import base64
@@ -37,10 +38,11 @@ AFFIXES = ("continuing_subword_prefix", "end_of_word_suffix")
 
 
 def bounded(definition: str) -> tuple[str, float]:
-    """(the definition without what changes ids by chance or length, its normaliser's growth).
+    """Returns (the definition without batch and training settings, its normaliser's growth).
 
-    Padding, truncation and dropout are settings of batches and of training: transformers sets the
-    first two by each call. Raises MtcliError where it is no definition, or without bound.
+    Padding, truncation and dropout are removed, as they change ids by chance or length;
+    transformers sets the first two per call. Raises MtcliError for an invalid definition, or one
+    without a bound.
     """
     try:
         table = parse_json(definition)
@@ -62,24 +64,24 @@ def bounded(definition: str) -> tuple[str, float]:
 def require_measured(normalizer: Any, growth: float, text: str) -> None:
     """Raises MtcliError where a normaliser would make far more of a text than of any real one.
 
-    Measured a window at a time, and only where `growth`, its bound, does not say enough.
+    Measures a window at a time, and only where the bound `growth` does not settle it.
     """
     size = len(text) if text.isascii() else len(text.encode())
     if growth <= REAL_GROWTH or growth * size <= FREE_BYTES:
         return
-    step, made = max(1, int(WINDOW_BYTES / (4 * growth))), 0
+    step, output_bytes = max(1, int(WINDOW_BYTES / (4 * growth))), 0
     for start in range(0, len(text), step):
-        made += len(normalizer.normalize_str(text[start : start + step]).encode())
-        if made > max(FREE_BYTES, REAL_GROWTH * size):
+        output_bytes += len(normalizer.normalize_str(text[start : start + step]).encode())
+        if output_bytes > max(FREE_BYTES, REAL_GROWTH * size):
             where = f"of the first {min(start + step, len(text)):,} letters of a text"
-            raise wrong(f"the tokenizer's normalizer makes {made:,} bytes {where}", OTHER)
+            raise wrong(f"the tokenizer's normalizer makes {output_bytes:,} bytes {where}", OTHER)
 
 
 @contextmanager
 def no_panics(what: str) -> Iterator[None]:
-    """Turns any error of a library in Rust into an MtcliError that names `what` failed.
+    """Turns any error of a Rust library into an MtcliError that names `what` failed.
 
-    Its report on stderr is dropped, with all that this process writes there meanwhile.
+    Drops the library's report on stderr, with all else that this process writes there meanwhile.
     """
     try:
         with _silent():
@@ -113,7 +115,7 @@ def _silent() -> Iterator[None]:
 
 
 def _checked(table: dict[str, Any]) -> float:
-    """Bounds the growth of the normaliser. Raises MtcliError for what has no bound of use."""
+    """Bounds the growth of the normaliser. Raises MtcliError where the bound is too large."""
     growth = {part: _growth(table.get(part)) for part in MAX_GROWTH}
     for part, most in MAX_GROWTH.items():
         if growth[part] > most:
@@ -138,7 +140,7 @@ def _checked(table: dict[str, Any]) -> float:
 
 
 def _growth(step: Any) -> float:
-    """The most bytes that a normaliser, pre-tokeniser or decoder makes of one."""
+    """Bounds the bytes that a normaliser, pre-tokeniser or decoder makes of one byte."""
     if not isinstance(step, dict):
         return 1
     kind = step.get("type")
@@ -160,7 +162,8 @@ def _growth(step: Any) -> float:
 
 
 def _longest_of_charsmap(text: Any) -> int:
-    """The longest text that a character becomes by sentencepiece's map: a trie, then texts."""
+    """Returns the length of the longest replacement in sentencepiece's character map: a trie, then
+    texts."""
     if not isinstance(text, str):
         return 1
     try:

@@ -1,8 +1,8 @@
-"""The vocabulary of a model beside that of its data: rows of an embedding that no token uses.
+"""Fits the vocabulary of a model to its data's: an embedding's unused rows harm training.
 
 Rows that are never a target are only pushed away, and with a high learning rate the loss has
-spikes. So a preset's vocabulary is a default, which the tokenizer of the data overrides; one that a
-config sets is kept.
+spikes. So the tokenizer of the data overrides a preset's vocabulary, but not one that the config
+sets.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from mtcli.core.config.schema import RunConfig
 
 
 def with_vocabulary(source: str | Table, overrides: list[str]) -> list[str]:
-    """The overrides of a config, and before them the vocabulary of its data's tokenizer where the
-    model's is that of a preset, which starts from no weights."""
+    """Returns the overrides, preceded by the vocabulary of the data's tokenizer where the model's
+    is a preset's and the run starts from no weights."""
     try:
         config, _ = read_config(source, overrides)
         size = _largest(config) if config else None
@@ -32,7 +32,7 @@ def with_vocabulary(source: str | Table, overrides: list[str]) -> list[str]:
 
 
 def describe_vocabulary(config: RunConfig) -> dict[str, str]:
-    """Lines of a run's header, by name: the model's vocabulary and the data's."""
+    """Returns the lines of a run's header: the vocabulary of the model and that of the data."""
     size, ids = _largest(config), config.model.vocab_size
     if size is None:
         return {}
@@ -41,7 +41,7 @@ def describe_vocabulary(config: RunConfig) -> dict[str, str]:
 
 
 def vocabulary_notes(config: RunConfig) -> list[str]:
-    """Warns where the data has no use for most of the model's vocabulary, or for half of it."""
+    """Warns where the data does not use most, or half, of the model's vocabulary."""
     used, ids = _largest(config, used=True), config.model.vocab_size
     if used is None or 2 * used > ids:
         return []
@@ -52,7 +52,7 @@ def vocabulary_notes(config: RunConfig) -> list[str]:
 
 
 def _is_default(source: str | Table, overrides: Sequence[str]) -> bool:
-    """Whether a config's vocabulary is that of a preset it names."""
+    """Says whether a config's vocabulary is that of the preset it names."""
     is_preset = isinstance(source, str) and source in preset_names()
     if isinstance(source, str):
         source = {} if is_preset else read_table(source)
@@ -63,8 +63,8 @@ def _is_default(source: str | Table, overrides: Sequence[str]) -> bool:
 
 
 def _largest(config: RunConfig, used: bool = False) -> int | None:
-    """The largest vocabulary of the data's tokenizers, or of the ids that are `used`; None of other
-    formats than tokens, or where a dataset does not tell."""
+    """Returns the largest vocabulary of the data's tokenizers, or of the ids that are `used`; None
+    for other formats than tokens, or where a dataset does not state it."""
     data = config.data
     if data.format != "tokens" or not data.train:
         return None
@@ -72,8 +72,8 @@ def _largest(config: RunConfig, used: bool = False) -> int | None:
 
     words = (data.train, data.valid) if data.valid else (data.train,)
     sizes = []
-    for prefix in (prefix for each in words for prefix in read_blend(each)[0]):
+    for prefix in (prefix for blend in words for prefix in read_blend(blend)[0]):
         largest = max_token_id(prefix) if used else None
         sizes.append(tokenizer_size(prefix) if largest is None else largest + 1)
-    known = [size for size in sizes if size is not None]
-    return max(known) if len(known) == len(sizes) else None
+    known_sizes = [size for size in sizes if size is not None]
+    return max(known_sizes) if len(known_sizes) == len(sizes) else None

@@ -1,8 +1,8 @@
-"""Keeps a run's unfinished output aside, so that a killed run resumes and no file is half-written.
+"""Writes a run's output to a work folder, so that a killed run resumes and no file is half-written.
 
-`PREFIX.partial/` holds the tokens so far, their lengths spilled as int32 (and the number of each
-document's sentences, where they are split), and a journal whose every line says how much of each is
-whole. The final names appear only when all is written and synced.
+`PREFIX.partial/` holds the tokens so far, their lengths as int32 (and, for sentences, each
+document's number of them), and a journal whose lines state how much of each file is complete. The
+final names appear once everything is written and synced.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ FINAL = (".tokenizer", ".bin", ".json", ".idx")  # the index last: it says that 
 
 @dataclass
 class Journaled:
-    """The part of the output that a line of the journal vouches for."""
+    """The sizes of the output that a line of the journal guarantees."""
 
     blocks: Count = 0
     token_bytes: Count = 0
@@ -47,12 +47,13 @@ class Journaled:
 
 
 class Workspace:
-    """The tokens of the first `blocks` blocks in a folder, and what they hold in `counts`."""
+    """The work folder with the tokens of the first `blocks` blocks, counted in `counts`."""
 
     def __init__(self, prefix: Path, fingerprint: str, resume: bool) -> None:
-        """Opens the folder, and takes up what is in it where the run is resumed.
+        """Opens the folder, and continues from its contents where the run is resumed.
 
-        Raises MtcliError where another run writes here, or began otherwise, or it is none of ours.
+        Raises MtcliError where another run writes here, or began with other options, or the folder
+        is not ours.
         """
         self._work = WorkFolder(with_suffix(prefix, ".partial"), prefix)
         self.prefix, self.folder = prefix, self._work.path
@@ -71,7 +72,7 @@ class Workspace:
         self.resumed_at = self.blocks
 
     def begin(self) -> None:
-        """Empties the folder for a run that resumes none."""
+        """Empties the folder for a new run."""
         self._work.clear()
         self._write_line({"fingerprint": self.fingerprint})
         self._open(Journaled())
@@ -83,8 +84,8 @@ class Workspace:
         self._work.close()
 
     def leave(self, resumable: bool) -> None:
-        """Closes after a failure; the folder stays only where a later run can resume it, and as it
-        was where this one has not begun."""
+        """Closes after a failure. The folder stays only where a later run can resume it, and
+        unchanged where this run has not begun."""
         if not self._began and self._journal.exists():
             self.close()
             return
@@ -103,7 +104,7 @@ class Workspace:
         self._work.remove()
 
     def subfolder(self, name: str) -> Path:
-        """Makes an empty folder for what does not outlive the run."""
+        """Creates an empty folder for files that do not outlive the run."""
         folder = self.folder / name
         if folder.is_symlink():
             folder.unlink()
@@ -112,8 +113,8 @@ class Workspace:
         return folder
 
     def append(self, parts: tuple[Path, ...], counts: TextCounts) -> None:
-        """Adds the next block from its part files, which are removed: tokens, lengths, and maybe
-        the number of each document's sentences."""
+        """Appends the next block's part files, then removes them: tokens, lengths and, for
+        sentences, each document's number of them."""
         for part, output in zip(parts, self._files, strict=False):
             with open_untrusted(part) as file:
                 while data := file.read(COPY_BYTES):
@@ -127,7 +128,7 @@ class Workspace:
             self.commit()
 
     def commit(self) -> None:
-        """Makes all that was appended durable, and records so in the journal."""
+        """Syncs everything appended so far, and records its size in the journal."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
@@ -155,21 +156,21 @@ class Workspace:
         return facts
 
     def publish(self) -> None:
-        """Moves finished files to their final names, also those of an interrupted publish."""
+        """Moves finished files to their final names; also completes an interrupted publish."""
         if (self.folder / "ready" / "tokens.bin").exists():  # never beside an older index
             with_suffix(self.prefix, ".idx").unlink(missing_ok=True)
         for suffix, name in zip(FINAL, READY, strict=True):
-            made, final = self.folder / "ready" / name, with_suffix(self.prefix, suffix)
-            if made.exists():
+            finished, final = self.folder / "ready" / name, with_suffix(self.prefix, suffix)
+            if finished.exists():
                 if final.is_dir():
                     shutil.rmtree(final)
-                made.replace(final)
+                finished.replace(final)
         self.remove()
         sync_folder(self.prefix.parent)
 
     @property
     def is_finished(self) -> bool:
-        """Whether only the moves to the final names are left to do."""
+        """Says whether only the moves to the final names remain."""
         return self._began and self._lines()[-1:] == [{"finished": True}]
 
     def _last_line(self) -> Journaled | None:
@@ -186,7 +187,7 @@ class Workspace:
             raise self._damaged(error.errors()[0]["msg"]) from None
 
     def _open(self, journaled: Journaled) -> None:
-        """Opens the spilled files, truncated to what the journal vouches for, and hashes it."""
+        """Opens the output files, truncated to the sizes in the journal, and hashes the tokens."""
         self._files = [append_untrusted(self.folder / name) for name in SPILLED]
         self._began = True
         if self.is_finished:
@@ -204,7 +205,7 @@ class Workspace:
                 self._hash.update(data)
 
     def _lines(self) -> list[dict[str, object]]:
-        """Reads the journal's complete lines; a last one that a crash truncated does not count."""
+        """Reads the journal's complete lines, without a last one that a crash truncated."""
         if not self._journal.exists():
             return []
         complete = read_untrusted(self._journal).split(b"\n")[:-1]

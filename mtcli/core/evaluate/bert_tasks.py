@@ -1,7 +1,7 @@
-"""Tasks of encoders: masked tokens and sentence order, RACE, and labelled texts.
+"""Evaluates encoders: masked tokens and sentence order, RACE, and labelled texts.
 
-The head decides: a classifier's logits of each example, of one checkpoint or, as an ensemble, the
-mean of several ones' probabilities (arXiv:1909.08053, section 5.3).
+A classifier decides by its logits of each example; an ensemble of checkpoints, by the mean of their
+probabilities (arXiv:1909.08053, section 5.3).
 """
 
 import tempfile
@@ -55,7 +55,7 @@ def encoder_runs(
 ) -> list[TaskRun]:
     """Binds tasks to encoders of one head. Collective.
 
-    Raises MtcliError for all that is wrong with them.
+    Raises MtcliError with everything that is wrong with the tasks.
     """
 
     def prepared(name: str, path: Path | None) -> TaskRun:
@@ -98,12 +98,14 @@ def _rows(
 def _masked(
     path: Path, model: ModelConfig, tokenizer: Tokenizer, special: SpecialTokens, limit: int | None
 ) -> MaskedRows:
-    """The rows of a dataset of sentences, or of the documents in a text file, each once."""
-    about = (model.max_seq_len, SEED)
+    """Opens the rows of a dataset of sentences, or of the documents in a text file, each once."""
+    length_and_seed = (model.max_seq_len, SEED)
 
     def opened(prefix: Path, samples: int) -> MaskedRows:
         order = model.sentence_order
-        return MaskedRows([str(prefix)], "1,0,0", "train", samples, *about, special, order)
+        return MaskedRows(
+            [str(prefix)], "1,0,0", "train", samples, *length_and_seed, special, order
+        )
 
     def whole(prefix: Path) -> MaskedRows:
         rows = opened(prefix, 1).packed[0].rows_of_epoch(0)
@@ -121,13 +123,13 @@ def _masked(
             preprocess(request._replace(split_on_blank="text" in kinds), lambda line: None)
         except MtcliError as error:
             more = "flags are those of `mtcli preprocess --sentences`, whose PREFIX is read too"
-            told = (Problem(p.message, f"{p.hint}; {more}", "--task") for p in error.problems)
-            raise MtcliError(*told, code=error.code) from None
+            problems = (Problem(p.message, f"{p.hint}; {more}", "--task") for p in error.problems)
+            raise MtcliError(*problems, code=error.code) from None
         return whole(Path(folder) / "text")  # mapped, so that it may go
 
 
 class EncoderTask(NamedTuple):
-    """A task of an encoder: rows, and the items that each of them holds."""
+    """A task of an encoder: its rows, and the items in each of them."""
 
     rows: MaskedRows | ExampleRows
     items: list[Sequence[int]]  # of each row, by their numbers
@@ -146,33 +148,33 @@ def _bound(
     batch_tokens: int,
     journal: Journal,
 ) -> TaskRun:
-    """Binds a task to its models; what an earlier run finished is taken from the journal.
+    """Binds a task to its models; the journal has the items that an earlier run finished.
 
-    A forward pass is left out where all of its items are known.
+    A forward pass is skipped where all of its items are finished.
     """
     rows, dp = task.rows, models[0].groups.layout.dp
     size = max(1, batch_tokens // rows.seq_len)
     spans = [(start, min(size, len(rows) - start)) for start in range(0, len(rows), size)]
     lines = journal.recorded(name, task.hashes()) if name in journal.known else {}
     restored = {number: task.restored(number, line) for number, line in lines.items()}
-    known = dict(models[0].of_rank_0([pair for pair in restored.items() if pair[1] is not None]))
+    finished = dict(models[0].of_rank_0([pair for pair in restored.items() if pair[1] is not None]))
 
     def items_of(span: tuple[int, int]) -> list[int]:
         return [number for row in range(span[0], sum(span)) for number in task.items[row]]
 
-    left = [span for span in spans if not all(number in known for number in items_of(span))]
+    left = [span for span in spans if not all(number in finished for number in items_of(span))]
     for number in chain.from_iterable(map(items_of, left)):
-        known.pop(number, None)
+        finished.pop(number, None)
     summary = f"{len(rows):,} rows of {rows.seq_len} tokens in {len(spans):,} forward passes"
     if cut := rows.describe().get("cut"):
         summary += f"; cut: {cut}"
-    if known:
-        summary += f"; {len(known):,} items are kept from a run that was ended"
+    if finished:
+        summary += f"; {len(finished):,} items are kept from a run that was ended"
 
     def run(progress: Advance) -> Report:
-        done = dict(known)
-        for number, record in known.items():
-            journal.keep(name, number, record, kept=True)
+        done = dict(finished)
+        for number, record in finished.items():
+            journal.keep(name, number, record, restored=True)
         for at in range(0, len(left), dp):
             some = left[at : at + dp]
             batches = [rows.rows(*span) for span in some]
@@ -191,8 +193,8 @@ def _bound(
 
 
 def _masked_task(rows: MaskedRows, path: Path) -> EncoderTask:
-    """Perplexity of masked tokens, and accuracy of the order of sentences where there are two: an
-    item is a row."""
+    """Builds the task of masked perplexity, and of the accuracy of sentence order where rows have
+    two halves. An item is a row."""
 
     def line(number: int, hashed: str, loss: float, counts: Mapping[str, Any]) -> Record:
         return {"hash": hashed, "id": f"row {number}", **counts, "loglikelihoods": [-loss]}
@@ -211,10 +213,11 @@ def _masked_task(rows: MaskedRows, path: Path) -> EncoderTask:
             "sop_total": np.bincount(row_M, counted_M, len(numbers)),
         }
         of_rows = [
-            {name: int(of[row]) for name, of in counts.items()} for row in range(len(numbers))
+            {name: int(values[row]) for name, values in counts.items()}
+            for row in range(len(numbers))
         ]
-        about = zip(numbers, _row_hashes(read), output.losses_R.tolist(), of_rows, strict=True)
-        return [line(*one) for one in about]
+        fields = zip(numbers, _row_hashes(read), output.losses_R.tolist(), of_rows, strict=True)
+        return [line(*one) for one in fields]
 
     def restored(number: int, earlier: Record) -> Record | None:
         counts = {name: earlier.get(name) for name in ("num_tokens", "sop_correct", "sop_total")}
@@ -231,13 +234,14 @@ def _masked_task(rows: MaskedRows, path: Path) -> EncoderTask:
 
 
 def _row_hashes(read: EncoderRows) -> list[str]:
-    """Hashes what is asked in each row: its tokens, masked and as they are, and the predicted."""
-    every = zip(read.tokens, read.labels, read.weights, strict=True)
-    return [sha256(b"".join(part.tobytes() for part in row)).hexdigest()[:16] for row in every]
+    """Hashes each row: its tokens, labels and the weights that mark predicted ones."""
+    rows = zip(read.tokens, read.labels, read.weights, strict=True)
+    return [sha256(b"".join(part.tobytes() for part in row)).hexdigest()[:16] for row in rows]
 
 
 def _report_masked(path: Path, records: Sequence[Record]) -> Report:
-    """Raises MtcliError where the text of `path` has no token that may be masked."""
+    """Reports perplexity and accuracies. Raises MtcliError where the text of `path` has no token
+    that may be masked."""
     masked, right, pairs = (
         sum(record[name] for record in records)
         for name in ("num_tokens", "sop_correct", "sop_total")
@@ -252,8 +256,7 @@ def _report_masked(path: Path, records: Sequence[Record]) -> Report:
 
 
 def _classes_task(rows: ExampleRows, models: Sequence[InferenceModel]) -> EncoderTask:
-    """Accuracy of a classifier, or of the mean of several ones' probabilities: an item is an
-    example."""
+    """Builds the task of a classifier's accuracy, or of an ensemble's. An item is an example."""
     hashes = [_hash(example) for example in rows.examples]
 
     def line(number: int, logs: list[float], members: list[int]) -> Record:
@@ -271,7 +274,7 @@ def _classes_task(rows: ExampleRows, models: Sequence[InferenceModel]) -> Encode
         with np.errstate(divide="ignore"):
             logs = np.log(chances.mean(0)).clip(min=LEAST).tolist()
         of_items = zip(numbers, logs, chances.argmax(2).T.tolist(), strict=True)
-        return [line(number, *about) for number, *about in of_items]
+        return [line(number, *fields) for number, *fields in of_items]
 
     def restored(number: int, earlier: Record) -> Record | None:
         model = models[0].config.model
@@ -285,13 +288,13 @@ def _classes_task(rows: ExampleRows, models: Sequence[InferenceModel]) -> Encode
 
 
 def _hash(example: Example) -> str:
-    """Hashes an example's tokens, which names it in a result."""
+    """Hashes an example's tokens, as its name in a result."""
     parts = [part for one in example.sequences for part in one if part is not None]
     return sha256(b"\0".join(part.tobytes() for part in parts)).hexdigest()[:16]
 
 
 def _numbers(record: Record, name: str, count: int) -> list[float]:
-    """A field of an earlier run's line; empty where that is no list of as many numbers."""
+    """Reads a list of `count` numbers in an earlier run's line; empty where it is anything else."""
     values = record.get(name)
     if not isinstance(values, list) or len(values) != count or not all(map(is_number, values)):
         return []
@@ -299,7 +302,8 @@ def _numbers(record: Record, name: str, count: int) -> list[float]:
 
 
 def _report_classes(records: Sequence[Record]) -> Report:
-    """Accuracy over all examples, and of RACE per level; of an ensemble that of each member too."""
+    """Reports the accuracy of all examples, of each level of RACE, and of each member of an
+    ensemble."""
     correct = [record["correct"] for record in records]
     has_groups = "group" in records[0]
     clusters = [record["cluster"] for record in records] if has_groups else None

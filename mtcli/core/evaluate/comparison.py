@@ -1,8 +1,8 @@
-"""Compares two evaluations item by item: who is better at what, and whether that is known.
+"""Compares two evaluations item by item: which model is better at each task, and how significantly.
 
-Of accuracies McNemar's exact test, of log-likelihoods a paired z-test; Holm's correction over
-tasks. "tied" is what is not known to differ: an adjusted p-value of 5 % or more, or a bootstrap
-interval, over passages where items share them, that contains 0.
+McNemar's exact test for accuracies, a paired z-test for log-likelihoods, Holm's correction over
+tasks. The verdict is "tied" for an adjusted p-value of at least 5 %, or a bootstrap interval, over
+passages where items share them, that contains 0.
 """
 
 import math
@@ -32,7 +32,7 @@ FIELD = "--compare"
 
 
 class Evaluated(NamedTuple):
-    """A result of `mtcli eval`: the metric that each task is published by, and its items."""
+    """A result of `mtcli eval`: the metric by which each task is published, and its items."""
 
     name: str
     checkpoint: str
@@ -41,7 +41,7 @@ class Evaluated(NamedTuple):
 
 
 def compare_files(a: str, b: str) -> Report:
-    """Compares two results' items, of every task that both have.
+    """Compares the items of every task that is in both results.
 
     Raises MtcliError where a file is missing or is no result, or where no item is in both.
     """
@@ -57,14 +57,14 @@ def compare_files(a: str, b: str) -> Report:
     published = {task: first.metrics.get(task, "accuracy") for task in tasks}
     for task, raw in _compared(first, second, dict.fromkeys(tasks, "accuracy")).items():
         report["tasks"][task] = raw
-    others = {task: metric for task, metric in published.items() if metric != "accuracy"}
-    for task, more in _compared(first, second, others).items():
+    other_metrics = {task: metric for task, metric in published.items() if metric != "accuracy"}
+    for task, more in _compared(first, second, other_metrics).items():
         report["tasks"][task][published[task]] = more
     return report
 
 
 def read_result(path: str) -> Evaluated:
-    """Reads a result, and the file of items that it names, in its own folder."""
+    """Reads a result, and its file of items in the same folder."""
     table = load_json(path, NEEDED, NEEDED, field=FIELD)
     tasks, named = (
         table.get(key) if isinstance(table, dict) else None for key in ("tasks", "items")
@@ -106,7 +106,7 @@ TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {  # fields of an item tha
 
 
 def _problem(record: Any, metrics: Mapping[str, str]) -> str | None:
-    """Says why a line is no item of a task that is known by its metric; None where it is one."""
+    """Says why a line is no item of a task in `metrics`; None where it is one."""
     if not isinstance(record, dict) or not isinstance(record.get("loglikelihoods"), list):
         return "it is no item"
     if not all(isinstance(record.get(key), str) for key in ("task", "id", "hash")):
@@ -149,9 +149,9 @@ def _compared(a: Evaluated, b: Evaluated, metrics: dict[str, str]) -> dict[str, 
     adjusted = holm({task: report["p_value"] for task, report in reports.items()})
     for task, report in reports.items():
         low, high = report["interval"]
-        known = adjusted[task] < LEVEL and not low <= 0 <= high
+        is_significant = adjusted[task] < LEVEL and not low <= 0 <= high
         b_is_better = (report["difference"] > 0) == (report["metric"] != "loss")
-        verdict = ("b" if b_is_better else "a") if known else "tied"
+        verdict = ("b" if b_is_better else "a") if is_significant else "tied"
         report |= {"adjusted_p_value": adjusted[task], "verdict": verdict}
     return reports
 
@@ -183,7 +183,7 @@ def _clusters(pairs: Pairs) -> list[str] | None:
 
 
 def _likelihoods(pairs: Pairs) -> Report:
-    """The mean loss of a token, of windows that are compared one by one."""
+    """Compares the mean loss of a token, over pairs of windows."""
     tokens = np.array([pair[0].get("num_tokens", 1) for pair in pairs], np.float64)
     if not tokens.sum():
         raise wrong(f"{len(pairs)} items hold 0 tokens", NEEDED, FIELD)

@@ -1,9 +1,8 @@
 """Finds items that a training corpus contained, by the report of `mtcli curate`.
 
-The report lists, by task, the n-grams of task texts that were found in documents, also of those
-that it kept as common phrases. An item with one
-of them in its prompt or choices is contaminated; accuracies are then told of both halves, as GPT-3
-(arXiv:2005.14165, section 4) and MT-NLG do.
+The report lists, by task, the n-grams of task texts that were found in documents, common phrases
+included. An item with one of them in its prompt or choices is contaminated; accuracies are then
+reported for clean and contaminated items, as in GPT-3 (arXiv:2005.14165, section 4) and MT-NLG.
 """
 
 import re
@@ -19,7 +18,7 @@ FIELD = "--contaminated"
 
 
 def read_ngrams(path: str) -> frozenset[tuple[str, ...]]:
-    """The n-grams of a report, as words. Raises MtcliError where it is no report."""
+    """Reads the n-grams of a report, as words. Raises MtcliError where it is no report."""
     table = load_json(path, HINT, HINT, field=FIELD)
     tasks = table.get("contamination") if isinstance(table, dict) else None
     if not isinstance(tasks, dict):
@@ -33,7 +32,7 @@ def read_ngrams(path: str) -> frozenset[tuple[str, ...]]:
 
 
 def is_contaminated(texts: Iterable[str], ngrams: frozenset[tuple[str, ...]]) -> bool:
-    """Whether one of the texts has one of the n-grams."""
+    """Says whether a text contains one of the n-grams."""
     sizes = {len(ngram) for ngram in ngrams}
     for words in map(_words, texts):
         for size in sizes:

@@ -1,7 +1,8 @@
-"""Encodes text as requests, with lm-eval's conventions, so that the numbers are lm-eval's.
+"""Encodes text as requests, with the conventions of lm-eval's Hugging Face backend, for equal
+results.
 
-Which token stands before an empty context (the prefix), whether a text starts with it, and where a
-context ends and its continuation begins: lm-eval's Hugging Face backend decides, and so do we.
+They define the token before an empty context (the prefix), whether a text starts with it, and where
+a context ends and its continuation begins.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,23 +31,24 @@ class EvalTokenizer:
     decode: Callable[[Sequence[int]], str] = str  # of generated text
 
     def plain(self, text: str) -> Ids:
-        """The ids of `text` [n] with nothing added."""
+        """Returns the ids of `text` [n] with nothing added."""
         return np.array(self.encode(text), np.int64)
 
     def text(self, text: str) -> list[int]:
-        """The ids of `text` as the tokenizer gives them by default, prefix included if it adds one.
+        """Returns the ids of `text` as the tokenizer gives them by default, prefix included if it
+        adds one.
 
         A text that spells out the prefix does not get it twice.
         """
         spelled = bool(self.prefix_text) and text.startswith(self.prefix_text)
-        before = [self.prefix_id] if self.starts_with_prefix and not spelled else []
-        return before + list(self.encode(text))
+        prefix = [self.prefix_id] if self.starts_with_prefix and not spelled else []
+        return prefix + list(self.encode(text))
 
     def requests(self, context: str, continuations: Sequence[str]) -> list[Request]:
-        """One request per continuation of one context.
+        """Builds one request per continuation of a context.
 
-        Trailing spaces of the context go to the continuation; the boundary is where the context
-        alone ends, in tokens. After an empty context comes the prefix token, once.
+        Trailing spaces of the context move to the continuation, which begins at the number of
+        tokens that the context alone has. After an empty context comes the prefix token, once.
         """
         stripped = context.rstrip()
         if not stripped:
@@ -59,10 +61,10 @@ class EvalTokenizer:
 
 
 def eval_tokenizer(tokenizer: Tokenizer) -> EvalTokenizer:
-    """The tokenizer that lm-eval's Hugging Face backend would make of `tokenizer`.
+    """Wraps `tokenizer` as lm-eval's Hugging Face backend would.
 
     The prefix is the beginning-of-sequence token where there is one, else the end-of-document one.
-    Raises MtcliError when the tokenizer has neither.
+    Raises MtcliError where the tokenizer has neither.
     """
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
     with no_panics("the tokenizer's template fails"):

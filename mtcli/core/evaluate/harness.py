@@ -1,7 +1,7 @@
-"""Runs lm-evaluation-harness on our models: an `LM` of theirs whose scores are computed by packing.
+"""Runs lm-evaluation-harness on our models through an `LM` of its own, scored by packing.
 
-Needs the `eval` extra. Their tasks decide prompts and metrics; the token conventions are lm-eval's
-own (`TemplateLM` calls our `EvalTokenizer`), and only the scoring of token ids is ours.
+Needs the `eval` extra. lm-eval's tasks define prompts and metrics, and its `TemplateLM` the token
+conventions, by calls to our `EvalTokenizer`; only the scoring of token ids is ours.
 """
 
 import re
@@ -35,9 +35,9 @@ RECENT_TEXTS = 16  # lm-eval asks for an item's context again with each of its e
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """A model and its tokenizer as lm-eval's tasks see a model.
+    """A model and its tokenizer as an `LM` for lm-eval's tasks.
 
-    Every rank of a model-parallel run makes one, sees the same requests and reports rank 0.
+    Every rank of a model-parallel run builds one, receives the same requests and reports rank 0.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         progress: Advance = lambda done: None,
         ends: Collection[int] = (),
     ) -> None:
-        """`ends` are the tokens that end a generated text."""
+        """Takes the scorer and tokenizer; `ends` are the tokens that end a generated text."""
         super().__init__()
         self.scorer, self.eval_tokenizer = scorer, tokenizer
         self.batch_tokens, self.progress = batch_tokens, progress
@@ -57,13 +57,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def eot_token_id(self) -> int:
-        """The token before an empty context: lm-eval reads it as `prefix_token_id` too."""
+        """The token before an empty context, which lm-eval reads as `prefix_token_id` too."""
         return self.eval_tokenizer.prefix_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
-        """The ids of `string`; with the tokenizer's own prefix unless that is turned off."""
+        """Returns the ids of `string`, with the tokenizer's prefix unless `add_special_tokens` is
+        false."""
         if add_special_tokens is False:
             return list(self.eval_tokenizer.encode(string))
         return list(self._text(string))
@@ -81,7 +82,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-likelihood of each text, alone, in disjoint windows (`rolling_windows`)."""
+        """Returns the log-likelihood of each text, alone, in disjoint windows
+        (`rolling_windows`)."""
         windows = [
             rolling_windows(
                 np.array(self.tok_encode(instance.args[0]), np.int64),
@@ -94,8 +96,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return [sum(next(scores).logprob for _ in document) for document in windows]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to the first of its `until`, a token that ends a
-        text, or as many tokens as the task allows (256 where it names none)."""
+        """Generates a text after each context, up to the first of its `until`, a token that ends a
+        text, or the task's limit of tokens (256 by default)."""
         texts = []
         for context, settings in (instance.args for instance in requests):
             texts.append(self._generated(context, settings))
@@ -123,11 +125,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 def evaluate_harness(
     name: str, model: HarnessModel, limit: int | None, shots: int = 0, seed: int = 1234
 ) -> Report:
-    """lm-eval's metrics for the task, group or tag `name`, or for the one in a YAML file.
+    """Returns lm-eval's metrics for the task, group or tag `name`, or for the one in a YAML file.
 
-    Without `shots` a task has as many as it says, drawn by `seed`. A metric of a member of a group
-    is "member.metric". Raises MtcliError for a name that lm-eval does not know, and (exit 1) where
-    its data cannot be had.
+    Without `shots` a task uses its own number, drawn by `seed`. The metric of a group's member is
+    "member.metric". Raises MtcliError for a name that lm-eval does not have, and (exit 1) where its
+    data is unavailable.
     """
     manager, name = _find(name)
     try:
@@ -152,13 +154,13 @@ def evaluate_harness(
 
 
 def _cannot_be_had(error: Exception) -> bool:
-    """Whether datasets found no data, or the hub's client, httpx or httpx2, no network."""
+    """Says whether datasets found no data, or the hub's client, httpx or httpx2, no network."""
     is_network = any(base.__name__ == "TransportError" for base in type(error).__mro__)
     return is_network or isinstance(error, (OSError, ValueError))
 
 
 def _find(name: str) -> tuple[TaskManager, str]:
-    """Finds the manager that knows the task, and its name for it."""
+    """Finds the manager that has the task, and the task's name in it."""
     if name.endswith((".yaml", ".yml")):
         path = Path(name)
         if not path.exists():

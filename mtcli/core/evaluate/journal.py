@@ -1,9 +1,9 @@
-"""Keeps every item's result, a JSON line each, and goes on from there after a run was ended.
+"""Records every item's result, one JSON line each, and resumes an evaluation that was ended.
 
-While tasks run, lines are appended to FILE.partial as items finish, below a first line that says
-of which model they are. At the end FILE has them in the order of tasks and items. A later run of
-the same model takes from FILE.partial what it asks too: an item is named by its task and the hash
-of its texts.
+While tasks run, finished items are appended to FILE.partial, below a first line that identifies the
+model. At the end FILE has all items in the order of tasks and numbers. A later run of the same
+model reuses the items of FILE.partial, which are identified by their task and the hash of their
+texts.
 """
 
 import json
@@ -24,12 +24,12 @@ Known = dict[str, dict[str, Record]]  # task -> hash -> line
 
 
 class Journal:
-    """The file of items of one run; `path` is None on every rank but the first."""
+    """The file of items of a run; `path` is None on every rank but the first."""
 
     def __init__(self, path: Path | None, model: str) -> None:
         """Locks FILE until `close`.
 
-        `model` names weights, precision and tokenizer: lines of another model are not taken.
+        `model` identifies weights, precision and tokenizer: lines of another model are not reused.
         Raises MtcliError where another evaluation has the file.
         """
         self.path, self.model = path, model
@@ -58,12 +58,12 @@ class Journal:
             self._file.close()
 
     def recorded(self, task: str, hashes: Sequence[str]) -> dict[int, Record]:
-        """The lines of items that an earlier run has finished, by the items' numbers."""
-        known = self.known.get(task, {})
-        return {number: known[name] for number, name in enumerate(hashes) if name in known}
+        """Returns by number the lines of items that an earlier run has finished."""
+        records = self.known.get(task, {})
+        return {number: records[name] for number, name in enumerate(hashes) if name in records}
 
     def scores(self, task: str, prepared: PreparedTask) -> dict[int, list[Score]]:
-        """The scores of items that an earlier run has finished, by the items' numbers."""
+        """Returns by number the scores of items that an earlier run has finished."""
         starts = [0, *prepared.ends[:-1]]
         lines = self.recorded(task, prepared.hashes).items()
         finished = {number: _scores(line) for number, line in lines}
@@ -79,21 +79,21 @@ class Journal:
         prepared: PreparedTask,
         number: int,
         scores: Sequence[Score],
-        kept: bool = False,
+        restored: bool = False,
     ) -> None:
         """Adds a finished item by its scores; see `keep`."""
         record = {"hash": prepared.hashes[number], **prepared.record(number, scores)}
         record["greedy"] = [score.is_greedy for score in scores]
-        self.keep(task, number, record, kept)
+        self.keep(task, number, record, restored)
 
-    def keep(self, task: str, number: int, record: Record, kept: bool = False) -> None:
-        """Keeps the line of a finished item, `kept` where FILE.partial has it.
+    def keep(self, task: str, number: int, record: Record, restored: bool = False) -> None:
+        """Adds the line of a finished item; `restored` where FILE.partial has it already.
 
         Raises MtcliError (exit 1) where it cannot be written.
         """
         record = {"task": task} | record
         self.lines.append((task, number, record))
-        if self.path is None or kept:
+        if self.path is None or restored:
             return
         try:
             if not self._begun:
@@ -103,24 +103,24 @@ class Journal:
             raise failed(f"{self._partial} cannot be written: {error.strerror}") from None
 
     def flush(self) -> None:
-        """Hands finished items to the system: they outlive this process."""
+        """Flushes finished items to the system, so that they outlive this process."""
         if self.path is not None:
             self._file.flush()
 
     def finish(self, tasks: Sequence[str]) -> None:
-        """Writes FILE in the order of tasks and items, where there are any, and removes
+        """Writes FILE in the order of tasks and items, if there are any, and removes
         FILE.partial."""
         if self.path is None or not self.lines:
             return
         order = {task: number for number, task in enumerate(tasks)}
         self.lines.sort(key=lambda line: (order[line[0]], line[1]))
-        with aside(self.path) as made:
-            made.write_text("".join(json.dumps(line) + "\n" for _, _, line in self.lines))
+        with aside(self.path) as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for _, _, line in self.lines))
         self._partial.unlink(missing_ok=True)
         self.close()
 
     def _begin(self) -> None:
-        """Begins to append; lines of another model are removed."""
+        """Opens FILE.partial to append; removes lines of another model."""
         if not self.known:
             self._file.truncate(0)
         head = json.dumps({"model": self.model}) + "\n" if not self.known else "\n"
@@ -135,16 +135,16 @@ def read_items(path: Path) -> list[Record]:
 
 
 def _read(file: IO[bytes], model: str) -> Known:
-    """The lines of an ended run of this model; a last line that is half-written is left out."""
-    known: Known = {}
+    """Reads the lines of an ended run of this model, without a half-written last one."""
+    records: Known = {}
     file.seek(0)
     if _parsed(file.readline()) != {"model": model}:
         return {}
     for line in file:
         record = _parsed(line)
         if isinstance(record.get("task"), str) and isinstance(record.get("hash"), str):
-            known.setdefault(record["task"], {})[record["hash"]] = record
-    return known
+            records.setdefault(record["task"], {})[record["hash"]] = record
+    return records
 
 
 def _parsed(line: bytes) -> Record:

@@ -1,7 +1,7 @@
-"""Builds requests: the log-likelihood of a continuation after a context.
+"""Builds requests for the log-likelihood of a continuation after a context.
 
-Every task is a flat list of `Request`s and the model is one function, `Scorer.score`; nothing here
-knows how the model is sharded.
+Every task is a flat list of `Request`s and the model is one function, `Scorer.score`; this module
+does not depend on how the model is sharded.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,8 @@ Ids = NDArray[np.int64]
 
 
 class Request(NamedTuple):
-    """A request to score the last `num_targets` of `tokens` [n], each given those before it."""
+    """A request to score the last `num_targets` of `tokens` [n], each given the tokens before
+    it."""
 
     tokens: Ids
     num_targets: int
@@ -30,7 +31,7 @@ class Score(NamedTuple):
 
 
 def request(context: Sequence[int], continuation: Sequence[int]) -> Request:
-    """The request for log P(continuation | context), both as token ids."""
+    """Builds the request for log P(continuation | context), both as token ids."""
     tokens = np.fromiter((*context, *continuation), np.int64, len(context) + len(continuation))
     return Request(tokens, len(continuation))
 
@@ -38,7 +39,7 @@ def request(context: Sequence[int], continuation: Sequence[int]) -> Request:
 def fit(requests: Sequence[Request], max_seq_len: int, vocab_size: int) -> list[Request]:
     """Truncates requests from the left to max_seq_len inputs, as lm-eval does.
 
-    Raises MtcliError when a request scores nothing, has nothing to condition on, scores more
+    Raises MtcliError where a request scores nothing, has nothing to condition on, scores more
     targets than the model has positions, or holds an id outside the vocabulary.
     """
     fitted = []
@@ -62,11 +63,12 @@ def fit(requests: Sequence[Request], max_seq_len: int, vocab_size: int) -> list[
 
 
 def overlapping_windows(tokens: Ids, window: int, overlap: int) -> list[Request]:
-    """Megatron-LM's windows: `window` inputs, advanced by `overlap`, each target scored once.
+    """Builds Megatron-LM's windows: `window` inputs, advanced by `overlap`, each target scored
+    once.
 
-    Window i starts at i * overlap. The first scores all of its targets, every later one its last
-    `overlap`, fewer at the end of the text. len(tokens) - 1 targets in all: nothing comes before
-    the first token (arXiv:1909.08053, appendix E.1).
+    Window i starts at i * overlap. The first one scores all of its targets, every later one its
+    last `overlap`, or fewer at the end of the text: len(tokens) - 1 targets in all, as nothing
+    precedes the first token (arXiv:1909.08053, appendix E.1).
     """
     assert 1 <= overlap <= window, (overlap, window)
     num_targets = len(tokens) - 1
@@ -81,9 +83,10 @@ def overlapping_windows(tokens: Ids, window: int, overlap: int) -> list[Request]
 
 
 def rolling_windows(tokens: Ids, prefix_id: int, max_seq_len: int) -> list[Request]:
-    """Builds lm-eval's loglikelihood_rolling: disjoint targets, the first after `prefix_id`.
+    """Builds the windows of lm-eval's loglikelihood_rolling: disjoint targets, the first after
+    `prefix_id`.
 
-    Every window but the first has max_seq_len inputs, so the last one looks back furthest.
+    Every window but the first has max_seq_len inputs, so the last one has the longest context.
     """
     tokens = np.concatenate([np.array([prefix_id], np.int64), tokens])
     num_targets = len(tokens) - 1

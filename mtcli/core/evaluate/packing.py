@@ -1,14 +1,13 @@
-"""Packs requests: those with a common beginning share it in one row, so that it is computed once.
+"""Packs requests so that a common beginning is computed once, in one row.
 
-A row is a tree of tokens written out in depth-first order; a token attends to its ancestors and has
-its depth as its position, so every root-to-leaf path is computed as if it were alone. Four endings
-of one question cost one context and four endings. A row with one path is plain causal and needs no
-mask. Rows of similar length go together, so little is padding. Scores come in the order of their
-requests, whatever order they were computed in.
+A row is a tree of tokens in depth-first order. A token attends to its ancestors and its position is
+its depth, so every root-to-leaf path is computed as if it were alone. Four endings of one question
+cost one context and four endings. A row with one path is plain causal and needs no mask. Rows of
+similar length form a batch, to reduce padding. Scores are returned in the order of requests.
 
-What more requests begin with than one row has room for, such as the examples before every item, is
-a prefix: the model reads it once and keeps its keys and values, and each row goes on from there.
-Prefixes nest: items with fewer examples than others share the first of them.
+Where requests with a common beginning exceed a row, such as with few-shot examples, the beginning
+is a prefix: the model reads it once and keeps its keys and values, and each row continues from
+those. Prefixes nest: items with fewer examples share the first of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,8 +38,8 @@ MIN_PREFIX = 16
 
 
 class Prefix(NamedTuple):
-    """Tokens that the rows of a batch follow: those of `request` up to `length`, after the prefix
-    `parent`, an index into those of a plan."""
+    """The tokens before the rows of a batch: those of `request` up to `length`. `parent` is the
+    index of the prefix that this one continues."""
 
     request: int
     length: int
@@ -48,8 +47,8 @@ class Prefix(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """One request in a row: after the batch's prefix it shares `shared` inputs with the branch
-    before it."""
+    """A request in a row: after the batch's prefix, its first `shared` inputs are those of the
+    previous branch."""
 
     request: int
     shared: int
@@ -57,7 +56,7 @@ class Branch(NamedTuple):
 
 @dataclass
 class PackedRow:
-    """The branches of one tree, in lexicographic order, and the slots they take together."""
+    """The branches of one tree, in lexicographic order, and the number of slots in the row."""
 
     branches: list[Branch]
     size: int
@@ -72,7 +71,7 @@ class RowBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Assigns requests to rows and rows to batches, before any tensor is made."""
+    """The assignment of requests to rows and of rows to batches, without tensors."""
 
     requests: Sequence[Request]
     batches: tuple[RowBatch, ...]  # those of one prefix together, a parent's before its children's
@@ -80,31 +79,31 @@ class PackingPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Slots computed, padding included."""
+        """The slots computed, padding included."""
         rows = sum(len(rows) * max(row.size for row in rows) for rows, _ in self.batches)
         return rows + sum(self.new_tokens(index) for index in range(len(self.prefixes)))
 
     @property
     def num_passes(self) -> int:
-        """Forward passes, those that read a prefix included."""
+        """The forward passes, those that read a prefix included."""
         return len(self.batches) + len(self.prefixes)
 
     def length(self, prefix: int | None) -> int:
-        """The tokens of a prefix, its parents' included."""
+        """Counts the tokens of a prefix with those of its parents."""
         return 0 if prefix is None else self.prefixes[prefix].length
 
     def new_tokens(self, prefix: int) -> int:
-        """The tokens of a prefix that its parents do not have."""
+        """Counts the tokens of a prefix without those of its parents."""
         return self.length(prefix) - self.length(self.prefixes[prefix].parent)
 
     @property
     def num_unshared_tokens(self) -> int:
-        """Inputs of all requests one by one, without padding."""
+        """The inputs of all requests one by one, without padding."""
         return sum(len(request.tokens) - 1 for request in self.requests)
 
 
 class PackedBatch(NamedTuple):
-    """A batch and, for each of its N scored predictions, the index of the request it belongs to."""
+    """A batch, and the index of the request that each of its N scored predictions belongs to."""
 
     batch: ScoreBatch
     owners: Ids  # [N]
@@ -118,7 +117,7 @@ def plan(scorer: Scorer, requests: Sequence[Request], batch_tokens: int) -> Pack
 
 
 def run(scorer: Scorer, planned: PackingPlan, progress: Advance = lambda done: None) -> list[Score]:
-    """Scores the planned requests, in request order; `progress` is told of each forward pass.
+    """Scores the planned requests, in request order; calls `progress` after each forward pass.
 
     Raises as `scored` does.
     """
@@ -130,10 +129,10 @@ def run(scorer: Scorer, planned: PackingPlan, progress: Advance = lambda done: N
 
 
 def scored(scorer: Scorer, planned: PackingPlan) -> Iterator[dict[int, Score]]:
-    """Yields the scores of the requests that each forward pass finishes, by their numbers.
+    """Yields the scores of the requests that each forward pass completes, by number.
 
-    Log-probabilities are summed in float64. Raises MtcliError (exit 1) when the model gives a
-    log-probability that is not a number.
+    Log-probabilities are summed in float64. Raises MtcliError (exit 1) where the model gives a
+    log-probability of NaN.
     """
     for batch, owners, state in _read(scorer, planned):
         logprobs, is_argmax = scorer.score(batch, state)
@@ -154,9 +153,9 @@ def scored(scorer: Scorer, planned: PackingPlan) -> Iterator[dict[int, Score]]:
 
 
 def _read(scorer: Scorer, planned: PackingPlan) -> Iterator[tuple[ScoreBatch, Ids, Any]]:
-    """Yields the batches, their owners, and what the scorer has read of their prefix.
+    """Yields the batches, their owners, and the scorer's state after their prefix.
 
-    Of prefixes only those are kept that the current one goes on from.
+    Keeps the states of a prefix's ancestors alone.
     """
     states: dict[int | None, Any] = {None: None}
 
@@ -164,17 +163,17 @@ def _read(scorer: Scorer, planned: PackingPlan) -> Iterator[tuple[ScoreBatch, Id
         if index in states or index is None:
             return states[index]
         prefix = planned.prefixes[index]
-        before = state(prefix.parent)
+        parent_state = state(prefix.parent)
         for other in [key for key in states if key is not None and key != prefix.parent]:
             if not _is_above(planned, other, index):
                 del states[other]
         tokens = planned.requests[prefix.request].tokens[: prefix.length]
         new = torch.from_numpy(tokens[planned.length(prefix.parent) :])
-        states[index] = scorer.read(new, before)
+        states[index] = scorer.read(new, parent_state)
         return states[index]
 
-    for row_batch, made in zip(planned.batches, batches(planned), strict=True):
-        yield made.batch, made.owners, state(row_batch.prefix)
+    for row_batch, packed in zip(planned.batches, batches(planned), strict=True):
+        yield packed.batch, packed.owners, state(row_batch.prefix)
 
 
 def _is_above(planned: PackingPlan, above: int, below: int | None) -> bool:
@@ -186,7 +185,7 @@ def _is_above(planned: PackingPlan, above: int, below: int | None) -> bool:
 def pack(requests: Sequence[Request], max_seq_len: int, batch_tokens: int) -> PackingPlan:
     """Plans the rows of `requests` already truncated to `max_seq_len` inputs (`fit`).
 
-    A forward pass takes at most `batch_tokens` slots, or one row where a row alone is longer.
+    A forward pass takes at most `batch_tokens` slots, or one row where that alone is longer.
     """
     ordered = _Ordered.of(requests)
     longest = int(ordered.inputs.max(initial=0))
@@ -237,8 +236,8 @@ def _in_common(a: Request, b: Request) -> int:
 def _prefixes(
     ordered: _Ordered, max_row: int
 ) -> tuple[list[Prefix], list[tuple[int | None, list[int]]]]:
-    """The prefixes, parents first, and of each (None first) the places of the requests that follow
-    it and no longer one."""
+    """Chooses the prefixes, parents first, and for each (None first) the positions of the requests
+    that follow it and no longer one."""
     prefixes: list[Prefix] = []
     groups: dict[int | None, list[int]] = {None: []}
     spans: list[tuple[int, int, int | None]] = []
@@ -266,14 +265,14 @@ def _prefixes(
 
 
 def _share(ordered: _Ordered, positions: list[int], length: int, max_row: int) -> list[PackedRow]:
-    """Groups requests that begin alike after a prefix of `length` into rows: neighbours in
-    lexicographic order."""
+    """Groups requests, neighbours in lexicographic order, into rows by their common inputs after a
+    prefix of `length`."""
     rows: list[PackedRow] = []
-    before = None
+    previous = None
     for position in positions:
         new = int(ordered.inputs[position]) - length
-        shared = int(ordered.shared[position]) - length if before == position - 1 else 0
-        index, before = ordered.order[position], position
+        shared = int(ordered.shared[position]) - length if previous == position - 1 else 0
+        index, previous = ordered.order[position], position
         if (
             shared * MIN_SHARED_PART >= new
             and shared > 0
@@ -293,7 +292,7 @@ def batches(plan: PackingPlan) -> Iterator[PackedBatch]:
 
 
 def _batch(rows: tuple[PackedRow, ...], requests: Sequence[Request], length: int) -> PackedBatch:
-    """The tensors of rows that follow a prefix of `length`."""
+    """Builds the tensors of rows that follow a prefix of `length`."""
     width = max(row.size for row in rows)
     shape = (len(rows), width)
     tokens, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)

@@ -1,4 +1,4 @@
-"""The request of `mtcli eval`: its flags, checked before torch is loaded."""
+"""Checks the flags of `mtcli eval` before torch is loaded."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ class EvalRequest(NamedTuple):
     base: str | None = None  # of adapters, where it has moved
 
     def items_beside_json(self) -> str:
-        """Names a result's file of items: without the folder where both are in one."""
+        """Returns the name of a result's file of items: without the folder where both share one."""
         out = self.json_out
         of_json = Path(out).resolve().parent if out and out != "-" else None
         items = self.items.resolve()
@@ -44,15 +44,15 @@ class EvalRequest(NamedTuple):
 def items_file(
     items: str | None, json_out: str | None, checkpoint: str, tasks: Sequence[TaskSpec]
 ) -> Path:
-    """Chooses where each item's result goes: the file that --items names, one beside that of
-    --json, or one in the user's cache, of these tasks of the checkpoint."""
+    """Chooses the file of items: --items, or one next to --json, or one in the user's cache that
+    depends on the checkpoint and tasks."""
     if items is not None:
         require_writable(items, "--items")
         return Path(items)
     if json_out and json_out != "-":
-        beside = Path(json_out)
-        if beside.suffix and not beside.is_char_device():
-            derived = beside.with_suffix(".items.jsonl")
+        json_path = Path(json_out)
+        if json_path.suffix and not json_path.is_char_device():
+            derived = json_path.with_suffix(".items.jsonl")
             require_no_link(derived, "--json")
             require_apart((path for _, path in tasks if path), [derived], "--json")
             return derived
@@ -79,17 +79,17 @@ USES = {  # flags that some tasks alone have a use for
 def require_used(
     flags: Sequence[str], tasks: Sequence[TaskSpec], model: ModelConfig | None
 ) -> None:
-    """Raises MtcliError for each of the flags, of those in `USES`, that no task of a known model
-    has a use for."""
+    """Raises MtcliError for each flag, of those in `USES`, that no task uses with the model's
+    head."""
     if model is None:
         return
     used = {flag for name, _ in tasks for flag in USES[_kind(name, model)]}
-    known = {flag for flags in USES.values() for flag in flags}
+    task_flags = {flag for flags in USES.values() for flag in flags}
     names = ", ".join(name for name, _ in tasks)
     problems = [
         Problem(f"{names} with head={model.head!r} has no use for it", "leave it out", flag)
         for flag in flags
-        if flag in known - used
+        if flag in task_flags - used
     ]
     if problems:
         raise MtcliError(*problems)
@@ -104,7 +104,7 @@ def _kind(task: str, model: ModelConfig) -> str:
 
 
 def require_members(models: Mapping[str, ModelConfig | None]) -> None:
-    """Raises MtcliError where several models do not classify the same tokens alike."""
+    """Raises MtcliError where the models of an ensemble do not classify the same tokens."""
     fields = ("head", "num_labels", "vocab_size", "max_seq_len")
     by_path = {
         path: {name: getattr(model, name) for name in fields}

@@ -1,4 +1,4 @@
-"""Evaluates checkpoints: opens them, binds their tasks, and runs one after the other."""
+"""Evaluates checkpoints: opens them, binds their tasks, and runs the tasks one after another."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,9 +23,10 @@ from mtcli.core.runtime.progress import progress_bar
 def evaluate(
     request: EvalRequest, runtime: Runtime, say: Callable[[str], object]
 ) -> dict[str, Any] | None:
-    """Each task's report, and what it was made with; None on every rank but the first. Collective.
+    """Returns each task's report, and how it was produced; None on every rank but the first.
+    Collective.
 
-    `say` is told on the first rank what is about to be done, in numbers.
+    The first rank announces the work in numbers through `say`.
     """
     opened, *members = (
         open_model(path, request.overrides, runtime, encoders=True, base=request.base)
@@ -66,8 +67,8 @@ def _task_runs(
             request.seed,
             request.contaminated,
         )
-        about = eval_tokenizer(tokenizer), options, tokens, journal, scorer.of_rank_0
-        return task_runs(request.tasks, Evaluation(scorer, *about, opened.end_ids()))
+        arguments = eval_tokenizer(tokenizer), options, tokens, journal, scorer.of_rank_0
+        return task_runs(request.tasks, Evaluation(scorer, *arguments, opened.end_ids()))
     models = [scorer, *ensemble]
     return encoder_runs(request.tasks, models, tokenizer, request.limit, tokens, journal)
 
@@ -99,7 +100,7 @@ def _announcement(summary: dict[str, Any], runs: Sequence[TaskRun]) -> str:
 
 
 def _run(runs: Sequence[TaskRun], quiet: bool) -> dict[str, Any]:
-    """Runs the tasks; returns each one's report by name, and the seconds they took together."""
+    """Runs the tasks; returns the reports by name, and the total seconds."""
     start, reports = perf_counter(), {}
     for run in runs:
         with progress_bar(run.name, run.num_requests, " requests", quiet=quiet) as bar:

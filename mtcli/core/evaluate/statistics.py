@@ -1,8 +1,8 @@
-"""Statistics of evaluation: intervals of accuracies, and paired comparisons of two models.
+"""Computes statistics of evaluation: intervals of accuracies, and paired comparisons of two models.
 
 Wilson's score interval (1927), standard errors clustered by passage (Miller, arXiv:2411.00640,
 section 2.2), McNemar's exact test (1947), paired bootstrap (Efron, 1979) and Holm's correction
-(1979). No normal approximation of small counts: the tests are exact.
+(1979). No test approximates small counts by a normal distribution.
 """
 
 import math
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 class Accuracy(NamedTuple):
-    """A share of right items, its interval, and its standard error."""
+    """The share of right items, its interval, and its standard error."""
 
     value: float
     interval: list[float]
@@ -33,7 +33,7 @@ class Accuracy(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two models on the same items: b less a, and how sure that is."""
+    """The difference of two models on the same items, b - a, and its significance."""
 
     difference: float
     interval: list[float]  # of the difference, by bootstrap
@@ -42,7 +42,7 @@ class Comparison(NamedTuple):
 
 
 def accuracy_of(right: Sequence[bool], clusters: Sequence[str] | None = None) -> Accuracy:
-    """The accuracy of items, whose `clusters` say which are not independent."""
+    """Computes the accuracy of items; items of one of the `clusters` are not independent."""
     total = len(right)
     values = np.array(right, np.float64)
     return Accuracy(
@@ -51,7 +51,7 @@ def accuracy_of(right: Sequence[bool], clusters: Sequence[str] | None = None) ->
 
 
 def wilson(correct: int, total: int) -> list[float]:
-    """Wilson's score interval [low, high] of a share."""
+    """Computes Wilson's score interval [low, high] of a share."""
     share, extra = correct / total, Z * Z / total
     middle = (share + extra / 2) / (1 + extra)
     half = Z / (1 + extra) * math.sqrt(share * (1 - share) / total + extra / (4 * total))
@@ -59,9 +59,9 @@ def wilson(correct: int, total: int) -> list[float]:
 
 
 def standard_error(values: ArrayLike, clusters: Sequence[str] | None = None) -> float:
-    """The standard error of a mean; items of one cluster may go together (arXiv:2411.00640).
+    """Computes the standard error of a mean, with correlated items in clusters (arXiv:2411.00640).
 
-    Of independent items sqrt(sum of squares) / n, with no correction for the mean's own freedom.
+    For independent items it is sqrt(sum of squares) / n: the divisor is n, not n - 1.
     """
     centred = np.asarray(values, np.float64)
     centred = centred - centred.mean()
@@ -69,7 +69,7 @@ def standard_error(values: ArrayLike, clusters: Sequence[str] | None = None) -> 
 
 
 def cluster_sums(values: Floats, clusters: Sequence[str] | None) -> Floats:
-    """The sum of each cluster's values; each value its own where there are none."""
+    """Sums the values of each cluster; without clusters each value is its own."""
     if clusters is None:
         return values
     _, numbers = np.unique(np.array(clusters), return_inverse=True)
@@ -77,7 +77,7 @@ def cluster_sums(values: Floats, clusters: Sequence[str] | None) -> Floats:
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """The exact two-sided p-value of items that only a, or only b, has right."""
+    """Computes the exact two-sided p-value of the items that only a, or only b, has right."""
     discordant, fewer = only_a + only_b, min(only_a, only_b)
     # Whole numbers: exact for any count.
     tail, term = 0, 1
@@ -88,8 +88,8 @@ def mcnemar(only_a: int, only_b: int) -> float:
 
 
 def bootstrap(differences: ArrayLike, clusters: Sequence[str] | None = None) -> list[float]:
-    """The percentile interval [low, high] of the mean of paired differences, by resampling items,
-    or clusters where there are some."""
+    """Computes the percentile interval [low, high] of the mean of paired differences, by resampling
+    items, or clusters where given."""
     values = np.asarray(differences, np.float64)
     sums = cluster_sums(values, clusters)
     sizes = cluster_sums(np.ones_like(values), clusters)
@@ -106,13 +106,13 @@ def bootstrap(differences: ArrayLike, clusters: Sequence[str] | None = None) -> 
 
 
 def minimum_detectable(error: float) -> float:
-    """The difference that a two-sided test at 5 % finds with a power of 80 %, by its standard
-    error."""
+    """Computes the difference that a two-sided test at 5 % detects with a power of 80 %."""
     return (Z + NormalDist().inv_cdf(POWER)) * error
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p-values of several tests: the smallest times their number, and so on."""
+    """Computes Holm's adjusted p-values of several tests: the smallest times their number, and so
+    on."""
     adjusted, least = {}, 0.0
     for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[name]))

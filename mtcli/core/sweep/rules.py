@@ -54,7 +54,7 @@ def require_array(config: RunConfig | None, problems: Sequence[Problem], world: 
     alone = config.parallel.model_copy(update=dict.fromkeys(SHARDED, 1))
     known = [*problems, *array_problems(config, world)]
     config = config.model_copy(update={"parallel": alone})
-    return require(config, world, *ENGINE_RULES, known=known)
+    return require(config, world, *ENGINE_RULES, load_problems=known)
 
 
 # FLOP of a GEMM beside which launches on a CPU cost nothing: 3 ms of an AVX-512 core.

@@ -1,1 +1,1 @@
-"""Hugging Face folders: a map per family, the config, and a reader."""
+"""Reads and writes Hugging Face folders: a map of names per family, the config, and a reader."""

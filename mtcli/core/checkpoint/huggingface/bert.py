@@ -1,7 +1,7 @@
-"""BERT and Megatron-LM's BERT, with the heads that transformers gives them.
+"""Maps BERT and Megatron-LM's BERT, with the heads that transformers gives them.
 
-BertModel has its norms after each residual add (post-LN), MegatronBertModel before attention and
-MLP and at the end (pre-LN): their tensors differ in the names of norms alone.
+BertModel is post-LN: norms follow the residual adds. MegatronBertModel is pre-LN. Their tensors
+differ in the names of norms alone.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ def dense(ours: str, theirs: str) -> dict[str, TensorRule]:
 
 
 def read_labels(theirs: Table) -> Table:
-    """Reads how many classes there are: `num_labels`, or the entries of `id2label`."""
+    """Reads the number of classes: `num_labels`, or the entries of `id2label`."""
     names = theirs.get("id2label")
     if names is not None and not isinstance(names, dict):
         raise wrong(f"id2label={shown(names)} is not a table", "a name for each class")
@@ -122,9 +122,9 @@ BERT = Family(
 
 
 def with_heads(pre_training: Family, trunk: dict[str, TensorRule]) -> tuple[Family, ...]:
-    """A family with each of its heads: pre-training, masked tokens alone, and the two classifiers.
+    """Builds a family for each head: pre-training, masked tokens alone, and the two classifiers.
 
-    `trunk` are the rules of parameters outside of blocks and head.
+    `trunk` has the rules of parameters outside of blocks and head.
     """
     name = pre_training.architecture.removesuffix("ForPreTraining")
     shared = {**pre_training.constants, "sentence_order": False}

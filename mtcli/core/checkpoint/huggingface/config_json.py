@@ -57,7 +57,7 @@ UNSUPPORTED |= dict.fromkeys((*ABSENT, "quantization_config"), (None,))
 
 
 def read_json(path: Path) -> Table:
-    """The JSON object in a file; raises MtcliError where there is none."""
+    """Reads the JSON object in a file. Raises MtcliError where it holds none."""
     table = load_json(path, "use another copy", "is the folder complete?", MAX_BYTES)
     if not isinstance(table, dict):
         raise wrong(f"{path} is not a JSON object", "use another copy")
@@ -65,9 +65,9 @@ def read_json(path: Path) -> Table:
 
 
 def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family:
-    """Finds the family that a config.json names, or that its `tensors` tell where there are some.
+    """Finds the family by a config.json, or by `tensors` of a head where there are any.
 
-    Raises MtcliError that lists those we know.
+    Raises MtcliError that lists the supported ones.
     """
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
@@ -75,10 +75,10 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
             f"{path}: model_type={shown(kind)} is not supported", f"one of {', '.join(BY_TYPE)}"
         )
     heads = {family.architecture: family for family in FAMILIES if family.model_type == kind}
-    told = [family for family in heads.values() if family.told_by in tensors]
+    by_tensors = [family for family in heads.values() if family.told_by in tensors]
     named = table.get("architectures")
-    if told or len(heads) == 1 or not isinstance(named, list) or not named:
-        return (told or [BY_TYPE[kind]])[0]
+    if by_tensors or len(heads) == 1 or not isinstance(named, list) or not named:
+        return (by_tensors or [BY_TYPE[kind]])[0]
     if named[0] not in heads:
         message = f"{path}: architectures={shown(named)} of model_type={shown(kind)}"
         raise wrong(f"{message} is not supported", f"one of {', '.join(heads)}")
@@ -86,7 +86,8 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
 
 
 def model_of(table: Table, path: Path, tensors: Collection[str] = ()) -> ModelConfig:
-    """Converts config.json to a ModelConfig. Raises MtcliError with all that it cannot say."""
+    """Converts config.json to a ModelConfig. Raises MtcliError with everything that we cannot
+    represent."""
     family = family_in(table, path, tensors)
     table = {**family.defaults, **table}
     required = UNSUPPORTED | {entry.theirs: entry.values for entry in family.required}
@@ -118,9 +119,9 @@ def model_of(table: Table, path: Path, tensors: Collection[str] = ()) -> ModelCo
 
 
 def config_to_hf(model: ModelConfig, family: Family) -> Table:
-    """Converts a family's model to config.json, without what belongs to its tensors and tokenizer.
+    """Converts a model to a family's config.json, without the fields of tensors and tokenizer.
 
-    What the family cannot say is lost: `family_of` gives one that says it all.
+    Fields that the family cannot express are lost; `family_of` finds one that expresses all.
     """
     table: Table = {"architectures": [family.architecture], "model_type": family.model_type}
     for field in family.fields:
@@ -136,9 +137,9 @@ def config_to_hf(model: ModelConfig, family: Family) -> Table:
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The first family whose config.json says everything about a model.
+    """Finds the first family whose config.json expresses a model completely.
 
-    Raises MtcliError that names what the nearest family cannot say.
+    Raises MtcliError with the fields that the nearest family cannot express.
     """
     differences = {}
     for family in FAMILIES:
@@ -153,7 +154,7 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
-    """Finds the fields by which two models compute other functions, with both values."""
+    """Lists the fields by which two models compute different functions, with both values."""
     ours, theirs = _function(model), _function(other)
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return [f"{name} is {ours.get(name)} and {theirs.get(name)}" for name in names]
@@ -182,16 +183,18 @@ def _read_field(field: Field, table: Table, values: Table) -> list[Problem]:
         return []
     if field.values is not None:
         if not isinstance(value, str) or value not in field.values:
-            known = ", ".join(field.values)
-            return [Problem(f"{field.theirs}={shown(value)} is not supported", f"one of {known}")]
+            supported = ", ".join(field.values)
+            return [
+                Problem(f"{field.theirs}={shown(value)} is not supported", f"one of {supported}")
+            ]
         value = field.values[value]
     values[field.ours] = value
     return []
 
 
 def _unmet(name: str, value: Any, values: tuple[Any, ...]) -> Problem:
-    known = " or ".join(shown(value) for value in values if value is not None)
-    hint = f"only {known} can" if known else "only a model without it can"
+    supported = " or ".join(shown(value) for value in values if value is not None)
+    hint = f"only {supported} can" if supported else "only a model without it can"
     return Problem(f"{name}={shown(value)} cannot be represented", hint)
 
 

@@ -1,11 +1,11 @@
-"""A Hugging Face family as data: the names of its config's fields and of its tensors.
+"""Describes a Hugging Face family as data: the names of its config's fields and of its tensors.
 
-A family has `Field`s that are read and written, constants, required values of what cannot be
-represented, and for each of our parameters a rule that gives its Hugging Face tensors as boxes of
-it: a reshape, a permutation and a start. Reading and writing use the same rules.
+A family has `Field`s that are read and written, constants, required values of fields that we cannot
+represent otherwise, and for each of our parameters a rule that maps Hugging Face tensors to boxes
+of the parameter: a reshape, a permutation and a start. Reading and writing use the same rules.
 
-Shapes: K key-value heads, Q query heads per key-value head, D head_dim, H hidden, F inner width,
-E experts.
+Shapes: K key-value heads, Q query heads per key-value head, D head_dim, H hidden, F inner width, E
+experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +24,9 @@ TensorRule = Callable[[Parameter, ModelConfig], list[StoredBox]]
 class Field(NamedTuple):
     """A field of ModelConfig and its name in config.json.
 
-    Where config.json, with the family's `defaults`, leaves it out or has null it is `default`, or
-    ModelConfig's own where that is None.
-    `values` translates names, theirs to ours; the first of equal ones is written.
+    `default` replaces a value that is null or missing, also in the family's `defaults`; None stands
+    for ModelConfig's own default. `values` translates their values to ours; of several with one
+    translation, the first is written.
     """
 
     ours: str
@@ -36,7 +36,7 @@ class Field(NamedTuple):
 
 
 class RequiredValue(NamedTuple):
-    """A field of config.json whose value must be one of some: the others have no counterpart here.
+    """A field of config.json and its supported values; others have no counterpart here.
 
     The first value is written, unless it is absent (None).
     """
@@ -80,7 +80,7 @@ class Family:
     """endings of tensors' names in old folders, and what they are now"""
 
     def boxes(self, parameter: Parameter, model: ModelConfig) -> list[StoredBox]:
-        """The Hugging Face tensors of a parameter, whichever files they are in."""
+        """Returns the Hugging Face tensors of a parameter, without their files."""
         if not parameter.name.startswith("blocks."):
             return self.outer[parameter.name](parameter, model)
         _, layer, name = parameter.name.split(".", 2)
@@ -90,12 +90,12 @@ class Family:
 
 
 def nothing_written(_: ModelConfig) -> Table:
-    """Writes no more fields than the table's."""
+    """Returns no further fields of config.json."""
     return {}
 
 
 def same(name: str) -> TensorRule:
-    """Maps a tensor to the same one under another name."""
+    """Maps a tensor to one with another name."""
     return stacked(name)
 
 
@@ -112,7 +112,7 @@ def transposed(name: str) -> TensorRule:
 def joined_qkv(name: str) -> TensorRule:
     """Maps GPT-2's c_attn: ours [K, 3, D, H] is stored as [H, 3 * K * D], its bias as [3 * K * D].
 
-    Without grouped queries Q is 1, so each head's query, key and value are ours in turn.
+    Without grouped queries Q is 1, so ours holds query, key and value of each head in turn.
     """
 
     def rule(parameter: Parameter, model: ModelConfig) -> list[StoredBox]:
@@ -126,7 +126,8 @@ def joined_qkv(name: str) -> TensorRule:
 
 
 def separate_qkv(template: str, names: Sequence[str] = "qkv") -> TensorRule:
-    """Maps Llama's q_proj, k_proj and v_proj: ours [K, Q + 2, D, H] in three of [heads * D, H]."""
+    """Maps Llama's q_proj, k_proj and v_proj: ours [K, Q + 2, D, H] is stored as three of [heads *
+    D, H]."""
 
     def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
         groups, slots, dim, *hidden = parameter.shape
@@ -142,7 +143,7 @@ def separate_qkv(template: str, names: Sequence[str] = "qkv") -> TensorRule:
 
 
 def stacked(*names: str) -> TensorRule:
-    """Maps tensors that ours stacks: one of each name, where there are several, per {expert}.
+    """Maps one tensor per name, and per {expert}, that ours stacks.
 
     Llama's gate_proj and up_proj [F, H] are our [2, F, H], and those of experts our [E, 2, F, H].
     """
@@ -163,7 +164,7 @@ def stacked(*names: str) -> TensorRule:
 def gated_mlp(
     ours: str, theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> dict[str, TensorRule]:
-    """Maps the three weights of an MLP with a gate, or of each {expert}."""
+    """Maps the three weights of a gated MLP, or of each {expert}."""
     return {
         f"{ours}.gate_up.weight": stacked(f"{theirs}.{gate}.weight", f"{theirs}.{up}.weight"),
         f"{ours}.down.weight": stacked(f"{theirs}.{down}.weight"),
@@ -173,6 +174,7 @@ def gated_mlp(
 def _in_order(
     key: str, shape: tuple[int, ...], view: tuple[int, ...], first: tuple[int, ...] = ()
 ) -> StoredBox:
-    """Maps a tensor whose dimensions are in our order; the box starts at `first`, and then at 0."""
+    """Maps a tensor whose dimensions are in our order; the box starts at `first`, and at 0 in
+    further dimensions."""
     start = first + (0,) * (len(view) - len(first))
     return StoredBox(key, shape, view, tuple(range(len(view))), start)

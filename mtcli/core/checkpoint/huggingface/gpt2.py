@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, a joint QKV, linear layers stored transposed (Conv1D)."""
+"""Maps GPT-2: learned positions, a joint QKV, linear layers stored transposed (Conv1D)."""
 
 from mtcli.core.checkpoint.huggingface.family import (
     Family,
@@ -23,7 +23,7 @@ ALIASES = {
 
 
 def _require_one_meaning(theirs: Table) -> Table:
-    """Reads no more fields; raises MtcliError where two that are one in ours differ."""
+    """Returns no further fields. Raises MtcliError where two fields that are one in ours differ."""
     for alias, name in ALIASES.items():
         if alias in theirs and theirs[alias] != theirs.get(name):
             message = f"{alias}={shown(theirs[alias])} and {name}={shown(theirs.get(name))} differ"

@@ -1,4 +1,4 @@
-"""Llama 1, 2 and 3: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases.
+"""Maps Llama 1, 2 and 3: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases.
 
 Both formats have rotary pairs as halves (dimension i turns with i + head_dim / 2), so the rows of
 q_proj and k_proj need no reordering.

@@ -1,4 +1,5 @@
-"""Mistral, which is Llama with an optional sliding window, and Mixtral: Mistral with experts."""
+"""Maps Mistral, which is Llama with an optional sliding window, and Mixtral: Mistral with
+experts."""
 
 from dataclasses import replace
 

@@ -1,7 +1,7 @@
 """Reads and describes adapters in peft's format: adapter_config.json, adapter_model.safetensors.
 
 A target's tensors are `base_model.model.<module>.lora_A.weight` [rank, in] and `lora_B.weight`
-[out, rank], whose module is that of the weight in the family's own names.
+[out, rank], where the module has the family's own name.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,10 +43,10 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 def open_peft(source: CheckpointFolder, open_base: Callable[[Path], Checkpoint]) -> Checkpoint:
-    """Opens adapters of peft, merged in the model that their config names or in another base.
+    """Opens adapters of peft, merged with the base that their config names or with another one.
 
-    Raises MtcliError for settings that we cannot represent, a missing base, and tensors that are
-    missing, unknown or of another shape.
+    Raises MtcliError for unsupported settings, a missing base, and tensors that are missing,
+    unknown or of another shape.
     """
     folder, base = source.folder, base_of(open_base(peft_base(source)))
     header = read_header(folder / WEIGHTS)
@@ -58,15 +58,17 @@ def open_peft(source: CheckpointFolder, open_base: Callable[[Path], Checkpoint])
     if not names:
         raise wrong(f"{folder / WEIGHTS} has no adapter of {base.folder}", "is it their base?")
     lora = lora.model_copy(update={"targets": tuple(sorted(names))})
-    wanted = dict(_boxes(base.model, family, lora))
-    if unknown := sorted(header.keys() - {box.key for box in wanted.values()}):
+    expected = dict(_boxes(base.model, family, lora))
+    if unknown := sorted(header.keys() - {box.key for box in expected.values()}):
         message = f"{folder / WEIGHTS} has tensors that no target has: {listed(unknown)}"
         raise wrong(message, "nothing is left out silently")
     tensors = {}
     shapes = run_parameters(base.model, lora)
-    for name, box in wanted.items():
+    for name, box in expected.items():
         if box.key not in header:
-            message = f"{folder / WEIGHTS} has {len(header)} of {len(wanted)} tensors: no {box.key}"
+            message = (
+                f"{folder / WEIGHTS} has {len(header)} of {len(expected)} tensors: no {box.key}"
+            )
             where = f"target_modules={shown(table.get('target_modules'))} leaves modules out"
             hint = f"where {where}, convert what peft's merge_and_unload saves: a target has "
             raise wrong(message, f"{hint}adapters in every layer here; else copy the file again")
@@ -76,7 +78,7 @@ def open_peft(source: CheckpointFolder, open_base: Callable[[Path], Checkpoint])
             raise wrong(f"{message} and {list(box.shape)} by its config", "is it of this model?")
         stored = box._replace(file=WEIGHTS, code=entry.code)
         tensors[name] = StoredTensor(DTYPE_OF_CODE[entry.code], shapes[name].shape, (stored,))
-    own = Checkpoint(
+    checkpoint = Checkpoint(
         folder=folder,
         model=base.model,
         tensors=tensors,
@@ -84,11 +86,11 @@ def open_peft(source: CheckpointFolder, open_base: Callable[[Path], Checkpoint])
         headers={WEIGHTS: header},
         format="peft",
     )
-    return merged(own, base, lora)
+    return merged(checkpoint, base, lora)
 
 
 def peft_config(source: Checkpoint) -> dict[str, Any]:
-    """adapter_config.json of a checkpoint's adapters."""
+    """Builds the adapter_config.json of a checkpoint's adapters."""
     assert source.adapters is not None, f"{source.folder} holds no adapters"
     _, base, lora = source.adapters
     weights = parameters(base.model).values()
@@ -129,8 +131,8 @@ def _boxes(model: ModelConfig, family: Family, lora: LoraConfig) -> Iterator[tup
 
 
 def _of_b(key: str, shape: tuple[int, ...], target: str) -> StoredBox:
-    """B of a target: rows of a fused projection are in our order, but those of GPT-2's c_attn,
-    which has all queries first, then all keys and all values."""
+    """Maps B of a target. A fused projection's rows are in our order, but for GPT-2's c_attn: all
+    queries, then all keys, then all values."""
     *outer, rank = shape
     rows, zeros = prod(outer), (0,) * len(shape)
     if target == "c_attn":
@@ -140,21 +142,21 @@ def _of_b(key: str, shape: tuple[int, ...], target: str) -> StoredBox:
 
 
 def _module(model: ModelConfig, family: Family, weight: Parameter, target: str) -> str:
-    """peft's name of the module that a target of a weight is."""
+    """Returns peft's name of the module for a target of a weight."""
     boxes = family.boxes(weight, model)
     numbers = [lora_target.name for lora_target in targets_of(weight, model)]
     return PREFIX + boxes[numbers.index(target)].key.removesuffix(".weight")
 
 
 def _target_of(model: ModelConfig, adapter: str) -> str:
-    """The target that an adapter's canonical name is of, with the prefix of a shared expert."""
+    """Returns the target of an adapter's canonical name, with the prefix of a shared expert."""
     layer, _, name = adapter.partition(".adapter.")
     weight, short = parameters(model)[f"{layer}.weight"], name.partition(".")[2]
     return next(target.name for target in targets_of(weight, model) if target.short == short)
 
 
 def _lora(path: Path, table: dict[str, Any]) -> LoraConfig:
-    """The adapters that adapter_config.json describes, of all targets."""
+    """Converts adapter_config.json to the adapters of all targets."""
     problems = [
         Problem(f"{path}: {name}={shown(table.get(name))} cannot be represented", "plain LoRA can")
         for name, values in PLAIN.items()

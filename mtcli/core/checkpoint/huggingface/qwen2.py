@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5, which are Llama with biases on query, key and value, and Qwen2-MoE.
+"""Maps Qwen2 and Qwen2.5, which are Llama with biases on query, key and value, and Qwen2-MoE.
 
 Qwen2-MoE has small experts, and a shared one behind a sigmoid gate, in every layer.
 """

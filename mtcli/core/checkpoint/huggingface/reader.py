@@ -1,4 +1,4 @@
-"""Reads Hugging Face folders as checkpoints: names and shapes are mapped, nothing is copied."""
+"""Opens Hugging Face folders as checkpoints by mapping names and shapes; copies nothing."""
 
 import re
 from functools import reduce
@@ -27,7 +27,7 @@ Headers = dict[str, dict[str, TensorEntry]]
 def open_hf(folder: Path) -> Checkpoint:
     """Opens the checkpoint in a Hugging Face folder.
 
-    Raises MtcliError for a model we cannot represent, for damaged or missing files, and for
+    Raises MtcliError for a model that we cannot represent, for damaged or missing files, and for
     tensors that are missing, unknown or of another shape.
     """
     table = read_json(folder / NAME)
@@ -58,7 +58,7 @@ def open_hf(folder: Path) -> Checkpoint:
 
 
 def _find_tensors(folder: Path) -> tuple[Sources, Headers]:
-    """Finds every tensor of the folder, and reads the headers of its files."""
+    """Finds every tensor of the folder by the headers of its files."""
     if (folder / INDEX).exists():
         files = _index(folder)
         if (folder / SINGLE).exists() and SINGLE not in files.values():
@@ -112,11 +112,11 @@ def _stored(
     return StoredTensor(reduce(torch.promote_types, dtypes), parameter.shape, tuple(stored))
 
 
-def _refuse_unknown(checkpoint: Checkpoint, family: Family, rest: Sources) -> None:
-    if family.tied_head in rest and checkpoint.model.tie_embeddings:
-        _require_tied(checkpoint, *rest.pop(family.tied_head))
+def _refuse_unknown(checkpoint: Checkpoint, family: Family, unread: Sources) -> None:
+    if family.tied_head in unread and checkpoint.model.tie_embeddings:
+        _require_tied(checkpoint, *unread.pop(family.tied_head))
     ignored = re.compile("|".join(family.ignored))
-    unknown = [key for name, (_, key) in rest.items() if not ignored.fullmatch(name)]
+    unknown = [key for name, (_, key) in unread.items() if not ignored.fullmatch(name)]
     if unknown:
         what = f"tensors that {family.model_type} does not"
         message = f"{checkpoint.folder} has {what}: {listed(unknown)}"
@@ -124,7 +124,7 @@ def _refuse_unknown(checkpoint: Checkpoint, family: Family, rest: Sources) -> No
 
 
 def _require_tied(checkpoint: Checkpoint, file: str, key: str) -> None:
-    """Raises MtcliError where a stored copy of a tied head is not the embedding."""
+    """Raises MtcliError where a stored copy of a tied head differs from the embedding."""
     path, entry = checkpoint.folder / file, checkpoint.headers[file][key]
     shape, dtype = checkpoint.shape("embedding.weight"), checkpoint.dtype("embedding.weight")
     same = entry.shape == shape and DTYPE_OF_CODE.get(entry.code) == dtype

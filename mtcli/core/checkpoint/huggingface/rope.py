@@ -1,8 +1,10 @@
-"""Reads and writes rotary positions in config.json: `rope_theta` and `rope_scaling` up to
-transformers 4, both of them in `rope_parameters` since 5. The older form is written: every version
-reads it, and where a file has both every version believes `rope_scaling`.
+"""Reads and writes rotary positions in config.json.
 
-Sliding windows are read where they are no shorter than the context, and refused elsewhere.
+They are `rope_theta` and `rope_scaling` up to transformers 4, and both in `rope_parameters` since
+5. The older form is written: every version reads it, and prefers `rope_scaling` where a file has
+both.
+
+Sliding windows are accepted where they are no shorter than the context, and refused elsewhere.
 """
 
 from typing import Any
@@ -22,7 +24,7 @@ NESTED = "one rope_theta and rope_type for all layers"
 
 
 def read_rope(theirs: Table) -> Table:
-    """Reads rope_theta and rope_scaling; raises MtcliError for a scaling other than llama3's."""
+    """Reads rope_theta and rope_scaling. Raises MtcliError for another scaling than llama3's."""
     given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise wrong(f"rope_scaling is {shown(given)}, which is not a table", "null or a table")
@@ -53,10 +55,10 @@ def write_rope(model: ModelConfig) -> Table:
 def _number(given: Table, name: str, outer: Table) -> Any:
     if name not in given:
         raise wrong(f"rope_scaling of type 'llama3' has no {name}", "add it to config.json")
-    beside = outer.get(name, given[name])  # which transformers 5 believes, and 4 does not
-    if beside != given[name]:
-        message = f"{name} is {shown(given[name])} in rope_scaling and {shown(beside)} beside it"
-        raise wrong(message, "leave one of them out")
+    outer_value = outer.get(name, given[name])  # which transformers 5 believes, and 4 does not
+    if outer_value != given[name]:
+        both = f"{shown(given[name])} in rope_scaling and {shown(outer_value)} beside it"
+        raise wrong(f"{name} is {both}", "leave one of them out")
     return given[name]
 
 

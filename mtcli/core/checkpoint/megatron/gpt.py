@@ -1,10 +1,10 @@
-"""Maps Megatron-LM's GPT models to ours: the arguments that say the architecture, and the tensors.
+"""Maps Megatron-LM's GPT models to ours: the arguments of the architecture, and the tensors.
 
-Megatron-LM keeps its arguments in common.pt; megatron-core by itself keeps none.
+Megatron-LM saves its arguments in common.pt; megatron-core by itself saves none.
 
 Shapes: K key-value heads, Q query heads of each, D head_dim, H hidden, F inner width, E experts.
-Rows of query, key and value are grouped by K as ours are, and gate comes before up, so every tensor
-of theirs is one of ours with neighbouring dimensions joined.
+Rows of query, key and value are grouped by K as ours are, and gate comes before up, so each of
+their tensors is one of ours with neighbouring dimensions joined.
 """
 
 from collections.abc import Iterator
@@ -99,9 +99,9 @@ Factors = tuple[tuple[int, ...], ...]  # of each dimension of theirs: those of o
 
 
 def model_of(arguments: Arguments, path: Path) -> ModelConfig:
-    """The model of Megatron-LM's arguments.
+    """Converts Megatron-LM's arguments to a ModelConfig.
 
-    Raises MtcliError with all that they do not say, and all that cannot be represented.
+    Raises MtcliError with all missing arguments, and all that cannot be represented.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
     said = {
@@ -176,7 +176,7 @@ def _experts(arguments: Arguments) -> Arguments:
 
 
 def alternatives(name: str) -> Iterator[tuple[str, int | None]]:
-    """The names that a parameter may have, each with its layer where layers are stacked."""
+    """Yields the names that a parameter may have, each with its layer where layers are stacked."""
     if not name.startswith("blocks."):
         yield from ((theirs, None) for theirs in OUTER[name])
         return
@@ -195,18 +195,22 @@ def factors(parameter: Parameter, shape: tuple[int, ...]) -> Factors:
     if ".qkv." in parameter.name:
         return (ours[:3], *((size,) for size in ours[3:]))
     if ".gate_up." in parameter.name:
-        before = len(ours) - (3 if parameter.name.endswith("weight") else 2)
-        joined = ours[before : before + 2]
-        return (*((n,) for n in ours[:before]), joined, *((n,) for n in ours[before + 2 :]))
+        num_leading = len(ours) - (3 if parameter.name.endswith("weight") else 2)
+        joined = ours[num_leading : num_leading + 2]
+        return (
+            *((n,) for n in ours[:num_leading]),
+            joined,
+            *((n,) for n in ours[num_leading + 2 :]),
+        )
     return tuple((size,) for size in ours)
 
 
 def factored_boxes(box: Box, lead: tuple[int, ...], inner: Factors) -> Iterator[tuple[int, Box]]:
     """Maps a chunk of their tensor to boxes of ours, each with its first element in the chunk.
 
-    Of theirs, only what is at the indices `lead` counts, and the other dimensions are products of
-    `inner`; none where the chunk has nothing of it. Raises MtcliError where the chunk's elements of
-    a box are not consecutive.
+    `lead` selects one index of each of their leading dimensions; the other dimensions are products
+    of `inner`. Yields nothing where the chunk does not contain that index. Raises MtcliError where
+    the chunk's elements of a box are not consecutive.
     """
     first = 0
     for dim, index in enumerate(lead):

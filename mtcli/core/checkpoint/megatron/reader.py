@@ -1,8 +1,8 @@
-"""Reads Megatron-LM's torch_dist checkpoints of GPT models in place.
+"""Opens Megatron-LM's torch_dist checkpoints of GPT models in place.
 
-They are folders of torch.distributed.checkpoint. Every layer's tensors are stacked in one of them,
-[layers, ...], which ranks have sharded into chunks; each chunk becomes boxes of ours. No class of
-a pickle is made: see torch_save.py.
+They are folders of torch.distributed.checkpoint. One saved tensor stacks a parameter of all layers,
+[layers, ...], and ranks have sharded it into chunks; each chunk becomes boxes of ours. Pickles are
+read as data, without their classes: see torch_save.py.
 """
 
 import re
@@ -74,7 +74,7 @@ class Chunk(NamedTuple):
 
 
 class ChunkedTensor(NamedTuple):
-    """A saved tensor: the safetensors code of its dtype ("" where we have none), its shape, and
+    """A saved tensor: the safetensors code of its dtype ("" for an unsupported one), its shape, and
     the chunks that should tile it."""
 
     code: str
@@ -83,10 +83,11 @@ class ChunkedTensor(NamedTuple):
 
 
 def open_megatron(folder: Path, model: ModelConfig | None) -> Checkpoint:
-    """Opens a torch_dist checkpoint's weights; `model` is its architecture where it says none.
+    """Opens a torch_dist checkpoint's weights; `model` is the architecture where the checkpoint
+    states none.
 
-    Raises MtcliError for another format, for an architecture that is not said or not ours, for
-    damaged files, and for tensors that are missing, unknown or of another shape.
+    Raises MtcliError for another format, for an architecture that is not stated or not supported,
+    for damaged files, and for tensors that are missing, unknown or of another shape.
     """
     _require_torch_dist(folder)
     common = _common(folder)
@@ -97,9 +98,9 @@ def open_megatron(folder: Path, model: ModelConfig | None) -> Checkpoint:
     with ExitStack() as files:
         reader = _Reader(folder, saved, files)
         tensors = {name: reader.stored(p, model) for name, p in parameters(model).items()}
-    rest = saved.keys() - reader.used
-    optimizer = [name for name in rest if OPTIMIZER.match(name)]
-    if unknown := sorted(rest - set(optimizer)):
+    unread = saved.keys() - reader.used
+    optimizer = [name for name in unread if OPTIMIZER.match(name)]
+    if unknown := sorted(unread - set(optimizer)):
         what = "tensors that a GPT model of this architecture has not"
         message = f"{folder} has {what}: {listed(unknown)}"
         raise wrong(message, "nothing is left out silently; does --config say what it is?")
@@ -142,7 +143,7 @@ def _common(folder: Path) -> dict[str, Any]:
 
 @dataclass
 class _Reader:
-    """Finds parameters among saved tensors, and the bytes of their elements."""
+    """A lookup of parameters among saved tensors, and of the bytes of their elements."""
 
     folder: Path
     saved: dict[str, ChunkedTensor]
@@ -153,7 +154,7 @@ class _Reader:
     entries: dict[ByteRange, TensorEntry] = field(default_factory=dict)
 
     def stored(self, parameter: Parameter, model: ModelConfig) -> StoredTensor:
-        """The boxes of a parameter in the chunks of a saved tensor."""
+        """Maps a parameter to boxes in the chunks of a saved tensor."""
         name, layer = self._name(parameter)
         saved = self.saved[name]
         if name not in self.used:  # once for all layers
@@ -174,7 +175,7 @@ class _Reader:
         return StoredTensor(DTYPE_OF_CODE[saved.code], parameter.shape, tuple(boxes))
 
     def _name(self, parameter: Parameter) -> tuple[str, int | None]:
-        """The saved tensor that holds a parameter, and its layer where layers are stacked."""
+        """Finds the saved tensor that holds a parameter, and its layer where layers are stacked."""
         options = list(alternatives(parameter.name))
         for name, layer in options:
             if name in self.saved:
@@ -198,7 +199,7 @@ class _Reader:
             raise wrong(f"{message} and {list(shown)} in the model", "is it of this model?")
 
     def _stored_box(self, name: str, code: str, chunk: Chunk, first: int, box: Box) -> StoredBox:
-        """A box whose elements follow each other in a chunk, from `first` on."""
+        """Builds the box whose elements are consecutive in a chunk, from `first` on."""
         file, item, count = chunk.archive.path.name, CODE_BYTES[code], prod(box.size)
         key = f"{name}@{chunk.archive.offset}+{first}"
         offset = self._entry(name, code, chunk).offset + first * item
@@ -224,7 +225,7 @@ class _Reader:
 def read_metadata(folder: Path) -> dict[str, ChunkedTensor]:
     """Reads a folder's .metadata as data: its tensors by name.
 
-    Raises MtcliError that names what is missing, damaged or more than data.
+    Raises MtcliError with what is missing, damaged or more than data.
     """
     path = folder / NAME
     try:
@@ -282,7 +283,7 @@ def _chunked(
 
 
 def _size(value: Any) -> tuple[int, ...]:
-    """The numbers of a torch.Size."""
+    """Reads the numbers of a torch.Size."""
     ((numbers,),) = (value.arguments,) if isinstance(value, PickledObject) else ((value,),)
     sizes = tuple(numbers)
     if len(sizes) > MAX_DIMS or not all(type(n) is int and 0 <= n < 2**48 for n in sizes):

@@ -1,13 +1,13 @@
 """Reads files of torch.save as data: zip archives of one pickle and of tensors' bytes.
 
-The standard library's unpickler in Python runs the opcodes of PLAIN, and no others. No class is
-imported and nothing is called: an allowed name becomes a `NamedClass`, what is built with it a
+The standard library's unpickler in Python runs the opcodes of PLAIN, and no others. It imports no
+class and calls nothing: an allowed name becomes a `NamedClass`, an object built with it a
 `PickledObject` of its arguments and state, and any other name is an error. `pickle.Unpickler`, in
 C, has no such list: with a closed `find_class`, 9 bytes still make it write 4 GB of memo, and a key
 of nested tuples crashes the process.
 
-Of a tensor only the offset of its bytes is found, so that they are read later and in part. Sizes
-and offsets are checked against the file.
+For a tensor only the offset of its bytes is found, so that parts can be read later. Sizes and
+offsets are checked against the file.
 """
 
 import io
@@ -68,7 +68,7 @@ class NamedClass(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class PickledObject:
-    """An object that a pickle would make: its class, its arguments, and the state set after."""
+    """An object of a pickle: its class, its arguments, and the state set afterwards."""
 
     name: str
     arguments: Any
@@ -77,11 +77,11 @@ class PickledObject:
     """appended to it, or (key, value) pairs set in it"""
 
     def get(self, name: str) -> Any:
-        """A field of its state; None where there is none."""
+        """Returns a field of the state; None where there is none."""
         return self.state.get(name) if isinstance(self.state, dict) else None
 
     def append(self, item: Any) -> None:
-        """Records an item that is appended to it."""
+        """Records an appended item."""
         self.items.append(item)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -89,17 +89,17 @@ class PickledObject:
 
 
 class Pair(NamedTuple):
-    """A key that is no plain value, with its value."""
+    """A dictionary's key that is no plain value, with its value."""
 
     key: Any
     value: Any
 
 
 def read_pickle(data: bytes, path: Path, allowed: Allowed) -> Any:
-    """Reads the value of a pickle; classes of an allowed name are `NamedClass`, and what is made of
-    them `PickledObject`.
+    """Reads the value of a pickle; classes of an allowed name become `NamedClass`, and their
+    objects `PickledObject`.
 
-    Keys of dictionaries that are no text, bytes or numbers are found by `pairs_of` alone. Raises
+    Keys of dictionaries that are not text, bytes or numbers are found by `pairs_of` alone. Raises
     MtcliError that names the file for any other name, and for a pickle that is damaged or holds
     more than data.
     """
@@ -115,12 +115,12 @@ def read_pickle(data: bytes, path: Path, allowed: Allowed) -> Any:
 
 
 def _code(name: str) -> int:
-    """The byte of an opcode."""
+    """Returns the byte of an opcode."""
     return int(getattr(pickle, name)[0])
 
 
 class _RecordUnpickler(pickle._Unpickler):
-    """The standard library's unpickler, which makes records where it would make or call."""
+    """The standard library's unpickler, which makes records instead of objects and calls."""
 
     def __init__(self, data: bytes, path: Path, allowed: Allowed) -> None:
         file = io.BytesIO(data)
@@ -132,7 +132,7 @@ class _RecordUnpickler(pickle._Unpickler):
         self.append = self.stack.append
 
     def load(self) -> Any:
-        """Runs the opcodes to the one value, without the library's layer for frames."""
+        """Runs the opcodes up to the value, without the library's frames."""
         read, dispatch = self.read, self.dispatch
         while (opcode := read(1)) != pickle.STOP:
             dispatch[opcode[0]](self)
@@ -173,7 +173,7 @@ class _RecordUnpickler(pickle._Unpickler):
 
 
 class _Table(dict[Any, Any]):
-    """A dictionary that hashes no key whose hash could take for ever, or collide at will."""
+    """A dictionary that hashes no key whose hash could be slow, or collide on purpose."""
 
     __slots__ = ()
 
@@ -196,19 +196,19 @@ class _Key(NamedTuple):
 
 
 def pairs_of(value: Any) -> list[Pair]:
-    """The pairs of a dictionary that was read."""
+    """Returns the pairs of a dictionary that was read."""
     return [Pair(k.value if isinstance(k, _Key) else k, v) for k, v in _of(dict, value).items()]
 
 
 def _of(kind: type[Kind], value: Any) -> Kind:
-    """The value. Raises TypeError where it is of another kind."""
+    """Returns the value. Raises TypeError where it is of another kind."""
     if not isinstance(value, kind):
         raise TypeError
     return value
 
 
 class ByteRange(NamedTuple):
-    """Bytes offset .. offset + length of a file, which are an archive."""
+    """The bytes offset .. offset + length of a file, which hold an archive."""
 
     path: Path
     offset: int
@@ -216,14 +216,14 @@ class ByteRange(NamedTuple):
 
 
 def read_object(span: ByteRange, allowed: Allowed) -> Any:
-    """Reads the pickle of an archive as data; raises MtcliError where it is more than that."""
+    """Reads the pickle of an archive as data. Raises MtcliError where it is more than that."""
     with open_untrusted(span.path) as file:
         archive = _archive(file, span)
         return _pickle(archive, span, allowed, MAX_PICKLE_BYTES)
 
 
 def find_tensor(file: IO[bytes], span: ByteRange) -> TensorEntry:
-    """Finds the elements of the one tensor of an archive in its file, which is open.
+    """Locates the elements of an archive's only tensor in the open file.
 
     Raises MtcliError where the archive holds anything else, or a tensor that is not C-ordered.
     """
@@ -284,7 +284,7 @@ def _info(archive: zipfile.ZipFile, span: ByteRange, name: str) -> zipfile.ZipIn
 def _content(
     archive: zipfile.ZipFile, span: ByteRange, file: IO[bytes], name: str
 ) -> tuple[int, int]:
-    """(byte of the file, size) of a member's content."""
+    """Returns (offset in the file, size) of a member's content."""
     info = _info(archive, span, name)
     file.seek(span.offset + info.header_offset)
     header = file.read(LOCAL_HEADER_BYTES)
@@ -296,7 +296,7 @@ def _content(
 
 
 class _Window(io.RawIOBase):
-    """The bytes of a span as a file of their own."""
+    """The bytes of a span, as a file object."""
 
     def __init__(self, file: IO[bytes], span: ByteRange) -> None:
         self.file, self.span, self.at = file, span, 0

@@ -1,1 +1,1 @@
-"""What BERT and other encoders with heads are trained on and tested with: rows and masks."""
+"""Training and test data of BERT and other encoders with heads: rows and masks."""

@@ -1,4 +1,4 @@
-"""Rows of labelled examples: several in a row, none of which is split."""
+"""Packs labelled examples into rows: several in a row, none split."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ class ExampleRows:
         seed: int | None = None,
         global_batch_size: int = 1,
     ) -> None:
-        """Each source has a name. Without a seed the rows are in order, each of them once.
+        """Packs the examples of named sources. Without a seed every row comes once, in order.
 
         Raises MtcliError where an example has more tokens than a row.
         """
@@ -49,9 +49,9 @@ class ExampleRows:
         self.num_samples = len(self.epochs.rows)
 
     def keep(self, subset: Subset) -> None:
-        """Keeps the members of a subset alone, whose losses get its weights.
+        """Drops all examples but the members of a subset, whose losses get its weights.
 
-        Raises MtcliError where a member is not there.
+        Raises MtcliError where the data lacks a member.
         """
         chosen = members(subset, [len(self.examples)])
         self.examples = [self.examples[index] for index in chosen.place.tolist()]
@@ -65,7 +65,7 @@ class ExampleRows:
         return self.num_samples
 
     def rows(self, start: int, count: int) -> EncoderRows:
-        """Rows start .. start + count - 1."""
+        """Returns rows start .. start + count - 1."""
         items = [self.epochs.items(number) for number in range(start, start + count)]
         examples = [[self.examples[item] for item in row] for row in items]
         sequences = [[text for example in row for text in example.sequences] for row in examples]
@@ -75,7 +75,7 @@ class ExampleRows:
         return rows._replace(classes=labels, class_weights=weights)
 
     def order(self) -> np.ndarray:
-        """The numbers of the examples in all rows, in order: int64."""
+        """Returns the numbers of the examples of all rows, in order: int64."""
         return np.concatenate([self.epochs.items(number) for number in range(len(self))])
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
@@ -89,7 +89,7 @@ class ExampleRows:
         ]
 
     def describe(self) -> dict[str, str]:
-        """Words the data in numbers: what is trained on, what of RACE was cut, and left out."""
+        """Words the data in numbers: examples to train on, and what was cut or skipped."""
         lines = {
             "data": f"{len(self.examples):,} examples, {self.tokens[0]:,} tokens",
             "packed": self.epochs.words(self.sizes, self.seq_len),
@@ -101,12 +101,12 @@ class ExampleRows:
         return lines | ({"bad": "; ".join(skipped)} if skipped else {})
 
     def drawn(self, start: int, stop: int) -> list[int]:
-        """Counts the rows start .. stop - 1, all of which the one dataset gives."""
+        """Counts rows by dataset; all are of the only one."""
         return [stop - start]
 
 
 def share_of(source: Examples, split: str, which: Which) -> Examples:
-    """The examples that belong to `which` of a split. Raises MtcliError where there are none."""
+    """Selects the examples of `which` of a split. Raises MtcliError where there are none."""
     first, end = split_range(split, which, len(source.examples))
     if first == end:
         message = f'split "{split}" of {len(source.examples)} examples gives {which} none'

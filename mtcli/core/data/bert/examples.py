@@ -1,9 +1,9 @@
-"""Labelled examples to fine-tune a classifier on: RACE's questions, and JSONL of texts.
+"""Reads labelled examples to fine-tune a classifier: RACE's questions, and JSONL of texts.
 
 An example is one sequence with a class, or the choices of a question with the number of the right
-one. RACE is laid out as Megatron-LM does (arXiv:1909.08053, section 5.3): a sequence is question
-and choice, then the article, at most 128 and 512 tokens, or 1/4 and all of a shorter context. What
-is longer ends there, which is counted.
+one. RACE is laid out as in Megatron-LM (arXiv:1909.08053, section 5.3): a sequence is question and
+choice, then the article, cut to 128 and 512 tokens, or to 1/4 and all of a shorter context. Cut
+ones are counted.
 """
 
 from functools import partial
@@ -36,13 +36,13 @@ class Example(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens of all its sequences."""
+        """The tokens of all sequences."""
         return sum(sequence.size for sequence in self.sequences)
 
 
 class Examples(NamedTuple):
-    """The examples of a source, where those are that were left out, by kind of fault, its files,
-    and how many (articles, questions with their choice) end at the most tokens there may be."""
+    """The examples of a source: skipped ones as places by kind of fault, the files, and how many
+    (articles, questions with their choice) were cut to the limit."""
 
     examples: list[Example]
     skipped: dict[str, list[str]]
@@ -51,7 +51,7 @@ class Examples(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The most tokens of a sequence and of a row, and whether what needs more is left out."""
+    """The most tokens of a sequence and of a row, and whether longer examples are skipped."""
 
     sequence: int
     row: int
@@ -59,17 +59,17 @@ class Room(NamedTuple):
 
 
 def race_limit(max_seq_len: int) -> int:
-    """Tokens of a sequence: 512, or what the context has."""
+    """Returns the most tokens of a sequence: 512, or a shorter context."""
     return min(RACE_TOKENS, max_seq_len)
 
 
 def read_race_examples(
     path: Path, part: str, tokenizer: Tokenizer, room: Room, field: str
 ) -> Examples:
-    """Reads RACE's questions, high school's first, with at most `room` for each choice.
+    """Reads RACE's questions, high school's first, into sequences that fit in `room`.
 
-    Raises MtcliError, whose `field` named the folder, with the first bad articles by their files,
-    and the first questions that no row has room for, unless they are skipped.
+    Raises MtcliError, whose `field` named the folder, with the first bad articles by file, and the
+    first questions that fit in no row, unless they are skipped.
     """
     levels, bad = read_race_files(path, part, field)
     faults = [_fault_of(file, problem) for file, problem in bad]
@@ -98,7 +98,7 @@ def read_race_examples(
 
 
 def _fault_of(file: Path, problem: Problem) -> tuple[str, BadLine]:
-    """(FILE:LINE, what is wrong) of a file that is no article."""
+    """Converts the problem of a bad article into (FILE:LINE, fault)."""
     line, _, why = problem.message.removeprefix(f"{file}, line ").partition(": ")
     where, why = (f"{file}:{line}", why) if line.isdecimal() else (str(file), problem.message)
     return where, BadLine("bad articles", why, problem.hint)
@@ -107,7 +107,8 @@ def _fault_of(file: Path, problem: Problem) -> tuple[str, BadLine]:
 def _choices(
     article: Article, number: int, context: np.ndarray, tokenizer: Tokenizer, room: Room
 ) -> tuple[tuple[Segments, ...], tuple[bool, bool]]:
-    """A question's sequences, and whether (the article, a question with its choice) ends early."""
+    """Builds a question's sequences, and says whether (the article, a question with its choice) was
+    cut."""
     question, sequences, truncated = article.questions[number], [], [False, False]
     for option in article.options[number]:
         text = f"{question} {option}"
@@ -124,10 +125,10 @@ def _choices(
 def read_classes(
     path: Path, tokenizer: Tokenizer, room: Room, num_labels: int, field: str
 ) -> Examples:
-    """Reads JSONL of `text`, `label` and maybe `text_pair`.
+    """Reads JSONL of `text`, `label` and optionally `text_pair`.
 
-    Raises MtcliError with the first bad lines by file and number, unless they are skipped: what is
-    no such object, a label out of range, an example with no `room`.
+    Raises MtcliError with the first bad lines by file and number, unless they are skipped: no such
+    object, a label out of range, or too many tokens for `room`.
     """
 
     def read(line: bytes) -> Example:

@@ -1,12 +1,12 @@
-"""Rows of a masked language model, from the sentences that `preprocess --sentences` wrote.
+"""Builds rows of a masked language model from the sentences that `preprocess --sentences` wrote.
 
-A row is filled with sentences of documents in shuffled order. The sentences of a document in it are
-one sequence, whose two halves are swapped half of the time, and which the model is to notice
-(sentence-order prediction, arXiv:1909.11942, section 3.1). A document that goes on in the next row
-is a sequence of its own there. What is masked and swapped depends on (seed, global sample).
+Documents are shuffled and their sentences fill rows. The sentences that a row has of one document
+form a sequence; its two halves are swapped half of the time, for sentence-order prediction
+(arXiv:1909.11942, section 3.1). A document that continues in the next row is a sequence of its own
+there. Masks and swaps depend on (seed, global sample).
 
-A row ends where the next sentence does not fit. Which sentences a row has depends on the data, the
-row's length, the seed and the epoch's number alone, so a longer run begins with the same rows.
+A row ends where the next sentence does not fit. A row's sentences depend on the data, the row's
+length, the seed and the epoch's number alone, so a longer run begins with the same rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,16 +38,16 @@ class Epoch(NamedTuple):
     order: np.ndarray  # int64 [rows]
 
     def row(self, number: int) -> np.ndarray:
-        """The items of a row: int64."""
+        """Returns the items of a row: int64."""
         first = self.order[number]
         return self.items[self.starts[first] : self.starts[first + 1]]
 
 
 def row_starts(costs: np.ndarray, opening: np.ndarray, size: int) -> np.ndarray:
-    """Finds which items begin a row of at most `size` tokens: int64 [rows + 1], the last one n.
+    """Finds the items that begin a row of at most `size` tokens: int64 [rows + 1], the last one n.
 
-    `costs` [n] are tokens of each item, and `opening` [n] more where it begins a row. Every item
-    fits in a row of its own.
+    `costs` [n] are the tokens of each item, and `opening` [n] the further ones where it begins a
+    row. Every item fits in a row of its own.
     """
     count = len(costs)
     ends = np.concatenate([[0], np.cumsum(costs, dtype=np.int64)])
@@ -61,16 +61,16 @@ def row_starts(costs: np.ndarray, opening: np.ndarray, size: int) -> np.ndarray:
 
 
 class PackedRows:
-    """The rows of all epochs in order, each epoch shuffled by (seed, its number)."""
+    """The rows of consecutive epochs, each shuffled by (seed, epoch)."""
 
     def __init__(self, epoch: Callable[[np.random.RandomState], Epoch], seed: int) -> None:
-        """`epoch` lays all items into rows, by a generator of random numbers."""
+        """Takes `epoch`, which lays all items into rows by a random generator."""
         self._build, self._seed = epoch, seed
         self._ends: list[int] = []  # of the epochs so far, in rows
         self._current = (-1, Epoch(*(np.empty(0, np.int64),) * 3))
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """The items of the row that comes after `sample` others: int64."""
+        """Returns the items of row `sample`, counted over all epochs: int64."""
         while not self._ends or sample >= self._ends[-1]:
             rows = len(self._epoch(len(self._ends)).order)
             self._ends.append(rows + (self._ends[-1] if self._ends else 0))
@@ -78,7 +78,7 @@ class PackedRows:
         return self._epoch(number).row(sample - (self._ends[number - 1] if number else 0))
 
     def rows_of_epoch(self, number: int) -> int:
-        """Counts the rows of an epoch: they depend on its order."""
+        """Counts the rows of an epoch, which depend on its order."""
         return len(self._epoch(number).order)
 
     def _epoch(self, number: int) -> Epoch:
@@ -89,10 +89,11 @@ class PackedRows:
 
 
 class OwnedSentences:
-    """The sentences of a share of a dataset's documents; one longer than a row is cut in parts."""
+    """The sentences of a range of a dataset's documents; those longer than a row are cut."""
 
     def __init__(self, data: Indexed, owned: range, longest: int) -> None:
-        """`owned` are documents. Sequences of more than `longest` tokens become several."""
+        """Takes the documents `owned`; cuts sentences of more than `longest` tokens into
+        several."""
         self.data = data
         bounds = np.asarray(data.documents[owned.start : owned.stop + 1])
         first, end = int(bounds[0]), int(bounds[-1])
@@ -122,7 +123,7 @@ class OwnedSentences:
         return Epoch(items, starts, random.permutation(len(starts) - 1))
 
     def text(self, items: np.ndarray) -> np.ndarray:
-        """The tokens of consecutive sentences: int64."""
+        """Reads the tokens of consecutive sentences: int64."""
         parts = [self.data.tokens[self.start[i] : self.start[i] + self.length[i]] for i in items]
         return np.concatenate(parts).astype(np.int64)
 
@@ -141,7 +142,7 @@ class MaskedRows:
         special: SpecialTokens,
         sentence_order: bool,
     ) -> None:
-        """`paths` are the blend's words, `split` like "969,30,1" of documents.
+        """Opens the blend that `paths` name; `split`, such as "969,30,1", divides documents.
 
         Raises MtcliError where a file is missing or wrong, or the split owns no sentence.
         """
@@ -150,15 +151,15 @@ class MaskedRows:
         blend, indexed = open_blend(paths)
         self.prefixes, self.weights = blend.prefixes, blend.weights
         self.sentences = [_owned(data, split, which, seq_len - SPECIAL) for data in indexed]
-        self.packed = [PackedRows(partial(own.epoch, seq_len), seed) for own in self.sentences]
-        self.tokens = [int(own.length.sum()) for own in self.sentences]
+        self.packed = [PackedRows(partial(owned.epoch, seq_len), seed) for owned in self.sentences]
+        self.tokens = [int(owned.length.sum()) for owned in self.sentences]
         self._order = self._blended(blend)
 
     def __len__(self) -> int:
         return self.num_samples
 
     def rows(self, start: int, count: int) -> EncoderRows:
-        """Rows start .. start + count - 1, masked."""
+        """Returns rows start .. start + count - 1, masked."""
         numbers = range(start, start + count)
         randoms = [np.random.RandomState([self.seed, *divmod(n, 2**32)]) for n in numbers]
         sequences, swaps = [], []
@@ -178,8 +179,8 @@ class MaskedRows:
         )
 
     def require_order(self) -> None:
-        """Raises MtcliError where sentence order is to be learned, and a dataset has one sequence
-        for each document."""
+        """Raises MtcliError where the model predicts sentence order and each document of a dataset
+        is one sequence."""
         for one in self.sentences if self.sentence_order else ():
             if len(np.unique(one.sequence)) == len(one.bounds) - 1:
                 message = f"{one.data.prefix} has one sequence per document, and no order to learn"
@@ -196,18 +197,20 @@ class MaskedRows:
         samples = []
         for number in range(start, start + count):
             dataset, items = self._items(number)
-            own = self.sentences[dataset]
-            spans = zip(own.sequence[items], own.offset[items], own.length[items], strict=True)
+            owned = self.sentences[dataset]
+            spans = zip(
+                owned.sequence[items], owned.offset[items], owned.length[items], strict=True
+            )
             ids = tuple((int(a), int(b), int(c)) for a, b, c in spans)
             samples.append(SampleId(self.prefixes[dataset], ids))
         return samples
 
     def describe(self) -> dict[str, str]:
-        """Returns no lines: what the data holds is told where it is read."""
+        """Returns no lines: the data is described when it is read."""
         return {}
 
     def drawn(self, start: int, stop: int) -> list[int]:
-        """Counts how many of the rows start .. stop - 1 each dataset gives."""
+        """Counts the rows start .. stop - 1 by dataset."""
         if self._order is None:
             return [stop - start]
         owners = self._order.owner[start:stop]
@@ -221,40 +224,41 @@ class MaskedRows:
             raise wrong(message, hint)
 
     def _blended(self, blend: Blend) -> BlendOrder | None:
-        """The dataset of each row; without weights, in proportion to their tokens."""
+        """Chooses the dataset of each row; without weights, in proportion to tokens."""
         if len(self.prefixes) == 1:
             return None
         return blend_indices(blend.weights or [float(n) for n in self.tokens], self.num_samples)
 
     def _items(self, number: int) -> tuple[int, np.ndarray]:
-        """(the dataset, the sentences) of a row."""
+        """Returns (dataset, sentences) of a row."""
         if self._order is None:
             return 0, self.packed[0][number]
         dataset = int(self._order.owner[number])
         return dataset, self.packed[dataset][int(self._order.sample[number])]
 
     def _texts(self, number: int) -> list[tuple[OwnedSentences, np.ndarray]]:
-        """The sentences of each document in a row."""
+        """Divides the sentences of a row by document."""
         dataset, items = self._items(number)
-        own = self.sentences[dataset]
-        cuts = np.flatnonzero(np.diff(own.document[items])) + 1
-        return [(own, part) for part in np.split(items, cuts)]
+        owned = self.sentences[dataset]
+        cuts = np.flatnonzero(np.diff(owned.document[items])) + 1
+        return [(owned, part) for part in np.split(items, cuts)]
 
     def _segments(
         self, text: tuple[OwnedSentences, np.ndarray], random: np.random.RandomState
     ) -> tuple[Segments, bool | None]:
-        """(a sequence, whether its halves are swapped; None where it has one alone)."""
-        own, items = text
+        """Builds a sequence, and says whether its halves are swapped; None for one of a single
+        sentence."""
+        owned, items = text
         if not self.sentence_order or len(items) < 2:
-            return Segments(own.text(items)), None
+            return Segments(owned.text(items)), None
         pivot = random.randint(1, len(items))
-        halves = own.text(items[:pivot]), own.text(items[pivot:])
+        halves = owned.text(items[:pivot]), owned.text(items[pivot:])
         swap = bool(random.random_sample() < SWAPPED)
         return Segments(*(halves[::-1] if swap else halves)), swap
 
 
 def _owned(data: Indexed, split: str, which: Which, longest: int) -> OwnedSentences:
-    """A split's documents, as Megatron's BERT splits them."""
+    """Selects a split's documents, as Megatron's BERT splits them."""
     count = len(data.documents) - 1
     owned = range(*split_range(split, which, count))
     sentences = OwnedSentences(data, owned, longest)

@@ -1,8 +1,8 @@
-"""Chooses which tokens a masked language model predicts, and what it sees instead.
+"""Masks rows for a masked language model.
 
-n-grams of whole words, n of 1 to 3 with P ~ 1/n, until 15 % of the tokens are chosen; of those 80 %
-become the mask, 10 % a random token and 10 % stay (arXiv:1810.04805, section 3.1; n-grams as in
-arXiv:1909.11942, section 4.1). S tokens of a row, W words.
+Chooses n-grams of whole words, n of 1 to 3 with P ~ 1/n, until 15 % of the tokens are chosen; of
+those 80 % become [MASK], 10 % a random token and 10 % stay (arXiv:1810.04805, section 3.1; n-grams
+as in arXiv:1909.11942, section 4.1). S tokens of a row, W words.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ MASKED, RANDOM = 0.8, 0.1  # of the chosen ones; the rest stay
 def mask(
     tokens_S: np.ndarray, special: SpecialTokens, random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(the row with tokens replaced [S] int64, which are to be predicted [S] bool)."""
+    """Returns (the row with replaced tokens [S] int64, the mask of tokens to predict [S] bool)."""
     chosen_S = choose(tokens_S, special, random)
     chosen = np.flatnonzero(chosen_S)
     fate = random.random_sample(len(chosen))
@@ -34,7 +34,7 @@ def mask(
 def choose(
     tokens_S: np.ndarray, special: SpecialTokens, random: np.random.RandomState
 ) -> np.ndarray:
-    """Chooses n-grams of whole words, none of which overlap or contain special tokens: bool [S].
+    """Chooses n-grams of whole words that neither overlap nor contain special tokens: bool [S].
 
     15 % of the tokens, rounded to the nearest number; at least one word where there is any.
     """
@@ -59,7 +59,7 @@ def choose(
 
 
 def words(tokens_S: np.ndarray, special: SpecialTokens) -> tuple[np.ndarray, np.ndarray]:
-    """(first token [W], one after the last [W]) of each word; special tokens are in none."""
+    """Finds (first token [W], one after the last [W]) of each word; no word has special tokens."""
     plain_S = special.is_plain[tokens_S]
     before_S = np.concatenate([[False], plain_S[:-1]])
     first_W = np.flatnonzero(plain_S & (special.begins_word[tokens_S] | ~before_S))

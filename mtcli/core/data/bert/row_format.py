@@ -1,4 +1,4 @@
-"""Rows of an encoder: several sequences each, with what a head is to predict of them."""
+"""Defines the rows of an encoder: several sequences each, with the labels of its head."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,14 +21,14 @@ class Segments(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens of the sequence, special ones included."""
+        """The tokens of the sequence with its special ones."""
         return len(self.first) + (2 if self.second is None else 3 + len(self.second))
 
 
 class EncoderRows(NamedTuple):
-    """Rows [n, S] of N sequences, and labels: of predicted tokens, and of sequences.
+    """Rows [n, S] of N sequences, with labels of tokens and of sequences.
 
-    The M labels of sequences are of one each, or of as many choices as there are to one label.
+    Each of the M sequence labels is of one sequence, or of all choices of a question.
     """
 
     tokens: np.ndarray  # int64 [n, S], padded at the end
@@ -42,14 +42,14 @@ class EncoderRows(NamedTuple):
 
     @property
     def padding(self) -> np.ndarray:
-        """Says which tokens fill rows up behind their sequences: bool [n, S]."""
+        """The tokens that fill rows up behind their sequences: bool [n, S]."""
         count, size = self.documents.shape
         sequences = np.bincount(self.firsts // size, minlength=count)
         return self.documents >= sequences[:, None]
 
 
 class EncoderBatches(Protocol):
-    """The rows of a data set in order, by global sample; what training records of them."""
+    """The interface of a training set: rows by global sample, and what a run records of them."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None
@@ -61,24 +61,24 @@ class EncoderBatches(Protocol):
         """The files of each dataset."""
 
     def __len__(self) -> int:
-        """The samples of the run."""
+        """Counts the samples of the run."""
 
     def rows(self, start: int, count: int) -> EncoderRows:
-        """Rows start .. start + count - 1."""
+        """Returns rows start .. start + count - 1."""
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Identifies the samples of rows by where their tokens come from."""
+        """Identifies the sequences that rows are made of."""
 
     def describe(self) -> dict[str, str]:
-        """Describes the data in the words that a run says first, by name."""
+        """Returns lines for the run's header, by name."""
 
     def drawn(self, start: int, stop: int) -> list[int]:
-        """Counts the samples that each dataset gives."""
+        """Counts the rows start .. stop - 1 by dataset."""
 
 
 class CountedRows:
-    """Rows of tokens 0, 1, 2, ... that fill them, of which every shard has as many to predict; one
-    sequence each, or four choices. For profiles, whose work is that of any text."""
+    """Rows full of tokens 0, 1, 2, ... for profiles, with one sequence each, or four choices, and
+    as many tokens to predict in every shard."""
 
     def __init__(self, config: RunConfig, num_samples: int) -> None:
         self.model, self.size, self.num_samples = config.model, config.batch.seq_len, num_samples
@@ -87,7 +87,7 @@ class CountedRows:
         return self.num_samples
 
     def rows(self, start: int, count: int) -> EncoderRows:
-        """Rows start .. start + count - 1."""
+        """Builds rows start .. start + count - 1."""
         ids = np.arange(start * self.size, (start + count) * self.size, dtype=np.int64)
         tokens = ids.reshape(count, -1) % self.model.vocab_size
         parts = SEQUENCES.get(self.model.head, 1)
@@ -108,12 +108,12 @@ class CountedRows:
         )
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Returns none: these samples come from no data set."""
+        """Returns an empty list: the samples come from no dataset."""
         return []
 
 
 def lay_out(rows: Sequence[Sequence[Segments]], size: int, special: SpecialTokens) -> EncoderRows:
-    """Lays sequences into rows of `size` tokens; nothing of them is predicted yet."""
+    """Lays sequences into rows of `size` tokens, without tokens to predict."""
     count = len(rows)
     tokens = np.full((count, size), special.pad, np.int64)
     types, documents = np.zeros((count, size), np.int64), np.zeros((count, size), np.int32)

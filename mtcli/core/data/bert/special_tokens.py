@@ -1,4 +1,4 @@
-"""The special tokens of an encoder's rows, and which tokens begin words, by a tokenizer."""
+"""Finds a tokenizer's special tokens and the tokens that begin words."""
 
 import json
 from typing import NamedTuple
@@ -21,7 +21,7 @@ BEGINS = ("\u0120", "\u2581")  # byte-level BPE's and SentencePiece's mark of a 
 
 
 class SpecialTokens(NamedTuple):
-    """Ids of special tokens, and two facts of each id of the vocabulary [V]."""
+    """The ids of special tokens, and two masks over the vocabulary [V]."""
 
     cls: int
     sep: int
@@ -32,21 +32,21 @@ class SpecialTokens(NamedTuple):
 
     @property
     def plain(self) -> np.ndarray:
-        """The ids that are no special tokens, int64."""
+        """The ids that are not special tokens, int64."""
         return np.flatnonzero(self.is_plain)
 
 
 def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
-    """Finds a tokenizer's special tokens. Raises MtcliError with all that it lacks."""
+    """Finds a tokenizer's special tokens. Raises MtcliError with all missing ones."""
     vocab = tokenizer.backend.get_vocab(with_added_tokens=True)
     ids, problems = {}, []
     for role, usual in ROLES.items():
         name = configured_token(tokenizer.config, role)
         names = usual if name is None else (name, *usual)
-        known = [vocab[name] for name in names if name in vocab]
-        if not known:
+        candidates = [vocab[name] for name in names if name in vocab]
+        if not candidates:
             problems.append(Problem(f"the tokenizer has no {role} ({' or '.join(names)})"))
-        ids[role.removesuffix("_token")] = known[0] if known else -1
+        ids[role.removesuffix("_token")] = candidates[0] if candidates else -1
     if problems:
         hint = "take a tokenizer of BERT's kind, such as `mtcli preprocess --sentences --tokenizer "
         raise MtcliError(*problems, hint=hint + "train:8192` trains")
@@ -58,7 +58,7 @@ def special_tokens(tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def _word_beginnings(tokenizer: Tokenizer, vocab: dict[str, int]) -> np.ndarray:
-    """bool [V]: whether each id begins a word; in a vocabulary without marks every one does."""
+    """Marks the ids that begin a word: bool [V]; all of them in a vocabulary without marks."""
     kind = json.loads(tokenizer.definition).get("model", {}).get("type")
     marked = any(token.startswith(BEGINS) for token in vocab)
     begins = np.ones(tokenizer.vocab_size, bool)

@@ -1,4 +1,4 @@
-"""Opens the data that a head other than a language model's is trained on."""
+"""Opens the training data of heads other than the language model's."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -29,9 +29,10 @@ PARTS = {"train": "train", "valid": "dev", "test": "test"}  # of RACE, by our na
 def encoder_batches(
     config: RunConfig, which: Which, num_samples: int, tokenizer: str | Path | None = None
 ) -> EncoderBatches:
-    """Opens a split of a run's data by the model's head; `tokenizer` is that of its first weights.
+    """Opens a split of a run's data by the model's head; `tokenizer` is that of the initial
+    weights.
 
-    Raises MtcliError for files that are missing or wrong, and where no tokenizer is known.
+    Raises MtcliError for missing or wrong files, and where no tokenizer is found.
     """
     if config.model.head != "mlm":
         examples = open_examples(config, tokenizer, which)
@@ -48,10 +49,10 @@ def encoder_batches(
 def open_examples(
     config: RunConfig, tokenizer: str | Path | None, which: Which = "train"
 ) -> ExampleRows:
-    """Opens the labelled examples of a config, by its tokenizer or that of its first weights; to
-    train on, those of its subset.
+    """Opens the labelled examples of a config by its tokenizer, or that of the initial weights; for
+    training, those of its subset.
 
-    Raises MtcliError where no tokenizer is known, and with all that is wrong with the files.
+    Raises MtcliError where no tokenizer is found, and with all faults of the files.
     """
     paths, split = chosen(config.data, which)
     words, weights = read_blend(paths, "data.train")
@@ -73,8 +74,8 @@ def open_examples(
 def encoder_tokenizer(
     config: RunConfig, tokenizer: str | Path | None, paths: Sequence[str]
 ) -> Tokenizer:
-    """The tokenizer of a run: data.tokenizer, or that of the first dataset that has one, or of the
-    weights that it starts from.
+    """Loads a run's tokenizer: data.tokenizer, or that of the first dataset that has one, or of the
+    initial weights.
 
     Raises MtcliError where there is none.
     """

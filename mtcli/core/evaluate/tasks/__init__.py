@@ -1,1 +1,1 @@
-"""A file per evaluation task."""
+"""Evaluation tasks, one file each."""

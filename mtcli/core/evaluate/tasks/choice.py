@@ -29,9 +29,9 @@ Lengths = Callable[[Asked], list[int]]
 def prepare_task(
     task: TaskFile, path: Path, tokenizer: EvalTokenizer, options: TaskOptions
 ) -> PreparedTask:
-    """Prepares a task file's items, with `options.shots` of its examples before each.
+    """Prepares a task file's items, each after `options.shots` solved examples.
 
-    Raises MtcliError naming file and line of the first bad row.
+    Raises MtcliError with file and line of the first bad row.
     """
     items, pool = read_items(task, path, options.limit, options.shots > 0)
     draws = draw_shots(options.shots_per, Draw(pool, options.shots, options.seed), items)
@@ -59,7 +59,7 @@ def prepare_task(
 
 
 def _hash(task: TaskFile, asked: Asked) -> str:
-    """Hashes an item's texts, which names them whatever tokens they become."""
+    """Hashes an item's texts, to identify it under any tokenizer."""
     parts = (asked.context, *asked.item.prompts, task.delimiter, *asked.item.choices)
     if "unconditional" in task.normalisations:
         parts = (*parts, task.unconditional)
@@ -67,7 +67,7 @@ def _hash(task: TaskFile, asked: Asked) -> str:
 
 
 def _record(task: TaskFile, asked: Asked, scores: Sequence[Score]) -> Record:
-    """An item's line in the file of items: what was asked, found and picked."""
+    """Builds an item's line in the file of items: its answer, log-likelihoods and pick."""
     item = asked.item
     record: Record = {"id": item.id}
     record |= {name: getattr(item, name) for name in ("group", "cluster") if getattr(item, name)}
@@ -82,7 +82,8 @@ def _record(task: TaskFile, asked: Asked, scores: Sequence[Score]) -> Record:
 
 
 def _picks(task: TaskFile, asked: Asked, scores: Sequence[Score]) -> dict[str, int]:
-    """The answer under each normalisation, the first of equal ones, by the name of its accuracy."""
+    """Picks the best answer under each normalisation, the first of equal ones, by name of the
+    accuracy."""
     count = asked.item.num_answers
     raw = np.array([score.logprob for score in scores[:count]])
     by_metric = {"accuracy": raw}
@@ -160,7 +161,7 @@ def _accuracy(right: Sequence[bool], clusters: Sequence[str] | None) -> Report:
 
 
 def _by_group(task: TaskFile, asked: Sequence[Asked], right: Sequence[bool]) -> Report:
-    """The accuracy of each group, None where it has no items, and its items."""
+    """Reports for each group its accuracy, None without items, and its number of items."""
     report: Report = {}
     for group in task.groups:
         pairs = zip(asked, right, strict=True)
@@ -169,7 +170,7 @@ def _by_group(task: TaskFile, asked: Sequence[Asked], right: Sequence[bool]) -> 
 
 
 def _by_contamination(asked: Sequence[Asked], right: Sequence[bool]) -> Report:
-    """The accuracy of clean and of contaminated items, None where there are none."""
+    """Reports the accuracies of clean and of contaminated items, None without items."""
     report: Report = {}
     for name, is_dirty in (("clean", False), ("contaminated", True)):
         pairs = zip(asked, right, strict=True)

@@ -1,4 +1,4 @@
-"""Makes the items of a task file: rows of its data set, rendered, and what shots are drawn from.
+"""Renders the items of a task file from the rows of its dataset, and collects examples for shots.
 
 Shots come from the train part where the folder has one, else from the items themselves.
 """
@@ -36,15 +36,15 @@ class Item(NamedTuple):
 
     @property
     def num_answers(self) -> int:
-        """The log-likelihoods that are compared; 1 of a cloze."""
+        """The number of log-likelihoods to compare; 1 for a cloze."""
         return max(len(self.prompts), len(self.choices))
 
 
 class Renderer:
-    """A task file's templates, in a sandbox."""
+    """The templates of a task file, in a sandbox."""
 
     def __init__(self, task: TaskFile) -> None:
-        """Raises MtcliError for a template that is none, or passes a limit."""
+        """Raises MtcliError for an invalid template, or one that exceeds a limit."""
         self.task = task
         try:
             self._program = Sandbox(task.file, TaskProgram, task.model_dump())
@@ -57,8 +57,8 @@ class Renderer:
     def items(self, split: Split) -> list[Item]:
         """Renders the rows for which `where` holds.
 
-        Raises MtcliError naming file and line of the first row that lacks something, or for which
-        a template passes a limit.
+        Raises MtcliError with file and line of the first row that lacks something, or for which a
+        template exceeds a limit.
         """
         items = []
         for number, fields in self._rendered(split):
@@ -71,8 +71,8 @@ class Renderer:
         return items
 
     def _rendered(self, split: Split) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yields the number and the fields of each row. Rows are sent some ahead: to wait for each
-        one takes more of a processor than to render it."""
+        """Yields the number and the fields of each row. Sends rows ahead: waiting for each one
+        takes more of a processor than rendering it."""
         begun: deque[tuple[int, Row, int]] = deque()
         ahead = 0  # bytes of the rows that are begun
 
@@ -100,7 +100,7 @@ class Renderer:
 
 @contextmanager
 def _naming(split: Split, row: Row) -> Iterator[None]:
-    """Names file and line of a row in the error of its rendering."""
+    """Adds file and line of a row to the error of its rendering."""
     try:
         yield
     except ValueError as error:
@@ -112,8 +112,8 @@ def _naming(split: Split, row: Row) -> Iterator[None]:
 
 
 class Pool(NamedTuple):
-    """The examples that shots are drawn from, the file that they came from, and whether lm-eval
-    draws one more and leaves the item out (`spare_shot` of a task file)."""
+    """The examples that shots are drawn from, their file, and whether lm-eval draws one more and
+    leaves the item out (`spare_shot` of a task file)."""
 
     examples: list[Item]
     source: str
@@ -121,14 +121,14 @@ class Pool(NamedTuple):
 
 
 class Shot(NamedTuple):
-    """A solved example: its text, and the tokens of the text by itself."""
+    """A solved example: its text, and the number of its tokens."""
 
     text: str
     num_tokens: int
 
 
 class Asked(NamedTuple):
-    """An item as requests, with the texts that they were made of and the shots that had room."""
+    """An item as requests, with their texts and the number of shots that fit."""
 
     item: Item
     context: str  # of shots
@@ -140,23 +140,23 @@ class Asked(NamedTuple):
 def read_items(
     task: TaskFile, path: Path, limit: int | None, with_pool: bool = False
 ) -> tuple[list[Item], Pool]:
-    """Reads a task's items, `limit` of each group, and what shots are drawn from.
+    """Reads a task's items, `limit` of each group, and the pool of its shots.
 
     Raises MtcliError for unreadable files, and where there is nothing to draw from.
     """
     renderer = Renderer(task)
     test = read_test(path, task.data)
-    every = renderer.items(test)
-    items = _limited(every, task.groups, limit)
+    all_items = renderer.items(test)
+    items = _limited(all_items, task.groups, limit)
     if not with_pool:
         return items, Pool([], "", False)
     train = read_train(path, task.data)
     if train is not None:
         return items, Pool(renderer.items(train), str(train.source), task.spare_shot)
-    if len(every) == 1:
+    if len(all_items) == 1:
         message = f"{test.source} has 1 example, itself the item, to draw shots from"
         raise wrong(message, "put the train file beside the items, or leave --shots out", "--shots")
-    return items, Pool(every, str(test.source), True)
+    return items, Pool(all_items, str(test.source), True)
 
 
 def _limited(items: list[Item], groups: tuple[str, ...], limit: int | None) -> list[Item]:
@@ -175,10 +175,11 @@ def ask(
     tokenizer: EvalTokenizer,
     max_seq_len: int,
 ) -> Asked:
-    """The requests for an item after as many shots as fit in `max_seq_len` inputs.
+    """Builds the requests for an item after as many shots as fit in `max_seq_len` inputs.
 
-    One for each choice or prompt, and then one for each choice without its question where
-    `unconditional` is among the normalisations. A longer item without shots loses its beginning.
+    There is one request for each choice or prompt, then one for each choice without its question
+    where `unconditional` is among the normalisations. An item that is too long without shots loses
+    its beginning.
     """
     bare = _requests(task, item, "", tokenizer)
     longest = max(len(request.tokens) for request in bare) + len(tokenizer.encode(task.intro))

@@ -1,7 +1,6 @@
-"""Looks up tasks by name, reads --task flags, and binds a task to a model.
+"""Parses --task flags, looks tasks up by name, and binds them to a model.
 
-A task of ours is a TOML file beside this module, and a user's own is one more; WikiText-103 alone
-has a protocol of its own.
+A task is a TOML file, ours or the user's; WikiText-103 alone has code of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +37,8 @@ TaskSpec = tuple[str, Path | None]
 def parse_tasks(specs: Sequence[str]) -> list[TaskSpec]:
     """Parses the --task flags, each NAME=PATH or lm_eval:NAME.
 
-    Raises MtcliError with every bad flag at once: an unknown name with the closest known one, a
-    missing path, a name given twice.
+    Raises MtcliError with every bad flag: an unknown name with the closest known one, a missing
+    path, a name given twice.
     """
     problems = [problem for spec in specs if (problem := _problem(spec)) is not None]
     names = [_split(spec)[0] for spec in specs]
@@ -67,8 +66,8 @@ def _problem(spec: str) -> Problem | None:
     if name.startswith(HARNESS_PREFIX):
         named = name.removeprefix(HARNESS_PREFIX)
         return None if named else Problem(f"{spec} names no task", USAGE, "--task")
-    own = name.endswith(SUFFIX)
-    if not own and name not in (*TASKS, *OF_ENCODERS):
+    is_file = name.endswith(SUFFIX)
+    if not is_file and name not in (*TASKS, *OF_ENCODERS):
         hint = f"the tasks are {USAGE}{closest(name, (*TASKS, *OF_ENCODERS))}"
         return Problem(f"there is no task {name!r}", hint, "--task")
     if not path:
@@ -81,7 +80,7 @@ def _problem(spec: str) -> Problem | None:
 
 
 class Evaluation(NamedTuple):
-    """The model and tokenizer that tasks are run on, and where each item's result is kept."""
+    """The model and tokenizer to run tasks on, and the journal of results."""
 
     scorer: "InferenceModel"
     tokenizer: EvalTokenizer
@@ -93,9 +92,9 @@ class Evaluation(NamedTuple):
 
 
 def task_runs(specs: Sequence[TaskSpec], evaluation: Evaluation) -> list[TaskRun]:
-    """Binds each task to the model, its file read and its requests packed.
+    """Reads each task's file, packs its requests and binds it to the model.
 
-    Raises MtcliError for all bad files, and for a task of lm-eval's where it is not installed.
+    Raises MtcliError for all bad files, and for a task of lm-eval's where that is not installed.
     """
     names = [load_task(name).name if name.endswith(SUFFIX) else name for name, _ in specs]
     for name in {name for name in names if names.count(name) > 1}:
@@ -109,25 +108,25 @@ def task_runs(specs: Sequence[TaskSpec], evaluation: Evaluation) -> list[TaskRun
 
 
 def _prepared(evaluation: Evaluation, name: str, path: Path) -> tuple[str, PreparedTask]:
-    """A task's name in results, and what it asks."""
-    about = path, evaluation.tokenizer, evaluation.options
+    """Prepares a task; returns its name in results, and its requests."""
+    arguments = path, evaluation.tokenizer, evaluation.options
     if name == WIKITEXT:
-        return name, prepare_wikitext(*about)
+        return name, prepare_wikitext(*arguments)
     if name in OF_ENCODERS:
         message = f"the task {name} is for an encoder, and this model predicts next tokens"
         raise wrong(message, f"one of {', '.join(TASKS)}", "--task")
     task = load_task(name)
-    return task.name, prepare_task(task, *about)
+    return task.name, prepare_task(task, *arguments)
 
 
 def _ours(evaluation: Evaluation, name: str, path: Path) -> TaskRun:
     from mtcli.core.evaluate.packing import plan, scored  # imports torch: not to check --task
 
     name, prepared = _prepared(evaluation, name, path)
-    known = evaluation.share(list(evaluation.journal.scores(name, prepared).items()))
+    restored = evaluation.share(list(evaluation.journal.scores(name, prepared).items()))
     done: dict[int, Score] = {}  # of requests
     spans = list(zip([0, *prepared.ends[:-1]], prepared.ends, strict=True))
-    for number, scores in known:
+    for number, scores in restored:
         done |= {spans[number][0] + i: Score(*score) for i, score in enumerate(scores)}
     left = [number for number in range(len(prepared.requests)) if number not in done]
     requests = [prepared.requests[number] for number in left]
@@ -139,8 +138,10 @@ def _ours(evaluation: Evaluation, name: str, path: Path) -> TaskRun:
 
     def run(progress: Advance) -> Report:
         waiting = [end - start for start, end in spans]
-        for number, _ in known:
-            evaluation.journal.add(name, prepared, number, _span(done, spans[number]), kept=True)
+        for number, _ in restored:
+            evaluation.journal.add(
+                name, prepared, number, _span(done, spans[number]), restored=True
+            )
         for scores in scored(evaluation.scorer, planned):
             done.update({left[number]: score for number, score in scores.items()})
             for item in (item_of[left[number]] for number in scores):
@@ -156,8 +157,8 @@ def _ours(evaluation: Evaluation, name: str, path: Path) -> TaskRun:
         f"{planned.num_tokens:,} tokens in {planned.num_passes:,} forward passes "
         f"({planned.num_unshared_tokens:,} without sharing)"
     )
-    if known:
-        summary += f"; {len(known):,} items are kept from a run that was ended"
+    if restored:
+        summary += f"; {len(restored):,} items are kept from a run that was ended"
     return TaskRun(name, summary, len(left), run)
 
 

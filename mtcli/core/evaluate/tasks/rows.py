@@ -1,4 +1,4 @@
-"""Reads the rows of a data set in its own public layout."""
+"""Reads the rows of a dataset in its public layout."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ class Row(NamedTuple):
 
 
 class Split(NamedTuple):
-    """One part of a data set: its rows, and the file that they came from."""
+    """One part of a dataset: its rows, and the file that they came from."""
 
     rows: list[Row]
     source: Path
@@ -33,9 +33,9 @@ class Split(NamedTuple):
 
 
 def read_test(path: Path, layout: DataLayout) -> Split:
-    """Reads the items of a folder, or of the one file that `path` is.
+    """Reads the items of a folder, or of the file `path`.
 
-    Raises MtcliError naming file and line of the first bad row.
+    Raises MtcliError with file and line of the first bad row.
     """
     if layout.format == "race":
         return Split(list(_race(path, layout.test[0])), path)
@@ -49,7 +49,7 @@ def read_test(path: Path, layout: DataLayout) -> Split:
 
 
 def read_train(path: Path, layout: DataLayout) -> Split | None:
-    """Reads the rows that shots are drawn from, beside the items; None where there are none."""
+    """Reads the rows that shots are drawn from, next to the items; None where there are none."""
     folder = path if path.is_dir() else path.parent
     if layout.format == "race":
         folder = folder / "train" if (folder / "train").is_dir() else folder.parent / "train"
@@ -59,7 +59,7 @@ def read_train(path: Path, layout: DataLayout) -> Split | None:
 
 
 def _first(folder: Path, patterns: tuple[str, ...]) -> Path | None:
-    """The one file of the first pattern that the folder has. Raises MtcliError for several."""
+    """Returns the file of the first pattern that the folder has. Raises MtcliError for several."""
     pattern = next((candidate for candidate in patterns if any(folder.glob(candidate))), None)
     return None if pattern is None else find_file(folder, pattern)
 
@@ -89,7 +89,7 @@ def _read(file: Path, layout: DataLayout, label_files: tuple[str, ...]) -> Split
 
 
 def _format(file: Path, text: str, layout: DataLayout) -> str:
-    """The format of a file by its content and the suffix of its name.
+    """Detects the format of a file by its content and suffix.
 
     Raises MtcliError for a JSON document that is not lines, and for a suffix of another format.
     """
@@ -101,16 +101,16 @@ def _format(file: Path, text: str, layout: DataLayout) -> str:
     if form == "lines" or suffix in JSON_LINES or layout.format == "jsonl":
         return "jsonl"
     named = (inner_name(Path(name)).suffix for name in (*layout.test, *layout.train))
-    known = dict.fromkeys((*TEXTS[layout.format], *named))
-    if suffix not in known:
+    suffixes = dict.fromkeys((*TEXTS[layout.format], *named))
+    if suffix not in suffixes:
         said = f"{file} ends in {suffix}, and is no JSON lines"
-        hint = f"name it by what it holds: {', '.join(filter(None, known))} or .jsonl"
+        hint = f"name it by what it holds: {', '.join(filter(None, suffixes))} or .jsonl"
         raise wrong(said, f"{hint}; docs/tasks.md says what each data set is", "--task")
     return layout.format
 
 
 def _numbered(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of a text that are not blank, with their numbers."""
+    """Yields the numbers and contents of lines that are not blank."""
     lines = enumerate(text.split("\n"), start=1)
     return ((number, line) for number, line in lines if line.strip())
 
@@ -144,7 +144,8 @@ def _lines(file: Path, text: str) -> Iterator[Row]:
 
 
 def _race(path: Path, part: str) -> Iterator[Row]:
-    """A row for each question, with the article's `earlier` ones and their answers."""
+    """Yields a row for each question; `earlier` holds the article's previous ones and their
+    answers."""
     for level, articles in read_race(path, part).items():
         for file, article in articles:
             for number in range(len(article.questions)):

@@ -1,8 +1,7 @@
-"""Draws the solved examples before each item, and renders them (few-shot, arXiv:2005.14165,
-section 2).
+"""Draws and renders the solved examples before each item (few-shot, arXiv:2005.14165, section 2).
 
-Drawn anew for each item, as GPT-3 and MT-NLG do, shots follow from the seed, the item's texts and
-the set of examples alone: no limit, order or number of ranks changes them.
+As in GPT-3 and MT-NLG, shots are drawn for each item. They depend on the seed, the item's texts and
+the set of examples, and not on limit, order or number of ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ SPARE = 8  # extra draws: some shots may not stand before an item
 
 
 class Draw(NamedTuple):
-    """How many shots are drawn before each item, and from what."""
+    """The pool, number and seed of an item's shots."""
 
     pool: Pool
     number: int
@@ -26,9 +25,10 @@ class Draw(NamedTuple):
 
 
 def draw_shots(per: ShotsPer, draw: Draw, items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Yields each item's shots, in the order in which they stand before it.
+    """Yields each item's shots, in the order in which they precede it.
 
-    Fewer than `draw.number` where the pool has no more that may stand before the item.
+    There are fewer than `draw.number` where the pool has no more examples that are allowed before
+    the item.
     """
     return DRAWS[per](draw, items) if draw.number else ([] for _ in items)
 
@@ -44,7 +44,7 @@ def render_shot(task: TaskFile, tokenizer: EvalTokenizer, item: Item) -> Shot:
 
 
 def _per_item(draw: Draw, items: Sequence[Item]) -> Iterator[list[Item]]:
-    """Draws for each item anew, keyed by seed and texts."""
+    """Draws anew for each item, keyed by seed and texts."""
     examples = sorted(draw.pool.examples, key=lambda shot: (*_texts(shot), shot.answer))
     for item in items:
         random = Random("\0".join((str(draw.seed), *_texts(item))))
@@ -67,7 +67,7 @@ def _per_task(draw: Draw, items: Sequence[Item]) -> Iterator[list[Item]]:
 def _as_lm_eval(draw: Draw, items: Sequence[Item]) -> Iterator[list[Item]]:
     """Draws from one generator for item after item, as lm-eval's ContextSampler (0.4.13).
 
-    It draws one more than it needs and leaves the item out where its fewshot_split is its
+    lm-eval draws one more than needed and leaves the item out where its fewshot_split is its
     test_split, also where a task names neither.
     """
     random, spare = Random(draw.seed), draw.pool.lm_eval_spare
@@ -100,7 +100,7 @@ def _texts(item: Item) -> tuple[str, ...]:
 
 
 def _others(shots: Sequence[Item], item: Item) -> list[Item]:
-    """The shots that are neither the item itself nor of its passage."""
+    """Removes the shots that are the item itself or share its passage."""
     return [
         shot
         for shot in shots
@@ -109,5 +109,5 @@ def _others(shots: Sequence[Item], item: Item) -> list[Item]:
 
 
 def _unequal(shots: Sequence[Item], item: Item) -> list[Item]:
-    """The shots whose row is another than the item's."""
+    """Removes the shots whose row equals the item's."""
     return [shot for shot in shots if (*_texts(shot), shot.answer) != (*_texts(item), item.answer)]

@@ -1,4 +1,4 @@
-"""Defines a task that is prepared, and one that is bound to a model."""
+"""Defines a prepared task, and one that is bound to a model."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,8 +29,8 @@ class TaskOptions(NamedTuple):
 class PreparedTask(NamedTuple):
     """A task ready to be scored: `report` takes one score per request, in request order.
 
-    Item i has the requests from ends[i - 1] to ends[i], and `record(i, their scores)` is its line
-    in the file of items. `hashes` name what each one asks.
+    Item i has the requests from ends[i - 1] to ends[i]; `record(i, their scores)` is its line in
+    the file of items. `hashes` identify the items' contents.
     """
 
     num_items: int
@@ -42,7 +42,7 @@ class PreparedTask(NamedTuple):
 
 
 class TaskRun(NamedTuple):
-    """One task ready to run."""
+    """A task bound to a model, ready to run."""
 
     name: str
     summary: str  # what it will do, in numbers
@@ -51,9 +51,9 @@ class TaskRun(NamedTuple):
 
 
 def find_file(path: Path, pattern: str) -> Path:
-    """`path`, or the one file in the folder `path` that matches `pattern`.
+    """Returns `path`, or the only file in the folder `path` that matches `pattern`.
 
-    Raises MtcliError when there is none, or several.
+    Raises MtcliError where there is none, or several.
     """
     if not path.is_dir():
         return path
@@ -66,10 +66,10 @@ def find_file(path: Path, pattern: str) -> Path:
 
 
 def part_report(name: str, right: Sequence[bool]) -> Report:
-    """Reports the accuracy of a part of the items, None where it has none, and their number."""
+    """Reports the accuracy of a part of the items, None without items, and their number."""
     return {name: sum(right) / len(right) if right else None, f"{name}_total": len(right)}
 
 
 def exp(nats: float) -> float:
-    """e ** nats, infinite where float64 overflows: a broken model still gets its report."""
+    """Returns e ** nats, or infinity on overflow, so that a broken model still gets its report."""
     return math.exp(nats) if nats < 709 else math.inf

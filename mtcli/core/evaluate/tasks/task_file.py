@@ -1,7 +1,7 @@
-"""Reads a task file: a TOML file that says what a task's items are made of, and how it is scored.
+"""Reads task files: TOML that defines a task's items and how they are scored.
 
 A task of multiple choice has an `answer`. One without is a cloze: its only choice is right where
-each of its tokens is the model's first. Several prompts with one choice are partial evaluation
+each of its tokens is the model's argmax. Several prompts with one choice are partial evaluation
 (arXiv:1806.02847): the choice is scored after each of them.
 """
 
@@ -22,32 +22,32 @@ Normalisation = Literal["token", "character", "byte", "unconditional"]
 
 
 class DataLayout(Section):
-    """The files of a data set's rows: of each list, the first file that the folder has is read."""
+    """The files of a dataset's rows: of each list, the first file that the folder has is read."""
 
     format: Literal["jsonl", "tsv", "lines", "race"] = "jsonl"
-    """a JSON object a line, a table with a header, a text a line, or RACE's articles; a file of
-    JSON lines is read as that whatever this says"""
+    """a JSON object a line, a table with a header, a text a line, or RACE's articles; JSON lines
+    are recognised in any case"""
     test: tuple[str, ...]
     """files of the items"""
     test_labels: tuple[str, ...] = ()
-    """files of their labels, one a line, where they are apart: the field `label`"""
+    """files of their labels, one a line, where separate: the field `label`"""
     train: tuple[str, ...] = ()
     """files that shots are drawn from"""
     train_labels: tuple[str, ...] = ()
-    """and of their labels"""
+    """files of their labels"""
 
 
 class TaskFile(Section):
     """A task as data. Templates and expressions are Jinja's, over the fields of a row."""
 
     name: str = ""
-    """what results call it; the file's name by default"""
+    """name in results; the file's name by default"""
     version: int
-    """grows whenever results change"""
+    """increased whenever results change"""
     description: str
-    """what it is, and whose prompt"""
+    """the task, and the source of its prompt"""
     base: str = ""
-    """a task of ours that gives what this file leaves out"""
+    """a task of ours whose fields are the defaults of this file"""
     data: DataLayout
     values: dict[str, str] = {}
     """further fields, computed in this order: expressions"""
@@ -66,19 +66,19 @@ class TaskFile(Section):
     separator: str = "\n\n"
     """after each shot"""
     spare_shot: bool = False
-    """whether lm-eval draws an example more than it puts before an item, as it does where its task
-    names neither a fewshot_split nor a test_split: for --shots-per lm-eval"""
+    """for --shots-per lm-eval: lm-eval draws one example more than the shots of an item, where its
+    task names neither a fewshot_split nor a test_split"""
     id: str = ""
-    """an expression: what names an item; its number from 0 by default"""
+    """an expression: the item's name; its number from 0 by default"""
     group: str = ""
     """an expression: the part of the data set that an item belongs to"""
     groups: tuple[str, ...] = ()
     """the parts that are reported, each with its own accuracy"""
     cluster: str = ""
-    """an expression: what items share that are not independent, such as a passage"""
+    """an expression: the key of items that are not independent, such as a passage"""
     normalisations: tuple[Normalisation, ...] = ()
     """accuracies besides the raw one: by log-likelihood per token, character or byte of a choice,
-    or less that of the choice after `unconditional`"""
+    or minus the choice's log-likelihood after `unconditional`"""
     unconditional: str = "Answer:"
     """the context of a choice without its question"""
     metric: str = "accuracy"
@@ -87,18 +87,18 @@ class TaskFile(Section):
 
     @property
     def file(self) -> str:
-        """Names where it was read: its file, or the task of ours."""
+        """The file it was read from, or the name of a task of ours."""
         return self._file
 
 
 def task_names() -> tuple[str, ...]:
-    """The names of the task files that ship with mtcli."""
+    """Lists the task files that ship with mtcli."""
     names = (entry.name for entry in _shipped().iterdir())
     return tuple(sorted(n.removesuffix(SUFFIX) for n in names if n.endswith(SUFFIX)))
 
 
 def load_task(name: str) -> TaskFile:
-    """Loads a task of ours by its name, or a user's by the path of a file that ends in .toml.
+    """Loads a task of ours by name, or a user's by the path of a file that ends in .toml.
 
     Raises MtcliError with every wrong field.
     """
@@ -154,7 +154,7 @@ def _problem(name: str, detail: Any) -> Problem:
 
 
 def _check(name: str, task: TaskFile) -> None:
-    """Raises MtcliError where fields do not go together."""
+    """Raises MtcliError with every contradiction between fields."""
     problems = []
     prompts, choices = len(several(task.prompt)), len(several(task.choices))
     if task.answer and max(prompts, choices) == 1 and not isinstance(task.choices, str):
@@ -165,9 +165,9 @@ def _check(name: str, task: TaskFile) -> None:
         problems.append(f"without an answer it is a cloze: 1 prompt and 1 choice, not {choices}")
     if not task.answer and task.normalisations:
         problems.append("a cloze has no normalisations")
-    known = ["accuracy", *map(metric_name, task.normalisations)]
-    if task.metric not in known:
-        problems.append(f"metric {task.metric!r} is none of {', '.join(known)}")
+    metrics = ["accuracy", *map(metric_name, task.normalisations)]
+    if task.metric not in metrics:
+        problems.append(f"metric {task.metric!r} is none of {', '.join(metrics)}")
     if task.groups and not task.group:
         problems.append(f"{len(task.groups)} groups, and no expression `group`")
     if problems:
@@ -175,5 +175,5 @@ def _check(name: str, task: TaskFile) -> None:
 
 
 def several(value: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The texts of a field that is one or several."""
+    """Returns the texts of a field that is one or several."""
     return (value,) if isinstance(value, str) else value

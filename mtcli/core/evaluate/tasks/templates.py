@@ -1,8 +1,7 @@
-"""Renders rows by a task's templates and expressions: what runs in the task's sandbox.
+"""Renders rows by a task's templates and expressions; runs inside the task's sandbox.
 
-A task file may come from a stranger, so nothing in it reaches Python's own objects: Jinja's
-immutable sandbox sees to that. A name that a row does not have is an error, and never an empty
-text.
+A task file is untrusted, so Jinja's immutable sandbox keeps templates from Python's own objects. A
+name that a row lacks is an error, never an empty text.
 """
 
 import re
@@ -21,11 +20,10 @@ NAMES = ("id", "group", "cluster")  # expressions whose values an item has as te
 
 
 class TaskProgram:
-    """The templates and expressions of a task, compiled; filters are Jinja's and
-    `regex_replace`."""
+    """The compiled templates and expressions of a task; filters are Jinja's and `regex_replace`."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
-        """`task` holds the fields of a TaskFile. Raises ValueError where one is no template."""
+        """Compiles the fields of a TaskFile. Raises ValueError for an invalid template."""
         self._environment = ImmutableSandboxedEnvironment(
             undefined=jinja2.StrictUndefined, keep_trailing_newline=True
         )
@@ -38,9 +36,9 @@ class TaskProgram:
         self.named = {name: self._value(code) for name, code in named.items() if code}
 
     def __call__(self, row: Fields) -> dict[str, Any] | None:
-        """Fields of a row's item: texts in lists `prompts` and `choices`, the number `answer`, and
-        those of NAMES that the task has; None where `where` does not hold. Raises ValueError where
-        the row lacks something."""
+        """Renders the fields of a row's item: texts in lists `prompts` and `choices`, the number
+        `answer`, and those of NAMES that the task has; None where `where` does not hold. Raises
+        ValueError where the row lacks something."""
         fields = {**row}
         for name, compute in self.values.items():
             fields[name] = compute(fields)
@@ -59,13 +57,14 @@ class TaskProgram:
         return {"prompts": prompts, "choices": choices, "answer": answer, **names}
 
     def _texts(self, sources: Sequence[str]) -> Value:
-        """Compiles templates, whose result is a list of texts. Raises ValueError where one is none,
-        as the result does for a row that it cannot render."""
+        """Compiles templates into a function that returns a list of texts. Raises ValueError for an
+        invalid template, as the function does for a row that it cannot render."""
         templates = _tried(lambda: [self._environment.from_string(one) for one in sources])
         return lambda fields: _tried(lambda: [one.render(fields) for one in templates])
 
     def _value(self, source: str) -> Value:
-        """Compiles an expression, whose result is any value; raises as `_texts` does."""
+        """Compiles an expression into a function that returns any value; raises as `_texts`
+        does."""
         expression = _tried(
             lambda: self._environment.compile_expression(source, undefined_to_none=False)
         )
@@ -80,7 +79,8 @@ class TaskProgram:
 
 
 def _answer(value: Any, choices: Sequence[str], num_answers: int) -> int:
-    """The number of the right choice, given as that, as a truth value or as the choice's text."""
+    """Returns the number of the right choice, given as a number, as a truth value or as the
+    choice's text."""
     if isinstance(value, str) and value in choices:
         return choices.index(value)
     if not isinstance(value, int) or not 0 <= value < num_answers:
@@ -89,7 +89,7 @@ def _answer(value: Any, choices: Sequence[str], num_answers: int) -> int:
 
 
 def _require_texts(*values: Any) -> None:
-    """Raises ValueError where something is no text that UTF-8 can hold, or they are too long."""
+    """Raises ValueError where a value is not text that UTF-8 can encode, or is too long."""
     for value in values:
         if not is_text(value):
             raise ValueError(f"{value!r:.80} is no text")

@@ -1,8 +1,8 @@
-"""WikiText-103 perplexity: Megatron-LM's protocol, and the word and byte level of lm-eval.
+"""Computes WikiText-103 perplexity: Megatron-LM's protocol, and lm-eval's word and byte level.
 
 The corpus is text that was split into words and lost its spacing. Both protocols restore it
-(detokenise), score the tokens a model really reads, and divide by the count of *original* tokens,
-so that models with different tokenizers compare (arXiv:1909.08053, appendix E.1).
+(detokenise), score the tokens that the model reads, and divide by the number of *original* tokens,
+which makes models with different tokenizers comparable (arXiv:1909.08053, appendix E.1).
 """
 
 import math
@@ -40,10 +40,10 @@ Replacement = str | Callable[[re.Match[str]], str]
 
 
 def _between(opening: str, closing: str) -> tuple[str, Replacement]:
-    r"""The rule that takes the space off the inner sides of a pair.
+    r"""Returns the rule that strips the space on the inner sides of a pair.
 
-    Theirs is `\(\s*([^\)]*?)\s*\)`, which looks at all the rest of the text for each `(` that is
-    never closed: the square of a text of brackets. This takes that rest as one match, unchanged.
+    Megatron-LM's `\(\s*([^\)]*?)\s*\)` scans to the end of the text for each unclosed `(`, in time
+    quadratic in the number of brackets. This rule matches that remainder once, unchanged.
     """
     end = re.escape(closing)
 
@@ -70,7 +70,7 @@ DETOKENISE = tuple((re.compile(pattern), replacement) for pattern, replacement i
 
 
 class TextLengths(NamedTuple):
-    """Lengths of a text by which sums are divided, and where the two lists of requests meet."""
+    """The lengths of a text that sums are divided by, and the number of overlapping windows."""
 
     num_tokens: int  # T: of the detokenised text
     num_original_tokens: int  # T_o: split on the single space, before detokenising
@@ -132,21 +132,21 @@ def prepare_wikitext(path: Path, tokenizer: EvalTokenizer, options: TaskOptions)
 
 
 def _hash(window: Request) -> str:
-    """Names a window by its tokens and how many of them it scores."""
+    """Hashes a window's tokens and its number of targets."""
     return sha256(b"%d " % window.num_targets + window.tokens.tobytes()).hexdigest()[:16]
 
 
 def _record(
     requests: list[Request], num_windows: int, number: int, scores: Sequence[Score]
 ) -> Record:
-    """A window's line in the file of items: which protocol it is of, and its log-likelihood."""
+    """Builds a window's line in the file of items: its protocol and log-likelihood."""
     name = f"window {number}" if number < num_windows else f"rolling {number - num_windows}"
     targets = requests[number].num_targets
     return {"id": name, "num_tokens": targets, "loglikelihoods": [scores[0].logprob]}
 
 
 def detokenise(text: str) -> str:
-    """The text with its original spacing, by the rules of `DETOKENISE` in order."""
+    """Restores the original spacing of a text, by the rules of `DETOKENISE` in order."""
     for pattern, replacement in DETOKENISE:
         text = pattern.sub(replacement, text)
     return text
@@ -164,11 +164,11 @@ def split_pages(text: str) -> list[str]:
 
 
 def report_wikitext(counts: TextLengths, scores: Sequence[Score]) -> Report:
-    """Reports perplexities of both protocols, each with the sums and counts it is made of.
+    """Reports perplexities of both protocols, each with the sums and counts behind it.
 
     perplexity is exp(nll_sum / T_o), the paper's; adjusted_perplexity exp(nll_sum / (T_o - 1)), as
     Megatron-LM's tool prints it; token_perplexity exp(nll_sum / (T - 1)). The word and byte level
-    come from rolling_nll_sum: each article alone, in disjoint windows, its first token too.
+    come from rolling_nll_sum: each article alone, in disjoint windows, its first token included.
     """
     nll = -sum(score.logprob for score in scores[: counts.num_windows])
     rolling = -sum(score.logprob for score in scores[counts.num_windows :])
