@@ -5,7 +5,7 @@ Every model's step is the one that it would make alone: what the models share is
 loss or gradient that is not finite stays in its own rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -136,14 +136,15 @@ class ModelArray:
 
     def _update(self, models: Sequence[ModelUpdate | None]) -> None:
         """Updates those models that have an update."""
-        pairs = [pair for pair in zip(self.members, models, strict=True) if pair[1]]
-        if self.compiled is None:
-            for member, update in pairs:
+        if self.compiled is not None:
+            self.compiled.update(self.gradients, models)
+        for member, update in zip(self.members, models, strict=True):
+            if update is None:
+                continue
+            if self.compiled is None:
                 member.exchange.update(update.lr, update.factor)
-            return
-        self.compiled.update(self.gradients, models)
-        for member, _ in pairs:
-            member.optimizer.updates += 1
+            else:
+                member.optimizer.updates += 1
 
     def _bind(self) -> None:
         """Builds the stage over the memory, as it is now."""
@@ -177,7 +178,7 @@ class ModelArray:
                 collector = self._collector(name)
                 parameter.register_post_accumulate_grad_hook(collector)
 
-    def _collector(self, name: str):  # type: ignore[no-untyped-def]
+    def _collector(self, name: str) -> Callable[[Tensor], None]:
         """Adds a micro-batch's gradient; the first of a step replaces what was there, and an only
         one is read where the backward has made it."""
         into = self.gradients[name]

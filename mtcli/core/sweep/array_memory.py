@@ -98,9 +98,12 @@ class ArrayMemory:
         """One model's tensors: views."""
         frozen = {} if index else self.frozen.model(0)
         moments = {kind: array.model(index) for kind, array in self.moments.items()}
-        weights, masters, gradients = self.weights, self.masters, self.gradients
         return ModelTensors(
-            *(x.model(index) for x in (weights, masters, gradients)), moments, frozen
+            self.weights.model(index),
+            self.masters.model(index),
+            self.gradients.model(index),
+            moments,
+            frozen,
         )
 
     def compact(self, keep: Sequence[int]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,10 +74,11 @@ def stacked(parts: Sequence[Inputs]) -> Inputs:
     if rotation is not None:
         tables = [part.rotation for part in parts if part.rotation is not None]
         rotation = RotaryTable(*(torch.cat(xs) for xs in zip(*tables, strict=True)))
-    fields = ("tokens", "positions", "labels", "weights", "padding", "numbers", "token_types")
+    names = ("tokens", "positions", "labels", "weights", "padding", "numbers", "token_types")
+    rows: dict[str, Any] = {name: joined(name) for name in names}
     return replace(
         first,
-        **{name: joined(name) for name in fields},
+        **rows,
         documents=Documents(torch.cat(documents)) if documents else None,
         rotation=rotation,
         sentences=_sentences(parts),

@@ -42,7 +42,7 @@ class ArrayLayers(LayerFactory):
         """A linear layer of each model: as nothing is sharded, all of them are alike."""
         return ArrayLinear(name, self)
 
-    heads_linear = row_linear = dense = column_linear  # type: ignore[assignment]
+    heads_linear = row_linear = dense = column_linear  # type: ignore[assignment]  # dense: no Dense
 
     def embedding(self, name: str) -> "ArrayEmbedding":
         """A token table of each model."""
@@ -102,7 +102,7 @@ class ArrayLayers(LayerFactory):
 
     def expert_weights(self, weight: Tensor, experts: int) -> Tensor:
         """The matrices of all models' experts [B * experts, F, D]."""
-        return weight.unflatten(1, (experts, -1)).flatten(0, 1)
+        return weight.unflatten(1, (experts, -1)).flatten(0, 1)  # type: ignore[no-any-return]  # torch
 
     def experts_of_all(self, experts: Tensor, count: int) -> tuple[Tensor, int]:
         """Model b's experts are numbers b * count and so on; frozen ones are those of all."""
@@ -140,7 +140,8 @@ class ArrayLinear(nn.Module):
     ) -> Tensor:
         """activation(x) W^T + b."""
         assert inner_bias is None, "the layer before has added it"
-        return self(activation.forward(x, None), numbers=numbers)
+        y_TF: Tensor = self(activation.forward(x, None), numbers=numbers)
+        return y_TF
 
 
 class ArrayAdapter(nn.Module):
@@ -213,7 +214,7 @@ class ArrayNorm(Norm):
 class ArrayAddNorm(ArrayNorm):
     """A norm of a sum, which becomes the residual stream."""
 
-    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one more result than a Norm's
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
@@ -240,7 +241,7 @@ class ArrayLoss(TokenLoss):
         """Cross entropy of each label [B * T], float32 (float64 for float64 logits)."""
         logits_TV = self.logits(x_TD)
         if not torch.compiler.is_compiling():
-            return VocabCrossEntropy.apply(logits_TV, labels_T, self.shard)
+            return VocabCrossEntropy.apply(logits_TV, labels_T, self.shard)  # type: ignore[no-untyped-call, no-any-return]  # torch
         # A graph fuses the passes over logits, which the other makes in their memory.
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         real_TV = logits_TV[:, : self.shard.valid].to(wide)
@@ -259,7 +260,7 @@ def array_linear(x_TD: Tensor, weight_BFD: Tensor, bias: Tensor | None = None) -
         # flattened, not selected, whose backward would copy the gradient into zeros
         return linear(x_TD, weight_BFD.flatten(0, 1), None if bias is None else bias.flatten())
     bias = None if bias is None else bias.flatten(1)
-    return _LinearFunction.apply(by_model(x_TD, weight_BFD), weight_BFD, bias).flatten(0, 1)
+    return _LinearFunction.apply(by_model(x_TD, weight_BFD), weight_BFD, bias).flatten(0, 1)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 class _LinearFunction(torch.autograd.Function):

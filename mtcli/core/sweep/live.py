@@ -48,7 +48,7 @@ class Watcher(NamedTuple):
 
     say: Callable[[str], None]
     stepped: Callable[[Sequence[TrialRecord], float], None]  # each step, and tokens per second
-    ended: Callable[[TrialRecord], None]
+    ended: Callable[[TrialRecord], object]
     stops: Callable[[], bool]  # whether this rank was told to stop
 
 
@@ -82,7 +82,7 @@ class LiveArray:
             SaveSchedule(self.config.train),
             traffic,
             train_step=lambda: self.array.train_step(self.loader),
-            evaluate=lambda: self.array.evaluate(self.valid),
+            evaluate=self._evaluate,
             stops=watcher.stops,
             end=self._end,
             after=self._after,
@@ -120,6 +120,10 @@ class LiveArray:
         """
         self.clock = perf_counter()
         return drive(self.live, until)
+
+    def _evaluate(self) -> list[float]:
+        assert self.valid is not None, "train.eval_every opens the validation data"
+        return self.array.evaluate(self.valid)
 
     def _stepped(self, seat: Seat, step: Step, valid_loss: float | None) -> bool:
         """Notes a step of a trial; whether its loss lets it go on."""

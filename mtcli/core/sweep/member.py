@@ -3,12 +3,15 @@
 It is the run that checkpoints capture and restore, with its own step, loss scale and updates.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
+from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
@@ -31,9 +34,19 @@ class MemberStrategy(Strategy):
         are as wide as the array's largest adapters, the part that is the model's own."""
         table, layout = self.ownership.table, self.ownership.groups.layout
         shapes = {name: table[name].stored_shape(layout) for name in tensors.weights}
-        own = {name: x[tuple(map(slice, shapes[name]))] for name, x in tensors.weights.items()}
-        self.reduced, own = tensors.gradients, own | tensors.frozen
-        self.shards = {n: OwnedShard(table[n], x, slice(0, len(x))) for n, x in own.items()}
+        self.trained = {
+            name: x[tuple(map(slice, shapes[name]))] for name, x in tensors.weights.items()
+        }
+        self.reduced, weights = tensors.gradients, self.trained | tensors.frozen
+        self.shards = {n: OwnedShard(table[n], x, slice(0, len(x))) for n, x in weights.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights by name."""
+        return self.trained
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Lists the gradients, views of the array's."""
+        return list(self.reduced.values())
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -57,7 +70,7 @@ class Member:
 
     def __init__(self, config: RunConfig, groups: Groups, dtype: torch.dtype) -> None:
         self.config, self.groups, self.dtype = config, groups, dtype
-        self.table = run_parameters(config.model, config.lora)
+        self.table: Mapping[str, Parameter] = run_parameters(config.model, config.lora)
         ownership = Ownership(groups, self.table, config.parallel.sequence_parallel, shard=False)
         self.strategy = MemberStrategy(ownership)
         self.optimizer = Optimizer({}, ownership, config.optimizer, dtype)

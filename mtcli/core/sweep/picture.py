@@ -93,7 +93,7 @@ def _words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _spans_decades(order: Sequence[Any]) -> bool:
+def _spans_decades(order: Sequence[float]) -> bool:
     return order[0] > 0 and order[-1] >= 10 * order[0]
 
 

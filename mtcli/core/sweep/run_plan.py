@@ -94,6 +94,7 @@ def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
     drawn = request.random or (rule.trials() if rule and ranges else 0)
     sampling = None
     if sampler:
+        assert request.random, "a sampler needs --random"
         sampling = SamplingPlan(sampler, varied, request.random, space.base.seed)
         drawn = 1
     points = space.points(varied, Budget(drawn, request.seeds or 0))

@@ -61,13 +61,15 @@ class Proposals:
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.sampling = sampling
         self.sampler = getattr(optuna.samplers, SAMPLERS[sampling.sampler])
-        log, about = output / NAME, {"study_name": STUDY, "direction": "minimize"}
+        log = output / NAME
         varied = sorted(sampling.varied, key=lambda one: one.field)
         own = json_text({one.field: list(one.range or one.values) for one in varied})
         try:
             _drop_cut_line(log)
             storage = JournalStorage(JournalFileBackend(str(log)))
-            self.study = optuna.create_study(storage=storage, load_if_exists=True, **about)
+            self.study = optuna.create_study(
+                storage=storage, study_name=STUDY, direction="minimize", load_if_exists=True
+            )
             space = self.study.user_attrs.get(SPACE, own)
             if space == own:
                 self._require_ours()

@@ -140,7 +140,8 @@ class Sweep:
 
     def capacity(self, config: RunConfig) -> int:
         """The models of an array of such a config: what the rank with least memory takes."""
-        return min(gather_values(capacity(config, self.runtime), self.world))
+        models: list[int] = gather_values(capacity(config, self.runtime), self.world)
+        return min(models)
 
     def partitions(self) -> list[list[TrialRecord]]:
         """The trials by what their arrays have in common, each of which is trained on its own."""

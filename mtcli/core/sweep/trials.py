@@ -140,7 +140,7 @@ class SweepSpace:
         if any(option.range for option in varied):
             chosen = [_drawn(varied, source) for _ in range(count)]
         else:
-            numbers = range(grid)
+            numbers: Sequence[int] = range(grid)
             if budget.drawn and budget.drawn < grid:
                 numbers = source.sample(numbers, budget.drawn)
             chosen = [_grid_point(varied, number) for number in numbers]

@@ -8,21 +8,23 @@ the first one's graphs serve them all, and compiling takes as long as for one bl
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mtcli.core.config.errors import failed
 from mtcli.core.model.attention import Attention
+from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.moe import MixtureOfExperts
-from mtcli.core.model.transformer import Dropout, Stage
+from mtcli.core.model.transformer import Block, Stage
 from mtcli.core.parallel.compiled_collectives import in_graph
 from mtcli.core.parallel.tensor import ColumnLinear, HeadsLinear, RowLinear
 
 MOST_LAYERS = 8  # of a graph of all layers
-Compiled = TypeVar("Compiled", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 Losses = Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]  # as `Stage.loss`
 
 
@@ -39,7 +41,8 @@ def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "ind
                 _keep_collectives(module)
                 for name in _left_out(module, asks_lengths):
                     setattr(module, name, torch.compiler.disable(getattr(module, name)))
-            block._run = torch.compile(block._run, dynamic=False, backend=backend)
+            assert isinstance(block, Block), block
+            block._run = torch.compile(block._run, dynamic=False, backend=backend)  # type: ignore[method-assign]  # of the instance
 
 
 def compile_stage(
@@ -62,16 +65,18 @@ def compile_stage(
     return as_graph(losses, backend)
 
 
-def as_graph(function: Compiled, backend: str = "inductor") -> Compiled:
+def as_graph(
+    function: Callable[Arguments, Result], backend: str = "inductor"
+) -> Callable[Arguments, Result]:
     """Returns a function of tensors, compiled for each of their shapes in its first call.
 
     Without the asserts of generated code on its inputs' strides, which dynamo has guarded: 250 in
     a step of an array of two layers.
     """
-    options = {"size_asserts": False, "alignment_asserts": False}
-    quick = options if backend == "inductor" else None
-    made: Compiled = torch.compile(function, dynamic=False, backend=backend, options=quick)
-    return made
+    options: dict[str, str | int | bool | Callable[..., object]] | None = None
+    if backend == "inductor":
+        options = {"size_asserts": False, "alignment_asserts": False}
+    return torch.compile(function, dynamic=False, backend=backend, options=options)
 
 
 def uncompiled(compiled: bool) -> AbstractContextManager[None]:

@@ -6,16 +6,15 @@ depends on no layout: samples are numbered over the run.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.run_progress import DatasetRecord, SampleRecord, SkippedBatch
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.best_fit import PackedConversations
 from mtcli.core.data.blend import chosen, parse_split
 from mtcli.core.data.indexed import stated_hash
-from mtcli.core.data.loader import Batches
+from mtcli.core.data.loader import RunData
 from mtcli.core.data.subset import AGAIN, FIELD, SourceRecord, Subset, digest
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis
@@ -39,7 +38,8 @@ def require_sources(
     if len(prefixes) != len(subset.sources):
         message = f"the subset is of {len(subset.sources)} sources, and the run has {len(prefixes)}"
         raise wrong(message, "name the same data in the same order", FIELD)
-    problems, weights = [], shares or [None] * len(prefixes)
+    problems = []
+    weights: Sequence[float | None] = shares or [None] * len(prefixes)
     for prefix, paths, share, then in zip(prefixes, files, weights, subset.sources, strict=True):
         now = then.model_copy(
             update={"sha256": stated_hash(prefix), "sampled": sampled_hash(paths), "share": share}
@@ -54,7 +54,7 @@ def require_sources(
         raise MtcliError(*problems)
 
 
-def data_hashes(batches: Any, local_rank: int, world: Axis) -> list[SourceHashes]:
+def data_hashes(batches: RunData, local_rank: int, world: Axis) -> list[SourceHashes]:
     """Hashes the data of a run, as rank 0 finds it. Collective.
 
     One rank of each machine reads: 64 blocks of 64 KiB of each file. Raises MtcliError on every
@@ -68,7 +68,7 @@ def data_hashes(batches: Any, local_rank: int, world: Axis) -> list[SourceHashes
     return agreed
 
 
-def source_hashes(batches: Any) -> list[SourceHashes]:
+def source_hashes(batches: RunData) -> list[SourceHashes]:
     """Hashes each data source, as this process finds it."""
     sources = zip(batches.prefixes, batches.files, strict=True)
     return [SourceHashes(stated_hash(prefix), sampled_hash(paths)) for prefix, paths in sources]
@@ -80,7 +80,7 @@ class ConsumedSamples:
     def __init__(
         self,
         config: RunConfig,
-        batches: Batches | PackedConversations,
+        batches: RunData,
         hashes: Sequence[SourceHashes],
         subset: Subset | None = None,
     ) -> None:
@@ -179,7 +179,9 @@ class ConsumedSamples:
         return problems
 
 
-def _hashes(now: DatasetRecord, then: DatasetRecord | SourceRecord) -> list[tuple[str, str, str]]:
+def _hashes(
+    now: DatasetRecord | SourceRecord, then: DatasetRecord | SourceRecord
+) -> list[tuple[str, str, str]]:
     """The first kind of hash that differs, with both: what two sources have, or none."""
     if now.sha256 and then.sha256 and now.sha256 != then.sha256:
         return [("sha256", now.sha256, then.sha256)]

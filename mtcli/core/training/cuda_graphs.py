@@ -87,6 +87,7 @@ class CudaGraphPipeline:
                     self._fill(load(op.micro_batch) if op.micro_batch else first, factor)
                 self.replays[op.kind]()
                 if op.kind == "F":
+                    assert self.total is not None, "the forward sets it"
                     losses.append(self.total.clone())
                 spans.append(OpSpan(op, start, pipeline.clock()))
         pipeline.spans = spans

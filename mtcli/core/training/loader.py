@@ -23,9 +23,21 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.bert.row_format import CountedRows, EncoderBatches
 from mtcli.core.data.bert.training_data import encoder_batches
 from mtcli.core.data.best_fit import open_conversations
-from mtcli.core.data.loader import CountedTokens, SampleId, require_named, require_stated_ids
+from mtcli.core.data.loader import (
+    CountedTokens,
+    SampleId,
+    TokenBatches,
+    require_named,
+    require_stated_ids,
+)
 from mtcli.core.data.prefetch import Prefetcher
-from mtcli.core.data.subset import Subset, TokenSequences, require_subset, token_batches
+from mtcli.core.data.subset import (
+    Subset,
+    SubsetBatches,
+    TokenSequences,
+    require_subset,
+    token_batches,
+)
 from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.collectives import all_gather
@@ -33,7 +45,7 @@ from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.training.bert_inputs import EncoderInputs, EncoderRead
 from mtcli.core.training.consumed_samples import require_sources
-from mtcli.core.training.token_inputs import TokenBatches, TokenInputs, TokenRead
+from mtcli.core.training.token_inputs import TokenInputs, TokenRead
 
 
 class StepBatch(NamedTuple):
@@ -94,6 +106,7 @@ class MicroBatchLoader:
         """Takes other members of the same data from sample `first` on."""
         self.close()
         self.reader, self.next_step = None, -1
+        assert isinstance(self.batches, SubsetBatches), "data.subset was set"
         self.batches.adopt(subset, first)
 
     def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
@@ -137,7 +150,9 @@ class MicroBatchLoader:
         return range(first, (step + 1) * size, block * layout.batch_shards)
 
     def _read(self, start: int, count: int) -> TokenRead | EncoderRead:
-        return self.inputs.read(self.batches, start, count, self._hosted)
+        # The batches are of the kind that the head's inputs read.
+        read: Callable[..., TokenRead | EncoderRead] = self.inputs.read
+        return read(self.batches, start, count, self._hosted)
 
     def _hosted(self, rows: np.ndarray) -> np.ndarray | Tensor:
         """Rows where the device can fetch them by itself, while this process goes on."""
@@ -200,7 +215,7 @@ def open_loader(
 
 def _open_batches(
     config: RunConfig, which: Which, subset: Subset | None, planned: int | None
-) -> Any:
+) -> TokenBatches | EncoderBatches:
     """The samples of a run by global id, of what its data and its model's head are."""
     steps = config.train.eval_batches if which == "valid" else config.train.steps
     samples = steps * config.batch.global_batch_size

@@ -120,6 +120,10 @@ def _train(
     log.begin(runtime, trainer.state_bytes(), str(start), data | {"saves": str(saves)})
     train_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
 
+    def evaluate() -> list[float]:
+        assert valid is not None, "train.eval_every opens the validation data"
+        return [trainer.evaluate(valid)]
+
     def reselect_when_due(steps: Sequence[Step], going: object, stopped: bool) -> None:
         if is_due(config, steps[0].step) and not stopped:
             saver.finish()
@@ -132,7 +136,7 @@ def _train(
             saves,
             trainer.sync_traffic,
             train_step=lambda: [train_step(loader)],
-            evaluate=lambda: [trainer.evaluate(valid)],
+            evaluate=evaluate,
             stops=lambda: stop.received > 0,
             end=_give_up,
             after=reselect_when_due,

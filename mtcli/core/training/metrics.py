@@ -133,7 +133,7 @@ class RunRecords:
 def _row(config: RunConfig, step: Step, facts: StepFacts, peak: float) -> dict[str, Any]:
     """The record of a step; `peak` are the FLOP/s of all ranks' devices."""
     flops = training_flops(config.model, config.batch.seq_len, config.lora) * step.tokens
-    row = {
+    row: dict[str, Any] = {
         "step": step.step,
         "consumed_samples": facts.consumed_samples,
         "tokens": round(step.tokens),
@@ -166,10 +166,10 @@ def _reopened(path: Path, step: int) -> tuple[Any, int]:
     records = list(step_records(path)) if path.exists() else []
     later = [(line, record["step"]) for line, record in records if record["step"] > step]
     if later:
-        with append_untrusted(_aside(path)) as file:
-            file.write("".join(f"{line}\n" for line, _ in later).encode())
-            file.flush()
-            os.fsync(file.fileno())
+        with append_untrusted(_aside(path)) as superseded:
+            superseded.write("".join(f"{line}\n" for line, _ in later).encode())
+            superseded.flush()
+            os.fsync(superseded.fileno())
     write_text(path, "".join(f"{line}\n" for line, record in records if record["step"] <= step))
     file = TextIOWrapper(append_untrusted(path), encoding="utf-8")
     return file, max((of_step for _, of_step in later), default=0)

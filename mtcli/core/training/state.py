@@ -39,6 +39,7 @@ from mtcli.core.training.loader import MicroBatchLoader
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
 # the optimizer's state means.
+FIXED: tuple[str, ...]
 FIXED = ("seed", "data.seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
 FIXED += ("lora.rank", "lora.alpha", "lora.targets")
 FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
@@ -319,7 +320,7 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
         for box, view in shard.blocks(groups):
             view.copy_(saved.read(stored, box))
     trainer.optimizer.updates = checkpoint.step if done.updates is None else done.updates
-    trainer.loss_scale.load(done.loss_scale and done.loss_scale.model_dump())
+    trainer.loss_scale.load(None if done.loss_scale is None else done.loss_scale.model_dump())
     trainer.step = checkpoint.step
     if same:
         trainer.exchange.load_counters(done.sync)

@@ -181,9 +181,12 @@ class Trainer:
             expert_load = self.balance.move_biases()
         self._end_phase("end")
         self.phases = Phases(**self._phase_ends)
-        counts = {"labels": batch.labels, "tokens": batch.tokens}
-        seconds = perf_counter() - start
-        return step._replace(seconds=seconds, expert_load=expert_load, **counts)
+        return step._replace(
+            seconds=perf_counter() - start,
+            expert_load=expert_load,
+            labels=batch.labels,
+            tokens=batch.tokens,
+        )
 
     def forward_backward(
         self, loader: MicroBatchLoader, as_written: bool = False
@@ -296,4 +299,4 @@ def _proven_schedule(name: str, pp: int, vpp: int, num_micro_batches: int) -> Sc
 
 def _memory(x: torch.Tensor) -> int:
     """The same for tensors that share memory; fake ones, which have none, do too."""
-    return x.untyped_storage()._cdata
+    return int(x.untyped_storage()._cdata)

@@ -4,43 +4,20 @@ Every label has a weight of 1 where the data says nothing else.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.loader import SampleId, require_ids
+from mtcli.core.data.loader import TokenBatches, require_ids
 from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.groups import Groups
 from mtcli.kernels.gemm import DTYPES
 
 Hosted = Callable[[np.ndarray], np.ndarray | Tensor]
-
-
-class TokenBatches(Protocol):
-    """The samples of a language model's data in order, by global sample."""
-
-    def __len__(self) -> int:
-        """The samples of the run."""
-
-    def batch(self, start: int, count: int) -> np.ndarray:
-        """Samples start .. start + count - 1: int64 [count, seq_len + 1]."""
-
-    def documents(self, start: int, count: int) -> np.ndarray:
-        """The document of each of their tokens: int32 [count, seq_len + 1]."""
-
-    def loss_weights(self, start: int, count: int) -> np.ndarray | None:
-        """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
-
-    def padding(self, start: int, count: int) -> np.ndarray | None:
-        """Says which of their tokens are none but fill rows up: bool [count, seq_len]; None: none
-        is, of all samples."""
-
-    def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Where their tokens come from."""
 
 
 class TokenRead(NamedTuple):
@@ -87,9 +64,11 @@ class TokenInputs:
         counts: tuple[int, ...] = ()
         if weights is not None:
             filled = 0 if padding is None else np.count_nonzero(padding)
-            counts = np.count_nonzero(weights), weights.size - filled
-        given = (None if x is None else hosted(x) for x in (rows, documents, weights, padding))
-        return TokenRead(*given, counts)
+            counts = int(np.count_nonzero(weights)), int(weights.size - filled)
+        hosted_documents, hosted_weights, hosted_padding = (
+            None if x is None else hosted(x) for x in (documents, weights, padding)
+        )
+        return TokenRead(hosted(rows), hosted_documents, hosted_weights, hosted_padding, counts)
 
     def divisors(self, counts: Sequence[float], parts: int) -> Divisors:
         """The divisors by the counts over a global batch, or over the 1 / `parts` of it that a

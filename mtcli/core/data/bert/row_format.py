@@ -1,7 +1,6 @@
 """Rows of an encoder: several sequences each, with what a head is to predict of them."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,7 +9,7 @@ from numpy.typing import ArrayLike
 from mtcli.core.config.model import MASKED_SHARE, SEQUENCES
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.bert.special_tokens import SpecialTokens
-from mtcli.core.data.loader import SampleId
+from mtcli.core.data.loader import RunData
 
 
 class Segments(NamedTuple):
@@ -48,35 +47,14 @@ class EncoderRows(NamedTuple):
         return self.documents >= sequences[:, None]
 
 
-class EncoderBatches(Protocol):
-    """The rows of a data set in order, by global sample; what training records of them."""
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
-    tokens: list[int]  # of each dataset, in an epoch
-    planned: int
-
-    @property
-    def files(self) -> list[list[Path]]:
-        """The files of each dataset."""
-
-    def __len__(self) -> int:
-        """The samples of the run."""
+class EncoderBatches(RunData, Protocol):
+    """The rows of an encoder's data, by global sample."""
 
     def rows(self, start: int, count: int) -> EncoderRows:
         """Rows start .. start + count - 1."""
 
-    def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Identifies the samples of rows by where their tokens come from."""
 
-    def describe(self) -> dict[str, str]:
-        """Describes the data in the words that a run says first, by name."""
-
-    def drawn(self, start: int, stop: int) -> list[int]:
-        """Counts the samples that each dataset gives."""
-
-
-class CountedRows:
+class CountedRows(EncoderBatches):
     """Rows of tokens 0, 1, 2, ... that fill them, of which every shard has as many to predict; one
     sequence each, or four choices. For profiles, whose work is that of any text."""
 
@@ -106,10 +84,6 @@ class CountedRows:
             classes=np.zeros(count, np.int64),
             class_weights=np.ones(count, np.float32),
         )
-
-    def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Returns none: these samples come from no data set."""
-        return []
 
 
 def lay_out(rows: Sequence[Sequence[Segments]], size: int, special: SpecialTokens) -> EncoderRows:
