@@ -27,8 +27,8 @@ def spent_by_rank(records: Sequence[RankRecord], schedule: Schedule) -> list[Spe
     """Seconds of a step by kind, per pipeline rank: means over the timed steps."""
     means = []
     for record, steps in _steps_of(records):
-        each = [attribute(record, pipeline, i, schedule) for i, pipeline in enumerate(steps)]
-        means.append({kind: mean(spent[kind] for spent in each) for kind in KINDS})
+        step_spent = [attribute(record, pipeline, i, schedule) for i, pipeline in enumerate(steps)]
+        means.append({kind: mean(spent[kind] for spent in step_spent) for kind in KINDS})
     return means
 
 
@@ -91,7 +91,7 @@ def _waits(
     ends = {span.op: span.end for other in pipeline for span in other.spans}
     clock = record.steps[index].phases.data
     for span in record.steps[index].spans:
-        made = max(
+        input_ready = max(
             (
                 ends[need]
                 for need in needs(span.op, schedule.num_stages)
@@ -99,10 +99,10 @@ def _waits(
             ),
             default=None,
         )
-        if made is None:
+        if input_ready is None:
             yield span, 0.0, 0.0
         else:
-            arrived = min(max(clock, made), span.start)
+            arrived = min(max(clock, input_ready), span.start)
             yield span, arrived - clock, span.start - arrived
         clock = span.end
 

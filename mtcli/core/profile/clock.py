@@ -95,12 +95,12 @@ def clock_offset(world: Axis) -> float:
         moments.append(perf_counter())
     boot = Path("/proc/sys/kernel/random/boot_id")  # containers of a host share it, and its clock
     machine = boot.read_text().strip() if boot.exists() else platform.node()
-    told = gather_values((machine, moments), world)
-    return offset_between(told[0], told[world.rank])
+    by_rank = gather_values((machine, moments), world)
+    return offset_between(by_rank[0], by_rank[world.rank])
 
 
-def offset_between(first: tuple[str, list[float]], own: tuple[str, list[float]]) -> float:
+def offset_between(first: tuple[str, list[float]], local: tuple[str, list[float]]) -> float:
     """Seconds from my clock to the first rank's, from (machine, moments of leaving barriers)."""
-    if first[0] == own[0]:
+    if first[0] == local[0]:
         return 0.0
-    return median(a - b for a, b in zip(first[1], own[1], strict=True))
+    return median(a - b for a, b in zip(first[1], local[1], strict=True))

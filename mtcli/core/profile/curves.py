@@ -49,7 +49,7 @@ def thinned(full_curve: Curve, points: int = MOST_POINTS) -> Curve:
 
 def curves_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Any]]]:
     """Curves to draw, thinned, as {curve: {steps, values}}; None where a value is not finite."""
-    curves = {name: thinned(curve(rows, *of)) for name, of in CURVES.items()}
+    curves = {name: thinned(curve(rows, *source)) for name, source in CURVES.items()}
     curves["validation loss"] = thinned(curve(rows, "valid_loss"))
     return {
         name: {

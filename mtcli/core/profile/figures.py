@@ -198,9 +198,9 @@ class Profile:
 def memory_of(record: RankRecord) -> dict[str, int]:
     """Bytes of a rank by kind; `activations` is the most that the profiled step added, `peak` the
     most that its tensors took, and `process` all that it took, with its libraries."""
-    told = _told(record)
-    peak = record.allocated_bytes or sum(told.values())
-    return {**told, "peak": peak, "process": record.process_bytes}
+    sizes = _told(record)
+    peak = record.allocated_bytes or sum(sizes.values())
+    return {**sizes, "peak": peak, "process": record.process_bytes}
 
 
 def _told(record: RankRecord) -> dict[str, int]:

@@ -101,8 +101,8 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 def _is_event(event: Any) -> bool:
     if not isinstance(event, dict) or type(event.get("step")) is not int:
         return False
-    told = {"stall_seconds", *(event.keys() & OF_SAVES)}
-    return event.get("event") != "saved" or all(is_number(event.get(name)) for name in told)
+    numbers = {"stall_seconds", *(event.keys() & OF_SAVES)}
+    return event.get("event") != "saved" or all(is_number(event.get(name)) for name in numbers)
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -175,20 +175,20 @@ def ranks_of(rows: Sequence[Row]) -> dict[str, Any]:
     """Summarises how long ranks computed and waited: by kind the median over steps of the ranks'
     largest and median seconds, and the ranks that had the largest, by how often. Empty where no row
     tells."""
-    told = [row for row in rows if row.keys() >= OF_RANKS]
-    if not told:
+    timed_rows = [row for row in rows if row.keys() >= OF_RANKS]
+    if not timed_rows:
         return {}
 
     def of(kind: str) -> dict[str, Any]:
-        counts = Counter(int(row[f"{kind}_rank_max"]) for row in told)
+        counts = Counter(int(row[f"{kind}_rank_max"]) for row in timed_rows)
         return {
-            "max": median(row[f"{kind}_seconds_max"] for row in told),
-            "median": median(row[f"{kind}_seconds_median"] for row in told),
+            "max": median(row[f"{kind}_seconds_max"] for row in timed_rows),
+            "median": median(row[f"{kind}_seconds_median"] for row in timed_rows),
             "ranks": [{"rank": rank, "steps": n} for rank, n in counts.most_common(SHOWN_RANKS)],
         }
 
     return {
-        "steps": len(told),
+        "steps": len(timed_rows),
         "computing_seconds": of("computing"),
         "waiting_seconds": of("waiting"),
     }

@@ -77,8 +77,8 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
         process_bytes=process,
         peak_flops=peak,
     )
-    told = gather_values(RANK_RECORD.dump_python(record, mode="json"), trainer.groups.world)
-    records = [RANK_RECORD.validate_python(fields) for fields in told]
+    gathered = gather_values(RANK_RECORD.dump_python(record, mode="json"), trainer.groups.world)
+    records = [RANK_RECORD.validate_python(fields) for fields in gathered]
     return Measured(records, trace, device_name(runtime.device))
 
 

@@ -73,10 +73,10 @@ def shares_inside(
 
 def _seconds_on_host(traced: list[traces.Event], traffic: Traffic) -> dict[str, float]:
     """Seconds of waits by axis; those that the transport does not know are FSDP2's, all of dp."""
-    told = _waited(traffic)
+    seconds = _waited(traffic)
     sharding = [e for e in traced if not e["name"].startswith(traces.RECEIVE)]
-    told["data"] = told.get("data", 0.0) + sum(traces.exchanges(sharding).values())
-    return told
+    seconds["data"] = seconds.get("data", 0.0) + sum(traces.exchanges(sharding).values())
+    return seconds
 
 
 def _waited(traffic: Traffic) -> dict[str, float]:
@@ -98,11 +98,11 @@ def allocations(events: Iterable[traces.Event], begin: float) -> list[Allocation
     Memory of the device where there are such events, else of the host. The release of what was
     there before is an allocation of negative bytes that stays.
     """
-    told = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
-    kinds = {event["args"].get("Device Type", 0) for event in told}
+    changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    kinds = {event["args"].get("Device Type", 0) for event in changes}
     ended: list[Allocation] = []
     alive: dict[object, Allocation] = {}
-    for event in told:
+    for event in changes:
         moment, args = event["ts"] / 1e6 - begin, event["args"]
         if moment < 0 or args.get("Device Type", 0) != max(kinds):
             continue

@@ -26,9 +26,9 @@ SEND, RECEIVE = "gloo:send", "gloo:recv"
 PROCESS = 10**9  # above any process id, so that our tracks have a process of their own
 
 
-def spans_of(events: Iterable[Event], wanted: Callable[[Event], bool]) -> list[Interval]:
+def spans_of(events: Iterable[Event], selects: Callable[[Event], bool]) -> list[Interval]:
     """The union of the wanted events' intervals, in order and disjoint."""
-    return union((e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if wanted(e))
+    return union((e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if selects(e))
 
 
 def complete(events: Iterable[Event]) -> list[Event]:
@@ -54,8 +54,8 @@ def exchanges(events: Iterable[Event]) -> dict[str, float]:
 
 def seconds_by_axis(events: Iterable[Event]) -> dict[str, float]:
     """Seconds of NCCL's kernels by the axis whose communicator they use; none on CPU."""
-    told = ((e.get("args", {}).get(GROUP), e) for e in events if is_exchange(e))
-    return summed((axis, event["dur"] / 1e6) for axis, event in told if axis)
+    pairs = ((e.get("args", {}).get(GROUP), e) for e in events if is_exchange(e))
+    return summed((axis, event["dur"] / 1e6) for axis, event in pairs if axis)
 
 
 def summed(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -142,16 +142,16 @@ def _by_thread(events: list[Event]) -> list[list[Event]]:
 
 def _own_times(thread: list[Event]) -> list[tuple[str, float]]:
     """(name, microseconds outside the operators it calls) of a thread's operators."""
-    own: list[float] = []
+    durations: list[float] = []
     open_now: list[tuple[int, float]] = []  # (index, end) of the operators around this one
     for index, event in enumerate(thread):
         while open_now and event["ts"] >= open_now[-1][1]:
             open_now.pop()
-        own.append(event["dur"])
+        durations.append(event["dur"])
         if open_now:
-            own[open_now[-1][0]] -= event["dur"]
+            durations[open_now[-1][0]] -= event["dur"]
         open_now.append((index, event["ts"] + event["dur"]))
-    return [(event["name"], seconds) for event, seconds in zip(thread, own, strict=True)]
+    return [(event["name"], seconds) for event, seconds in zip(thread, durations, strict=True)]
 
 
 def write_trace(target: str, trace: dict[str, Any], records: Sequence[RankRecord]) -> None:

@@ -200,10 +200,10 @@ class Answers(TorchDispatchMode):
     def _balanced(self, copies: int, experts: int, bins: int = 0) -> Tensor:
         """Copies for each expert when routing is balanced; a last bin has those of no expert."""
         m = self.model
-        each = int(copies * min(1.0, m.capacity_factor or 1.0)) // m.num_experts
-        rest = [copies - each * experts] if bins > experts else []
+        expert_copies = int(copies * min(1.0, m.capacity_factor or 1.0)) // m.num_experts
+        dropped = [copies - expert_copies * experts] if bins > experts else []
         with _disable_current_modes():
-            return torch.tensor([each] * experts + rest)
+            return torch.tensor([expert_copies] * experts + dropped)
 
     def _compute(self, func: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
         """The operation's result on values; None where one of them is not known."""

@@ -70,12 +70,12 @@ def rehearsed(plans: Sequence[tuple[RunConfig, Prediction]]) -> list[Prediction]
     Raises MtcliError (exit 1) where a stage does not run.
     """
     ranks = [representatives(p.work) for _, p in plans]
-    wanted = [
+    requests = [
         Rehearsal.of(config, p.work.layout.world, p.device, rank)
         for (config, p), some in zip(plans, ranks, strict=True)
         for rank in dict.fromkeys(some)
     ]
-    found = _found(wanted)
+    found = _found(requests)
     predictions = []
     for (config, p), some in zip(plans, ranks, strict=True):
         world = p.work.layout.world
@@ -108,9 +108,9 @@ def kind_of(work: Workload, pp_rank: int, stage: int) -> StageKind:
     return stage == pp_rank, stage == 0, last, work.layers_of_stage[stage]
 
 
-def _found(wanted: Iterable[Rehearsal]) -> dict[str, RankBytes]:
+def _found(requests: Iterable[Rehearsal]) -> dict[str, RankBytes]:
     """The bytes by key: of the cache, or else of the rehearsals, which are put there."""
-    by_key = {rehearsal.key: rehearsal for rehearsal in wanted}
+    by_key = {rehearsal.key: rehearsal for rehearsal in requests}
     found = {key: ranks for key in by_key if (ranks := _cached(key))}
     missing = [key for key in by_key if key not in found]
     for key, answer in zip(missing, _run([by_key[key] for key in missing]), strict=True):

@@ -111,8 +111,8 @@ def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int
 def serve() -> None:
     """Rehearses what lines of stdin ask, and answers each with a line of JSON."""
     for line in sys.stdin:
-        config, *others = json.loads(line)
-        found = rehearse(Rehearsal(RunConfig(**config), *others))
+        config, *fields = json.loads(line)
+        found = rehearse(Rehearsal(RunConfig(**config), *fields))
         sys.stdout.write(json.dumps(found._asdict()) + "\n")
         sys.stdout.flush()
 
@@ -136,13 +136,13 @@ def _schedule(work: Workload, pp_rank: int, chosen: Sequence[int], passes: int) 
     ops = [Op("F", *place) for place in places]
     ops += [Op(kind, *place) for place in returns for kind in back]
     steps: tuple[tuple[OpKind, int], ...] = (("F", -1), (back[0], 1), ("F", 1), (back[0], -1))
-    others: list[dict[Op, None]] = [{} for _ in range(layout.pp)]
+    peer_ops: list[dict[Op, None]] = [{} for _ in range(layout.pp)]
     for kind, step in steps:
         for number, stage in places:
             if 0 <= stage + step < layout.num_stages:
-                others[(stage + step) % layout.pp][Op(kind, number, stage + step)] = None
+                peer_ops[(stage + step) % layout.pp][Op(kind, number, stage + step)] = None
     everywhere = [
-        tuple(ops) if rank == pp_rank else tuple(them) for rank, them in enumerate(others)
+        tuple(ops) if rank == pp_rank else tuple(them) for rank, them in enumerate(peer_ops)
     ]
     return Schedule(tuple(everywhere), tuple(s % layout.pp for s in range(layout.num_stages)))
 
@@ -182,9 +182,9 @@ def _rank_bytes(work: Workload, marks: Sequence[Mark], pp_rank: int, more: float
             gathered=(_sums(forwards[0])[0] - _sums(forwards[-1])[0]) * (work.zero == 3),
         )
     kinds = [kind_of(work, pp_rank, stage) for stage in work.layout.stages(pp_rank)]
-    update, before = marks[-1], marks[-2]
+    update, previous = marks[-1], marks[-2]
     return RankBytes(
-        [runs[kind] for kind in kinds], update.peak - before.level + more, update.level
+        [runs[kind] for kind in kinds], update.peak - previous.level + more, update.level
     )
 
 
@@ -192,11 +192,11 @@ def _ops(marks: Sequence[Mark]) -> dict[tuple[str, int], list[Parts]]:
     """The parts of each op of a kind and stage, in the order in which they ran."""
     ops: dict[tuple[str, int], list[Parts]] = {}
     parts: list[TracePart] = []
-    for before, mark in pairwise(marks):
+    for previous, mark in pairwise(marks):
         kind, stage, block = mark.place
         if kind == "between":
             continue
-        parts.append(TracePart(mark.peak - before.level, mark.level - before.level))
+        parts.append(TracePart(mark.peak - previous.level, mark.level - previous.level))
         if block < 0:
             ops.setdefault((kind, stage), []).append(parts)
             parts = []

@@ -167,8 +167,8 @@ def planned_bytes(sizes: Sequence[int], width: int) -> int:
 
 def _points(proxies: Tensor, ids: np.ndarray, work: Work) -> Points:
     """Some proxies around their mean: in float64 where all their similarities fit in memory."""
-    own = proxies[torch.from_numpy(ids)].to(work.device)
-    return Points(own.double() if len(ids) <= DENSE else own)
+    points = proxies[torch.from_numpy(ids)].to(work.device)
+    return Points(points.double() if len(ids) <= DENSE else points)
 
 
 def _distinct(proxies: Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -176,8 +176,8 @@ def _distinct(proxies: Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     digests = bytearray(16 * len(ids))
     for row, index in enumerate(ids.tolist()):
         digests[16 * row : 16 * row + 16] = xxhash.xxh3_128_digest(proxies[index].numpy().data)
-    each = np.frombuffer(digests, "V16")
-    _, firsts, counts = np.unique(each, return_index=True, return_counts=True)
+    hashes = np.frombuffer(digests, "V16")
+    _, firsts, counts = np.unique(hashes, return_index=True, return_counts=True)
     order = np.argsort(firsts)
     return ids[firsts[order]], counts[order].astype(np.float64)
 
@@ -227,8 +227,8 @@ def _shared(proxies: Tensor, parts: Sequence[_Part], work: Work) -> list[_Picked
     """The picks of all parts, which ranks share. Collective."""
     rank, ranks = work.world.rank, work.world.size
     busy = min(ranks, len(parts))
-    own = [_pick(proxies, part, work, busy) for part in parts[rank::ranks]]
-    gathered = gather_values(own, work.world)
+    local_picks = [_pick(proxies, part, work, busy) for part in parts[rank::ranks]]
+    gathered = gather_values(local_picks, work.world)
     return [_Picked(*gathered[number % ranks][number // ranks]) for number in range(len(parts))]
 
 

@@ -53,11 +53,11 @@ class Points:
         Blocks that came and went beside small results would leave gaps between these in the heap.
         """
         right = self.right if columns is None else self.right[columns]
-        others = self.squares if columns is None else self.squares[columns]
-        shape = len(rows), len(others)
+        column_squares = self.squares if columns is None else self.squares[columns]
+        shape = len(rows), len(column_squares)
         squared = torch.mm(self.left[rows], right.T, out=self._kept("squared", shape))
         least = self._kept("least", shape)
-        torch.add(self.squares[rows][:, None], others, out=least).mul_(SAME)
+        torch.add(self.squares[rows][:, None], column_squares, out=least).mul_(SAME)
         same = torch.le(squared, least, out=self._kept("same", shape, torch.bool))
         return squared.masked_fill_(same, 0.0).sqrt_()
 

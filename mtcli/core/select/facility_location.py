@@ -83,8 +83,8 @@ def lazy_greedy(
     bounds[candidates] = state.gains(candidates)
     while not state.reached(goal):
         winner = state.refresh_(bounds)
-        before = state.pick(winner, float(bounds[winner]))
-        state.lower_(bounds, before)
+        previous_best = state.pick(winner, float(bounds[winner]))
+        state.lower_(bounds, previous_best)
         bounds[winner] = -math.inf
         advance(1)
     return state.picks
@@ -184,16 +184,19 @@ class _State:
         of_them = gains[candidates]
         return int(candidates[of_them >= self.tying(float(of_them.max()))].min())
 
-    def lower_(self, bounds: Tensor, before: Tensor) -> None:
-        """Lowers bounds of gains by what the last pick took away, by way of the points that it is
-        nearer to than the picks `before`, where these are no more than the gains that the pick
-        refreshed. Similarities are the same from i to j as from j to i."""
-        changed = (self.best > before).nonzero().flatten()
+    def lower_(self, bounds: Tensor, previous_best: Tensor) -> None:
+        """Lowers bounds of gains by what the last pick took away.
+
+        Reads a row of similarities for each point whose best rose above `previous_best` [n], as
+        s_ij = s_ji. Does nothing where these points are more than the gains that the pick
+        refreshed: then refreshing costs less.
+        """
+        changed = (self.best > previous_best).nonzero().flatten()
         if len(changed) > self.refreshed:
             return
         slack = self._slack(bounds)
         for some in changed.split(self.similarities.block):
-            low, high = before[some][:, None], self.best[some][:, None]
+            low, high = previous_best[some][:, None], self.best[some][:, None]
             bounds -= self.counts[some] @ self.similarities.rows(some).clamp_(low, high).sub_(low)
         bounds += slack
 
@@ -204,12 +207,12 @@ class _State:
     def pick(self, candidate: int, gain: float) -> Tensor:
         """Adds a candidate that has this gain; returns the largest similarities before it [n]."""
         row = self.similarities.rows(torch.tensor([candidate], device=self.best.device))[0]
-        before, self.best = self.best, torch.maximum(self.best, row)
+        previous_best, self.best = self.best, torch.maximum(self.best, row)
         self.open[candidate] = False
         self.picks.order.append(candidate)
         self.picks.gains.append(gain)
         self.value += gain
-        return before
+        return previous_best
 
     def reached(self, goal: Goal) -> bool:
         """Whether picks end here."""
@@ -245,17 +248,19 @@ class _MatrixState(_State):
             bounds[tied] = self.gains(tied)
         return self.first_of_best(tied, bounds)
 
-    def lower_(self, bounds: Tensor, before: Tensor) -> None:
+    def lower_(self, bounds: Tensor, previous_best: Tensor) -> None:
         """Lowers all bounds."""
-        changed = (self.best > before).nonzero().flatten()
+        changed = (self.best > previous_best).nonzero().flatten()
         slack = self._slack(bounds)
-        self._take(bounds, changed.numpy(), before, self.best)
+        self._take(bounds, changed.numpy(), previous_best, self.best)
         bounds += slack
 
-    def _take(self, bounds: Tensor, changed: np.ndarray, before: Tensor, best: Tensor) -> None:
+    def _take(
+        self, bounds: Tensor, changed: np.ndarray, previous_best: Tensor, best: Tensor
+    ) -> None:
         from mtcli.core.select import matrix_loops  # whose import takes a quarter of a second
 
-        points = before.numpy(), best.numpy(), self.counts.numpy()
+        points = previous_best.numpy(), best.numpy(), self.counts.numpy()
         matrix_loops.take(self.similarities.matrix.numpy(), changed, *points, bounds.numpy())
 
 

@@ -93,17 +93,17 @@ def example_proxies(model: InferenceModel, examples: ExampleRows, advance: Advan
 
 def _distinct(sequences: TokenSequences) -> tuple[np.ndarray, np.ndarray]:
     """(the first candidate of each text [u], which of them each candidate is like [n])."""
-    known: dict[bytes, int] = {}
+    text_numbers: dict[bytes, int] = {}
     firsts: list[int] = []
     text_of = np.empty(len(sequences), np.int64)
     for start in range(0, len(sequences), 1024):
         some = np.arange(start, min(start + 1024, len(sequences)))
         for candidate, row in zip(some.tolist(), sequences.rows(some), strict=True):
             key = xxhash.xxh3_128_digest(row)
-            if key not in known:
-                known[key] = len(firsts)
+            if key not in text_numbers:
+                text_numbers[key] = len(firsts)
                 firsts.append(candidate)
-            text_of[candidate] = known[key]
+            text_of[candidate] = text_numbers[key]
     return np.array(firsts, np.int64), text_of
 
 
@@ -123,14 +123,14 @@ def _of_batch(model: InferenceModel, rows: np.ndarray, kind: Proxy) -> Tensor:
     groups = model.groups
     shares, index = groups.layout.dp * groups.tp_row.size, groups.dp_rank * groups.tp_row.size
     share, index = -(-len(rows) // shares), index + groups.tp_row.rank
-    own = np.arange(index * share, (index + 1) * share)
-    tokens = torch.from_numpy(rows[np.minimum(own, len(rows) - 1)])
+    local_rows = np.arange(index * share, (index + 1) * share)
+    tokens = torch.from_numpy(rows[np.minimum(local_rows, len(rows) - 1)])
     proxies = torch.zeros(len(rows), proxy_width(model, kind), dtype=torch.float64)
     proxies = proxies.to(groups.device)
     at = 0
-    for output in _outputs(model, tokens, torch.from_numpy(own >= len(rows))):
+    for output in _outputs(model, tokens, torch.from_numpy(local_rows >= len(rows))):
         part = _partial(model, output, kind)
-        real = own[at : at + len(part)]
+        real = local_rows[at : at + len(part)]
         real = real[real < len(rows)]
         proxies[torch.from_numpy(real).to(groups.device)] += part[: len(real)]
         at += len(part)

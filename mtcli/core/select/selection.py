@@ -108,8 +108,8 @@ def select(request: SelectRequest, runtime: Runtime, console: Console) -> Subset
         base = base_of(checkpoint).folder
         source = CheckpointFolder(checkpoint.format, checkpoint.folder, base=base)
         config = config_of(request, source, runtime.world, checkpoint.model)
-        known = ModelRecord(path=request.model, hash=weights_hash(checkpoint))
-        judge_by = Judge(replace(opened.scorer, config=config), request.proxy, known)
+        record = ModelRecord(path=request.model, hash=weights_hash(checkpoint))
+        judge_by = Judge(replace(opened.scorer, config=config), request.proxy, record)
     candidates = together(world, lambda: _opened(config, request))
     work = Work(world, runtime.device, config.seed, request.greedy)
     return choose_from(candidates, request, judge_by, work, console)
@@ -140,8 +140,8 @@ def choose_from(
     target = candidates.target
     steps = sum(sizes) if target is None else len(target) + 2 * len(candidates)
     with console.bar("choose", steps + (len(candidates) if proxies is not None else 0)) as advance:
-        told = replace(work, advance=advance)
-        chosen = _chosen(candidates, request, proxies, sizes, told)
+        reporting = replace(work, advance=advance)
+        chosen = _chosen(candidates, request, proxies, sizes, reporting)
     random = chosen if request.method == "random" else None
     if proxies is not None and random is None:
         sizes = [int(np.isin(chosen.indices, group).sum()) for group in candidates.groups]
@@ -218,8 +218,10 @@ def _announce(
 ) -> None:
     kind = "classes" if isinstance(candidates.data, ExampleRows) else "sources"
     what = f"{size:,} sequences" if size else f"those that cover to {request.cover:g}"
-    of = f"{len(candidates):,} of {candidates.seq_len:,} tokens in {len(candidates.groups)} {kind}"
-    console.say(f"{request.method} chooses {what} of {of}")
+    total = (
+        f"{len(candidates):,} of {candidates.seq_len:,} tokens in {len(candidates.groups)} {kind}"
+    )
+    console.say(f"{request.method} chooses {what} of {total}")
     if judge_by is None:
         return
     width = _width(judge_by, candidates)

@@ -75,15 +75,15 @@ class ModelArray:
         loss_sums, batch = self.forward_backward(loader)
         norms = (self.compiled or self.memory).norms(self.gradients)
         losses = all_reduce(loss_sums, self.groups.world)
-        made = [
+        steps = [
             self._step_of(member, loss / (count or 1.0), norm)
             for member, loss, count, norm in zip(
                 self.members, losses.tolist(), batch.labels, norms, strict=True
             )
         ]
-        self._update([update for _, update in made])
+        self._update([update for _, update in steps])
         seconds = perf_counter() - start
-        pairs = zip(made, batch.tokens, strict=True)
+        pairs = zip(steps, batch.tokens, strict=True)
         return [step._replace(seconds=seconds, tokens=tokens) for (step, _), tokens in pairs]
 
     def forward_backward(self, loader: ArrayLoader) -> tuple[Tensor, ArrayBatch]:

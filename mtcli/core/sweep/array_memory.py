@@ -75,9 +75,9 @@ class ArrayMemory:
     ) -> None:
         """`like` has the weights' dtype and device."""
         wide = like.to(torch.promote_types(like.dtype, torch.float32))
-        every = {name: described.stored_shape(layout) for name, described in table.items()}
-        shapes = {name: shape for name, shape in every.items() if not table[name].frozen}
-        frozen = {name: shape for name, shape in every.items() if table[name].frozen}
+        stored = {name: described.stored_shape(layout) for name, described in table.items()}
+        shapes = {name: shape for name, shape in stored.items() if not table[name].frozen}
+        frozen = {name: shape for name, shape in stored.items() if table[name].frozen}
         self.frozen = ParameterArray(frozen, 1, like)
         self.weights = ParameterArray(shapes, models, like)
         self.masters = self.weights
@@ -117,10 +117,10 @@ class ArrayMemory:
 
     def norms(self, gradients: Mapping[str, Tensor]) -> list[float]:
         """The norm of each model's gradients: a parameter's in its own dtype, summed in float64."""
-        each = [
+        norms = [
             torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients.values()
         ]
-        return torch.stack(each).double().square().sum(0).sqrt().tolist()
+        return torch.stack(norms).double().square().sum(0).sqrt().tolist()
 
     @property
     def bytes(self) -> int:

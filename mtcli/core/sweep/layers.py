@@ -90,9 +90,9 @@ class ArrayLayers(LayerFactory):
         stream = self._streams(f"{name}.adapter", [lora.dropout for lora in loras])
         return ArrayAdapter(*site, scale_B11, stream)
 
-    def _streams(self, site: str, each: Sequence[float]) -> DropoutStream:
+    def _streams(self, site: str, probabilities: Sequence[float]) -> DropoutStream:
         """The streams of a site, of each model's probability."""
-        pairs = zip(self.configs, each, strict=True)
+        pairs = zip(self.configs, probabilities, strict=True)
         streams = [dropout_stream(site, drop, config.seed) for config, drop in pairs]
         keys, drops, active = zip(*streams, strict=True)
         device, shape = self.groups.device, (self.num_models, 1, 1)

@@ -230,22 +230,22 @@ class LiveArray:
         dropping = max(configs, key=_most_dropped)  # tokens are numbered where any model drops some
         drops = {"model": dropping.model, "lora": dropping.lora}
         train: dict[tuple[int, int | None], MicroBatchLoader] = {}
-        each = []
+        loaders = []
         for config, start in zip(configs, starts, strict=True):
             planned = planned_samples(start.checkpoint) if start.step and start.checkpoint else None
             key = config.data_seed, planned
             if key not in train:
                 numbered = config.model_copy(update=drops)
                 train[key] = open_loader(numbered, self.groups, planned=planned)
-            each.append(train[key])
+            loaders.append(train[key])
         if not self.config.train.eval_every:
-            return ArrayLoader(each), None
+            return ArrayLoader(loaders), None
         seeds = {config.data_seed: config for config in configs}
         valid = {
             seed: open_loader(config, self.groups, validation=True)
             for seed, config in seeds.items()
         }
-        return ArrayLoader(each), ArrayLoader([valid[config.data_seed] for config in configs])
+        return ArrayLoader(loaders), ArrayLoader([valid[config.data_seed] for config in configs])
 
 
 def _name(seat: Seat) -> str:

@@ -52,9 +52,9 @@ def require_array(config: RunConfig | None, problems: Sequence[Problem], world: 
     if config is None:
         raise MtcliError(*problems)
     alone = config.parallel.model_copy(update=dict.fromkeys(SHARDED, 1))
-    known = [*problems, *array_problems(config, world)]
+    found_problems = [*problems, *array_problems(config, world)]
     config = config.model_copy(update={"parallel": alone})
-    return require(config, world, *ENGINE_RULES, known=known)
+    return require(config, world, *ENGINE_RULES, known=found_problems)
 
 
 # FLOP of a GEMM beside which launches on a CPU cost nothing: 3 ms of an AVX-512 core.

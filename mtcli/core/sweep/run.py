@@ -47,8 +47,8 @@ def _sample(sweep: Sweep, sampling: SamplingPlan) -> None:
     size = sweep.plan.request.max_fused or min(sweep.capacity(shape), MOST_ASKED)
     sweep.proposed(gather_values(study.done() if study else None, sweep.world)[0])
     while not sweep.interrupted:
-        own = study.ask(size) if study else None
-        asked = gather_values(own, sweep.world)[0]
+        proposals = study.ask(size) if study else None
+        asked = gather_values(proposals, sweep.world)[0]
         if not asked:
             return
         trials = sweep.proposed([values for _, values in asked])
@@ -72,22 +72,22 @@ def _train_group(sweep: Sweep, group: Sequence[TrialRecord]) -> None:
 def _to_the_end(sweep: Sweep, live: LiveArray) -> None:
     """Trains to the end of the run, with the median rule at its steps: before the next one, as
     a sweep may have been told to stop at one of them."""
-    steps, every = live.config.train.steps, sweep.plan.request.median
+    steps, period = live.config.train.steps, sweep.plan.request.median
     while live.running and not sweep.interrupted and live.array.step < steps:
         step, until = live.array.step, steps
-        if every:
-            _apply_median(sweep, live, step, every)
-            until = min(steps, (step // every + 1) * every)
+        if period:
+            _apply_median(sweep, live, step, period)
+            until = min(steps, (step // period + 1) * period)
         sweep.interrupted = not live.train(until)
     sweep.close(live)
 
 
-def _apply_median(sweep: Sweep, live: LiveArray, step: int, every: int) -> None:
-    if step == 0 or step % every:
+def _apply_median(sweep: Sweep, live: LiveArray, step: int, period: int) -> None:
+    if step == 0 or step % period:
         return
     losses = {record.name: record.losses for record in sweep.records}
     running = {record.name for record in live.running}
-    stopped = [n for n in below_median(losses, step, every) if n in running]
+    stopped = [n for n in below_median(losses, step, period) if n in running]
     if stopped:
         live.stop(stopped, f"above the median of the others at step {step}")
 

@@ -158,8 +158,8 @@ def plan_notes(plan: SweepPlan) -> list[str]:
         notes += [f"{asked} trials are asked for, and {count} of them differ"]
     if fields:
         what = f"{', '.join(fields)} {'changes' if len(fields) == 1 else 'change'}"
-        each = f"{count} trials in {sets} sets, each an array or more of its own"
-        notes += [f"{what} more than numbers: {each}"]
+        sets_text = f"{count} trials in {sets} sets, each an array or more of its own"
+        notes += [f"{what} more than numbers: {sets_text}"]
     return notes
 
 

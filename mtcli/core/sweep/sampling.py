@@ -63,24 +63,24 @@ class Proposals:
         self.sampler = getattr(optuna.samplers, SAMPLERS[sampling.sampler])
         log = output / NAME
         varied = sorted(sampling.varied, key=lambda one: one.field)
-        own = json_text({one.field: list(one.range or one.values) for one in varied})
+        space_text = json_text({one.field: list(one.range or one.values) for one in varied})
         try:
             _drop_cut_line(log)
             storage = JournalStorage(JournalFileBackend(str(log)))
             self.study = optuna.create_study(
                 storage=storage, study_name=STUDY, direction="minimize", load_if_exists=True
             )
-            space = self.study.user_attrs.get(SPACE, own)
-            if space == own:
+            space = self.study.user_attrs.get(SPACE, space_text)
+            if space == space_text:
                 self._require_ours()
         except Exception as error:  # Optuna checks no line of a log: any error of its reader
             why = str(error) or type(error).__name__
             hint = "remove it, and a new study begins; or name another folder"
             raise wrong(f"{log} is no study of Optuna's: {why}", hint, "--output") from None
-        if space != own:
+        if space != space_text:
             message = f"{log} is the study of other fields or values"
             raise wrong(message, "vary what it was begun with; or name another folder", "--vary")
-        self.study.set_user_attr(SPACE, own)
+        self.study.set_user_attr(SPACE, space_text)
 
     def _require_ours(self) -> None:
         """Raises an error where a trial chose from other values, or of no value of a field."""

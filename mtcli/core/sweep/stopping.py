@@ -66,12 +66,12 @@ def below_median(losses: Mapping[str, Losses], step: int, window: int) -> list[s
     """The names of trials that the median rule stops at a step: their best mean of `window` steps
     is worse than the median of the others' means of all steps (Golovin et al., Vizier, KDD 2017,
     section 3.2.2)."""
-    there = {name: run for name, run in losses.items() if len(run) >= step}
-    averages = {name: mean_loss(run, step, step) for name, run in there.items()}
+    reached = {name: run for name, run in losses.items() if len(run) >= step}
+    averages = {name: mean_loss(run, step, step) for name, run in reached.items()}
     stopped = []
-    for name, run in there.items():
-        others = [average for other, average in averages.items() if other != name]
-        own = min(mean_loss(run, end, window) for end in range(window, step + 1, window))
-        if others and own > median(others):
+    for name, run in reached.items():
+        other_averages = [average for other, average in averages.items() if other != name]
+        best_mean = min(mean_loss(run, end, window) for end in range(window, step + 1, window))
+        if other_averages and best_mean > median(other_averages):
             stopped.append(name)
     return stopped

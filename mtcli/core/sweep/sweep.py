@@ -41,21 +41,21 @@ class Sweep:
         self.by_name = {record.name: record for record in self.records}
         self.arrays: list[ArrayRecord] = []
         self.interrupted = False
-        every = [record.trial.config.train.steps for record in self.records]
+        steps = [record.trial.config.train.steps for record in self.records]
         if plan.sampling:
-            every = [plan.trials[0].config.train.steps] * plan.sampling.trials
-        self.board = Board(self.records, plan.output, sum(every), speaks=runtime.rank == 0)
+            steps = [plan.trials[0].config.train.steps] * plan.sampling.trials
+        self.board = Board(self.records, plan.output, sum(steps), speaks=runtime.rank == 0)
         self.watcher = Watcher(
             self.board.say, self.board.stepped, lambda _: self.write(), self._stops
         )
 
     def write(self) -> dict[str, Any]:
         """Writes sweep.json; returns what it holds."""
-        about = {"output": str(self.plan.output), **self.plan.request.flags()}
-        about |= {"arrays": [array._asdict() for array in self.arrays]}
+        facts = {"output": str(self.plan.output), **self.plan.request.flags()}
+        facts |= {"arrays": [array._asdict() for array in self.arrays]}
         if self.runtime.rank:
-            return about
-        return records_of.write(self.plan.output, about, self.records)
+            return facts
+        return records_of.write(self.plan.output, facts, self.records)
 
     def _was_started_before(self) -> bool:
         """Whether the launcher starts this sweep's ranks again, as rank 0 finds it.
@@ -157,8 +157,8 @@ class Sweep:
             what = "models whose GEMMs fill a CPU core are trained one after another"
             notes.append(f"{what}: --max-fused B fuses")
         if ended := sum(record.ended for record in self.records):
-            told = f"{ended} of {len(self.records)} trials have ended before"
-            notes.append(f"note: {told}, and stay as they are")
+            count = f"{ended} of {len(self.records)} trials have ended before"
+            notes.append(f"note: {count}, and stay as they are")
         return notes
 
     def clear_stop_file(self) -> None:

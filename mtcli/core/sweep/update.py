@@ -73,8 +73,8 @@ def _numbers(model: ModelUpdate | None) -> list[float]:
 
 
 def _norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    each = [x.flatten(1).to(dtype).square().sum(1).double() for x in gradients]
-    return torch.stack(each).sum(0).sqrt()
+    squares = [x.flatten(1).to(dtype).square().sum(1).double() for x in gradients]
+    return torch.stack(squares).sum(0).sqrt()
 
 
 def _update(  # noqa: PLR0913 - dynamo guards each list of tensors
@@ -89,8 +89,8 @@ def _update(  # noqa: PLR0913 - dynamo guards each list of tensors
     columns = numbers_BK.T[..., None].unbind()
     moves, factor, shrink, beta1, beta2, rate, of_second, eps = columns
     moves = moves > 0.0
-    every = zip(masters, exp_avgs, exp_avg_sqs, gradients, decays, strict=True)
-    for number, (*state, gradient, decays_too) in enumerate(every):
+    tensors = zip(masters, exp_avgs, exp_avg_sqs, gradients, decays, strict=True)
+    for number, (*state, gradient, decays_too) in enumerate(tensors):
         master, first, second = (x.flatten(1) for x in state)
         g = gradient.flatten(1).to(master.dtype) * factor
         new_first = first + (1.0 - beta1) * (g - first)

@@ -63,7 +63,11 @@ class EncoderInputs:
         return Divisors(predicted, tokens, predicted / max(1.0, classified))
 
     def inputs(
-        self, read: EncoderRead, numbers: Tensor | None, class_factor: float, others: dict[str, Any]
+        self,
+        read: EncoderRead,
+        numbers: Tensor | None,
+        class_factor: float,
+        more_fields: dict[str, Any],
     ) -> Inputs:
         """The inputs of rows, whose tokens have these global numbers."""
         tokens, types, documents, labels, weights, firsts, classes, class_weights, padding = (
@@ -85,5 +89,5 @@ class EncoderInputs:
             documents=documents,
             sentences=Sentences(at, classes, class_weights * class_factor),
             numbers=numbers,
-            **others,
+            **more_fields,
         )

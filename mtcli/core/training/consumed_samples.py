@@ -60,10 +60,10 @@ def data_hashes(batches: RunData, local_rank: int, world: Axis) -> list[SourceHa
     One rank of each machine reads: 64 blocks of 64 KiB of each file. Raises MtcliError on every
     rank where a machine has other data than rank 0's.
     """
-    own = source_hashes(batches) if local_rank == 0 else None
-    told = gather_values(own if world.rank == 0 else None, world)[0]
-    agreed = [SourceHashes(*hashes) for hashes in told]
-    alike = agreed if own is None else own
+    local_hashes = source_hashes(batches) if local_rank == 0 else None
+    from_first = gather_values(local_hashes if world.rank == 0 else None, world)[0]
+    agreed = [SourceHashes(*hashes) for hashes in from_first]
+    alike = agreed if local_hashes is None else local_hashes
     require_alike(world, [list(row) for row in alike], "reads data with the hashes", "data.train")
     return agreed
 
@@ -154,14 +154,14 @@ class ConsumedSamples:
             epoch=tokens // self.batches.tokens[number],
         )
 
-    def _differences(self, before: SampleRecord) -> list[Problem]:
+    def _differences(self, saved: SampleRecord) -> list[Problem]:
         sources = self.record(0).sources
-        if len(sources) != len(before.sources):
-            names = [", ".join(s.prefix for s in side) for side in (sources, before.sources)]
+        if len(sources) != len(saved.sources):
+            names = [", ".join(s.prefix for s in side) for side in (sources, saved.sources)]
             message = f"there are {len(sources)} data sources ({names[0]}), and the run was trained"
-            return [Problem(f"{message} on {len(before.sources)} ({names[1]})", "", "data.train")]
+            return [Problem(f"{message} on {len(saved.sources)} ({names[1]})", "", "data.train")]
         problems = []
-        for now, then in zip(sources, before.sources, strict=True):
+        for now, then in zip(sources, saved.sources, strict=True):
             for kind, new, old in _hashes(now, then):
                 message = f"{now.prefix} has the {kind} {new}, and the run was trained on {old}"
                 moved = "" if now.prefix == then.prefix else f" at {then.prefix}"
@@ -169,12 +169,12 @@ class ConsumedSamples:
             if now.weight != then.weight:
                 message = f"{now.prefix} has the share {now.weight}, and the run was trained with "
                 problems.append(Problem(f"{message}{then.weight}", "", "data.train"))
-        if self.subset != before.subset:
-            names = [subset or "none" for subset in (self.subset, before.subset)]
+        if self.subset != saved.subset:
+            names = [subset or "none" for subset in (self.subset, saved.subset)]
             message = f"the subset is {names[0]}, and the run was trained on {names[1]}"
             problems.append(Problem(message, "", FIELD))
-        if self.split != before.split:
-            message = f"the shares are {self.split}, and the run was trained with {before.split}"
+        if self.split != saved.split:
+            message = f"the shares are {self.split}, and the run was trained with {saved.split}"
             problems.append(Problem(message, "", "data.split"))
         return problems
 

@@ -126,12 +126,15 @@ class MicroBatchLoader:
         batch = self.inputs.divisors([total for total, _ in sums], parts)
         replica = self.inputs.divisors([part for _, part in sums], replicas)
         self._require_labels(step, batch.labels)
-        others = {"attended": self.has_blocks, "aux_scale": loss_scale / (replica.tokens or 1.0)}
+        step_fields = {
+            "attended": self.has_blocks,
+            "aux_scale": loss_scale / (replica.tokens or 1.0),
+        }
         firsts = self._starts(step)
 
         def load(m: int) -> Inputs:
             numbers = self._numbers(firsts[m], loss_scale)
-            return self.inputs.inputs(samples[m], numbers, replica.class_factor, others)
+            return self.inputs.inputs(samples[m], numbers, replica.class_factor, step_fields)
 
         # A replica without labels has gradients of 0, whatever they are divided by.
         return StepBatch(load, batch.labels, replica.labels or 1.0, batch.tokens)
@@ -167,11 +170,11 @@ class MicroBatchLoader:
         Ranks' sums are added in rank order, so that all get the same: 8 bytes of each data rank.
         """
         groups = self.groups
-        own = torch.tensor([sum(parts)], dtype=torch.float64).to(groups.device)
-        inside = sum(all_gather(own, groups.axes["samples"]).tolist())
+        local_sum = torch.tensor([sum(parts)], dtype=torch.float64).to(groups.device)
+        inside = sum(all_gather(local_sum, groups.axes["samples"]).tolist())
         if self.is_asynchronous:
             return inside, inside
-        return sum(all_gather(torch.full_like(own, inside), groups.replicas).tolist()), inside
+        return sum(all_gather(torch.full_like(local_sum, inside), groups.replicas).tolist()), inside
 
     def _require_labels(self, step: int, labels: float) -> None:
         """Raises MtcliError where no label of a step's batch is known to have a weight."""

@@ -74,7 +74,7 @@ def agreed(
     """Whether any rank stops, so that all leave the loop after the same step; whether rank 0 saves;
     the bytes that all ranks sent for data parallelism; and how long each took, where they tell.
     Collective."""
-    told = float(stops), float(saves and groups.world.rank == 0), float(sent)
-    own = torch.tensor([*told, *taken], dtype=torch.float64)
-    stopped, saved, total, *of_ranks = all_reduce(own.to(groups.device), groups.world).tolist()
+    decisions = float(stops), float(saves and groups.world.rank == 0), float(sent)
+    terms = torch.tensor([*decisions, *taken], dtype=torch.float64)
+    stopped, saved, total, *of_ranks = all_reduce(terms.to(groups.device), groups.world).tolist()
     return stopped > 0.0, saved > 0.0, round(total), rank_times(of_ranks)

@@ -25,8 +25,8 @@ Reselect = Callable[[Subset, int], Subset]
 
 def is_due(config: RunConfig, step: int) -> bool:
     """Whether a run selects again after so many steps; before it is trained it has data.subset."""
-    every = config.data.reselect_every
-    return every > 0 and 0 < step < config.train.steps and step % every == 0
+    period = config.data.reselect_every
+    return period > 0 and 0 < step < config.train.steps and step % period == 0
 
 
 def adopt_current(
@@ -36,14 +36,14 @@ def adopt_current(
 
     The checkpoint of the step it was due at is there, where its file is not.
     """
-    every = config.data.reselect_every
-    if not every or step < every:
+    period = config.data.reselect_every
+    if not period or step < period:
         return
-    due = step // every * every
+    due = step // period * period
     path = Path(config.train.output) / SUBSETS / f"{step_name(due)}.json"
     world = loader.groups.world
-    known = together(world, lambda: path.is_file())
-    subset = together(world, lambda: read_subset(path)) if known else None
+    is_written = together(world, lambda: path.is_file())
+    subset = together(world, lambda: read_subset(path)) if is_written else None
     if subset is None:
         assert reselect and loader.subset, "the command and a rule of the config see to these"
         subset = reselect(loader.subset, due)

@@ -79,8 +79,8 @@ class Rounds:
         number = None
         if axis.rank == 0:
             number = self.tickets.take(first * replicas, end * replicas)
-        told = torch.tensor([-1 if number is None else number], device=self.trainer.groups.device)
-        agreed = int(broadcast(told, axis, source=0))
+        ticket = torch.tensor([-1 if number is None else number], device=self.trainer.groups.device)
+        agreed = int(broadcast(ticket, axis, source=0))
         return None if agreed < 0 else agreed
 
     def _together(self, done: Sequence[Step]) -> Step:

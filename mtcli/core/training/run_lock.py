@@ -89,17 +89,17 @@ def lock_folder(
     """
     path = folder / LOCK
     with folder_of(FIELD, folder):
-        made = not folder.exists()
-        own = attempt is not None and is_continued(folder, attempt)
-        file, before = _take_in_turn(path, patience if own else 0.0)
+        is_new = not folder.exists()
+        continues = attempt is not None and is_continued(folder, attempt)
+        file, previous = _take_in_turn(path, patience if continues else 0.0)
     try:
-        _require_beginning(folder, resume or own, anew or own)
-        yield f"took over {folder} from {before}, which has died" if before else ""
+        _require_beginning(folder, resume or continues, anew or continues)
+        yield f"took over {folder} from {previous}, which has died" if previous else ""
     finally:
         with suppress(OSError):  # the folder has gone, or its disk
             if _is_file_of(file, path):
                 path.unlink()
-            if made:
+            if is_new:
                 folder.rmdir()  # only where nothing was written
         os.close(file)
 
@@ -156,11 +156,11 @@ def _take(path: Path) -> tuple[int, Holder | None]:
         with suppress(FileNotFoundError):  # a run that ended has removed the folder, or the lock
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | QUIETLY, 0o644)
             try:
-                before = _write_holder(file, path)
+                previous = _write_holder(file, path)
             except BaseException:
                 os.close(file)
                 raise
-            return file, before
+            return file, previous
     raise FileNotFoundError(2, "it vanishes as it is made", str(path))
 
 
@@ -184,14 +184,14 @@ def _write_holder(file: int, path: Path) -> Holder | None:
 def _replace_holder(file: int, path: Path, locked: bool) -> Holder | None:
     if not _is_file_of(file, path):
         raise FileNotFoundError(2, "it was replaced", str(path))
-    before = _read(path)
-    is_proof = locked and before is not None and _would_be_seen(path, before)
-    if before is not None and not is_proof and _lives(before) is not False:
-        raise _refusal(path.parent, before)
+    previous = _read(path)
+    is_proof = locked and previous is not None and _would_be_seen(path, previous)
+    if previous is not None and not is_proof and _lives(previous) is not False:
+        raise _refusal(path.parent, previous)
     os.ftruncate(file, 0)
     os.pwrite(file, json.dumps(_this_process()._asdict()).encode(), 0)
     os.fsync(file)
-    return before
+    return previous
 
 
 @contextmanager
@@ -293,14 +293,14 @@ def _would_be_seen(path: Path, holder: Holder) -> bool:
     if holder.boot == _boot():
         return True
     device = path.stat().st_dev
-    here = f"{os.major(device)}:{os.minor(device)}"
+    number = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return False
     for line in mounts:
-        fields, _, rest = line.partition(" - ")
-        kind, _, options = rest.split()[:3]
-        if fields.split()[2] == here:
+        fields, _, source = line.partition(" - ")
+        kind, _, options = source.split()[:3]
+        if fields.split()[2] == number:
             return kind in EVERYWHERE and not LOCAL_OPTIONS & set(options.split(","))
     return False

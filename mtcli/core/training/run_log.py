@@ -172,7 +172,7 @@ def _sync(config: RunConfig, world: int) -> str:
     """The strategy of data parallelism, and of how many replicas where they may differ."""
     replicas = config.num_replicas(world)
     inside = world // (config.parallel.tp * config.parallel.cp * config.parallel.pp * replicas)
-    each = f" of {inside} data ranks" if inside > 1 else ""
+    ranks = f" of {inside} data ranks" if inside > 1 else ""
     if replicas == 1:
         return config.sync.method
     graph = f" ({config.sync.topology})" if config.sync.method in DECENTRALIZED else ""
@@ -181,7 +181,7 @@ def _sync(config: RunConfig, world: int) -> str:
         graph += " as dsgd, since optimizer.momentum is 0"
     differ = METHODS[config.sync.method].weights_differ
     averaged = "; what is evaluated and exported is their average" if differ else ""
-    return f"{config.sync.method}{graph}, {replicas} replicas{each}{groups}{averaged}"
+    return f"{config.sync.method}{graph}, {replicas} replicas{ranks}{groups}{averaged}"
 
 
 def _precision(config: RunConfig, world: int) -> str:

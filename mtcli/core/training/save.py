@@ -121,8 +121,8 @@ class Saver:
         except MemoryError as error:
             taken = _unheld(str(error))
         stall = perf_counter() - start
-        about = (self.step, progress.model_dump(), stall)
-        self.pending = BackgroundWrite(lambda: self._write(taken, *about))
+        facts = (self.step, progress.model_dump(), stall)
+        self.pending = BackgroundWrite(lambda: self._write(taken, *facts))
         if self.waits or not config.async_save:
             self._collect()
 
@@ -180,8 +180,8 @@ class Saver:
             warn=self._warn_once,
         )
         num_bytes = sum(shard.tensor.nbytes for shard in taken.shards)
-        own = [num_bytes, max(stall, device_seconds), perf_counter() - start]
-        return SaveRecord(step, folder, *ranks.tell(ranks.merge(own, _slowest)))
+        costs = [num_bytes, max(stall, device_seconds), perf_counter() - start]
+        return SaveRecord(step, folder, *ranks.tell(ranks.merge(costs, _slowest)))
 
     def _warn_once(self, text: str) -> None:
         if text not in self.warned:

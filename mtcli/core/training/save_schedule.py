@@ -17,11 +17,11 @@ class SaveSchedule:
     def __init__(self, train: TrainConfig, reselect_every: int = 0) -> None:
         """Every `reselect_every` steps a run selects its core-set again, by a checkpoint."""
         self.train, self.last = train, monotonic()
-        self.periods = [every for every in (train.save_every, reselect_every) if every]
+        self.periods = [period for period in (train.save_every, reselect_every) if period]
 
     def due_by_step(self, step: int) -> bool:
         """Whether a run saves after a step, at whatever time."""
-        return step == self.train.steps or any(step % every == 0 for every in self.periods)
+        return step == self.train.steps or any(step % period == 0 for period in self.periods)
 
     def due_by_time(self, cost_seconds: float) -> bool:
         """Whether the last save is long ago, by this rank's clock: `train.save_minutes`, and longer
@@ -39,5 +39,5 @@ class SaveSchedule:
         if train.save_minutes:
             rarer = f"rarer where that would take over {SHARE:.0%} of the time"
             times.append(f"every {train.save_minutes:g} min without another save ({rarer})")
-        kept = f"the newest {train.keep:,}" if train.keep else "all"
-        return f"{', '.join([*times, 'at the end'])}; keeps {kept}"
+        checkpoints = f"the newest {train.keep:,}" if train.keep else "all"
+        return f"{', '.join([*times, 'at the end'])}; keeps {checkpoints}"

@@ -140,12 +140,12 @@ def starting_notes(config: RunConfig, start: StartingPoint) -> list[str]:
 def with_tokenizer(config: RunConfig, start: StartingPoint) -> RunConfig:
     """The config of a run that reads texts or masks tokens, by the tokenizer that came with the
     weights it starts from, where neither it nor its data has one."""
-    data, known = config.data, start.checkpoint and start.checkpoint.tokenizer_folder
-    if config.model.head == "lm" or data.tokenizer or not known:
+    data, folder = config.data, start.checkpoint and start.checkpoint.tokenizer_folder
+    if config.model.head == "lm" or data.tokenizer or not folder:
         return config
     if data.format == "tokens" and any(map(tokenizer_folder, data.train)):
         return config
-    named = data.model_copy(update={"tokenizer": str(known)})
+    named = data.model_copy(update={"tokenizer": str(folder)})
     return config.model_copy(update={"data": named})
 
 
@@ -154,13 +154,13 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
 
     The rate of the routers' biases may change, not whether there are any.
     """
-    before = _own(checkpoint).config
-    if before is None:
+    saved = _own(checkpoint).config
+    if saved is None:
         return
-    fixed = {field: (attrgetter(field)(before), attrgetter(field)(config)) for field in FIXED}
-    shapes = before.model.model_dump(), config.model.model_dump()
+    fixed = {field: (attrgetter(field)(saved), attrgetter(field)(config)) for field in FIXED}
+    shapes = saved.model.model_dump(), config.model.model_dump()
     fixed |= {f"model.{key}": (shapes[0][key], shapes[1][key]) for key in shapes[0]}
-    if before.model.has_router_biases and config.model.has_router_biases:
+    if saved.model.has_router_biases and config.model.has_router_biases:
         del fixed["model.router_bias_update_rate"], fixed["model.router_biases"]
     problems = [
         Problem(f"it is {new}, and the run was trained with {old}", f"set it back to {old}", field)
@@ -278,11 +278,11 @@ def _load_frozen(trainer: RunState, checkpoint: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def _load_adapters(trainer: RunState, own: Checkpoint, from_masters: bool = False) -> None:
+def _load_adapters(trainer: RunState, adapters: Checkpoint, from_masters: bool = False) -> None:
     """Fills the adapters from a checkpoint's. Raises MtcliError where these are others."""
-    require_adapters(own, trainer.config.model, trainer.config.lora)
+    require_adapters(adapters, trainer.config.model, trainer.config.lora)
     for shard in _adapter_shards(trainer).values():
-        init.load_shard(shard, trainer.groups, own, from_masters)
+        init.load_shard(shard, trainer.groups, adapters, from_masters)
 
 
 def _adapter_shards(trainer: RunState) -> dict[str, OwnedShard]:
@@ -309,13 +309,13 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
         _load_adapters(trainer, saved, from_masters=True)
     else:
         init.load_weights(trainer.strategy.shards, saved, model, groups, from_masters=True)
-    known, optional = set(saved.names()), trainer.exchange.state()
+    stored_names, optional = set(saved.names()), trainer.exchange.state()
     for key, shard in _owned_state(trainer).items():
         stored = f"{OPTIMIZER}{key}"
-        if stored not in known and key.startswith("master/"):
+        if stored not in stored_names and key.startswith("master/"):
             stored = shard.parameter.name
         shard.tensor.zero_()
-        if stored not in known and key in optional:
+        if stored not in stored_names and key in optional:
             continue
         for box, view in shard.blocks(groups):
             view.copy_(saved.read(stored, box))
@@ -329,8 +329,8 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     start = trainer.exchange.rejoin(done.sync) or average
     if groups.rank == 0:
         now = groups.replicas.size
-        each = f"all {now} replicas start" if now > 1 else "the run goes on"
-        sys.stderr.write(f"note: the checkpoint has {count} replicas: {each} from {start}\n")
+        who = f"all {now} replicas start" if now > 1 else "the run goes on"
+        sys.stderr.write(f"note: the checkpoint has {count} replicas: {who} from {start}\n")
 
 
 def base_record(trainer: RunState, start: StartingPoint) -> BaseRecord | None:

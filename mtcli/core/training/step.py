@@ -144,12 +144,12 @@ class Trainer:
         """Bytes of this rank's weights, gradients and optimizer: masters, moments, and what is kept
         for the exchange with other replicas."""
         weights = [shard.tensor for shard in self.strategy.shards.values()]
-        here = {_memory(weight) for weight in weights}  # masters too, where zero = 3
+        weight_memory = {_memory(weight) for weight in weights}  # masters too, where zero = 3
         buffers = [*self.optimizer.state().values(), *self.exchange.buffers()]
         kinds = {
             "weights": weights,
             "gradients": self.strategy.gradient_buffers(),
-            "optimizer": [x for x in buffers if _memory(x) not in here],
+            "optimizer": [x for x in buffers if _memory(x) not in weight_memory],
         }
         return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
 
@@ -172,11 +172,11 @@ class Trainer:
         step = conclude(self, sum(loss_sums) / (batch.labels or 1.0), sum(norms) / len(norms))
         expert_load = None
         if step.outcome == "updated":
-            own = 0 if self.is_asynchronous else self.groups.replicas.rank
+            replica = 0 if self.is_asynchronous else self.groups.replicas.rank
             # A replica whose labels have no weight has no loss, and no gradient.
-            if loss_sums[own]:
-                self.exchange.note_loss(loss_sums[own] / batch.replica_labels)
-            factor = clip_factor(norms[own], self.config.optimizer.clip) / scale
+            if loss_sums[replica]:
+                self.exchange.note_loss(loss_sums[replica] / batch.replica_labels)
+            factor = clip_factor(norms[replica], self.config.optimizer.clip) / scale
             self.exchange.update(step.lr, factor)
             expert_load = self.balance.move_biases()
         self._end_phase("end")
@@ -278,12 +278,12 @@ class Trainer:
 
         Each tp rank of the last stage has the same losses, so one of them speaks.
         """
-        axis, replicas, own = self.groups.world, self.layout.replicas, self.groups.replicas.rank
+        axis, replicas, replica = self.groups.world, self.layout.replicas, self.groups.replicas.rank
         if only_replica:
-            axis, replicas, own = self.groups.replica, 1, 0
+            axis, replicas, replica = self.groups.replica, 1, 0
         sums = torch.zeros(2, replicas, dtype=torch.float64)
-        sums[0, own] = loss_sum if self.groups.tp.rank == 0 else 0.0
-        sums[1, own] = square_sum
+        sums[0, replica] = loss_sum if self.groups.tp.rank == 0 else 0.0
+        sums[1, replica] = square_sum
         loss_sums, squares = all_reduce(sums.to(self.groups.device), axis).tolist()
         return loss_sums, [math.sqrt(square) for square in squares]
 

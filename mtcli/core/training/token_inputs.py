@@ -77,7 +77,11 @@ class TokenInputs:
         return Divisors(labels, tokens)
 
     def inputs(
-        self, read: TokenRead, numbers: Tensor | None, class_factor: float, others: dict[str, Any]
+        self,
+        read: TokenRead,
+        numbers: Tensor | None,
+        class_factor: float,
+        more_fields: dict[str, Any],
     ) -> Inputs:
         """The inputs of rows, whose tokens have these global numbers."""
         rows = self._on_device(read.tokens)
@@ -92,7 +96,7 @@ class TokenInputs:
             positions=positions,
             numbers=numbers,
             documents=documents,
-            **others,
+            **more_fields,
         )
 
     def _documents(self, read: TokenRead) -> tuple[Tensor, Tensor | None]:
