@@ -1,8 +1,8 @@
-"""An encoder's inputs: rows of several sequences, masked tokens, and labels of sequences.
+"""Builds an encoder's inputs: rows of several sequences, tokens to predict, sequences to classify.
 
-The loss of a step is that of predicted tokens over their number P, plus that of sequences over
-theirs, C, both over the global batch. Class weights times P / C make them one sum over P. What has
-no weight is not counted.
+The loss of a step is (sum of token losses) / P + (sum of sequence losses) / C, for the P predicted
+tokens and C labelled sequences of the global batch that have a weight. Weights of sequences times
+P / C make both one sum over P.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ class EncoderRead(NamedTuple):
     """A micro-batch as the reader returns it; for a GPU in pinned memory."""
 
     rows: tuple[np.ndarray | Tensor, ...]  # the fields of EncoderRows
-    counts: tuple[int, int, int]  # this rank's labels that have a weight: tokens, classes; tokens
+    counts: tuple[int, int, int]  # this rank's predicted tokens, classified sequences, tokens
     padding: np.ndarray | Tensor  # bool [n, this rank's s]
 
 
 class EncoderInputs:
-    """Makes this rank's inputs of rows; sequences of a row do not see each other."""
+    """Builds this rank's inputs from rows, whose sequences do not attend to each other."""
 
     def __init__(self, config: RunConfig, groups: Groups, positions: Tensor) -> None:
-        """`positions` in a full row are those of this rank's part, on the host."""
+        """`positions` [s] are the columns of a full row that this cp rank has, on the host."""
         self.model, self.dtype = config.model, DTYPES[config.train.precision]
         self.groups, self.size = groups, config.batch.seq_len
         self.host_positions = np.array(positions.tolist())  # of fake tensors in a dry run, too
@@ -42,7 +42,7 @@ class EncoderInputs:
         self.index = index.to(groups.device)  # of each position of a row among this rank's, or -1
 
     def read(self, batches: EncoderBatches, start: int, count: int, hosted: Hosted) -> EncoderRead:
-        """Rows where the device can fetch them, with their counts."""
+        """Reads rows start .. start + count - 1, and counts; see `TokenInputs.read`."""
         rows = batches.rows(start, count)
         padding = rows.padding[:, self.host_positions]
         # Every cp rank has all labels of sequences, and one of them counts them.
@@ -55,8 +55,7 @@ class EncoderInputs:
         return EncoderRead(tuple(hosted(array) for array in rows), counts, hosted(padding))
 
     def divisors(self, counts: Sequence[float], parts: int) -> Divisors:
-        """The divisors by the counts over a global batch, or over the part of it that a replica
-        has."""
+        """The divisors by the `counts` of EncoderRead, summed over a global batch or a replica."""
         predicted, classified, tokens = counts
         if self.model.head != "mlm":
             return Divisors(classified, tokens)
@@ -69,7 +68,7 @@ class EncoderInputs:
         class_factor: float,
         more_fields: dict[str, Any],
     ) -> Inputs:
-        """The inputs of rows, whose tokens have these global numbers."""
+        """Builds a micro-batch's inputs on the device; see `TokenInputs.inputs`."""
         tokens, types, documents, labels, weights, firsts, classes, class_weights, padding = (
             torch.as_tensor(x).to(self.groups.device, non_blocking=True)
             for x in (*read.rows, read.padding)

@@ -29,7 +29,7 @@ Losses = Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]  # as `Stage.loss`
 
 
 def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "inductor") -> None:
-    """Has every block compiled in its first forward and backward, and again for each new shape.
+    """Compiles every block, in its first forward and backward and again for each new shape.
 
     `documents`: attention stays within documents, whose lengths are read on the host on CPU.
     Modules, parameters and their hooks stay as they are.
@@ -48,8 +48,10 @@ def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "ind
 def compile_stage(
     stage: Stage, losses: Losses, documents: bool, backend: str = "inductor"
 ) -> Losses:
-    """Returns `losses`, a function of all that the stage does, as one graph; where something breaks
-    graphs, or there are more than MOST_LAYERS, as it is, over compiled blocks.
+    """Compiles `losses`, the whole forward of a stage and its loss, as one graph.
+
+    Where something breaks graphs, or there are more than MOST_LAYERS, compiles the blocks instead
+    and returns `losses` as it is.
 
     A graph costs 0.3 ms to call, forward and backward: a fifth of a step of two layers of 32. Its
     compile time grows with its layers.
@@ -80,15 +82,15 @@ def as_graph(
 
 
 def uncompiled(compiled: bool) -> AbstractContextManager[None]:
-    """Inside, `compiled` blocks run as written: a compiled one passes over its modules' hooks."""
+    """Runs `compiled` blocks eagerly inside, as compiled ones skip the hooks of their modules."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 @contextmanager
 def compiler_errors(compiled: bool) -> Iterator[None]:
-    """Inside, where blocks are `compiled`, a C++ compiler that fails is an MtcliError in its words.
+    """Turns a failure of the C++ compiler inside, of `compiled` blocks, into an MtcliError.
 
-    It first runs when a block does, forward or backward: what it lacks, memory mostly, shows then.
+    The compiler runs in a block's first forward or backward, and mostly fails for lack of memory.
     """
     try:
         yield

@@ -34,7 +34,7 @@ def require_sources(
     files: Sequence[Sequence[Path]],
     shares: Sequence[float] | None = None,
 ) -> None:
-    """Raises MtcliError where data, with its shares in a blend, is not what a subset is of."""
+    """Raises MtcliError where data, or its shares in a blend, are not those of a subset."""
     if len(prefixes) != len(subset.sources):
         message = f"the subset is of {len(subset.sources)} sources, and the run has {len(prefixes)}"
         raise wrong(message, "name the same data in the same order", FIELD)
@@ -75,7 +75,7 @@ def source_hashes(batches: RunData) -> list[SourceHashes]:
 
 
 class ConsumedSamples:
-    """The consumed samples of a run under way. The same on every rank."""
+    """Counts the samples that a run draws from each dataset; equal on every rank."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ConsumedSamples:
         return count
 
     def record(self, consumed: int) -> SampleRecord:
-        """The record after so many samples; `consumed` never falls."""
+        """The record of the first `consumed` samples, whose number never falls."""
         self._draw(consumed)
         passed = sum(batch.last - batch.first + 1 for batch in self.skipped)
         return SampleRecord(
@@ -121,7 +121,7 @@ class ConsumedSamples:
         )
 
     def resume(self, record: SampleRecord | None, consumed: int) -> None:
-        """Goes on from a checkpoint's; where that has none, as if this data had been used.
+        """Continues from a checkpoint's record; without one, as if the run had used this data.
 
         Raises MtcliError with everything about the data that differs.
         """
@@ -182,7 +182,7 @@ class ConsumedSamples:
 def _hashes(
     now: DatasetRecord | SourceRecord, then: DatasetRecord | SourceRecord
 ) -> list[tuple[str, str, str]]:
-    """The first kind of hash that differs, with both: what two sources have, or none."""
+    """[(kind, new, old)] of the first hash that differs between two sources; [] where none does."""
     if now.sha256 and then.sha256 and now.sha256 != then.sha256:
         return [("sha256", now.sha256, then.sha256)]
     if now.sampled != then.sampled:

@@ -1,12 +1,12 @@
-"""From samples to a rank's micro-batches, read ahead off the main thread.
+"""Reads a rank's micro-batches, ahead of training on another thread.
 
-A step's loss is the sum of weight times loss over its labels, by the number of labels that have a
-weight over the global batch, which every rank is given with the step: weights are not made to sum
-to 1 within a batch, where they would cancel.
+A step's loss is sum(weight * loss) / (labels of the global batch that have a weight); every rank
+gets that divisor with the step. Weights are not normalised within a batch, where a common factor
+would cancel.
 
-Micro-batch m of data rank r is the contiguous block of samples consumed + m * (mbs * dp) + r * mbs
-and so on for mbs samples: a global batch holds the same samples on every layout. Of a block, each
-row of a grid of tp ranks has consecutive samples.
+Micro-batch m of data rank r is the mbs samples from consumed + m * (mbs * dp) + r * mbs on: a
+global batch holds the same samples on every layout. Each row of a grid of tp ranks has consecutive
+samples of that block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -67,7 +67,7 @@ class MicroBatchLoader:
         groups: Groups,
         subset: Subset | None = None,
     ) -> None:
-        """Where the batches are of a `subset`'s members alone, that is told."""
+        """`subset` is the one whose members the batches are, if any."""
         self.batches, self.config, self.groups = batches, config, groups
         self.subset = subset
         cp = groups.cp
@@ -83,10 +83,10 @@ class MicroBatchLoader:
         self.reader: Prefetcher[Any] | None = None
 
     def step(self, step: int, loss_scale: float) -> StepBatch:
-        """The micro-batches of step 0, 1, ...; those that follow are read meanwhile.
+        """The micro-batches of step 0, 1, ...; later ones are read meanwhile.
 
-        A `loss_scale` of 0 says that there is no backward, and leaves dropout and auxiliary losses
-        out. Every rank calls it. Raises MtcliError where no label of the step has a weight.
+        A `loss_scale` of 0 means no backward, no dropout and no auxiliary losses. Collective.
+        Raises MtcliError where no label of the step has a weight.
         """
         if self.is_asynchronous:
             samples = [self._read(first, self._mbs) for first in self._starts(step)]
@@ -103,7 +103,7 @@ class MicroBatchLoader:
         return [next(ready) for _ in self._starts(step)]
 
     def adopt(self, subset: Subset, first: int) -> None:
-        """Takes other members of the same data from sample `first` on."""
+        """Replaces the subset of the same data from sample `first` on."""
         self.close()
         self.reader, self.next_step = None, -1
         assert isinstance(self.batches, SubsetBatches), "data.subset was set"
@@ -119,7 +119,7 @@ class MicroBatchLoader:
             self.reader.close()
 
     def _batch(self, step: int, samples: list[Any], loss_scale: float) -> StepBatch:
-        """Ranks exchange counts, 8 bytes each, where labels do not weigh 1 each."""
+        """Builds a step's batch; ranks exchange counts, 8 bytes each, where labels have weights."""
         columns = zip(*(read.counts for read in samples), strict=True)
         sums, replicas = [self._sums(column) for column in columns], self.groups.layout.replicas
         parts = replicas if self.is_asynchronous else 1
@@ -164,8 +164,8 @@ class MicroBatchLoader:
         return torch.from_numpy(rows).pin_memory()
 
     def _sums(self, parts: Iterable[float]) -> tuple[float, float]:
-        """Sums what the micro-batches of the global batch have, and those of this rank's replica:
-        these twice where it asks no other.
+        """(the sum over the global batch, that over this rank's replica) of counts by micro-batch;
+        the replica's twice where replicas are asynchronous.
 
         Ranks' sums are added in rank order, so that all get the same: 8 bytes of each data rank.
         """
@@ -177,7 +177,7 @@ class MicroBatchLoader:
         return sum(all_gather(torch.full_like(local_sum, inside), groups.replicas).tolist()), inside
 
     def _require_labels(self, step: int, labels: float) -> None:
-        """Raises MtcliError where no label of a step's batch is known to have a weight."""
+        """Raises MtcliError where no label of a step's global batch has a weight."""
         size = self.config.batch.global_batch_size
         if not self.is_asynchronous and not labels:
             message = f"of samples {step * size} to {(step + 1) * size - 1}, step {step + 1}"
@@ -202,9 +202,9 @@ class MicroBatchLoader:
 def open_loader(
     config: RunConfig, groups: Groups, *, validation: bool = False, planned: int | None = None
 ) -> MicroBatchLoader:
-    """The training (or validation) data of a config, in the order of a run that was `planned` for
-    so many samples; None: for those of the config.
+    """Opens the training (or validation) data of a config.
 
+    `planned` samples were the run's when it began, which decides their order; None: the config's.
     Raises MtcliError where there is no data, or its ids do not fit the model's vocabulary.
     """
     require_named(config.data)
@@ -219,7 +219,7 @@ def open_loader(
 def _open_batches(
     config: RunConfig, which: Which, subset: Subset | None, planned: int | None
 ) -> TokenBatches | EncoderBatches:
-    """The samples of a run by global id, of what its data and its model's head are."""
+    """Opens the samples of a run as its data.format and its model's head read them."""
     steps = config.train.eval_batches if which == "valid" else config.train.steps
     samples = steps * config.batch.global_batch_size
     if config.data.format == "conversations":

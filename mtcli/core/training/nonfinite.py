@@ -19,7 +19,7 @@ from mtcli.core.training.step import Trainer
 
 
 class Finding(NamedTuple):
-    """The first fault on a rank; of several ranks' the smallest came first."""
+    """The first value on a rank that is not finite. The least of several ranks' came first."""
 
     phase: int  # 0 forward, 1 backward
     order: int  # of the op on its rank

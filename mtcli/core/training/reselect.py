@@ -1,9 +1,8 @@
 """Selects the run's core-set again every data.reselect_every steps, by the weights of that step.
 
-The weights are those of the step's checkpoint; the command gives what selects by them. The new
-subset goes to RUN/subsets; a run that goes on reads it there, or, where the run ended before it was
-written, selects from the same checkpoint. So a resumed run has the same subsets, and the same
-losses.
+The weights are those of the step's checkpoint; the command passes the function that selects. The
+new subset goes to RUN/subsets, where a resumed run reads it; without the file, a resumed run
+selects by the same checkpoint. So it has the same subsets, and the same losses.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ Reselect = Callable[[Subset, int], Subset]
 
 
 def is_due(config: RunConfig, step: int) -> bool:
-    """Whether a run selects again after so many steps; before it is trained it has data.subset."""
+    """Whether a run selects again after `step` steps; its first subset is data.subset."""
     period = config.data.reselect_every
     return period > 0 and 0 < step < config.train.steps and step % period == 0
 
@@ -32,9 +31,9 @@ def is_due(config: RunConfig, step: int) -> bool:
 def adopt_current(
     loader: MicroBatchLoader, config: RunConfig, reselect: Reselect | None, step: int
 ) -> None:
-    """Gives the loader the subset that holds after `step`: a file's, or selected now. Collective.
+    """Gives the loader the subset in force after `step`: a file's, or selected now. Collective.
 
-    The checkpoint of the step it was due at is there, where its file is not.
+    Where the file is missing, the checkpoint of the step at which it was due exists.
     """
     period = config.data.reselect_every
     if not period or step < period:

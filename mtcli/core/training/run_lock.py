@@ -79,13 +79,13 @@ def lock_folder(
     patience: float = 0.0,
     anew: bool = False,
 ) -> Iterator[str]:
-    """Holds a run folder, which is made where there is none.
+    """Locks a run folder, and makes it where there is none.
 
-    Gives a sentence about the holder before, where that has died, or "". Raises MtcliError where
-    another run holds the folder, or may, and without `resume` where it holds a run that has ended.
-    A run that has made steps and saved none begins at its first again only with `anew`.
-    An attempt goes on from earlier ones of its launch, and waits `patience` seconds for a rank of
-    theirs to end: a node that has lost its launcher ends its ranks when their peers have gone.
+    Yields a sentence about the previous holder where that has died, else "". Raises MtcliError
+    where another run holds the folder, or may; without `resume`, where the folder holds a run that
+    has ended; without `anew`, where that run has made steps and saved none. An attempt goes on from
+    earlier ones of its launch, and waits `patience` seconds for their ranks to end: a node that has
+    lost its launcher ends its ranks when their peers have gone.
     """
     path = folder / LOCK
     with folder_of(FIELD, folder):
@@ -127,7 +127,7 @@ def _require_beginning(folder: Path, resume: bool, anew: bool) -> None:
 
 
 def _record(folder: Path) -> Mapping[str, Any]:
-    """What the folder's last run has told of itself; empty where that is nothing, or damaged."""
+    """Reads the run.json of a folder's last run; empty where it is missing or damaged."""
     with suppress(OSError, ValueError), open_untrusted(folder / FACTS) as file:
         record = parse_json(file.read(MAX_BYTES))
         return record if isinstance(record, dict) else {}
@@ -135,8 +135,8 @@ def _record(folder: Path) -> Mapping[str, Any]:
 
 
 def _take_in_turn(path: Path, patience: float) -> tuple[int, Holder | None]:
-    """`_take`, which is tried for some seconds where another process has it, and for DYING where
-    that is about to end."""
+    """Takes the lock: tries for `patience` seconds where another process has it, and for DYING
+    where that process is about to end."""
     start = monotonic()
     while True:
         try:
@@ -150,7 +150,7 @@ def _take_in_turn(path: Path, patience: float) -> tuple[int, Holder | None]:
 
 
 def _take(path: Path) -> tuple[int, Holder | None]:
-    """The lock as an open file, and its holder before where that has died."""
+    """(the lock as an open file, the previous holder where that has died)."""
     for _ in range(ATTEMPTS):
         make_folder(path.parent)
         with suppress(FileNotFoundError):  # a run that ended has removed the folder, or the lock

@@ -29,7 +29,7 @@ BAR = "{percentage:3.0f}% {n_fmt}/{total_fmt} |{bar:6}| {elapsed}<{remaining}{po
 
 
 class RunLog:
-    """Rank 0's records and what it says; the same calls on other ranks say nothing."""
+    """Rank 0's records and messages; the same calls on other ranks print nothing."""
 
     def __init__(self, config: RunConfig, speaks: bool, step: int) -> None:
         self.config, self.speaks, self.first_step = config, speaks, step
@@ -42,8 +42,8 @@ class RunLog:
     def begin(
         self, runtime: Runtime, rank_bytes: int, resumed_from: str, data: Mapping[str, str]
     ) -> None:
-        """Says what is about to be done, in numbers, and opens the files; `data` are lines on the
-        data by name."""
+        """Prints the run's numbers and opens the record files; `data` are lines on the data, by
+        name."""
         world, self.device = runtime.world, runtime.device
         self.records.begin(runtime, self.first_step)
         if not self.speaks:
@@ -137,7 +137,7 @@ class RunLog:
         self.records.close()
 
     def end(self) -> None:
-        """Names what was written last."""
+        """Prints the name of the checkpoint or folder that was written last."""
         if self.speaks:
             sys.stdout.write(visible(f"wrote {self.last_saved or self.config.train.output}\n"))
 

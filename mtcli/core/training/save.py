@@ -74,8 +74,8 @@ class Saver:
         last_good: Path | None,
         ranks: Tree | None = None,
     ) -> None:
-        """Of several that save in turn, each takes the same `ranks` of `saving_ranks`: where there
-        is more than one, training stands still until a save is written."""
+        """Several savers that save in turn share the `ranks` of `saving_ranks`; over more than one
+        rank, training then stands still until a save is written."""
         self.trainer, self.log, self.last_good = trainer, log, last_good
         self.config: RunConfig = trainer.config
         self.ranks = saving_ranks(trainer.groups) if ranks is None else ranks
@@ -97,7 +97,7 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After an error waits for the save in flight, which may be the last good one.
 
-        A second signal waits for nothing: then the process ends here, as its thread cannot.
+        A second signal ends the process here without waiting, as the thread cannot be ended.
         """
         self.snapshot.close()
         if self.pending is None or kind is None:
@@ -108,9 +108,9 @@ class Saver:
             self._collect(training=False)
 
     def save(self, progress: RunProgress) -> None:
-        """Saves the trainer's state, and returns when that may be changed.
+        """Begins to save the trainer's state, and returns when the state may change again.
 
-        Raises RuntimeError where the ranks of the save before could not agree: one has died.
+        Raises RuntimeError where the ranks of the previous save could not agree: one has died.
         """
         self._collect()
         start, config = perf_counter(), self.config.train
@@ -146,7 +146,7 @@ class Saver:
             raise failed(f"step {self.step}: {self.fault}", f"{good}; {cure}")
 
     def _collect(self, training: bool = True) -> None:
-        """Waits for the save in flight and logs how it ended; `training` stands still."""
+        """Waits for the save in flight and logs how it ended; `training` counts it as stall."""
         if self.pending is None:
             return
         pending, self.pending, start = self.pending, None, perf_counter()
@@ -161,7 +161,7 @@ class Saver:
         self.log.saved(record._replace(stall_seconds=self.stall_seconds))
 
     def _write(self, taken: HostCopy, step: int, extra: dict[str, Any], stall: float) -> SaveRecord:
-        """Writes a snapshot, in the thread: it shares nothing with training but its arguments."""
+        """Writes a snapshot in the thread, which shares only its arguments with training."""
         start, config, ranks = perf_counter(), self.config, self.ranks
         device_seconds = save_together(ranks, partial(_sound, taken))
         folder = save(
@@ -202,13 +202,13 @@ def _sound(taken: HostCopy) -> float:
 
 
 def saving_ranks(groups: Groups) -> Tree:
-    """All ranks, for what threads of saves exchange."""
+    """All ranks, with process groups for the threads that save."""
     recorder = groups.world.recorder.beside()
     return make_tree(groups.world._replace(name=SAVING, transport=None, recorder=recorder))
 
 
 def _slowest(of_ranks: list[list[Any]]) -> list[Any]:
-    """Bytes of all, and seconds of the slowest."""
+    """[bytes of all ranks, stall of the slowest, write seconds of the slowest]."""
     sizes, stalls, seconds = zip(*of_ranks, strict=True)
     return [sum(sizes), max(stalls), max(seconds)]
 

@@ -61,7 +61,7 @@ class RunState(Protocol):
 
     @property
     def layout(self) -> ParallelLayout:
-        """The layout of its ranks."""
+        """The layout of the run's ranks."""
 
     @property
     def consumed_samples(self) -> int:
@@ -91,7 +91,7 @@ class StartingPoint(NamedTuple):
 
 
 def _own(checkpoint: Checkpoint) -> Checkpoint:
-    """What a run has saved: its adapters alone, where it trains adapters."""
+    """The checkpoint that the run itself wrote: the adapters', where it trains adapters."""
     return checkpoint.adapters.own if checkpoint.adapters else checkpoint
 
 
@@ -123,9 +123,12 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
 
 
 def starting_notes(config: RunConfig, start: StartingPoint) -> list[str]:
-    """Says which parameters another run's weights lack, and begin from the seed, and whether they
-    are the average of replicas that differ; of weights that are the seed's, whether the data uses
-    their vocabulary. `resume` speaks of a run's own."""
+    """Notes on the weights that a run starts from.
+
+    Another model's: the parameters that they lack, which begin from the seed, and whether they
+    average replicas that differ. The seed's: whether the data uses the vocabulary. `resume` reports
+    on the run's own.
+    """
     if start.checkpoint is None:
         return vocabulary_notes(config)
     if start.is_own:
@@ -138,8 +141,10 @@ def starting_notes(config: RunConfig, start: StartingPoint) -> list[str]:
 
 
 def with_tokenizer(config: RunConfig, start: StartingPoint) -> RunConfig:
-    """The config of a run that reads texts or masks tokens, by the tokenizer that came with the
-    weights it starts from, where neither it nor its data has one."""
+    """The config with the tokenizer that came with the starting weights.
+
+    It is set for runs that read texts or mask tokens, where neither config nor data names one.
+    """
     data, folder = config.data, start.checkpoint and start.checkpoint.tokenizer_folder
     if config.model.head == "lm" or data.tokenizer or not folder:
         return config
@@ -150,9 +155,10 @@ def with_tokenizer(config: RunConfig, start: StartingPoint) -> RunConfig:
 
 
 def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """A resumed run may change its layout, precision and length, not its model, data or rule.
+    """Raises MtcliError where a resumed run changes its model, data order or update rule.
 
-    The rate of the routers' biases may change, not whether there are any.
+    Layout, precision and length may change, and the rate of the routers' biases, but not whether
+    there are biases.
     """
     saved = _own(checkpoint).config
     if saved is None:
@@ -175,7 +181,7 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
 def progress(
     trainer: RunState, samples: ConsumedSamples | None = None, base: BaseRecord | None = None
 ) -> RunProgress:
-    """How far a run has come, and with which data and base of adapters where these are recorded."""
+    """The run's progress for a checkpoint, with its samples and its adapters' base where given."""
     return RunProgress(
         base=base,
         consumed_samples=trainer.consumed_samples,
@@ -244,11 +250,10 @@ def initialise(trainer: RunState) -> None:
 
 
 def load_weights(trainer: RunState, checkpoint: Checkpoint) -> None:
-    """Takes the weights of any checkpoint of this model and starts at step 0; a head that the
-    checkpoint has not begins from the seed.
+    """Loads the weights of any checkpoint of this model, to start at step 0.
 
-    Where adapters are trained, they are the checkpoint's, of weights that stay as they are, or the
-    seed's where it has none.
+    A head that the checkpoint lacks begins from the seed. A LoRA run loads frozen weights, and the
+    checkpoint's adapters or, without any, adapters from the seed.
     """
     config = trainer.config
     if not config.lora.rank:
@@ -279,7 +284,7 @@ def _load_frozen(trainer: RunState, checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def _load_adapters(trainer: RunState, adapters: Checkpoint, from_masters: bool = False) -> None:
-    """Fills the adapters from a checkpoint's. Raises MtcliError where these are others."""
+    """Fills the adapters from a checkpoint's. Raises MtcliError where these do not fit."""
     require_adapters(adapters, trainer.config.model, trainer.config.lora)
     for shard in _adapter_shards(trainer).values():
         init.load_shard(shard, trainer.groups, adapters, from_masters)
@@ -294,9 +299,9 @@ def _adapter_shards(trainer: RunState) -> dict[str, OwnedShard]:
 def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     """Restores a run's checkpoint but its consumed samples, whatever layout and precision wrote it.
 
-    Master weights are lost in no precision; one that a checkpoint of fp32 lacks is the weight
-    itself. State of an exchange that it lacks, of another method, starts at zero. Replicas that
-    differ are restored where there are as many of them; else all start from their average. Raises
+    A master weight that an fp32 checkpoint lacks is the weight itself. Exchange state that the
+    checkpoint lacks, as another method wrote it, starts at zero. Replicas that differ are restored
+    each where their number is the same; else all start from their average. Raises
     MtcliError where the manifest's counters make no sense.
     """
     model, groups, done = trainer.config.model, trainer.groups, progress_of(checkpoint)
@@ -334,7 +339,7 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
 
 
 def base_record(trainer: RunState, start: StartingPoint) -> BaseRecord | None:
-    """The weights that a run's adapters are for; None of a run that trains all."""
+    """The frozen weights that a run's adapters are for; None where the run trains all weights."""
     if not trainer.config.lora.rank or start.checkpoint is None:
         return None
     base = base_of(start.checkpoint)
@@ -344,7 +349,7 @@ def base_record(trainer: RunState, start: StartingPoint) -> BaseRecord | None:
 def restore(
     trainer: RunState, loader: MicroBatchLoader, start: StartingPoint, local_rank: int
 ) -> tuple[ConsumedSamples, Path | None, BaseRecord | None]:
-    """Fills the state of a run from where it starts, and closes that. Collective.
+    """Fills the state of a run from its starting point, and closes that checkpoint. Collective.
 
     Returns (the samples it has read, its own checkpoint if any, its adapters' base if any).
     """

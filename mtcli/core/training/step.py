@@ -61,10 +61,10 @@ class Step(NamedTuple):
 
 
 def conclude(run: RunState, loss: float, norm: float) -> Step:
-    """Moves a run on by a step, the same on every rank, as its loss and its gradients' norm are.
+    """Advances a run and its loss scale by a step; equal on every rank, as loss and norm are.
 
-    At an `overflow` the loss scale was too large for float16 and the batch is passed over. A
-    `fault` is any other loss or gradient that is not finite: nothing changes, nor does the step.
+    An `overflow` means that the loss scale was too large for float16: the batch is passed over. A
+    `fault` is any other loss or gradient that is not finite: the run stays as it was.
     """
     outcome: Outcome = "updated"
     if not math.isfinite(loss + norm):
@@ -98,7 +98,7 @@ def run_groups(config: RunConfig, runtime: Runtime) -> Groups:
 class Trainer:
     """The state of a run on this rank: weights, gradients, optimizer and the step they are at.
 
-    Where replicas are asynchronous a step is this replica's own, and asks no other.
+    With asynchronous replicas a step is one replica's alone, and no other takes part.
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
@@ -228,7 +228,7 @@ class Trainer:
         )
 
     def _cuda_graphs(self) -> CudaGraphPipeline | None:
-        """What replays micro-batches, where the config asks for that."""
+        """The pipeline that replays micro-batches; None without train.cuda_graphs."""
         if not self.config.train.cuda_graphs:
             return None
         if self.groups.device.type != "cuda":
@@ -273,10 +273,10 @@ class Trainer:
     def _global(
         self, loss_sum: float, square_sum: float, only_replica: bool = False
     ) -> tuple[list[float], list[float]]:
-        """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or of
-        this replica only, which asks no other.
+        """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or, with
+        `only_replica`, of this replica alone.
 
-        Each tp rank of the last stage has the same losses, so one of them speaks.
+        Each tp rank of the last stage has the same losses, so only rank 0 of tp adds them.
         """
         axis, replicas, replica = self.groups.world, self.layout.replicas, self.groups.replicas.rank
         if only_replica:
@@ -298,5 +298,5 @@ def _proven_schedule(name: str, pp: int, vpp: int, num_micro_batches: int) -> Sc
 
 
 def _memory(x: torch.Tensor) -> int:
-    """The same for tensors that share memory; fake ones, which have none, do too."""
+    """A key of a tensor's memory; works for fake tensors, which have no address."""
     return int(x.untyped_storage()._cdata)

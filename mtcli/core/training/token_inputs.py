@@ -1,6 +1,6 @@
-"""A language model's inputs: rows of tokens, with documents and loss weights where there are any.
+"""Builds a language model's inputs from rows of tokens, and documents and loss weights if any.
 
-Every label has a weight of 1 where the data says nothing else.
+A label weighs 1 where the data has no weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,25 +31,26 @@ class TokenRead(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """Holds the divisors of a batch's sums."""
+    """The divisors of a batch's sums."""
 
     labels: float  # labels with a weight; divides the summed loss
     tokens: float  # tokens without padding; divides the summed losses of routers
-    class_factor: float = 1.0  # of the weights of classes, for one sum with that of tokens
+    class_factor: float = 1.0  # multiplies weights of sequences' labels: both sums share `labels`
 
 
 class TokenInputs:
-    """Makes this rank's inputs of rows of tokens."""
+    """Builds this rank's inputs from rows of tokens."""
 
     def __init__(self, config: RunConfig, groups: Groups, positions: Tensor) -> None:
-        """`positions` in a full row are those of this rank's part, on the host."""
+        """`positions` [s] are the columns of a full row that this cp rank has, on the host."""
         self.config, self.device = config, groups.device
         self.host_positions, self.positions = positions, positions.to(groups.device)
 
     def read(self, batches: TokenBatches, start: int, count: int, hosted: Hosted) -> TokenRead:
-        """Rows where the device can fetch them, with the number of labels that weigh and of tokens.
+        """Reads samples start .. start + count - 1, and counts this rank's labels and tokens.
 
-        Raises MtcliError for ids that are not in the vocabulary.
+        `hosted` moves an array to where the device can fetch it. Raises MtcliError for ids that the
+        vocabulary lacks.
         """
         data = self.config.data
         asked = data.document_mask or data.document_positions
@@ -71,8 +72,10 @@ class TokenInputs:
         return TokenRead(hosted(rows), hosted_documents, hosted_weights, hosted_padding, counts)
 
     def divisors(self, counts: Sequence[float], parts: int) -> Divisors:
-        """The divisors by the counts over a global batch, or over the 1 / `parts` of it that a
-        replica has."""
+        """The divisors of sums over a global batch, or the 1 / `parts` of it that a replica has.
+
+        `counts` are those of TokenRead, summed; empty where every label weighs 1.
+        """
         labels, tokens = counts or [self.config.batch.tokens_per_step / parts] * 2
         return Divisors(labels, tokens)
 
@@ -83,7 +86,11 @@ class TokenInputs:
         class_factor: float,
         more_fields: dict[str, Any],
     ) -> Inputs:
-        """The inputs of rows, whose tokens have these global numbers."""
+        """Builds a micro-batch's inputs on the device.
+
+        `numbers` are the tokens' global numbers [mbs, s] for dropout; `more_fields` are further
+        fields of Inputs.
+        """
         rows = self._on_device(read.tokens)
         positions, documents = self._documents(read)
         return make_inputs(
@@ -100,7 +107,7 @@ class TokenInputs:
         )
 
     def _documents(self, read: TokenRead) -> tuple[Tensor, Tensor | None]:
-        """(positions [mbs, s of this rank], the documents of full rows if they are masked)."""
+        """(positions [mbs, s of this rank], documents of full rows where attention masks them)."""
         positions, data = self.positions.expand(len(read.tokens), -1), self.config.data
         if read.documents is None:
             return positions, None

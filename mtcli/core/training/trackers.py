@@ -1,7 +1,6 @@
-"""Experiment trackers, through accelerate's; one that is missing or offline never stops a run.
+"""Logs runs to experiment trackers through accelerate; a tracker that fails never stops a run.
 
-A run that goes on is the same run for its trackers: the run folder keeps the id that each knows it
-by. One that begins at step 0 is a new run.
+A resumed run has the same id at each tracker, from the run folder; one from step 0 gets a new id.
 """
 
 import json
@@ -24,8 +23,10 @@ PROJECT = "mtcli"
 
 
 def open_trackers(config: RunConfig, step: int) -> list[Any]:
-    """The trackers of train.trackers that start, each with log(values, step) and finish(); of a run
-    that goes on after a step."""
+    """Opens train.trackers, of a run that has made `step` steps; skips those that do not start.
+
+    Each has log(values, step) and finish().
+    """
     trackers, path = [], Path(config.train.output) / IDS
     saved_ids = _known(path) if step else {}
     ids = dict(saved_ids)
@@ -42,7 +43,7 @@ def open_trackers(config: RunConfig, step: int) -> list[Any]:
 
 
 class _Quiet:
-    """A tracker whose failures are said once and end it, and never the run."""
+    """A tracker that warns at its first failure, and is off from then on."""
 
     def __init__(self, name: str, tracker: Any) -> None:
         self.name, self.tracker = name, tracker
@@ -64,7 +65,7 @@ class _Quiet:
 
 
 def _open(name: str, config: RunConfig, step: int, run_id: str | None) -> tuple[Any, str]:
-    """(a tracker that has started, its id of the run), which is `run_id` where the run goes on."""
+    """(a tracker that has started, its id of the run); a resumed run passes its `run_id`."""
     from accelerate import PartialState
     from accelerate.tracking import (
         MLflowTracker,
@@ -104,7 +105,7 @@ def _open(name: str, config: RunConfig, step: int, run_id: str | None) -> tuple[
 
 
 def _known(path: Path) -> dict[str, str]:
-    """The ids of a run folder's trackers; none that is no plain word."""
+    """Reads the run's ids by tracker; leaves out ids that are no plain word."""
     with suppress(MtcliError):
         ids = load_json(path, "", "", 1 << 16)
         if isinstance(ids, dict):
