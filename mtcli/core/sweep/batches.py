@@ -1,4 +1,4 @@
-"""The micro-batches of an array: each model's own, one after another, and shared ones read once."""
+"""Joins the micro-batches of an array's models; models that share a loader read it once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -66,7 +66,7 @@ class ArrayLoader:
 
 
 def stacked(parts: Sequence[Inputs]) -> Inputs:
-    """The micro-batches of B models as one, of the sequences of each in turn."""
+    """Concatenates the micro-batches of B models, model after model."""
     first = parts[0]
 
     def joined(name: str) -> Tensor | None:
@@ -90,7 +90,7 @@ def stacked(parts: Sequence[Inputs]) -> Inputs:
 
 
 def _sentences(parts: Sequence[Inputs]) -> Sentences | None:
-    """The sequences of B models to classify, as many of each; the rest are of no row or weight."""
+    """Joins the sequences that B models classify, padded to equal numbers by row -1, weight 0."""
     sentences = [part.sentences for part in parts if part.sentences is not None]
     if not sentences:
         return None

@@ -1,9 +1,8 @@
-"""The layers of an array of B models of one shape, which answer the model's factory (HFTA,
-arXiv:2102.02344, section 3).
+"""Builds the layers of an array of B models of one shape (HFTA, arXiv:2102.02344, section 3).
 
 T tokens of each model's micro-batch; activations x are [B * T, D], one model's tokens after
-another's, so that what goes token by token or sequence by sequence needs no other code: residuals,
-activations, attention. Parameters are [B, ...].
+another's, so that layers without parameters are those of one model: residuals, activations,
+attention. Parameters are [B, ...].
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +38,7 @@ class ArrayLayers(LayerFactory):
         return nn.Parameter(self.memory[name], requires_grad=self.table[name].trained)
 
     def column_linear(self, name: str) -> "ArrayLinear":
-        """A linear layer of each model: as nothing is sharded, all of them are alike."""
+        """A linear layer of each model; nothing is sharded, so all kinds of them are alike."""
         return ArrayLinear(name, self)
 
     heads_linear = row_linear = dense = column_linear  # type: ignore[assignment]  # dense: no Dense
@@ -172,7 +171,7 @@ class ArrayAdapter(nn.Module):
 
 
 class ArrayEmbedding(nn.Module):
-    """A token table of each model; ids of other rows than their own model's are out of reach."""
+    """A token table of each model; ids of a model index its own rows."""
 
     def __init__(self, name: str, build: ArrayLayers) -> None:
         super().__init__()
@@ -197,7 +196,7 @@ class ArrayNorm(Norm):
         return self._scaled(norm(x_TD, *self._inner(), eps=self.eps, centred=self.centred))
 
     def _inner(self) -> tuple[Tensor, Tensor | None]:
-        """The scale and shift that the norm itself applies: those of an only model."""
+        """The scale and shift in the norm's kernel: an only model's, else ones and zeros."""
         if len(self.weight) > 1:
             return self.ones, None if self.bias is None else self.zeros
         return self.weight.flatten(), None if self.bias is None else self.bias.flatten()
@@ -254,8 +253,8 @@ def by_model(x_TD: Tensor, weight: Tensor) -> Tensor:
 
 
 def array_linear(x_TD: Tensor, weight_BFD: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b of each model: [B * T, D] and [B, F, D] -> [B * T, F]; a weight [1, F, D] is that
-    of all rows."""
+    """x W^T + b of each model: [B * T, D] and [B, F, D] -> [B * T, F]; all
+    rows share a weight [1, F, D]."""
     if len(weight_BFD) == 1:
         # flattened, not selected, whose backward would copy the gradient into zeros
         return linear(x_TD, weight_BFD.flatten(0, 1), None if bias is None else bias.flatten())
@@ -264,9 +263,9 @@ def array_linear(x_TD: Tensor, weight_BFD: Tensor, bias: Tensor | None = None) -
 
 
 class _LinearFunction(torch.autograd.Function):
-    """x W^T + b of x [B, T, D], W [B, F, D] and b [B, F], whose gradient of W lies as W does.
+    """x W^T + b of x [B, T, D], W [B, F, D] and b [B, F], whose gradient of W has W's strides.
 
-    Autograd's own is the transpose of one that lies the other way round, which is copied across.
+    Autograd makes the transpose of a gradient with other strides, which costs a copy.
     """
 
     @staticmethod

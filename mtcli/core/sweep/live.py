@@ -1,7 +1,6 @@
-"""An array under way: its models' run folders, records and checkpoints, from their start to a step.
+"""Trains an array of trials, with the run folder, records and checkpoints of each model.
 
-A model that ends before the others, because it diverged or was stopped, leaves the array, and the
-memory that it had is freed.
+A model that diverges or is stopped leaves the array, and its memory is freed.
 """
 
 import math
@@ -56,7 +55,7 @@ class LiveArray:
     """Some trials' models, from the seed or their newest checkpoints on. Use it as a context."""
 
     def __init__(self, trials: Sequence[TrialRecord], runtime: Runtime, watcher: Watcher) -> None:
-        """All trials have made as many steps."""
+        """All trials are at the same step."""
         configs = [record.trial.config for record in trials]
         self.watcher, self.runtime, self.config = watcher, runtime, configs[0]
         self.groups = run_groups(self.config, runtime)
@@ -126,7 +125,7 @@ class LiveArray:
         return self.array.evaluate(self.valid)
 
     def _stepped(self, seat: Seat, step: Step, valid_loss: float | None) -> bool:
-        """Notes a step of a trial; whether its loss lets it go on."""
+        """Records a step of a trial; whether the trial goes on, as its loss is not too high."""
         record = self.records[_name(seat)]
         highest = DIVERGED * math.log(self.config.model.vocab_size)
         record.losses.append(step.loss)
@@ -167,7 +166,7 @@ class LiveArray:
         collect_errors(*(saver.finish for saver in self.savers))
 
     def facts(self) -> ArrayRecord:
-        """Records what the array has trained."""
+        """The record of the array for sweep.json."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         last = self.array.step if self.live.seats else self.first_step
         steps = self.first_step, last
@@ -226,7 +225,7 @@ class LiveArray:
     def _loaders(
         self, configs: Sequence[RunConfig], starts: Sequence[StartingPoint]
     ) -> tuple[ArrayLoader, ArrayLoader | None]:
-        """The data to train on, of each order once, and to validate on where that is asked for."""
+        """Opens training data, once for each order, and validation data if train.eval_every."""
         dropping = max(configs, key=_most_dropped)  # tokens are numbered where any model drops some
         drops = {"model": dropping.model, "lora": dropping.lora}
         train: dict[tuple[int, int | None], MicroBatchLoader] = {}

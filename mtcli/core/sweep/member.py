@@ -1,6 +1,6 @@
-"""One model of an array: what a run of its own would have, over its part of the array's memory.
+"""Makes each model of an array a run that checkpoints capture and restore.
 
-It is the run that checkpoints capture and restore, with its own step, loss scale and updates.
+Its tensors are views of the array's memory; step, loss scale and count of updates are its own.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from mtcli.core.sync.strategy import Strategy
 
 
 class MemberStrategy(Strategy):
-    """The weights and gradients of one model, which the array has reduced."""
+    """One model's weights, and its gradients, which the array has reduced."""
 
     recorded = True
 
@@ -30,8 +30,10 @@ class MemberStrategy(Strategy):
         self.ownership, self.stages = ownership, {}
 
     def bind(self, tensors: ModelTensors) -> None:
-        """Takes the tensors of the model, which move where an array is compacted; of weights that
-        are as wide as the array's largest adapters, the part that is the model's own."""
+        """Takes the model's tensors, which move whenever the array is compacted.
+
+        Adapters have the width of the array's largest; the model's are a slice of its own rank.
+        """
         table, layout = self.ownership.table, self.ownership.groups.layout
         shapes = {name: table[name].stored_shape(layout) for name in tensors.weights}
         self.trained = {
@@ -65,7 +67,7 @@ class MemberStrategy(Strategy):
 class Member:
     """The state of one model's run, at the step of its array; it has no tensors until `bind`.
 
-    Those of adapters are as wide as the array's largest: zeros follow, whose gradients are zero.
+    Tensors of adapters have the width of the array's largest, padded with zeros that stay zero.
     """
 
     def __init__(self, config: RunConfig, groups: Groups, dtype: torch.dtype) -> None:

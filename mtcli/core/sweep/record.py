@@ -37,7 +37,7 @@ class TrialRecord:
 
     @property
     def ended(self) -> bool:
-        """Whether it is not to be trained on."""
+        """Whether the trial trains no further."""
         return self.status in ("finished", "stopped", "diverged")
 
     @property
@@ -59,11 +59,11 @@ class TrialRecord:
         return self.loss if self.valid_loss is None else self.valid_loss
 
     def end(self, status: Status, reason: str = "") -> None:
-        """Notes how it ended."""
+        """Records how the trial ended."""
         self.status, self.reason = status, reason
 
     def read_losses(self, step: int) -> None:
-        """Takes the losses of a run folder's steps up to one."""
+        """Reads the losses of steps 1 .. step from the run folder."""
         path = Path(self.trial.config.train.output) / METRICS
         records = step_records(path) if path.is_file() else ()
         rows = {row["step"]: row for _, row in records}
@@ -106,12 +106,12 @@ def saved_step(trial: Trial) -> int:
 
 
 def restored(trials: Sequence[Trial], output: Path, keeps_stopped: bool) -> list[TrialRecord]:
-    """The records of trials as the run folders and sweep.json of an earlier start have them.
+    """Restores the records of trials from the run folders and sweep.json of an earlier start.
 
-    Unless it `keeps_stopped`, what a rule has stopped is decided again, from the same losses; so it
-    is where the save of a trial as it was stopped failed.
+    Unless `keeps_stopped`, a rule decides again on the trials that it stopped, from the same
+    losses. So it does where a stopped trial's last save failed.
     """
-    rows = _told(output)
+    rows = _saved_trials(output)
     records = [TrialRecord(trial) for trial in trials]
     for record in records:
         row, step = rows.get(record.name, {}), saved_step(record.trial)
@@ -129,10 +129,13 @@ def restored(trials: Sequence[Trial], output: Path, keeps_stopped: bool) -> list
 
 
 def require_startable(trials: Sequence[Trial], output: Path, resume: bool) -> None:
-    """Raises MtcliError where a sweep has been, or trials have run folders, without --resume; and
-    with it, where the sweep had trials that are not among these."""
+    """Raises MtcliError where the folder does not fit --resume.
+
+    Without it, no sweep and no run folder of a trial may be there; with it, the earlier sweep may
+    have no trial that is not among these.
+    """
     if resume:
-        rows, names = _told(output), {trial.name for trial in trials}
+        rows, names = _saved_trials(output), {trial.name for trial in trials}
         gone = [name for name, row in rows.items() if row.get("steps") and name not in names]
         if gone:
             message = f"{len(gone)} of the {len(rows)} trials in {output / NAME} are not among the "
@@ -150,8 +153,8 @@ def require_startable(trials: Sequence[Trial], output: Path, resume: bool) -> No
         raise wrong(message, "--resume takes its folder; or name another", "--output")
 
 
-def _told(output: Path) -> dict[str, dict[str, Any]]:
-    """Reads the trials of sweep.json by name; none where there is no such file.
+def _saved_trials(output: Path) -> dict[str, dict[str, Any]]:
+    """Reads the trials of sweep.json by name; {} where there is no such file.
 
     Raises MtcliError where it is damaged.
     """

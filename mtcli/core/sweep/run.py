@@ -70,8 +70,10 @@ def _train_group(sweep: Sweep, group: Sequence[TrialRecord]) -> None:
 
 
 def _to_the_end(sweep: Sweep, live: LiveArray) -> None:
-    """Trains to the end of the run, with the median rule at its steps: before the next one, as
-    a sweep may have been told to stop at one of them."""
+    """Trains to the last step, with the median rule every `median` steps.
+
+    The rule comes before the next step: a sweep that was told to stop resumes with it.
+    """
     steps, period = live.config.train.steps, sweep.plan.request.median
     while live.running and not sweep.interrupted and live.array.step < steps:
         step, until = live.array.step, steps
@@ -93,7 +95,7 @@ def _apply_median(sweep: Sweep, live: LiveArray, step: int, period: int) -> None
 
 
 def _hyperband(sweep: Sweep, group: Sequence[TrialRecord], rule: Hyperband) -> None:
-    """Trains the brackets, each of trials of its own as long as there are any."""
+    """Trains Hyperband's brackets, each on the next trials of the group, until none are left."""
     left = list(group)
     for number, rungs in enumerate(rule.brackets(group[0].trial.config.train.steps)):
         bracket, left = left[: rungs[0].trials], left[rungs[0].trials :]

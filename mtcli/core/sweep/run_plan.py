@@ -1,4 +1,4 @@
-"""Reads a sweep's command line into its trials, and refuses what is none. Imports no torch."""
+"""Reads a sweep's command line into a plan, and refuses what cannot be run. Imports no torch."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -55,7 +55,7 @@ class SweepPlan(NamedTuple):
     trials: list[Trial]
     hyperband: Hyperband | None
     space: SweepSpace
-    sampling: SamplingPlan | None  # where trials are proposed as the sweep goes on; `trials` is one
+    sampling: SamplingPlan | None  # of a sampler, which proposes trials later; `trials` has one
     fields: tuple[str, ...]  # that are varied
 
     @property
@@ -107,8 +107,8 @@ def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
 
 
 def planned(trials: Sequence[Trial], resume: bool) -> list[Trial]:
-    """The trials, with the steps of their epochs. Raises MtcliError with what is wrong with their
-    data and, unless they `resume`, first weights."""
+    """The trials, with train.steps from their epochs. Raises MtcliError for wrong data and, unless
+    they `resume`, wrong starting weights."""
     groups = partitions(trials)
     slowest = (max(group, key=lambda t: t.config.optimizer.warmup_steps) for group in groups)
     firsts = [partial(_planned, trial.config, resume) for trial in slowest]

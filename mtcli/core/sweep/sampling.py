@@ -1,4 +1,4 @@
-"""Trials that Optuna proposes, a few at a time: asked for before an array and told of after it.
+"""Asks Optuna for a few trials before each array, and tells it their losses after the array.
 
 The study is a journal file in the sweep's folder, which Optuna's dashboard opens.
 """
@@ -96,8 +96,11 @@ class Proposals:
         return [self._values(t.params) for t in self._trials() if t.state.is_finished()]
 
     def ask(self, most: int) -> list[tuple[int, dict[str, Any]]]:
-        """The numbers and values of up to `most` trials: those that an earlier start has not told
-        of, then new ones; none where all have been proposed."""
+        """Proposes up to `most` trials, as (number, values).
+
+        Trials that an earlier start asked for, and whose loss it never told, come first; none are
+        left once `sampling.trials` have been proposed.
+        """
         waiting = [t for t in self._trials() if t.state.name == "RUNNING"]
         proposed = [(trial.number, self._values(trial.params)) for trial in waiting[:most]]
         left = self.sampling.trials - len(self._trials())
@@ -141,7 +144,7 @@ class Proposals:
         return space
 
     def _values(self, params: dict[str, Any]) -> dict[str, Any]:
-        """The values of the fields: of a list by their place in it, numbers as trials name them."""
+        """Reads a trial's parameters as values: indices of a list's, or rounded numbers."""
         return {
             option.field: option.values[params[option.field]]
             if option.range is None

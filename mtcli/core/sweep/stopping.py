@@ -20,8 +20,8 @@ class Rung(NamedTuple):
 
 
 class Hyperband(NamedTuple):
-    """`units` make up a whole run, and of a rung 1 in `eta` goes on to eta times as many
-    (arXiv:1603.06560, algorithm 1: R and eta)."""
+    """Hyperband's R (`units` of a whole run) and eta: 1 in eta trials of a rung goes on, to eta
+    times as many units (arXiv:1603.06560, algorithm 1)."""
 
     units: int
     eta: int

@@ -58,10 +58,10 @@ class Sweep:
         return records_of.write(self.plan.output, facts, self.records)
 
     def _was_started_before(self) -> bool:
-        """Whether the launcher starts this sweep's ranks again, as rank 0 finds it.
+        """Whether an earlier attempt of this launch trained the sweep, as rank 0 finds it.
 
-        What is read of the trials comes after this: first a rank of an earlier attempt that holds
-        any of their folders ends. Raises MtcliError on every rank where it does not.
+        Waits until that attempt's ranks have released the trials' folders: read these afterwards.
+        Raises MtcliError on every rank where they do not.
         """
         attempt, timeout = self.runtime.attempt, self.plan.trials[0].config.train.timeout
         end = monotonic() + PATIENCE * timeout
@@ -125,7 +125,7 @@ class Sweep:
         self.write()
 
     def packed(self, group: Sequence[TrialRecord]) -> list[list[TrialRecord]]:
-        """The arrays of some trials: of those at the same step as many as fit."""
+        """Packs trials at the same step into arrays, as many to an array as fit."""
         by_step: dict[int, list[TrialRecord]] = {}
         for record in group:
             by_step.setdefault(records_of.saved_step(record.trial), []).append(record)

@@ -99,7 +99,7 @@ class Trial(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """The number of trials: all of a grid, or so many drawn; and seeds of each."""
+    """The number of trials to draw (0: all of a grid), and of seeds for each (0: the config's)."""
 
     drawn: int = 0
     seeds: int = 0
