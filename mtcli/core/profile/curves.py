@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 Row = Mapping[str, Any]
 MOST_POINTS = 2000  # of a curve in a page: more than a screen has columns
 BINS = 40
-CURVES = {  # (key in metrics.jsonl, unit times)
+CURVES = {  # name: (key in metrics.jsonl, factor to the unit)
     "loss": ("loss", 1.0),
     "gradient norm": ("grad_norm", 1.0),
     "learning rate": ("lr", 1.0),
@@ -31,9 +31,9 @@ def curve(rows: Sequence[Row], key: str, scale: float = 1.0) -> Curve:
 
 
 def thinned(full_curve: Curve, points: int = MOST_POINTS) -> Curve:
-    """Thins a curve to about `points` at most: of each stretch its lowest and highest, in order.
+    """Thins a curve to about `points`: the lowest and highest of each stretch, so no spike is lost.
 
-    So no spike is lost. Steps without a finite value are kept where a stretch has no other.
+    A stretch without a finite value keeps its first step.
     """
     stride = -(-len(full_curve.steps) // (points // 2))
     if stride <= 2:
