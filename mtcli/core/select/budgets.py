@@ -22,9 +22,9 @@ def total_of(fraction: float | None, size: int | None, candidates: int) -> int:
 
 def budgets_of(sizes: Sequence[int], shares: Sequence[float], total: int) -> list[int]:
     """Divides `total` over groups in proportion to their shares, by largest remainders (the first
-    of equal ones); a group has at least one and at most its size.
+    of equal ones). A group gets at least one and at most its size.
 
-    Raises MtcliError where there are more groups.
+    Raises MtcliError where there are more groups than `total`.
     """
     if total < len(sizes):
         message = f"{total} sequences to choose from {len(sizes)} groups (sources or classes)"

@@ -1,4 +1,4 @@
-"""A loop of greedy picks over similarities in memory, compiled for the CPU by numba.
+"""Lowers the bounds of greedy picks over similarities in memory; compiled for CPUs by numba.
 
 Row i of a matrix [n, n] has the similarities of all candidates to point i. `previous_best` and
 `best` [n] are the largest similarity of each point to the picks, without the last pick and with it;
@@ -30,7 +30,8 @@ def take(
     counts: np.ndarray,
     bounds: np.ndarray,
 ) -> None:
-    """Subtracts from all bounds what points that came nearer to the picks no longer add.
+    """Subtracts from all bounds the gains that `changed` points, now nearer to the picks, no longer
+    give.
 
     Four rows at a time: reading and writing the bounds takes as long as reading a row.
     """

@@ -1,4 +1,4 @@
-"""Runs `mtcli select`: candidates, their proxies, the core-set, and a random one beside it."""
+"""Runs `mtcli select`: candidates, their proxies, the core-set, and a random one to compare."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -49,7 +49,7 @@ class Candidates:
     format: str
     seq_len: int
     groups: list[np.ndarray]  # ids of each source, or of each class; ascending
-    shares: list[float]  # of the groups in what is chosen
+    shares: list[float]  # of each group in the choice
     counts: list[int]  # of each source
     source_shares: Sequence[float] | None  # of a blend that gives them
     target: TokenSequences | None = None  # what the chosen ones are to resemble
@@ -59,9 +59,9 @@ class Candidates:
 
 
 def open_candidates(config: RunConfig) -> Candidates:
-    """Opens the training part of a config's data, as candidates in groups.
+    """Opens the training split of a config's data, as candidates in groups.
 
-    Raises MtcliError for files that are missing, wrong or too short, and for other data.
+    Raises MtcliError for files that are missing, wrong or too short.
     """
     data, size = config.data, config.batch.seq_len
     if config.model.head in CLASSIFIERS:
@@ -77,7 +77,7 @@ def open_candidates(config: RunConfig) -> Candidates:
 
 
 class Judge(NamedTuple):
-    """The model by whose proxies candidates are chosen, or compared."""
+    """The model whose proxies choose candidates, or compare choices."""
 
     model: InferenceModel
     kind: Proxy
@@ -86,15 +86,14 @@ class Judge(NamedTuple):
 
 @dataclass(frozen=True)
 class Console:
-    """The callbacks of a selection: told of the work in numbers before it is done, and how far it
-    is."""
+    """The callbacks of a selection: `say` prints a line, `bar` opens a progress bar."""
 
     say: Callable[[str], object]
     bar: Callable[[str, int], AbstractContextManager[Advance]]  # of a name, and so many units
 
 
 def select(request: SelectRequest, runtime: Runtime, console: Console) -> Subset:
-    """Chooses what a request asks for; the same on every rank. Collective.
+    """Chooses the core-set of a request; equal on every rank. Collective.
 
     Raises MtcliError for what is wrong with the model's weights, the data or the amount.
     """
@@ -185,7 +184,7 @@ def _at_random(
 def _evenly(
     candidates: Candidates, proxies: Tensor | None, orders: list[list[int]], work: Work
 ) -> Chosen:
-    """Weighs what was chosen without weights: the members of a group weigh the same."""
+    """Gives orders without weights equal weights within each group."""
     chosen = (
         unjudged(orders) if proxies is None else judge(proxies, candidates.groups, orders, work)
     )
@@ -193,8 +192,10 @@ def _evenly(
 
 
 def _by_shares(chosen: Chosen, proxies: Tensor | None, candidates: Candidates) -> Chosen:
-    """Scales the weights of each group, which sum to its size, to its share of all candidates; the
-    error is that of the weights before, as the bound is."""
+    """Scales the weights of each group from its size to its share of all candidates.
+
+    Error and bound are those of the unscaled weights.
+    """
     if proxies is not None:
         chosen = with_error(chosen, proxies)
     total, weights = sum(candidates.shares), chosen.weights.copy()
