@@ -6,7 +6,7 @@ P / C make both one sum over P.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -66,7 +66,8 @@ class EncoderInputs:
         read: EncoderRead,
         numbers: Tensor | None,
         class_factor: float,
-        more_fields: dict[str, Any],
+        attended: bool,
+        aux_scale: float,
     ) -> Inputs:
         """Builds a micro-batch's inputs on the device; see `TokenInputs.inputs`."""
         tokens, types, documents, labels, weights, firsts, classes, class_weights, padding = (
@@ -88,5 +89,6 @@ class EncoderInputs:
             documents=documents,
             sentences=Sentences(at, classes, class_weights * class_factor),
             numbers=numbers,
-            **more_fields,
+            attended=attended,
+            aux_scale=aux_scale,
         )

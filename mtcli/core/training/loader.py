@@ -10,7 +10,7 @@ samples of that block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ from mtcli.core.training.bert_inputs import EncoderInputs, EncoderRead
 from mtcli.core.training.consumed_samples import require_sources
 from mtcli.core.training.token_inputs import TokenInputs, TokenRead
 
+Read = TokenRead | EncoderRead
+
 
 class StepBatch(NamedTuple):
     """This rank's part of a global batch."""
@@ -80,7 +82,7 @@ class MicroBatchLoader:
         # Asks no other replica, and reads nothing ahead.
         self.is_asynchronous = config.sync.asynchronous
         self.next_step = -1
-        self.reader: Prefetcher[Any] | None = None
+        self.reader: Prefetcher[Read] | None = None
 
     def step(self, step: int, loss_scale: float) -> StepBatch:
         """The micro-batches of step 0, 1, ...; later ones are read meanwhile.
@@ -94,7 +96,7 @@ class MicroBatchLoader:
             samples = self._read_ahead(step)
         return self._batch(step, samples, loss_scale)
 
-    def _read_ahead(self, step: int) -> list[Any]:
+    def _read_ahead(self, step: int) -> list[Read]:
         if step != self.next_step or self.reader is None:
             self.close()
             self.reader = Prefetcher(self._read, self._wanted(step))
@@ -118,7 +120,7 @@ class MicroBatchLoader:
         if self.reader is not None:
             self.reader.close()
 
-    def _batch(self, step: int, samples: list[Any], loss_scale: float) -> StepBatch:
+    def _batch(self, step: int, samples: list[Read], loss_scale: float) -> StepBatch:
         """Builds a step's batch; ranks exchange counts, 8 bytes each, where labels have weights."""
         columns = zip(*(read.counts for read in samples), strict=True)
         sums, replicas = [self._sums(column) for column in columns], self.groups.layout.replicas
@@ -126,15 +128,13 @@ class MicroBatchLoader:
         batch = self.inputs.divisors([total for total, _ in sums], parts)
         replica = self.inputs.divisors([part for _, part in sums], replicas)
         self._require_labels(step, batch.labels)
-        step_fields = {
-            "attended": self.has_blocks,
-            "aux_scale": loss_scale / (replica.tokens or 1.0),
-        }
+        aux_scale = loss_scale / (replica.tokens or 1.0)
+        build: Callable[..., Inputs] = self.inputs.inputs
         firsts = self._starts(step)
 
         def load(m: int) -> Inputs:
             numbers = self._numbers(firsts[m], loss_scale)
-            return self.inputs.inputs(samples[m], numbers, replica.class_factor, step_fields)
+            return build(samples[m], numbers, replica.class_factor, self.has_blocks, aux_scale)
 
         # A replica without labels has gradients of 0, whatever they are divided by.
         return StepBatch(load, batch.labels, replica.labels or 1.0, batch.tokens)
@@ -152,9 +152,9 @@ class MicroBatchLoader:
         first = step * size + data_rank * block + self.groups.tp_row.rank * self._mbs
         return range(first, (step + 1) * size, block * layout.batch_shards)
 
-    def _read(self, start: int, count: int) -> TokenRead | EncoderRead:
+    def _read(self, start: int, count: int) -> Read:
         # The batches are of the kind that the head's inputs read.
-        read: Callable[..., TokenRead | EncoderRead] = self.inputs.read
+        read: Callable[..., Read] = self.inputs.read
         return read(self.batches, start, count, self._hosted)
 
     def _hosted(self, rows: np.ndarray) -> np.ndarray | Tensor:

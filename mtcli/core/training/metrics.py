@@ -20,7 +20,7 @@ from mtcli.core.runtime.peak_flops import run_peak_flops
 from mtcli.core.training.rank_times import RankTimes
 from mtcli.core.training.run_folder import EVENTS, FACTS, METRICS, step_records
 from mtcli.core.training.step import Step
-from mtcli.core.training.trackers import open_trackers
+from mtcli.core.training.trackers import Tracker, open_trackers
 
 
 class SaveRecord(NamedTuple):
@@ -52,7 +52,7 @@ class RunRecords:
     def __init__(self, config: RunConfig, writes: bool, say: Callable[[str], None]) -> None:
         self.config, self.writes, self.say = config, writes, say
         self.folder = Path(config.train.output)
-        self.trackers: list[Any] = []
+        self.trackers: list[Tracker] = []
         self.behind = False  # records that could not be written
 
     def begin(self, runtime: Runtime, step: int) -> None:
@@ -121,7 +121,7 @@ class RunRecords:
         while self.trackers:
             self.trackers.pop().finish()
 
-    def _append(self, file: Any, row: dict[str, Any]) -> None:
+    def _append(self, file: TextIOWrapper, row: dict[str, Any]) -> None:
         """Writes a line; on a full disk it waits in the file's buffer for the next, said once."""
         try:
             file.write(json.dumps(row) + "\n")
@@ -162,7 +162,7 @@ def _row(config: RunConfig, step: Step, facts: StepFacts, peak: float) -> dict[s
     return row
 
 
-def _reopened(path: Path, step: int) -> tuple[Any, int]:
+def _reopened(path: Path, step: int) -> tuple[TextIOWrapper, int]:
     """(a records file opened for appending, the last step that was moved out of it or 0).
 
     Records after `step` move to the file of `_aside`.

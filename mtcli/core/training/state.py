@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -30,10 +30,12 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.model import init
 from mtcli.core.optim.loss_scale import LossScale
+from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.parallel.together import together
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.strategy import Strategy
 from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader
 
@@ -53,11 +55,14 @@ class RunState(Protocol):
     groups: Groups
     dtype: torch.dtype
     table: Mapping[str, Parameter]
-    strategy: Any  # a Strategy
-    optimizer: Any  # an Optimizer
+    optimizer: Optimizer
     exchange: ReplicaExchange
     loss_scale: LossScale
     step: int
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that holds weights and gradients."""
 
     @property
     def layout(self) -> ParallelLayout:

@@ -4,7 +4,7 @@ A label weighs 1 where the data has no weights.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -84,12 +84,13 @@ class TokenInputs:
         read: TokenRead,
         numbers: Tensor | None,
         class_factor: float,
-        more_fields: dict[str, Any],
+        attended: bool,
+        aux_scale: float,
     ) -> Inputs:
         """Builds a micro-batch's inputs on the device.
 
-        `numbers` are the tokens' global numbers [mbs, s] for dropout; `more_fields` are further
-        fields of Inputs.
+        `numbers` are the tokens' global numbers [mbs, s] for dropout; `attended` says whether this
+        rank has blocks; `aux_scale` is that of one token's auxiliary loss.
         """
         rows = self._on_device(read.tokens)
         positions, documents = self._documents(read)
@@ -103,7 +104,8 @@ class TokenInputs:
             positions=positions,
             numbers=numbers,
             documents=documents,
-            **more_fields,
+            attended=attended,
+            aux_scale=aux_scale,
         )
 
     def _documents(self, read: TokenRead) -> tuple[Tensor, Tensor | None]:

@@ -22,18 +22,15 @@ IDS = "trackers.json"  # of a run folder: each tracker's id of the run
 PROJECT = "mtcli"
 
 
-def open_trackers(config: RunConfig, step: int) -> list[Any]:
-    """Opens train.trackers, of a run that has made `step` steps; skips those that do not start.
-
-    Each has log(values, step) and finish().
-    """
+def open_trackers(config: RunConfig, step: int) -> list["Tracker"]:
+    """Opens train.trackers, of a run that has made `step` steps; skips those that do not start."""
     trackers, path = [], Path(config.train.output) / IDS
     saved_ids = _known(path) if step else {}
     ids = dict(saved_ids)
     for name in config.train.trackers:
         try:
             tracker, ids[name] = _open(name, config, step, saved_ids.get(name))
-            trackers.append(_Quiet(name, tracker))
+            trackers.append(Tracker(name, tracker))
         except Exception as error:  # noqa: BLE001 - whatever a tracker does, the run goes on
             _warn(name, error)
     if ids:
@@ -42,16 +39,18 @@ def open_trackers(config: RunConfig, step: int) -> list[Any]:
     return trackers
 
 
-class _Quiet:
+class Tracker:
     """A tracker that warns at its first failure, and is off from then on."""
 
     def __init__(self, name: str, tracker: Any) -> None:
         self.name, self.tracker = name, tracker
 
     def log(self, values: dict[str, Any], step: int) -> None:
+        """Logs a step's values by name."""
         self._call("log", values, step=step)
 
     def finish(self) -> None:
+        """Ends the run at the tracker."""
         self._call("finish")
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> None:
