@@ -1,4 +1,4 @@
-"""Reduces the metrics of a run's steps to what is drawn: thinned curves, quantiles, histograms."""
+"""Reduces the metrics of a run's steps for drawing: thinned curves, quantiles, histograms."""
 
 import math
 from collections.abc import Mapping, Sequence

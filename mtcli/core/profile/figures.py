@@ -209,7 +209,7 @@ def _bytes_by_kind(record: RankRecord) -> dict[str, int]:
 
 
 def memory_over_time(record: RankRecord) -> Json:
-    """Bytes of a rank by kind over the profiled step: what the step adds, on top of its state."""
+    """Bytes of a rank by kind over the profiled step: its state, and what the step adds."""
     curve = record.profiled.memory
     state = {kind: [size] * len(curve) for kind, size in record.state_bytes.items()}
     return {

@@ -1,4 +1,4 @@
-"""Defines what the ranks of a profiled run send to rank 0: times on its clock, bytes, kernels."""
+"""Defines the records that ranks of a profiled run send to rank 0: times, bytes, kernels."""
 
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class KernelTime(NamedTuple):
 
 
 class MemorySample(NamedTuple):
-    """Bytes allocated since the step began: those that outlive their op, and the rest."""
+    """Bytes alive that were allocated since the step began; `activations` outlive their op."""
 
     seconds: float  # since the step began
     activations: int

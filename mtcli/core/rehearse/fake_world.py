@@ -152,8 +152,8 @@ class Answers(TorchDispatchMode):
     """Answers with a number when a step reads one from a fake tensor.
 
     Integers that follow from constants, from balanced counts of routed tokens and from the batch
-    (such as the indices of its weights that are not 0) are computed on real tensors, which the fake
-    ones are mapped to. Any other number is 1.
+    (such as the indices of its weights that are not 0) are computed on real tensors next to the
+    fake ones. Any other number is 1.
     """
 
     def __init__(self, model: ModelConfig) -> None:

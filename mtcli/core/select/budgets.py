@@ -7,9 +7,9 @@ from mtcli.core.config.errors import wrong
 
 
 def total_of(fraction: float | None, size: int | None, candidates: int) -> int:
-    """Counts the candidates to choose: a share of them, at least one, or so many.
+    """Counts the candidates to choose: a `fraction` of all, at least one, or `size`.
 
-    Raises MtcliError where there are fewer.
+    Raises MtcliError where there are fewer than `size`.
     """
     if size is None:
         assert fraction is not None, "a size or a fraction"

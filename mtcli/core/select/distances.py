@@ -102,9 +102,9 @@ class Nearest(NamedTuple):
 
 
 def nearest(points: Points, chosen: Tensor, advance: Callable[[int], object]) -> Nearest:
-    """Finds the nearest of the chosen points [r] of all points; a chosen one is its own.
+    """Finds the nearest chosen point [r] of each point; a chosen one is its own nearest.
 
-    `advance` is told how many points are done.
+    `advance` gets the number of points done.
     """
     size, device = len(points), points.left.device
     assigned = torch.empty(size, dtype=torch.int64, device=device)

@@ -59,7 +59,7 @@ def config_of(
 def overrides_of(
     request: SelectRequest, weights: CheckpointFolder | None, model: ModelConfig
 ) -> list[str]:
-    """The overrides of a request's config: what a selection has by default, then the user's."""
+    """The overrides of a request's config: a selection's defaults, then the user's."""
     size = min(1024, model.max_seq_len)
     if weights is not None and weights.format == "mtcli":
         size = config_in(weights.folder).batch.seq_len

@@ -95,7 +95,7 @@ class Console:
 def select(request: SelectRequest, runtime: Runtime, console: Console) -> Subset:
     """Chooses the core-set of a request; equal on every rank. Collective.
 
-    Raises MtcliError for what is wrong with the model's weights, the data or the amount.
+    Raises MtcliError where the model's weights, the data or the amount are wrong.
     """
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
     if request.model is None:

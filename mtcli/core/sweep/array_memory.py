@@ -61,8 +61,8 @@ class ParameterArray:
 class ArrayMemory:
     """Weights, gradients and optimizer state of B models.
 
-    Weights are of the model's dtype; all else is in float32 at least. Weights that adapters are
-    trained for are there once, [1, ...].
+    Weights are of the model's dtype; all else is in float32 at least. Frozen
+    weights, which adapters are trained for, exist once: [1, ...].
     """
 
     def __init__(

@@ -144,8 +144,8 @@ class ArrayLinear(nn.Module):
 
 
 class ArrayAdapter(nn.Module):
-    """y + scale * B A dropout(x) of each model, two batched GEMMs beside the frozen weight's one of
-    all rows. Adapters of lower ranks than R end in zeros."""
+    """y + scale * B A dropout(x) of each model, two batched GEMMs, after the frozen weight's GEMM
+    over all rows. Adapters of lower ranks than R are padded with zeros."""
 
     def __init__(
         self, site: AdapterSite, parameters: AdapterSides, scale_B11: Tensor, stream: DropoutStream

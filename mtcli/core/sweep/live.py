@@ -114,8 +114,7 @@ class LiveArray:
     def train(self, until: int) -> bool:
         """Trains to a step, or until no model is left; returns False where a rank was told to stop.
 
-        Models are saved as a run alone would be: when its schedule says so, at their last step, and
-        when they are told to stop.
+        Saves models as a run alone does: by the schedule, at the last step, and at a stop.
         """
         self.clock = perf_counter()
         return drive(self.live, until)
@@ -159,7 +158,7 @@ class LiveArray:
         save(self.live.seats, self.live.saves)
 
     def finish_saves(self) -> None:
-        """Waits for the saves of all models, those that left included.
+        """Waits for the saves of all models, including those that left the array.
 
         Raises MtcliError for all models whose last save failed.
         """

@@ -170,7 +170,7 @@ def _saved_trials(output: Path) -> dict[str, dict[str, Any]]:
 
 
 def write(output: Path, facts: dict[str, Any], records: Sequence[TrialRecord]) -> dict[str, Any]:
-    """Writes sweep.json, the best trial first, and returns what it holds."""
+    """Writes sweep.json, the best trial first, and returns its content."""
     rows = [record.as_json() for record in sorted(records, key=lambda r: r.order)]
     table = facts | {"trials": rows}
     write_text(output / NAME, json_text(table))

@@ -1,7 +1,7 @@
 """Trains a sweep's trials: array after array, in Hyperband's rungs, or as a sampler proposes them.
 
-Hyperband packs the trials that go on to a rung into new arrays. Where one array has all of them, it
-goes on itself, without the trials that were stopped.
+Hyperband packs the trials of each rung into new arrays. Where one array has all of them, that array
+continues without the trials that were stopped.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ MOST_ASKED = 8  # trials that a sampler is asked for at once, which know nothing
 
 
 def train(sweep: Sweep) -> bool:
-    """Trains all trials to their ends; returns False where it was told to stop, and saved."""
+    """Trains all trials; returns False, after saving, where the sweep was told to stop."""
     plan = sweep.plan
     sweep.clear_stop_file()
     with sweep.board:
@@ -104,7 +104,7 @@ def _hyperband(sweep: Sweep, group: Sequence[TrialRecord], rule: Hyperband) -> N
 
 
 def _bracket(sweep: Sweep, bracket: list[TrialRecord], rungs: Sequence[Rung], name: str) -> None:
-    """Trains a bracket, rung by rung; an array that has all of a rung's trials goes on."""
+    """Trains a bracket, rung by rung; an array with all of a rung's trials trains the next too."""
     going, done, live = bracket, 0, None
     with ExitStack() as stack:
         for rung, after in zip(rungs, [*rungs[1:], None], strict=True):

@@ -135,7 +135,7 @@ def _require_start(config: RunConfig, resume: bool) -> None:
 
 
 def _require_base(space: SweepSpace, request: SweepRequest, world: int) -> None:
-    """Raises MtcliError with what is wrong with the config, but for the fields that are varied."""
+    """Raises MtcliError where the config is wrong in fields that are not varied."""
     try:
         collect_errors(
             lambda: require_array(space.base, space.problems, world),

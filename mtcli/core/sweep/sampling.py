@@ -33,8 +33,8 @@ class SamplingPlan(NamedTuple):
 
 
 def read_sampler(text: str | None) -> str | None:
-    """The sampler of --sampler optuna or optuna:NAME. Raises MtcliError where there is none such,
-    or Optuna is not installed."""
+    """Reads --sampler optuna or optuna:NAME. Raises MtcliError for other names, or without Optuna
+    installed."""
     if text is None:
         return None
     tool, _, name = text.partition(":")
@@ -92,7 +92,7 @@ class Proposals:
             self._values(trial.params)
 
     def done(self) -> list[dict[str, Any]]:
-        """The values of the trials that an earlier start has told of."""
+        """The values of the trials whose losses an earlier start told the study."""
         return [self._values(t.params) for t in self._trials() if t.state.is_finished()]
 
     def ask(self, most: int) -> list[tuple[int, dict[str, Any]]]:

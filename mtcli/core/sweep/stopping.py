@@ -13,7 +13,7 @@ Losses = Sequence[float]  # of steps 1, 2, ...
 
 
 class Rung(NamedTuple):
-    """A rung of a bracket: so many of its trials train until a step."""
+    """A rung of a bracket: `trials` of the bracket train until `step`."""
 
     trials: int
     step: int
@@ -27,7 +27,7 @@ class Hyperband(NamedTuple):
     eta: int
 
     def brackets(self, steps: int) -> list[list[Rung]]:
-        """The rungs of each bracket, the one with most trials first, for runs of so many steps."""
+        """The rungs of each bracket, for runs of `steps`; the bracket with most trials first."""
         depth = 0
         while self.eta ** (depth + 1) <= self.units:
             depth += 1

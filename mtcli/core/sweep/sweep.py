@@ -50,7 +50,7 @@ class Sweep:
         )
 
     def write(self) -> dict[str, Any]:
-        """Writes sweep.json; returns what it holds."""
+        """Writes sweep.json; returns its content."""
         facts = {"output": str(self.plan.output), **self.plan.request.flags()}
         facts |= {"arrays": [array._asdict() for array in self.arrays]}
         if self.runtime.rank:
@@ -139,17 +139,17 @@ class Sweep:
         return packed
 
     def capacity(self, config: RunConfig) -> int:
-        """The models of an array of such a config: what the rank with least memory takes."""
+        """The models that an array of a config takes on the rank with least memory."""
         models: list[int] = gather_values(capacity(config, self.runtime), self.world)
         return min(models)
 
     def partitions(self) -> list[list[TrialRecord]]:
-        """The trials by what their arrays have in common, each of which is trained on its own."""
+        """The trials in groups that arrays can fuse; each group is trained separately."""
         groups = partitions(self.plan.trials)
         return [[self.by_name[trial.name] for trial in group] for group in groups]
 
     def notes(self) -> list[str]:
-        """Lists what a user may not expect: fewer trials, several sets, no fusion, ended trials."""
+        """Notes on surprises: fewer trials, several sets, no fusion, trials that have ended."""
         notes = plan_notes(self.plan)
         device = self.runtime.device.type
         large = any(trains_in_turn(trial.config, device) for trial in self.plan.trials)

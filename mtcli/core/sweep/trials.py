@@ -91,7 +91,7 @@ class Varied(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A config of a sweep; its name is that of its run folder."""
+    """A config of a sweep, by the name of its run folder."""
 
     name: str
     values: Mapping[str, Any]  # of the varied fields
@@ -150,7 +150,7 @@ class SweepSpace:
         return [{**point, "seed": seed} for point in chosen for seed in seeds]
 
     def checked(self, points: Sequence[Mapping[str, Any]], shared: bool, world: int) -> list[Trial]:
-        """The trials of these values. Raises MtcliError with what is wrong with any."""
+        """Makes the trials of these values. Raises MtcliError with all wrong values."""
         fields = list(dict.fromkeys(field for point in points for field in point))
         short = short_names(fields)
         named = {trial_name(point, short): point for point in points}

@@ -1,9 +1,9 @@
-"""Blocks compiled by torch.compile: operations between two GEMMs become a few fused loops.
+"""Compiles blocks by torch.compile, which fuses the operations between two GEMMs.
 
-The collectives of tensor parallel layers are part of a block's graph. All else that talks to other
+The collectives of tensor parallel layers are part of a block's graph. Other code that talks to
 ranks, reads a tensor's values on the host, or depends on the layer's number (such as dropout's key)
-is left uncompiled, a break between two graphs. So all blocks of a stage look alike to the compiler,
-the first one's graphs serve them all, and compiling takes as long as for one block.
+stays uncompiled and breaks the graph. So the compiler sees all blocks of a stage as equal: the
+first block's graphs serve them all, and compiling takes as long as for one block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -110,7 +110,7 @@ def compiler_errors(compiled: bool) -> Iterator[None]:
 
 
 def _first_complaint(output: str) -> str:
-    """The line of a compiler's output that says what was wrong."""
+    """The first line of a compiler's output with an error, or else its last."""
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
     return next((line for line in lines if "error" in line.lower()), lines[-1])[:300]
 

@@ -99,7 +99,7 @@ class ConsumedSamples:
         self.skipped.append(SkippedBatch(step=step, first=first, last=last, why=why))
 
     def faults_in_a_row(self, step: int) -> int:
-        """Counts the batches up to that of a step that were skipped in turn for their faults."""
+        """Counts the consecutive batches, up to a step's, that were skipped for faults."""
         count = 0
         for batch in reversed(self.skipped):
             if batch.why != "fault" or batch.step != step - count:

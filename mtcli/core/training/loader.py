@@ -158,7 +158,7 @@ class MicroBatchLoader:
         return read(self.batches, start, count, self._hosted)
 
     def _hosted(self, rows: np.ndarray) -> np.ndarray | Tensor:
-        """Rows where the device can fetch them by itself, while this process goes on."""
+        """Pins rows for a GPU, which then copies them asynchronously."""
         if self.groups.device.type != "cuda":
             return rows
         return torch.from_numpy(rows).pin_memory()
@@ -243,7 +243,7 @@ def _open_batches(
 
 
 def synthetic_loader(config: RunConfig, groups: Groups) -> MicroBatchLoader:
-    """Micro-batches of counted tokens, as many as the config trains on, for runs without data."""
+    """Makes a loader of counted tokens for all of train.steps, for runs without data."""
     samples = config.train.steps * config.batch.global_batch_size
     if config.model.head != "lm":
         return MicroBatchLoader(CountedRows(config, samples), config, groups)

@@ -150,7 +150,7 @@ def _peak_memory(device: torch.device) -> int:
 
 
 def _model(config: RunConfig) -> str:
-    """Words the model's size, and that of what is trained where it is not all."""
+    """Words the model's size, and the adapters' where only these are trained."""
     words = f"{config.model.architecture}, {count_parameters(config.model):,} parameters"
     if not config.lora.rank:
         return words
@@ -159,7 +159,7 @@ def _model(config: RunConfig) -> str:
 
 
 def _axes(config: RunConfig, world: int) -> str:
-    """The axes' sizes; those that many runs leave at 1 only where they are not."""
+    """Words the sizes of tp, pp and dp, and of rarer axes that are not at their default."""
     p = config.parallel
     sizes = {"tp": p.tp, "pp": p.pp, "dp": world // (p.tp * p.cp * p.pp)}
     rarer = {"cp": p.cp, "ep": p.ep, "etp": p.etp, "vpp": p.vpp, "zero": p.zero}

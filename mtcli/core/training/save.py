@@ -190,8 +190,11 @@ class Saver:
 
 
 def _sound(taken: HostCopy) -> float:
-    """Waits for a snapshot; the seconds that its device took. Raises MtcliError where a value of it
-    is not finite: such a checkpoint would take the place of a good one (0.1 s per GB)."""
+    """Waits for a snapshot; returns the seconds that its device took.
+
+    Raises MtcliError where a value is not finite: such a checkpoint would replace a good one. The
+    check takes 0.1 s per GB.
+    """
     seconds = taken.wait()
     for name, tensor, *_ in taken.shards:
         if tensor.is_floating_point() and tensor.numel():
@@ -214,7 +217,7 @@ def _slowest(of_ranks: list[list[Any]]) -> list[Any]:
 
 
 def _unheld(reason: str) -> HostCopy:
-    """The snapshot of a rank without memory for one, whose wait tells the other ranks."""
+    """A stand-in for the snapshot of a rank without memory; its wait raises MtcliError."""
 
     def wait() -> float:
         raise failed(f"there is no room for a snapshot of {reason}")
@@ -232,7 +235,7 @@ def _tokenizer(config: RunConfig) -> Path | None:
 
 
 def _own_tokenizer(config: RunConfig) -> Path | None:
-    """The folder of data.tokenizer; one that is no folder is written beside the checkpoints."""
+    """The folder of data.tokenizer; a named one is written next to the checkpoints."""
     spec = config.data.tokenizer
     if spec is None:
         return starting_tokenizer(config)

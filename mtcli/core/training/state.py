@@ -101,7 +101,7 @@ def _own(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
-    """The run's newest checkpoint, or that of train.init, as all ranks agree; or the seed.
+    """Finds the run's newest checkpoint, or that of train.init, or the seed; equal on all ranks.
 
     Raises MtcliError for damaged files, and where the run's own checkpoint is of another run.
     """

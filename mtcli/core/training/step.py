@@ -141,8 +141,8 @@ class Trainer:
         return sum(self.state_bytes_by_kind().values())
 
     def state_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of this rank's weights, gradients and optimizer: masters, moments, and what is kept
-        for the exchange with other replicas."""
+        """Bytes of this rank's weights, gradients and optimizer; the last counts masters, moments
+        and buffers of the exchange with other replicas."""
         weights = [shard.tensor for shard in self.strategy.shards.values()]
         weight_memory = {_memory(weight) for weight in weights}  # masters too, where zero = 3
         buffers = [*self.optimizer.state().values(), *self.exchange.buffers()]
