@@ -287,7 +287,7 @@ PACKAGE_FAULTS = [
         "core/plan/test_sync_bytes.py::test_diloco_sends_and_keeps_what_is_planned"),
     Fault("bubble for communication: a wait for an input that is made already",
         "core/profile/breakdown.py",
-        "arrived = min(max(clock, made), span.start)", "arrived = span.start",
+        "arrived = min(max(clock, input_ready), span.start)", "arrived = span.start",
         "core/profile/test_breakdown.py::test_every_second_of_a_step_has_one_name"),
     Fault("wrong median: a straggler is measured against all ranks", "core/profile/breakdown.py",
         "middle = {pp_rank: median(seconds) for pp_rank, seconds in replicas.items()}",
@@ -334,7 +334,7 @@ PACKAGE_FAULTS = [
         "core/schedule/test_timeline.py::test_a_hop_delays_the_other_rank_and_keeps_nobody_busy"),
     Fault("not by largest remainders: what is left goes to the first groups",
         "core/select/budgets.py",
-        "sorted(left, key=lambda group: floors[group] - wanted[group])", "left",
+        "sorted(left, key=lambda group: floors[group] - quotas[group])", "left",
         "core/select/test_coreset.py::test_budgets_follow_shares_but_for_groups_that_are_too_"
         "small"),
     Fault("wrong tie-break: of equally good picks the last", "core/select/facility_location.py",

@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Sequence
 from datetime import date, time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 from mtcli.core.config.errors import wrong
 
@@ -138,7 +138,7 @@ def names_a_file(text: str) -> bool:
     return bool(text) and "\0" not in text
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """Says whether a value of JSON is a number that float can hold; Python's booleans are none."""
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) < MAX_INTEGER

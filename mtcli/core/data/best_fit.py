@@ -128,7 +128,8 @@ class PackedConversations:
         Raises MtcliError where a file cannot be read or has bad lines, or the split gives no
         conversation, and OverLimit.
         """
-        self.seq_len, self.weights = config.batch.seq_len, None
+        self.seq_len = config.batch.seq_len
+        self.weights: tuple[float, ...] | None = None
         self.prefixes = read_blend(paths, field)[0]
         read = (partial(read_examples, Path(path), tokenize, field) for path in self.prefixes)
         self.examples = collect_errors(*read)

@@ -8,7 +8,7 @@ samples it owns from memory-mapped files.
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from psutil import virtual_memory
@@ -36,6 +36,58 @@ class SampleId(NamedTuple):
 
     prefix: str
     spans: tuple[tuple[int, int, int], ...]
+
+
+class RunData(Protocol):
+    """The samples of a run by global id, and the datasets that they come from: none by default."""
+
+    prefixes: tuple[str, ...] = ()
+    weights: tuple[float, ...] | None = None
+    planned: int = 0
+    """samples that the run was to have when it began"""
+
+    def __len__(self) -> int:
+        """The samples of the run."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens of each dataset, in an epoch."""
+        return ()
+
+    @property
+    def files(self) -> list[list[Path]]:
+        """The files of each dataset."""
+        return []
+
+    def sample_ids(self, start: int, count: int) -> list[SampleId]:
+        """Identifies samples by where their tokens come from."""
+        return []
+
+    def drawn(self, start: int, stop: int) -> list[int]:
+        """Counts how many of the samples start .. stop - 1 each dataset gives."""
+        return []
+
+    def describe(self) -> dict[str, str]:
+        """Describes the data in the words that a run says first, by name."""
+        return {}
+
+
+class TokenBatches(RunData, Protocol):
+    """The samples of a language model's data."""
+
+    def batch(self, start: int, count: int) -> np.ndarray:
+        """Reads samples start .. start + count - 1: int64 [count, seq_len + 1]."""
+
+    def documents(self, start: int, count: int) -> np.ndarray:
+        """Finds the document of each token: int32 [count, seq_len + 1]."""
+
+    def loss_weights(self, start: int, count: int) -> np.ndarray | None:
+        """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
+        return None
+
+    def padding(self, start: int, count: int) -> np.ndarray | None:
+        """Says which tokens fill rows up: bool [count, seq_len]; None: none, of all samples."""
+        return None
 
 
 class _Dataset(NamedTuple):
@@ -309,7 +361,7 @@ def require_data(config: RunConfig) -> None:
         require_stated_ids(blend.prefixes, config.model.vocab_size)
 
 
-def require_ids(batches: "Batches", start: int, rows: np.ndarray, vocab_size: int) -> None:
+def require_ids(batches: RunData, start: int, rows: np.ndarray, vocab_size: int) -> None:
     """Checks every id of `rows`, which are `batches.batch(start, ...)`: int64 [count, seq_len + 1].
 
     Raises MtcliError with source, document and id of the first one outside of the vocabulary.
@@ -346,8 +398,8 @@ def _unknown_id(what: str, token: int, vocab_size: int) -> MtcliError:
     return wrong(message, hint, "model.vocab_size")
 
 
-class CountedTokens:
-    """A dataset of tokens 0, 1, 2, ..., each sample one document; has the interface of `Batches`.
+class CountedTokens(TokenBatches):
+    """A dataset of tokens 0, 1, 2, ..., each sample one document; read as `Batches` are.
 
     Profiles use it, as their work does not depend on the text.
     """
@@ -366,13 +418,3 @@ class CountedTokens:
     def documents(self, start: int, count: int) -> np.ndarray:
         """Returns zeros, int32 [count, seq_len + 1]: each sample is one document."""
         return np.zeros((count, self.seq_len + 1), np.int32)
-
-    def loss_weights(self, start: int, count: int) -> None:
-        """Returns None: every label's loss has weight 1."""
-
-    def padding(self, start: int, count: int) -> None:
-        """Returns None: tokens fill every sample."""
-
-    def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Returns an empty list: the samples come from no dataset."""
-        return []

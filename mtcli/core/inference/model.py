@@ -32,11 +32,11 @@ from mtcli.core.model.init import load_weights
 from mtcli.core.model.inputs import Inputs, KVCache, make_inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.collectives import all_reduce, gather_values
-from mtcli.core.parallel.factory import TokenLoss
 from mtcli.core.parallel.groups import Groups, make_groups, world_axis
 from mtcli.core.parallel.ownership import unsharded
 from mtcli.core.parallel.pipeline import Pipeline
 from mtcli.core.parallel.together import together
+from mtcli.core.parallel.vocab_parallel import VocabLoss
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only
 from mtcli.kernels.gemm import DTYPES
@@ -137,7 +137,7 @@ class InferenceModel:
             stage = self._last_stage()
             if self.config.model.head == "mlm":
                 last = cast(MaskedTokens, stage.head).transformed(last)
-            output = cast(TokenLoss, stage.output)
+            output = cast(VocabLoss, stage.output)
             logits = output.all_logits(output.logits(last), self.vocab_size).float()
         return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
 
@@ -158,7 +158,7 @@ class InferenceModel:
         outputs = self.forward(micro_batches)
         if not outputs:
             return torch.zeros(2, len(batch.rows), device=device)
-        output = cast(TokenLoss, self._last_stage().output)  # a language model's has one
+        output = cast(VocabLoss, self._last_stage().output)  # a language model's has one
         x_TD = torch.cat(outputs)
         scores = torch.zeros(2, len(batch.rows), device=device)
         for start in range(0, most, SCORED_ROWS):

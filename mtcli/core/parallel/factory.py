@@ -59,12 +59,6 @@ class TokenLoss(Protocol):
     def logits(self, x_TD: Tensor) -> Tensor:
         """x_TD -> logits_TV, padding columns included."""
 
-    def all_logits(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
-        """The logits of every rank [N, vocab_size], without padding."""
-
-    def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probability [N], whether the target is the argmax [N]); overwrites the logits."""
-
 
 @dataclass(frozen=True)
 class LayerFactory(ABC):
@@ -151,7 +145,7 @@ class LayerFactory(ABC):
         module.weight = self.parameter(f"{name}.weight")
         return module
 
-    def adapter(self, name: str) -> Adapter | None:
+    def adapter(self, name: str) -> nn.Module | None:
         """The adapter of a linear layer, or None where the run trains none of its targets."""
         site = self.adapter_site(name)
         if site is None or self.adapters is None:

@@ -1,7 +1,8 @@
 """Computes the time breakdown of a step: each second of each pipeline rank under one name.
 
-A gap before an op whose input comes from another rank is bubble until that rank has made it, and
-communication after. What follows the last op is bubble until the slowest pipeline rank is done.
+A gap before an op that reads another rank's output is bubble until that rank has made the output,
+and communication after. Time after a rank's last op is bubble until the slowest pipeline rank is
+done.
 """
 
 from collections import defaultdict
@@ -27,13 +28,13 @@ def spent_by_rank(records: Sequence[RankRecord], schedule: Schedule) -> list[Spe
     """Seconds of a step by kind, per pipeline rank: means over the timed steps."""
     means = []
     for record, steps in _steps_of(records):
-        each = [attribute(record, pipeline, i, schedule) for i, pipeline in enumerate(steps)]
-        means.append({kind: mean(spent[kind] for spent in each) for kind in KINDS})
+        step_spent = [attribute(record, pipeline, i, schedule) for i, pipeline in enumerate(steps)]
+        means.append({kind: mean(spent[kind] for spent in step_spent) for kind in KINDS})
     return means
 
 
 def p2p_seconds(records: Sequence[RankRecord], schedule: Schedule) -> list[float]:
-    """Seconds of a step that each pipeline rank waits for p2p inputs which are made already.
+    """Seconds of a step that each pipeline rank waits for p2p inputs after their sender made them.
 
     Means over the timed steps.
     """
@@ -86,12 +87,12 @@ def attribute(
 def _waits(
     record: RankRecord, pipeline: Sequence[StepRecord], index: int, schedule: Schedule
 ) -> Iterator[tuple[OpSpan, float, float]]:
-    """Yields each op of a step with the seconds before it in which a rank waits for its input to be
-    made on another rank, and then for it to arrive; none of either where it has no such input."""
+    """Yields (span of an op, bubble, transfer): the seconds before the op until another rank has
+    made its input, and from then until the op begins; 0 and 0 without input of another rank."""
     ends = {span.op: span.end for other in pipeline for span in other.spans}
     clock = record.steps[index].phases.data
     for span in record.steps[index].spans:
-        made = max(
+        input_ready = max(
             (
                 ends[need]
                 for need in needs(span.op, schedule.num_stages)
@@ -99,10 +100,10 @@ def _waits(
             ),
             default=None,
         )
-        if made is None:
+        if input_ready is None:
             yield span, 0.0, 0.0
         else:
-            arrived = min(max(clock, made), span.start)
+            arrived = min(max(clock, input_ready), span.start)
             yield span, arrived - clock, span.start - arrived
         clock = span.end
 
@@ -139,7 +140,7 @@ def measured_bubble(records: Sequence[RankRecord]) -> float:
 
 
 def busy_seconds(record: RankRecord) -> float:
-    """Seconds of a step in which a rank itself works: the median of its timed steps."""
+    """Seconds of a step in which a rank computes: the median of its timed steps."""
     return median(
         sum((b - a) * (1.0 - record.exchanging(step, op.kind)) for op, a, b in step.spans)
         for step in record.steps
@@ -147,7 +148,7 @@ def busy_seconds(record: RankRecord) -> float:
 
 
 def stragglers(records: Sequence[RankRecord]) -> list[dict[str, float]]:
-    """Every rank's working seconds over the median of its pipeline rank's replicas, worst first."""
+    """Every rank's busy seconds over the median of its pipeline rank's replicas, worst first."""
     busy = [(record, busy_seconds(record)) for record in records]
     replicas = defaultdict[int, list[float]](list)
     for record, seconds in busy:

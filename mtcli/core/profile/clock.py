@@ -1,4 +1,4 @@
-"""Times a step: stamps are taken while it runs and become seconds when it is over."""
+"""Times a step: takes stamps while the step runs, and converts them to seconds afterwards."""
 
 import platform
 from collections.abc import Callable
@@ -18,7 +18,7 @@ ROUNDS = 8  # barriers between which clocks of two machines are compared
 class HostClock:
     """A clock of the host, perf_counter: on CPU an op is over when its call returns.
 
-    A clock gives stamps; `begin` starts a step, after `end` its stamps are known in seconds.
+    Call `begin` before a step and `end` after it; `seconds` then converts the step's stamps.
     """
 
     def __call__(self) -> float:
@@ -37,7 +37,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """CUDA events: when the device came to a point of its stream, without stopping it there."""
+    """A clock of CUDA events: stamps points of the device's stream without synchronising."""
 
     def __init__(self) -> None:
         self.begin()
@@ -77,7 +77,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def op_range(device: torch.device) -> Callable[[object], AbstractContextManager[object]]:
-    """An NVTX range to run an op in, so that tools that watch the device see its name."""
+    """Makes the NVTX range of an op, which shows its name in tools such as Nsight."""
     if device.type != "cuda":
         return nullcontext
     return lambda op: torch.cuda.nvtx.range(str(op))
@@ -95,12 +95,15 @@ def clock_offset(world: Axis) -> float:
         moments.append(perf_counter())
     boot = Path("/proc/sys/kernel/random/boot_id")  # containers of a host share it, and its clock
     machine = boot.read_text().strip() if boot.exists() else platform.node()
-    told = gather_values((machine, moments), world)
-    return offset_between(told[0], told[world.rank])
+    by_rank = gather_values((machine, moments), world)
+    return offset_between(by_rank[0], by_rank[world.rank])
 
 
-def offset_between(first: tuple[str, list[float]], own: tuple[str, list[float]]) -> float:
-    """Seconds from my clock to the first rank's, from (machine, moments of leaving barriers)."""
-    if first[0] == own[0]:
+def offset_between(first: tuple[str, list[float]], local: tuple[str, list[float]]) -> float:
+    """Seconds to add to the local clock to get the first rank's.
+
+    Both ranks give (machine, moments at which the rank left each barrier).
+    """
+    if first[0] == local[0]:
         return 0.0
-    return median(a - b for a, b in zip(first[1], own[1], strict=True))
+    return median(a - b for a, b in zip(first[1], local[1], strict=True))

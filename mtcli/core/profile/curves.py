@@ -1,4 +1,4 @@
-"""Reduces the metrics of a run's steps to what is drawn: thinned curves, quantiles, histograms."""
+"""Reduces the metrics of a run's steps for drawing: thinned curves, quantiles, histograms."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 Row = Mapping[str, Any]
 MOST_POINTS = 2000  # of a curve in a page: more than a screen has columns
 BINS = 40
-CURVES = {  # (key in metrics.jsonl, unit times)
+CURVES = {  # name: (key in metrics.jsonl, factor to the unit)
     "loss": ("loss", 1.0),
     "gradient norm": ("grad_norm", 1.0),
     "learning rate": ("lr", 1.0),
@@ -31,9 +31,9 @@ def curve(rows: Sequence[Row], key: str, scale: float = 1.0) -> Curve:
 
 
 def thinned(full_curve: Curve, points: int = MOST_POINTS) -> Curve:
-    """Thins a curve to about `points` at most: of each stretch its lowest and highest, in order.
+    """Thins a curve to about `points`: the lowest and highest of each stretch, so no spike is lost.
 
-    So no spike is lost. Steps without a finite value are kept where a stretch has no other.
+    A stretch without a finite value keeps its first step.
     """
     stride = -(-len(full_curve.steps) // (points // 2))
     if stride <= 2:
@@ -49,7 +49,7 @@ def thinned(full_curve: Curve, points: int = MOST_POINTS) -> Curve:
 
 def curves_of(rows: Sequence[Row]) -> dict[str, dict[str, list[Any]]]:
     """Curves to draw, thinned, as {curve: {steps, values}}; None where a value is not finite."""
-    curves = {name: thinned(curve(rows, *of)) for name, of in CURVES.items()}
+    curves = {name: thinned(curve(rows, *source)) for name, source in CURVES.items()}
     curves["validation loss"] = thinned(curve(rows, "valid_loss"))
     return {
         name: {

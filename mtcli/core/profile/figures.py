@@ -1,7 +1,7 @@
 """Computes the figures of a profiled run, measured vs planned: the JSON of `mtcli profile --json`.
 
-Planned figures are those of `mtcli plan` for this config at the peak that MFU divides by; None
-where plan does not know the device.
+Planned figures are those of `mtcli plan` for this config, at the peak FLOP/s that MFU divides by.
+They are None where plan does not know the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class Profile:
     world: int
     device: str
     records: Sequence[RankRecord]
-    calibrates: bool = True  # this machine, where it is a CPU and what is planned is asked for
+    calibrates: bool = True  # whether planning may measure the rates of this CPU
 
     @cached_property
     def work(self) -> Workload:
@@ -77,13 +77,13 @@ class Profile:
 
     @cached_property
     def step_seconds(self) -> list[float]:
-        """Length of each timed step: of the rank that took longest."""
+        """Seconds of each timed step, on the rank that took longest."""
         steps = range(len(self.records[0].steps))
         return [max(record.steps[i].seconds for record in self.records) for i in steps]
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """The plan of this run at the rate that MFU divides by, where plan knows the device."""
+        """The plan of this run at the peak that MFU divides by; None of an unknown device."""
         if self.device not in NAMES:
             return None
         named = device_named(self.device)
@@ -96,7 +96,7 @@ class Profile:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens of a timed step, on average, without what fills rows up."""
+        """Mean tokens of a timed step, without padding."""
         return mean(step.tokens for step in self.records[0].steps)
 
     @property
@@ -116,7 +116,7 @@ class Profile:
         return mean(record.peak_flops for record in self.records)
 
     def utilisation(self, flops: float) -> float:
-        """FLOPs of a step over what all devices could do in a step of median length."""
+        """FLOPs of a step over those of all devices at their peak, in a step of median length."""
         return flops / median(self.step_seconds) / (self.peak_flops * self.world)
 
     def as_json(self) -> Json:
@@ -192,24 +192,24 @@ class Profile:
     @property
     def fullest(self) -> RankRecord:
         """The rank with the most bytes of state and activations."""
-        return max(self.records, key=lambda record: sum(_told(record).values()))
+        return max(self.records, key=lambda record: sum(_bytes_by_kind(record).values()))
 
 
 def memory_of(record: RankRecord) -> dict[str, int]:
-    """Bytes of a rank by kind; `activations` is the most that the profiled step added, `peak` the
-    most that its tensors took, and `process` all that it took, with its libraries."""
-    told = _told(record)
-    peak = record.allocated_bytes or sum(told.values())
-    return {**told, "peak": peak, "process": record.process_bytes}
+    """Bytes of a rank by kind: state, the profiled step's peak of `activations`, the `peak` of all
+    tensors, and `process`, the whole process with its libraries."""
+    sizes = _bytes_by_kind(record)
+    peak = record.allocated_bytes or sum(sizes.values())
+    return {**sizes, "peak": peak, "process": record.process_bytes}
 
 
-def _told(record: RankRecord) -> dict[str, int]:
+def _bytes_by_kind(record: RankRecord) -> dict[str, int]:
     activations = max((point.total for point in record.profiled.memory), default=0)
     return {**record.state_bytes, "activations": activations}
 
 
 def memory_over_time(record: RankRecord) -> Json:
-    """Bytes of a rank by kind over the profiled step: what the step adds, on top of its state."""
+    """Bytes of a rank by kind over the profiled step: its state, and what the step adds."""
     curve = record.profiled.memory
     state = {kind: [size] * len(curve) for kind, size in record.state_bytes.items()}
     return {
@@ -230,7 +230,7 @@ def rows_of(timeline: Timeline) -> list[Json]:
 
 
 def figures(data: Mapping[str, Any], plan: Prediction | None) -> Json:
-    """{figure: {measured, planned, unit}} of the figures that both have."""
+    """{figure: {measured, planned, unit}}; planned is None where the plan has no such figure."""
     said = planned(plan, fullest_stage(data)) if plan else {}
     measured = {"step_seconds": data["step_seconds"]["median"]}
     measured |= {name: data[name] for name in ("tokens_per_second", "mfu", "hfu")}
@@ -250,7 +250,7 @@ def figures(data: Mapping[str, Any], plan: Prediction | None) -> Json:
 
 
 def fullest_stage(data: Mapping[str, Any]) -> int:
-    """The pipeline rank with most memory, measured and planned."""
+    """The pipeline rank of the rank with most memory."""
     return int(data["rank_map"][data["fullest_rank"]]["attention"]["pp"])
 
 
@@ -263,8 +263,7 @@ def planned_memory(figures: Mapping[str, Any]) -> dict[str, int]:
 def planned(plan: Prediction, pp_rank: int) -> Json:
     """Figures of the plan, by the names of the measured ones; memory is that of a pipeline rank.
 
-    As measured, `activations` is all that a step allocates: what plan says that forwards keep, and
-    what it counts under `other` for a moment.
+    As in the measurement, `activations` are all bytes that a step allocates besides the state.
     """
     memory = plan.stages[pp_rank]
     sizes = {kind: getattr(memory, kind) for kind in ("weights", "gradients", "optimizer")}
@@ -289,7 +288,7 @@ def _headline(plan: Prediction) -> Json:
 
 
 def planned_shares(plan: Prediction) -> dict[str, float]:
-    """Shares of the planned step by the kinds of breakdown.py: means over pipeline ranks."""
+    """Shares of the planned step by `breakdown.KINDS`: means over pipeline ranks."""
     costs, work = plan.costs, plan.work
     timeline = simulated(work, costs, work.num_micro_batches)
     ranks, blocks = work.layout.pp, work.num_micro_batches * work.model.num_layers
@@ -325,8 +324,8 @@ def joined(measured: Timeline, planned: Timeline | None) -> list[Json]:
 def seconds_by_axis(records: Sequence[RankRecord], schedule: Schedule) -> Json:
     """Seconds of a step that a rank communicates, as {axis: {measured}}.
 
-    The mean over ranks (and timed steps) of the seconds the host waits on CPU, of NCCL's kernels on
-    GPU; on pp the seconds between an input's being made and its arrival.
+    Means over ranks and timed steps: of the host's waits on CPU, of NCCL's kernels on GPU. For pp:
+    the seconds between the sender's op and the receiver's.
     """
     seconds = {}
     for axis, groups in CARRIERS.items():
@@ -348,7 +347,7 @@ def traffic(records: Sequence[RankRecord]) -> list[Json]:
 
 
 def matrix(rows: Sequence[Mapping[str, Any]], world: int) -> list[list[int]]:
-    """Bytes of all axes: row r has what rank r sent to each rank."""
+    """Bytes over all axes; row r, column c: from rank r to rank c."""
     sent = [[0] * world for _ in range(world)]
     for row in rows:
         sent[row["from"]][row["to"]] += row["bytes"]

@@ -1,6 +1,6 @@
-"""Reads a finished run back from its folder (config, metrics, events, run.json), as figures.
+"""Reads a finished run from its folder (config, metrics, events, run.json), and its figures.
 
-Its curves have each step once, in order, thinned to be drawn.
+Curves have each step once, in order, thinned for drawing.
 """
 
 import math
@@ -79,7 +79,7 @@ def read_run(source: str) -> FinishedRun:
 
 
 def once(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """Keeps each step once: (as it was run last, in order; the steps at which the run resumed).
+    """(each step's last row, in order; the steps at which the run resumed).
 
     A run that resumes from a checkpoint runs the steps since then a second time.
     """
@@ -101,8 +101,8 @@ def _events(folder: Path) -> list[dict[str, Any]]:
 def _is_event(event: Any) -> bool:
     if not isinstance(event, dict) or type(event.get("step")) is not int:
         return False
-    told = {"stall_seconds", *(event.keys() & OF_SAVES)}
-    return event.get("event") != "saved" or all(is_number(event.get(name)) for name in told)
+    numbers = {"stall_seconds", *(event.keys() & OF_SAVES)}
+    return event.get("event") != "saved" or all(is_number(event.get(name)) for name in numbers)
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -172,30 +172,32 @@ def summary_of(run: FinishedRun) -> dict[str, Any]:
 
 
 def ranks_of(rows: Sequence[Row]) -> dict[str, Any]:
-    """Summarises how long ranks computed and waited: by kind the median over steps of the ranks'
-    largest and median seconds, and the ranks that had the largest, by how often. Empty where no row
-    tells."""
-    told = [row for row in rows if row.keys() >= OF_RANKS]
-    if not told:
+    """Summarises how long ranks computed and waited; {} where no row has these keys.
+
+    For each kind: medians over steps of the largest and of the median rank's seconds, and the ranks
+    that were the largest most often.
+    """
+    timed_rows = [row for row in rows if row.keys() >= OF_RANKS]
+    if not timed_rows:
         return {}
 
     def of(kind: str) -> dict[str, Any]:
-        counts = Counter(int(row[f"{kind}_rank_max"]) for row in told)
+        counts = Counter(int(row[f"{kind}_rank_max"]) for row in timed_rows)
         return {
-            "max": median(row[f"{kind}_seconds_max"] for row in told),
-            "median": median(row[f"{kind}_seconds_median"] for row in told),
+            "max": median(row[f"{kind}_seconds_max"] for row in timed_rows),
+            "median": median(row[f"{kind}_seconds_median"] for row in timed_rows),
             "ranks": [{"rank": rank, "steps": n} for rank, n in counts.most_common(SHOWN_RANKS)],
         }
 
     return {
-        "steps": len(told),
+        "steps": len(timed_rows),
         "computing_seconds": of("computing"),
         "waiting_seconds": of("waiting"),
     }
 
 
 def planned_of(run: FinishedRun, step_seconds: float) -> Timeline:
-    """The run's schedule, a backward twice as long as a forward, stretched to a step's length."""
+    """Simulates the run's schedule, with backward = 2 * forward, scaled to a step's seconds."""
     assert run.world, "a schedule needs the number of ranks"
     work = Workload.of(run.config, run.world)
     schedule = work.schedule(work.num_micro_batches)

@@ -77,8 +77,8 @@ def measure(config: RunConfig, runtime: Runtime, warmup: int, steps: int) -> Mea
         process_bytes=process,
         peak_flops=peak,
     )
-    told = gather_values(RANK_RECORD.dump_python(record, mode="json"), trainer.groups.world)
-    records = [RANK_RECORD.validate_python(fields) for fields in told]
+    gathered = gather_values(RANK_RECORD.dump_python(record, mode="json"), trainer.groups.world)
+    records = [RANK_RECORD.validate_python(fields) for fields in gathered]
     return Measured(records, trace, device_name(runtime.device))
 
 
@@ -92,7 +92,7 @@ def timed_step(
 def _watched_step(
     trainer: Trainer, loader: MicroBatchLoader, clock: Clock, offset: float
 ) -> tuple[StepRecord, Traffic]:
-    """Runs a timed step, with the traffic and waits of its collectives."""
+    """Runs a timed step; returns also the traffic and waits of its collectives."""
     recorder = trainer.groups.world.recorder
     traffic = recorder.traffic = Traffic()
     clock.begin()
@@ -142,7 +142,7 @@ def profiled_step(
 
 
 def _process_bytes(device: torch.device) -> int:
-    """Bytes resident in this process at most so far (CPU), or in use on the device now."""
+    """The process's peak resident bytes so far (CPU), or the bytes in use on the device now."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free

@@ -1,4 +1,4 @@
-"""Defines what the ranks of a profiled run send to rank 0: times on its clock, bytes, kernels."""
+"""Defines the records that ranks of a profiled run send to rank 0: times, bytes, kernels."""
 
 from typing import NamedTuple
 
@@ -17,10 +17,10 @@ class WaitSeconds(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step on one rank, in seconds of rank 0's clock; `tokens` of its global batch, without
+    """One step on one rank, in seconds of rank 0's clock; `tokens` are the global batch's, without
     padding.
 
-    `waiting` is None where collectives are waited for by a device, or are not all ours.
+    `waiting` is None where a device waits for collectives, or the recorder does not see all.
     """
 
     phases: Phases
@@ -35,7 +35,7 @@ class StepRecord(NamedTuple):
 
 
 class KernelTime(NamedTuple):
-    """Time of a kernel (or on CPU an operator, without those it calls) in the profiled step."""
+    """Time of a kernel in the profiled step; on CPU of an operator, without nested ones."""
 
     name: str
     calls: int
@@ -43,7 +43,7 @@ class KernelTime(NamedTuple):
 
 
 class MemorySample(NamedTuple):
-    """Bytes allocated since the step began: those that outlive their op, and the rest."""
+    """Bytes alive that were allocated since the step began; `activations` outlive their op."""
 
     seconds: float  # since the step began
     activations: int
@@ -64,7 +64,7 @@ class Profiled(NamedTuple):
     overlapped: float  # seconds in which computation hides them
     kernels: list[KernelTime]  # by seconds, the longest first
     memory: list[MemorySample]
-    by_axis: dict[str, float]  # seconds, where the trace tells the axis
+    by_axis: dict[str, float]  # seconds, of exchanges whose axis is known
     sent: list[Sent]
 
 

@@ -1,9 +1,9 @@
 """Summarises the trace of the profiled step as one rank's `Profiled`.
 
-Bytes are told apart by how long they live: those that outlive their op, and the rest. What is
-allocated in one op of the pipeline and released in a later one is an activation, or the gradient
-of one on its way to another stage. What is gone by the end of its op (or of the phase around the
-pipeline) is temporary: outputs of products on their way, gathered weights, scratch.
+Memory that is allocated in one op of the pipeline and freed in a later one counts as activations:
+tensors saved for backward, or gradients on their way to another stage. Memory that is freed by the
+end of its op (or of the phase around the pipeline) is temporary: outputs of GEMMs, gathered
+weights, workspaces.
 """
 
 from bisect import bisect
@@ -26,8 +26,8 @@ def summarized(
 ) -> Profiled:
     """Summarises a trace of a step, with the traffic and waits of its host.
 
-    `began` is when its STEP annotation was entered, on the clock of the step's stamps and on that
-    of the waits.
+    `began` is the moment at which the STEP annotation was entered: on the clock of the step's
+    stamps, and on that of the waits.
     """
     events = traces.complete(trace["traceEvents"])
     mark = next(e["ts"] / 1e6 for e in events if e["name"] == traces.STEP)
@@ -54,7 +54,10 @@ def summarized(
 
 
 def waiting_of(step: StepRecord, traffic: Traffic, offset: float) -> WaitSeconds:
-    """Seconds that the host waited for collectives in a step whose stamps are `offset` later."""
+    """Seconds that the host waited for collectives in a step.
+
+    `offset` is added to waits to get the clock of the step's stamps.
+    """
     waits = union((w.start + offset, w.end + offset) for w in traffic.waits)
     ops = [(span.op.kind, span.start, span.end) for span in step.spans]
     return WaitSeconds(shares_inside(ops, waits), _waited(traffic))
@@ -72,11 +75,11 @@ def shares_inside(
 
 
 def _seconds_on_host(traced: list[traces.Event], traffic: Traffic) -> dict[str, float]:
-    """Seconds of waits by axis; those that the transport does not know are FSDP2's, all of dp."""
-    told = _waited(traffic)
+    """Seconds of waits by axis; exchanges that the recorder does not see are FSDP2's, of dp."""
+    seconds = _waited(traffic)
     sharding = [e for e in traced if not e["name"].startswith(traces.RECEIVE)]
-    told["data"] = told.get("data", 0.0) + sum(traces.exchanges(sharding).values())
-    return told
+    seconds["data"] = seconds.get("data", 0.0) + sum(traces.exchanges(sharding).values())
+    return seconds
 
 
 def _waited(traffic: Traffic) -> dict[str, float]:
@@ -95,14 +98,14 @@ class Allocation(NamedTuple):
 def allocations(events: Iterable[traces.Event], begin: float) -> list[Allocation]:
     """Finds the allocations since `begin` (seconds of the trace), in seconds since then.
 
-    Memory of the device where there are such events, else of the host. The release of what was
-    there before is an allocation of negative bytes that stays.
+    Events of the device count where there are any, else the host's. The release of memory from
+    before `begin` is an allocation of negative bytes that is never freed.
     """
-    told = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
-    kinds = {event["args"].get("Device Type", 0) for event in told}
+    changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    kinds = {event["args"].get("Device Type", 0) for event in changes}
     ended: list[Allocation] = []
     alive: dict[object, Allocation] = {}
-    for event in told:
+    for event in changes:
         moment, args = event["ts"] / 1e6 - begin, event["args"]
         if moment < 0 or args.get("Device Type", 0) != max(kinds):
             continue
@@ -117,7 +120,7 @@ def allocations(events: Iterable[traces.Event], begin: float) -> list[Allocation
 
 
 def over_time(allocated: Sequence[Allocation], bounds: Sequence[float]) -> list[MemorySample]:
-    """Samples bytes alive at each change; `bounds` are the moments between ops, in order."""
+    """Samples live bytes at each change; `bounds` are the moments between ops, in order."""
     changes = []
     for index, allocation in enumerate(allocated):
         passing = bisect(bounds, allocation.start) == bisect(bounds, allocation.end)
@@ -134,7 +137,7 @@ def over_time(allocated: Sequence[Allocation], bounds: Sequence[float]) -> list[
 
 
 def thinned(curve: Sequence[MemorySample], points: int) -> list[MemorySample]:
-    """Thins a curve to about `points` at most: the highest of each stretch, so the peak stays."""
+    """Thins a curve to about `points` at most: the highest of each stretch, with the peak."""
     stride = -(-len(curve) // points)
     parts = (curve[i : i + stride] for i in range(0, len(curve), stride))
     return [max(part, key=lambda sample: sample.total) for part in parts]

@@ -1,8 +1,8 @@
 """Reads torch.profiler's Chrome trace of a step, and writes it with every pipeline rank's ops.
 
-Times in a trace are microseconds of the profiler's own clock; what is read is in seconds of it. The
-written one opens in Perfetto and in chrome://tracing: ops are those of the profiled step, on rank
-0's clock, laid over the profiler's own time by the annotation that both saw.
+A trace has microseconds of the profiler's clock; functions here return seconds of that clock. The
+written trace opens in Perfetto and in chrome://tracing. Its ops are those of the profiled step, on
+rank 0's clock, shifted to the profiler's clock by the STEP annotation, which both clocks time.
 """
 
 import json
@@ -26,9 +26,9 @@ SEND, RECEIVE = "gloo:send", "gloo:recv"
 PROCESS = 10**9  # above any process id, so that our tracks have a process of their own
 
 
-def spans_of(events: Iterable[Event], wanted: Callable[[Event], bool]) -> list[Interval]:
-    """The union of the wanted events' intervals, in order and disjoint."""
-    return union((e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if wanted(e))
+def spans_of(events: Iterable[Event], selects: Callable[[Event], bool]) -> list[Interval]:
+    """The union of the intervals of selected events, in order and disjoint."""
+    return union((e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in events if selects(e))
 
 
 def complete(events: Iterable[Event]) -> list[Event]:
@@ -37,9 +37,9 @@ def complete(events: Iterable[Event]) -> list[Event]:
 
 
 def is_exchange(event: Event) -> bool:
-    """Whether an event is communication under way: gloo's on CPU, NCCL's kernels on GPU.
+    """Whether an event is communication that a rank waits for: of gloo, or an NCCL kernel.
 
-    Not gloo's sends: one is under way until the receiver takes it, and nobody waits for it.
+    A gloo send is none: it lasts until the receiver takes it, and nobody waits for it.
     """
     name = event["name"]
     if name.startswith("gloo:"):
@@ -54,8 +54,8 @@ def exchanges(events: Iterable[Event]) -> dict[str, float]:
 
 def seconds_by_axis(events: Iterable[Event]) -> dict[str, float]:
     """Seconds of NCCL's kernels by the axis whose communicator they use; none on CPU."""
-    told = ((e.get("args", {}).get(GROUP), e) for e in events if is_exchange(e))
-    return summed((axis, event["dur"] / 1e6) for axis, event in told if axis)
+    pairs = ((e.get("args", {}).get(GROUP), e) for e in events if is_exchange(e))
+    return summed((axis, event["dur"] / 1e6) for axis, event in pairs if axis)
 
 
 def summed(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
@@ -69,8 +69,8 @@ def summed(seconds: Iterable[tuple[str, float]]) -> dict[str, float]:
 def sharding_bytes(events: Sequence[Event]) -> list[tuple[str, int]]:
     """Finds (axis, bytes to the next rank of a ring) of each collective that torch's FSDP2 starts.
 
-    From the sizes of its tensors: an all-gather passes on all but this rank's part, and so does a
-    reduce-scatter. Needs a trace with shapes.
+    Bytes follow from tensor sizes: an all-gather or reduce-scatter sends all but this rank's shard.
+    Needs a trace with shapes.
     """
     ranges = [e for e in events if e["name"].startswith("FSDP::")]
     sent = []
@@ -96,8 +96,8 @@ def op_bounds(events: Iterable[Event], begin: float) -> list[float]:
 def computing(events: list[Event]) -> list[Interval]:
     """Intervals in which this rank computes: its kernels, or on CPU its operators.
 
-    On CPU an outermost operator that starts no communication computes as a whole; one that does
-    may wait inside, so only the tensor operators within it count.
+    On CPU an outermost operator that starts no communication counts as a whole. Another may wait
+    inside, so only its nested `aten::` operators count.
     """
     kernels = [e for e in events if e.get("cat") == "kernel"]
     if kernels:
@@ -142,16 +142,16 @@ def _by_thread(events: list[Event]) -> list[list[Event]]:
 
 def _own_times(thread: list[Event]) -> list[tuple[str, float]]:
     """(name, microseconds outside the operators it calls) of a thread's operators."""
-    own: list[float] = []
+    durations: list[float] = []
     open_now: list[tuple[int, float]] = []  # (index, end) of the operators around this one
     for index, event in enumerate(thread):
         while open_now and event["ts"] >= open_now[-1][1]:
             open_now.pop()
-        own.append(event["dur"])
+        durations.append(event["dur"])
         if open_now:
-            own[open_now[-1][0]] -= event["dur"]
+            durations[open_now[-1][0]] -= event["dur"]
         open_now.append((index, event["ts"] + event["dur"]))
-    return [(event["name"], seconds) for event, seconds in zip(thread, own, strict=True)]
+    return [(event["name"], seconds) for event, seconds in zip(thread, durations, strict=True)]
 
 
 def write_trace(target: str, trace: dict[str, Any], records: Sequence[RankRecord]) -> None:
@@ -163,9 +163,9 @@ def write_trace(target: str, trace: dict[str, Any], records: Sequence[RankRecord
 
 
 def _apart(event: Event) -> list[Event]:
-    """Returns the event; one of gloo's as the two ends of an asynchronous slice.
+    """Returns the event, or a gloo event as the two ends of an asynchronous slice.
 
-    It begins inside the operator that starts it and ends long after, and slices of one thread nest.
+    A gloo event outlasts the operator that starts it, and slices of one thread have to nest.
     """
     if event.get("ph") != "X" or not event["name"].startswith("gloo:"):
         return [event]
@@ -176,7 +176,7 @@ def _apart(event: Event) -> list[Event]:
 
 
 def op_events(trace: dict[str, Any], records: Sequence[RankRecord]) -> list[Event]:
-    """Trace events of each pipeline rank under its name: its ops and the phases around them."""
+    """Makes the trace events of each pipeline rank: its ops, and the phases around them."""
     mark = next(e["ts"] for e in trace["traceEvents"] if e.get("name") == STEP)
     begin = next(r for r in records if r.rank == 0).profiled.step.phases.begin
 

@@ -1,1 +1,1 @@
-"""The real stage and step of any rank of any world, on fake tensors: what a step's memory is."""
+"""Measures a step's memory by running any rank's real stages on fake tensors."""

@@ -1,8 +1,7 @@
 """Runs `mtcli plan --dry-run`: the real trainer of any rank of any world, with fake tensors.
 
-The classes that train are built with fake tensors in a fake world, and a real step runs through
-them under a count of live bytes. The plan, which has run a few blocks of one micro-batch, is
-compared with that.
+The training classes are built with fake tensors in a fake world, and run a real step, whose live
+bytes are counted. The plan, which has run a few blocks of one micro-batch, is compared with them.
 """
 
 from contextlib import closing
@@ -105,10 +104,9 @@ class DryRun:
 def dry_run(config: RunConfig, plan: Prediction, rank: int | None) -> DryRun:
     """Runs a step of a rank (the fullest one where None) of a planned config.
 
-    A step of many micro-batches is cut to as many as the pipeline takes to repeat itself. Raises
-    MtcliError where there is no such rank.
+    The step has the micro-batches of `shortened`. Raises MtcliError where there is no such rank.
     """
-    # What a step costs is known of a model that the one head cannot train, too.
+    # TRAINING_RULES refuse what cannot be trained; its step can be counted nevertheless.
     work, device, world = plan.work, plan.device, plan.work.layout.world
     rules.require(config, world, *rules.ENGINE_RULES, without=rules.TRAINING_RULES)
     rank = plan.fullest_rank if rank is None else rank
@@ -141,9 +139,10 @@ def dry_run(config: RunConfig, plan: Prediction, rank: int | None) -> DryRun:
 
 
 def shortened(config: RunConfig, work: Workload) -> RunConfig:
-    """The config with the micro-batches that fill the pipeline, and two that run through it full.
+    """The config with fewer micro-batches but the same peak: pp fill the pipeline, two more follow.
 
-    gpipe keeps every one of them, and interleaving its last group, of pp and the remainder.
+    gpipe needs all of them, as it keeps all alive; interleaving needs 2 * pp and the remainder of
+    the last group.
     """
     pp, count = work.layout.pp, work.num_micro_batches
     few = 2 * pp + count % pp if work.layout.vpp > 1 else pp + 2

@@ -1,8 +1,8 @@
-"""Fakes a world: fake tensors, fake ranks, and answers where only data could tell.
+"""Fakes a world of ranks in one process: fake tensors, fake process groups and chosen numbers.
 
-Inside, one process is any rank of any world. Tensors have shapes and no memory, collectives return
-at once, and the numbers that a step reads back from its tensors are chosen: losses and norms are 1,
-and routed tokens spread evenly over the experts.
+Inside, the process is any rank of any world. Tensors have shapes and no memory, and collectives
+return at once. Numbers that a step reads from its tensors are chosen: losses and norms are 1, and
+routed tokens spread evenly over the experts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ def fake_trainer(
 
 
 def _as_written(config: RunConfig) -> RunConfig:
-    """The config without compiling and CUDA graphs, which need tensors with memory."""
+    """The config without compilation and CUDA graphs, which need tensors with memory."""
     plain = config.train.model_copy(
         update={"compile": False, "cuda_graphs": False, "eval_batches": 1}
     )
@@ -74,7 +74,7 @@ def _as_written(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def in_float32(widens: bool) -> Iterator[None]:
-    """Makes products of bfloat16 in float32, where a device does."""
+    """Computes GEMMs of bfloat16 in float32 inside, if `widens`, as some devices do."""
     usual = set_bfloat16_in_float32(widens)
     try:
         yield
@@ -88,7 +88,7 @@ def fake_world(
 ) -> Iterator[None]:
     """Makes this process a rank of a world of fake ranks, and every new tensor a fake one.
 
-    `watching` sees every operation. With `on_gpu` our kernels are taken to run.
+    `watching` sees every operation. With `on_gpu`, Triton kernels are assumed to run.
     """
     if world > 1:
         backend = "cpu:fake,meta:fake"
@@ -113,8 +113,8 @@ def fake_world(
 def fake_shards(where: torch.device) -> Iterator[None]:
     """Lets FSDP2 shard fake parameters, which are on a CPU or on `meta` from the start.
 
-    It asks the device for streams, of which a CPU has some that do nothing; it does not train what
-    is on meta; and of what `to_empty` moves it wants the address, which fake tensors have not.
+    FSDP2 asks the device for streams, which `meta` lacks and a CPU fakes. It refuses to train
+    parameters on meta, and reads the address of what `to_empty` moves, which fake tensors lack.
     """
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fully_shard
 
@@ -149,11 +149,11 @@ class FakeChunks:
 
 
 class Answers(TorchDispatchMode):
-    """Answers for tensors without values when they are asked for one.
+    """Answers with a number when a step reads one from a fake tensor.
 
-    Whole numbers that follow from constants, from the balanced counts of routed tokens and from
-    the batch, such as which of its weights are not 0, are computed for real beside their fake
-    tensors. Of all else a number is 1.
+    Integers that follow from constants, from balanced counts of routed tokens and from the batch
+    (such as the indices of its weights that are not 0) are computed on real tensors next to the
+    fake ones. Any other number is 1.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -168,7 +168,7 @@ class Answers(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The operation's result, with values where those of its inputs are known."""
+        """Runs an operation; its result has values where those of its inputs are known."""
         given = dict(kwargs or {})
         if func is aten._local_scalar_dense.default:
             return self._number(args[0])
@@ -198,12 +198,12 @@ class Answers(TorchDispatchMode):
             return (torch.ones((), dtype=x.dtype) if values is None else values).item()
 
     def _balanced(self, copies: int, experts: int, bins: int = 0) -> Tensor:
-        """Copies for each expert when routing is balanced; a last bin has those of no expert."""
+        """Copies of tokens by expert under balanced routing; a last bin has the dropped ones."""
         m = self.model
-        each = int(copies * min(1.0, m.capacity_factor or 1.0)) // m.num_experts
-        rest = [copies - each * experts] if bins > experts else []
+        expert_copies = int(copies * min(1.0, m.capacity_factor or 1.0)) // m.num_experts
+        dropped = [copies - expert_copies * experts] if bins > experts else []
         with _disable_current_modes():
-            return torch.tensor([each] * experts + rest)
+            return torch.tensor([expert_copies] * experts + dropped)
 
     def _compute(self, func: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
         """The operation's result on values; None where one of them is not known."""
@@ -244,7 +244,7 @@ class Answers(TorchDispatchMode):
 
 
 def _some_slices(count: int, step: int) -> list[slice]:
-    """Replaces limits.row_slices: of slices that take memory alike, the first two and the last."""
+    """Replaces limits.row_slices by the first two slices and the last: the others take no more."""
     slices = ROW_SLICES(count, step)
     return slices if len(slices) < 4 else [*slices[:2], slices[-1]]
 

@@ -14,7 +14,7 @@ resize_storage = torch.UntypedStorage.resize_
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts live bytes of a kind of device; `where` names the moment, such as an op that runs."""
+    """Counts the live bytes of a device type, and the peak; `where` names the moment of a peak."""
 
     def __init__(self, device: str = "cpu", where: Callable[[], str] = str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
@@ -25,7 +25,7 @@ class LiveMemory(TorchDispatchMode):
         self.peak_at = ""
 
     def begin(self) -> None:
-        """Forgets the peak so far."""
+        """Restarts the peak at the bytes that are alive now."""
         self.peak, self.peak_at = self.bytes, self.where()
 
     def __enter__(self) -> "LiveMemory":
@@ -53,7 +53,7 @@ class LiveMemory(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The operation's result, whose memory counts from here on."""
+        """Runs an operation, and counts the memory of its result."""
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, Tensor) and x.device.type == self.device and not has_parts(x):
@@ -61,7 +61,7 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def add(self, storage: torch.UntypedStorage) -> None:
-        """Counts a storage, at its present size."""
+        """Counts a storage at its present size, until it is freed."""
         key = id(storage)
         if key not in self.references:
             self.references[key] = ref(storage, lambda _: self._remove(key))

@@ -1,5 +1,5 @@
-"""Rehearses predictions: their real stages run on fake tensors, in processes beside this one, which
-need torch where this one does not. What they find is kept in the user's cache.
+"""Rehearses predictions: runs their real stages on fake tensors, in processes that import torch, as
+this one does not. The user's cache keeps the results.
 """
 
 import atexit
@@ -36,7 +36,7 @@ StageKind = tuple[bool, bool, bool, int]  # first of its rank, of the model, the
 
 
 class Rehearsal(NamedTuple):
-    """A pipeline rank of a config on `world` devices, and whose kernels are taken to run."""
+    """A pipeline rank to rehearse of a config on `world` devices, with a CPU's or GPU's kernels."""
 
     config: RunConfig
     world: int
@@ -70,12 +70,12 @@ def rehearsed(plans: Sequence[tuple[RunConfig, Prediction]]) -> list[Prediction]
     Raises MtcliError (exit 1) where a stage does not run.
     """
     ranks = [representatives(p.work) for _, p in plans]
-    wanted = [
+    requests = [
         Rehearsal.of(config, p.work.layout.world, p.device, rank)
         for (config, p), some in zip(plans, ranks, strict=True)
         for rank in dict.fromkeys(some)
     ]
-    found = _found(wanted)
+    found = _found(requests)
     predictions = []
     for (config, p), some in zip(plans, ranks, strict=True):
         world = p.work.layout.world
@@ -103,14 +103,14 @@ def representatives(work: Workload) -> list[int]:
 
 
 def kind_of(work: Workload, pp_rank: int, stage: int) -> StageKind:
-    """Tells stages apart whose bytes may differ under one config."""
+    """The kind of a stage: under one config, stages of one kind take the same bytes."""
     last = stage == work.layout.num_stages - 1
     return stage == pp_rank, stage == 0, last, work.layers_of_stage[stage]
 
 
-def _found(wanted: Iterable[Rehearsal]) -> dict[str, RankBytes]:
-    """The bytes by key: of the cache, or else of the rehearsals, which are put there."""
-    by_key = {rehearsal.key: rehearsal for rehearsal in wanted}
+def _found(requests: Iterable[Rehearsal]) -> dict[str, RankBytes]:
+    """The bytes by key, from the cache or else from rehearsals, whose results are cached."""
+    by_key = {rehearsal.key: rehearsal for rehearsal in requests}
     found = {key: ranks for key in by_key if (ranks := _cached(key))}
     missing = [key for key in by_key if key not in found]
     for key, answer in zip(missing, _run([by_key[key] for key in missing]), strict=True):
@@ -138,7 +138,7 @@ def _rank_bytes(answer: Mapping[str, Any]) -> RankBytes:
 
 
 def _run(rehearsals: Sequence[Rehearsal]) -> list[dict[str, Any]]:
-    """Asks the processes in turn, and takes what each answers."""
+    """Sends rehearsals to the processes in turn, and reads their answers."""
     pool = [_process(number) for number in range(min(cores(), len(rehearsals)))]
     for number, rehearsal in enumerate(rehearsals):
         process = pool[number % len(pool)]

@@ -1,8 +1,8 @@
-"""Learns what is alive in a step on a rank, from the rank's real stages on fake tensors.
+"""Measures the live bytes of a rank's step, by running its real stages on fake tensors.
 
-One micro-batch goes forward and back through the real trainer of a rank. The live bytes are noted
-at every block's end, so that a few blocks say what as many as the stage has would take: the middle
-one's part of the trace is repeated. Of chunks that are alike one is run.
+One micro-batch goes forward and back through the rank's real trainer. Live bytes are noted at the
+end of every block, and only a few blocks run: the trace of the middle one is repeated for as many
+as the stage has. Of chunks of one kind, one runs.
 """
 
 import json
@@ -28,11 +28,12 @@ from mtcli.core.rehearse.request import Rehearsal, StageKind, kind_of
 from mtcli.core.schedule.ops import Op, OpKind, Schedule
 from mtcli.core.training.loader import synthetic_loader
 
-BLOCKS, SHARDED_BLOCKS = 3, 4  # that are run of a stage: zero = 3 gathers the next one's weights
+# Blocks of a stage that run; with zero = 3 a block gathers the weights of the next one.
+BLOCKS, SHARDED_BLOCKS = 3, 4
 
 
 class Mark(NamedTuple):
-    """Live bytes at a place of the trace, and their peak since the mark before."""
+    """Live bytes at a place of the trace (`level`), and their peak since the previous mark."""
 
     place: tuple[str, int, int]  # op kind, stage, block; block -1 is the op's end
     peak: int
@@ -40,14 +41,14 @@ class Mark(NamedTuple):
 
 
 class Trace:
-    """Notes the live bytes of a step, beside the state."""
+    """Records the live bytes of a step besides the state, as marks."""
 
     def __init__(self, live: LiveMemory, state: int) -> None:
         self.live, self.state = live, state
         self.marks: list[Mark] = []
 
     def mark(self, kind: str, stage: int, block: int = -1) -> None:
-        """Ends a part of the trace."""
+        """Adds a mark, which ends a part of the trace."""
         live = self.live
         self.marks.append(
             Mark((kind, stage, block), live.peak - self.state, live.bytes - self.state)
@@ -67,14 +68,14 @@ class Trace:
 
     @contextmanager
     def around(self, op: Op) -> Iterator[None]:
-        """Marks what an op begins with, and its end."""
+        """Marks the begin and the end of an op."""
         self.mark("between", op.stage)
         yield
         self.mark(op.kind, op.stage)
 
 
 def rehearse(rehearsal: Rehearsal) -> RankBytes:
-    """Runs a step of a pipeline rank, and returns the bytes beside its state."""
+    """Runs a step of a pipeline rank; returns its bytes besides the state."""
     planned, world, pp_rank, on_cpu, widens = rehearsal
     work = Workload.of(planned, world)
     passes = 2 if work.zero == 3 or work.layout.tp_rows > 1 else 1
@@ -96,7 +97,7 @@ def rehearse(rehearsal: Rehearsal) -> RankBytes:
 
 
 def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int) -> RunConfig:
-    """The config with so many micro-batches, and a few blocks of the stages that are run."""
+    """The config with `passes` micro-batches, and a few blocks of the stages that run."""
     most = SHARDED_BLOCKS if work.zero == 3 else BLOCKS
     layers = tuple(
         min(count, most if stage in chosen else 1)
@@ -109,17 +110,17 @@ def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int
 
 
 def serve() -> None:
-    """Rehearses what lines of stdin ask, and answers each with a line of JSON."""
+    """Reads a Rehearsal from each line of stdin, and answers with a line of JSON."""
     for line in sys.stdin:
-        config, *others = json.loads(line)
-        found = rehearse(Rehearsal(RunConfig(**config), *others))
+        config, *fields = json.loads(line)
+        found = rehearse(Rehearsal(RunConfig(**config), *fields))
         sys.stdout.write(json.dumps(found._asdict()) + "\n")
         sys.stdout.flush()
 
 
 def _chosen(work: Workload, pp_rank: int) -> list[int]:
-    """The stages of a rank that are run: the first, which makes what the others share, and one of
-    each other kind."""
+    """The stages of a rank that run: the first, which makes what others share, and one of each
+    further kind."""
     kinds: dict[StageKind, int] = {}
     for stage in work.layout.stages(pp_rank):
         kinds.setdefault(kind_of(work, pp_rank, stage), stage)
@@ -127,8 +128,8 @@ def _chosen(work: Workload, pp_rank: int) -> list[int]:
 
 
 def _schedule(work: Workload, pp_rank: int, chosen: Sequence[int], passes: int) -> Schedule:
-    """Runs micro-batches forward through the chosen stages of a rank, then back. Other ranks send
-    what these read, and then read what these send."""
+    """The schedule in which a rank runs all micro-batches forward through the chosen stages, then
+    back; the ops of other ranks send its inputs and receive its outputs."""
     layout = work.layout
     back: tuple[OpKind, ...] = ("I", "W") if work.splits_backward else ("B",)
     places = [(number, stage) for number in range(passes) for stage in chosen]
@@ -136,29 +137,29 @@ def _schedule(work: Workload, pp_rank: int, chosen: Sequence[int], passes: int) 
     ops = [Op("F", *place) for place in places]
     ops += [Op(kind, *place) for place in returns for kind in back]
     steps: tuple[tuple[OpKind, int], ...] = (("F", -1), (back[0], 1), ("F", 1), (back[0], -1))
-    others: list[dict[Op, None]] = [{} for _ in range(layout.pp)]
+    peer_ops: list[dict[Op, None]] = [{} for _ in range(layout.pp)]
     for kind, step in steps:
         for number, stage in places:
             if 0 <= stage + step < layout.num_stages:
-                others[(stage + step) % layout.pp][Op(kind, number, stage + step)] = None
+                peer_ops[(stage + step) % layout.pp][Op(kind, number, stage + step)] = None
     everywhere = [
-        tuple(ops) if rank == pp_rank else tuple(them) for rank, them in enumerate(others)
+        tuple(ops) if rank == pp_rank else tuple(them) for rank, them in enumerate(peer_ops)
     ]
     return Schedule(tuple(everywhere), tuple(s % layout.pp for s in range(layout.num_stages)))
 
 
 class TracePart(NamedTuple):
-    """Bytes of a part of an op, beside what is alive when that begins."""
+    """Bytes of a part of an op, relative to the bytes that are alive when the part begins."""
 
     peak: int
-    change: int  # when it ends
+    change: int  # at its end
 
 
 Parts = Sequence[TracePart]
 
 
 def _rank_bytes(work: Workload, marks: Sequence[Mark], pp_rank: int, more: float) -> RankBytes:
-    """Reads a trace: the bytes of each stage of the rank, and `more` in the update."""
+    """Computes a rank's bytes from its trace; the update gathers `more` than the short model's."""
     ops, runs = _ops(marks), {}
     for stage in _chosen(work, pp_rank):
         layers = work.layers_of_stage[stage]
@@ -182,9 +183,9 @@ def _rank_bytes(work: Workload, marks: Sequence[Mark], pp_rank: int, more: float
             gathered=(_sums(forwards[0])[0] - _sums(forwards[-1])[0]) * (work.zero == 3),
         )
     kinds = [kind_of(work, pp_rank, stage) for stage in work.layout.stages(pp_rank)]
-    update, before = marks[-1], marks[-2]
+    update, previous = marks[-1], marks[-2]
     return RankBytes(
-        [runs[kind] for kind in kinds], update.peak - before.level + more, update.level
+        [runs[kind] for kind in kinds], update.peak - previous.level + more, update.level
     )
 
 
@@ -192,11 +193,11 @@ def _ops(marks: Sequence[Mark]) -> dict[tuple[str, int], list[Parts]]:
     """The parts of each op of a kind and stage, in the order in which they ran."""
     ops: dict[tuple[str, int], list[Parts]] = {}
     parts: list[TracePart] = []
-    for before, mark in pairwise(marks):
+    for previous, mark in pairwise(marks):
         kind, stage, block = mark.place
         if kind == "between":
             continue
-        parts.append(TracePart(mark.peak - before.level, mark.level - before.level))
+        parts.append(TracePart(mark.peak - previous.level, mark.level - previous.level))
         if block < 0:
             ops.setdefault((kind, stage), []).append(parts)
             parts = []
@@ -204,7 +205,7 @@ def _ops(marks: Sequence[Mark]) -> dict[tuple[str, int], list[Parts]]:
 
 
 def _longer(parts: Parts, layers: int) -> Parts:
-    """The parts of an op on a stage of so many layers, of which some were run."""
+    """Repeats the middle part of an op, for a stage of `layers` blocks of which a few ran."""
     blocks = len(parts) - 1
     if blocks >= layers:
         return parts
@@ -213,7 +214,7 @@ def _longer(parts: Parts, layers: int) -> Parts:
 
 
 def _sums(parts: Parts) -> tuple[int, int]:
-    """The change that an op's parts make in all, and their peak."""
+    """(the sum of changes, the peak) over the parts of an op."""
     level = peak = 0
     for part in parts:
         peak = max(peak, level + part.peak)

@@ -1,10 +1,10 @@
 """Chooses a core-set of points: CRAIG (arXiv:1906.01827), within groups and in bounded memory.
 
-Points that are equal are one point that counts as many times. Up to MOST points of a group are
-chosen from at once, by lazy greedy: with all similarities in memory where these fit, else in
-blocks. More of them are dealt into random parts, which ranks share (GreeDi, arXiv:1411.0541): each
-part chooses several times its share, and the final picks are the best of those for what stands for
-all points. What is chosen depends on no layout.
+Equal points are one point with a count. Lazy greedy chooses from up to MOST points of a group at
+once: with all similarities in memory where these fit, else in blocks. More points are dealt into
+random parts, which ranks share (GreeDi, arXiv:1411.0541). Each part chooses several times its
+share, and a second round picks the best of these for a weighted sample of all points. The choice
+depends on no layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ DENSE = 1 << 14  # points whose similarities are kept in memory: 1 GiB of float3
 
 
 class Chosen(NamedTuple):
-    """Some of n candidates in the order of their picks, and what they stand for."""
+    """Chosen candidates in the order of their picks, and the candidates that each stands for."""
 
     indices: np.ndarray  # int64 [r]
     weights: np.ndarray  # float64 [r]
@@ -39,8 +39,8 @@ class Chosen(NamedTuple):
 
 
 class Quota(NamedTuple):
-    """The numbers to choose of each group: `budgets`, or, by `cover`, as many as bring L to at most
-    that part of the sum of its proxies' norms."""
+    """The numbers to choose of each group: `budgets`, or, with `cover`, as many as bring L to at
+    most `cover` times the sum of the group's proxy norms."""
 
     budgets: Sequence[int]
     cover: float | None = None
@@ -48,7 +48,7 @@ class Quota(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """The context of a choice: the ranks, their device, the seed, and whom to tell of picks."""
+    """The context of a choice: ranks, device, seed, algorithm, and a callback for each pick."""
 
     world: Axis
     device: torch.device
@@ -76,8 +76,8 @@ class _Picked(NamedTuple):
 def choose(proxies: Tensor, groups: Sequence[np.ndarray], target: Quota, work: Work) -> Chosen:
     """Chooses the core-set of each group of candidates over their proxies [n, d].
 
-    `groups` are ids, ascending; weights of a group sum to its size. The order goes round the
-    groups, so that each beginning of it has some of all. Collective.
+    `groups` are ids, ascending; weights of a group sum to its size. The order takes from the groups
+    in turn, so that every prefix has some of each. Collective.
     """
     distinct = [_distinct(proxies, ids) for ids in groups]
     budgets = [len(points) for points, _ in distinct]
@@ -103,14 +103,14 @@ def choose(proxies: Tensor, groups: Sequence[np.ndarray], target: Quota, work: W
 def random_orders(
     groups: Sequence[np.ndarray], budgets: Sequence[int], seed: int
 ) -> list[list[int]]:
-    """Draws as many of each group by the seed."""
+    """Draws `budgets` ids of each group by the seed."""
     random = np.random.default_rng([seed, 1])
     pairs = zip(groups, budgets, strict=True)
     return [random.choice(ids, size, replace=False).tolist() for ids, size in pairs]
 
 
 def unjudged(orders: Sequence[list[int]]) -> Chosen:
-    """Candidates that no proxies judge."""
+    """Chosen candidates with weights of 1, and no objective or bound."""
     indices = np.array(round_robin(orders), np.int64)
     return Chosen(indices, np.ones(len(indices)), None, None)
 
@@ -123,7 +123,7 @@ def with_error(chosen: Chosen, proxies: Tensor) -> Chosen:
 
 
 def evenly_weighed(chosen: Chosen, groups: Sequence[np.ndarray]) -> Chosen:
-    """Weighs the chosen candidates of a group the same, so that they sum to its size."""
+    """Gives the chosen candidates of a group equal weights, which sum to its size."""
     weights = np.empty(len(chosen.indices))
     for ids in groups:
         of_group = np.isin(chosen.indices, ids)
@@ -134,8 +134,11 @@ def evenly_weighed(chosen: Chosen, groups: Sequence[np.ndarray]) -> Chosen:
 def judge(
     proxies: Tensor, groups: Sequence[np.ndarray], orders: Sequence[list[int]], work: Work
 ) -> Chosen:
-    """Weighs chosen candidates of each group: gamma_j counts those that are nearest to j, which is
-    nearest to itself; of equally near ones the lowest has them."""
+    """Weighs the chosen candidates of each group, and computes objective and bound.
+
+    The weight gamma_j counts the candidates to which j is the nearest choice, j itself included;
+    ties go to the lowest id.
+    """
     weights: dict[int, float] = {}
     objective = residual = 0.0
     for ids, order in zip(groups, orders, strict=True):
@@ -154,9 +157,8 @@ def judge(
 
 
 def planned_bytes(sizes: Sequence[int], width: int) -> int:
-    """Bytes of the process at its peak.
-
-    Beside the proxies of all groups there are copies of the largest group's, or similarities.
+    """Peak bytes of the process: proxies of all groups [n, width], and either copies of the largest
+    group's or similarities.
     """
     largest = max(sizes)
     points = largest if largest <= MOST else PART
@@ -166,9 +168,9 @@ def planned_bytes(sizes: Sequence[int], width: int) -> int:
 
 
 def _points(proxies: Tensor, ids: np.ndarray, work: Work) -> Points:
-    """Some proxies around their mean: in float64 where all their similarities fit in memory."""
-    own = proxies[torch.from_numpy(ids)].to(work.device)
-    return Points(own.double() if len(ids) <= DENSE else own)
+    """The points of some ids: in float64 where all their similarities fit in memory."""
+    points = proxies[torch.from_numpy(ids)].to(work.device)
+    return Points(points.double() if len(ids) <= DENSE else points)
 
 
 def _distinct(proxies: Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -176,8 +178,8 @@ def _distinct(proxies: Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     digests = bytearray(16 * len(ids))
     for row, index in enumerate(ids.tolist()):
         digests[16 * row : 16 * row + 16] = xxhash.xxh3_128_digest(proxies[index].numpy().data)
-    each = np.frombuffer(digests, "V16")
-    _, firsts, counts = np.unique(each, return_index=True, return_counts=True)
+    hashes = np.frombuffer(digests, "V16")
+    _, firsts, counts = np.unique(hashes, return_index=True, return_counts=True)
     order = np.argsort(firsts)
     return ids[firsts[order]], counts[order].astype(np.float64)
 
@@ -185,7 +187,8 @@ def _distinct(proxies: Tensor, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 def _deal(proxies: Tensor, group: _Part, target: Quota, work: Work) -> list[_Part]:
     """Deals a group's points into parts of equal size by the seed; one where greedy sees all.
 
-    Parts choose as many times their shares as leave half of what the second round sees to others.
+    Parts choose up to OVERSAMPLED times their share, and in all at most MOST / 2: the second round
+    sees as many drawn points.
     """
     number = 1 if len(group.points) <= MOST else -(-len(group.points) // PART)
     over = max(1, min(OVERSAMPLED, MOST // 2 // group.size))
@@ -206,10 +209,10 @@ def _deal(proxies: Tensor, group: _Part, target: Quota, work: Work) -> list[_Par
 
 
 def _second_round(pool: _Part, firsts: Sequence[_Picked], seed: int) -> _Part:
-    """The picks of all parts, to choose from, and with them random points up to MOST.
+    """The second round: the picks of all parts as candidates, and random points up to MOST.
 
-    A pick counts the points that were nearest to it, which covers all points but moves them. Drawn
-    points stay where they are, and count for the same number of others each.
+    A pick counts for the points that were nearest to it; a drawn point counts for equally many
+    others. Picks have 1 - DRAWN of the weight: they cover all points, but at moved places.
     """
     picks = np.searchsorted(pool.points, [point for picked in firsts for point in picked.points])
     size = len(pool.points)
@@ -227,8 +230,8 @@ def _shared(proxies: Tensor, parts: Sequence[_Part], work: Work) -> list[_Picked
     """The picks of all parts, which ranks share. Collective."""
     rank, ranks = work.world.rank, work.world.size
     busy = min(ranks, len(parts))
-    own = [_pick(proxies, part, work, busy) for part in parts[rank::ranks]]
-    gathered = gather_values(own, work.world)
+    local_picks = [_pick(proxies, part, work, busy) for part in parts[rank::ranks]]
+    gathered = gather_values(local_picks, work.world)
     return [_Picked(*gathered[number % ranks][number // ranks]) for number in range(len(parts))]
 
 

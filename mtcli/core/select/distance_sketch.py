@@ -1,4 +1,4 @@
-"""A keyed random sketch of long vectors, whose distances it keeps.
+"""Sketches long vectors by a keyed random map that preserves their distances.
 
 Element i of a vector is added with a random sign to one of width / COPIES buckets in each of COPIES
 copies, all over sqrt(COPIES) (sparse Johnson-Lindenstrauss: Kane and Nelson, 2014). The expected

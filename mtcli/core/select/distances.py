@@ -1,4 +1,4 @@
-"""Distances between proxies, in blocks: similarities for facility location, and who is nearest.
+"""Computes distances between proxies in blocks: similarities, and each point's nearest choice.
 
 The similarity of i and j is D - |g_i - g_j|, where D is the sum of the two largest distances from
 the mean, so that none is negative. Then F(S) = n D - L(S), where L(S) is the sum of every point's
@@ -21,7 +21,7 @@ SAME = 1e-12  # squared distances below this part of the squared norms are round
 
 
 class Points:
-    """Proxies around their mean [n, d], of which distances are asked in blocks of rows."""
+    """Proxies around their mean [n, d]; computes their distances in blocks of rows."""
 
     def __init__(self, proxies: Tensor) -> None:
         n, d = proxies.shape
@@ -47,22 +47,22 @@ class Points:
         return max(1, BLOCK[self.left.device.type] // len(self))
 
     def distances(self, rows: Tensor, columns: Tensor | None = None) -> Tensor:
-        """Computes the distances of some points [b] to others [c], or to all [n], in memory that
-        the next ones take.
+        """Computes the distances of points [b] to columns [c], or to all [n].
 
-        Blocks that came and went beside small results would leave gaps between these in the heap.
+        The next call overwrites the result: freeing such blocks among small results would fragment
+        the heap.
         """
         right = self.right if columns is None else self.right[columns]
-        others = self.squares if columns is None else self.squares[columns]
-        shape = len(rows), len(others)
+        column_squares = self.squares if columns is None else self.squares[columns]
+        shape = len(rows), len(column_squares)
         squared = torch.mm(self.left[rows], right.T, out=self._kept("squared", shape))
         least = self._kept("least", shape)
-        torch.add(self.squares[rows][:, None], others, out=least).mul_(SAME)
+        torch.add(self.squares[rows][:, None], column_squares, out=least).mul_(SAME)
         same = torch.le(squared, least, out=self._kept("same", shape, torch.bool))
         return squared.masked_fill_(same, 0.0).sqrt_()
 
     def _kept(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
-        """Memory of a shape that grows to the largest one."""
+        """A view of a named buffer, which grows to the largest shape."""
         size = shape[0] * shape[1]
         if name not in self._memory or len(self._memory[name]) < size:
             dtype = dtype or self.left.dtype
@@ -71,14 +71,14 @@ class Points:
 
 
 class BlockSimilarities:
-    """Similarities that are made when they are asked for: a few rows are in memory."""
+    """Similarities that are computed on demand, a few rows at a time."""
 
     def __init__(self, points: Points, reach: float) -> None:
         self.points, self.reach = points, reach
         self.size, self.block = len(points), points.block
 
     def rows(self, candidates: Tensor) -> Tensor:
-        """Computes the distances of all points to some candidates [b, n]."""
+        """Computes the similarities of all points to some candidates [b, n]."""
         return self.points.distances(candidates).neg_().add_(self.reach)
 
 
@@ -102,9 +102,9 @@ class Nearest(NamedTuple):
 
 
 def nearest(points: Points, chosen: Tensor, advance: Callable[[int], object]) -> Nearest:
-    """Finds the nearest of the chosen points [r] of all points; a chosen one is its own.
+    """Finds the nearest chosen point [r] of each point; a chosen one is its own nearest.
 
-    `advance` is told how many points are done.
+    `advance` gets the number of points done.
     """
     size, device = len(points), points.left.device
     assigned = torch.empty(size, dtype=torch.int64, device=device)

@@ -2,7 +2,7 @@
 
 Sequences and target are bags of token ids and of pairs of neighbours, hashed into BUCKETS. The
 weight of a sequence is the likelihood ratio of its bag under the two corpora; with Gumbel noise on
-its logarithm the largest ones are a sample without replacement. No model is asked.
+its logarithm the largest ones are a sample without replacement. It needs no model.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ def resample(
 ) -> np.ndarray:
     """Draws `size` candidates, those of the largest noisy weights first: int64 [size].
 
-    `advance` is told of sequences read: the target's once, the candidates' twice.
+    `advance` gets the number of sequences read: the target's once, the candidates' twice.
     """
     ratios = np.log(_frequencies(target, advance)) - np.log(_frequencies(sequences, advance))
     scores = np.empty(len(sequences))

@@ -21,7 +21,7 @@ Greedy = Literal["lazy", "naive", "stochastic"]
 
 
 class Similarities(Protocol):
-    """Similarities s_ij = s_ji >= 0 of n points, which are the candidates too, made when asked."""
+    """Similarities s_ij = s_ji >= 0 of n points, which are the candidates too; made on demand."""
 
     size: int  # n
     block: int  # candidates whose rows are in memory at once
@@ -43,8 +43,7 @@ class MatrixSimilarities:
 
 
 class Goal(NamedTuple):
-    """When picks end: at so many of them, or, if that is sooner, at a value of F; and what may be
-    picked."""
+    """The end of picking: `size` picks, or a `value` of F if sooner; the points to pick from."""
 
     size: int
     value: float = math.inf
@@ -70,11 +69,11 @@ def lazy_greedy(
     advance: Advance = lambda done: None,
     seed: int = 0,
 ) -> Picks:
-    """The greedy picks, by gains that are computed again only where they may be the largest.
+    """Picks greedily, and recomputes only gains that may be the largest.
 
     A gain never grows, so an old one is a bound (Minoux, 1978). The largest bounds are refreshed
-    in blocks that double until no other one can win or tie. Where a pick came nearer to fewer
-    points than the last one took refreshes, all bounds are lowered by exactly what it took away.
+    in blocks that double until no other one can win or tie. Where a pick is the new best of fewer
+    points than the gains it refreshed, all bounds are lowered exactly (`lower_`).
     `counts` are the m_i [n]; the seed decides nothing.
     """
     state = _state(similarities, counts, goal)
@@ -83,8 +82,8 @@ def lazy_greedy(
     bounds[candidates] = state.gains(candidates)
     while not state.reached(goal):
         winner = state.refresh_(bounds)
-        before = state.pick(winner, float(bounds[winner]))
-        state.lower_(bounds, before)
+        previous_best = state.pick(winner, float(bounds[winner]))
+        state.lower_(bounds, previous_best)
         bounds[winner] = -math.inf
         advance(1)
     return state.picks
@@ -97,7 +96,7 @@ def naive_greedy(
     advance: Advance = lambda done: None,
     seed: int = 0,
 ) -> Picks:
-    """The greedy picks, by the gains of all candidates at each: n^2 similarities a pick."""
+    """Picks greedily, from the gains of all candidates each time: n^2 similarities a pick."""
     state = _State(similarities, counts, goal)
     return _scan(state, lambda: state.open.nonzero().flatten(), goal, advance)
 
@@ -126,7 +125,7 @@ GREEDY = {"lazy": lazy_greedy, "naive": naive_greedy, "stochastic": stochastic_g
 
 
 def _scan(state: "_State", candidates: Callable[[], Tensor], goal: Goal, advance: Advance) -> Picks:
-    """Picks the best of the candidates that are looked at each time."""
+    """Picks the best of `candidates()` each time."""
     while not state.reached(goal):
         looked_at = candidates()
         gains = torch.full_like(state.best, -math.inf)
@@ -142,12 +141,12 @@ class _State:
 
     def __init__(self, similarities: Similarities, counts: Tensor, goal: Goal) -> None:
         self.similarities, self.counts = similarities, counts
-        self.best = torch.zeros_like(counts)  # of no pick: F of nothing is 0
+        self.best = torch.zeros_like(counts)  # before any pick: F of nothing is 0
         everyone = torch.ones(len(counts), dtype=torch.bool, device=counts.device)
         self.open = everyone if goal.among is None else goal.among.clone()  # to further picks
         self.picks = Picks([], [])
         self.value = 0.0
-        self.refreshed = 0  # gains by the last pick, or half of those of the one before
+        self.refreshed = 0  # gains that the last pick computed, or half the previous number
 
     def gains(self, candidates: Tensor) -> Tensor:
         """Computes what each of some candidates [b] would add to F."""
@@ -184,16 +183,19 @@ class _State:
         of_them = gains[candidates]
         return int(candidates[of_them >= self.tying(float(of_them.max()))].min())
 
-    def lower_(self, bounds: Tensor, before: Tensor) -> None:
-        """Lowers bounds of gains by what the last pick took away, by way of the points that it is
-        nearer to than the picks `before`, where these are no more than the gains that the pick
-        refreshed. Similarities are the same from i to j as from j to i."""
-        changed = (self.best > before).nonzero().flatten()
+    def lower_(self, bounds: Tensor, previous_best: Tensor) -> None:
+        """Lowers bounds of gains by what the last pick took away.
+
+        Reads a row of similarities for each point whose best rose above `previous_best` [n], as
+        s_ij = s_ji. Does nothing where these points are more than the gains that the pick
+        refreshed: then refreshing costs less.
+        """
+        changed = (self.best > previous_best).nonzero().flatten()
         if len(changed) > self.refreshed:
             return
         slack = self._slack(bounds)
         for some in changed.split(self.similarities.block):
-            low, high = before[some][:, None], self.best[some][:, None]
+            low, high = previous_best[some][:, None], self.best[some][:, None]
             bounds -= self.counts[some] @ self.similarities.rows(some).clamp_(low, high).sub_(low)
         bounds += slack
 
@@ -202,14 +204,14 @@ class _State:
         return TIES * torch.finfo(bounds.dtype).eps * bounds.clamp(min=0.0)
 
     def pick(self, candidate: int, gain: float) -> Tensor:
-        """Adds a candidate that has this gain; returns the largest similarities before it [n]."""
+        """Adds a candidate with its gain; returns each point's previous best similarity [n]."""
         row = self.similarities.rows(torch.tensor([candidate], device=self.best.device))[0]
-        before, self.best = self.best, torch.maximum(self.best, row)
+        previous_best, self.best = self.best, torch.maximum(self.best, row)
         self.open[candidate] = False
         self.picks.order.append(candidate)
         self.picks.gains.append(gain)
         self.value += gain
-        return before
+        return previous_best
 
     def reached(self, goal: Goal) -> bool:
         """Whether picks end here."""
@@ -218,13 +220,13 @@ class _State:
 
 
 class _MatrixState(_State):
-    """The state of a matrix in a CPU's memory: compiled loops read each row once and copy none, so
-    that lowering all bounds at every pick is the least work."""
+    """The state over a matrix in a CPU's memory: compiled loops read each row once without copies,
+    so lowering all bounds at every pick costs least."""
 
     similarities: MatrixSimilarities
 
     def gains(self, candidates: Tensor) -> Tensor:
-        """The sums of all rows, as long as nothing is picked."""
+        """Computes gains; before the first pick all of them, as sums of rows."""
         if self.picks.order or len(candidates) < len(self.counts):
             return super().gains(candidates)
         bounds = torch.zeros_like(self.counts)
@@ -245,17 +247,19 @@ class _MatrixState(_State):
             bounds[tied] = self.gains(tied)
         return self.first_of_best(tied, bounds)
 
-    def lower_(self, bounds: Tensor, before: Tensor) -> None:
+    def lower_(self, bounds: Tensor, previous_best: Tensor) -> None:
         """Lowers all bounds."""
-        changed = (self.best > before).nonzero().flatten()
+        changed = (self.best > previous_best).nonzero().flatten()
         slack = self._slack(bounds)
-        self._take(bounds, changed.numpy(), before, self.best)
+        self._take(bounds, changed.numpy(), previous_best, self.best)
         bounds += slack
 
-    def _take(self, bounds: Tensor, changed: np.ndarray, before: Tensor, best: Tensor) -> None:
+    def _take(
+        self, bounds: Tensor, changed: np.ndarray, previous_best: Tensor, best: Tensor
+    ) -> None:
         from mtcli.core.select import matrix_loops  # whose import takes a quarter of a second
 
-        points = before.numpy(), best.numpy(), self.counts.numpy()
+        points = previous_best.numpy(), best.numpy(), self.counts.numpy()
         matrix_loops.take(self.similarities.matrix.numpy(), changed, *points, bounds.numpy())
 
 

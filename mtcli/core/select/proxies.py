@@ -1,9 +1,9 @@
-"""Proxies of candidates: short vectors whose distances bound those of the loss's gradients.
+"""Computes proxies of candidates: short vectors whose distances stand for those of gradients.
 
-Of a sequence `gradient` is that of the mean loss by the last layer's logits, summed over tokens:
-the mean of p - y [V], sketched (CRAIG, arXiv:1906.01827, section 3.4); `kronecker` that by the last
-layer's weights: the mean of (p - y) h^T [V, D], sketched; `features` the mean of the last hidden
-states h [D]. Of a labelled example `gradient` is p - y [C] itself. Sequences of the same tokens
+With probabilities p, one-hot labels y and last hidden states h, the proxy of a sequence is a mean
+over its tokens: `gradient` of p - y [V], sketched (CRAIG, arXiv:1906.01827, section 3.4);
+`kronecker` of (p - y) h^T [V, D], the gradient of the last layer's weights, sketched; `features`
+of h [D]. The `gradient` of a labelled example is p - y [C] itself. Sequences of the same tokens
 have the same proxies, bit for bit.
 """
 
@@ -36,9 +36,9 @@ Advance = Callable[[int], object]
 
 
 class _Output(NamedTuple):
-    """The last stage's activations of sequences, with their labels."""
+    """The last stage's activations of sequences, and their labels."""
 
-    x_BSD: Tensor  # [b, s, D], of a grid of tp ranks D/c of them
+    x_BSD: Tensor  # [b, s, D]; [b, s, D/c] on a grid of tp ranks with c columns
     labels_BS: Tensor
 
 
@@ -52,7 +52,7 @@ def sequence_proxies(
 ) -> Tensor:
     """The proxies of all candidates: float32 [n, width] on the host, the same on every rank.
 
-    `advance` is told how many candidates are done. Collective. Raises MtcliError (exit 1) where
+    `advance` gets the number of candidates done. Collective. Raises MtcliError (exit 1) where
     they are not finite.
     """
     distinct, text_of = _distinct(sequences)
@@ -92,18 +92,18 @@ def example_proxies(model: InferenceModel, examples: ExampleRows, advance: Advan
 
 
 def _distinct(sequences: TokenSequences) -> tuple[np.ndarray, np.ndarray]:
-    """(the first candidate of each text [u], which of them each candidate is like [n])."""
-    known: dict[bytes, int] = {}
+    """(the first candidate of each distinct text [u], the text of each candidate [n])."""
+    text_numbers: dict[bytes, int] = {}
     firsts: list[int] = []
     text_of = np.empty(len(sequences), np.int64)
     for start in range(0, len(sequences), 1024):
         some = np.arange(start, min(start + 1024, len(sequences)))
         for candidate, row in zip(some.tolist(), sequences.rows(some), strict=True):
             key = xxhash.xxh3_128_digest(row)
-            if key not in known:
-                known[key] = len(firsts)
+            if key not in text_numbers:
+                text_numbers[key] = len(firsts)
                 firsts.append(candidate)
-            text_of[candidate] = known[key]
+            text_of[candidate] = text_numbers[key]
     return np.array(firsts, np.int64), text_of
 
 
@@ -116,21 +116,20 @@ def _sketch(model: InferenceModel, kind: Proxy) -> Sketch:
 def _of_batch(model: InferenceModel, rows: np.ndarray, kind: Proxy) -> Tensor:
     """The proxies of rows [B, s + 1] on every rank, float32.
 
-    Data parallel ranks, and rows of a grid of tp ranks, have other sequences of them, all equally
-    many, since they may hold one another's weights: where they are too few, the last one again, as
-    padding.
+    Data parallel ranks, and rows of a grid of tp ranks, take different sequences, equally many, as
+    their forward passes may share collectives. The last sequence is repeated as padding.
     """
     groups = model.groups
     shares, index = groups.layout.dp * groups.tp_row.size, groups.dp_rank * groups.tp_row.size
     share, index = -(-len(rows) // shares), index + groups.tp_row.rank
-    own = np.arange(index * share, (index + 1) * share)
-    tokens = torch.from_numpy(rows[np.minimum(own, len(rows) - 1)])
+    local_rows = np.arange(index * share, (index + 1) * share)
+    tokens = torch.from_numpy(rows[np.minimum(local_rows, len(rows) - 1)])
     proxies = torch.zeros(len(rows), proxy_width(model, kind), dtype=torch.float64)
     proxies = proxies.to(groups.device)
     at = 0
-    for output in _outputs(model, tokens, torch.from_numpy(own >= len(rows))):
+    for output in _outputs(model, tokens, torch.from_numpy(local_rows >= len(rows))):
         part = _partial(model, output, kind)
-        real = own[at : at + len(part)]
+        real = local_rows[at : at + len(part)]
         real = real[real < len(rows)]
         proxies[torch.from_numpy(real).to(groups.device)] += part[: len(real)]
         at += len(part)
@@ -138,8 +137,8 @@ def _of_batch(model: InferenceModel, rows: np.ndarray, kind: Proxy) -> Tensor:
 
 
 def _outputs(model: InferenceModel, tokens: Tensor, padding: Tensor) -> Iterator[_Output]:
-    """Yields the outputs of rows [b, s + 1], of which some are `padding` [b], on the last stage's
-    ranks; nothing on others."""
+    """Yields the outputs of rows [b, s + 1] on ranks of the last stage, else nothing; `padding` [b]
+    marks repeated rows."""
     device, pp = model.groups.device, model.groups.layout.pp
     dtype, size = DTYPES[model.config.train.precision], len(tokens)
     size = size // pp if size % pp == 0 else size
@@ -178,7 +177,7 @@ def _sketched(
 ) -> Tensor:
     """The sketches of p - y, times hidden states if given, summed over tokens: float64 [b, width].
 
-    Of `tokens`, activations [b, s, D] and labels [b, s], this rank's columns of the vocabulary.
+    `tokens` are activations [b, s, D] and labels [b, s]; p - y has this rank's columns.
     """
     exps_BSV, scales_BS = _probabilities(loss, *tokens)
     local_BS, here_BS = loss.shard.owned(tokens[1])
@@ -206,8 +205,8 @@ def _of_weights(sketch: Sketch, errors_BSV: Tensor, h_BSD: Tensor, first: int) -
 
 
 def _probabilities(loss: VocabLoss, x_BSD: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """(exp(logits - the largest) of this rank's columns [b, s, V], 0 in those that pad, and what
-    each token's are to be multiplied with [b, s]), float32 at least."""
+    """(exp(logits - max) of this rank's columns [b, s, V], 0 in padding ones; each token's factor
+    to probabilities [b, s]), in float32 at least."""
     logits_TV, shard = loss.logits(x_BSD.flatten(0, 1)), loss.shard
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
     top_T = all_reduce(row_max(logits_TV[:, : shard.valid]), shard.tp, dist.ReduceOp.MAX)
@@ -216,7 +215,7 @@ def _probabilities(loss: VocabLoss, x_BSD: Tensor, labels_BS: Tensor) -> tuple[T
 
 
 def _hidden(model: InferenceModel, x: Tensor) -> Tensor:
-    """Hidden states with all their columns [..., D], of which a grid's ranks hold some each."""
+    """Hidden states with all columns [..., D], gathered where a grid of tp ranks shards them."""
     if x.shape[-1] == model.config.model.hidden_size:
         return x
     parts = all_gather(x.flatten(0, -2).T.contiguous(), model.groups.tp)

@@ -1,4 +1,4 @@
-"""Reads what `mtcli select` was asked for, and checks it before torch is loaded."""
+"""Reads the flags of `mtcli select`, and checks them before torch is imported."""
 
 import json
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from mtcli.core.select.budgets import budgets_of, total_of
 
 Method = Literal["craig", "dsir", "random"]
 Proxy = Literal["gradient", "kronecker", "features"]
-# Stands for the model of a selection that asks none: its data and batch sections alone are read.
+# The model of a config without one; only the config's data and batch sections are read.
 NO_MODEL = {"architecture": "llama", "num_layers": 1, "hidden_size": 8, "num_heads": 1}
 NO_MODEL |= {"ffn_hidden_size": 8, "vocab_size": 1, "max_seq_len": 1024}
 
@@ -40,7 +40,7 @@ class SelectRequest(NamedTuple):
 
 
 def require_request(request: SelectRequest, world: int) -> None:
-    """Raises MtcliError with all that is wrong with a request, as far as no weights tell."""
+    """Raises MtcliError with all that is wrong with a request and can be seen without weights."""
     collect_errors(partial(_require_flags, request), partial(_require_data, request, world))
 
 
@@ -59,7 +59,7 @@ def config_of(
 def overrides_of(
     request: SelectRequest, weights: CheckpointFolder | None, model: ModelConfig
 ) -> list[str]:
-    """The overrides of a request's config: what a selection has by default, then the user's."""
+    """The overrides of a request's config: a selection's defaults, then the user's."""
     size = min(1024, model.max_seq_len)
     if weights is not None and weights.format == "mtcli":
         size = config_in(weights.folder).batch.seq_len
@@ -99,7 +99,7 @@ def _flags(request: SelectRequest) -> Iterator[Problem]:
 
 
 def _unused(request: SelectRequest) -> Iterator[Problem]:
-    """Checks for flags and fields that this selection does not read."""
+    """Yields a problem for each flag or field that this selection does not read."""
     if request.method != "craig" and request.greedy != "lazy":
         message = f"--method {request.method} picks nothing by its gain"
         yield Problem(message, "--method craig, or leave it out", "--greedy")
@@ -162,7 +162,7 @@ def _require_labelled(request: SelectRequest, config: RunConfig) -> None:
 
 
 def open_tokens(config: RunConfig, target: tuple[str, ...] = ()) -> TokenSequences:
-    """The candidates of a config's token data, or the windows of a target's, all of them.
+    """Opens the candidates of a config's token data, or all windows of a target's.
 
     Raises MtcliError for files that are missing, wrong or too short.
     """

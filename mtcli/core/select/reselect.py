@@ -1,6 +1,6 @@
 """Selects a run's core-set again, by the weights of one of its checkpoints.
 
-These are opened for forward passes on the run's ranks beside the run's own.
+The run's ranks open these weights for forward passes, in addition to the weights that they train.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from mtcli.core.select.proxies import Proxy
 from mtcli.core.select.request import SelectRequest
 from mtcli.core.select.selection import Console, select
 
-# Of the layout, what an opened model takes over. Sequences are whole there: cp ranks read others.
+# Fields of the layout that the opened model takes over; cp ranks become data ranks.
 KEPT = ("tp", "tp_mode", "tp_rows", "pp", "ep", "etp", "dispatcher")
 
 

@@ -1,4 +1,4 @@
-"""Runs `mtcli select`: candidates, their proxies, the core-set, and a random one beside it."""
+"""Runs `mtcli select`: candidates, their proxies, the core-set, and a random one to compare."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -49,7 +49,7 @@ class Candidates:
     format: str
     seq_len: int
     groups: list[np.ndarray]  # ids of each source, or of each class; ascending
-    shares: list[float]  # of the groups in what is chosen
+    shares: list[float]  # of each group in the choice
     counts: list[int]  # of each source
     source_shares: Sequence[float] | None  # of a blend that gives them
     target: TokenSequences | None = None  # what the chosen ones are to resemble
@@ -59,9 +59,9 @@ class Candidates:
 
 
 def open_candidates(config: RunConfig) -> Candidates:
-    """Opens the training part of a config's data, as candidates in groups.
+    """Opens the training split of a config's data, as candidates in groups.
 
-    Raises MtcliError for files that are missing, wrong or too short, and for other data.
+    Raises MtcliError for files that are missing, wrong or too short.
     """
     data, size = config.data, config.batch.seq_len
     if config.model.head in CLASSIFIERS:
@@ -77,7 +77,7 @@ def open_candidates(config: RunConfig) -> Candidates:
 
 
 class Judge(NamedTuple):
-    """The model by whose proxies candidates are chosen, or compared."""
+    """The model whose proxies choose candidates, or compare choices."""
 
     model: InferenceModel
     kind: Proxy
@@ -86,17 +86,16 @@ class Judge(NamedTuple):
 
 @dataclass(frozen=True)
 class Console:
-    """The callbacks of a selection: told of the work in numbers before it is done, and how far it
-    is."""
+    """The callbacks of a selection: `say` prints a line, `bar` opens a progress bar."""
 
     say: Callable[[str], object]
     bar: Callable[[str, int], AbstractContextManager[Advance]]  # of a name, and so many units
 
 
 def select(request: SelectRequest, runtime: Runtime, console: Console) -> Subset:
-    """Chooses what a request asks for; the same on every rank. Collective.
+    """Chooses the core-set of a request; equal on every rank. Collective.
 
-    Raises MtcliError for what is wrong with the model's weights, the data or the amount.
+    Raises MtcliError where the model's weights, the data or the amount are wrong.
     """
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
     if request.model is None:
@@ -108,8 +107,8 @@ def select(request: SelectRequest, runtime: Runtime, console: Console) -> Subset
         base = base_of(checkpoint).folder
         source = CheckpointFolder(checkpoint.format, checkpoint.folder, base=base)
         config = config_of(request, source, runtime.world, checkpoint.model)
-        known = ModelRecord(path=request.model, hash=weights_hash(checkpoint))
-        judge_by = Judge(replace(opened.scorer, config=config), request.proxy, known)
+        record = ModelRecord(path=request.model, hash=weights_hash(checkpoint))
+        judge_by = Judge(replace(opened.scorer, config=config), request.proxy, record)
     candidates = together(world, lambda: _opened(config, request))
     work = Work(world, runtime.device, config.seed, request.greedy)
     return choose_from(candidates, request, judge_by, work, console)
@@ -140,8 +139,8 @@ def choose_from(
     target = candidates.target
     steps = sum(sizes) if target is None else len(target) + 2 * len(candidates)
     with console.bar("choose", steps + (len(candidates) if proxies is not None else 0)) as advance:
-        told = replace(work, advance=advance)
-        chosen = _chosen(candidates, request, proxies, sizes, told)
+        reporting = replace(work, advance=advance)
+        chosen = _chosen(candidates, request, proxies, sizes, reporting)
     random = chosen if request.method == "random" else None
     if proxies is not None and random is None:
         sizes = [int(np.isin(chosen.indices, group).sum()) for group in candidates.groups]
@@ -185,7 +184,7 @@ def _at_random(
 def _evenly(
     candidates: Candidates, proxies: Tensor | None, orders: list[list[int]], work: Work
 ) -> Chosen:
-    """Weighs what was chosen without weights: the members of a group weigh the same."""
+    """Gives orders without weights equal weights within each group."""
     chosen = (
         unjudged(orders) if proxies is None else judge(proxies, candidates.groups, orders, work)
     )
@@ -193,8 +192,10 @@ def _evenly(
 
 
 def _by_shares(chosen: Chosen, proxies: Tensor | None, candidates: Candidates) -> Chosen:
-    """Scales the weights of each group, which sum to its size, to its share of all candidates; the
-    error is that of the weights before, as the bound is."""
+    """Scales the weights of each group from its size to its share of all candidates.
+
+    Error and bound are those of the unscaled weights.
+    """
     if proxies is not None:
         chosen = with_error(chosen, proxies)
     total, weights = sum(candidates.shares), chosen.weights.copy()
@@ -218,8 +219,10 @@ def _announce(
 ) -> None:
     kind = "classes" if isinstance(candidates.data, ExampleRows) else "sources"
     what = f"{size:,} sequences" if size else f"those that cover to {request.cover:g}"
-    of = f"{len(candidates):,} of {candidates.seq_len:,} tokens in {len(candidates.groups)} {kind}"
-    console.say(f"{request.method} chooses {what} of {of}")
+    total = (
+        f"{len(candidates):,} of {candidates.seq_len:,} tokens in {len(candidates.groups)} {kind}"
+    )
+    console.say(f"{request.method} chooses {what} of {total}")
     if judge_by is None:
         return
     width = _width(judge_by, candidates)

@@ -1,11 +1,11 @@
-"""One training step of an array of B models: forward and backward of all at once, and then each
+"""Runs training steps of an array of B models: forward and backward of all at once, and then each
 model's own norm, clipping, loss scale and update.
 
-Every model's step is the one that it would make alone: what the models share is the launches. A
-loss or gradient that is not finite stays in its own rows.
+Every model's step is the one that it would make alone; only kernel launches are shared. A loss or
+gradient that is not finite stays in its model's rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
@@ -34,7 +34,7 @@ class ModelArray:
     """Models of one shape that train in step on this rank; over dp ranks each has other samples."""
 
     def __init__(self, configs: Sequence[RunConfig], groups: Groups) -> None:
-        """`configs` differ in what is fusible alone."""
+        """`configs` differ only in fields that `trials.FUSIBLE` names."""
         first = configs[0]
         self.groups, self.shape = groups, first
         self.dtype = DTYPES[first.train.precision]
@@ -75,15 +75,15 @@ class ModelArray:
         loss_sums, batch = self.forward_backward(loader)
         norms = (self.compiled or self.memory).norms(self.gradients)
         losses = all_reduce(loss_sums, self.groups.world)
-        made = [
+        steps = [
             self._step_of(member, loss / (count or 1.0), norm)
             for member, loss, count, norm in zip(
                 self.members, losses.tolist(), batch.labels, norms, strict=True
             )
         ]
-        self._update([update for _, update in made])
+        self._update([update for _, update in steps])
         seconds = perf_counter() - start
-        pairs = zip(made, batch.tokens, strict=True)
+        pairs = zip(steps, batch.tokens, strict=True)
         return [step._replace(seconds=seconds, tokens=tokens) for (step, _), tokens in pairs]
 
     def forward_backward(self, loader: ArrayLoader) -> tuple[Tensor, ArrayBatch]:
@@ -124,8 +124,7 @@ class ModelArray:
     def _step_of(
         self, member: Member, loss: float, scaled_norm: float
     ) -> tuple[Step, ModelUpdate | None]:
-        """(one model's step, its update where there is one); see `Trainer.train_step`, whose steps
-        these are."""
+        """(one model's step, its update or None), as `Trainer.train_step` makes them."""
         optimizer, scale = member.config.optimizer, member.loss_scale.scale
         step = conclude(member, loss, scaled_norm / scale)
         member.step = step.step
@@ -135,15 +134,15 @@ class ModelArray:
         return step, ModelUpdate(optimizer, step.lr, factor, member.optimizer.updates + 1)
 
     def _update(self, models: Sequence[ModelUpdate | None]) -> None:
-        """Updates those models that have an update."""
-        pairs = [pair for pair in zip(self.members, models, strict=True) if pair[1]]
-        if self.compiled is None:
-            for member, update in pairs:
+        if self.compiled is not None:
+            self.compiled.update(self.gradients, models)
+        for member, update in zip(self.members, models, strict=True):
+            if update is None:
+                continue
+            if self.compiled is None:
                 member.exchange.update(update.lr, update.factor)
-            return
-        self.compiled.update(self.gradients, models)
-        for member, _ in pairs:
-            member.optimizer.updates += 1
+            else:
+                member.optimizer.updates += 1
 
     def _bind(self) -> None:
         """Builds the stage over the memory, as it is now."""
@@ -177,9 +176,11 @@ class ModelArray:
                 collector = self._collector(name)
                 parameter.register_post_accumulate_grad_hook(collector)
 
-    def _collector(self, name: str):  # type: ignore[no-untyped-def]
-        """Adds a micro-batch's gradient; the first of a step replaces what was there, and an only
-        one is read where the backward has made it."""
+    def _collector(self, name: str) -> Callable[[Tensor], None]:
+        """Makes the hook that adds a parameter's gradient to the array's.
+
+        A step's first gradient overwrites the last step's; an only one is used without a copy.
+        """
         into = self.gradients[name]
 
         def collect(parameter: Tensor) -> None:
@@ -195,8 +196,8 @@ class ModelArray:
 
 
 def _losses(stage: Stage) -> Losses:
-    """The function that trains: (micro-batch, each model's factor [B]) -> (each model's sum of
-    weighted losses [B], what to differentiate)."""
+    """Makes the function (micro-batch, each model's factor [B]) -> (each model's sum of weighted
+    losses [B], the scalar to differentiate)."""
 
     def losses(inputs: Inputs, factor_B: Tensor) -> tuple[Tensor, Tensor]:
         return stage.loss(stage(None, inputs), inputs, factor_B)

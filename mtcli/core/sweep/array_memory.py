@@ -61,8 +61,8 @@ class ParameterArray:
 class ArrayMemory:
     """Weights, gradients and optimizer state of B models.
 
-    Weights are of the model's dtype; all else is in float32 at least. Weights that adapters are
-    trained for are there once, [1, ...].
+    Weights are of the model's dtype; all else is in float32 at least. Frozen
+    weights, which adapters are trained for, exist once: [1, ...].
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class ArrayMemory:
     ) -> None:
         """`like` has the weights' dtype and device."""
         wide = like.to(torch.promote_types(like.dtype, torch.float32))
-        every = {name: described.stored_shape(layout) for name, described in table.items()}
-        shapes = {name: shape for name, shape in every.items() if not table[name].frozen}
-        frozen = {name: shape for name, shape in every.items() if table[name].frozen}
+        stored = {name: described.stored_shape(layout) for name, described in table.items()}
+        shapes = {name: shape for name, shape in stored.items() if not table[name].frozen}
+        frozen = {name: shape for name, shape in stored.items() if table[name].frozen}
         self.frozen = ParameterArray(frozen, 1, like)
         self.weights = ParameterArray(shapes, models, like)
         self.masters = self.weights
@@ -98,9 +98,12 @@ class ArrayMemory:
         """One model's tensors: views."""
         frozen = {} if index else self.frozen.model(0)
         moments = {kind: array.model(index) for kind, array in self.moments.items()}
-        weights, masters, gradients = self.weights, self.masters, self.gradients
         return ModelTensors(
-            *(x.model(index) for x in (weights, masters, gradients)), moments, frozen
+            self.weights.model(index),
+            self.masters.model(index),
+            self.gradients.model(index),
+            moments,
+            frozen,
         )
 
     def compact(self, keep: Sequence[int]) -> None:
@@ -114,10 +117,10 @@ class ArrayMemory:
 
     def norms(self, gradients: Mapping[str, Tensor]) -> list[float]:
         """The norm of each model's gradients: a parameter's in its own dtype, summed in float64."""
-        each = [
+        norms = [
             torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients.values()
         ]
-        return torch.stack(each).double().square().sum(0).sqrt().tolist()
+        return torch.stack(norms).double().square().sum(0).sqrt().tolist()
 
     @property
     def bytes(self) -> int:

@@ -1,8 +1,8 @@
-"""The micro-batches of an array: each model's own, one after another, and shared ones read once."""
+"""Joins the micro-batches of an array's models; models that share a loader read it once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class ArrayLoader:
         for loader in self.loaders:
             if id(loader) not in batches:
                 batches[id(loader)] = loader.step(step, 1.0 if scales else 0.0)
-        each = [batches[id(loader)] for loader in self.loaders]
+        model_batches = [batches[id(loader)] for loader in self.loaders]
 
         def load(m: int) -> Inputs:
             read = {key: batch.load(m) for key, batch in batches.items()}
@@ -45,7 +45,11 @@ class ArrayLoader:
             factors = torch.tensor(scales, dtype=torch.float64, device=inputs.tokens.device)
             return replace(inputs, aux_scale=factors * inputs.aux_scale)
 
-        return ArrayBatch(load, [batch.labels for batch in each], [batch.tokens for batch in each])
+        return ArrayBatch(
+            load,
+            [batch.labels for batch in model_batches],
+            [batch.tokens for batch in model_batches],
+        )
 
     def compact(self, keep: Sequence[int]) -> None:
         """Keeps the loaders of some models."""
@@ -62,7 +66,7 @@ class ArrayLoader:
 
 
 def stacked(parts: Sequence[Inputs]) -> Inputs:
-    """The micro-batches of B models as one, of the sequences of each in turn."""
+    """Concatenates the micro-batches of B models, model after model."""
     first = parts[0]
 
     def joined(name: str) -> Tensor | None:
@@ -74,10 +78,11 @@ def stacked(parts: Sequence[Inputs]) -> Inputs:
     if rotation is not None:
         tables = [part.rotation for part in parts if part.rotation is not None]
         rotation = RotaryTable(*(torch.cat(xs) for xs in zip(*tables, strict=True)))
-    fields = ("tokens", "positions", "labels", "weights", "padding", "numbers", "token_types")
+    names = ("tokens", "positions", "labels", "weights", "padding", "numbers", "token_types")
+    rows: dict[str, Any] = {name: joined(name) for name in names}
     return replace(
         first,
-        **{name: joined(name) for name in fields},
+        **rows,
         documents=Documents(torch.cat(documents)) if documents else None,
         rotation=rotation,
         sentences=_sentences(parts),
@@ -85,20 +90,22 @@ def stacked(parts: Sequence[Inputs]) -> Inputs:
 
 
 def _sentences(parts: Sequence[Inputs]) -> Sentences | None:
-    """The sequences of B models to classify, as many of each; the rest are of no row or weight."""
-    each = [part.sentences for part in parts if part.sentences is not None]
-    if not each:
+    """Joins the sequences that B models classify, padded to equal numbers by row -1, weight 0."""
+    sentences = [part.sentences for part in parts if part.sentences is not None]
+    if not sentences:
         return None
-    labels = max(1, *(len(one.labels) for one in each))
-    choices = max((len(one.rows) // len(one.labels) for one in each if len(one.labels)), default=1)
+    labels = max(1, *(len(one.labels) for one in sentences))
+    choices = max(
+        (len(one.rows) // len(one.labels) for one in sentences if len(one.labels)), default=1
+    )
     tokens = parts[0].tokens.numel()
 
     def joined(tensors: Sequence[Tensor], size: int, filler: int) -> Tensor:
         return torch.cat([F.pad(x[:size], (0, size - len(x)), value=filler) for x in tensors])
 
-    rows = [torch.where(x.rows < 0, -1, x.rows + b * tokens) for b, x in enumerate(each)]
+    rows = [torch.where(x.rows < 0, -1, x.rows + b * tokens) for b, x in enumerate(sentences)]
     return Sentences(
         joined(rows, labels * choices, -1),
-        joined([one.labels for one in each], labels, 0),
-        joined([one.weights for one in each], labels, 0),
+        joined([one.labels for one in sentences], labels, 0),
+        joined([one.weights for one in sentences], labels, 0),
     )

@@ -21,7 +21,7 @@ MOST_ROWS = 24  # of the table on a terminal
 
 
 class Board:
-    """The progress of a sweep on stderr; of ranks but the first nothing. Use it as a context."""
+    """Shows a sweep's progress on stderr, on the first rank only. Use it as a context."""
 
     def __init__(
         self, records: Sequence[TrialRecord], output: Path, steps: int, speaks: bool

@@ -20,9 +20,9 @@ def capacity(config: RunConfig, runtime: Runtime) -> int:
     if trains_in_turn(config, runtime.device.type):
         return 1
     device, work = _device(runtime), Workload.of(config, runtime.world)
-    once = device.reserved_bytes + frozen_bytes(work)
-    each = memory(work, device).total - once
-    return max(1, int((device.usable_bytes - once) / each))
+    shared_bytes = device.reserved_bytes + frozen_bytes(work)
+    model_bytes = memory(work, device).total - shared_bytes
+    return max(1, int((device.usable_bytes - shared_bytes) / model_bytes))
 
 
 def _device(runtime: Runtime) -> Device:
@@ -32,6 +32,6 @@ def _device(runtime: Runtime) -> Device:
         return replace(GPUS["h100"], memory_bytes=float(total), reserved_bytes=float(total - free))
     import psutil
 
-    here = replace(HERE, memory_bytes=HERE.memory_bytes / runtime.local_world)
+    device = replace(HERE, memory_bytes=HERE.memory_bytes / runtime.local_world)
     left = psutil.virtual_memory().available / runtime.local_world
-    return replace(here, memory_bytes=min(here.memory_bytes, left))
+    return replace(device, memory_bytes=min(device.memory_bytes, left))

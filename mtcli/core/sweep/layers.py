@@ -1,9 +1,8 @@
-"""The layers of an array of B models of one shape, which answer the model's factory (HFTA,
-arXiv:2102.02344, section 3).
+"""Builds the layers of an array of B models of one shape (HFTA, arXiv:2102.02344, section 3).
 
 T tokens of each model's micro-batch; activations x are [B * T, D], one model's tokens after
-another's, so that what goes token by token or sequence by sequence needs no other code: residuals,
-activations, attention. Parameters are [B, ...].
+another's, so that layers without parameters are those of one model: residuals, activations,
+attention. Parameters are [B, ...].
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,10 +38,10 @@ class ArrayLayers(LayerFactory):
         return nn.Parameter(self.memory[name], requires_grad=self.table[name].trained)
 
     def column_linear(self, name: str) -> "ArrayLinear":
-        """A linear layer of each model: as nothing is sharded, all of them are alike."""
+        """A linear layer of each model; nothing is sharded, so all kinds of them are alike."""
         return ArrayLinear(name, self)
 
-    heads_linear = row_linear = dense = column_linear  # type: ignore[assignment]
+    heads_linear = row_linear = dense = column_linear  # type: ignore[assignment]  # dense: no Dense
 
     def embedding(self, name: str) -> "ArrayEmbedding":
         """A token table of each model."""
@@ -90,9 +89,9 @@ class ArrayLayers(LayerFactory):
         stream = self._streams(f"{name}.adapter", [lora.dropout for lora in loras])
         return ArrayAdapter(*site, scale_B11, stream)
 
-    def _streams(self, site: str, each: Sequence[float]) -> DropoutStream:
+    def _streams(self, site: str, probabilities: Sequence[float]) -> DropoutStream:
         """The streams of a site, of each model's probability."""
-        pairs = zip(self.configs, each, strict=True)
+        pairs = zip(self.configs, probabilities, strict=True)
         streams = [dropout_stream(site, drop, config.seed) for config, drop in pairs]
         keys, drops, active = zip(*streams, strict=True)
         device, shape = self.groups.device, (self.num_models, 1, 1)
@@ -102,7 +101,7 @@ class ArrayLayers(LayerFactory):
 
     def expert_weights(self, weight: Tensor, experts: int) -> Tensor:
         """The matrices of all models' experts [B * experts, F, D]."""
-        return weight.unflatten(1, (experts, -1)).flatten(0, 1)
+        return weight.unflatten(1, (experts, -1)).flatten(0, 1)  # type: ignore[no-any-return]  # torch
 
     def experts_of_all(self, experts: Tensor, count: int) -> tuple[Tensor, int]:
         """Model b's experts are numbers b * count and so on; frozen ones are those of all."""
@@ -140,12 +139,13 @@ class ArrayLinear(nn.Module):
     ) -> Tensor:
         """activation(x) W^T + b."""
         assert inner_bias is None, "the layer before has added it"
-        return self(activation.forward(x, None), numbers=numbers)
+        y_TF: Tensor = self(activation.forward(x, None), numbers=numbers)
+        return y_TF
 
 
 class ArrayAdapter(nn.Module):
-    """y + scale * B A dropout(x) of each model, two batched GEMMs beside the frozen weight's one of
-    all rows. Adapters of lower ranks than R end in zeros."""
+    """y + scale * B A dropout(x) of each model, two batched GEMMs, after the frozen weight's GEMM
+    over all rows. Adapters of lower ranks than R are padded with zeros."""
 
     def __init__(
         self, site: AdapterSite, parameters: AdapterSides, scale_B11: Tensor, stream: DropoutStream
@@ -171,7 +171,7 @@ class ArrayAdapter(nn.Module):
 
 
 class ArrayEmbedding(nn.Module):
-    """A token table of each model; ids of other rows than their own model's are out of reach."""
+    """A token table of each model; ids of a model index its own rows."""
 
     def __init__(self, name: str, build: ArrayLayers) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class ArrayNorm(Norm):
         return self._scaled(norm(x_TD, *self._inner(), eps=self.eps, centred=self.centred))
 
     def _inner(self) -> tuple[Tensor, Tensor | None]:
-        """The scale and shift that the norm itself applies: those of an only model."""
+        """The scale and shift in the norm's kernel: an only model's, else ones and zeros."""
         if len(self.weight) > 1:
             return self.ones, None if self.bias is None else self.zeros
         return self.weight.flatten(), None if self.bias is None else self.bias.flatten()
@@ -213,7 +213,7 @@ class ArrayNorm(Norm):
 class ArrayAddNorm(ArrayNorm):
     """A norm of a sum, which becomes the residual stream."""
 
-    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one more result than a Norm's
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
@@ -240,7 +240,7 @@ class ArrayLoss(TokenLoss):
         """Cross entropy of each label [B * T], float32 (float64 for float64 logits)."""
         logits_TV = self.logits(x_TD)
         if not torch.compiler.is_compiling():
-            return VocabCrossEntropy.apply(logits_TV, labels_T, self.shard)
+            return VocabCrossEntropy.apply(logits_TV, labels_T, self.shard)  # type: ignore[no-untyped-call, no-any-return]  # torch
         # A graph fuses the passes over logits, which the other makes in their memory.
         wide = torch.promote_types(logits_TV.dtype, torch.float32)
         real_TV = logits_TV[:, : self.shard.valid].to(wide)
@@ -253,19 +253,19 @@ def by_model(x_TD: Tensor, weight: Tensor) -> Tensor:
 
 
 def array_linear(x_TD: Tensor, weight_BFD: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b of each model: [B * T, D] and [B, F, D] -> [B * T, F]; a weight [1, F, D] is that
-    of all rows."""
+    """x W^T + b of each model: [B * T, D] and [B, F, D] -> [B * T, F]; all
+    rows share a weight [1, F, D]."""
     if len(weight_BFD) == 1:
         # flattened, not selected, whose backward would copy the gradient into zeros
         return linear(x_TD, weight_BFD.flatten(0, 1), None if bias is None else bias.flatten())
     bias = None if bias is None else bias.flatten(1)
-    return _LinearFunction.apply(by_model(x_TD, weight_BFD), weight_BFD, bias).flatten(0, 1)
+    return _LinearFunction.apply(by_model(x_TD, weight_BFD), weight_BFD, bias).flatten(0, 1)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 class _LinearFunction(torch.autograd.Function):
-    """x W^T + b of x [B, T, D], W [B, F, D] and b [B, F], whose gradient of W lies as W does.
+    """x W^T + b of x [B, T, D], W [B, F, D] and b [B, F], whose gradient of W has W's strides.
 
-    Autograd's own is the transpose of one that lies the other way round, which is copied across.
+    Autograd makes the transpose of a gradient with other strides, which costs a copy.
     """
 
     @staticmethod

@@ -1,7 +1,6 @@
-"""An array under way: its models' run folders, records and checkpoints, from their start to a step.
+"""Trains an array of trials, with the run folder, records and checkpoints of each model.
 
-A model that ends before the others, because it diverged or was stopped, leaves the array, and the
-memory that it had is freed.
+A model that diverges or is stopped leaves the array, and its memory is freed.
 """
 
 import math
@@ -48,7 +47,7 @@ class Watcher(NamedTuple):
 
     say: Callable[[str], None]
     stepped: Callable[[Sequence[TrialRecord], float], None]  # each step, and tokens per second
-    ended: Callable[[TrialRecord], None]
+    ended: Callable[[TrialRecord], object]
     stops: Callable[[], bool]  # whether this rank was told to stop
 
 
@@ -56,7 +55,7 @@ class LiveArray:
     """Some trials' models, from the seed or their newest checkpoints on. Use it as a context."""
 
     def __init__(self, trials: Sequence[TrialRecord], runtime: Runtime, watcher: Watcher) -> None:
-        """All trials have made as many steps."""
+        """All trials are at the same step."""
         configs = [record.trial.config for record in trials]
         self.watcher, self.runtime, self.config = watcher, runtime, configs[0]
         self.groups = run_groups(self.config, runtime)
@@ -82,7 +81,7 @@ class LiveArray:
             SaveSchedule(self.config.train),
             traffic,
             train_step=lambda: self.array.train_step(self.loader),
-            evaluate=lambda: self.array.evaluate(self.valid),
+            evaluate=self._evaluate,
             stops=watcher.stops,
             end=self._end,
             after=self._after,
@@ -115,14 +114,17 @@ class LiveArray:
     def train(self, until: int) -> bool:
         """Trains to a step, or until no model is left; returns False where a rank was told to stop.
 
-        Models are saved as a run alone would be: when its schedule says so, at their last step, and
-        when they are told to stop.
+        Saves models as a run alone does: by the schedule, at the last step, and at a stop.
         """
         self.clock = perf_counter()
         return drive(self.live, until)
 
+    def _evaluate(self) -> list[float]:
+        assert self.valid is not None, "train.eval_every opens the validation data"
+        return self.array.evaluate(self.valid)
+
     def _stepped(self, seat: Seat, step: Step, valid_loss: float | None) -> bool:
-        """Notes a step of a trial; whether its loss lets it go on."""
+        """Records a step of a trial; whether the trial goes on, as its loss is not too high."""
         record = self.records[_name(seat)]
         highest = DIVERGED * math.log(self.config.model.vocab_size)
         record.losses.append(step.loss)
@@ -156,14 +158,14 @@ class LiveArray:
         save(self.live.seats, self.live.saves)
 
     def finish_saves(self) -> None:
-        """Waits for the saves of all models, those that left included.
+        """Waits for the saves of all models, including those that left the array.
 
         Raises MtcliError for all models whose last save failed.
         """
         collect_errors(*(saver.finish for saver in self.savers))
 
     def facts(self) -> ArrayRecord:
-        """Records what the array has trained."""
+        """The record of the array for sweep.json."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         last = self.array.step if self.live.seats else self.first_step
         steps = self.first_step, last
@@ -222,26 +224,26 @@ class LiveArray:
     def _loaders(
         self, configs: Sequence[RunConfig], starts: Sequence[StartingPoint]
     ) -> tuple[ArrayLoader, ArrayLoader | None]:
-        """The data to train on, of each order once, and to validate on where that is asked for."""
+        """Opens training data, once for each order, and validation data if train.eval_every."""
         dropping = max(configs, key=_most_dropped)  # tokens are numbered where any model drops some
         drops = {"model": dropping.model, "lora": dropping.lora}
         train: dict[tuple[int, int | None], MicroBatchLoader] = {}
-        each = []
+        loaders = []
         for config, start in zip(configs, starts, strict=True):
             planned = planned_samples(start.checkpoint) if start.step and start.checkpoint else None
             key = config.data_seed, planned
             if key not in train:
                 numbered = config.model_copy(update=drops)
                 train[key] = open_loader(numbered, self.groups, planned=planned)
-            each.append(train[key])
+            loaders.append(train[key])
         if not self.config.train.eval_every:
-            return ArrayLoader(each), None
+            return ArrayLoader(loaders), None
         seeds = {config.data_seed: config for config in configs}
         valid = {
             seed: open_loader(config, self.groups, validation=True)
             for seed, config in seeds.items()
         }
-        return ArrayLoader(each), ArrayLoader([valid[config.data_seed] for config in configs])
+        return ArrayLoader(loaders), ArrayLoader([valid[config.data_seed] for config in configs])
 
 
 def _name(seat: Seat) -> str:

@@ -1,7 +1,9 @@
-"""One model of an array: what a run of its own would have, over its part of the array's memory.
+"""Makes each model of an array a run that checkpoints capture and restore.
 
-It is the run that checkpoints capture and restore, with its own step, loss scale and updates.
+Its tensors are views of the array's memory; step, loss scale and count of updates are its own.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
+from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Groups
@@ -19,7 +22,7 @@ from mtcli.core.sync.strategy import Strategy
 
 
 class MemberStrategy(Strategy):
-    """The weights and gradients of one model, which the array has reduced."""
+    """One model's weights, and its gradients, which the array has reduced."""
 
     recorded = True
 
@@ -27,13 +30,25 @@ class MemberStrategy(Strategy):
         self.ownership, self.stages = ownership, {}
 
     def bind(self, tensors: ModelTensors) -> None:
-        """Takes the tensors of the model, which move where an array is compacted; of weights that
-        are as wide as the array's largest adapters, the part that is the model's own."""
+        """Takes the model's tensors, which move whenever the array is compacted.
+
+        Adapters have the width of the array's largest; the model's are a slice of its own rank.
+        """
         table, layout = self.ownership.table, self.ownership.groups.layout
         shapes = {name: table[name].stored_shape(layout) for name in tensors.weights}
-        own = {name: x[tuple(map(slice, shapes[name]))] for name, x in tensors.weights.items()}
-        self.reduced, own = tensors.gradients, own | tensors.frozen
-        self.shards = {n: OwnedShard(table[n], x, slice(0, len(x))) for n, x in own.items()}
+        self.trained = {
+            name: x[tuple(map(slice, shapes[name]))] for name, x in tensors.weights.items()
+        }
+        self.reduced, weights = tensors.gradients, self.trained | tensors.frozen
+        self.shards = {n: OwnedShard(table[n], x, slice(0, len(x))) for n, x in weights.items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights by name."""
+        return self.trained
+
+    def gradient_buffers(self) -> list[Tensor]:
+        """Lists the gradients, views of the array's."""
+        return list(self.reduced.values())
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -52,12 +67,12 @@ class MemberStrategy(Strategy):
 class Member:
     """The state of one model's run, at the step of its array; it has no tensors until `bind`.
 
-    Those of adapters are as wide as the array's largest: zeros follow, whose gradients are zero.
+    Tensors of adapters have the width of the array's largest, padded with zeros that stay zero.
     """
 
     def __init__(self, config: RunConfig, groups: Groups, dtype: torch.dtype) -> None:
         self.config, self.groups, self.dtype = config, groups, dtype
-        self.table = run_parameters(config.model, config.lora)
+        self.table: Mapping[str, Parameter] = run_parameters(config.model, config.lora)
         ownership = Ownership(groups, self.table, config.parallel.sequence_parallel, shard=False)
         self.strategy = MemberStrategy(ownership)
         self.optimizer = Optimizer({}, ownership, config.optimizer, dtype)

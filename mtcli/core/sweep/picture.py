@@ -52,12 +52,12 @@ def _curves(axes: "Axes", ranked: Sequence[TrialRecord]) -> None:
 def _against(axes: "Axes", ranked: Sequence[TrialRecord], field: str, joined: bool) -> None:
     """The final loss of each trial at its value of a field, in its curve's colour, `joined` where
     no other field varies; a ring marks the best, and crosses those that diverged."""
-    known = [record for record in ranked if field in record.trial.values]
-    values = [record.trial.values[field] for record in known]
+    shown = [record for record in ranked if field in record.trial.values]
+    values = [record.trial.values[field] for record in shown]
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     order = sorted({*values}, key=float if numeric else str)
     places = {v: v if numeric else at for at, v in enumerate(order)}
-    ended = [r for r in known if r.status != "diverged" and math.isfinite(r.score)]
+    ended = [r for r in shown if r.status != "diverged" and math.isfinite(r.score)]
     at, scores = [places[r.trial.values[field]] for r in ended], [r.score for r in ended]
     colors = _colors(ranked)
     if joined:
@@ -66,7 +66,7 @@ def _against(axes: "Axes", ranked: Sequence[TrialRecord], field: str, joined: bo
     if ended:
         best = f"best: {_words(ended[0].trial.values[field])}"
         axes.plot(at[0], scores[0], "o", ms=11, mfc="none", color=colors[ended[0].name], label=best)
-    diverged = [places[r.trial.values[field]] for r in known if r.status == "diverged"]
+    diverged = [places[r.trial.values[field]] for r in shown if r.status == "diverged"]
     if diverged:
         top = max(scores, default=1.0)
         axes.plot(diverged, [top] * len(diverged), "x", color="#d62728", label="diverged")
@@ -77,7 +77,7 @@ def _against(axes: "Axes", ranked: Sequence[TrialRecord], field: str, joined: bo
     if not numeric or len(order) <= MOST_TICKS:
         axes.set_xticks([places[v] for v in order], [_words(v) for v in order])
         axes.set_xticks([], minor=True)
-    named = "validation loss" if any(r.valid_loss is not None for r in known) else "final loss"
+    named = "validation loss" if any(r.valid_loss is not None for r in shown) else "final loss"
     axes.set(xlabel=field, ylabel=named)
 
 
@@ -93,7 +93,7 @@ def _words(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _spans_decades(order: Sequence[Any]) -> bool:
+def _spans_decades(order: Sequence[float]) -> bool:
     return order[0] > 0 and order[-1] >= 10 * order[0]
 
 

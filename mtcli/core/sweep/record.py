@@ -37,7 +37,7 @@ class TrialRecord:
 
     @property
     def ended(self) -> bool:
-        """Whether it is not to be trained on."""
+        """Whether the trial trains no further."""
         return self.status in ("finished", "stopped", "diverged")
 
     @property
@@ -59,11 +59,11 @@ class TrialRecord:
         return self.loss if self.valid_loss is None else self.valid_loss
 
     def end(self, status: Status, reason: str = "") -> None:
-        """Notes how it ended."""
+        """Records how the trial ended."""
         self.status, self.reason = status, reason
 
     def read_losses(self, step: int) -> None:
-        """Takes the losses of a run folder's steps up to one."""
+        """Reads the losses of steps 1 .. step from the run folder."""
         path = Path(self.trial.config.train.output) / METRICS
         records = step_records(path) if path.is_file() else ()
         rows = {row["step"]: row for _, row in records}
@@ -106,54 +106,55 @@ def saved_step(trial: Trial) -> int:
 
 
 def restored(trials: Sequence[Trial], output: Path, keeps_stopped: bool) -> list[TrialRecord]:
-    """The records of trials as the run folders and sweep.json of an earlier start have them.
+    """Restores the records of trials from the run folders and sweep.json of an earlier start.
 
-    Unless it `keeps_stopped`, what a rule has stopped is decided again, from the same losses; so it
-    is where the save of a trial as it was stopped failed.
+    Unless `keeps_stopped`, a rule decides again on the trials that it stopped, from the same
+    losses. So it does where a stopped trial's last save failed.
     """
-    known = _told(output)
+    rows = _saved_trials(output)
     records = [TrialRecord(trial) for trial in trials]
     for record in records:
-        before, step = known.get(record.name, {}), saved_step(record.trial)
+        row, step = rows.get(record.name, {}), saved_step(record.trial)
         record.read_losses(step)
-        told = before.get("steps")
-        steps = told if type(told) is int else step
+        recorded_steps = row.get("steps")
+        steps = recorded_steps if type(recorded_steps) is int else step
         if step >= record.trial.config.train.steps:
             record.end("finished")
-        elif before.get("status") == "diverged":
+        elif row.get("status") == "diverged":
             record.read_losses(min(steps, record.trial.config.train.steps))
-            record.end("diverged", str(before.get("reason", "")))
-        elif keeps_stopped and before.get("status") == "stopped" and step >= steps:
-            record.end("stopped", str(before.get("reason", "")))
+            record.end("diverged", str(row.get("reason", "")))
+        elif keeps_stopped and row.get("status") == "stopped" and step >= steps:
+            record.end("stopped", str(row.get("reason", "")))
     return records
 
 
 def require_startable(trials: Sequence[Trial], output: Path, resume: bool) -> None:
-    """Raises MtcliError where a sweep has been, or trials have run folders, without --resume; and
-    with it, where the sweep had trials that are not among these."""
+    """Raises MtcliError where the folder does not fit --resume.
+
+    Without it, no sweep and no run folder of a trial may be there; with it, the earlier sweep may
+    have no trial that is not among these.
+    """
     if resume:
-        known, names = _told(output), {trial.name for trial in trials}
-        gone = [name for name, row in known.items() if row.get("steps") and name not in names]
+        rows, names = _saved_trials(output), {trial.name for trial in trials}
+        gone = [name for name, row in rows.items() if row.get("steps") and name not in names]
         if gone:
-            message = (
-                f"{len(gone)} of the {len(known)} trials in {output / NAME} are not among the "
-            )
+            message = f"{len(gone)} of the {len(rows)} trials in {output / NAME} are not among the "
             message += f"{len(trials)} that are asked for: {listed(gone)}"
             hint = "give all of --vary, --random and --seeds again; or name another folder"
             raise wrong(message, hint, "--resume")
         return
-    there = [trial.name for trial in trials if holds_run(Path(trial.config.train.output))]
-    if there:
-        message = f"{len(there)} of {len(trials)} trials have run folders in {output}: "
+    begun = [trial.name for trial in trials if holds_run(Path(trial.config.train.output))]
+    if begun:
+        message = f"{len(begun)} of {len(trials)} trials have run folders in {output}: "
         hint = "--resume goes on with them; or name another folder"
-        raise wrong(message + listed(there), hint, "--output")
+        raise wrong(message + listed(begun), hint, "--output")
     if (output / NAME).exists():
         message = f"{output} has the {NAME} of another sweep"
         raise wrong(message, "--resume takes its folder; or name another", "--output")
 
 
-def _told(output: Path) -> dict[str, dict[str, Any]]:
-    """Reads the trials of sweep.json by name; none where there is no such file.
+def _saved_trials(output: Path) -> dict[str, dict[str, Any]]:
+    """Reads the trials of sweep.json by name; {} where there is no such file.
 
     Raises MtcliError where it is damaged.
     """
@@ -161,16 +162,16 @@ def _told(output: Path) -> dict[str, dict[str, Any]]:
     if not path.exists():
         return {}
     hint = "remove it: --resume goes on from the trials' run folders"
-    told = load_json(path, hint, "check its permissions")
+    table = load_json(path, hint, "check its permissions")
     try:
-        return {str(row["name"]): dict(row) for row in told["trials"]}
+        return {str(row["name"]): dict(row) for row in table["trials"]}
     except (KeyError, TypeError, ValueError):
         raise wrong(f"{path} has no trials", hint) from None
 
 
-def write(output: Path, about: dict[str, Any], records: Sequence[TrialRecord]) -> dict[str, Any]:
-    """Writes sweep.json, the best trial first, and returns what it holds."""
+def write(output: Path, facts: dict[str, Any], records: Sequence[TrialRecord]) -> dict[str, Any]:
+    """Writes sweep.json, the best trial first, and returns its content."""
     rows = [record.as_json() for record in sorted(records, key=lambda r: r.order)]
-    table = about | {"trials": rows}
+    table = facts | {"trials": rows}
     write_text(output / NAME, json_text(table))
     return table

@@ -47,14 +47,14 @@ def array_problems(config: RunConfig, world: int) -> Iterator[Problem]:
 
 
 def require_array(config: RunConfig | None, problems: Sequence[Problem], world: int) -> RunConfig:
-    """The config. Raises MtcliError with the `problems` that were met before, what keeps its models
-    out of an array on `world` ranks, and the rules that they break beside that."""
+    """Returns the config. Raises MtcliError with earlier `problems`, those of `array_problems` on
+    `world` ranks, and all other rules that the config breaks."""
     if config is None:
         raise MtcliError(*problems)
     alone = config.parallel.model_copy(update=dict.fromkeys(SHARDED, 1))
-    known = [*problems, *array_problems(config, world)]
+    found_problems = [*problems, *array_problems(config, world)]
     config = config.model_copy(update={"parallel": alone})
-    return require(config, world, *ENGINE_RULES, load_problems=known)
+    return require(config, world, *ENGINE_RULES, load_problems=found_problems)
 
 
 # FLOP of a GEMM beside which launches on a CPU cost nothing: 3 ms of an AVX-512 core.
@@ -69,6 +69,6 @@ def largest_gemm(config: RunConfig) -> int:
 
 
 def trains_in_turn(config: RunConfig, device: str) -> bool:
-    """Whether models are quicker one after another than as an array: on a CPU, whose GEMMs of
-    one fill it. Adapters' base is an array's in any case: one for all."""
+    """Whether models train faster one after another than as an array: on a CPU that one model's
+    GEMMs fill. Never with adapters, as an array holds their base once."""
     return device == "cpu" and not config.lora.rank and largest_gemm(config) >= SMALL_GEMM

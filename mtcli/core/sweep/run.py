@@ -1,7 +1,7 @@
 """Trains a sweep's trials: array after array, in Hyperband's rungs, or as a sampler proposes them.
 
-Hyperband packs the trials that go on to a rung into new arrays. Where one array has all of them, it
-goes on itself, without the trials that were stopped.
+Hyperband packs the trials of each rung into new arrays. Where one array has all of them, that array
+continues without the trials that were stopped.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ MOST_ASKED = 8  # trials that a sampler is asked for at once, which know nothing
 
 
 def train(sweep: Sweep) -> bool:
-    """Trains all trials to their ends; returns False where it was told to stop, and saved."""
+    """Trains all trials; returns False, after saving, where the sweep was told to stop."""
     plan = sweep.plan
     sweep.clear_stop_file()
     with sweep.board:
@@ -47,8 +47,8 @@ def _sample(sweep: Sweep, sampling: SamplingPlan) -> None:
     size = sweep.plan.request.max_fused or min(sweep.capacity(shape), MOST_ASKED)
     sweep.proposed(gather_values(study.done() if study else None, sweep.world)[0])
     while not sweep.interrupted:
-        own = study.ask(size) if study else None
-        asked = gather_values(own, sweep.world)[0]
+        proposals = study.ask(size) if study else None
+        asked = gather_values(proposals, sweep.world)[0]
         if not asked:
             return
         trials = sweep.proposed([values for _, values in asked])
@@ -70,30 +70,32 @@ def _train_group(sweep: Sweep, group: Sequence[TrialRecord]) -> None:
 
 
 def _to_the_end(sweep: Sweep, live: LiveArray) -> None:
-    """Trains to the end of the run, with the median rule at its steps: before the next one, as
-    a sweep may have been told to stop at one of them."""
-    steps, every = live.config.train.steps, sweep.plan.request.median
+    """Trains to the last step, with the median rule every `median` steps.
+
+    The rule comes before the next step: a sweep that was told to stop resumes with it.
+    """
+    steps, period = live.config.train.steps, sweep.plan.request.median
     while live.running and not sweep.interrupted and live.array.step < steps:
         step, until = live.array.step, steps
-        if every:
-            _apply_median(sweep, live, step, every)
-            until = min(steps, (step // every + 1) * every)
+        if period:
+            _apply_median(sweep, live, step, period)
+            until = min(steps, (step // period + 1) * period)
         sweep.interrupted = not live.train(until)
     sweep.close(live)
 
 
-def _apply_median(sweep: Sweep, live: LiveArray, step: int, every: int) -> None:
-    if step == 0 or step % every:
+def _apply_median(sweep: Sweep, live: LiveArray, step: int, period: int) -> None:
+    if step == 0 or step % period:
         return
     losses = {record.name: record.losses for record in sweep.records}
     running = {record.name for record in live.running}
-    stopped = [n for n in below_median(losses, step, every) if n in running]
+    stopped = [n for n in below_median(losses, step, period) if n in running]
     if stopped:
         live.stop(stopped, f"above the median of the others at step {step}")
 
 
 def _hyperband(sweep: Sweep, group: Sequence[TrialRecord], rule: Hyperband) -> None:
-    """Trains the brackets, each of trials of its own as long as there are any."""
+    """Trains Hyperband's brackets, each on the next trials of the group, until none are left."""
     left = list(group)
     for number, rungs in enumerate(rule.brackets(group[0].trial.config.train.steps)):
         bracket, left = left[: rungs[0].trials], left[rungs[0].trials :]
@@ -102,7 +104,7 @@ def _hyperband(sweep: Sweep, group: Sequence[TrialRecord], rule: Hyperband) -> N
 
 
 def _bracket(sweep: Sweep, bracket: list[TrialRecord], rungs: Sequence[Rung], name: str) -> None:
-    """Trains a bracket, rung by rung; an array that has all of a rung's trials goes on."""
+    """Trains a bracket, rung by rung; an array with all of a rung's trials trains the next too."""
     going, done, live = bracket, 0, None
     with ExitStack() as stack:
         for rung, after in zip(rungs, [*rungs[1:], None], strict=True):

@@ -1,4 +1,4 @@
-"""Reads a sweep's command line into its trials, and refuses what is none. Imports no torch."""
+"""Reads a sweep's command line into a plan, and refuses what cannot be run. Imports no torch."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -55,7 +55,7 @@ class SweepPlan(NamedTuple):
     trials: list[Trial]
     hyperband: Hyperband | None
     space: SweepSpace
-    sampling: SamplingPlan | None  # where trials are proposed as the sweep goes on; `trials` is one
+    sampling: SamplingPlan | None  # of a sampler, which proposes trials later; `trials` has one
     fields: tuple[str, ...]  # that are varied
 
     @property
@@ -94,6 +94,7 @@ def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
     drawn = request.random or (rule.trials() if rule and ranges else 0)
     sampling = None
     if sampler:
+        assert request.random, "a sampler needs --random"
         sampling = SamplingPlan(sampler, varied, request.random, space.base.seed)
         drawn = 1
     points = space.points(varied, Budget(drawn, request.seeds or 0))
@@ -106,8 +107,8 @@ def sweep_plan(request: SweepRequest, world: int) -> SweepPlan:
 
 
 def planned(trials: Sequence[Trial], resume: bool) -> list[Trial]:
-    """The trials, with the steps of their epochs. Raises MtcliError with what is wrong with their
-    data and, unless they `resume`, first weights."""
+    """The trials, with train.steps from their epochs. Raises MtcliError for wrong data and, unless
+    they `resume`, wrong starting weights."""
     groups = partitions(trials)
     slowest = (max(group, key=lambda t: t.config.optimizer.warmup_steps) for group in groups)
     firsts = [partial(_planned, trial.config, resume) for trial in slowest]
@@ -134,7 +135,7 @@ def _require_start(config: RunConfig, resume: bool) -> None:
 
 
 def _require_base(space: SweepSpace, request: SweepRequest, world: int) -> None:
-    """Raises MtcliError with what is wrong with the config, but for the fields that are varied."""
+    """Raises MtcliError where the config is wrong in fields that are not varied."""
     try:
         collect_errors(
             lambda: require_array(space.base, space.problems, world),
@@ -157,8 +158,8 @@ def plan_notes(plan: SweepPlan) -> list[str]:
         notes += [f"{asked} trials are asked for, and {count} of them differ"]
     if fields:
         what = f"{', '.join(fields)} {'changes' if len(fields) == 1 else 'change'}"
-        each = f"{count} trials in {sets} sets, each an array or more of its own"
-        notes += [f"{what} more than numbers: {each}"]
+        sets_text = f"{count} trials in {sets} sets, each an array or more of its own"
+        notes += [f"{what} more than numbers: {sets_text}"]
     return notes
 
 

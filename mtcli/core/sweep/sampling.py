@@ -1,4 +1,4 @@
-"""Trials that Optuna proposes, a few at a time: asked for before an array and told of after it.
+"""Asks Optuna for a few trials before each array, and tells it their losses after the array.
 
 The study is a journal file in the sweep's folder, which Optuna's dashboard opens.
 """
@@ -33,8 +33,8 @@ class SamplingPlan(NamedTuple):
 
 
 def read_sampler(text: str | None) -> str | None:
-    """The sampler of --sampler optuna or optuna:NAME. Raises MtcliError where there is none such,
-    or Optuna is not installed."""
+    """Reads --sampler optuna or optuna:NAME. Raises MtcliError for other names, or without Optuna
+    installed."""
     if text is None:
         return None
     tool, _, name = text.partition(":")
@@ -61,24 +61,26 @@ class Proposals:
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.sampling = sampling
         self.sampler = getattr(optuna.samplers, SAMPLERS[sampling.sampler])
-        log, about = output / NAME, {"study_name": STUDY, "direction": "minimize"}
+        log = output / NAME
         varied = sorted(sampling.varied, key=lambda one: one.field)
-        own = json_text({one.field: list(one.range or one.values) for one in varied})
+        space_text = json_text({one.field: list(one.range or one.values) for one in varied})
         try:
             _drop_cut_line(log)
             storage = JournalStorage(JournalFileBackend(str(log)))
-            self.study = optuna.create_study(storage=storage, load_if_exists=True, **about)
-            space = self.study.user_attrs.get(SPACE, own)
-            if space == own:
+            self.study = optuna.create_study(
+                storage=storage, study_name=STUDY, direction="minimize", load_if_exists=True
+            )
+            space = self.study.user_attrs.get(SPACE, space_text)
+            if space == space_text:
                 self._require_ours()
         except Exception as error:  # Optuna checks no line of a log: any error of its reader
             why = str(error) or type(error).__name__
             hint = "remove it, and a new study begins; or name another folder"
             raise wrong(f"{log} is no study of Optuna's: {why}", hint, "--output") from None
-        if space != own:
+        if space != space_text:
             message = f"{log} is the study of other fields or values"
             raise wrong(message, "vary what it was begun with; or name another folder", "--vary")
-        self.study.set_user_attr(SPACE, own)
+        self.study.set_user_attr(SPACE, space_text)
 
     def _require_ours(self) -> None:
         """Raises an error where a trial chose from other values, or of no value of a field."""
@@ -90,12 +92,15 @@ class Proposals:
             self._values(trial.params)
 
     def done(self) -> list[dict[str, Any]]:
-        """The values of the trials that an earlier start has told of."""
+        """The values of the trials whose losses an earlier start told the study."""
         return [self._values(t.params) for t in self._trials() if t.state.is_finished()]
 
     def ask(self, most: int) -> list[tuple[int, dict[str, Any]]]:
-        """The numbers and values of up to `most` trials: those that an earlier start has not told
-        of, then new ones; none where all have been proposed."""
+        """Proposes up to `most` trials, as (number, values).
+
+        Trials that an earlier start asked for, and whose loss it never told, come first; none are
+        left once `sampling.trials` have been proposed.
+        """
         waiting = [t for t in self._trials() if t.state.name == "RUNNING"]
         proposed = [(trial.number, self._values(trial.params)) for trial in waiting[:most]]
         left = self.sampling.trials - len(self._trials())
@@ -139,7 +144,7 @@ class Proposals:
         return space
 
     def _values(self, params: dict[str, Any]) -> dict[str, Any]:
-        """The values of the fields: of a list by their place in it, numbers as trials name them."""
+        """Reads a trial's parameters as values: indices of a list's, or rounded numbers."""
         return {
             option.field: option.values[params[option.field]]
             if option.range is None

@@ -13,21 +13,21 @@ Losses = Sequence[float]  # of steps 1, 2, ...
 
 
 class Rung(NamedTuple):
-    """A rung of a bracket: so many of its trials train until a step."""
+    """A rung of a bracket: `trials` of the bracket train until `step`."""
 
     trials: int
     step: int
 
 
 class Hyperband(NamedTuple):
-    """`units` make up a whole run, and of a rung 1 in `eta` goes on to eta times as many
-    (arXiv:1603.06560, algorithm 1: R and eta)."""
+    """Hyperband's R (`units` of a whole run) and eta: 1 in eta trials of a rung goes on, to eta
+    times as many units (arXiv:1603.06560, algorithm 1)."""
 
     units: int
     eta: int
 
     def brackets(self, steps: int) -> list[list[Rung]]:
-        """The rungs of each bracket, the one with most trials first, for runs of so many steps."""
+        """The rungs of each bracket, for runs of `steps`; the bracket with most trials first."""
         depth = 0
         while self.eta ** (depth + 1) <= self.units:
             depth += 1
@@ -66,12 +66,12 @@ def below_median(losses: Mapping[str, Losses], step: int, window: int) -> list[s
     """The names of trials that the median rule stops at a step: their best mean of `window` steps
     is worse than the median of the others' means of all steps (Golovin et al., Vizier, KDD 2017,
     section 3.2.2)."""
-    there = {name: run for name, run in losses.items() if len(run) >= step}
-    averages = {name: mean_loss(run, step, step) for name, run in there.items()}
+    reached = {name: run for name, run in losses.items() if len(run) >= step}
+    averages = {name: mean_loss(run, step, step) for name, run in reached.items()}
     stopped = []
-    for name, run in there.items():
-        others = [average for other, average in averages.items() if other != name]
-        own = min(mean_loss(run, end, window) for end in range(window, step + 1, window))
-        if others and own > median(others):
+    for name, run in reached.items():
+        other_averages = [average for other, average in averages.items() if other != name]
+        best_mean = min(mean_loss(run, end, window) for end in range(window, step + 1, window))
+        if other_averages and best_mean > median(other_averages):
             stopped.append(name)
     return stopped

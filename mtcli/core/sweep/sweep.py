@@ -41,27 +41,27 @@ class Sweep:
         self.by_name = {record.name: record for record in self.records}
         self.arrays: list[ArrayRecord] = []
         self.interrupted = False
-        every = [record.trial.config.train.steps for record in self.records]
+        steps = [record.trial.config.train.steps for record in self.records]
         if plan.sampling:
-            every = [plan.trials[0].config.train.steps] * plan.sampling.trials
-        self.board = Board(self.records, plan.output, sum(every), speaks=runtime.rank == 0)
+            steps = [plan.trials[0].config.train.steps] * plan.sampling.trials
+        self.board = Board(self.records, plan.output, sum(steps), speaks=runtime.rank == 0)
         self.watcher = Watcher(
             self.board.say, self.board.stepped, lambda _: self.write(), self._stops
         )
 
     def write(self) -> dict[str, Any]:
-        """Writes sweep.json; returns what it holds."""
-        about = {"output": str(self.plan.output), **self.plan.request.flags()}
-        about |= {"arrays": [array._asdict() for array in self.arrays]}
+        """Writes sweep.json; returns its content."""
+        facts = {"output": str(self.plan.output), **self.plan.request.flags()}
+        facts |= {"arrays": [array._asdict() for array in self.arrays]}
         if self.runtime.rank:
-            return about
-        return records_of.write(self.plan.output, about, self.records)
+            return facts
+        return records_of.write(self.plan.output, facts, self.records)
 
     def _was_started_before(self) -> bool:
-        """Whether the launcher starts this sweep's ranks again, as rank 0 finds it.
+        """Whether an earlier attempt of this launch trained the sweep, as rank 0 finds it.
 
-        What is read of the trials comes after this: first a rank of an earlier attempt that holds
-        any of their folders ends. Raises MtcliError on every rank where it does not.
+        Waits until that attempt's ranks have released the trials' folders: read these afterwards.
+        Raises MtcliError on every rank where they do not.
         """
         attempt, timeout = self.runtime.attempt, self.plan.trials[0].config.train.timeout
         end = monotonic() + PATIENCE * timeout
@@ -125,7 +125,7 @@ class Sweep:
         self.write()
 
     def packed(self, group: Sequence[TrialRecord]) -> list[list[TrialRecord]]:
-        """The arrays of some trials: of those at the same step as many as fit."""
+        """Packs trials at the same step into arrays, as many to an array as fit."""
         by_step: dict[int, list[TrialRecord]] = {}
         for record in group:
             by_step.setdefault(records_of.saved_step(record.trial), []).append(record)
@@ -139,16 +139,17 @@ class Sweep:
         return packed
 
     def capacity(self, config: RunConfig) -> int:
-        """The models of an array of such a config: what the rank with least memory takes."""
-        return min(gather_values(capacity(config, self.runtime), self.world))
+        """The models that an array of a config takes on the rank with least memory."""
+        models: list[int] = gather_values(capacity(config, self.runtime), self.world)
+        return min(models)
 
     def partitions(self) -> list[list[TrialRecord]]:
-        """The trials by what their arrays have in common, each of which is trained on its own."""
+        """The trials in groups that arrays can fuse; each group is trained separately."""
         groups = partitions(self.plan.trials)
         return [[self.by_name[trial.name] for trial in group] for group in groups]
 
     def notes(self) -> list[str]:
-        """Lists what a user may not expect: fewer trials, several sets, no fusion, ended trials."""
+        """Notes on surprises: fewer trials, several sets, no fusion, trials that have ended."""
         notes = plan_notes(self.plan)
         device = self.runtime.device.type
         large = any(trains_in_turn(trial.config, device) for trial in self.plan.trials)
@@ -156,8 +157,8 @@ class Sweep:
             what = "models whose GEMMs fill a CPU core are trained one after another"
             notes.append(f"{what}: --max-fused B fuses")
         if ended := sum(record.ended for record in self.records):
-            told = f"{ended} of {len(self.records)} trials have ended before"
-            notes.append(f"note: {told}, and stay as they are")
+            count = f"{ended} of {len(self.records)} trials have ended before"
+            notes.append(f"note: {count}, and stay as they are")
         return notes
 
     def clear_stop_file(self) -> None:

@@ -91,7 +91,7 @@ class Varied(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A config of a sweep; its name is that of its run folder."""
+    """A config of a sweep, by the name of its run folder."""
 
     name: str
     values: Mapping[str, Any]  # of the varied fields
@@ -99,7 +99,7 @@ class Trial(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """The number of trials: all of a grid, or so many drawn; and seeds of each."""
+    """The number of trials to draw (0: all of a grid), and of seeds for each (0: the config's)."""
 
     drawn: int = 0
     seeds: int = 0
@@ -140,7 +140,7 @@ class SweepSpace:
         if any(option.range for option in varied):
             chosen = [_drawn(varied, source) for _ in range(count)]
         else:
-            numbers = range(grid)
+            numbers: Sequence[int] = range(grid)
             if budget.drawn and budget.drawn < grid:
                 numbers = source.sample(numbers, budget.drawn)
             chosen = [_grid_point(varied, number) for number in numbers]
@@ -150,7 +150,7 @@ class SweepSpace:
         return [{**point, "seed": seed} for point in chosen for seed in seeds]
 
     def checked(self, points: Sequence[Mapping[str, Any]], shared: bool, world: int) -> list[Trial]:
-        """The trials of these values. Raises MtcliError with what is wrong with any."""
+        """Makes the trials of these values. Raises MtcliError with all wrong values."""
         fields = list(dict.fromkeys(field for point in points for field in point))
         short = short_names(fields)
         named = {trial_name(point, short): point for point in points}
@@ -206,20 +206,24 @@ class SweepSpace:
         if field in fields:
             return
         section, _, name = field.rpartition(".")
-        here = [path.rpartition(".")[2] for path in fields if path.rpartition(".")[0] == section]
-        near = [n if "." in n else f"{section}.{n}" for n in meant_fields(name, here, fields)]
-        known = [path for path in near if path in fields]
-        hint = f"did you mean {known[0]}?" if known else "docs/config.md lists the fields"
+        section_names = [
+            path.rpartition(".")[2] for path in fields if path.rpartition(".")[0] == section
+        ]
+        near = [
+            n if "." in n else f"{section}.{n}" for n in meant_fields(name, section_names, fields)
+        ]
+        matches = [path for path in near if path in fields]
+        hint = f"did you mean {matches[0]}?" if matches else "docs/config.md lists the fields"
         raise wrong(f"there is no field {field!r}", hint, "--vary")
 
     def _value(self, field: str, word: str) -> Any:
         """The value of a word. Raises MtcliError where it is illegal, with a legal one."""
         table = with_overrides(self.table, [f"{field}={word}"], "--vary")
         config, problems = validate(table)
-        known = {problem.field for problem in self.problems}
-        own = [p for p in problems if p.field not in known]
-        if own:
-            raise MtcliError(*(p._replace(field=f"--vary {p.field}") for p in own))
+        base_fields = {problem.field for problem in self.problems}
+        new_problems = [p for p in problems if p.field not in base_fields]
+        if new_problems:
+            raise MtcliError(*(p._replace(field=f"--vary {p.field}") for p in new_problems))
         if config is None:
             raise MtcliError(*problems)
         return attrgetter(field)(config)
@@ -269,9 +273,9 @@ def trial_name(point: Mapping[str, Any], short: Mapping[str, str]) -> str:
     """The name of a trial by its values, as a folder may have it: `lr=0.001_clip=1.0`; with a hash
     of them where it is shortened, or lacks letters that no folder's name should have."""
     words = [f"{short[field]}={_shown(value)}" for field, value in point.items()]
-    told = re.sub(r"(?<=[\d.]),(?=[-\d])", "-", "_".join(words)) or "trial"
-    name = re.sub(r"[^a-zA-Z0-9_.=+-]", "-", told)[:LONGEST_NAME]
-    return name if name == told else f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:8]}"
+    text = re.sub(r"(?<=[\d.]),(?=[-\d])", "-", "_".join(words)) or "trial"
+    name = re.sub(r"[^a-zA-Z0-9_.=+-]", "-", text)[:LONGEST_NAME]
+    return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def name_of(point: Mapping[str, Any]) -> str:

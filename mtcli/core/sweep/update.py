@@ -18,12 +18,12 @@ from mtcli.core.training.compile import as_graph
 
 
 class ModelUpdate(NamedTuple):
-    """One model's update: `count` are those that it has made, with this one."""
+    """One model's update."""
 
     optimizer: OptimizerConfig
     lr: float
     factor: float  # of its gradients
-    count: int
+    updates: int  # that the model has made, with this one
 
 
 class CompiledAdamW:
@@ -35,7 +35,8 @@ class CompiledAdamW:
         self.names = list(memory.weights.tensors)
         self.decays = [decays[name] for name in self.names]
         arrays = (memory.masters, *memory.moments.values())
-        self.state = [list(array.tensors.values()) for array in arrays]
+        state = (list(array.tensors.values()) for array in arrays)
+        self.masters, self.exp_avgs, self.exp_avg_sqs = state
         has_own = memory.masters is not memory.weights
         self.weights = list(memory.weights.tensors.values()) if has_own else []
         self.dtype = memory.masters.flat.dtype
@@ -54,7 +55,8 @@ class CompiledAdamW:
         numbers_BK = torch.tensor([_numbers(model) for model in models], dtype=torch.float64)
         numbers_BK = numbers_BK.to(self.dtype)
         ordered = [gradients[name] for name in self.names]
-        self._update(*self.state, ordered, self.weights, self.decays, numbers_BK)
+        state = self.masters, self.exp_avgs, self.exp_avg_sqs
+        self._update(*state, ordered, self.weights, self.decays, numbers_BK)
 
 
 def _numbers(model: ModelUpdate | None) -> list[float]:
@@ -62,7 +64,7 @@ def _numbers(model: ModelUpdate | None) -> list[float]:
     if model is None:
         return [0.0] * 8
     (beta1, beta2), lr = model.optimizer.betas, model.lr
-    of_first, of_second = (1.0 - beta**model.count for beta in (beta1, beta2))
+    of_first, of_second = (1.0 - beta**model.updates for beta in (beta1, beta2))
     shrink = 1.0 - lr * model.optimizer.weight_decay
     return [
         *(1.0, model.factor, shrink, beta1, beta2),
@@ -71,8 +73,8 @@ def _numbers(model: ModelUpdate | None) -> list[float]:
 
 
 def _norms(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    each = [x.flatten(1).to(dtype).square().sum(1).double() for x in gradients]
-    return torch.stack(each).sum(0).sqrt()
+    squares = [x.flatten(1).to(dtype).square().sum(1).double() for x in gradients]
+    return torch.stack(squares).sum(0).sqrt()
 
 
 def _update(  # noqa: PLR0913 - dynamo guards each list of tensors
@@ -87,8 +89,8 @@ def _update(  # noqa: PLR0913 - dynamo guards each list of tensors
     columns = numbers_BK.T[..., None].unbind()
     moves, factor, shrink, beta1, beta2, rate, of_second, eps = columns
     moves = moves > 0.0
-    every = zip(masters, exp_avgs, exp_avg_sqs, gradients, decays, strict=True)
-    for number, (*state, gradient, decays_too) in enumerate(every):
+    tensors = zip(masters, exp_avgs, exp_avg_sqs, gradients, decays, strict=True)
+    for number, (*state, gradient, decays_too) in enumerate(tensors):
         master, first, second = (x.flatten(1) for x in state)
         g = gradient.flatten(1).to(master.dtype) * factor
         new_first = first + (1.0 - beta1) * (g - first)

@@ -39,12 +39,15 @@ class Strategy(Protocol):
 
         With `from_zero` they are added to zeros, so that every micro-batch is the same work.
         """
+        return
 
     def before_last_backward(self, stage: int) -> None:
         """Notes that the next backward of a stage is its last one of the step."""
+        return
 
     def after_backward(self) -> None:
         """Waits until every gradient is reduced; those that no backward touched are zero."""
+        return
 
     def when_reduced(self, on_reduced: Callable[[Mapping[str, Tensor]], None]) -> None:
         """Has `on_reduced` called with reduced gradients in the backward that made them, a bucket
@@ -58,6 +61,7 @@ class Strategy(Protocol):
 
     def after_update(self) -> None:
         """Gives the other ranks the owned rows, once this one has updated them."""
+        return
 
     def counted_gradients(self) -> list[Tensor]:
         """The gradients that this rank counts in the global norm: each element on one rank."""

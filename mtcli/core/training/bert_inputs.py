@@ -1,39 +1,38 @@
-"""An encoder's inputs: rows of several sequences, masked tokens, and labels of sequences.
+"""Builds an encoder's inputs: rows of several sequences, tokens to predict, sequences to classify.
 
-The loss of a step is that of predicted tokens over their number P, plus that of sequences over
-theirs, C, both over the global batch. Class weights times P / C make them one sum over P. What has
-no weight is not counted.
+The loss of a step is (sum of token losses) / P + (sum of sequence losses) / C, for the P predicted
+tokens and C labelled sequences of the global batch that have a weight. Weights of sequences times
+P / C make both one sum over P.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.bert.row_format import EncoderBatches, EncoderRows
+from mtcli.core.data.bert.row_format import EncoderBatches
 from mtcli.core.model.inputs import Inputs, Sentences, make_inputs, token_positions
 from mtcli.core.parallel.groups import Groups
-from mtcli.core.training.token_inputs import Divisors
+from mtcli.core.training.token_inputs import Divisors, Hosted
 from mtcli.kernels.gemm import DTYPES
 
 
 class EncoderRead(NamedTuple):
-    """A micro-batch's rows; how many labels of this rank weigh, of tokens and of classes, and how
-    many tokens it has."""
+    """A micro-batch as the reader returns it; for a GPU in pinned memory."""
 
-    rows: EncoderRows
-    counts: tuple[int, int, int]
-    padding: np.ndarray  # bool [n, this rank's s]
+    rows: tuple[np.ndarray | Tensor, ...]  # the fields of EncoderRows
+    counts: tuple[int, int, int]  # this rank's predicted tokens, classified sequences, tokens
+    padding: np.ndarray | Tensor  # bool [n, this rank's s]
 
 
 class EncoderInputs:
-    """Makes this rank's inputs of rows; sequences of a row do not see each other."""
+    """Builds this rank's inputs from rows, whose sequences do not attend to each other."""
 
     def __init__(self, config: RunConfig, groups: Groups, positions: Tensor) -> None:
-        """`positions` in a full row are those of this rank's part, on the host."""
+        """`positions` [s] are the columns of a full row that this cp rank has, on the host."""
         self.model, self.dtype = config.model, DTYPES[config.train.precision]
         self.groups, self.size = groups, config.batch.seq_len
         self.host_positions = np.array(positions.tolist())  # of fake tensors in a dry run, too
@@ -42,51 +41,54 @@ class EncoderInputs:
         index[positions] = torch.arange(len(positions))
         self.index = index.to(groups.device)  # of each position of a row among this rank's, or -1
 
-    def read(
-        self,
-        batches: EncoderBatches,
-        start: int,
-        count: int,
-        hosted: Callable[[np.ndarray], np.ndarray],
-    ) -> EncoderRead:
-        """Rows where the device can fetch them, with their counts."""
+    def read(self, batches: EncoderBatches, start: int, count: int, hosted: Hosted) -> EncoderRead:
+        """Reads rows start .. start + count - 1, and counts; see `TokenInputs.read`."""
         rows = batches.rows(start, count)
-        own = rows.weights[:, self.host_positions]
-        # Every cp rank has all labels of sequences, and one of them counts them.
-        classified = np.count_nonzero(rows.class_weights) * (self.groups.cp.rank == 0)
         padding = rows.padding[:, self.host_positions]
-        counts = np.count_nonzero(own), int(classified), np.count_nonzero(~padding)
-        arrays = EncoderRows(*(hosted(array) for array in rows))
-        return EncoderRead(arrays, counts, hosted(padding))
+        # Every cp rank has all labels of sequences, and one of them counts them.
+        class_weights = rows.class_weights if self.groups.cp.rank == 0 else ()
+        counts = (
+            int(np.count_nonzero(rows.weights[:, self.host_positions])),
+            int(np.count_nonzero(class_weights)),
+            int(np.count_nonzero(~padding)),
+        )
+        return EncoderRead(tuple(hosted(array) for array in rows), counts, hosted(padding))
 
     def divisors(self, counts: Sequence[float], parts: int) -> Divisors:
-        """The divisors by the counts over a global batch, or over the part of it that a replica
-        has."""
+        """The divisors by the `counts` of EncoderRead, summed over a global batch or a replica."""
         predicted, classified, tokens = counts
         if self.model.head != "mlm":
             return Divisors(classified, tokens)
         return Divisors(predicted, tokens, predicted / max(1.0, classified))
 
     def inputs(
-        self, read: EncoderRead, numbers: Tensor | None, class_factor: float, others: dict[str, Any]
+        self,
+        read: EncoderRead,
+        numbers: Tensor | None,
+        class_factor: float,
+        attended: bool,
+        aux_scale: float,
     ) -> Inputs:
-        """The inputs of rows, whose tokens have these global numbers."""
-        device = self.groups.device
-        rows = EncoderRows(*(torch.as_tensor(x).to(device, non_blocking=True) for x in read.rows))
-        here, documents = self.positions, rows.documents.contiguous()
-        index = self.index[rows.firsts % self.size]
-        at = torch.where(index < 0, -1, rows.firsts // self.size * len(here) + index)
+        """Builds a micro-batch's inputs on the device; see `TokenInputs.inputs`."""
+        tokens, types, documents, labels, weights, firsts, classes, class_weights, padding = (
+            torch.as_tensor(x).to(self.groups.device, non_blocking=True)
+            for x in (*read.rows, read.padding)
+        )
+        columns, documents = self.positions, documents.contiguous()
+        index = self.index[firsts % self.size]
+        at = torch.where(index < 0, -1, firsts // self.size * len(columns) + index)
         return make_inputs(
             self.model,
             self.dtype,
-            rows.tokens[:, here],
-            token_types=rows.token_types[:, here],
-            labels=rows.labels[:, here],
-            weights=rows.weights[:, here],
-            padding=torch.as_tensor(read.padding).to(device, non_blocking=True),
-            positions=token_positions(documents, self.model)[:, here],
+            tokens[:, columns],
+            token_types=types[:, columns],
+            labels=labels[:, columns],
+            weights=weights[:, columns],
+            padding=padding,
+            positions=token_positions(documents, self.model)[:, columns],
             documents=documents,
-            sentences=Sentences(at, rows.classes, rows.class_weights * class_factor),
+            sentences=Sentences(at, classes, class_weights * class_factor),
             numbers=numbers,
-            **others,
+            attended=attended,
+            aux_scale=aux_scale,
         )

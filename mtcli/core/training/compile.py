@@ -1,33 +1,35 @@
-"""Blocks compiled by torch.compile: operations between two GEMMs become a few fused loops.
+"""Compiles blocks by torch.compile, which fuses the operations between two GEMMs.
 
-The collectives of tensor parallel layers are part of a block's graph. All else that talks to other
+The collectives of tensor parallel layers are part of a block's graph. Other code that talks to
 ranks, reads a tensor's values on the host, or depends on the layer's number (such as dropout's key)
-is left uncompiled, a break between two graphs. So all blocks of a stage look alike to the compiler,
-the first one's graphs serve them all, and compiling takes as long as for one block.
+stays uncompiled and breaks the graph. So the compiler sees all blocks of a stage as equal: the
+first block's graphs serve them all, and compiling takes as long as for one block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from mtcli.core.config.errors import failed
 from mtcli.core.model.attention import Attention
+from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.moe import MixtureOfExperts
-from mtcli.core.model.transformer import Dropout, Stage
+from mtcli.core.model.transformer import Block, Stage
 from mtcli.core.parallel.compiled_collectives import in_graph
 from mtcli.core.parallel.tensor import ColumnLinear, HeadsLinear, RowLinear
 
 MOST_LAYERS = 8  # of a graph of all layers
-Compiled = TypeVar("Compiled", bound=Callable[..., Any])
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 Losses = Callable[[Inputs, Tensor], tuple[Tensor, Tensor]]  # as `Stage.loss`
 
 
 def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "inductor") -> None:
-    """Has every block compiled in its first forward and backward, and again for each new shape.
+    """Compiles every block, in its first forward and backward and again for each new shape.
 
     `documents`: attention stays within documents, whose lengths are read on the host on CPU.
     Modules, parameters and their hooks stay as they are.
@@ -39,14 +41,17 @@ def compile_blocks(stages: Iterable[Stage], documents: bool, backend: str = "ind
                 _keep_collectives(module)
                 for name in _left_out(module, asks_lengths):
                     setattr(module, name, torch.compiler.disable(getattr(module, name)))
-            block._run = torch.compile(block._run, dynamic=False, backend=backend)
+            assert isinstance(block, Block), block
+            block._run = torch.compile(block._run, dynamic=False, backend=backend)  # type: ignore[method-assign]  # of the instance
 
 
 def compile_stage(
     stage: Stage, losses: Losses, documents: bool, backend: str = "inductor"
 ) -> Losses:
-    """Returns `losses`, a function of all that the stage does, as one graph; where something breaks
-    graphs, or there are more than MOST_LAYERS, as it is, over compiled blocks.
+    """Compiles `losses`, the whole forward of a stage and its loss, as one graph.
+
+    Where something breaks graphs, or there are more than MOST_LAYERS, compiles the blocks instead
+    and returns `losses` as it is.
 
     A graph costs 0.3 ms to call, forward and backward: a fifth of a step of two layers of 32. Its
     compile time grows with its layers.
@@ -62,28 +67,30 @@ def compile_stage(
     return as_graph(losses, backend)
 
 
-def as_graph(function: Compiled, backend: str = "inductor") -> Compiled:
+def as_graph(
+    function: Callable[Arguments, Result], backend: str = "inductor"
+) -> Callable[Arguments, Result]:
     """Returns a function of tensors, compiled for each of their shapes in its first call.
 
     Without the asserts of generated code on its inputs' strides, which dynamo has guarded: 250 in
     a step of an array of two layers.
     """
-    options = {"size_asserts": False, "alignment_asserts": False}
-    quick = options if backend == "inductor" else None
-    made: Compiled = torch.compile(function, dynamic=False, backend=backend, options=quick)
-    return made
+    options: dict[str, str | int | bool | Callable[..., object]] | None = None
+    if backend == "inductor":
+        options = {"size_asserts": False, "alignment_asserts": False}
+    return torch.compile(function, dynamic=False, backend=backend, options=options)
 
 
 def uncompiled(compiled: bool) -> AbstractContextManager[None]:
-    """Inside, `compiled` blocks run as written: a compiled one passes over its modules' hooks."""
+    """Runs `compiled` blocks eagerly inside, as compiled ones skip the hooks of their modules."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 @contextmanager
 def compiler_errors(compiled: bool) -> Iterator[None]:
-    """Inside, where blocks are `compiled`, a C++ compiler that fails is an MtcliError in its words.
+    """Turns a failure of the C++ compiler inside, of `compiled` blocks, into an MtcliError.
 
-    It first runs when a block does, forward or backward: what it lacks, memory mostly, shows then.
+    The compiler runs in a block's first forward or backward, and mostly fails for lack of memory.
     """
     try:
         yield
@@ -103,7 +110,7 @@ def compiler_errors(compiled: bool) -> Iterator[None]:
 
 
 def _first_complaint(output: str) -> str:
-    """The line of a compiler's output that says what was wrong."""
+    """The first line of a compiler's output with an error, or else its last."""
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
     return next((line for line in lines if "error" in line.lower()), lines[-1])[:300]
 

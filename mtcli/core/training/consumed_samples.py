@@ -6,16 +6,15 @@ depends on no layout: samples are numbered over the run.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.run_progress import DatasetRecord, SampleRecord, SkippedBatch
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.best_fit import PackedConversations
 from mtcli.core.data.blend import chosen, parse_split
 from mtcli.core.data.indexed import stated_hash
-from mtcli.core.data.loader import Batches
+from mtcli.core.data.loader import RunData
 from mtcli.core.data.subset import AGAIN, FIELD, SourceRecord, Subset, digest
 from mtcli.core.parallel.collectives import gather_values
 from mtcli.core.parallel.groups import Axis
@@ -35,11 +34,12 @@ def require_sources(
     files: Sequence[Sequence[Path]],
     shares: Sequence[float] | None = None,
 ) -> None:
-    """Raises MtcliError where data, with its shares in a blend, is not what a subset is of."""
+    """Raises MtcliError where data, or its shares in a blend, are not those of a subset."""
     if len(prefixes) != len(subset.sources):
         message = f"the subset is of {len(subset.sources)} sources, and the run has {len(prefixes)}"
         raise wrong(message, "name the same data in the same order", FIELD)
-    problems, weights = [], shares or [None] * len(prefixes)
+    problems = []
+    weights: Sequence[float | None] = shares or [None] * len(prefixes)
     for prefix, paths, share, then in zip(prefixes, files, weights, subset.sources, strict=True):
         now = then.model_copy(
             update={"sha256": stated_hash(prefix), "sampled": sampled_hash(paths), "share": share}
@@ -54,33 +54,33 @@ def require_sources(
         raise MtcliError(*problems)
 
 
-def data_hashes(batches: Any, local_rank: int, world: Axis) -> list[SourceHashes]:
+def data_hashes(batches: RunData, local_rank: int, world: Axis) -> list[SourceHashes]:
     """Hashes the data of a run, as rank 0 finds it. Collective.
 
     One rank of each machine reads: 64 blocks of 64 KiB of each file. Raises MtcliError on every
     rank where a machine has other data than rank 0's.
     """
-    own = source_hashes(batches) if local_rank == 0 else None
-    told = gather_values(own if world.rank == 0 else None, world)[0]
-    agreed = [SourceHashes(*hashes) for hashes in told]
-    alike = agreed if own is None else own
+    local_hashes = source_hashes(batches) if local_rank == 0 else None
+    from_first = gather_values(local_hashes if world.rank == 0 else None, world)[0]
+    agreed = [SourceHashes(*hashes) for hashes in from_first]
+    alike = agreed if local_hashes is None else local_hashes
     require_alike(world, [list(row) for row in alike], "reads data with the hashes", "data.train")
     return agreed
 
 
-def source_hashes(batches: Any) -> list[SourceHashes]:
+def source_hashes(batches: RunData) -> list[SourceHashes]:
     """Hashes each data source, as this process finds it."""
     sources = zip(batches.prefixes, batches.files, strict=True)
     return [SourceHashes(stated_hash(prefix), sampled_hash(paths)) for prefix, paths in sources]
 
 
 class ConsumedSamples:
-    """The consumed samples of a run under way. The same on every rank."""
+    """Counts the samples that a run draws from each dataset; equal on every rank."""
 
     def __init__(
         self,
         config: RunConfig,
-        batches: Batches | PackedConversations,
+        batches: RunData,
         hashes: Sequence[SourceHashes],
         subset: Subset | None = None,
     ) -> None:
@@ -99,7 +99,7 @@ class ConsumedSamples:
         self.skipped.append(SkippedBatch(step=step, first=first, last=last, why=why))
 
     def faults_in_a_row(self, step: int) -> int:
-        """Counts the batches up to that of a step that were skipped in turn for their faults."""
+        """Counts the consecutive batches, up to a step's, that were skipped for faults."""
         count = 0
         for batch in reversed(self.skipped):
             if batch.why != "fault" or batch.step != step - count:
@@ -108,7 +108,7 @@ class ConsumedSamples:
         return count
 
     def record(self, consumed: int) -> SampleRecord:
-        """The record after so many samples; `consumed` never falls."""
+        """The record of the first `consumed` samples, whose number never falls."""
         self._draw(consumed)
         passed = sum(batch.last - batch.first + 1 for batch in self.skipped)
         return SampleRecord(
@@ -121,7 +121,7 @@ class ConsumedSamples:
         )
 
     def resume(self, record: SampleRecord | None, consumed: int) -> None:
-        """Goes on from a checkpoint's; where that has none, as if this data had been used.
+        """Continues from a checkpoint's record; without one, as if the run had used this data.
 
         Raises MtcliError with everything about the data that differs.
         """
@@ -154,14 +154,14 @@ class ConsumedSamples:
             epoch=tokens // self.batches.tokens[number],
         )
 
-    def _differences(self, before: SampleRecord) -> list[Problem]:
+    def _differences(self, saved: SampleRecord) -> list[Problem]:
         sources = self.record(0).sources
-        if len(sources) != len(before.sources):
-            names = [", ".join(s.prefix for s in side) for side in (sources, before.sources)]
+        if len(sources) != len(saved.sources):
+            names = [", ".join(s.prefix for s in side) for side in (sources, saved.sources)]
             message = f"there are {len(sources)} data sources ({names[0]}), and the run was trained"
-            return [Problem(f"{message} on {len(before.sources)} ({names[1]})", "", "data.train")]
+            return [Problem(f"{message} on {len(saved.sources)} ({names[1]})", "", "data.train")]
         problems = []
-        for now, then in zip(sources, before.sources, strict=True):
+        for now, then in zip(sources, saved.sources, strict=True):
             for kind, new, old in _hashes(now, then):
                 message = f"{now.prefix} has the {kind} {new}, and the run was trained on {old}"
                 moved = "" if now.prefix == then.prefix else f" at {then.prefix}"
@@ -169,18 +169,20 @@ class ConsumedSamples:
             if now.weight != then.weight:
                 message = f"{now.prefix} has the share {now.weight}, and the run was trained with "
                 problems.append(Problem(f"{message}{then.weight}", "", "data.train"))
-        if self.subset != before.subset:
-            names = [subset or "none" for subset in (self.subset, before.subset)]
+        if self.subset != saved.subset:
+            names = [subset or "none" for subset in (self.subset, saved.subset)]
             message = f"the subset is {names[0]}, and the run was trained on {names[1]}"
             problems.append(Problem(message, "", FIELD))
-        if self.split != before.split:
-            message = f"the shares are {self.split}, and the run was trained with {before.split}"
+        if self.split != saved.split:
+            message = f"the shares are {self.split}, and the run was trained with {saved.split}"
             problems.append(Problem(message, "", "data.split"))
         return problems
 
 
-def _hashes(now: DatasetRecord, then: DatasetRecord | SourceRecord) -> list[tuple[str, str, str]]:
-    """The first kind of hash that differs, with both: what two sources have, or none."""
+def _hashes(
+    now: DatasetRecord | SourceRecord, then: DatasetRecord | SourceRecord
+) -> list[tuple[str, str, str]]:
+    """[(kind, new, old)] of the first hash that differs between two sources; [] where none does."""
     if now.sha256 and then.sha256 and now.sha256 != then.sha256:
         return [("sha256", now.sha256, then.sha256)]
     if now.sampled != then.sampled:

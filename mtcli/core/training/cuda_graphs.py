@@ -1,8 +1,8 @@
-"""A micro-batch as two CUDA graphs, its forward and its backward, recorded once and replayed.
+"""Replays a micro-batch as two CUDA graphs, its forward and its backward, recorded once.
 
-A replay launches all kernels of an op at once, so a GPU never waits for the host between them. What
-is recorded reads and writes the same memory each time: a micro-batch's tensors are copied into
-those that the graphs know, and every gradient is added to buckets that begin at zero.
+A replay launches all kernels of an op at once, so a GPU never waits for the host between them.
+Graphs read and write the same memory each time: a micro-batch's tensors are copied into the
+recorded inputs, and gradients are added to buckets that begin at zero.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,19 +28,19 @@ class Recorder(Protocol):
         """The context of runs before anything is recorded."""
 
     def record(self, run: Run) -> Run:
-        """Records `run` without doing its work; returns what does it when called."""
+        """Records the kernels of `run` without running them; returns a function that does."""
 
 
 class CudaGraphs:
     """Records CUDA graphs that share one pool of memory and are replayed in the same order.
 
-    Each warm-up begins a pool of its own: that of earlier graphs ends with them.
+    Each warm-up begins a new pool; the previous one is freed with its graphs.
     """
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """A stream beside the current one: a recording is made on such a one too."""
-        # What a recording needs cannot be had by freeing other memory meanwhile.
+        """Runs the context on a side stream, as recording does."""
+        # A recording cannot free cached memory to make room.
         torch.cuda.empty_cache()
         self.pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
@@ -50,7 +50,7 @@ class CudaGraphs:
         torch.cuda.current_stream().wait_stream(stream)
 
     def record(self, run: Run) -> Run:
-        """A graph of `run`; other threads, such as the reader's, may use the device meanwhile."""
+        """Records `run` as a graph; other threads (the reader's) may use the device meanwhile."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             run()
@@ -68,10 +68,11 @@ class CudaGraphPipeline:
         self.replays: dict[str, Run] = {}
 
     def train_step(self, load: Callable[[int], Inputs], scale: float) -> float:
-        """As Pipeline.train_step; gradients are reduced when all are there.
+        """Runs a step as Pipeline.train_step does; gradients are reduced after the last backward.
 
-        Another scale is recorded anew. With loss weights, whose number differs from step to step,
-        it goes into the weights instead, and with padding that of auxiliary losses into a tensor.
+        A new scale needs a new recording, unless there are loss weights, whose number differs from
+        step to step: then the scale multiplies the weights. With padding, the scale of auxiliary
+        losses is a tensor.
         """
         pipeline, losses, spans = self.pipeline, [], []
         first = load(0)
@@ -87,13 +88,14 @@ class CudaGraphPipeline:
                     self._fill(load(op.micro_batch) if op.micro_batch else first, factor)
                 self.replays[op.kind]()
                 if op.kind == "F":
+                    assert self.total is not None, "the forward sets it"
                     losses.append(self.total.clone())
                 spans.append(OpSpan(op, start, pipeline.clock()))
         pipeline.spans = spans
         return float(torch.stack(losses).double().sum()) / factor
 
     def _is_new(self, inputs: Inputs, scale: float) -> bool:
-        """Whether a number that is part of the graphs is another than they have."""
+        """Whether a constant of the graphs has changed."""
         if not self.scale:
             return True
         if self.inputs.padding is None and inputs.aux_scale != self.inputs.aux_scale:

@@ -1,16 +1,16 @@
-"""From samples to a rank's micro-batches, read ahead off the main thread.
+"""Reads a rank's micro-batches, ahead of training on another thread.
 
-A step's loss is the sum of weight times loss over its labels, by the number of labels that have a
-weight over the global batch, which every rank is given with the step: weights are not made to sum
-to 1 within a batch, where they would cancel.
+A step's loss is sum(weight * loss) / (labels of the global batch that have a weight); every rank
+gets that divisor with the step. Weights are not normalised within a batch, where a common factor
+would cancel.
 
-Micro-batch m of data rank r is the contiguous block of samples consumed + m * (mbs * dp) + r * mbs
-and so on for mbs samples: a global batch holds the same samples on every layout. Of a block, each
-row of a grid of tp ranks has consecutive samples.
+Micro-batch m of data rank r is the mbs samples from consumed + m * (mbs * dp) + r * mbs on: a
+global batch holds the same samples on every layout. Each row of a grid of tp ranks has consecutive
+samples of that block.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,9 +23,21 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.bert.row_format import CountedRows, EncoderBatches
 from mtcli.core.data.bert.training_data import encoder_batches
 from mtcli.core.data.best_fit import open_conversations
-from mtcli.core.data.loader import CountedTokens, SampleId, require_named, require_stated_ids
+from mtcli.core.data.loader import (
+    CountedTokens,
+    SampleId,
+    TokenBatches,
+    require_named,
+    require_stated_ids,
+)
 from mtcli.core.data.prefetch import Prefetcher
-from mtcli.core.data.subset import Subset, TokenSequences, require_subset, token_batches
+from mtcli.core.data.subset import (
+    Subset,
+    SubsetBatches,
+    TokenSequences,
+    require_subset,
+    token_batches,
+)
 from mtcli.core.mesh.parameters import stage_layers
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.collectives import all_gather
@@ -33,7 +45,9 @@ from mtcli.core.parallel.context import zigzag
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.training.bert_inputs import EncoderInputs, EncoderRead
 from mtcli.core.training.consumed_samples import require_sources
-from mtcli.core.training.token_inputs import TokenBatches, TokenInputs, TokenRead
+from mtcli.core.training.token_inputs import TokenInputs, TokenRead
+
+Read = TokenRead | EncoderRead
 
 
 class StepBatch(NamedTuple):
@@ -55,7 +69,7 @@ class MicroBatchLoader:
         groups: Groups,
         subset: Subset | None = None,
     ) -> None:
-        """Where the batches are of a `subset`'s members alone, that is told."""
+        """`subset` is the one whose members the batches are, if any."""
         self.batches, self.config, self.groups = batches, config, groups
         self.subset = subset
         cp = groups.cp
@@ -68,13 +82,13 @@ class MicroBatchLoader:
         # Asks no other replica, and reads nothing ahead.
         self.is_asynchronous = config.sync.asynchronous
         self.next_step = -1
-        self.reader: Prefetcher[Any] | None = None
+        self.reader: Prefetcher[Read] | None = None
 
     def step(self, step: int, loss_scale: float) -> StepBatch:
-        """The micro-batches of step 0, 1, ...; those that follow are read meanwhile.
+        """The micro-batches of step 0, 1, ...; later ones are read meanwhile.
 
-        A `loss_scale` of 0 says that there is no backward, and leaves dropout and auxiliary losses
-        out. Every rank calls it. Raises MtcliError where no label of the step has a weight.
+        A `loss_scale` of 0 means no backward, no dropout and no auxiliary losses. Collective.
+        Raises MtcliError where no label of the step has a weight.
         """
         if self.is_asynchronous:
             samples = [self._read(first, self._mbs) for first in self._starts(step)]
@@ -82,7 +96,7 @@ class MicroBatchLoader:
             samples = self._read_ahead(step)
         return self._batch(step, samples, loss_scale)
 
-    def _read_ahead(self, step: int) -> list[Any]:
+    def _read_ahead(self, step: int) -> list[Read]:
         if step != self.next_step or self.reader is None:
             self.close()
             self.reader = Prefetcher(self._read, self._wanted(step))
@@ -91,9 +105,10 @@ class MicroBatchLoader:
         return [next(ready) for _ in self._starts(step)]
 
     def adopt(self, subset: Subset, first: int) -> None:
-        """Takes other members of the same data from sample `first` on."""
+        """Replaces the subset of the same data from sample `first` on."""
         self.close()
         self.reader, self.next_step = None, -1
+        assert isinstance(self.batches, SubsetBatches), "data.subset was set"
         self.batches.adopt(subset, first)
 
     def sample_ids(self, step: int, micro_batch: int) -> list[SampleId]:
@@ -105,20 +120,21 @@ class MicroBatchLoader:
         if self.reader is not None:
             self.reader.close()
 
-    def _batch(self, step: int, samples: list[Any], loss_scale: float) -> StepBatch:
-        """Ranks exchange counts, 8 bytes each, where labels do not weigh 1 each."""
+    def _batch(self, step: int, samples: list[Read], loss_scale: float) -> StepBatch:
+        """Builds a step's batch; ranks exchange counts, 8 bytes each, where labels have weights."""
         columns = zip(*(read.counts for read in samples), strict=True)
         sums, replicas = [self._sums(column) for column in columns], self.groups.layout.replicas
         parts = replicas if self.is_asynchronous else 1
         batch = self.inputs.divisors([total for total, _ in sums], parts)
         replica = self.inputs.divisors([part for _, part in sums], replicas)
         self._require_labels(step, batch.labels)
-        others = {"attended": self.has_blocks, "aux_scale": loss_scale / (replica.tokens or 1.0)}
+        aux_scale = loss_scale / (replica.tokens or 1.0)
+        build: Callable[..., Inputs] = self.inputs.inputs
         firsts = self._starts(step)
 
         def load(m: int) -> Inputs:
             numbers = self._numbers(firsts[m], loss_scale)
-            return self.inputs.inputs(samples[m], numbers, replica.class_factor, others)
+            return build(samples[m], numbers, replica.class_factor, self.has_blocks, aux_scale)
 
         # A replica without labels has gradients of 0, whatever they are divided by.
         return StepBatch(load, batch.labels, replica.labels or 1.0, batch.tokens)
@@ -136,30 +152,32 @@ class MicroBatchLoader:
         first = step * size + data_rank * block + self.groups.tp_row.rank * self._mbs
         return range(first, (step + 1) * size, block * layout.batch_shards)
 
-    def _read(self, start: int, count: int) -> TokenRead | EncoderRead:
-        return self.inputs.read(self.batches, start, count, self._hosted)
+    def _read(self, start: int, count: int) -> Read:
+        # The batches are of the kind that the head's inputs read.
+        read: Callable[..., Read] = self.inputs.read
+        return read(self.batches, start, count, self._hosted)
 
     def _hosted(self, rows: np.ndarray) -> np.ndarray | Tensor:
-        """Rows where the device can fetch them by itself, while this process goes on."""
+        """Pins rows for a GPU, which then copies them asynchronously."""
         if self.groups.device.type != "cuda":
             return rows
         return torch.from_numpy(rows).pin_memory()
 
     def _sums(self, parts: Iterable[float]) -> tuple[float, float]:
-        """Sums what the micro-batches of the global batch have, and those of this rank's replica:
-        these twice where it asks no other.
+        """(the sum over the global batch, that over this rank's replica) of counts by micro-batch;
+        the replica's twice where replicas are asynchronous.
 
         Ranks' sums are added in rank order, so that all get the same: 8 bytes of each data rank.
         """
         groups = self.groups
-        own = torch.tensor([sum(parts)], dtype=torch.float64).to(groups.device)
-        inside = sum(all_gather(own, groups.axes["samples"]).tolist())
+        local_sum = torch.tensor([sum(parts)], dtype=torch.float64).to(groups.device)
+        inside = sum(all_gather(local_sum, groups.axes["samples"]).tolist())
         if self.is_asynchronous:
             return inside, inside
-        return sum(all_gather(torch.full_like(own, inside), groups.replicas).tolist()), inside
+        return sum(all_gather(torch.full_like(local_sum, inside), groups.replicas).tolist()), inside
 
     def _require_labels(self, step: int, labels: float) -> None:
-        """Raises MtcliError where no label of a step's batch is known to have a weight."""
+        """Raises MtcliError where no label of a step's global batch has a weight."""
         size = self.config.batch.global_batch_size
         if not self.is_asynchronous and not labels:
             message = f"of samples {step * size} to {(step + 1) * size - 1}, step {step + 1}"
@@ -184,9 +202,9 @@ class MicroBatchLoader:
 def open_loader(
     config: RunConfig, groups: Groups, *, validation: bool = False, planned: int | None = None
 ) -> MicroBatchLoader:
-    """The training (or validation) data of a config, in the order of a run that was `planned` for
-    so many samples; None: for those of the config.
+    """Opens the training (or validation) data of a config.
 
+    `planned` samples were the run's when it began, which decides their order; None: the config's.
     Raises MtcliError where there is no data, or its ids do not fit the model's vocabulary.
     """
     require_named(config.data)
@@ -200,8 +218,8 @@ def open_loader(
 
 def _open_batches(
     config: RunConfig, which: Which, subset: Subset | None, planned: int | None
-) -> Any:
-    """The samples of a run by global id, of what its data and its model's head are."""
+) -> TokenBatches | EncoderBatches:
+    """Opens the samples of a run as its data.format and its model's head read them."""
     steps = config.train.eval_batches if which == "valid" else config.train.steps
     samples = steps * config.batch.global_batch_size
     if config.data.format == "conversations":
@@ -225,7 +243,7 @@ def _open_batches(
 
 
 def synthetic_loader(config: RunConfig, groups: Groups) -> MicroBatchLoader:
-    """Micro-batches of counted tokens, as many as the config trains on, for runs without data."""
+    """Makes a loader of counted tokens for all of train.steps, for runs without data."""
     samples = config.train.steps * config.batch.global_batch_size
     if config.model.head != "lm":
         return MicroBatchLoader(CountedRows(config, samples), config, groups)

@@ -1,6 +1,6 @@
-"""`mtcli train`: the loop. Reads top to bottom as a run goes.
+"""Runs `mtcli train`. Reads top to bottom as a run goes.
 
-`drive` is also the loop over steps of `mtcli sweep`: a run alone is an array of one.
+`drive` is the loop over steps of `mtcli sweep` too: a run alone is an array of one.
 """
 
 import sys
@@ -56,9 +56,9 @@ def train(
 ) -> bool:
     """Trains to train.steps; returns False where a signal stopped it, after saving.
 
-    `resume` goes on from the newest checkpoint of train.output, on this config's layout, whatever
-    layout wrote it; `anew` lets a run begin again that has none. Another run takes the weights of
-    train.init, where that is set, at step 0. `reselect` is for data.reselect_every.
+    `resume` goes on from the newest checkpoint of train.output, whatever layout wrote it; `anew`
+    lets a run begin again that has saved none. A new run begins at step 0, with the weights of
+    train.init where that is set. `reselect` is for data.reselect_every.
     """
     stop = StopSignal()
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
@@ -79,9 +79,9 @@ def train(
 def _locked(
     config: RunConfig, begins: tuple[bool, bool], attempt: Attempt, world: Axis
 ) -> Iterator[None]:
-    """The run folder, held by rank 0. Raises MtcliError on every rank where that is refused.
+    """Locks the run folder on rank 0. Raises MtcliError on every rank where the lock is refused.
 
-    `begins` is whether a run that is there may be resumed, and whether it may begin anew.
+    `begins` is (whether a run in the folder may be resumed, whether it may begin anew).
     """
     resumes, anew = begins
     with ExitStack() as stack:
@@ -120,6 +120,10 @@ def _train(
     log.begin(runtime, trainer.state_bytes(), str(start), data | {"saves": str(saves)})
     train_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
 
+    def evaluate() -> list[float]:
+        assert valid is not None, "train.eval_every opens the validation data"
+        return [trainer.evaluate(valid)]
+
     def reselect_when_due(steps: Sequence[Step], going: object, stopped: bool) -> None:
         if is_due(config, steps[0].step) and not stopped:
             saver.finish()
@@ -132,7 +136,7 @@ def _train(
             saves,
             trainer.sync_traffic,
             train_step=lambda: [train_step(loader)],
-            evaluate=lambda: [trainer.evaluate(valid)],
+            evaluate=evaluate,
             stops=lambda: stop.received > 0,
             end=_give_up,
             after=reselect_when_due,
@@ -160,7 +164,7 @@ class Seat(NamedTuple):
 
 @dataclass
 class Live:
-    """Runs that train in step, and what their command does at a step: `train` or `sweep`."""
+    """Runs that train in step, with the callbacks of their command, `train` or `sweep`."""
 
     seats: list[Seat]
     saves: SaveSchedule
@@ -169,7 +173,7 @@ class Live:
     evaluate: Callable[[], Sequence[float]]  # each run's mean validation loss
     stops: Callable[[], bool]  # whether this rank was told to stop
     end: Callable[[Seat, str], None]  # of a run that cannot go on; raises where none goes on
-    # What follows a step and its saves, told which seats go on and whether all stop.
+    # Called after a step and its saves, with which seats go on and whether all stop.
     after: Callable[[Sequence[Step], Sequence[bool], bool], None]
     fault: Callable[[], str] = str  # where the step went wrong first
     # Whether a run goes on after a step that is recorded.
@@ -177,8 +181,8 @@ class Live:
 
 
 def drive(live: Live, until: int) -> bool:
-    """Trains to a step, or until no run is left; returns False where a rank was told to stop, after
-    saving."""
+    """Trains to a step, or until no run is left; returns False, after saving, where a rank was told
+    to stop."""
     if not live.seats:
         return True
     config, groups = live.seats[0].run.config.train, live.seats[0].run.groups
@@ -219,8 +223,8 @@ def save(seats: Sequence[Seat], saves: SaveSchedule) -> None:
 
 
 def _goes_on(live: Live, seat: Seat, step: Step) -> bool:
-    """Whether a run goes on after a step; one that made no update is noted, and its batch passed
-    over with the weights as they were."""
+    """Whether a run goes on after a step. The batch of a step without an update is recorded as
+    skipped."""
     config = seat.run.config.train
     if step.outcome == "fault":
         scaled = f" at loss scale {step.loss_scale:,g}" if step.loss_scale != 1.0 else ""
@@ -243,7 +247,7 @@ def _goes_on(live: Live, seat: Seat, step: Step) -> bool:
 def _open_loaders(
     config: RunConfig, groups: Groups, start: StartingPoint
 ) -> tuple[MicroBatchLoader, MicroBatchLoader | None]:
-    """The data to train on, and to validate on where that is asked for."""
+    """Opens the training data, and the validation data where train.eval_every is set."""
     planned = None
     if start.checkpoint and start.is_own:
         planned = planned_samples(start.checkpoint)

@@ -1,4 +1,4 @@
-"""A run's records: metrics.jsonl, events.jsonl and what trackers get."""
+"""Writes a run's records: metrics.jsonl, events.jsonl and the values that trackers get."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from mtcli.core.runtime.peak_flops import run_peak_flops
 from mtcli.core.training.rank_times import RankTimes
 from mtcli.core.training.run_folder import EVENTS, FACTS, METRICS, step_records
 from mtcli.core.training.step import Step
-from mtcli.core.training.trackers import open_trackers
+from mtcli.core.training.trackers import Tracker, open_trackers
 
 
 class SaveRecord(NamedTuple):
@@ -34,30 +34,32 @@ class SaveRecord(NamedTuple):
 
 
 class StepFacts(NamedTuple):
-    """What is recorded of a step besides what it did."""
+    """Facts that are recorded with a step, besides its result."""
 
     consumed_samples: int
     valid_loss: float | None  # of the average of replicas, where it was asked for
     sync_bytes: int  # that all ranks sent each other for data parallelism
     replica_distance: float | None  # root mean square, from the average; None where all are equal
-    ranks: RankTimes | None = None  # where they are told in this step
+    ranks: RankTimes | None = None  # in steps at which ranks exchange them
 
 
 class RunRecords:
-    """The files of records in a run folder, and its trackers; on other ranks than the first none.
+    """A run folder's record files and the run's trackers; only the first rank writes.
 
-    `say` is told of what could not be written.
+    `say` prints notes, and warnings of what could not be written.
     """
 
     def __init__(self, config: RunConfig, writes: bool, say: Callable[[str], None]) -> None:
         self.config, self.writes, self.say = config, writes, say
         self.folder = Path(config.train.output)
-        self.trackers: list[Any] = []
+        self.trackers: list[Tracker] = []
         self.behind = False  # records that could not be written
 
     def begin(self, runtime: Runtime, step: int) -> None:
-        """Writes the config, and opens the records; those of steps that will be run again are kept
-        in files of their own. All ranks call it at once, as a device's FLOP/s may be measured."""
+        """Writes the config and opens the records; those after `step` move to files of their own.
+
+        Collective, as a device's FLOP/s may be measured.
+        """
         train = self.config.train
         peak = run_peak_flops(train.precision, train.matmul, runtime.device)
         self.flops_per_second = runtime.world * peak  # 0 where it is not known
@@ -119,7 +121,7 @@ class RunRecords:
         while self.trackers:
             self.trackers.pop().finish()
 
-    def _append(self, file: Any, row: dict[str, Any]) -> None:
+    def _append(self, file: TextIOWrapper, row: dict[str, Any]) -> None:
         """Writes a line; on a full disk it waits in the file's buffer for the next, said once."""
         try:
             file.write(json.dumps(row) + "\n")
@@ -133,7 +135,7 @@ class RunRecords:
 def _row(config: RunConfig, step: Step, facts: StepFacts, peak: float) -> dict[str, Any]:
     """The record of a step; `peak` are the FLOP/s of all ranks' devices."""
     flops = training_flops(config.model, config.batch.seq_len, config.lora) * step.tokens
-    row = {
+    row: dict[str, Any] = {
         "step": step.step,
         "consumed_samples": facts.consumed_samples,
         "tokens": round(step.tokens),
@@ -160,16 +162,18 @@ def _row(config: RunConfig, step: Step, facts: StepFacts, peak: float) -> dict[s
     return row
 
 
-def _reopened(path: Path, step: int) -> tuple[Any, int]:
-    """A file of records opened for appending, without those of later steps, and the last of these
-    steps or 0: they are appended to another file before."""
+def _reopened(path: Path, step: int) -> tuple[TextIOWrapper, int]:
+    """(a records file opened for appending, the last step that was moved out of it or 0).
+
+    Records after `step` move to the file of `_aside`.
+    """
     records = list(step_records(path)) if path.exists() else []
     later = [(line, record["step"]) for line, record in records if record["step"] > step]
     if later:
-        with append_untrusted(_aside(path)) as file:
-            file.write("".join(f"{line}\n" for line, _ in later).encode())
-            file.flush()
-            os.fsync(file.fileno())
+        with append_untrusted(_aside(path)) as superseded:
+            superseded.write("".join(f"{line}\n" for line, _ in later).encode())
+            superseded.flush()
+            os.fsync(superseded.fileno())
     write_text(path, "".join(f"{line}\n" for line, record in records if record["step"] <= step))
     file = TextIOWrapper(append_untrusted(path), encoding="utf-8")
     return file, max((of_step for _, of_step in later), default=0)

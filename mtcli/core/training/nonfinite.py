@@ -5,7 +5,7 @@ have not moved and dropout is a function of its index, so the same value comes a
 fault costs nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from mtcli.core.training.step import Trainer
 
 
 class Finding(NamedTuple):
-    """The first fault on a rank; of several ranks' the smallest came first."""
+    """The first value on a rank that is not finite. The least of several ranks' came first."""
 
     phase: int  # 0 forward, 1 backward
     order: int  # of the op on its rank
@@ -61,7 +61,7 @@ def first_nonfinite(trainer: Trainer, loader: MicroBatchLoader) -> str:
 
 
 @contextmanager
-def _watched(stages: dict[int, nn.Module], report: Callable[[int, str], None]) -> Iterator[None]:
+def _watched(stages: Mapping[int, nn.Module], report: Callable[[int, str], None]) -> Iterator[None]:
     handles = []
     for stage in stages.values():
         for name, module in stage.named_modules():
@@ -73,7 +73,9 @@ def _watched(stages: dict[int, nn.Module], report: Callable[[int, str], None]) -
             handle.remove()
 
 
-def _look(name: str, report: Callable[[int, str], None]):  # type: ignore[no-untyped-def]
+def _look(
+    name: str, report: Callable[[int, str], None]
+) -> Callable[[nn.Module, object, object], None]:
     def hook(module: nn.Module, inputs: object, output: object) -> None:
         for x in output if isinstance(output, tuple) else (output,):
             if isinstance(x, Tensor) and x.is_floating_point():

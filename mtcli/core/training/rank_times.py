@@ -1,7 +1,7 @@
-"""How long each rank computes and waits for others: who holds the others up.
+"""Measures how long each rank computes and waits for others, which finds slow ranks.
 
-A rank that is slow waits little, and all others wait for it. Waits are those of the flight
-recorder: of a CPU rank the time in its collectives, of a GPU that of its stream.
+A slow rank waits little, and all others wait for it. The flight recorder measures waits: on a CPU
+the time in collectives, on a GPU that of their stream.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class RankTimes(NamedTuple):
     waiting: list[float]
 
     def row(self) -> dict[str, float]:
-        """What metrics tell: the largest and the median of each, and whose the largest is."""
+        """The keys of metrics.jsonl: largest and median seconds by kind, and the largest's rank."""
         row: dict[str, float] = {}
         for kind, seconds in self._asdict().items():
             row[f"{kind}_seconds_max"] = most = max(seconds)
@@ -31,7 +31,7 @@ class RankTimes(NamedTuple):
 
 
 class StepTimer:
-    """Sums up this rank's steps until they are told."""
+    """Sums this rank's seconds over steps until they are `taken`."""
 
     def __init__(self, world: Axis) -> None:
         self.recorder, self.rank, self.world = world.recorder, world.rank, world.size
@@ -39,18 +39,18 @@ class StepTimer:
         self.steps = 0
 
     def begin(self) -> None:
-        """Begins a step: what was waited for since the last one is of none."""
+        """Begins a step; waits since the last one do not count."""
         self.recorder.take_waited()
 
     def end(self, seconds: float) -> None:
-        """Ends a step that took so long."""
+        """Ends a step that took `seconds`."""
         waited = min(self.recorder.take_waited(), seconds)
         self.computing += seconds - waited
         self.waiting += waited
         self.steps += 1
 
     def taken(self) -> list[float]:
-        """A term of the sum over ranks that tells all ranks' seconds: 2 * world numbers."""
+        """This rank's term of a sum over ranks that has all ranks' seconds: 2 * world numbers."""
         terms = [0.0] * (2 * self.world)
         steps = max(1, self.steps)
         terms[self.rank], terms[self.world + self.rank] = (
@@ -63,7 +63,7 @@ class StepTimer:
 
 
 def rank_times(sums: list[float]) -> RankTimes | None:
-    """The seconds of all ranks, from the sum of what each has `taken`; None for one rank alone."""
+    """The seconds of all ranks, from the sum of all ranks' `taken`; None for one rank alone."""
     world = len(sums) // 2
     return RankTimes(sums[:world], sums[world:]) if world > 1 else None
 
@@ -71,10 +71,12 @@ def rank_times(sums: list[float]) -> RankTimes | None:
 def agreed(
     groups: Groups, stops: bool, saves: bool, sent: int, taken: Sequence[float] = ()
 ) -> tuple[bool, bool, int, RankTimes | None]:
-    """Whether any rank stops, so that all leave the loop after the same step; whether rank 0 saves;
-    the bytes that all ranks sent for data parallelism; and how long each took, where they tell.
-    Collective."""
-    told = float(stops), float(saves and groups.world.rank == 0), float(sent)
-    own = torch.tensor([*told, *taken], dtype=torch.float64)
-    stopped, saved, total, *of_ranks = all_reduce(own.to(groups.device), groups.world).tolist()
+    """(whether any rank stops, whether rank 0 saves, the bytes that all ranks sent for data
+    parallelism, all ranks' seconds where `taken`), by one all-reduce. Collective.
+
+    So all ranks leave the loop, or save, after the same step.
+    """
+    decisions = float(stops), float(saves and groups.world.rank == 0), float(sent)
+    terms = torch.tensor([*decisions, *taken], dtype=torch.float64)
+    stopped, saved, total, *of_ranks = all_reduce(terms.to(groups.device), groups.world).tolist()
     return stopped > 0.0, saved > 0.0, round(total), rank_times(of_ranks)

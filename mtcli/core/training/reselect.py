@@ -1,9 +1,8 @@
 """Selects the run's core-set again every data.reselect_every steps, by the weights of that step.
 
-The weights are those of the step's checkpoint; the command gives what selects by them. The new
-subset goes to RUN/subsets; a run that goes on reads it there, or, where the run ended before it was
-written, selects from the same checkpoint. So a resumed run has the same subsets, and the same
-losses.
+The weights are those of the step's checkpoint; the command passes the function that selects. The
+new subset goes to RUN/subsets, where a resumed run reads it; without the file, a resumed run
+selects by the same checkpoint. So it has the same subsets, and the same losses.
 """
 
 from collections.abc import Callable
@@ -24,26 +23,26 @@ Reselect = Callable[[Subset, int], Subset]
 
 
 def is_due(config: RunConfig, step: int) -> bool:
-    """Whether a run selects again after so many steps; before it is trained it has data.subset."""
-    every = config.data.reselect_every
-    return every > 0 and 0 < step < config.train.steps and step % every == 0
+    """Whether a run selects again after `step` steps; its first subset is data.subset."""
+    period = config.data.reselect_every
+    return period > 0 and 0 < step < config.train.steps and step % period == 0
 
 
 def adopt_current(
     loader: MicroBatchLoader, config: RunConfig, reselect: Reselect | None, step: int
 ) -> None:
-    """Gives the loader the subset that holds after `step`: a file's, or selected now. Collective.
+    """Gives the loader the subset in force after `step`: a file's, or selected now. Collective.
 
-    The checkpoint of the step it was due at is there, where its file is not.
+    Where the file is missing, the checkpoint of the step at which it was due exists.
     """
-    every = config.data.reselect_every
-    if not every or step < every:
+    period = config.data.reselect_every
+    if not period or step < period:
         return
-    due = step // every * every
+    due = step // period * period
     path = Path(config.train.output) / SUBSETS / f"{step_name(due)}.json"
     world = loader.groups.world
-    known = together(world, lambda: path.is_file())
-    subset = together(world, lambda: read_subset(path)) if known else None
+    is_written = together(world, lambda: path.is_file())
+    subset = together(world, lambda: read_subset(path)) if is_written else None
     if subset is None:
         assert reselect and loader.subset, "the command and a rule of the config see to these"
         subset = reselect(loader.subset, due)

@@ -1,10 +1,10 @@
-"""Rounds of an asynchronous run: replicas train alone, each at its own speed, and then all meet.
+"""Runs the rounds of asynchronous replicas: each trains alone at its own speed, then all meet.
 
-A replica takes a ticket for each step: the next of the run's numbers, whoever comes first. Ticket k
-is part k mod n of global batch k div n, of n replicas, so a faster replica makes more steps, each
-part of the data is trained on once, and the learning rate is that of the global batch. A round of r
-steps has n * r tickets; who finds none left goes to the meeting ("n l tau divides the sum of t",
-arXiv:1905.10395, Algorithm 1). Replicas that take turns make the steps of a synchronous run.
+A replica takes a ticket for each step, the next number of a counter that all share. Of n replicas,
+ticket k is part k mod n of global batch k div n: a faster replica makes more steps, each part of
+the data is trained on once, and the learning rate is that of the global batch. A round of r steps
+has n * r tickets; a replica that finds none left goes to the meeting ("n l tau divides the sum of
+t", arXiv:1905.10395, Algorithm 1). Replicas that take turns make the steps of a synchronous run.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ class Tickets(Protocol):
 
 
 class StoreTickets:
-    """Tickets of a counter in the store by which ranks have met: to take one is a message to it."""
+    """Tickets of a counter in the rendezvous store: each costs a message to it."""
 
     def __init__(self, replicas: int) -> None:
         met = dist.is_initialized()
@@ -39,7 +39,7 @@ class StoreTickets:
         self.counted = 0  # in the rounds before
 
     def take(self, first: int, end: int) -> int | None:
-        """The next number of a round. Counts on where all are taken, once for each replica."""
+        """The next number of a round, or None; each replica's None moves the counter on by 1."""
         number = first + self.store.add("next", 1) - 1 - self.counted
         if number < end:
             return number
@@ -74,17 +74,17 @@ class Rounds:
         return step._replace(seconds=perf_counter() - start)
 
     def _ticket(self, first: int, end: int) -> int | None:
-        """A ticket that the first rank of this replica takes for all of them."""
+        """The ticket that the first rank of this replica takes for all its ranks."""
         axis, replicas = self.trainer.groups.replica, self.trainer.layout.replicas
         number = None
         if axis.rank == 0:
             number = self.tickets.take(first * replicas, end * replicas)
-        told = torch.tensor([-1 if number is None else number], device=self.trainer.groups.device)
-        agreed = int(broadcast(told, axis, source=0))
+        ticket = torch.tensor([-1 if number is None else number], device=self.trainer.groups.device)
+        agreed = int(broadcast(ticket, axis, source=0))
         return None if agreed < 0 else agreed
 
     def _together(self, done: Sequence[Step]) -> Step:
-        """What all replicas did: their mean loss and norm, and how many steps each has made."""
+        """A step for all replicas: mean loss and norm, and how many steps each has made."""
         trainer, groups = self.trainer, self.trainer.groups
         sums = torch.zeros(4 + trainer.layout.replicas, dtype=torch.float64)
         if groups.replica.rank == 0:

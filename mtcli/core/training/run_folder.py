@@ -1,4 +1,4 @@
-"""A run folder's records by name, whether it holds a run, and its steps. Imports no torch."""
+"""Names the files of a run folder, and finds its run and its steps. Imports no torch."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -42,14 +42,14 @@ def how_it_goes_on(folder: Path) -> str:
 
 
 def last_step(path: Path) -> int:
-    """The last step that METRICS tells of; 0 where there is none."""
+    """The last step in a metrics file; 0 where there is none."""
     records = step_records(path) if path.is_file() else ()
     return max((record["step"] for _, record in records), default=0)
 
 
 def step_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, record) of what METRICS or EVENTS tells of a step, without the last line of a killed
-    run."""
+    """Yields (line, record) of the lines of METRICS or EVENTS that have a step; a line that a
+    killed run left unfinished is skipped."""
     for line in read_untrusted(path).decode(errors="replace").splitlines():
         with suppress(ValueError):
             record = parse_json(line)

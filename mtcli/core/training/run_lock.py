@@ -79,27 +79,27 @@ def lock_folder(
     patience: float = 0.0,
     anew: bool = False,
 ) -> Iterator[str]:
-    """Holds a run folder, which is made where there is none.
+    """Locks a run folder, and makes it where there is none.
 
-    Gives a sentence about the holder before, where that has died, or "". Raises MtcliError where
-    another run holds the folder, or may, and without `resume` where it holds a run that has ended.
-    A run that has made steps and saved none begins at its first again only with `anew`.
-    An attempt goes on from earlier ones of its launch, and waits `patience` seconds for a rank of
-    theirs to end: a node that has lost its launcher ends its ranks when their peers have gone.
+    Yields a sentence about the previous holder where that has died, else "". Raises MtcliError
+    where another run holds the folder, or may; without `resume`, where the folder holds a run that
+    has ended; without `anew`, where that run has made steps and saved none. An attempt goes on from
+    earlier ones of its launch, and waits `patience` seconds for their ranks to end: a node that has
+    lost its launcher ends its ranks when their peers have gone.
     """
     path = folder / LOCK
     with folder_of(FIELD, folder):
-        made = not folder.exists()
-        own = attempt is not None and is_continued(folder, attempt)
-        file, before = _take_in_turn(path, patience if own else 0.0)
+        is_new = not folder.exists()
+        continues = attempt is not None and is_continued(folder, attempt)
+        file, previous = _take_in_turn(path, patience if continues else 0.0)
     try:
-        _require_beginning(folder, resume or own, anew or own)
-        yield f"took over {folder} from {before}, which has died" if before else ""
+        _require_beginning(folder, resume or continues, anew or continues)
+        yield f"took over {folder} from {previous}, which has died" if previous else ""
     finally:
         with suppress(OSError):  # the folder has gone, or its disk
             if _is_file_of(file, path):
                 path.unlink()
-            if made:
+            if is_new:
                 folder.rmdir()  # only where nothing was written
         os.close(file)
 
@@ -127,7 +127,7 @@ def _require_beginning(folder: Path, resume: bool, anew: bool) -> None:
 
 
 def _record(folder: Path) -> Mapping[str, Any]:
-    """What the folder's last run has told of itself; empty where that is nothing, or damaged."""
+    """Reads the run.json of a folder's last run; empty where it is missing or damaged."""
     with suppress(OSError, ValueError), open_untrusted(folder / FACTS) as file:
         record = parse_json(file.read(MAX_BYTES))
         return record if isinstance(record, dict) else {}
@@ -135,8 +135,8 @@ def _record(folder: Path) -> Mapping[str, Any]:
 
 
 def _take_in_turn(path: Path, patience: float) -> tuple[int, Holder | None]:
-    """`_take`, which is tried for some seconds where another process has it, and for DYING where
-    that is about to end."""
+    """Takes the lock: tries for `patience` seconds where another process has it, and for DYING
+    where that process is about to end."""
     start = monotonic()
     while True:
         try:
@@ -150,17 +150,17 @@ def _take_in_turn(path: Path, patience: float) -> tuple[int, Holder | None]:
 
 
 def _take(path: Path) -> tuple[int, Holder | None]:
-    """The lock as an open file, and its holder before where that has died."""
+    """(the lock as an open file, the previous holder where that has died)."""
     for _ in range(ATTEMPTS):
         make_folder(path.parent)
         with suppress(FileNotFoundError):  # a run that ended has removed the folder, or the lock
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | QUIETLY, 0o644)
             try:
-                before = _write_holder(file, path)
+                previous = _write_holder(file, path)
             except BaseException:
                 os.close(file)
                 raise
-            return file, before
+            return file, previous
     raise FileNotFoundError(2, "it vanishes as it is made", str(path))
 
 
@@ -184,14 +184,14 @@ def _write_holder(file: int, path: Path) -> Holder | None:
 def _replace_holder(file: int, path: Path, locked: bool) -> Holder | None:
     if not _is_file_of(file, path):
         raise FileNotFoundError(2, "it was replaced", str(path))
-    before = _read(path)
-    is_proof = locked and before is not None and _would_be_seen(path, before)
-    if before is not None and not is_proof and _lives(before) is not False:
-        raise _refusal(path.parent, before)
+    previous = _read(path)
+    is_proof = locked and previous is not None and _would_be_seen(path, previous)
+    if previous is not None and not is_proof and _lives(previous) is not False:
+        raise _refusal(path.parent, previous)
     os.ftruncate(file, 0)
     os.pwrite(file, json.dumps(_this_process()._asdict()).encode(), 0)
     os.fsync(file)
-    return before
+    return previous
 
 
 @contextmanager
@@ -293,14 +293,14 @@ def _would_be_seen(path: Path, holder: Holder) -> bool:
     if holder.boot == _boot():
         return True
     device = path.stat().st_dev
-    here = f"{os.major(device)}:{os.minor(device)}"
+    number = f"{os.major(device)}:{os.minor(device)}"
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
         return False
     for line in mounts:
-        fields, _, rest = line.partition(" - ")
-        kind, _, options = rest.split()[:3]
-        if fields.split()[2] == here:
+        fields, _, source = line.partition(" - ")
+        kind, _, options = source.split()[:3]
+        if fields.split()[2] == number:
             return kind in EVERYWHERE and not LOCAL_OPTIONS & set(options.split(","))
     return False

@@ -29,7 +29,7 @@ BAR = "{percentage:3.0f}% {n_fmt}/{total_fmt} |{bar:6}| {elapsed}<{remaining}{po
 
 
 class RunLog:
-    """Rank 0's records and what it says; the same calls on other ranks say nothing."""
+    """Rank 0's records and messages; the same calls on other ranks print nothing."""
 
     def __init__(self, config: RunConfig, speaks: bool, step: int) -> None:
         self.config, self.speaks, self.first_step = config, speaks, step
@@ -42,8 +42,8 @@ class RunLog:
     def begin(
         self, runtime: Runtime, rank_bytes: int, resumed_from: str, data: Mapping[str, str]
     ) -> None:
-        """Says what is about to be done, in numbers, and opens the files; `data` are lines on the
-        data by name."""
+        """Prints the run's numbers and opens the record files; `data` are lines on the data, by
+        name."""
         world, self.device = runtime.world, runtime.device
         self.records.begin(runtime, self.first_step)
         if not self.speaks:
@@ -137,7 +137,7 @@ class RunLog:
         self.records.close()
 
     def end(self) -> None:
-        """Names what was written last."""
+        """Prints the name of the checkpoint or folder that was written last."""
         if self.speaks:
             sys.stdout.write(visible(f"wrote {self.last_saved or self.config.train.output}\n"))
 
@@ -150,7 +150,7 @@ def _peak_memory(device: torch.device) -> int:
 
 
 def _model(config: RunConfig) -> str:
-    """Words the model's size, and that of what is trained where it is not all."""
+    """Words the model's size, and the adapters' where only these are trained."""
     words = f"{config.model.architecture}, {count_parameters(config.model):,} parameters"
     if not config.lora.rank:
         return words
@@ -159,7 +159,7 @@ def _model(config: RunConfig) -> str:
 
 
 def _axes(config: RunConfig, world: int) -> str:
-    """The axes' sizes; those that many runs leave at 1 only where they are not."""
+    """Words the sizes of tp, pp and dp, and of rarer axes that are not at their default."""
     p = config.parallel
     sizes = {"tp": p.tp, "pp": p.pp, "dp": world // (p.tp * p.cp * p.pp)}
     rarer = {"cp": p.cp, "ep": p.ep, "etp": p.etp, "vpp": p.vpp, "zero": p.zero}
@@ -172,7 +172,7 @@ def _sync(config: RunConfig, world: int) -> str:
     """The strategy of data parallelism, and of how many replicas where they may differ."""
     replicas = config.num_replicas(world)
     inside = world // (config.parallel.tp * config.parallel.cp * config.parallel.pp * replicas)
-    each = f" of {inside} data ranks" if inside > 1 else ""
+    ranks = f" of {inside} data ranks" if inside > 1 else ""
     if replicas == 1:
         return config.sync.method
     graph = f" ({config.sync.topology})" if config.sync.method in DECENTRALIZED else ""
@@ -181,7 +181,7 @@ def _sync(config: RunConfig, world: int) -> str:
         graph += " as dsgd, since optimizer.momentum is 0"
     differ = METHODS[config.sync.method].weights_differ
     averaged = "; what is evaluated and exported is their average" if differ else ""
-    return f"{config.sync.method}{graph}, {replicas} replicas{each}{groups}{averaged}"
+    return f"{config.sync.method}{graph}, {replicas} replicas{ranks}{groups}{averaged}"
 
 
 def _precision(config: RunConfig, world: int) -> str:

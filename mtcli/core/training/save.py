@@ -74,8 +74,8 @@ class Saver:
         last_good: Path | None,
         ranks: Tree | None = None,
     ) -> None:
-        """Of several that save in turn, each takes the same `ranks` of `saving_ranks`: where there
-        is more than one, training stands still until a save is written."""
+        """Several savers that save in turn share the `ranks` of `saving_ranks`; over more than one
+        rank, training then stands still until a save is written."""
         self.trainer, self.log, self.last_good = trainer, log, last_good
         self.config: RunConfig = trainer.config
         self.ranks = saving_ranks(trainer.groups) if ranks is None else ranks
@@ -97,7 +97,7 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """After an error waits for the save in flight, which may be the last good one.
 
-        A second signal waits for nothing: then the process ends here, as its thread cannot.
+        A second signal ends the process here without waiting, as the thread cannot be ended.
         """
         self.snapshot.close()
         if self.pending is None or kind is None:
@@ -108,9 +108,9 @@ class Saver:
             self._collect(training=False)
 
     def save(self, progress: RunProgress) -> None:
-        """Saves the trainer's state, and returns when that may be changed.
+        """Begins to save the trainer's state, and returns when the state may change again.
 
-        Raises RuntimeError where the ranks of the save before could not agree: one has died.
+        Raises RuntimeError where the ranks of the previous save could not agree: one has died.
         """
         self._collect()
         start, config = perf_counter(), self.config.train
@@ -121,8 +121,8 @@ class Saver:
         except MemoryError as error:
             taken = _unheld(str(error))
         stall = perf_counter() - start
-        about = (self.step, progress.model_dump(), stall)
-        self.pending = BackgroundWrite(lambda: self._write(taken, *about))
+        facts = (self.step, progress.model_dump(), stall)
+        self.pending = BackgroundWrite(lambda: self._write(taken, *facts))
         if self.waits or not config.async_save:
             self._collect()
 
@@ -146,7 +146,7 @@ class Saver:
             raise failed(f"step {self.step}: {self.fault}", f"{good}; {cure}")
 
     def _collect(self, training: bool = True) -> None:
-        """Waits for the save in flight and logs how it ended; `training` stands still."""
+        """Waits for the save in flight and logs how it ended; `training` counts it as stall."""
         if self.pending is None:
             return
         pending, self.pending, start = self.pending, None, perf_counter()
@@ -161,7 +161,7 @@ class Saver:
         self.log.saved(record._replace(stall_seconds=self.stall_seconds))
 
     def _write(self, taken: HostCopy, step: int, extra: dict[str, Any], stall: float) -> SaveRecord:
-        """Writes a snapshot, in the thread: it shares nothing with training but its arguments."""
+        """Writes a snapshot in the thread, which shares only its arguments with training."""
         start, config, ranks = perf_counter(), self.config, self.ranks
         device_seconds = save_together(ranks, partial(_sound, taken))
         folder = save(
@@ -180,8 +180,8 @@ class Saver:
             warn=self._warn_once,
         )
         num_bytes = sum(shard.tensor.nbytes for shard in taken.shards)
-        own = [num_bytes, max(stall, device_seconds), perf_counter() - start]
-        return SaveRecord(step, folder, *ranks.tell(ranks.merge(own, _slowest)))
+        costs = [num_bytes, max(stall, device_seconds), perf_counter() - start]
+        return SaveRecord(step, folder, *ranks.tell(ranks.merge(costs, _slowest)))
 
     def _warn_once(self, text: str) -> None:
         if text not in self.warned:
@@ -190,8 +190,11 @@ class Saver:
 
 
 def _sound(taken: HostCopy) -> float:
-    """Waits for a snapshot; the seconds that its device took. Raises MtcliError where a value of it
-    is not finite: such a checkpoint would take the place of a good one (0.1 s per GB)."""
+    """Waits for a snapshot; returns the seconds that its device took.
+
+    Raises MtcliError where a value is not finite: such a checkpoint would replace a good one. The
+    check takes 0.1 s per GB.
+    """
     seconds = taken.wait()
     for name, tensor, *_ in taken.shards:
         if tensor.is_floating_point() and tensor.numel():
@@ -202,19 +205,19 @@ def _sound(taken: HostCopy) -> float:
 
 
 def saving_ranks(groups: Groups) -> Tree:
-    """All ranks, for what threads of saves exchange."""
+    """All ranks, with process groups for the threads that save."""
     recorder = groups.world.recorder.beside()
     return make_tree(groups.world._replace(name=SAVING, transport=None, recorder=recorder))
 
 
 def _slowest(of_ranks: list[list[Any]]) -> list[Any]:
-    """Bytes of all, and seconds of the slowest."""
+    """[bytes of all ranks, stall of the slowest, write seconds of the slowest]."""
     sizes, stalls, seconds = zip(*of_ranks, strict=True)
     return [sum(sizes), max(stalls), max(seconds)]
 
 
 def _unheld(reason: str) -> HostCopy:
-    """The snapshot of a rank without memory for one, whose wait tells the other ranks."""
+    """A stand-in for the snapshot of a rank without memory; its wait raises MtcliError."""
 
     def wait() -> float:
         raise failed(f"there is no room for a snapshot of {reason}")
@@ -232,7 +235,7 @@ def _tokenizer(config: RunConfig) -> Path | None:
 
 
 def _own_tokenizer(config: RunConfig) -> Path | None:
-    """The folder of data.tokenizer; one that is no folder is written beside the checkpoints."""
+    """The folder of data.tokenizer; a named one is written next to the checkpoints."""
     spec = config.data.tokenizer
     if spec is None:
         return starting_tokenizer(config)

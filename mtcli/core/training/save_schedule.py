@@ -1,4 +1,4 @@
-"""When a run saves: after some steps, after some time, and at its end.
+"""Decides when a run saves: after some steps, after some time, and at its end.
 
 A save by time has to be the same step on every rank: rank 0's clock decides, and the exchange that
 ends a step tells the others.
@@ -17,20 +17,20 @@ class SaveSchedule:
     def __init__(self, train: TrainConfig, reselect_every: int = 0) -> None:
         """Every `reselect_every` steps a run selects its core-set again, by a checkpoint."""
         self.train, self.last = train, monotonic()
-        self.periods = [every for every in (train.save_every, reselect_every) if every]
+        self.periods = [period for period in (train.save_every, reselect_every) if period]
 
     def due_by_step(self, step: int) -> bool:
         """Whether a run saves after a step, at whatever time."""
-        return step == self.train.steps or any(step % every == 0 for every in self.periods)
+        return step == self.train.steps or any(step % period == 0 for period in self.periods)
 
     def due_by_time(self, cost_seconds: float) -> bool:
-        """Whether the last save is long ago, by this rank's clock: `train.save_minutes`, and longer
-        where training stood still `cost_seconds` for it."""
+        """Whether the last save was train.save_minutes ago, by this rank's clock; longer where
+        training stood still `cost_seconds` for it, so that saves take SHARE of the time at most."""
         wait = max(60.0 * self.train.save_minutes, cost_seconds / SHARE)
         return self.train.save_minutes > 0.0 and monotonic() - self.last >= wait
 
     def saved(self) -> None:
-        """Counts the time from here on."""
+        """Restarts the clock of saves by time."""
         self.last = monotonic()
 
     def __str__(self) -> str:
@@ -39,5 +39,5 @@ class SaveSchedule:
         if train.save_minutes:
             rarer = f"rarer where that would take over {SHARE:.0%} of the time"
             times.append(f"every {train.save_minutes:g} min without another save ({rarer})")
-        kept = f"the newest {train.keep:,}" if train.keep else "all"
-        return f"{', '.join([*times, 'at the end'])}; keeps {kept}"
+        checkpoints = f"the newest {train.keep:,}" if train.keep else "all"
+        return f"{', '.join([*times, 'at the end'])}; keeps {checkpoints}"

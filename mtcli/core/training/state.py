@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -30,15 +30,18 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.model import init
 from mtcli.core.optim.loss_scale import LossScale
+from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard
 from mtcli.core.parallel.together import together
 from mtcli.core.sync.exchange import ReplicaExchange
+from mtcli.core.sync.strategy import Strategy
 from mtcli.core.training.consumed_samples import ConsumedSamples, data_hashes
 from mtcli.core.training.loader import MicroBatchLoader
 
 # Fields that a resumed run keeps, besides those of [model]: they decide weights, batches and what
 # the optimizer's state means.
+FIXED: tuple[str, ...]
 FIXED = ("seed", "data.seed", "batch.seq_len", "batch.global_batch_size", "optimizer.name")
 FIXED += ("lora.rank", "lora.alpha", "lora.targets")
 FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
@@ -52,15 +55,18 @@ class RunState(Protocol):
     groups: Groups
     dtype: torch.dtype
     table: Mapping[str, Parameter]
-    strategy: Any  # a Strategy
-    optimizer: Any  # an Optimizer
+    optimizer: Optimizer
     exchange: ReplicaExchange
     loss_scale: LossScale
     step: int
 
     @property
+    def strategy(self) -> Strategy:
+        """The strategy that holds weights and gradients."""
+
+    @property
     def layout(self) -> ParallelLayout:
-        """The layout of its ranks."""
+        """The layout of the run's ranks."""
 
     @property
     def consumed_samples(self) -> int:
@@ -90,12 +96,12 @@ class StartingPoint(NamedTuple):
 
 
 def _own(checkpoint: Checkpoint) -> Checkpoint:
-    """What a run has saved: its adapters alone, where it trains adapters."""
+    """The checkpoint that the run itself wrote: the adapters', where it trains adapters."""
     return checkpoint.adapters.own if checkpoint.adapters else checkpoint
 
 
 def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
-    """The run's newest checkpoint, or that of train.init, as all ranks agree; or the seed.
+    """Finds the run's newest checkpoint, or that of train.init, or the seed; equal on all ranks.
 
     Raises MtcliError for damaged files, and where the run's own checkpoint is of another run.
     """
@@ -122,9 +128,12 @@ def starting_point(config: RunConfig, world: Axis) -> StartingPoint:
 
 
 def starting_notes(config: RunConfig, start: StartingPoint) -> list[str]:
-    """Says which parameters another run's weights lack, and begin from the seed, and whether they
-    are the average of replicas that differ; of weights that are the seed's, whether the data uses
-    their vocabulary. `resume` speaks of a run's own."""
+    """Notes on the weights that a run starts from.
+
+    Another model's: the parameters that they lack, which begin from the seed, and whether they
+    average replicas that differ. The seed's: whether the data uses the vocabulary. `resume` reports
+    on the run's own.
+    """
     if start.checkpoint is None:
         return vocabulary_notes(config)
     if start.is_own:
@@ -137,29 +146,32 @@ def starting_notes(config: RunConfig, start: StartingPoint) -> list[str]:
 
 
 def with_tokenizer(config: RunConfig, start: StartingPoint) -> RunConfig:
-    """The config of a run that reads texts or masks tokens, by the tokenizer that came with the
-    weights it starts from, where neither it nor its data has one."""
-    data, known = config.data, start.checkpoint and start.checkpoint.tokenizer_folder
-    if config.model.head == "lm" or data.tokenizer or not known:
+    """The config with the tokenizer that came with the starting weights.
+
+    It is set for runs that read texts or mask tokens, where neither config nor data names one.
+    """
+    data, folder = config.data, start.checkpoint and start.checkpoint.tokenizer_folder
+    if config.model.head == "lm" or data.tokenizer or not folder:
         return config
     if data.format == "tokens" and any(map(tokenizer_folder, data.train)):
         return config
-    named = data.model_copy(update={"tokenizer": str(known)})
+    named = data.model_copy(update={"tokenizer": str(folder)})
     return config.model_copy(update={"data": named})
 
 
 def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """A resumed run may change its layout, precision and length, not its model, data or rule.
+    """Raises MtcliError where a resumed run changes its model, data order or update rule.
 
-    The rate of the routers' biases may change, not whether there are any.
+    Layout, precision and length may change, and the rate of the routers' biases, but not whether
+    there are biases.
     """
-    before = _own(checkpoint).config
-    if before is None:
+    saved = _own(checkpoint).config
+    if saved is None:
         return
-    fixed = {field: (attrgetter(field)(before), attrgetter(field)(config)) for field in FIXED}
-    shapes = before.model.model_dump(), config.model.model_dump()
+    fixed = {field: (attrgetter(field)(saved), attrgetter(field)(config)) for field in FIXED}
+    shapes = saved.model.model_dump(), config.model.model_dump()
     fixed |= {f"model.{key}": (shapes[0][key], shapes[1][key]) for key in shapes[0]}
-    if before.model.has_router_biases and config.model.has_router_biases:
+    if saved.model.has_router_biases and config.model.has_router_biases:
         del fixed["model.router_bias_update_rate"], fixed["model.router_biases"]
     problems = [
         Problem(f"it is {new}, and the run was trained with {old}", f"set it back to {old}", field)
@@ -174,7 +186,7 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
 def progress(
     trainer: RunState, samples: ConsumedSamples | None = None, base: BaseRecord | None = None
 ) -> RunProgress:
-    """How far a run has come, and with which data and base of adapters where these are recorded."""
+    """The run's progress for a checkpoint, with its samples and its adapters' base where given."""
     return RunProgress(
         base=base,
         consumed_samples=trainer.consumed_samples,
@@ -243,11 +255,10 @@ def initialise(trainer: RunState) -> None:
 
 
 def load_weights(trainer: RunState, checkpoint: Checkpoint) -> None:
-    """Takes the weights of any checkpoint of this model and starts at step 0; a head that the
-    checkpoint has not begins from the seed.
+    """Loads the weights of any checkpoint of this model, to start at step 0.
 
-    Where adapters are trained, they are the checkpoint's, of weights that stay as they are, or the
-    seed's where it has none.
+    A head that the checkpoint lacks begins from the seed. A LoRA run loads frozen weights, and the
+    checkpoint's adapters or, without any, adapters from the seed.
     """
     config = trainer.config
     if not config.lora.rank:
@@ -277,11 +288,11 @@ def _load_frozen(trainer: RunState, checkpoint: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def _load_adapters(trainer: RunState, own: Checkpoint, from_masters: bool = False) -> None:
-    """Fills the adapters from a checkpoint's. Raises MtcliError where these are others."""
-    require_adapters(own, trainer.config.model, trainer.config.lora)
+def _load_adapters(trainer: RunState, adapters: Checkpoint, from_masters: bool = False) -> None:
+    """Fills the adapters from a checkpoint's. Raises MtcliError where these do not fit."""
+    require_adapters(adapters, trainer.config.model, trainer.config.lora)
     for shard in _adapter_shards(trainer).values():
-        init.load_shard(shard, trainer.groups, own, from_masters)
+        init.load_shard(shard, trainer.groups, adapters, from_masters)
 
 
 def _adapter_shards(trainer: RunState) -> dict[str, OwnedShard]:
@@ -293,9 +304,9 @@ def _adapter_shards(trainer: RunState) -> dict[str, OwnedShard]:
 def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     """Restores a run's checkpoint but its consumed samples, whatever layout and precision wrote it.
 
-    Master weights are lost in no precision; one that a checkpoint of fp32 lacks is the weight
-    itself. State of an exchange that it lacks, of another method, starts at zero. Replicas that
-    differ are restored where there are as many of them; else all start from their average. Raises
+    A master weight that an fp32 checkpoint lacks is the weight itself. Exchange state that the
+    checkpoint lacks, as another method wrote it, starts at zero. Replicas that differ are restored
+    each where their number is the same; else all start from their average. Raises
     MtcliError where the manifest's counters make no sense.
     """
     model, groups, done = trainer.config.model, trainer.groups, progress_of(checkpoint)
@@ -308,18 +319,18 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
         _load_adapters(trainer, saved, from_masters=True)
     else:
         init.load_weights(trainer.strategy.shards, saved, model, groups, from_masters=True)
-    known, optional = set(saved.names()), trainer.exchange.state()
+    stored_names, optional = set(saved.names()), trainer.exchange.state()
     for key, shard in _owned_state(trainer).items():
         stored = f"{OPTIMIZER}{key}"
-        if stored not in known and key.startswith("master/"):
+        if stored not in stored_names and key.startswith("master/"):
             stored = shard.parameter.name
         shard.tensor.zero_()
-        if stored not in known and key in optional:
+        if stored not in stored_names and key in optional:
             continue
         for box, view in shard.blocks(groups):
             view.copy_(saved.read(stored, box))
     trainer.optimizer.updates = checkpoint.step if done.updates is None else done.updates
-    trainer.loss_scale.load(done.loss_scale and done.loss_scale.model_dump())
+    trainer.loss_scale.load(None if done.loss_scale is None else done.loss_scale.model_dump())
     trainer.step = checkpoint.step
     if same:
         trainer.exchange.load_counters(done.sync)
@@ -328,12 +339,12 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     start = trainer.exchange.rejoin(done.sync) or average
     if groups.rank == 0:
         now = groups.replicas.size
-        each = f"all {now} replicas start" if now > 1 else "the run goes on"
-        sys.stderr.write(f"note: the checkpoint has {count} replicas: {each} from {start}\n")
+        who = f"all {now} replicas start" if now > 1 else "the run goes on"
+        sys.stderr.write(f"note: the checkpoint has {count} replicas: {who} from {start}\n")
 
 
 def base_record(trainer: RunState, start: StartingPoint) -> BaseRecord | None:
-    """The weights that a run's adapters are for; None of a run that trains all."""
+    """The frozen weights that a run's adapters are for; None where the run trains all weights."""
     if not trainer.config.lora.rank or start.checkpoint is None:
         return None
     base = base_of(start.checkpoint)
@@ -343,7 +354,7 @@ def base_record(trainer: RunState, start: StartingPoint) -> BaseRecord | None:
 def restore(
     trainer: RunState, loader: MicroBatchLoader, start: StartingPoint, local_rank: int
 ) -> tuple[ConsumedSamples, Path | None, BaseRecord | None]:
-    """Fills the state of a run from where it starts, and closes that. Collective.
+    """Fills the state of a run from its starting point, and closes that checkpoint. Collective.
 
     Returns (the samples it has read, its own checkpoint if any, its adapters' base if any).
     """

@@ -61,10 +61,10 @@ class Step(NamedTuple):
 
 
 def conclude(run: RunState, loss: float, norm: float) -> Step:
-    """Moves a run on by a step, the same on every rank, as its loss and its gradients' norm are.
+    """Advances a run and its loss scale by a step; equal on every rank, as loss and norm are.
 
-    At an `overflow` the loss scale was too large for float16 and the batch is passed over. A
-    `fault` is any other loss or gradient that is not finite: nothing changes, nor does the step.
+    An `overflow` means that the loss scale was too large for float16: the batch is passed over. A
+    `fault` is any other loss or gradient that is not finite: the run stays as it was.
     """
     outcome: Outcome = "updated"
     if not math.isfinite(loss + norm):
@@ -98,7 +98,7 @@ def run_groups(config: RunConfig, runtime: Runtime) -> Groups:
 class Trainer:
     """The state of a run on this rank: weights, gradients, optimizer and the step they are at.
 
-    Where replicas are asynchronous a step is this replica's own, and asks no other.
+    With asynchronous replicas a step is one replica's alone, and no other takes part.
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime) -> None:
@@ -141,15 +141,15 @@ class Trainer:
         return sum(self.state_bytes_by_kind().values())
 
     def state_bytes_by_kind(self) -> dict[str, int]:
-        """Bytes of this rank's weights, gradients and optimizer: masters, moments, and what is kept
-        for the exchange with other replicas."""
+        """Bytes of this rank's weights, gradients and optimizer; the last counts masters, moments
+        and buffers of the exchange with other replicas."""
         weights = [shard.tensor for shard in self.strategy.shards.values()]
-        here = {_memory(weight) for weight in weights}  # masters too, where zero = 3
+        weight_memory = {_memory(weight) for weight in weights}  # masters too, where zero = 3
         buffers = [*self.optimizer.state().values(), *self.exchange.buffers()]
         kinds = {
             "weights": weights,
             "gradients": self.strategy.gradient_buffers(),
-            "optimizer": [x for x in buffers if _memory(x) not in here],
+            "optimizer": [x for x in buffers if _memory(x) not in weight_memory],
         }
         return {kind: sum(x.numel() * x.element_size() for x in xs) for kind, xs in kinds.items()}
 
@@ -172,18 +172,21 @@ class Trainer:
         step = conclude(self, sum(loss_sums) / (batch.labels or 1.0), sum(norms) / len(norms))
         expert_load = None
         if step.outcome == "updated":
-            own = 0 if self.is_asynchronous else self.groups.replicas.rank
+            replica = 0 if self.is_asynchronous else self.groups.replicas.rank
             # A replica whose labels have no weight has no loss, and no gradient.
-            if loss_sums[own]:
-                self.exchange.note_loss(loss_sums[own] / batch.replica_labels)
-            factor = clip_factor(norms[own], self.config.optimizer.clip) / scale
+            if loss_sums[replica]:
+                self.exchange.note_loss(loss_sums[replica] / batch.replica_labels)
+            factor = clip_factor(norms[replica], self.config.optimizer.clip) / scale
             self.exchange.update(step.lr, factor)
             expert_load = self.balance.move_biases()
         self._end_phase("end")
         self.phases = Phases(**self._phase_ends)
-        counts = {"labels": batch.labels, "tokens": batch.tokens}
-        seconds = perf_counter() - start
-        return step._replace(seconds=seconds, expert_load=expert_load, **counts)
+        return step._replace(
+            seconds=perf_counter() - start,
+            expert_load=expert_load,
+            labels=batch.labels,
+            tokens=batch.tokens,
+        )
 
     def forward_backward(
         self, loader: MicroBatchLoader, as_written: bool = False
@@ -225,7 +228,7 @@ class Trainer:
         )
 
     def _cuda_graphs(self) -> CudaGraphPipeline | None:
-        """What replays micro-batches, where the config asks for that."""
+        """The pipeline that replays micro-batches; None without train.cuda_graphs."""
         if not self.config.train.cuda_graphs:
             return None
         if self.groups.device.type != "cuda":
@@ -270,17 +273,17 @@ class Trainer:
     def _global(
         self, loss_sum: float, square_sum: float, only_replica: bool = False
     ) -> tuple[list[float], list[float]]:
-        """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or of
-        this replica only, which asks no other.
+        """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or, with
+        `only_replica`, of this replica alone.
 
-        Each tp rank of the last stage has the same losses, so one of them speaks.
+        Each tp rank of the last stage has the same losses, so only rank 0 of tp adds them.
         """
-        axis, replicas, own = self.groups.world, self.layout.replicas, self.groups.replicas.rank
+        axis, replicas, replica = self.groups.world, self.layout.replicas, self.groups.replicas.rank
         if only_replica:
-            axis, replicas, own = self.groups.replica, 1, 0
+            axis, replicas, replica = self.groups.replica, 1, 0
         sums = torch.zeros(2, replicas, dtype=torch.float64)
-        sums[0, own] = loss_sum if self.groups.tp.rank == 0 else 0.0
-        sums[1, own] = square_sum
+        sums[0, replica] = loss_sum if self.groups.tp.rank == 0 else 0.0
+        sums[1, replica] = square_sum
         loss_sums, squares = all_reduce(sums.to(self.groups.device), axis).tolist()
         return loss_sums, [math.sqrt(square) for square in squares]
 
@@ -295,5 +298,5 @@ def _proven_schedule(name: str, pp: int, vpp: int, num_micro_batches: int) -> Sc
 
 
 def _memory(x: torch.Tensor) -> int:
-    """The same for tensors that share memory; fake ones, which have none, do too."""
-    return x.untyped_storage()._cdata
+    """A key of a tensor's memory; works for fake tensors, which have no address."""
+    return int(x.untyped_storage()._cdata)

@@ -1,46 +1,23 @@
-"""A language model's inputs: rows of tokens, with documents and loss weights where there are any.
+"""Builds a language model's inputs from rows of tokens, and documents and loss weights if any.
 
-Every label has a weight of 1 where the data says nothing else.
+A label weighs 1 where the data has no weights.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import RunConfig
-from mtcli.core.data.loader import SampleId, require_ids
+from mtcli.core.data.loader import TokenBatches, require_ids
 from mtcli.core.model.inputs import Inputs, make_inputs
 from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.groups import Groups
 from mtcli.kernels.gemm import DTYPES
 
 Hosted = Callable[[np.ndarray], np.ndarray | Tensor]
-
-
-class TokenBatches(Protocol):
-    """The samples of a language model's data in order, by global sample."""
-
-    def __len__(self) -> int:
-        """The samples of the run."""
-
-    def batch(self, start: int, count: int) -> np.ndarray:
-        """Samples start .. start + count - 1: int64 [count, seq_len + 1]."""
-
-    def documents(self, start: int, count: int) -> np.ndarray:
-        """The document of each of their tokens: int32 [count, seq_len + 1]."""
-
-    def loss_weights(self, start: int, count: int) -> np.ndarray | None:
-        """The weight of each label's loss: float32 [count, seq_len]; None: 1, of all samples."""
-
-    def padding(self, start: int, count: int) -> np.ndarray | None:
-        """Says which of their tokens are none but fill rows up: bool [count, seq_len]; None: none
-        is, of all samples."""
-
-    def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Where their tokens come from."""
 
 
 class TokenRead(NamedTuple):
@@ -54,25 +31,26 @@ class TokenRead(NamedTuple):
 
 
 class Divisors(NamedTuple):
-    """Holds the divisors of a batch's sums."""
+    """The divisors of a batch's sums."""
 
     labels: float  # labels with a weight; divides the summed loss
     tokens: float  # tokens without padding; divides the summed losses of routers
-    class_factor: float = 1.0  # of the weights of classes, for one sum with that of tokens
+    class_factor: float = 1.0  # multiplies weights of sequences' labels: both sums share `labels`
 
 
 class TokenInputs:
-    """Makes this rank's inputs of rows of tokens."""
+    """Builds this rank's inputs from rows of tokens."""
 
     def __init__(self, config: RunConfig, groups: Groups, positions: Tensor) -> None:
-        """`positions` in a full row are those of this rank's part, on the host."""
+        """`positions` [s] are the columns of a full row that this cp rank has, on the host."""
         self.config, self.device = config, groups.device
         self.host_positions, self.positions = positions, positions.to(groups.device)
 
     def read(self, batches: TokenBatches, start: int, count: int, hosted: Hosted) -> TokenRead:
-        """Rows where the device can fetch them, with the number of labels that weigh and of tokens.
+        """Reads samples start .. start + count - 1, and counts this rank's labels and tokens.
 
-        Raises MtcliError for ids that are not in the vocabulary.
+        `hosted` moves an array to where the device can fetch it. Raises MtcliError for ids that the
+        vocabulary lacks.
         """
         data = self.config.data
         asked = data.document_mask or data.document_positions
@@ -87,20 +65,33 @@ class TokenInputs:
         counts: tuple[int, ...] = ()
         if weights is not None:
             filled = 0 if padding is None else np.count_nonzero(padding)
-            counts = np.count_nonzero(weights), weights.size - filled
-        given = (None if x is None else hosted(x) for x in (rows, documents, weights, padding))
-        return TokenRead(*given, counts)
+            counts = int(np.count_nonzero(weights)), int(weights.size - filled)
+        hosted_documents, hosted_weights, hosted_padding = (
+            None if x is None else hosted(x) for x in (documents, weights, padding)
+        )
+        return TokenRead(hosted(rows), hosted_documents, hosted_weights, hosted_padding, counts)
 
     def divisors(self, counts: Sequence[float], parts: int) -> Divisors:
-        """The divisors by the counts over a global batch, or over the 1 / `parts` of it that a
-        replica has."""
+        """The divisors of sums over a global batch, or the 1 / `parts` of it that a replica has.
+
+        `counts` are those of TokenRead, summed; empty where every label weighs 1.
+        """
         labels, tokens = counts or [self.config.batch.tokens_per_step / parts] * 2
         return Divisors(labels, tokens)
 
     def inputs(
-        self, read: TokenRead, numbers: Tensor | None, class_factor: float, others: dict[str, Any]
+        self,
+        read: TokenRead,
+        numbers: Tensor | None,
+        class_factor: float,
+        attended: bool,
+        aux_scale: float,
     ) -> Inputs:
-        """The inputs of rows, whose tokens have these global numbers."""
+        """Builds a micro-batch's inputs on the device.
+
+        `numbers` are the tokens' global numbers [mbs, s] for dropout; `attended` says whether this
+        rank has blocks; `aux_scale` is that of one token's auxiliary loss.
+        """
         rows = self._on_device(read.tokens)
         positions, documents = self._documents(read)
         return make_inputs(
@@ -113,11 +104,12 @@ class TokenInputs:
             positions=positions,
             numbers=numbers,
             documents=documents,
-            **others,
+            attended=attended,
+            aux_scale=aux_scale,
         )
 
     def _documents(self, read: TokenRead) -> tuple[Tensor, Tensor | None]:
-        """(positions [mbs, s of this rank], the documents of full rows if they are masked)."""
+        """(positions [mbs, s of this rank], documents of full rows where attention masks them)."""
         positions, data = self.positions.expand(len(read.tokens), -1), self.config.data
         if read.documents is None:
             return positions, None

@@ -1,7 +1,6 @@
-"""Experiment trackers, through accelerate's; one that is missing or offline never stops a run.
+"""Logs runs to experiment trackers through accelerate; a tracker that fails never stops a run.
 
-A run that goes on is the same run for its trackers: the run folder keeps the id that each knows it
-by. One that begins at step 0 is a new run.
+A resumed run has the same id at each tracker, from the run folder; one from step 0 gets a new id.
 """
 
 import json
@@ -23,16 +22,15 @@ IDS = "trackers.json"  # of a run folder: each tracker's id of the run
 PROJECT = "mtcli"
 
 
-def open_trackers(config: RunConfig, step: int) -> list[Any]:
-    """The trackers of train.trackers that start, each with log(values, step) and finish(); of a run
-    that goes on after a step."""
+def open_trackers(config: RunConfig, step: int) -> list["Tracker"]:
+    """Opens train.trackers, of a run that has made `step` steps; skips those that do not start."""
     trackers, path = [], Path(config.train.output) / IDS
-    known = _known(path) if step else {}
-    ids = dict(known)
+    saved_ids = _known(path) if step else {}
+    ids = dict(saved_ids)
     for name in config.train.trackers:
         try:
-            tracker, ids[name] = _open(name, config, step, known.get(name))
-            trackers.append(_Quiet(name, tracker))
+            tracker, ids[name] = _open(name, config, step, saved_ids.get(name))
+            trackers.append(Tracker(name, tracker))
         except Exception as error:  # noqa: BLE001 - whatever a tracker does, the run goes on
             _warn(name, error)
     if ids:
@@ -41,16 +39,18 @@ def open_trackers(config: RunConfig, step: int) -> list[Any]:
     return trackers
 
 
-class _Quiet:
-    """A tracker whose failures are said once and end it, and never the run."""
+class Tracker:
+    """A tracker that warns at its first failure, and is off from then on."""
 
     def __init__(self, name: str, tracker: Any) -> None:
         self.name, self.tracker = name, tracker
 
     def log(self, values: dict[str, Any], step: int) -> None:
+        """Logs a step's values by name."""
         self._call("log", values, step=step)
 
     def finish(self) -> None:
+        """Ends the run at the tracker."""
         self._call("finish")
 
     def _call(self, method: str, *arguments: Any, **named: Any) -> None:
@@ -63,8 +63,8 @@ class _Quiet:
             self.tracker = None
 
 
-def _open(name: str, config: RunConfig, step: int, known: str | None) -> tuple[Any, str]:
-    """(a tracker that has started, its id of the run), which is `known` where the run goes on."""
+def _open(name: str, config: RunConfig, step: int, run_id: str | None) -> tuple[Any, str]:
+    """(a tracker that has started, its id of the run); a resumed run passes its `run_id`."""
     from accelerate import PartialState
     from accelerate.tracking import (
         MLflowTracker,
@@ -78,33 +78,33 @@ def _open(name: str, config: RunConfig, step: int, known: str | None) -> tuple[A
     project = train.tracker_project or os.environ.get("WANDB_PROJECT") or PROJECT
     folder = Path(train.output).name
     title = train.tracker_name or os.environ.get("WANDB_NAME") or folder
-    about, tags = config.model_dump(mode="json", exclude_none=True), train.tracker_tags
+    fields, tags = config.model_dump(mode="json", exclude_none=True), train.tracker_tags
     if name == "tensorboard":  # which drops what an ended attempt has told of later steps
         tracker = TensorBoardTracker(TENSORBOARD, train.output, purge_step=step + 1)
         tracker.start()
         return tracker, TENSORBOARD
     if name == "mlflow":
         tracker = MLflowTracker(
-            project, run_id=known, run_name=title, tags=dict.fromkeys(tags, "true") or None
+            project, run_id=run_id, run_name=title, tags=dict.fromkeys(tags, "true") or None
         )
         tracker.start()
-        if known is None:  # it takes no second value of a parameter
-            tracker.store_init_configuration(_flat(about))
+        if run_id is None:  # it takes no second value of a parameter
+            tracker.store_init_configuration(_flat(fields))
         return tracker, tracker.tracker.info.run_id
     if name == "trackio":  # which knows a run by its name
-        run = known or train.tracker_name or f"{folder}-{secrets.token_hex(4)}"
-        tracker = TrackioTracker(project, name=run, resume="allow", config=about)
+        run = run_id or train.tracker_name or f"{folder}-{secrets.token_hex(4)}"
+        tracker = TrackioTracker(project, name=run, resume="allow", config=fields)
     else:
-        run = os.environ.get("WANDB_RUN_ID") or known or secrets.token_hex(4)
+        run = os.environ.get("WANDB_RUN_ID") or run_id or secrets.token_hex(4)
         names = {"name": title, "entity": train.tracker_entity, "tags": list(tags) or None}
         same = {"id": run, "resume": "allow", "dir": train.output}
-        tracker = WandBTracker(project, config=about, **names, **same)
+        tracker = WandBTracker(project, config=fields, **names, **same)
     tracker.start()
     return tracker, run
 
 
 def _known(path: Path) -> dict[str, str]:
-    """The ids of a run folder's trackers; none that is no plain word."""
+    """Reads the run's ids by tracker; leaves out ids that are no plain word."""
     with suppress(MtcliError):
         ids = load_json(path, "", "", 1 << 16)
         if isinstance(ids, dict):

@@ -1,7 +1,6 @@
 """Defines the rows of an encoder: several sequences each, with the labels of its head."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,7 +9,7 @@ from numpy.typing import ArrayLike
 from mtcli.core.config.model import MASKED_SHARE, SEQUENCES
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.bert.special_tokens import SpecialTokens
-from mtcli.core.data.loader import SampleId
+from mtcli.core.data.loader import RunData
 
 
 class Segments(NamedTuple):
@@ -48,35 +47,14 @@ class EncoderRows(NamedTuple):
         return self.documents >= sequences[:, None]
 
 
-class EncoderBatches(Protocol):
-    """The interface of a training set: rows by global sample, and what a run records of them."""
-
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
-    tokens: list[int]  # of each dataset, in an epoch
-    planned: int
-
-    @property
-    def files(self) -> list[list[Path]]:
-        """The files of each dataset."""
-
-    def __len__(self) -> int:
-        """Counts the samples of the run."""
+class EncoderBatches(RunData, Protocol):
+    """The rows of an encoder's data, by global sample."""
 
     def rows(self, start: int, count: int) -> EncoderRows:
         """Returns rows start .. start + count - 1."""
 
-    def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Identifies the sequences that rows are made of."""
 
-    def describe(self) -> dict[str, str]:
-        """Returns lines for the run's header, by name."""
-
-    def drawn(self, start: int, stop: int) -> list[int]:
-        """Counts the rows start .. stop - 1 by dataset."""
-
-
-class CountedRows:
+class CountedRows(EncoderBatches):
     """Rows full of tokens 0, 1, 2, ... for profiles, with one sequence each, or four choices, and
     as many tokens to predict in every shard."""
 
@@ -106,10 +84,6 @@ class CountedRows:
             classes=np.zeros(count, np.int64),
             class_weights=np.ones(count, np.float32),
         )
-
-    def sample_ids(self, start: int, count: int) -> list[SampleId]:
-        """Returns an empty list: the samples come from no dataset."""
-        return []
 
 
 def lay_out(rows: Sequence[Sequence[Segments]], size: int, special: SpecialTokens) -> EncoderRows:

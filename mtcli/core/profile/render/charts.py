@@ -55,7 +55,7 @@ ChartRow = Mapping[str, Any]
 def gantt(timelines: Mapping[str, Timeline], most: int | None = None) -> Chart:
     """Draws the timelines' ops on one time axis: for each pipeline rank a row per timeline.
 
-    Of longer timelines the `most` first ops by their start.
+    Draws at most the first `most` ops of a timeline, by their start.
     """
     ranks = max(timeline.num_ranks for timeline in timelines.values())
     names = [f"rank {rank} {name}".strip() for rank in range(ranks) for name in timelines]
@@ -228,7 +228,7 @@ def step_histogram(seconds: Sequence[float]) -> Chart:
 
 
 def saves(rows: Sequence[ChartRow]) -> Chart:
-    """Draws, per checkpoint, the seconds that training stood still and those of its writing."""
+    """Draws the seconds of each checkpoint: training's stall, and writing."""
     series = {
         "training stood still": [row.get("stall_seconds") or 0.0 for row in rows],
         "written in": [row.get("write_seconds") or 0.0 for row in rows],
@@ -242,10 +242,9 @@ def saves(rows: Sequence[ChartRow]) -> Chart:
 
 
 def waterfall(measured: Mapping[str, int], planned: Mapping[str, int], limit: float) -> Chart:
-    """Draws bytes by kind, each from where the last one ends, up to the process; a limit of 0 is
-    unknown.
+    """Draws bytes by kind as a waterfall, up to those of the process; a limit of 0 is unknown.
 
-    Of each, what KINDS does not name is `other`: the difference to its process.
+    `other` is the difference between the process and the sum of KINDS.
     """
     series = {name: x for name, x in (("measured", measured), ("planned", planned)) if x}
     most = max(sizes["process"] for sizes in series.values())
@@ -339,7 +338,7 @@ def _coordinates(rank: ChartRow, grid: str, inner: Sequence[str]) -> str:
 
 
 def _shades(colors: Sequence[str], shares: Sequence[float]) -> Any:
-    """Returns colours between others: the first at 0, the last at 1."""
+    """Interpolates between colours: the first at 0, the last at 1."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("shades", colors)(list(shares))

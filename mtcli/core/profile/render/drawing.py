@@ -1,11 +1,11 @@
 """Draws charts with matplotlib, once for all outputs: a picture, or an SVG element of a page.
 
-A `Chart` draws on axes that it is given, so it can stand alone or in a picture of several. Text and
-lines have the colour INK, which is the reader's own colour in a page: light on a dark screen. A box
-has a tip, which a browser shows when the pointer rests on it.
+A `Chart` draws on axes that the caller gives, alone or in a picture of several. Text and lines have
+the colour INK, which a page replaces by the reader's text colour: light on a dark screen. A box has
+a tip, which a browser shows when the pointer rests on the box.
 
-Colours are told apart by colour-blind readers, on light and dark. Blue, orange and the rest are of
-Okabe and Ito's set (jfly.uni-koeln.de/color), with greys for idle.
+Colour-blind readers can distinguish the colours, on light and dark. All but the greys for idle are
+of Okabe and Ito's set (jfly.uni-koeln.de/color).
 """
 
 import re
@@ -49,7 +49,7 @@ Bar = tuple[float, float, float, str]  # start along the axis of names, base, si
 
 
 class Chart(NamedTuple):
-    """A chart: its height in inches, what draws it, and a title where it stands among others."""
+    """A chart: its height in inches, the function that draws it, and a title in a picture."""
 
     height: float
     draw: "Callable[[Axes], None]"
@@ -71,7 +71,7 @@ def save(
 
 
 def svg(charts: Sequence[Chart], columns: int = 1, width: float = WIDTH, name: str = "") -> str:
-    """Returns charts as one SVG element, whose ids no element of another `name` has."""
+    """Returns charts as one SVG element, with ids that are unique to `name`."""
     file = StringIO()
     _render(file, charts, columns, width, name, format="svg", transparent=True)
     text = file.getvalue()
@@ -135,7 +135,7 @@ def bars(
 
 
 def name_ticks(axes: "Axes", names: Sequence[str], across: bool = False) -> None:
-    """Names the bars 0, 1, ... of an axis, all or every so many of them; `across` from the top."""
+    """Names the bars 0, 1, ... of an axis, or every n-th of many; `across` from the top."""
     most = MOST_NAMES if across else max(1, MOST_LETTERS // (max(map(len, names), default=0) + 3))
     shown = range(0, len(names), -(-len(names) // most) or 1)
     labels = [names[place] for place in shown]

@@ -60,7 +60,7 @@ class PageSection(NamedTuple):
 
 
 def write_profile_page(target: str, profile: Profile, data: Data) -> None:
-    """Writes the page of a measured config; `data` is what `--json` holds."""
+    """Writes the page of a measured config; `data` is the JSON of `--json`."""
     title = f"mtcli profile: {profile.config.model.architecture}, {data['world']} ranks"
     sections = [
         PageSection("", "", _table(("", "measured", "planned"), summary_rows(data))),
@@ -74,7 +74,7 @@ def write_profile_page(target: str, profile: Profile, data: Data) -> None:
 
 
 def write_run_page(target: str, run: FinishedRun, data: Data) -> None:
-    """Writes the page of a finished run; `data` is what `--json` holds."""
+    """Writes the page of a finished run; `data` is the JSON of `--json`."""
     sections = [
         PageSection("", "", _table(("", "of the run"), run_rows(data))),
         *_training(run, data),
@@ -163,7 +163,7 @@ def _training(run: FinishedRun, data: Data) -> list[PageSection]:
 
 
 def _ranks(data: Data) -> PageSection:
-    """A section on who holds the others up."""
+    """A section on slow ranks."""
     note = "Seconds of a step, medians over the steps. A slow rank computes long and waits little."
     table = _table(("", "largest", "median of ranks", "largest of"), rank_rows(data))
     return PageSection("Stragglers", note, table)
@@ -210,7 +210,7 @@ def chart(name: str, title: str, note: str, *drawn: Chart, columns: int = 1) -> 
 
 
 def _write(target: str, title: str, sections: Sequence[PageSection], data: Data) -> None:
-    """Writes a page, or nothing; `data` is what `--json` holds."""
+    """Writes a page, or nothing; `data` is the JSON of `--json`."""
     parts = (
         "<!doctype html><html lang=en><head><meta charset=utf-8>",
         "<meta name=viewport content='width=device-width, initial-scale=1'>",

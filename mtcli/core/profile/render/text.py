@@ -109,8 +109,7 @@ def kernel_rows(data: Json) -> tuple[list[str], list[list[str]]]:
 
 
 def rank_rows(data: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of how long a finished run's ranks computed and waited: (what, largest, median, whose
-    the largest was)."""
+    """Rows of a finished run's rank times: (kind, largest, median, the ranks with the largest)."""
     ranks, rows = data["rank_times"], []
     for kind in ("computing", "waiting"):
         seconds = ranks[f"{kind}_seconds"]
