@@ -126,10 +126,10 @@ def config_problems(params: Iterable[Any], given: dict[str, Any]) -> "list[Probl
 
     try:
         table = source_of(source, given.get("init"), given.get("base"))
-        config, known = read_config(table, given.get("overrides") or ())
+        config, found = read_config(table, given.get("overrides") or ())
     except MtcliError as error:
         return list(error.problems)
-    return [*known, *(problems(config, config.parallel.smallest_world) if config else [])]
+    return [*found, *(problems(config, config.parallel.smallest_world) if config else [])]
 
 
 def refuse_flags(context: typer.Context, names: Iterable[str], why: str) -> None:

@@ -61,8 +61,8 @@ def say_wrote(*paths: str | None) -> None:
 
 
 @contextmanager
-def refusing(json_out: str | None, **others: object) -> Iterator[None]:
-    """Writes errors as JSON too, where that was asked for; `others` are further keys.
+def refusing(json_out: str | None, **keys: object) -> Iterator[None]:
+    """Writes errors as JSON too, where that was asked for, with further `keys`.
 
     Of several ranks the first writes.
     """
@@ -72,7 +72,7 @@ def refusing(json_out: str | None, **others: object) -> Iterator[None]:
         from mtcli.core.runtime.launch import environment_rank
 
         if json_out and environment_rank() == 0:
-            write_json(error.as_json() | others, json_out)
+            write_json(error.as_json() | keys, json_out)
         raise
 
 

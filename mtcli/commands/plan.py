@@ -120,8 +120,8 @@ def plan(
         source = source_of(_source(config, rank, dry_run), base=base)
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         overrides = with_vocabulary(source, overrides)
-        wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
-        asked = read_request(source, wanted, fixed, gpus, device, not no_calibrate)
+        requested = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
+        asked = read_request(source, requested, fixed, gpus, device, not no_calibrate)
         planned = answer(asked, top, rehearsed)
     counted = None
     if dry_run:

@@ -109,9 +109,9 @@ def shard(
         lambda: _verb(words, context),
         lambda: find_checkpoints(_read(words), base),
     )
-    wanted = to or ("mtcli" if upcycle else None)
+    target_format = to or ("mtcli" if upcycle else None)
     if verb == "convert":
-        chosen = _target(sources[0], wanted, layout, max_shard_size)
+        chosen = _target(sources[0], target_format, layout, max_shard_size)
         require_free(Path(words[1]), force)
     from mtcli.core.checkpoint.opening import open_folder
     from mtcli.core.checkpoint.resharding import DTYPES
@@ -245,10 +245,10 @@ def _announcement(source: "Checkpoint", target: Path, plan: "ConversionPlan", la
     from mtcli.core.convert.shard import left_out, replicas_kept
     from mtcli.core.mesh.parameters import count_active, count_parameters
 
-    before = describe(source)
-    line = f"{before['path']}: {before['format']}, {before['parameters']:,} parameters, "
-    step = "" if before["step"] is None else f", step {before['step']:,}"
-    line += f"{before['bytes']:,} bytes{step}; writing {plan.to} to {target}"
+    facts = describe(source)
+    line = f"{facts['path']}: {facts['format']}, {facts['parameters']:,} parameters, "
+    step = "" if facts["step"] is None else f", step {facts['step']:,}"
+    line += f"{facts['bytes']:,} bytes{step}; writing {plan.to} to {target}"
     line += f", {layout}" if layout else ""
     if replicas_kept(source, plan).averages:
         line += f"; {source.averaging}"

@@ -71,8 +71,8 @@ def train(
 
     require_srun(nproc)
     overrides = [*overrides, "data.skip_bad=true"] if skip_bad else overrides
-    own = _own_folder(config) if resume or start_over else []
-    overrides = [*own, *overrides]
+    folder_overrides = _own_folder(config) if resume or start_over else []
+    overrides = [*folder_overrides, *overrides]
     source = source_of(config, init, base)
     overrides = with_vocabulary(source, overrides)
     again = times_restarted() > 0

@@ -42,8 +42,8 @@ def best_config(
     table = _timing[-1] if _timing else None
     if table is not None and bucket not in table.setdefault(kernel, {}):
         table[kernel][bucket] = dict(min(configs, key=lambda config: _milliseconds(launch, config)))
-    known = _measured(x.device) if table is None else table
-    best = known.get(kernel, {}).get(bucket)
+    measured = _measured(x.device) if table is None else table
+    best = measured.get(kernel, {}).get(bucket)
     return best if best in configs else None
 
 
@@ -60,13 +60,13 @@ def bucket_of(dtype: torch.dtype, sizes: Sequence[int]) -> str:
 
 
 @contextmanager
-def autotuning(known: AutotuneTable | None = None) -> Iterator[AutotuneTable]:
+def autotuning(initial: AutotuneTable | None = None) -> Iterator[AutotuneTable]:
     """Inside, each launch of a kernel with several configs first times them, on its arguments.
 
     Kernels that overwrite their arguments do so many times: results inside are not to be used.
-    Yields the table of what was fastest, for `save_table`; what is `known` is not timed again.
+    Yields the table of what was fastest, for `save_table`; what `initial` has is not timed again.
     """
-    table = merged(known or {})
+    table = merged(initial or {})
     _timing.append(table)
     try:
         yield table
@@ -91,11 +91,11 @@ def save_table(table: AutotuneTable, device: torch.device) -> Path:
 
 def write_table(table: AutotuneTable, device: str, file: Path) -> None:
     """Adds the table of the device of a name to a file."""
-    known = json.loads(file.read_text()) if file.exists() else {}
-    known[device] = merged(known.get(device, {}), table)
+    tables = json.loads(file.read_text()) if file.exists() else {}
+    tables[device] = merged(tables.get(device, {}), table)
     file.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
-        partial.write(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        partial.write(json.dumps(tables, indent=1, sort_keys=True) + "\n")
     os.replace(partial.name, file)
     _measured.cache_clear()
 
@@ -115,7 +115,7 @@ def device_name(device: torch.device) -> str:
 def _measured(device: torch.device) -> AutotuneTable:
     """Both files' entries of a device; the user's own win."""
     files = [json.loads(file.read_text()) for file in (SHIPPED, user_file()) if file.exists()]
-    return merged(*(known.get(device_name(device), {}) for known in files))
+    return merged(*(tables.get(device_name(device), {}) for tables in files))
 
 
 def _milliseconds(launch: Callable[[LaunchConfig], object], config: LaunchConfig) -> float:

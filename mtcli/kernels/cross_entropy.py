@@ -164,7 +164,7 @@ def logits_gradient_(
     return logits_TV
 
 
-def _three_columns(logits_TV: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _three_columns(logits_TV: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     def column() -> Tensor:
         return logits_TV.new_empty(len(logits_TV), dtype=torch.float32)
 

@@ -58,7 +58,7 @@ def custom_op(
     return register
 
 
-def _like_first(x: Tensor, *others: Any) -> Tensor:
+def _like_first(x: Tensor, *inputs: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

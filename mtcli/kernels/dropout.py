@@ -36,8 +36,10 @@ class DropoutStream(NamedTuple):
         if not isinstance(self.key, Tensor):
             return self.key, self.drop
         assert isinstance(self.drop, Tensor), "keys and probabilities are of the same models"
-        each = count // len(self.key)
-        key, drop = (x.repeat_interleave(each, 0)[..., None] for x in (self.key, self.drop))
+        sequences_per_model = count // len(self.key)
+        key, drop = (
+            x.repeat_interleave(sequences_per_model, 0)[..., None] for x in (self.key, self.drop)
+        )
         return key, drop
 
 

@@ -175,7 +175,7 @@ def _gelu(x, bias, tanh):
     return out
 
 
-def _fake_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _fake_backward(grad: Tensor, x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     return out, x.new_empty(x.shape[-1])
 

@@ -55,9 +55,9 @@ def choose_gemm_dtype() -> None:
 
 def set_bfloat16_in_float32(yes: bool) -> bool:
     """Has bfloat16 GEMMs computed in float32 on CPU, or not; returns the setting before."""
-    before = torch.bfloat16 in _IN_FLOAT32
+    previous = torch.bfloat16 in _IN_FLOAT32
     (_IN_FLOAT32.add if yes else _IN_FLOAT32.discard)(torch.bfloat16)
-    return before
+    return previous
 
 
 def gemm_dtype(x: Tensor) -> torch.dtype:

@@ -127,9 +127,9 @@ def _gemm(
             x_at += INNER
             weight_at += INNER * of_inner
         # Rows counted from the tile's first: their numbers need no register during the loop.
-        own = tl.arange(0, ROWS)
-        at = out_ptr + first.to(tl.int64) * width + own[:, None] * width + column[None, :]
-        tl.store(at, total, mask=(own < end - first)[:, None] & inside)
+        tile_row = tl.arange(0, ROWS)
+        at = out_ptr + first.to(tl.int64) * width + tile_row[:, None] * width + column[None, :]
+        tl.store(at, total, mask=(tile_row < end - first)[:, None] & inside)
 
 
 @kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_wgrad_config)
@@ -150,11 +150,11 @@ def _wgrad(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(start, end, INNER):
         row = first + tl.arange(0, INNER)
-        at, there = row.to(tl.int64), row < end
+        at, valid = row.to(tl.int64), row < end
         grad_at = grad_ptr + at[None, :] * width + f[:, None]
-        grad = tl.load(grad_at, mask=there[None, :] & f_inside, other=0.0)
+        grad = tl.load(grad_at, mask=valid[None, :] & f_inside, other=0.0)
         x_at = x_ptr + at[:, None] * inner + d[None, :]
-        x = tl.load(x_at, mask=there[:, None] & d_inside, other=0.0)
+        x = tl.load(x_at, mask=valid[:, None] & d_inside, other=0.0)
         total = tl.dot(grad, x, total, input_precision=PRECISION)
     at = out_ptr + (expert.to(tl.int64) * width + f[:, None]) * inner + d[None, :]
     tl.store(at, total, mask=f_inside & d_inside)

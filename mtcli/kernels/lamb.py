@@ -218,7 +218,7 @@ def lamb_step_(
 @custom_op(
     "lamb_moments_(Tensor host, Tensor table, Tensor chunks, Tensor master, Tensor gradient,"
     " float[] numbers) -> Tensor",
-    fake=lambda host, table, chunks, master, *others: master.new_empty(len(host), 2),
+    fake=lambda host, table, chunks, master, *inputs: master.new_empty(len(host), 2),
 )
 def _moments_op(host, table, chunks, master, gradient, numbers):
     assert host[0, FIRST] == master.data_ptr(), "the table is of these tensors"

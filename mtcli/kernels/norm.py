@@ -226,7 +226,7 @@ def _gradients_of_add(dsum: Tensor, grad: Tensor, _: Tensor, *saved: Any) -> tup
 
 @custom_op(
     "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor)",
-    fake=lambda x, *others: _out_and_stats(x),
+    fake=lambda x, *inputs: _out_and_stats(x),
     saved=lambda outputs, x, weight, bias, eps, centred: (
         *(x.contiguous(), weight, outputs[1]),
         *(centred, bias is not None),
@@ -240,7 +240,7 @@ def _norm(x, weight, bias, eps, centred):
 @custom_op(
     "add_norm(Tensor x, Tensor y, Tensor weight, Tensor? bias, float eps, bool centred)"
     " -> (Tensor, Tensor, Tensor)",
-    fake=lambda x, *others: (_out_and_stats(x)[0], *_out_and_stats(x)),
+    fake=lambda x, *inputs: (_out_and_stats(x)[0], *_out_and_stats(x)),
     saved=lambda outputs, x, y, weight, bias, eps, centred: (
         *(outputs[0], weight, outputs[2]),
         *(centred, bias is not None),

@@ -139,15 +139,15 @@ def _place(
     lane = tl.arange(0, BLOCK)
     copy = block * BLOCK + lane
     expert = _experts_of(expert_ptr, kept_ptr, copy, copies, DROPS)
-    kept = expert >= 0
+    is_kept = expert >= 0
     earlier = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
-    before = expert * blocks + block  # what lies before an expert's copies in this block
-    first = tl.load(ends_ptr + before - 1, mask=kept & (before > 0), other=0).to(tl.int64)
+    at = expert * blocks + block  # ends[at - 1] counts the copies that come earlier
+    first = tl.load(ends_ptr + at - 1, mask=is_kept & (at > 0), other=0).to(tl.int64)
     if capacity > 0:
         of_others = ends_ptr + expert * blocks - 1
-        first += expert * capacity - tl.load(of_others, mask=kept & (expert > 0), other=0)
+        first += expert * capacity - tl.load(of_others, mask=is_kept & (expert > 0), other=0)
     place = first + tl.sum(earlier.to(tl.int32), 1)
-    tl.store(places_ptr + copy, tl.where(kept, place, -1), mask=copy < copies)
+    tl.store(places_ptr + copy, tl.where(is_kept, place, -1), mask=copy < copies)
 
 
 @kernel(CONFIGS, key=["width"])
@@ -237,14 +237,14 @@ def reorder(rows_ND: Tensor, order_N: Tensor | None) -> Tensor:
 
 @custom_op(
     "sort_copies(Tensor experts, Tensor? kept, int num_experts, int capacity) -> (Tensor, Tensor)",
-    fake=lambda experts, kept, num_experts, capacity: (
+    fake=lambda experts, is_kept, num_experts, capacity: (
         experts.new_empty(num_experts),
         torch.empty_like(experts, memory_format=torch.contiguous_format),
     ),
 )
-def _sort(experts, kept, num_experts, capacity):
-    experts, copies, drops = experts.contiguous(), experts.numel(), kept is not None
-    pointers = (experts, kept.contiguous() if drops else experts)
+def _sort(experts, is_kept, num_experts, capacity):
+    experts, copies, drops = experts.contiguous(), experts.numel(), is_kept is not None
+    pointers = (experts, is_kept.contiguous() if drops else experts)
     blocks, places = cdiv(copies, BLOCK), torch.empty_like(experts)
     counts = experts.new_empty(num_experts, blocks, dtype=torch.int32)
     if blocks:
@@ -289,7 +289,7 @@ def _backward_of_sum(
 
 @custom_op(
     "sum_rows(Tensor rows, Tensor places, Tensor? weights, bool covers) -> Tensor",
-    fake=lambda rows, places, *others: rows.new_empty(len(places), rows.shape[1]),
+    fake=lambda rows, places, *inputs: rows.new_empty(len(places), rows.shape[1]),
     saved=lambda out, rows, places, weights, covers: (
         None if weights is None else rows,
         len(rows),

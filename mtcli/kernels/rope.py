@@ -89,7 +89,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 # A rotation's transpose is the rotation back; angles get no gradient.
 @custom_op(
     "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
-    fake=lambda q, k, *others: (empty_by_token(q), empty_by_token(k)),
+    fake=lambda q, k, *inputs: (empty_by_token(q), empty_by_token(k)),
     saved=lambda outputs, q, k, cos, sin, back: (cos, sin, back),
     backward=lambda of_q, of_k, cos, sin, back: _rotate_op(of_q, of_k, cos, sin, not back),
 )

@@ -66,13 +66,13 @@ def _within_best_groups(
 
     Else by its best.
     """
-    each: tl.constexpr = E // GROUPS
-    grouped = tl.reshape(judged, (TOKENS, GROUPS, each))
+    experts_per_group: tl.constexpr = E // GROUPS
+    grouped = tl.reshape(judged, (TOKENS, GROUPS, experts_per_group))
     strength = tl.max(grouped, 2)
     if PAIRS:
-        lane = tl.arange(0, each)[None, None, :]
-        others = lane != tl.argmax(grouped, 2)[:, :, None]
-        strength += tl.max(tl.where(others, grouped, float("-inf")), 2)
+        lane = tl.arange(0, experts_per_group)[None, None, :]
+        is_other = lane != tl.argmax(grouped, 2)[:, :, None]
+        strength += tl.max(tl.where(is_other, grouped, float("-inf")), 2)
     group, allowed = tl.arange(0, GROUPS)[None, :], tl.zeros((TOKENS, GROUPS), tl.int1)
     for _ in tl.static_range(TOP):
         best = group == tl.argmax(strength, 1)[:, None]
@@ -183,7 +183,7 @@ def _config(experts: int) -> dict[str, int]:
     return {"TOKENS": max(1, TILE // lanes), "EXPERTS": experts, "E": lanes}
 
 
-def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *others: Any) -> tuple[Tensor, ...]:
+def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *inputs: Any) -> tuple[Tensor, ...]:
     weights = logits.new_empty(len(logits), top_k)
     scores = torch.empty_like(logits, memory_format=torch.contiguous_format)
     return scores, weights, torch.empty_like(weights, dtype=torch.int64)
@@ -214,8 +214,8 @@ def _route_op(logits, bias, top_k, softmax, normalize, groups, top_groups):
     "route_backward(Tensor of_scores, Tensor of_weights, Tensor[] kept, bool softmax,"
     " bool normalize) -> Tensor"
 )
-def _route_backward_op(of_scores, of_weights, kept, softmax, normalize):
-    scores, weights, chosen = kept
+def _route_backward_op(of_scores, of_weights, saved, softmax, normalize):
+    scores, weights, chosen = saved
     of_scores, of_weights = of_scores.contiguous(), of_weights.contiguous()
     (tokens, experts), out = scores.shape, torch.empty_like(scores)
     config = _config(experts)

@@ -163,8 +163,8 @@ class TritonKernel:
         sizes = [arguments[i] for i in self.key]
         configs, default = self.configs(*sizes), self.default(*sizes)
         if isinstance(mode, CompileOnly):
-            others = () if mode.default_only else [c for c in configs if c != default]
-            for config in (default, *others):
+            alternatives = () if mode.default_only else [c for c in configs if c != default]
+            for config in (default, *alternatives):
                 mode.compilations.append(self._compile(launch, config, config is default))
         elif len(configs) == 1:
             launch(default)
@@ -215,8 +215,8 @@ def full_row_configs(width: int, elements: int) -> tuple[dict[str, int], ...]:
     rows = max(1, elements // block)
     first = {"ROWS": rows, "num_warps": min(16, rows * block // 512)}
     tiles = [(more, warps) for more in (rows, 4 * rows) for warps in (2, 4, 8, 16)]
-    others = [{"ROWS": n, "num_warps": w} for n, w in tiles if 4 <= n * block // (32 * w) <= 64]
-    return first, *(config for config in others if config != first)
+    configs = [{"ROWS": n, "num_warps": w} for n, w in tiles if 4 <= n * block // (32 * w) <= 64]
+    return first, *(config for config in configs if config != first)
 
 
 @cache

@@ -182,8 +182,8 @@ def grid_shape(n: int) -> tuple[int, int]:
 
 def _metropolis_row(i: int, n: int) -> dict[int, float]:
     """Weights 1 / max(|N_i|, |N_j|), neighbourhoods with oneself (Xiao and Boyd, 2004, 4.2)."""
-    own = _grid_neighbours(i, n)
-    row = {j: 1.0 / (1 + max(len(own), len(_grid_neighbours(j, n)))) for j in own}
+    neighbours = _grid_neighbours(i, n)
+    row = {j: 1.0 / (1 + max(len(neighbours), len(_grid_neighbours(j, n)))) for j in neighbours}
     return row | {i: 1.0 - sum(row.values())}
 
 

@@ -113,6 +113,6 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     if sampling.top_k:
         values, ids = values[: sampling.top_k], ids[: sampling.top_k]
     probabilities = values.softmax(0)
-    before = probabilities.cumsum(0) - probabilities
-    probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    likelier = probabilities.cumsum(0) - probabilities
+    probabilities = probabilities.masked_fill(likelier >= sampling.top_p, 0.0)
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -88,10 +88,10 @@ class InferenceModel:
         """Reads tokens [P] once that many rows begin with, after those of `after`."""
         start = 0 if after is None else after.length
         positions = torch.arange(start, start + len(tokens))[None]
-        cache, before = KVCache(), None if after is None else after.cache
-        given = self._inputs(tokens[None], positions=positions, cache=cache, prefix=before)
+        cache, prefix = KVCache(), None if after is None else after.cache
+        given = self._inputs(tokens[None], positions=positions, cache=cache, prefix=prefix)
         self.forward([given])
-        return ReadPrefix(start + len(tokens), cache if before is None else cache.after(before))
+        return ReadPrefix(start + len(tokens), cache if prefix is None else cache.after(prefix))
 
     @torch.no_grad()
     def score(self, batch: ScoreBatch, after: ReadPrefix | None = None) -> tuple[Tensor, Tensor]:
@@ -170,10 +170,10 @@ class InferenceModel:
                 output.logits(x_TD[:1])
         return scores * float(self.groups.tp.rank == 0)  # one rank of each replica answers
 
-    def _inputs(self, tokens: Tensor, **others: Any) -> Inputs:
+    def _inputs(self, tokens: Tensor, **fields: Any) -> Inputs:
         device = self.groups.device
         moved: dict[str, Any] = {
-            k: v.to(device) if isinstance(v, Tensor) else v for k, v in others.items()
+            k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()
         }
         dtype = DTYPES[self.config.train.precision]
         return make_inputs(self.config.model, dtype, tokens.to(device), **moved)

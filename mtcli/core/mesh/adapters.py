@@ -52,10 +52,10 @@ def chosen_targets(
     weight: Parameter, model: ModelConfig, lora: LoraConfig
 ) -> tuple[LoraTarget, ...]:
     """The targets in a weight that a config adapts."""
-    every = targets_of(weight, model)
+    available = targets_of(weight, model)
     if not lora.targets:
-        return every
-    return tuple(target for target in every if {target.name, target.short} & {*lora.targets})
+        return available
+    return tuple(target for target in available if {target.name, target.short} & {*lora.targets})
 
 
 def adapter_parameters(

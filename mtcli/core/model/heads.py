@@ -46,7 +46,7 @@ class WeightedTokens:
         rank, shards = build.token_shard
         # The sets of tokens of which equally many are selected: of each tp rank, or of each model.
         self.sets = shards * build.num_models
-        self.own = slice(rank, rank + build.num_models)
+        self.local_models = slice(rank, rank + build.num_models)
 
     def __call__(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
         """`all_tokens` of those [N], x_ND [N/tp, D]. A set with fewer than others is filled up with
@@ -62,7 +62,7 @@ class WeightedTokens:
         first = has_weight.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
         labels_N = inputs.labels.view(self.sets, -1).gather(1, first).flatten()
         begins = torch.arange(0, len(x_TD), weights_RT.shape[1], device=x_TD.device)
-        rows_N = (first[self.own] + begins[:, None]).flatten()
+        rows_N = (first[self.local_models] + begins[:, None]).flatten()
         return x_TD[rows_N], labels_N, weights_RT.gather(1, first).flatten()
 
 

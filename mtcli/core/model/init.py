@@ -117,9 +117,9 @@ def _normal_box(
     ):  # contiguous, or rows so short that generating all is cheaper
         rows = numbers(offset + start * inner, size * inner).view(size, *shape[1:])
         return rows[(slice(None), *Box(tuple(starts), tuple(sizes)).slices)]
-    rest = Box(tuple(starts), tuple(sizes))
+    inner_box = Box(tuple(starts), tuple(sizes))
     parts = [
-        _normal_box(numbers, shape[1:], rest, offset + i * inner)
+        _normal_box(numbers, shape[1:], inner_box, offset + i * inner)
         for i in range(start, start + size)
     ]
     return torch.stack(parts) if parts else numbers(0, 0).view(box.size)

@@ -26,11 +26,11 @@ class KVCache:
         self.layers[layer] = (k, v)
         return k, v
 
-    def after(self, before: "KVCache") -> "KVCache":
-        """This cache, of tokens that follow those of `before`, joined to that one."""
+    def after(self, prefix: "KVCache") -> "KVCache":
+        """Appends this cache's keys and values to those of the tokens before it."""
         layers = {
-            layer: (torch.cat([before.layers[layer][0], k], 2),
-                    torch.cat([before.layers[layer][1], v], 2))
+            layer: (torch.cat([prefix.layers[layer][0], k], 2),
+                    torch.cat([prefix.layers[layer][1], v], 2))
             for layer, (k, v) in self.layers.items()
         }  # fmt: skip
         return KVCache(layers)
@@ -117,16 +117,16 @@ def make_inputs(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     attended: bool = True,
-    **others: Any,
+    **fields: Any,
 ) -> Inputs:
     """The inputs of tokens [b, s], with positions 0 .. s - 1 unless given, and their rotation.
 
     `documents` [b, s of full rows] keep tokens from attending to other documents. Where nothing is
-    `attended`, on a rank without blocks, there is no rotation. `others` are further fields.
+    `attended`, on a rank without blocks, there is no rotation. `fields` are others of `Inputs`.
     """
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     turned = attended and model.position == "rope"
     turns = rotary_table(model, positions, dtype) if turned else None
     apart = None if documents is None else Documents(documents)
-    return Inputs(tokens, positions, rotation=turns, documents=apart, **others)
+    return Inputs(tokens, positions, rotation=turns, documents=apart, **fields)

@@ -141,12 +141,12 @@ class Router(nn.Module):
             if real_T is not None:
                 scores_TE = scores_TE * real_T[:, None]
             chosen = _chosen(scores_TE, experts, real_T)
-            each = [self._sequence_sums(x, inputs) for x in (scores_TE, chosen)]
+            sequence_sums = [self._sequence_sums(x, inputs) for x in (scores_TE, chosen)]
             if m.aux_loss_coeff:
-                batch = [x.view(models, -1, x.shape[1]).sum(1) for x in each]
+                batch = [x.view(models, -1, x.shape[1]).sum(1) for x in sequence_sums]
                 total = total + m.aux_loss_coeff * self._balance(batch[0], batch[1], "micro_batch")
             if m.sequence_aux_loss_coeff:
-                loss = self._balance(each[0], each[1], "sequence")
+                loss = self._balance(sequence_sums[0], sequence_sums[1], "sequence")
                 total = total + m.sequence_aux_loss_coeff * loss
         return total
 
@@ -154,8 +154,8 @@ class Router(nn.Module):
         """[b, E]: sums over this rank's tokens of each sequence."""
         (b, n), tokens = inputs.shape, len(x_TE)
         if tokens < b * n:  # this rank's, of those that tp ranks share
-            before = self.build.groups.tp.rank * tokens
-            x_TE = F.pad(x_TE, (0, 0, before, b * n - before - tokens))
+            first_token = self.build.groups.tp.rank * tokens
+            x_TE = F.pad(x_TE, (0, 0, first_token, b * n - first_token - tokens))
         return x_TE.view(b, n, -1).sum(1)
 
     def _balance(self, scores_bE: Tensor, chosen_bE: Tensor, scope: str) -> Tensor:

@@ -66,9 +66,9 @@ class FrozenLamb:
         peaks, squares = self._moments_(momenta, update)
         peak = self.global_sums.of_model(peaks, ReduceOp.MAX)[:, 0]
         of_momentum, of_step = self.global_sums.of_model(squares).sqrt().unbind(1)
-        own = torch.where(peak > 0, peak, 1.0)
+        peak_or_one = torch.where(peak > 0, peak, 1.0)
         share = torch.where(of_step > 0, of_momentum / of_step, 1.0).clamp(max=1.0)
-        new = (own * share + 1.0 - share).clamp(*self.bounds)
+        new = (peak_or_one * share + 1.0 - share).clamp(*self.bounds)
         lowest, highest = factor * (1.0 - self.threshold), factor * (1.0 + self.threshold)
         factor.copy_(new.clamp(lowest, highest))
         lengths = (update.lr * ratio * factor)[self.global_sums.rows]

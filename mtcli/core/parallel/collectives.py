@@ -250,16 +250,20 @@ def _differentiable(
 
     class Collective(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, *about: Any) -> Tensor:
-            ctx.about = about
-            return forward(x, *about).view_as(x) if forward is _identity else forward(x, *about)
+        def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+            ctx.arguments = arguments
+            return (
+                forward(x, *arguments).view_as(x)
+                if forward is _identity
+                else forward(x, *arguments)
+            )
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-            return backward(grad, *ctx.about), *[None] * len(ctx.about)
+            return backward(grad, *ctx.arguments), *[None] * len(ctx.about)
 
-    def apply(x: Tensor, *about: Any) -> Tensor:
-        return x if about[-1].size == 1 else Collective.apply(x, *about)  # type: ignore[no-untyped-call]  # torch
+    def apply(x: Tensor, *arguments: Any) -> Tensor:
+        return x if arguments[-1].size == 1 else Collective.apply(x, *arguments)  # type: ignore[no-untyped-call]  # torch
 
     return apply
 

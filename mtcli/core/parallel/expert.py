@@ -74,9 +74,9 @@ def _all_to_all(
     shape = (ep.size, etp.size, ep.size, routing.num_experts // ep.size)
     table = on_host.view(shape)
     sent = table[ep.rank, etp.rank].sum(-1).tolist()
-    here = table[:, :, ep.rank]  # what arrives at this ep rank: [ep sender, etp sender, E/ep]
-    received = here[:, etp.rank].sum(-1).tolist()
-    shared = here.sum((0, 2)).tolist()
+    arriving = table[:, :, ep.rank]  # what arrives at this ep rank: [ep sender, etp sender, E/ep]
+    received = arriving[:, etp.rank].sum(-1).tolist()
+    shared = arriving.sum((0, 2)).tolist()
     # Rows lie by (etp sender, ep sender, expert).
     segments = everyone.view(shape)[:, :, ep.rank].transpose(0, 1).flatten(0, 1)
     order, back = _by_expert(segments, sum(shared))
@@ -95,14 +95,14 @@ def _all_gather(
     per_rank = routing.num_experts // ep.size
     x_all = gather_in(x_TD, axis)
     local = all_gather(routing.experts, axis) - ep.rank * per_rank
-    kept = routing.kept
-    if kept is not None:
-        kept = all_gather(kept.to(torch.uint8), axis).bool()
+    is_kept = routing.kept
+    if is_kept is not None:
+        is_kept = all_gather(is_kept.to(torch.uint8), axis).bool()
     if ep.size > 1:
         is_local = (local >= 0) & (local < per_rank)
-        kept = is_local if kept is None else kept & is_local
+        is_kept = is_local if is_kept is None else is_kept & is_local
     weights = gather_in(routing.weights, axis)
-    copies = sort_copies(x_all, local, kept, per_rank, capacity * axis.size)
+    copies = sort_copies(x_all, local, is_kept, per_rank, capacity * axis.size)
     rows = permute(x_all, copies, copies.num_rows)
     results = experts(rows, None if capacity else copies.counts)
     return scatter_out(unpermute(results, weights, copies), axis)

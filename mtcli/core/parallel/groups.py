@@ -126,11 +126,15 @@ class Groups:
 
     def over(self, axes: tuple[str, ...]) -> Axis:
         """The group along a set of axes; of no axes, this rank alone."""
-        wanted = set(axes)
-        if not wanted:
+        requested_axes = set(axes)
+        if not requested_axes:
             return Axis("alone", (self.rank,), 0, None, self.world.recorder)
-        known = {*self.layout.attention.axes, *self.layout.experts.axes}
-        return next(self.axes[name] for name, own in AXES.items() if {*own} & known == wanted)
+        axes_in_layout = {*self.layout.attention.axes, *self.layout.experts.axes}
+        return next(
+            self.axes[name]
+            for name, group_axes in AXES.items()
+            if {*group_axes} & axes_in_layout == requested_axes
+        )
 
 
 def world_axis(rank: int, world: int, recorder: FlightRecorder) -> Axis:
@@ -152,17 +156,17 @@ def make_groups(
     """
     recorder = recorder or FlightRecorder()
     world = world_axis(rank, layout.world, recorder)
-    lists = {name: _groups(layout, own) for name, own in AXES.items()}
+    lists = {name: _groups(layout, group_axes) for name, group_axes in AXES.items()}
     lists["ends"] = _pipeline_ends(layout)
     with recorder.call("make_groups", world):
         axes = {"world": _connected(world, timeout + LATER)}
-        known: dict[tuple[tuple[int, ...], ...], Axis] = {(world.ranks,): axes["world"]}
+        axis_of_groups: dict[tuple[tuple[int, ...], ...], Axis] = {(world.ranks,): axes["world"]}
         for name, groups in lists.items():
             same = tuple(tuple(ranks) for ranks in groups)
-            axis = None if name in OWN else known.get(same)
+            axis = None if name in OWN else axis_of_groups.get(same)
             if axis is None:
                 axis = _connected(_axis(name, groups, world, timeout), timeout + LATER)
-                known.setdefault(same, axis)
+                axis_of_groups.setdefault(same, axis)
             if name in P2P and axis.group and dist.get_backend(axis.group) == "nccl":
                 axis = axis._replace(p2p=_p2p_groups(name, layout, rank, timeout))
                 _warm_up(axis, device)
@@ -198,9 +202,9 @@ def _axis(name: str, groups: list[list[int]], world: Axis, timeout: float) -> Ax
     for ranks in groups:  # every rank takes part in making every group, in the same order
         if len(ranks) == 1:
             continue
-        made = dist.new_group(ranks, timeout=limit, group_desc=name)
+        group = dist.new_group(ranks, timeout=limit, group_desc=name)
         if world.rank in ranks:
-            members, handle = tuple(ranks), made
+            members, handle = tuple(ranks), group
     return Axis(name, members, members.index(world.rank), handle, world.recorder)
 
 

@@ -97,8 +97,8 @@ def output_blocks(site: AdapterSite, parts: Sequence[Tensor]) -> Tensor:
     rank = parts[0].shape[-1]
     padded, at = [], 0
     for i, (target, part) in enumerate(zip(site.targets, parts, strict=True)):
-        before, after = i * rank, (len(parts) - 1 - i) * rank
-        wide = F.pad(part.view(site.outer, target.num_slots, -1, rank), (before, after))
+        columns_before, after = i * rank, (len(parts) - 1 - i) * rank
+        wide = F.pad(part.view(site.outer, target.num_slots, -1, rank), (columns_before, after))
         if target.first > at:
             padded.append(_zeros(wide, target.first - at))
         padded.append(wide)

@@ -108,10 +108,12 @@ class GlobalSums:
     def __init__(self, names: Iterable[str], ownership: Ownership) -> None:
         """`names` are the parameters that this rank has shards of."""
         trained = (name for name, parameter in ownership.table.items() if parameter.trained)
-        row_of, here = {name: row for row, name in enumerate(trained)}, list(names)
+        row_of, local_names = {name: row for row, name in enumerate(trained)}, list(names)
         self.replica, device = ownership.groups.replica, ownership.groups.device
-        self.rows = torch.tensor([row_of[name] for name in here], dtype=torch.int64, device=device)
-        counts = [[float(ownership.answers_for(name))] for name in here]
+        self.rows = torch.tensor(
+            [row_of[name] for name in local_names], dtype=torch.int64, device=device
+        )
+        counts = [[float(ownership.answers_for(name))] for name in local_names]
         self.counts = torch.tensor(counts, dtype=torch.float64, device=device).view(-1, 1)
         self.num_rows = len(row_of)
 
@@ -124,6 +126,6 @@ class GlobalSums:
 
         `op` may be the maximum of what is not negative.
         """
-        every = self.counts.new_zeros(self.num_rows, sums.shape[1])
-        every[self.rows] = sums.to(self.counts) * self.counts
-        return all_reduce(every, self.replica, op)
+        model_sums = self.counts.new_zeros(self.num_rows, sums.shape[1])
+        model_sums[self.rows] = sums.to(self.counts) * self.counts
+        return all_reduce(model_sums, self.replica, op)

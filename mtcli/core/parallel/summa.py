@@ -57,7 +57,7 @@ class TensorGrid:
             us = self._broadcast(blocks["u"], 1, self.along, "u")
         if makes != "v":
             vs = self._broadcast(blocks["v"], 0, self.down, "v")
-        made, sums = {}, {"u": _Sums(1, self.along, count), "v": _Sums(0, self.down, count)}
+        results, sums = {}, {"u": _Sums(1, self.along, count), "v": _Sums(0, self.down, count)}
         total = None
         for panel, (u_XP, v_PY) in enumerate(zip(us, vs, strict=True)):
             if "s" in makes:
@@ -67,20 +67,22 @@ class TensorGrid:
             if "v" in makes:
                 sums["v"].start(panel, matmul(u_XP.mT, blocks["s"]))
         if total is not None:
-            made["s"] = total = total.to(blocks["u"].dtype)
-        return made | {letter: sums[letter].finish() for letter in makes if letter in sums}
+            results["s"] = total = total.to(blocks["u"].dtype)
+        return results | {letter: sums[letter].finish() for letter in makes if letter in sums}
 
     def _broadcast(self, x: Tensor, dim: int, axis: Axis, role: str) -> Iterator[Tensor]:
         """The panels of a matrix whose `dim` an axis cuts, the next one on its way meanwhile."""
         if x.mT.is_contiguous() and not x.is_contiguous():  # a panel is sent as it lies in memory
             yield from (panel.mT for panel in self._broadcast(x.mT, 1 - dim, axis, role))
             return
-        own = x.chunk(self.panels // axis.size, dim)
+        panels = x.chunk(self.panels // axis.size, dim)
 
         def start(panel: int) -> tuple[Tensor, PendingWork]:
-            owner, index = divmod(panel, len(own))
+            owner, index = divmod(panel, len(panels))
             is_owner = owner == axis.rank
-            values = own[index].contiguous() if is_owner else self._buffer(role, panel % 2, own[0])
+            values = (
+                panels[index].contiguous() if is_owner else self._buffer(role, panel % 2, panels[0])
+            )
             return values, start_broadcast(values, axis, owner)
 
         following = start(0)
@@ -104,22 +106,22 @@ class _Sums:
 
     def __init__(self, dim: int, axis: Axis, count: int) -> None:
         self.dim, self.axis, self.each = dim, axis, count // axis.size
-        self.own: list[Tensor] = []
+        self.panels: list[Tensor] = []
         self.pending: list[tuple[PendingWork, Tensor]] = []
 
     def start(self, panel: int, partial: Tensor) -> None:
         """Sends this rank's part of a panel's sum, while the last panel's may be on its way."""
         owner, partial = panel // self.each, partial.contiguous()
         if owner == self.axis.rank:
-            self.own.append(partial)
+            self.panels.append(partial)
         self.pending.append((start_reduce(partial, self.axis, owner), partial))
         self._wait(1)
 
     def finish(self) -> Tensor:
         """This rank's block of the sum, whose panels are freed."""
         self._wait(0)
-        own, self.own = self.own, []
-        return own[0] if len(own) == 1 else torch.cat(own, self.dim)
+        panels, self.panels = self.panels, []
+        return panels[0] if len(panels) == 1 else torch.cat(panels, self.dim)
 
     def _wait(self, left: int) -> None:
         """Waits for all sums but the last ones."""
@@ -157,24 +159,24 @@ class _Gemm(torch.autograd.Function):
     def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
         ctx: Any,
         makes: str,
-        of: str,
+        operands: str,
         a: Tensor,
         b: Tensor,
         grid: TensorGrid,
         passes: WeightPasses | None,
     ) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.makes, ctx.of, ctx.grid, ctx.passes = makes, of, grid, passes
-        return grid.sweep(makes, dict(zip(of, (a, b), strict=True)))[makes]
+        ctx.makes, ctx.operands, ctx.grid, ctx.passes = makes, operands, grid, passes
+        return grid.sweep(makes, dict(zip(operands, (a, b), strict=True)))[makes]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (a, b), of, sweep = ctx.saved_tensors, ctx.of, ctx.grid.sweep
+        (a, b), operands, sweep = ctx.saved_tensors, ctx.operands, ctx.grid.sweep
         # what is left for later holds no graph
-        blocks = {of[0]: a.detach(), of[1]: b.detach(), ctx.makes: grad.contiguous()}
+        blocks = {operands[0]: a.detach(), operands[1]: b.detach(), ctx.makes: grad.contiguous()}
         if ctx.passes is None or ctx.passes.pending is None:
-            made = sweep(of, blocks)
-            return None, None, made[of[0]], made[of[1]], None, None
-        rest = {letter: block for letter, block in blocks.items() if letter != of[1]}
-        left = ctx.passes.gradient(b, lambda: sweep(of[1], rest)[of[1]])
-        return None, None, sweep(of[0], blocks)[of[0]], left, None, None
+            gradients = sweep(operands, blocks)
+            return None, None, gradients[operands[0]], gradients[operands[1]], None, None
+        inputs = {letter: block for letter, block in blocks.items() if letter != operands[1]}
+        left = ctx.passes.gradient(b, lambda: sweep(operands[1], inputs)[operands[1]])
+        return None, None, sweep(operands[0], blocks)[operands[0]], left, None, None

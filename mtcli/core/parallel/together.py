@@ -32,10 +32,10 @@ def require_alike(axis: Axis, fact: object, what: str, field: str = "") -> None:
     """Raises MtcliError on every rank where a fact is not the same on all; `what` names it in the
     error. Collective.
     """
-    told = (json.loads(json.dumps(fact)), f"{what} {fact}", socket.gethostname())
-    expected, words, host = first_value(told if axis.rank == 0 else None, axis)
+    report = (json.loads(json.dumps(fact)), f"{what} {fact}", socket.gethostname())
+    expected, words, host = first_value(report if axis.rank == 0 else None, axis)
     message = None
-    if told[0] != expected:
-        message = f"rank {axis.rank} on {told[2]} {told[1]}, and rank 0 on {host} {words}"
+    if report[0] != expected:
+        message = f"rank {axis.rank} on {report[2]} {report[1]}, and rank 0 on {host} {words}"
     if first := first_value(message, axis):
         raise wrong(first, SHARED, field)

@@ -104,12 +104,12 @@ def make_tree(world: Axis, fan_out: int = FAN_OUT) -> Tree:
     levels, ranks, step, named = list[Level](), world.ranks, 1, world.name
     while len(ranks) > 1 and world.rank % step == 0:
         first = world.rank // step // fan_out * fan_out
-        own = ranks[first : first + fan_out]
-        if len(own) > 1:
-            rank = own.index(world.rank)
+        members = ranks[first : first + fan_out]
+        if len(members) > 1:
+            rank = members.index(world.rank)
             store = dist.PrefixStore(f"{name}/{step}/{first}", _get_default_store())
-            group = dist.ProcessGroupGloo(store, rank, len(own), timeout=timedelta(days=7))
-            axis = world._replace(name=named, ranks=own, rank=rank, group=None)
+            group = dist.ProcessGroupGloo(store, rank, len(members), timeout=timedelta(days=7))
+            axis = world._replace(name=named, ranks=members, rank=rank, group=None)
             axis = axis._replace(transport=None)  # its messages are the level's
             levels.append(Level(axis, group))
         ranks, step = ranks[::fan_out], step * fan_out

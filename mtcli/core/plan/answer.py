@@ -174,11 +174,11 @@ def _filled(table: Table, gpus: int | None, device: Device) -> Table:
 
 
 def _not_searched(pinned: frozenset[str]) -> list[Problem]:
-    known = {CONFIG_NAMES.get(name, f"parallel.{name}") for name in FIELDS}
-    hint = f"one of {', '.join(sorted(known))}; set others with --set"
+    searched = {CONFIG_NAMES.get(name, f"parallel.{name}") for name in FIELDS}
+    hint = f"one of {', '.join(sorted(searched))}; set others with --set"
     return [
         Problem(f"--fix {field} pins a field that is not searched", hint, field)
-        for field in sorted(pinned - known)
+        for field in sorted(pinned - searched)
     ]
 
 
@@ -191,8 +191,10 @@ def answer(request: PlanRequest, top: int | None, rehearse: Rehearse = as_estima
     try:
         return _answer(request, top, rehearse)
     except MtcliError as error:  # the rules are those of every command, and name its flag
-        told = (p._replace(hint=p.hint.replace("(--nproc)", "(--gpus)")) for p in error.problems)
-        raise MtcliError(*told, code=error.code, hint=error.hint) from None
+        reworded = (
+            p._replace(hint=p.hint.replace("(--nproc)", "(--gpus)")) for p in error.problems
+        )
+        raise MtcliError(*reworded, code=error.code, hint=error.hint) from None
 
 
 def _answer(request: PlanRequest, top: int | None, rehearse: Rehearse) -> PlanAnswer:
@@ -258,11 +260,11 @@ def _other_batch(config: RunConfig, request: PlanRequest, best: Prediction) -> l
     near = round_batch(config.batch.global_batch_size, request.world)
     if near == config.batch.global_batch_size:
         return []
-    others = [one.prediction for one in _search(with_batch(config, near), request, 1).best]
-    gains = [p.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1 for p in others]
+    predictions = [one.prediction for one in _search(with_batch(config, near), request, 1).best]
+    gains = [p.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1 for p in predictions]
     return [
         Neighbour("global-batch", near, p, f"{gain:+.1%} tokens/s, as more layouts divide it")
-        for p, gain in zip(others, gains, strict=True)
+        for p, gain in zip(predictions, gains, strict=True)
         if gain > WORTH_SAYING
     ]
 

@@ -85,7 +85,7 @@ def collective_seconds(sent: Transfer, device: Device, crossing: float = 1.0) ->
 
 def transfer_seconds(sent: Iterable[Transfer], device: Device, crossing: float = 1.0) -> float:
     """Seconds of transfers, one after another."""
-    return sum(collective_seconds(each, device, crossing) for each in sent)
+    return sum(collective_seconds(transfer, device, crossing) for transfer in sent)
 
 
 def passes(traffic: PassTransfers, device: Device, crossing: float = 1.0) -> Pass:

@@ -127,11 +127,14 @@ def _elements(
             continue
         ranks = layout.edp if parameter.is_expert else layout.dp * layout.cp
         rows, *columns = parameter.stored_shape(layout)
-        each = -(-rows // ranks)
-        first = (owner.edp if parameter.is_expert else owner.data) * each
-        total, owned = times * prod(local), times * max(0, min(each, rows - first)) * prod(columns)
+        rows_per_rank = -(-rows // ranks)
+        first = (owner.edp if parameter.is_expert else owner.data) * rows_per_rank
+        total, owned = (
+            times * prod(local),
+            times * max(0, min(rows_per_rank, rows - first)) * prod(columns),
+        )
         shard += owned
-        padded += times * ranks * each * prod(columns)
+        padded += times * ranks * rows_per_rank * prod(columns)
         rule = update_of(parameter, optimizer).rule
         counted = rules.get(rule, RuleElements(rule, 0, 0))
         rules[rule] = RuleElements(rule, counted.total + total, counted.shard + owned)

@@ -92,8 +92,8 @@ def attention_flops(work: Workload, keys: float) -> float:
 
 def attention_rate(work: Workload, device: Device) -> float:
     """FLOP/s of large GEMMs in the precision of the activations."""
-    own = {8: "fp64", 4: "fp32"}.get(work.sizes.weight, "bf16")
-    return device.peak("fp16" if "fp16" in device.flops else own) * device.sustained
+    precision = {8: "fp64", 4: "fp32"}.get(work.sizes.weight, "bf16")
+    return device.peak("fp16" if "fp16" in device.flops else precision) * device.sustained
 
 
 def dense_gemms(work: Workload) -> list[GemmShape]:

@@ -227,9 +227,9 @@ def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = Tru
     measured. Without `calibrate` that is by quick rates of numpy's."""
     if device.name != "cpu":
         return device
-    known = calibrated(config, world) if calibrate else None
+    measured = calibrated(config, world) if calibrate else None
     ranks = min(world, cores())
-    rates, crowd = known or quick_rates(ranks), world / ranks
+    rates, crowd = measured or quick_rates(ranks), world / ranks
     call, network = rates.call * crowd, device.network
     bandwidth = rates.memory_bandwidth / crowd
     return replace(
@@ -243,7 +243,7 @@ def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = Tru
         network=replace(
             network, bandwidth=min(network.bandwidth, rates.socket / NETWORK_DEVICE / crowd)
         ),
-        rates="calibration" if known else "roofline",
+        rates="calibration" if measured else "roofline",
         crowd=crowd,
         widens=rates.widens,
         physics=host_physics(call, rates.element * crowd),
@@ -288,13 +288,13 @@ def send_over_loopback(data: memoryview) -> None:
     from threading import Thread
 
     with create_server(("127.0.0.1", 0)) as server:
-        here, (there, _) = create_connection(server.getsockname()), server.accept()
-    with here, there:
-        sender = Thread(target=here.sendall, args=(data,))
+        client, (connection, _) = create_connection(server.getsockname()), server.accept()
+    with client, connection:
+        sender = Thread(target=client.sendall, args=(data,))
         sender.start()
         left, buffer = len(data), bytearray(2**20)
         while left:
-            left -= there.recv_into(buffer)
+            left -= connection.recv_into(buffer)
         sender.join()
 
 

@@ -116,9 +116,9 @@ def smallest(works: Iterable[Workload], device: Device) -> Workload:
 
     Those with less state come first, until the next one's state alone is more than the best has.
     """
-    first, *rest = sorted(works, key=lambda work: _least(work, device))
+    first, *larger = sorted(works, key=lambda work: _least(work, device))
     least = memory(first, device).total
-    for work in rest:
+    for work in larger:
         if _least(work, device) >= least:
             break
         if (total := memory(work, device).total) < least:
@@ -149,17 +149,17 @@ def each_stage(work: Workload, device: Device, bytes_of: BytesOf | None = None) 
 
 def _alive(runs: Sequence[StageBytes], most: Moments) -> tuple[float, float]:
     """(bytes alive between ops, peak within one) of the micro-batches of a rank's stages."""
-    each = ((run.saved, run.waiting, run.gathered, run.sent) for run in runs)
-    sizes = [*chain(*zip(*each, strict=True))]
+    stage_bytes = ((run.saved, run.waiting, run.gathered, run.sent) for run in runs)
+    sizes = [*chain(*zip(*stage_bytes, strict=True))]
 
     def level(moments: Sequence[InFlight]) -> float:
         return max((sum(map(mul, chain(*state), sizes)) for state in moments), default=0.0)
 
     saved = level(most.between)
     within = [
-        level(moments) - own + peak
+        level(moments) - live + peak
         for run, *kinds in zip(runs, most.forward, most.backward, most.weights, strict=True)
-        for moments, (own, peak) in zip(kinds, run.peaks, strict=True)
+        for moments, (live, peak) in zip(kinds, run.peaks, strict=True)
     ]
     return saved, max(saved, *within)
 
@@ -205,9 +205,10 @@ def copied_bytes(work: Workload, pp_rank: int) -> int:
 
 def in_flight_chunks(work: Workload) -> tuple[int, ...]:
     """Micro-batches in flight, times vpp, on each pipeline rank."""
-    every = (moments(work, pp_rank).between for pp_rank in range(work.layout.pp))
+    moments_of_ranks = (moments(work, pp_rank).between for pp_rank in range(work.layout.pp))
     return tuple(
-        max(sum(state.activations) + sum(state.waiting) for state in most) for most in every
+        max(sum(state.activations) + sum(state.waiting) for state in most)
+        for most in moments_of_ranks
     )
 
 

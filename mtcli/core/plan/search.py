@@ -208,13 +208,13 @@ def apply(config: RunConfig, work: Workload) -> RunConfig:
     layout = work.layout
     axes = {axis: layout.size(axis) for axis in ("cp", "pp", "ep", "etp")}
     mode = work.tp_mode if layout.tp_rows > 1 else config.parallel.tp_mode
-    told = config.parallel.model_copy(update={"tp": layout.tp, "tp_mode": mode})
+    with_tp = config.parallel.model_copy(update={"tp": layout.tp, "tp_mode": mode})
     even = config.model.num_layers % layout.num_stages == 0
     parallel = {
         **axes,
         "tp": layout.tp,
         "tp_mode": mode,
-        "tp_rows": told.tp_rows if told.grid_rows == layout.tp_rows else layout.tp_rows,
+        "tp_rows": with_tp.tp_rows if with_tp.grid_rows == layout.tp_rows else layout.tp_rows,
         "vpp": layout.vpp,
         "schedule": work.schedule_name,
         "zero": work.zero,
@@ -260,8 +260,8 @@ def choices(
             sharded = [0, 1]
         zeros = options("parallel.zero", [0] if dp == 1 else sharded)
         fitting = [size for size in sizes if b.global_batch_size % (size * dp) == 0]
-        for (ep, etp), *others in product(experts, fitting, schedules, zeros, again):
-            chosen = (tp, cp, pp, vpp, ep, etp, *others)
+        for (ep, etp), *other_values in product(experts, fitting, schedules, zeros, again):
+            chosen = (tp, cp, pp, vpp, ep, etp, *other_values)
             yield dict(zip((*AXES, *OTHERS), chosen, strict=True))
 
 

@@ -43,11 +43,11 @@ class Neighbour(NamedTuple):
     reason: str
 
 
-def neighbours(known: Sequence[Prediction], works: Sequence[Workload]) -> list[Neighbour]:
+def neighbours(predictions: Sequence[Prediction], works: Sequence[Workload]) -> list[Neighbour]:
     """Neighbours by each field: the next smaller and the next larger value that was tried, in its
-    quickest layout that fits, with the reason why it falls short of the best, the first of `known`.
+    quickest layout that fits, with the reason why it falls short of the best, `predictions[0]`.
     """
-    best, by_work = known[0], {prediction.work: prediction for prediction in known}
+    best, by_work = predictions[0], {prediction.work: prediction for prediction in predictions}
     return [
         _quickest(field, value, near, by_work, best)
         for field in FIELDS
@@ -124,5 +124,5 @@ def _parts(prediction: Prediction) -> dict[str, float]:
     parts = {f"{axis} communication": seconds for axis, seconds in sent.items()}
     again = prediction.costs.recomputed * prediction.work.num_micro_batches
     parts["recomputation"] = again * prediction.work.most_layers
-    rest = prediction.step_seconds - idle - sum(parts.values())
-    return {"bubble": idle, "computing": rest, **parts}
+    computing = prediction.step_seconds - idle - sum(parts.values())
+    return {"bubble": idle, "computing": computing, **parts}

@@ -48,8 +48,8 @@ def step_costs(work: Workload, device: Device) -> Costs:
         _covered(parts.block.forward, sharded.forward, device),
         _covered(parts.block.backward + added, sharded.backward, device),
     )
-    beside = _undisturbed(work, block, parts, device)
-    gradients, exposed = _gradients(work, beside, device)
+    undisturbed = _undisturbed(work, block, parts, device)
+    gradients, exposed = _gradients(work, undisturbed, device)
     return replace(
         parts,
         block=block,
@@ -112,7 +112,7 @@ def _covered(compute: float, fetched: float, device: Device) -> float:
     return compute + fetched - hidden
 
 
-def _gradients(work: Workload, beside: Pass, device: Device) -> tuple[float, float]:
+def _gradients(work: Workload, undisturbed: Pass, device: Device) -> tuple[float, float]:
     across = max(exchange_seconds(work, rank, device) for rank in work.large_ranks)
     if device.name == "cpu":  # other devices' is not counted
         across += transfer_seconds(tied_embedding(work), device)
@@ -123,7 +123,7 @@ def _gradients(work: Workload, beside: Pass, device: Device) -> tuple[float, flo
         for pp_rank in work.large_ranks
     ]
     most = max(ranks, key=lambda rank: rank.total)
-    behind = beside * (
+    behind = undisturbed * (
         max(work.layers_of_stage) * _chunk_passes(work) * device.physics.data_overlap
     )
     hides = work.hiding_passes

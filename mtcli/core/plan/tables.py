@@ -186,8 +186,8 @@ def summary_rows(answer: PlanAnswer) -> Rows:
     rows = [list(row) for row in summary(answer.prediction)]
     if cost := evaluation(answer):
         share = cost["seconds_per_step"] / answer.prediction.step_seconds
-        every = f"{cost['seconds']:.4g} s every {cost['every']:,} steps"
-        text = f"{every}, {share:.1%} more time; no more memory than a step's peak"
+        interval = f"{cost['seconds']:.4g} s every {cost['every']:,} steps"
+        text = f"{interval}, {share:.1%} more time; no more memory than a step's peak"
         rows.append(["evaluation", text])
     return rows
 
@@ -404,8 +404,8 @@ def group_lines(layout: ParallelLayout) -> list[str]:
                 lines.append(f"{grid} {axis}: {' '.join(str(group) for group in members)}")
                 continue
             ends = [members[0], members[-1]] if len(members) > 1 else members
-            told = ", ".join(_range(group) for group in ends)
-            lines.append(f"{grid} {axis}: {len(members):,} groups of {len(members[0]):,}: {told}")
+            ranges = ", ".join(_range(group) for group in ends)
+            lines.append(f"{grid} {axis}: {len(members):,} groups of {len(members[0]):,}: {ranges}")
     return lines
 
 

@@ -92,12 +92,12 @@ def context_parallel(work: Workload) -> PassTransfers:
         both = [Transfer("all_to_all", heads * work.sizes.weight, cp, tp)]
         return PassTransfers(both, both)
     elements = 2.0 * work.tokens * work.kv_heads * m.head_dim / tp
-    own = elements * work.sizes.weight
+    shard_bytes = elements * work.sizes.weight
     if work.cp_mode == "all_gather":
         kinds: tuple[Kind, Kind] = ("all_gather", "reduce_scatter")
-        gather, scatter = (Transfer(kind, own * cp, cp, tp) for kind in kinds)
+        gather, scatter = (Transfer(kind, shard_bytes * cp, cp, tp) for kind in kinds)
         return PassTransfers([gather], [scatter])
-    round_ring = Transfer("ring", own, cp, tp, cp - 1)
+    round_ring = Transfer("ring", shard_bytes, cp, tp, cp - 1)
     home = Transfer("ring", elements * max(4, work.sizes.weight), cp, tp, cp)
     return PassTransfers([round_ring], [round_ring, home])
 
@@ -132,9 +132,9 @@ def gradient_reduction(elements: RankElements, work: Workload) -> PassTransfers:
     """
     gathers, reductions = [], []
     for count, ranks, stride in data_groups(elements, work.layout):
-        there, back = float(count * work.gradient_width), float(count * work.sizes.weight)
+        gradient_bytes, back = float(count * work.gradient_width), float(count * work.sizes.weight)
         kind: Kind = "reduce_scatter" if work.zero else "all_reduce"
-        reductions.append(Transfer(kind, there, ranks, stride))
+        reductions.append(Transfer(kind, gradient_bytes, ranks, stride))
         if work.zero:
             gathers.append(Transfer("all_gather", back, ranks, stride))
     return PassTransfers(gathers, reductions)

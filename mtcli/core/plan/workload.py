@@ -72,7 +72,7 @@ class Workload:
         """The step of a run config on `world` ranks: its fields of the same names, and these."""
         p, layout = config.parallel, ParallelLayout.of_run(config, world)
         even = spread(config.model.num_layers, layout.num_stages)
-        told: dict[str, Any] = {**vars(config.batch), **vars(p), **vars(config.train)} | {
+        values: dict[str, Any] = {**vars(config.batch), **vars(p), **vars(config.train)} | {
             "model": config.model,
             "lora": config.lora,
             "layout": layout,
@@ -85,7 +85,9 @@ class Workload:
             "document_mask": config.data.document_mask or config.model.head != "lm",
             "bucket_bytes": p.bucket_mib * 2**20,
         }
-        return cls(**{field.name: told[field.name] for field in fields(cls) if field.name in told})
+        return cls(
+            **{field.name: values[field.name] for field in fields(cls) if field.name in values}
+        )
 
     @property
     def sizes(self) -> Precision:
@@ -263,10 +265,12 @@ class Workload:
     def _padded_rows(self) -> float:
         """Rows of all experts that are padded: a whole sequence's may all be on one rank."""
         m, tokens = self.model, self.tokens / self.sequence_shards
-        each = m.top_k * m.capacity_factor / m.num_experts
+        rows_per_token = m.top_k * m.capacity_factor / m.num_experts
         if m.drop_scope == "sub_sequence":
-            return m.num_experts * ceil(tokens * each)
-        return m.num_experts * min(tokens, self.micro_batch_size * ceil(self.seq_len * each))
+            return m.num_experts * ceil(tokens * rows_per_token)
+        return m.num_experts * min(
+            tokens, self.micro_batch_size * ceil(self.seq_len * rows_per_token)
+        )
 
     @cached_property
     def layers_of_stage(self) -> tuple[int, ...]:
@@ -311,6 +315,6 @@ def schedule_of(name: str, pp: int, vpp: int, num_micro_batches: int) -> Schedul
 
 def spread(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Layers of each stage, as even as they go; the ends, with embedding and head, get fewer."""
-    each, more = divmod(num_layers, num_stages)
+    per_stage, more = divmod(num_layers, num_stages)
     first = (num_stages - more) // 2
-    return tuple(each + (first <= stage < first + more) for stage in range(num_stages))
+    return tuple(per_stage + (first <= stage < first + more) for stage in range(num_stages))

@@ -27,9 +27,9 @@ def aside(target: str | Path) -> Iterator[Path]:
     try:
         if named.is_symlink() or (named.exists() and not named.is_file()):
             with TemporaryDirectory() as folder:
-                yield (made := Path(folder) / named.name)
+                yield (partial_file := Path(folder) / named.name)
                 with named.open("wb") as file:
-                    file.write(made.read_bytes())
+                    file.write(partial_file.read_bytes())
         else:
             with atomic_file(named) as path:
                 yield path
@@ -74,8 +74,8 @@ def write_text(path: Path, text: str) -> None:
 
     Raises OSError where the disk does not take it.
     """
-    with atomic_file(path) as made:
-        made.write_text(text, encoding="utf-8")
+    with atomic_file(path) as partial_file:
+        partial_file.write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -91,10 +91,10 @@ def atomic_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
             work = WorkFolder(partial_name(final), final)
             cleanup.callback(work.remove)
             work.clear()
-            made = work.path / final.name
-            make_partial(made, final, needed_bytes)
-            yield made
-            replace_folder(made, final)
+            partial_folder = work.path / final.name
+            make_partial(partial_folder, final, needed_bytes)
+            yield partial_folder
+            replace_folder(partial_folder, final)
         except OSError as error:
             message = f"{final} was not written: {error.strerror or error}"
             raise failed(message, "is the disk full or read-only?") from None
@@ -150,8 +150,10 @@ def _swap(one: Path, other: Path) -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "renameat2"):  # glibc 2.28 and Linux have it
         return False
-    here, swaps = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swaps) == 0)
+    at_fdcwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(
+        libc.renameat2(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), exchange) == 0
+    )
 
 
 def make_folder(folder: Path) -> None:

@@ -99,18 +99,18 @@ class Meeting(NamedTuple):
         if self.rank:
             self.store.set(f"{name}/told/{self.rank}", "")
             return
-        told = [f"{name}/{key}" for key in self._keys("told")[1:]]
+        keys = [f"{name}/{key}" for key in self._keys("told")[1:]]
         with suppress(MtcliError):
-            self._await(lambda: self.store.check(told), time.monotonic() + PARTING, told)
+            self._await(lambda: self.store.check(keys), time.monotonic() + PARTING, keys)
 
-    def _convene(self, own: str, end: float) -> tuple[str, str]:
+    def _convene(self, own_token: str, end: float) -> tuple[str, str]:
         """Rank 0's part."""
         store, seats, joins = self.store, Counter[str](), self._keys("join")
         self._await(lambda: store.check(joins), end, joins)
         while True:
-            here = [Join(*json.loads(message)) for message in store.multi_get(joins)]
-            tokens = [join.token for join in here]
-            if tokens[0] != own:
+            members = [Join(*json.loads(message)) for message in store.multi_get(joins)]
+            tokens = [join.token for join in members]
+            if tokens[0] != own_token:
                 raise failed("another process has joined as rank 0", "end the one that was left")
             name = secrets.token_hex(8)
             store.multi_set(  # type: ignore[attr-defined]  # not in torch's stub
@@ -119,8 +119,10 @@ class Meeting(NamedTuple):
             seats.update(tokens)
             answers = [f"{name}/{key}" for key in joins[1:]]
 
-            def changed(known: list[str] = tokens) -> bool:
-                return [json.loads(message)[0] for message in store.multi_get(joins)] != known
+            def changed(previous_tokens: list[str] = tokens) -> bool:
+                return [
+                    json.loads(message)[0] for message in store.multi_get(joins)
+                ] != previous_tokens
 
             def settled(answers: list[str] = answers) -> bool:
                 return not answers or store.check(answers) or changed()
@@ -129,9 +131,12 @@ class Meeting(NamedTuple):
             if answers and not store.check(answers):
                 store.set(f"{name}/verdict", CALLED_OFF)
                 continue
-            launch, number = store.compare_set("launch", "", own).decode(), store.add("attempts", 1)
-            restarted = number > 1 or any(join.restarts for join in here)
-            verdict = json.dumps([launch, number, restarted, differing(here)])
+            launch, number = (
+                store.compare_set("launch", "", own_token).decode(),
+                store.add("attempts", 1),
+            )
+            restarted = number > 1 or any(join.restarts for join in members)
+            verdict = json.dumps([launch, number, restarted, differing(members)])
             store.set(f"{name}/verdict", verdict)
             return name, verdict
 
@@ -180,8 +185,8 @@ def differing(joins: Sequence[Join]) -> str:
     odd = [(rank, join) for rank, join in enumerate(joins) if join.device != usual]
     words = [f"rank {rank} on {join.host} has {join.device}" for rank, join in odd[:NAMED]]
     words += [f"{len(odd) - NAMED} more ranks differ"] if len(odd) > NAMED else []
-    others = f"{kinds[usual]} of {len(joins)} ranks have {usual}"
-    return f"ranks compute on different devices: {', '.join(words)}; {others}" if odd else ""
+    usual_device = f"{kinds[usual]} of {len(joins)} ranks have {usual}"
+    return f"ranks compute on different devices: {', '.join(words)}; {usual_device}" if odd else ""
 
 
 def times_restarted(environ: Mapping[str, str] = os.environ) -> int:

@@ -29,9 +29,9 @@ Rows = Sequence[Sequence[str]]
 def width(most: int = UNBOUNDED) -> int:
     """The columns of what is printed: COLUMNS where that is set, the terminal's, or as many as
     wanted where stdout is no terminal."""
-    told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and 0 < int(told) < UNBOUNDED:
-        return min(most, int(told))
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and 0 < int(columns) < UNBOUNDED:
+        return min(most, int(columns))
     console = Console(file=sys.stdout)
     return min(most, console.width) if console.is_terminal else most
 

@@ -145,15 +145,15 @@ class ProcessPool(Generic[Item, Result]):
         while busy:
             for end in cast(list[Connection], wait(list(busy))):
                 try:
-                    told = end.recv()  # pickled by our own process, never read from a file
+                    message = end.recv()  # pickled by our own process, never read from a file
                 except (EOFError, ConnectionResetError):
                     raise self._died(end) from None
-                if isinstance(told, WorkerReply):
-                    progress(told.progress)
-                    yield busy.pop(end), told
+                if isinstance(message, WorkerReply):
+                    progress(message.progress)
+                    yield busy.pop(end), message
                     hand_next(end)
                 else:
-                    progress(told)
+                    progress(message)
 
     def _died(self, end: Connection) -> MtcliError:
         process = self._workers[end]

@@ -63,10 +63,10 @@ def first_failure(error: Any, goes_on: GoesOn = again) -> MtcliError | KeyboardI
     if Exit.INTERRUPTED in codes:
         return KeyboardInterrupt()
     rank, failure = min(error.failures.items(), key=lambda item: _consequence(item[1]))
-    told = failure.message if isinstance(failure.message, dict) else {}
-    if "problems" in told.get("extraInfo", {}):
-        return MtcliError.load(told["extraInfo"])
-    cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
+    report = failure.message if isinstance(failure.message, dict) else {}
+    if "problems" in report.get("extraInfo", {}):
+        return MtcliError.load(report["extraInfo"])
+    cause = report.get("message") or f"it ended with exit code {failure.exitcode}"
     if failure.exitcode < 0:
         cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
     return MtcliError(Problem(f"rank {rank} failed: {cause}", goes_on()), code=Exit.FAILED)
@@ -80,16 +80,16 @@ def _consequence(failure: Any) -> tuple[int, int, bool]:
     """
     extra = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
     cause, terminated = extra.get("cause"), failure.exitcode == -signal.SIGTERM
-    told = "problems" in extra
+    has_problems = "problems" in extra
     order = (
         cause == WATCHED,
         failure.exitcode < 0 and not terminated,
-        told and cause != LOST,
+        has_problems and cause != LOST,
         cause != LOST and not terminated,
-        told or terminated,
+        has_problems or terminated,
         True,
     )
-    return order.index(True), failure.timestamp, not told
+    return order.index(True), failure.timestamp, not has_problems
 
 
 def hand_over(error: BaseException) -> NoReturn:

@@ -43,8 +43,10 @@ def gpipe(pp: int, num_micro_batches: int) -> Schedule:
     """
     if pp == 1:
         return _accumulate(1, num_micro_batches)
-    every = range(num_micro_batches)
-    ranks = ([*_ops("F", every, rank), *_ops("B", every, rank)] for rank in range(pp))
+    micro_batches = range(num_micro_batches)
+    ranks = (
+        [*_ops("F", micro_batches, rank), *_ops("B", micro_batches, rank)] for rank in range(pp)
+    )
     return _schedule(ranks, pp)
 
 
@@ -54,9 +56,11 @@ def one_f_one_b(pp: int, num_micro_batches: int) -> Schedule:
     Rank r holds at most pp - r micro-batches of activations. With equal stages the step lasts
     (num_micro_batches + pp - 1) * (t_F + t_B).
     """
-    every = range(num_micro_batches)
+    micro_batches = range(num_micro_batches)
     ranks = (
-        _one_by_one(_ops("F", every, rank), _ops("B", every, rank), warmup=pp - rank - 1)
+        _one_by_one(
+            _ops("F", micro_batches, rank), _ops("B", micro_batches, rank), warmup=pp - rank - 1
+        )
         for rank in range(pp)
     )
     return _schedule(ranks, pp)
@@ -94,10 +98,12 @@ def zero_bubble(pp: int, num_micro_batches: int) -> Schedule:
     """
     if pp == 1:
         return _accumulate(1, num_micro_batches)
-    every = range(num_micro_batches)
+    micro_batches = range(num_micro_batches)
     ranks = []
     for rank in range(pp):
-        order = _one_by_one(_ops("F", every, rank), _ops("I", every, rank), pp - rank - 1)
+        order = _one_by_one(
+            _ops("F", micro_batches, rank), _ops("I", micro_batches, rank), pp - rank - 1
+        )
         ranks.append([*_with_weight_gradients(order, lag=rank)])
     return _schedule(ranks, pp)
 

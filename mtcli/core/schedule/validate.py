@@ -30,11 +30,11 @@ def stalls(schedule: Schedule, communicator: Communicator = attrgetter("channel"
     for rank in range(schedule.num_ranks):
         model.advance(rank)
     return [
-        f"rank {rank} waits forever to {own[done].kind} {own[done].message.op}"
-        if done < len(own)
+        f"rank {rank} waits forever to {calls[done].kind} {calls[done].message.op}"
+        if done < len(calls)
         else f"rank {rank} ends before {next(iter(left)).op} is received"
-        for rank, (own, done) in enumerate(zip(model.calls, model.made, strict=True))
-        if (left := model.left(rank)) or done < len(own)
+        for rank, (calls, done) in enumerate(zip(model.calls, model.made, strict=True))
+        if (left := model.left(rank)) or done < len(calls)
     ]
 
 
@@ -50,16 +50,16 @@ class _Streams:
 
     def left(self, rank: int) -> list[Message]:
         """What a rank has called and is not done."""
-        return [m for (own, _), queue in self.queues.items() for m in queue if own == rank]
+        return [m for (caller, _), queue in self.queues.items() for m in queue if caller == rank]
 
     def advance(self, rank: int) -> None:
         """Makes a rank's calls up to one that waits, and those of ranks that may go on then."""
         ranks = [rank]
         while ranks:
             rank = ranks.pop()
-            own = self.calls[rank]
-            while self.made[rank] < len(own):
-                kind, message = own[self.made[rank]]
+            calls = self.calls[rank]
+            while self.made[rank] < len(calls):
+                kind, message = calls[self.made[rank]]
                 if kind != "wait" and (rank, message) not in self.called:
                     self.called.add((rank, message))
                     self.queues[rank, self.communicator(message)].append(message)
@@ -98,14 +98,14 @@ def _misplaced(schedule: Schedule) -> list[str]:
 def _miscounted(schedule: Schedule) -> list[str]:
     counts = Counter(op for ops in schedule.ops for op in ops)
     kinds = sorted({op.kind for op in counts})
-    every = {
+    expected = {
         Op(kind, m, stage)
         for kind in kinds
         for m in range(schedule.num_micro_batches)
         for stage in range(schedule.num_stages)
     }
-    faults = [f"{op} runs {counts[op]} times" for op in sorted(every) if counts[op] != 1]
-    faults += [f"{op} is of no micro-batch" for op in sorted(counts.keys() - every)]
+    faults = [f"{op} runs {counts[op]} times" for op in sorted(expected) if counts[op] != 1]
+    faults += [f"{op} is of no micro-batch" for op in sorted(counts.keys() - expected)]
     if kinds not in (["F"], ["B", "F"], ["F", "I", "W"]):
         faults.append(f"ops of kinds {', '.join(kinds)} are not a whole forward and backward")
     return faults

@@ -41,12 +41,12 @@ class Slot(NamedTuple):
 
 
 class Bucket:
-    """Gradients [owners, part] of a stage's parameters; `rest` are the axes besides the owners'."""
+    """Gradients [owners, part] of a stage, summed over the owners, then over `remaining_axis`."""
 
     def __init__(
-        self, shapes: Mapping[str, Sequence[int]], owners: Axis, rest: Axis, like: Tensor
+        self, shapes: Mapping[str, Sequence[int]], owners: Axis, remaining_axis: Axis, like: Tensor
     ) -> None:
-        self.owners, self.rest = owners, rest
+        self.owners, self.remaining_axis = owners, remaining_axis
         self.slots: dict[str, Slot] = {}
         part = 0
         for name, shape in shapes.items():
@@ -77,7 +77,7 @@ class Bucket:
         if self.owners.size > 1:
             self.work = start_reduce_scatter(self.owned, self.flat, self.owners)
         else:
-            self.work = start_all_reduce(self.flat, self.rest)
+            self.work = start_all_reduce(self.flat, self.remaining_axis)
 
     def finish(self) -> None:
         """Waits until the owned gradients are the sums."""
@@ -86,12 +86,12 @@ class Bucket:
         self.work.wait()
         self.work = None
         if self.owners.size > 1:
-            all_reduce(self.owned, self.rest)
+            all_reduce(self.owned, self.remaining_axis)
 
     @property
     def is_reduced_over_ranks(self) -> bool:
         """Whether several ranks have gradients to sum in it."""
-        return max(self.owners.size, self.rest.size) > 1
+        return max(self.owners.size, self.remaining_axis.size) > 1
 
     def rows(self, name: str) -> slice:
         """The rows of a parameter that this rank owns; maybe none."""
@@ -105,18 +105,22 @@ class Bucket:
 
     def start_all_gather(self, parameters: Mapping[str, Tensor]) -> Callable[[], None]:
         """Starts the all-gather of the rows that owners have updated; returns what finishes it."""
-        own = torch.zeros_like(self.owned, dtype=parameters[next(iter(self.slots))].dtype)
+        owned_weights = torch.zeros_like(self.owned, dtype=parameters[next(iter(self.slots))].dtype)
         for name, slot in self.slots.items():
             rows = parameters[name][self.rows(name)].flatten()
-            own[slot.offset : slot.offset + rows.numel()] = rows
-        gathered = own.new_empty(self.owners.size, len(own))
-        work = start_all_gather(gathered, own, self.owners)
-        return partial(self._finish_all_gather, work, own, gathered, parameters)
+            owned_weights[slot.offset : slot.offset + rows.numel()] = rows
+        gathered = owned_weights.new_empty(self.owners.size, len(owned_weights))
+        work = start_all_gather(gathered, owned_weights, self.owners)
+        return partial(self._finish_all_gather, work, owned_weights, gathered, parameters)
 
     def _finish_all_gather(
-        self, work: PendingWork, own: Tensor, gathered: Tensor, parameters: Mapping[str, Tensor]
+        self,
+        work: PendingWork,
+        owned_weights: Tensor,
+        gathered: Tensor,
+        parameters: Mapping[str, Tensor],
     ) -> None:
-        """Waits and writes all owners' rows; `own`, which is sent, stays alive until then."""
+        """Waits and writes all owners' rows. Keeps `owned_weights` alive while they are sent."""
         work.wait()
         for name, slot in self.slots.items():
             columns = gathered[:, slot.offset : slot.offset + slot.size]
@@ -223,8 +227,8 @@ class BucketedDataParallel(Strategy):
         any_name, parameter = members[0]
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         like = torch.empty(0, dtype=dtype, device=parameter.device)
-        owners, rest = self.ownership.owners(any_name), self.ownership.rest(any_name)
-        bucket = Bucket({name: p.shape for name, p in members}, owners, rest, like)
+        owners, remaining_axis = self.ownership.owners(any_name), self.ownership.rest(any_name)
+        bucket = Bucket({name: p.shape for name, p in members}, owners, remaining_axis, like)
         self.buckets.append(bucket)
         for name, parameter in members:
             self.bucket_of[name] = bucket

@@ -157,7 +157,7 @@ class Fragment:
         if not self.sizes:
             return
         like, length = self.masters[0], sum(self.sizes.values())
-        self.tensors = {kept.kind: like.new_zeros(length) for kept in facts.kept}
+        self.tensors = {state.kind: like.new_zeros(length) for state in facts.kept}
         axis = self.ownership.groups.replicas
         self.mean: ReplicaMean = FullMean(axis)
         if self.error is not None:
@@ -174,9 +174,9 @@ class Fragment:
         """Starts the exchange of pseudo-gradients, the outer weights less the replica's own."""
         if not self.sizes:
             return
-        own = flatten(self.masters)
+        weights = flatten(self.masters)
         # Of an absent replica it is zero, as its own weights are the outer ones again.
-        self.mean.start(self.tensors[OUTER] - own, present)
+        self.mean.start(self.tensors[OUTER] - weights, present)
         self.under_way = True
 
     def advance(self) -> None:

@@ -32,9 +32,9 @@ class ElasticPulls(PeriodicPulls):
         if not pull or not self.masters:
             return
         centre = list(self.centre.values())
-        before = flatten(centre)
+        previous_centre = flatten(centre)
         mean = all_reduce(flatten(self.masters), self.replicas) / self.replicas.size
-        move_(self.masters, before, pull)
+        move_(self.masters, previous_centre, pull)
         move_(centre, mean, pull * self.replicas.size)
 
     def begin(self) -> None:

@@ -22,7 +22,7 @@ class ReplicaExchange:
 
     def __init__(self, inside: Strategy, optimizer: Optimizer, facts: ExchangeFacts) -> None:
         self.inside, self.optimizer, self.facts = inside, optimizer, facts
-        self.kept = {kept.kind: kept for kept in facts.kept}
+        self.kept = {state.kind: state for state in facts.kept}
         self.weights_differ = self.replicas.size > 1 and facts.weights_differ
         """whether replicas have other weights, and other optimizer state, than each other"""
 

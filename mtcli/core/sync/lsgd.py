@@ -62,15 +62,15 @@ class LeaderPulls(PeriodicPulls):
 
         Raises MtcliError where they are no numbers.
         """
-        every = counters.get("losses", [])
-        if not isinstance(every, list) or not all(map(_are_losses, every)):
-            message = f"the checkpoint's losses of workers are {str(every)[:60]}"
+        all_losses = counters.get("losses", [])
+        if not isinstance(all_losses, list) or not all(map(_are_losses, all_losses)):
+            message = f"the checkpoint's losses of workers are {str(all_losses)[:60]}"
             raise wrong(
                 message, "another checkpoint of the run; each worker's are a list of numbers"
             )
         self.losses.clear()
-        if len(every) == self.replicas.size:
-            self.losses.extend(every[self.replicas.rank])
+        if len(all_losses) == self.replicas.size:
+            self.losses.extend(all_losses[self.replicas.rank])
 
     def _gathered_losses(self, steps: int) -> list[float]:
         """The average losses of all workers, from a message of each: (worker, steps, loss)."""

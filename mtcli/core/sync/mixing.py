@@ -63,20 +63,20 @@ class _NeighbourMix(Mix):
         self.received = like.new_empty(len(graph.senders(axis.rank)), *like.shape)
 
     def start(self, step: int) -> None:
-        own = self.axis.rank
-        self.row = self.graph.row(own, step)
+        rank = self.axis.rank
+        self.row = self.graph.row(rank, step)
         self.messages = Messages(
-            {peer: self.x for peer in self.graph.receivers(own, step)},
-            dict(zip(self.graph.senders(own, step), self.received, strict=True)),
+            {peer: self.x for peer in self.graph.receivers(rank, step)},
+            dict(zip(self.graph.senders(rank, step), self.received, strict=True)),
             self.axis,
             "replica",
         )
 
     def wait(self) -> None:
         self.messages.wait()
-        row, own = self.row, self.axis.rank
-        self.x *= row[own]
-        for peer, x in zip(sorted(row.keys() - {own}), self.received, strict=True):
+        row, rank = self.row, self.axis.rank
+        self.x *= row[rank]
+        for peer, x in zip(sorted(row.keys() - {rank}), self.received, strict=True):
             self.x.add_(x, alpha=row[peer])
 
     def buffers(self) -> list[Tensor]:
@@ -103,17 +103,17 @@ class _MachineMix(Mix):
 
     def wait(self) -> None:
         self.messages.wait()
-        own, m = self.padded[self.local], len(self.padded)
+        mean, m = self.padded[self.local], len(self.padded)
         for part in self.received[: m - 1]:
-            own += part
-        own /= m
+            mean += part
+        mean /= m
         received = dict(zip(self.others, self.received, strict=False))
-        Messages(dict.fromkeys(self.others, own), received, self.axis, "replica").wait()
+        Messages(dict.fromkeys(self.others, mean), received, self.axis, "replica").wait()
         row = self.above.row(self.machine)
-        own *= row[self.machine]
+        mean *= row[self.machine]
         for rank, part in received.items():
-            own.add_(part, alpha=row[rank // m])
-        sent = dict.fromkeys(self.mates.values(), own)
+            mean.add_(part, alpha=row[rank // m])
+        sent = dict.fromkeys(self.mates.values(), mean)
         received = {rank: self.padded[k] for k, rank in self.mates.items()}
         Messages(sent, received, self.axis, "machine's mean").wait()
 

@@ -97,18 +97,18 @@ class OneBit(ReplicaExchange):
         if "frozen_at" not in counters:
             return
         try:
-            known = OneBitCounters.model_validate(counters)
+            loaded = OneBitCounters.model_validate(counters)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise wrong(f"the checkpoint's counters of onebit: {where}: {first['msg']}") from None
         for name, numbers in self.per_parameter.items():
-            values = getattr(known, name)
+            values = getattr(loaded, name)
             if len(values) != len(numbers):
                 message = f"the checkpoint has {name} of {len(values)} parameters, not of "
                 raise wrong(f"{message}{len(numbers)}", "sync.method as the run had it")
             numbers.copy_(torch.tensor(values, dtype=torch.float64))
-        self.frozen_at = known.frozen_at
+        self.frozen_at = loaded.frozen_at
         if self.frozen_at:
             self._find_live()
 

@@ -18,7 +18,7 @@ def averaged(exchange: ReplicaExchange) -> Iterator[None]:
         yield
         return
     shards, axis = exchange.inside.shards, exchange.measured_axis
-    own = {name: shard.tensor.clone() for name, shard in shards.items()}
+    local_weights = {name: shard.tensor.clone() for name, shard in shards.items()}
     for shard in shards.values():
         wide = shard.tensor.to(torch.promote_types(shard.tensor.dtype, torch.float32))
         shard.tensor.copy_(all_reduce(wide.clone(), axis) / axis.size)
@@ -26,7 +26,7 @@ def averaged(exchange: ReplicaExchange) -> Iterator[None]:
         yield
     finally:
         for name, shard in shards.items():
-            shard.tensor.copy_(own[name])
+            shard.tensor.copy_(local_weights[name])
 
 
 @torch.no_grad()
@@ -40,9 +40,9 @@ def distance(exchange: ReplicaExchange) -> float | None:
         return None
     ownership, weights = exchange.inside.ownership, exchange.inside.weights()
     counted = [x for name, x in weights.items() if x.numel() and ownership.answers_for(name)]
-    own = sketch(counted, ownership.groups.device)
-    mean = all_reduce(own.clone(), exchange.measured_axis) / exchange.replicas.size
-    squares = (own - mean).square().sum().view(1)
+    local = sketch(counted, ownership.groups.device)
+    mean = all_reduce(local.clone(), exchange.measured_axis) / exchange.replicas.size
+    squares = (local - mean).square().sum().view(1)
     total = all_reduce(squares, ownership.groups.world)
     mean_square = float(total / exchange.replicas.size)
     return float(mean_square**0.5)

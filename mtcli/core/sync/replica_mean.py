@@ -80,9 +80,9 @@ class LargestMean(CorrectedMean):
         """Starts the all-gather of what is sent of x and the error."""
         (self.segment,) = self.segments
         self.error.mul_(self.decay).add_(x)
-        own = _compressed(self.segment, self.error, float(present))
-        _add(self.segment, own, self.error, -1.0)
-        self.sent = own
+        payload = _compressed(self.segment, self.error, float(present))
+        _add(self.segment, payload, self.error, -1.0)
+        self.sent = payload
         self.gathered, self.work = _gather(self.sent, self.axis)
 
     def finish(self) -> tuple[Tensor, float]:
@@ -100,13 +100,16 @@ class QuantisedMean(CorrectedMean):
     def start(self, x: Tensor, present: bool) -> None:
         """Starts sending each replica its segment of x and the error."""
         self.error.mul_(self.decay).add_(x)
-        self.own = self.segments[self.axis.rank]
-        payloads = [_compressed(each, self.error, float(present)) for each in self.segments]
-        for each, payload in zip(self.segments, payloads, strict=True):
-            _add(each, payload, self.error, -1.0)
-        sent, own = [each.bytes for each in self.segments], self.own.bytes
+        self.owned_segment = self.segments[self.axis.rank]
+        payloads = [_compressed(segment, self.error, float(present)) for segment in self.segments]
+        for segment, payload in zip(self.segments, payloads, strict=True):
+            _add(segment, payload, self.error, -1.0)
+        sent, owned_bytes = [segment.bytes for segment in self.segments], self.owned_segment.bytes
         self.sent = torch.cat(payloads)
-        self.received, rows = self.sent.new_empty(self.axis.size, own), [own] * self.axis.size
+        self.received, rows = (
+            self.sent.new_empty(self.axis.size, owned_bytes),
+            [owned_bytes] * self.axis.size,
+        )
         self.work = start_all_to_all_v(self.received.view(-1), self.sent, rows, sent, self.axis)
         self.advanced = False
 
@@ -116,13 +119,13 @@ class QuantisedMean(CorrectedMean):
             return
         self.work.wait()
         mean = torch.zeros_like(self.error)
-        count = sum(_add(self.own, payload, mean) for payload in self.received)
+        count = sum(_add(self.owned_segment, payload, mean) for payload in self.received)
         mean.div_(max(1.0, count))
-        own = _compressed(self.own, mean, count)
-        _add(self.own, own, mean, -1.0)
+        mean_payload = _compressed(self.owned_segment, mean, count)
+        _add(self.owned_segment, mean_payload, mean, -1.0)
         self.error.add_(mean, alpha=count)
-        longest = max(each.bytes for each in self.segments)
-        self.sent = F.pad(own, (0, longest - len(own)))
+        longest = max(segment.bytes for segment in self.segments)
+        self.sent = F.pad(mean_payload, (0, longest - len(mean_payload)))
         self.gathered, self.work = _gather(self.sent, self.axis)
         self.advanced = True
         del self.received
@@ -132,36 +135,36 @@ class QuantisedMean(CorrectedMean):
         self.advance()
         self.work.wait()
         mean, count = torch.zeros_like(self.error), 0.0
-        for each, payload in zip(self.segments, self.gathered, strict=True):
-            count = _add(each, payload, mean)
+        for segment, payload in zip(self.segments, self.gathered, strict=True):
+            count = _add(segment, payload, mean)
         del self.sent, self.gathered
         return mean, count
 
 
 def _compressed(segment: Segment, x: Tensor, count: float) -> Tensor:
     """The payload of a flat tensor's segment, in which so many replicas are."""
-    told = torch.tensor([count], dtype=torch.float32, device=x.device).view(torch.uint8)
+    count_bytes = torch.tensor([count], dtype=torch.float32, device=x.device).view(torch.uint8)
     pairs = zip(segment.forms, segment.groups, strict=True)
     return torch.cat(
-        [*(compress(torch.cat(_views(x, group)), form) for form, group in pairs), told]
+        [*(compress(torch.cat(_views(x, group)), form) for form, group in pairs), count_bytes]
     )
 
 
 def _add(segment: Segment, payload: Tensor, x: Tensor, factor: float = 1.0) -> float:
     """Adds what a payload stands for to its segment of a flat tensor; returns its count."""
-    *parts, told = payload[: segment.bytes].split([*segment.sizes, COUNT_BYTES])
+    *parts, count_bytes = payload[: segment.bytes].split([*segment.sizes, COUNT_BYTES])
     forms, lengths = segment.forms, segment.lengths
     for part, form, length, group in zip(parts, forms, lengths, segment.groups, strict=True):
         values = decompress(part, form, length).split([n for _, n in group])
         torch._foreach_add_(_views(x, group), list(values), alpha=factor)
-    return float(told.clone().view(torch.float32))
+    return float(count_bytes.clone().view(torch.float32))
 
 
 def _views(x: Tensor, ranges: Iterable[Range]) -> list[Tensor]:
     return [x[at : at + length] for at, length in ranges]
 
 
-def _gather(own: Tensor, axis: Axis) -> tuple[Tensor, PendingWork]:
+def _gather(payload: Tensor, axis: Axis) -> tuple[Tensor, PendingWork]:
     """Starts the all-gather of payloads [bytes] of equal length -> [n, bytes]."""
-    out = own.new_empty(axis.size, len(own))
-    return out, start_all_gather(out, own, axis)
+    out = payload.new_empty(axis.size, len(payload))
+    return out, start_all_gather(out, payload, axis)

@@ -28,7 +28,7 @@ class Chunks:
         total = sum(self.sizes)
         ends = [self._row_near(total * k / replicas.size) for k in range(replicas.size)]
         self.lengths = [b - a for a, b in zip(ends, [*ends[1:], total], strict=True)]
-        self.own = slice(ends[replicas.rank], ends[replicas.rank] + self.lengths[replicas.rank])
+        self.owned = slice(ends[replicas.rank], ends[replicas.rank] + self.lengths[replicas.rank])
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """The tensors of a vector, by name."""
@@ -40,7 +40,10 @@ class Chunks:
         for (name, shape), size in zip(self.shapes.items(), self.sizes, strict=True):
             row = max(1, prod(shape[1:]))
             rows[name] = slice(
-                *((min(max(at - first, 0), size)) // row for at in (self.own.start, self.own.stop))
+                *(
+                    (min(max(at - first, 0), size)) // row
+                    for at in (self.owned.start, self.owned.stop)
+                )
             )
             first += size
         return rows
@@ -75,9 +78,9 @@ class Chunks:
 def to_servers(chunks: Sequence[Tensor], replicas: Axis) -> list[Tensor]:
     """[size k] for each server k -> what each replica has of this rank's own chunk."""
     sizes = [len(chunk) for chunk in chunks]
-    own = sizes[replicas.rank]
-    received = all_to_all_v(torch.cat(list(chunks)), sizes, [own] * replicas.size, replicas)
-    return list(received.view(replicas.size, own).unbind())
+    length = sizes[replicas.rank]
+    received = all_to_all_v(torch.cat(list(chunks)), sizes, [length] * replicas.size, replicas)
+    return list(received.view(replicas.size, length).unbind())
 
 
 class CompressedMean:
@@ -97,7 +100,7 @@ class CompressedMean:
         self.global_sums, self.keeps_errors = GlobalSums(like, ownership), keeps_errors
         dtype = next((x.dtype for x in like.values()), torch.float32)
         vector = torch.zeros(sum(self.chunks.sizes), dtype=dtype, device=groups.device)
-        self.error, self.server_error = vector, torch.zeros_like(vector[self.chunks.own])
+        self.error, self.server_error = vector, torch.zeros_like(vector[self.chunks.owned])
         self.errors, self.rows = self.chunks.views(self.error), self.chunks.own_rows()
         shapes = [(rows.stop - rows.start, *like[n].shape[1:]) for n, rows in self.rows.items()]
         errors = unflatten(self.server_error, shapes)
@@ -132,11 +135,11 @@ class CompressedMean:
         squares = [square_sum(error.view(-1)) for error in self.server_errors.values()]
         total = all_reduce(self._total(squares).view(1), replicas)
         scale = (total / count).sqrt().to(self.error).view(())
-        own = pack_(self.server_error, scale)
+        packed = pack_(self.server_error, scale)
         self._after_packing(self.server_error, holes)
 
         sizes = [-(-length // 8) for length in chunks.lengths]
-        received = all_gather_v(own, sizes, replicas).split(sizes)
+        received = all_gather_v(packed, sizes, replicas).split(sizes)
         pairs = zip(received, chunks.lengths, strict=True)
         means = chunks.views(torch.cat([unpack(bits, scale, length) for bits, length in pairs]))
         for name, mask in live.items():
@@ -145,8 +148,8 @@ class CompressedMean:
 
     def _total(self, squares: Sequence[Tensor]) -> Tensor:
         """The sum over all ranks of this replica, each element counted once: a scalar."""
-        here = torch.stack(list(squares)) if squares else self.error.new_zeros(0)
-        return self.global_sums.of_model(here.view(-1, 1)).sum()
+        local_squares = torch.stack(list(squares)) if squares else self.error.new_zeros(0)
+        return self.global_sums.of_model(local_squares.view(-1, 1)).sum()
 
     def _after_packing(self, error: Tensor, holes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         if not self.keeps_errors:

@@ -106,19 +106,19 @@ class _DocumentAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved, rows = ctx.saved_tensors, len(grad)
         gradients = [torch.empty_like(saved[0]) for _ in range(3)]
-        every = _split((_by_token(grad), *saved, *gradients), ctx.groups)
-        for lengths, (grad_hnd, *group) in zip(ctx.groups, every, strict=True):
+        tensors = _split((_by_token(grad), *saved, *gradients), ctx.groups)
+        for lengths, (grad_hnd, *group) in zip(ctx.groups, tensors, strict=True):
             bias = _document_bias(group[0], ctx.causal, lengths)
             _backward(grad_hnd, group[:4], bias, group[4:])
         return *(_by_row(x, rows) for x in gradients), None, None
 
 
 def _split(
-    every: Sequence[Tensor], groups: Sequence[Sequence[int]]
+    tensors: Sequence[Tensor], groups: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yields the tokens of each group, of tensors [h, b * s, d]."""
     sizes = [sum(lengths) for lengths in groups]
-    return zip(*(x.split(sizes, 1) for x in every), strict=True)
+    return zip(*(x.split(sizes, 1) for x in tensors), strict=True)
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def _like(x: Tensor) -> Tensor:
 
 @custom_op(
     "attention_in_blocks(Tensor q, Tensor k, Tensor v, bool causal) -> Tensor",
-    fake=lambda q, *others: _like(q),
+    fake=lambda q, *inputs: _like(q),
     saved=lambda out, q, k, v, causal: (q, k, v, out, causal),
     backward=lambda grad, *saved: _backward_op(grad, *saved),
 )
@@ -266,7 +266,7 @@ def _op(q, k, v, causal):
 @custom_op(
     "attention_in_blocks_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out,"
     " bool causal) -> (Tensor, Tensor, Tensor)",
-    fake=lambda grad, q, k, v, *others: (_like(q), _like(k), _like(v)),
+    fake=lambda grad, q, k, v, *inputs: (_like(q), _like(k), _like(v)),
 )
 def _backward_op(grad, q, k, v, out, causal):
     saved = tuple(_by_head(x) for x in (q, k, v, out))

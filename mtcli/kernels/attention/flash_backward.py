@@ -234,9 +234,9 @@ def _dkv(
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     # Rows counted from the tile's first: their numbers need no register during the loop.
     at = offset_of((b * m + tile * ROWS) * g + group, d, UNIT)
-    own, left = tl.arange(0, ROWS), m - tile * ROWS
-    store_tile(dk_ptr + at, g * d, own, left, d, dk * shrink, UNIT, WIDTH)
-    store_tile(dv_ptr + at, g * d, own, left, d, dv, UNIT, WIDTH)
+    rows, left = tl.arange(0, ROWS), m - tile * ROWS
+    store_tile(dk_ptr + at, g * d, rows, left, d, dk * shrink, UNIT, WIDTH)
+    store_tile(dv_ptr + at, g * d, rows, left, d, dv, UNIT, WIDTH)
 
 
 @custom_op(

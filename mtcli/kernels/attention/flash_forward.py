@@ -135,7 +135,7 @@ def _forward(
 @custom_op(
     "flash(Tensor q, Tensor k, Tensor v, bool causal, Tensor? first, Tensor? end)"
     " -> (Tensor, Tensor)",
-    fake=lambda q, *others: (empty_by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+    fake=lambda q, *inputs: (empty_by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
     saved=lambda outputs, q, k, v, causal, first, end: (q, k, v, *outputs, causal, first, end),
     backward=lambda grad, _, *saved: flash_backward(grad, *saved),
 )

@@ -137,7 +137,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, dropout: ScoreDropout) -
     return _masked_softmax(scores, mask, *dropout)[0]
 
 
-def _out_and_lse(scores: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+def _out_and_lse(scores: Tensor, *inputs: object) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
     return out, scores.new_empty(scores.shape[:-1], dtype=torch.float32)
 
@@ -146,7 +146,7 @@ def _out_and_lse(scores: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     "masked_softmax(Tensor scores, Tensor? mask, Tensor numbers, int heads, int first_head,"
     " int key, float drop) -> (Tensor, Tensor)",
     fake=_out_and_lse,
-    saved=lambda outputs, scores, *others: (scores, outputs[1], *others),
+    saved=lambda outputs, scores, *inputs: (scores, outputs[1], *inputs),
     backward=lambda grad, _, *saved: _masked_softmax_backward(grad, *saved),
 )
 def _masked_softmax(scores, mask, numbers, *dropout):

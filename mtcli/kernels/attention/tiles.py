@@ -55,7 +55,7 @@ def head_grid(length: int, pairs: int) -> Callable[[Mapping[str, int]], tuple[in
 
 
 @kernel()
-def key_range_of(first_ptr, end_ptr, at, length, others, MASK: tl.constexpr):
+def key_range_of(first_ptr, end_ptr, at, length, other_length, MASK: tl.constexpr):
     """Loads (first, end) of the others that each position `at` attends to, or is seen by.
 
     MASK is one of the four above, as a number: a kernel reads no globals.
@@ -66,10 +66,10 @@ def key_range_of(first_ptr, end_ptr, at, length, others, MASK: tl.constexpr):
         return tl.load(first_ptr + at), tl.load(end_ptr + at)
     none = at * 0
     if MASK == 1:
-        return none, tl.minimum(at + 1, others)
+        return none, tl.minimum(at + 1, other_length)
     if MASK == 2:
-        return tl.minimum(at, others), none + others
-    return none, none + others
+        return tl.minimum(at, other_length), none + other_length
+    return none, none + other_length
 
 
 @kernel()
@@ -152,11 +152,11 @@ def empty_by_token(x: Tensor) -> Tensor:
 
 
 def sizes_and_flags(
-    q: Tensor, k: Tensor, *others: Tensor
+    q: Tensor, k: Tensor, *tensors: Tensor
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
     """(sizes h, g, n, m, d, itemsize; constants) that every flash kernel takes."""
     d, width = q.shape[3], max(16, power_of_two(q.shape[3]))
-    common = gcd(d, *(n for x in (q, k, *others) for n in strides(x)))
+    common = gcd(d, *(n for x in (q, k, *tensors) for n in strides(x)))
     flags = {
         "UNIT": 0 if d == width else min(16, common & -common),
         "WIDTH": width,

@@ -67,10 +67,10 @@ class ProcessGroupTransport:
     def shift(self, out: Tensor, x: Tensor) -> PendingWork:
         """x of each rank -> out of the next one; the last one's goes to the first."""
         after = self.ranks[(self.rank + 1) % len(self.ranks)]
-        before = self.ranks[self.rank - 1]
+        previous_rank = self.ranks[self.rank - 1]
         ops = [
             dist.P2POp(dist.isend, x, after, self.group),
-            dist.P2POp(dist.irecv, out, before, self.group),
+            dist.P2POp(dist.irecv, out, previous_rank, self.group),
         ]
         return _Several(dist.batch_isend_irecv(ops), x)
 
@@ -155,9 +155,9 @@ def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """
     device = _device(group)
     text = json.dumps(value).encode()
-    own = torch.tensor([len(text)], device=device)
-    sizes = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(sizes, own, group=group)
+    length = torch.tensor([len(text)], device=device)
+    sizes = [torch.empty_like(length) for _ in range(group.size())]
+    dist.all_gather(sizes, length, group=group)
     longest = max(int(size) for size in sizes)
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
     texts = [torch.empty_like(padded) for _ in sizes]

@@ -26,9 +26,9 @@ def connect(
     """
     listener, own_file = _listener(), _memory()
     able = listener is not None and own_file is not None
-    told = gather([_machine(), listener.getsockname().hex() if listener and able else None])
-    addresses = [bytes.fromhex(address) for _, address in told if address is not None]
-    if len(addresses) < len(names) or len({machine for machine, _ in told}) > 1:
+    members = gather([_machine(), listener.getsockname().hex() if listener and able else None])
+    addresses = [bytes.fromhex(address) for _, address in members if address is not None]
+    if len(addresses) < len(names) or len({machine for machine, _ in members}) > 1:
         if listener is not None:
             listener.close()
         if own_file is not None:

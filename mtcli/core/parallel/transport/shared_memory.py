@@ -172,12 +172,12 @@ class SharedMemory:
                 _combine(x_N[part], [x_N[part], *terms], torch.add)
 
     def _shifted(self, out_N: Tensor, x_N: Tensor) -> Rounds:
-        before = (self.rank - 1) % self.size
+        previous_rank = (self.rank - 1) % self.size
         for part in _parts(x_N):
             slot = self._write()
             self._view(self.rank, slot, x_N[part]).copy_(x_N[part])
             yield
-            out_N[part] = self._view(before, slot, x_N[part])
+            out_N[part] = self._view(previous_rank, slot, x_N[part])
 
     def _start(self, rounds: Rounds, count: int) -> "Operation":
         while self.under_way and (len(self.under_way) > 1 or self.under_way[0].count + count > 2):
@@ -264,9 +264,9 @@ class Operation:
 
 def _combine(out: Tensor, terms: list[Tensor], combine: Callable[..., Tensor]) -> None:
     """out = the terms combined in their order; the first may be `out` itself."""
-    first, second, *others = terms
+    first, second, *remaining_terms = terms
     combine(first, second, out=out)
-    for term in others:
+    for term in remaining_terms:
         combine(out, term, out=out)
 
 

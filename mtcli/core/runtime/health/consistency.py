@@ -52,36 +52,36 @@ class ConsistencyGuard:
 
         Raises MtcliError with both calls where they differ.
         """
-        own = _fingerprint(call, x, detail)
+        mine = _fingerprint(call, x, detail)
         if call.op != "recv":
-            self.store.set(_key(call, self.rank), json.dumps(own))
+            self.store.set(_key(call, self.rank), json.dumps(mine))
         if call.op == "send":
             return
         needed = [rank for rank in call.peers() if rank != self.rank]
-        said = [call.channel, call.number, needed, own]
+        said = [call.channel, call.number, needed, mine]
         self.store.set(f"now/{self.rank}", json.dumps(said))
         for rank in needed:
-            self._await(call, own, rank)
+            self._await(call, mine, rank)
         # Peers that have come this far have read what they needed of the number before.
         if call.op == "recv":
             self.store.delete_key(_key(call, needed[0]))
         elif call.number > 1:
             self.store.delete_key(_key(call, self.rank, call.number - 1))
 
-    def _await(self, call: Call, own: Fingerprint, rank: int) -> None:
+    def _await(self, call: Call, mine: Fingerprint, rank: int) -> None:
         """Compares with one rank, once it has come. The watchdog ends what waits for ever."""
         key = _key(call, rank)
         while not self.store.check([key]):
             if other := self._waits_for_me(call, rank):
                 both = (
-                    f"rank {self.rank} in {_numbered(call.channel, call.number)}, {own}",
+                    f"rank {self.rank} in {_numbered(call.channel, call.number)}, {mine}",
                     other,
                 )
                 self._fail(call, f"rank {self.rank} and rank {rank} wait for each other", both)
             time.sleep(0.001)
         theirs = Fingerprint(*json.loads(self.store.get(key)))
-        if not _agree(call, own, theirs, rank):
-            both = (f"rank {self.rank} calls {own}", f"rank {rank} calls {theirs}")
+        if not _agree(call, mine, theirs, rank):
+            both = (f"rank {self.rank} calls {mine}", f"rank {rank} calls {theirs}")
             where = _numbered(call.channel, call.number)
             self._fail(call, f"rank {self.rank} and rank {rank} differ at {where}", both)
 
@@ -110,17 +110,17 @@ def _fingerprint(call: Call, x: Tensor | None, detail: object) -> Fingerprint:
     return Fingerprint(call.op, shape, dtype, words, location, None)
 
 
-def _agree(call: Call, own: Fingerprint, theirs: Fingerprint, rank: int) -> bool:
+def _agree(call: Call, mine: Fingerprint, theirs: Fingerprint, rank: int) -> bool:
     if call.op == "recv":
-        return own[1:4] == theirs[1:4]
-    if own[:5] != theirs[:5]:
+        return mine[1:4] == theirs[1:4]
+    if mine[:5] != theirs[:5]:
         return False
-    if own.splits is None or theirs.splits is None:
+    if mine.splits is None or theirs.splits is None:
         return True
     me, other = call.axis.rank, call.axis.ranks.index(rank)
     return (
-        own.splits[0][other] == theirs.splits[1][me]
-        and own.splits[1][other] == theirs.splits[0][me]
+        mine.splits[0][other] == theirs.splits[1][me]
+        and mine.splits[1][other] == theirs.splits[0][me]
     )
 
 

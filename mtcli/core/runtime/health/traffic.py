@@ -65,8 +65,8 @@ class Traffic:
 
     def _add(self, axis: Members, peer: int, size: int) -> None:
         key = axis.name, axis.ranks[peer]
-        before = self._sent.get(key, Sent(*key, 0, 0))
-        self._sent[key] = Sent(*key, before.bytes + size, before.calls + 1)
+        total = self._sent.get(key, Sent(*key, 0, 0))
+        self._sent[key] = Sent(*key, total.bytes + size, total.calls + 1)
 
 
 def sent_by(call: Call, x: "Tensor", detail: object) -> dict[int, int]:

@@ -183,8 +183,8 @@ class Watchdog:
         if not self._is_reported() and stall.wait is not None:
             # The rank that was to report has stopped since: the first to say so reports instead.
             if int(self.store.compare_set(REPORTER, "", str(self.rank))) == self.rank:
-                own = self._answer()
-                self._report(stall if own.wait is None else own, stall.rank)
+                status = self._answer()
+                self._report(stall if status.wait is None else status, stall.rank)
                 return
             self._is_reported()
         if stall.wait is None:
@@ -205,8 +205,8 @@ class Watchdog:
         keys = [f"answer/{rank}" for rank in range(self.world) if rank != noticed_by]
         # A run that has broken down is not slow: its ranks look at their recorders every tick.
         self._await(lambda: self.store.check(keys), self.poll + 0.5 if stall.broke else self.grace)
-        told = values_of(self.store, keys)
-        answers = {status.rank: status for status in map(RankStatus.load, told)}
+        statuses = values_of(self.store, keys)
+        answers = {status.rank: status for status in map(RankStatus.load, statuses)}
         error = error_of(stall, answers, self.world, self.timeout)
         left = [rank for rank in range(self.world) if rank != self.rank and rank not in answers]
         silent = [int(pid) for pid in values_of(self.store, [f"pid/{rank}" for rank in left])]
@@ -229,12 +229,14 @@ class Watchdog:
         self._await(lambda: self.stopped.is_set() or self.recorder.broken is not None, self.grace)
         if self.stopped.is_set():
             return
-        own = self._answer()
-        if own.broke:
-            answers = dict.fromkeys(range(1, self.world), own)
-            self.end(error_of(own, answers, self.world, self.timeout), [], True)
+        status = self._answer()
+        if status.broke:
+            answers = dict.fromkeys(range(1, self.world), status)
+            self.end(error_of(status, answers, self.world, self.timeout), [], True)
         else:
-            message = f"rank {self.rank}, at {own.location}, has lost the run's store: its launcher"
+            message = (
+                f"rank {self.rank}, at {status.location}, has lost the run's store: its launcher"
+            )
             self.end(failed(f"{message}, or rank 0, has ended"), [], True)
 
     def _await(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -278,17 +280,17 @@ def values_of(store: dist.Store, keys: list[str]) -> list[bytes]:
     Asks for all keys at once, and in halves to find those that are missing: for a few of n log n
     questions, as ranks that are lost follow each other.
     """
-    known, ranges = list[str](), [keys]
+    present, ranges = list[str](), [keys]
     while ranges:
         asked = ranges.pop()
         if not asked:
             continue
         if store.check(asked):
-            known += asked
+            present += asked
         elif len(asked) > 1:
             middle = len(asked) // 2
             ranges += [asked[middle:], asked[:middle]]
-    return store.multi_get(known) if known else []
+    return store.multi_get(present) if present else []
 
 
 def error_of(
