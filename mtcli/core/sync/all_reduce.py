@@ -4,10 +4,10 @@ Gradients of all micro-batches accumulate in flat float32 buckets (float64 for f
 set per set of axes over which gradients are partial (Parameter.gradient_axes). A bucket's reduction
 starts as soon as the last micro-batch's backward has filled it.
 
-A bucket is [owners, part]. After the reduction owner i has row i: the gradients of its share of
-every parameter's rows (dimension 0). With one owner every rank has all of it and the reduction is
-an all-reduce (zero = 0). With several, ZeRO stage 1 (arXiv:1910.02054, section 5.1), it is a
-reduce-scatter, and an all-gather of the updated rows follows the update.
+A bucket is [owners, part]: row i holds the gradients of owner i's rows (dim 0) of each parameter.
+With one owner (zero = 0) every rank owns all rows, and the reduction is an all-reduce. With several
+(ZeRO stage 1, arXiv:1910.02054, section 5.1) it is a reduce-scatter, which leaves row i to owner i;
+after the update the owners' rows are all-gathered.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ class Bucket:
         self.work: PendingWork | None = None  # of the reduction, once it is started
 
     def put(self, name: str, grad: Tensor, first: bool) -> None:
-        """Adds a micro-batch's gradient; the first of a step replaces what was there."""
+        """Adds a micro-batch's gradient; the first of a step overwrites the last step's sum."""
         slot, target = self.slots[name], self.columns[name]
         if missing := slot.rows * self.owners.size - slot.shape[0]:
             grad = F.pad(grad.reshape(slot.shape[0], -1), (0, 0, 0, missing))
@@ -73,7 +73,7 @@ class Bucket:
         self.columns[name].zero_()
 
     def start(self) -> None:
-        """Starts the reduction, which overlaps what this rank computes next."""
+        """Starts the reduction, which overlaps the computation that follows."""
         if self.owners.size > 1:
             self.work = start_reduce_scatter(self.owned, self.flat, self.owners)
         else:
@@ -90,7 +90,7 @@ class Bucket:
 
     @property
     def is_reduced_over_ranks(self) -> bool:
-        """Whether several ranks have gradients to sum in it."""
+        """Whether more than one rank contributes gradients."""
         return max(self.owners.size, self.remaining_axis.size) > 1
 
     def rows(self, name: str) -> slice:
@@ -104,7 +104,7 @@ class Bucket:
         return self.owned[slot.offset : slot.offset + prod(shape)].view(shape)
 
     def start_all_gather(self, parameters: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Starts the all-gather of the rows that owners have updated; returns what finishes it."""
+        """Starts the all-gather of the owners' updated rows; returns what waits for it."""
         owned_weights = torch.zeros_like(self.owned, dtype=parameters[next(iter(self.slots))].dtype)
         for name, slot in self.slots.items():
             rows = parameters[name][self.rows(name)].flatten()
@@ -197,7 +197,7 @@ class BucketedDataParallel(Strategy):
         sum_tied_gradients_(self.gradients, self.ownership)
 
     def when_reduced(self, on_reduced: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """See Strategy. The call for a bucket that ranks reduce comes when the next is full."""
+        """See Strategy. A bucket with a collective is reported once the next bucket is full."""
         self.on_reduced = on_reduced
 
     def gradient_buckets(self) -> list[list[str]]:
@@ -250,7 +250,7 @@ class BucketedDataParallel(Strategy):
         return collect
 
     def _call_back_after(self, bucket: Bucket) -> None:
-        """Calls `on_reduced` for the buckets that are reduced, once another one is full."""
+        """Calls `on_reduced` for the buckets that were started before this one."""
         if self.on_reduced is None:
             return
         self.summing.append(bucket)

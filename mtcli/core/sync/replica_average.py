@@ -1,4 +1,4 @@
-"""Averages the weights of replicas for a while, and measures their distance from the average."""
+"""Swaps in the replicas' average weights for a while; measures the replicas' distance from it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from mtcli.core.sync.norm_sketch import sketch
 @contextmanager
 @torch.no_grad()
 def averaged(exchange: ReplicaExchange) -> Iterator[None]:
-    """Gives every replica the average of all replicas' weights for a while."""
+    """Inside, every replica has the replicas' average weights."""
     if not exchange.weights_differ:
         yield
         return
@@ -31,10 +31,10 @@ def averaged(exchange: ReplicaExchange) -> Iterator[None]:
 
 @torch.no_grad()
 def distance(exchange: ReplicaExchange) -> float | None:
-    """The root of the replicas' mean squared distance from their average; None where they are
+    """The root mean square distance of replicas' weights from their average; None where they are
     equal.
 
-    Known to about 1 % from sketches of 8,191 numbers, which is all that is sent for it.
+    Accurate to about 1 %: it is computed from sketches of 8,191 numbers.
     """
     if not exchange.weights_differ:
         return None

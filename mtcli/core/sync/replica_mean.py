@@ -1,15 +1,15 @@
 """Averages a flat tensor over replicas while they compute, in full or compressed.
 
-In full it is an all-reduce. Compressed values that are dense take two phases: each replica sends
-every other one its segment, whose owner averages it and sends all the average, compressed again.
-Of the largest values each replica sends all others the same bytes (SparseLoCo, arXiv:2508.15706).
+In full it is an all-reduce. Quantised dense values take two phases: each replica owns a segment,
+receives it from all, averages it and sends the average, quantised again, to all. Where the largest
+values alone are sent, replicas all-gather them (SparseLoCo, arXiv:2508.15706).
 
-Error feedback keeps what compression has lost for the next exchange: e = decay e + x, sent = Q(e),
-e = e - sent. What the owner of a segment loses of the average counts for all who are in it, and
-goes into the owner's own error. So the sum of all that was averaged, times the replicas, is the sum
-of what they had, less the errors that are left.
+Error feedback adds the error of compression to the next exchange: e = decay e + x, sent = Q(e),
+e = e - sent. A segment's owner also adds the error of quantising the average, times the number of
+replicas in it. So with decay 1 the sum of all averages, times the replicas, is the sum of all x
+minus the errors that remain.
 
-A replica can be absent: it sends zeros and does not count, and receives the average of the others.
+A replica can be absent: it sends zeros, does not count, and receives the average of the others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,14 +34,14 @@ class ReplicaMean(Protocol):
     """One exchange of a flat tensor at a time. Every replica makes the same calls."""
 
     def start(self, x: Tensor, present: bool) -> None:
-        """Starts the average of x; an absent replica's is all zeros."""
+        """Starts the average of x, which is all zeros on a replica that is not `present`."""
 
     def advance(self) -> None:
         """Waits for the first phase and starts the second, where there are two."""
         return
 
     def finish(self) -> tuple[Tensor, float]:
-        """(the mean over replicas that were present, how many they were), the same on all."""
+        """(mean over the replicas present, number of replicas present), equal on all replicas."""
 
 
 class FullMean(ReplicaMean):
@@ -51,7 +51,7 @@ class FullMean(ReplicaMean):
         self.axis = axis
 
     def start(self, x: Tensor, present: bool) -> None:
-        """Starts the sum of the values and of a 1 for each replica."""
+        """Starts the sum of the values, and of a 1 for each replica present."""
         self.sums = torch.cat([x, x.new_tensor([float(present)])])
         self.work = start_all_reduce(self.sums, self.axis)
 
@@ -65,7 +65,7 @@ class FullMean(ReplicaMean):
 
 
 class CorrectedMean(ReplicaMean):
-    """A mean of segments that are compressed apart; `error`, times `decay`, is fed back."""
+    """A mean of compressed segments; `error`, times `decay`, is added to the next x."""
 
     def __init__(
         self, axis: Axis, segments: Sequence[Segment], error: Tensor, decay: float
@@ -77,7 +77,7 @@ class LargestMean(CorrectedMean):
     """An all-gather of every replica's largest values."""
 
     def start(self, x: Tensor, present: bool) -> None:
-        """Starts the all-gather of what is sent of x and the error."""
+        """Starts the all-gather of the largest values of x plus the error."""
         (self.segment,) = self.segments
         self.error.mul_(self.decay).add_(x)
         payload = _compressed(self.segment, self.error, float(present))
@@ -95,10 +95,10 @@ class LargestMean(CorrectedMean):
 
 
 class QuantisedMean(CorrectedMean):
-    """A reduce-scatter and an all-gather of quantised values, as an all-reduce is made of both."""
+    """An all-reduce of quantised values, as a reduce-scatter and an all-gather."""
 
     def start(self, x: Tensor, present: bool) -> None:
-        """Starts sending each replica its segment of x and the error."""
+        """Starts sending each replica the segment that it owns of x plus the error."""
         self.error.mul_(self.decay).add_(x)
         self.owned_segment = self.segments[self.axis.rank]
         payloads = [_compressed(segment, self.error, float(present)) for segment in self.segments]
@@ -114,7 +114,7 @@ class QuantisedMean(CorrectedMean):
         self.advanced = False
 
     def advance(self) -> None:
-        """Averages the own segment and starts sending it to all."""
+        """Averages the owned segment and starts its all-gather."""
         if self.advanced:
             return
         self.work.wait()
@@ -142,7 +142,7 @@ class QuantisedMean(CorrectedMean):
 
 
 def _compressed(segment: Segment, x: Tensor, count: float) -> Tensor:
-    """The payload of a flat tensor's segment, in which so many replicas are."""
+    """The payload of a segment of a flat tensor x: its groups, then `count` as float32 bytes."""
     count_bytes = torch.tensor([count], dtype=torch.float32, device=x.device).view(torch.uint8)
     pairs = zip(segment.forms, segment.groups, strict=True)
     return torch.cat(
@@ -151,7 +151,7 @@ def _compressed(segment: Segment, x: Tensor, count: float) -> Tensor:
 
 
 def _add(segment: Segment, payload: Tensor, x: Tensor, factor: float = 1.0) -> float:
-    """Adds what a payload stands for to its segment of a flat tensor; returns its count."""
+    """Adds a payload's values times `factor` to its segment of x; returns the payload's count."""
     *parts, count_bytes = payload[: segment.bytes].split([*segment.sizes, COUNT_BYTES])
     forms, lengths = segment.forms, segment.lengths
     for part, form, length, group in zip(parts, forms, lengths, segment.groups, strict=True):

@@ -1,9 +1,10 @@
-"""Averages what replicas hold, in two phases: chunks go to a server each, and its mean to all.
+"""Averages a vector over replicas in two phases: chunks go to servers, which send back the means.
 
-Replica k is the server of chunk k. What is sent is rounded to 16 bits, or compressed to signs with
-error feedback on both sides (arXiv:2102.02888, section 4; arXiv:2104.06069, figure 1). A vector is
-the owned rows of a rank's tensors, one after the other; chunks begin at rows, so that a checkpoint
-can store them on any layout. They may be of different sizes, or empty.
+Replica k is the server of chunk k: it receives chunk k from all replicas and sends them the mean.
+Values are rounded to 16 bits, or compressed to signs with error feedback in both phases
+(arXiv:2102.02888, section 4; arXiv:2104.06069, figure 1). A vector concatenates the owned rows of a
+rank's tensors. Chunks begin at rows, so that a checkpoint can store a server's error on any layout;
+they may differ in size, or be empty.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from mtcli.kernels.onebit import add_, pack_, square_sum, unpack
 
 
 class Chunks:
-    """The chunks of a vector of tensors [rows, ...], by the replica that is their server."""
+    """Divides a vector of tensors [rows, ...] into a chunk per replica, its server."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], replicas: Axis) -> None:
         self.shapes, self.replicas = dict(shapes), replicas
@@ -49,9 +50,9 @@ class Chunks:
         return rows
 
     def mean_(self, vector: Tensor, sent: torch.dtype) -> None:
-        """Overwrites a vector by the replicas' mean; its elements are rounded to `sent`.
+        """Overwrites a vector by the replicas' mean of its elements rounded to dtype `sent`.
 
-        An all-reduce sends them as wide as they are summed; narrower ones go in two phases.
+        Where `sent` is the vector's dtype this is an all-reduce; a narrower one takes two phases.
         """
         if sent == vector.dtype:
             all_reduce(vector, self.replicas).div_(self.replicas.size)
@@ -65,7 +66,7 @@ class Chunks:
         vector.copy_(all_gather_v(mean, self.lengths, self.replicas))
 
     def _row_near(self, element: float) -> int:
-        """The first element of the row that begins nearest to one."""
+        """The first element of the row that begins nearest to `element`."""
         first = 0
         for shape, size in zip(self.shapes.values(), self.sizes, strict=True):
             row = max(1, prod(shape[1:]))
@@ -76,7 +77,7 @@ class Chunks:
 
 
 def to_servers(chunks: Sequence[Tensor], replicas: Axis) -> list[Tensor]:
-    """[size k] for each server k -> what each replica has of this rank's own chunk."""
+    """All-to-all: chunks by server -> this server's chunk of every replica, by replica."""
     sizes = [len(chunk) for chunk in chunks]
     length = sizes[replicas.rank]
     received = all_to_all_v(torch.cat(list(chunks)), sizes, [length] * replicas.size, replicas)
@@ -84,17 +85,17 @@ def to_servers(chunks: Sequence[Tensor], replicas: Axis) -> list[Tensor]:
 
 
 class CompressedMean:
-    """The replicas' mean of tensors by signs, and the errors that are fed back.
+    """The replicas' mean of tensors, sent as signs with error feedback.
 
-    There is one scale of all that a replica sends, and one of what the servers send: the root mean
-    square of the live elements of its whole model. So a layout inside replicas changes no value,
-    and shards that several of its ranks hold stay equal.
+    Signs have one magnitude per replica in the first phase, and one for all servers in the second:
+    the root mean square over the live elements of the whole model. So the values do not depend on a
+    replica's layout, and replicated shards stay equal.
     """
 
     def __init__(
         self, like: Mapping[str, Tensor], ownership: Ownership, keeps_errors: bool = True
     ) -> None:
-        """`like` are the tensors of this rank, whose dtype and shapes the errors have."""
+        """Allocates zero errors in the shapes and dtype of `like`, this rank's tensors."""
         groups = ownership.groups
         self.chunks = Chunks({name: x.shape for name, x in like.items()}, groups.replicas)
         self.global_sums, self.keeps_errors = GlobalSums(like, ownership), keeps_errors
@@ -107,7 +108,7 @@ class CompressedMean:
         self.server_errors = dict(zip(self.rows, errors, strict=True))
 
     def reset(self) -> None:
-        """Forgets the errors."""
+        """Zeroes the errors."""
         self.error.zero_()
         self.server_error.zero_()
 
@@ -116,9 +117,8 @@ class CompressedMean:
     ) -> dict[str, Tensor]:
         """The mean of each tensor, in the order of `like`. Collective.
 
-        `live` are masks of tensors that have elements which are always 0, and `count` is how many
-        of the whole model are not: the others are sent for nothing, and have neither error nor
-        mean.
+        `live` masks the elements of tensors where some are always 0: their error and mean are 0.
+        `count` is the number of live elements of the whole model.
         """
         chunks, replicas = self.chunks, self.chunks.replicas
         squares = [add_(x.reshape(-1), self.errors[name].view(-1)) for name, x in values]
@@ -147,7 +147,7 @@ class CompressedMean:
         return means
 
     def _total(self, squares: Sequence[Tensor]) -> Tensor:
-        """The sum over all ranks of this replica, each element counted once: a scalar."""
+        """The sum of per-tensor squares over this replica's ranks, each shard once: a scalar."""
         local_squares = torch.stack(list(squares)) if squares else self.error.new_zeros(0)
         return self.global_sums.of_model(local_squares.view(-1, 1)).sum()
 
