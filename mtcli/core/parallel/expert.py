@@ -1,8 +1,8 @@
 """Expert parallelism: sends tokens to the ranks of their experts, and results back.
 
-The expert grid is edp x ep x etp over the same ranks as the attention grid (MoE Parallel Folding,
-arXiv:2504.14960, section 3): a rank's own tokens are simply its tokens, whatever axes shard them.
-T local tokens of D, k experts of each, N copies of tokens, E experts of which E/ep are local.
+The expert grid edp x ep x etp folds the same ranks as the attention grid (MoE Parallel Folding,
+arXiv:2504.14960, section 3): it takes a rank's tokens whatever axes shard them. T local tokens of
+D, k experts per token, N copies of tokens, E experts of which E/ep are local.
 """
 
 from typing import NamedTuple, Protocol
@@ -23,7 +23,7 @@ from mtcli.kernels.permute import permute, reorder, sort_copies, unpermute
 
 
 class Routing(NamedTuple):
-    """Where each token goes: `weights` and `experts` are [T, k]; dropped copies are not kept."""
+    """The router's choice: `weights` and `experts` [T, k], and which copies are not dropped."""
 
     weights: Tensor
     experts: Tensor
@@ -32,22 +32,22 @@ class Routing(NamedTuple):
 
 
 class Experts(Protocol):
-    """The local experts: rows [N, D] sorted by expert to [N, D].
+    """The local experts' computation: rows [N, D], sorted by expert, to [N, D].
 
-    `counts_E` are the rows of each, on the rows' device, or None where all have as many.
+    `counts_E` are the rows of each expert, on the rows' device; None where all have equally many.
     """
 
     def __call__(self, x_ND: Tensor, counts_E: Tensor | None) -> Tensor:
-        """Partial sums over etp, which shards the experts' width."""
+        """Returns partial sums over etp, which shards the experts' inner width."""
 
 
 def dispatch(
     name: str, x_TD: Tensor, routing: Routing, experts: Experts, groups: Groups, capacity: int
 ) -> Tensor:
-    """sum over k of weight * expert(x) for each token: [T, D] -> [T, D].
+    """Returns the sum over k of weight * expert(x) for each token: [T, D] -> [T, D].
 
-    With a `capacity` above 0 every expert of every rank gets exactly that many rows, the missing
-    ones zero. Both dispatchers give the same result.
+    With a `capacity` above 0 every expert gets exactly `capacity` rows of every rank, padded with
+    zeros. Both dispatchers give the same result.
     """
     # One rank keeps its tokens, and the way without sizes asks a GPU for none.
     name = name if groups.axes["experts"].size > 1 else "all_gather"
@@ -60,7 +60,7 @@ def _all_to_all(
 ) -> Tensor:
     """Sends each copy to its expert's ranks: all-to-all over ep, all-gather over etp.
 
-    The host waits for a GPU once, for the rows that ranks send each other; never with a capacity.
+    Without a capacity the host waits for the GPU once, to read the numbers of rows that ranks send.
     """
     ep, etp, ranks = (groups.axes[name] for name in ("ep", "etp", "experts"))
     copies = sort_copies(x_TD, routing.experts, routing.kept, routing.num_experts, capacity)
@@ -90,7 +90,7 @@ def _all_to_all(
 def _all_gather(
     x_TD: Tensor, routing: Routing, experts: Experts, groups: Groups, capacity: int
 ) -> Tensor:
-    """All-gathers the tokens of the expert group; each rank computes its own experts' part."""
+    """All-gathers the tokens of the expert group; each rank computes its experts' share."""
     axis, ep = groups.axes["experts"], groups.axes["ep"]
     per_rank = routing.num_experts // ep.size
     x_all = gather_in(x_TD, axis)
@@ -109,9 +109,9 @@ def _all_gather(
 
 
 def _by_expert(segments_SE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Computes the order that sorts rows from (sender, expert) to expert, and its inverse.
+    """(the order that sorts rows from (sender, expert) to expert, its inverse).
 
-    A segment's rows, those of one sender and expert, all move by the same number of rows.
+    All rows of a segment, those of one sender and expert, move by the same distance.
     """
 
     def first_rows(sizes: Tensor) -> Tensor:
