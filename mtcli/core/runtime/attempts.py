@@ -1,14 +1,14 @@
-"""Attempts: a launcher that starts a run's ranks again, and how the ranks of one attempt meet.
+"""Attempts: restarts of a run's ranks by its launcher, and how the ranks of one attempt meet.
 
-A launcher on several nodes keeps one store over restarts, and counts restarts per node: a node that
-joins begins at 0, and one whose ranks were only stopped does not count. So no count names an
-attempt. Rank 0 agrees a fresh name for it with ranks that show they live:
+A launcher on several nodes keeps one store over restarts, and counts restarts per node. A node that
+joins later counts from 0, and one whose ranks were only stopped does not count. So no such count
+identifies an attempt. Rank 0 instead agrees on a new name with ranks that answer:
 
-1. Each rank joins with a token of its own. Tokens of ranks that have died stay in the store.
-2. Rank 0 gives every token a seat: the attempt's name.
-3. Ranks find the seat of their own token and answer under that name.
-4. When all have answered rank 0 says that they go on. Where one does not and joins again meanwhile,
-   its token was a dead rank's: rank 0 calls this roster off and gives out seats anew.
+1. Each rank joins with a random token. Tokens of dead ranks may still be in the store.
+2. Rank 0 assigns the attempt's name to every token.
+3. Each rank looks up its own token, and answers under the name that it finds.
+4. Once all have answered, rank 0 confirms. If one does not answer and another token joins for it,
+   the first was a dead rank's: rank 0 discards the name and assigns a new one.
 
 A rank reads and writes 4 keys of its own. Imports no torch.
 """
@@ -36,7 +36,7 @@ NAMED = 4  # ranks that an error describes one by one; the others are counted
 
 
 class Attempt(NamedTuple):
-    """The attempt of a launch that the ranks are."""
+    """The attempt of a launch that this process belongs to."""
 
     launch: str  # random, as long as the launcher's store lives
     job: str  # the launcher's name for the run: torchrun's rendezvous id, or Slurm's job id
@@ -44,13 +44,13 @@ class Attempt(NamedTuple):
     restarted: bool  # whether ranks were started before this attempt
 
     def record(self) -> dict[str, str]:
-        """The facts that a run folder keeps of it."""
+        """The facts of the attempt that a run folder records."""
         return {"launch": self.launch, "job": self.job}
 
     def continues(self, record: Mapping[str, Any]) -> bool:
         """Whether an earlier attempt of this launch wrote a run folder's record.
 
-        Where the store is new, since its node was replaced or there is none, the job's name tells.
+        Without a common store (its node was replaced, or there is none) the job's name decides.
         """
         if not self.restarted:
             return False
@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 class Join(NamedTuple):
-    """The facts that a rank tells when it joins."""
+    """What a rank publishes when it joins."""
 
     token: str  # random
     restarts: int
@@ -68,7 +68,7 @@ class Join(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """One rank's part in agreeing on an attempt. `device` is the kind it computes on."""
+    """One rank's side of agreeing on an attempt. `device` is the kind that it computes on."""
 
     store: "dist.Store"
     rank: int
@@ -77,10 +77,10 @@ class Meeting(NamedTuple):
     device: str
 
     def agree(self, environ: Mapping[str, str] = os.environ) -> tuple[str, Attempt]:
-        """(a name for keys of this attempt alone, what it is), the same on every rank.
+        """(a prefix for keys of this attempt alone, the attempt), equal on every rank.
 
         Raises MtcliError where ranks are missing after `timeout` seconds, and on every rank where
-        their devices are of several kinds.
+        devices are of several kinds.
         """
         token = secrets.token_hex(8)
         end = time.monotonic() + self.timeout
@@ -95,7 +95,7 @@ class Meeting(NamedTuple):
         return name, Attempt(launch, job_name(environ), number, restarted)
 
     def _part(self, name: str) -> None:
-        """Has rank 0, which may host the store, leave when the others have read the verdict."""
+        """Has rank 0, which may host the store, leave once the others have read the verdict."""
         if self.rank:
             self.store.set(f"{name}/told/{self.rank}", "")
             return
@@ -104,7 +104,7 @@ class Meeting(NamedTuple):
             self._await(lambda: self.store.check(keys), time.monotonic() + PARTING, keys)
 
     def _convene(self, own_token: str, end: float) -> tuple[str, str]:
-        """Rank 0's part."""
+        """Runs rank 0's side."""
         store, seats, joins = self.store, Counter[str](), self._keys("join")
         self._await(lambda: store.check(joins), end, joins)
         while True:
@@ -141,7 +141,7 @@ class Meeting(NamedTuple):
             return name, verdict
 
     def _follow(self, token: str, end: float) -> tuple[str, str]:
-        """Every other rank's part."""
+        """Runs the side of every other rank."""
         joins = self._keys("join")
         for seat in count():
             name = self._value(f"seat/{token}/{seat}", end, joins)
@@ -159,8 +159,8 @@ class Meeting(NamedTuple):
         return str(self.store.get(key).decode())
 
     def _await(self, condition: Callable[[], bool], end: float, signs: list[str]) -> None:
-        """Returns when the condition holds. Raises MtcliError with the ranks whose sign is not in
-        the store, or rank 0, which has not answered them all."""
+        """Waits until the condition holds. Raises MtcliError with the ranks whose key in `signs` is
+        missing, or for rank 0, if it has not answered all."""
         pause = 0.01
         while not condition():
             if time.monotonic() > end:
@@ -176,9 +176,9 @@ class Meeting(NamedTuple):
 
 
 def differing(joins: Sequence[Join]) -> str:
-    """Names the ranks whose device is not that of most; empty where all have one kind.
+    """Names the ranks whose device differs from most ranks'; empty where all have one kind.
 
-    Of as many of each, those without a GPU: a node whose driver is broken computes on its CPU.
+    Of equally many, names those without a GPU: a node with a broken driver computes on its CPU.
     """
     kinds = Counter(join.device for join in joins)
     usual = max(kinds, key=lambda kind: (kinds[kind], kind != "cpu"))
@@ -190,22 +190,22 @@ def differing(joins: Sequence[Join]) -> str:
 
 
 def times_restarted(environ: Mapping[str, str] = os.environ) -> int:
-    """Counts how often this rank's launcher has started ranks before: torch's elastic one on this
-    node, or Slurm that has requeued the job."""
+    """Counts this rank's earlier starts by its launcher: torch's elastic agent on this node, or
+    Slurm that requeued the job."""
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return sum(int(environ.get(name) or 0) for name in names)
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str:
-    """The launcher's name for the run, which it keeps over restarts; empty where it has none."""
+    """The launcher's name for the run, stable over restarts; empty where it has none."""
     return environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""
 
 
 def keeps_store(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher hosts the store, and keeps it over restarts."""
+    """Whether the launcher hosts a store that outlives restarts."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def alone(environ: Mapping[str, str] = os.environ) -> Attempt:
-    """The attempt of one rank whose launcher keeps no store."""
+    """The attempt of a single rank whose launcher keeps no store."""
     return Attempt("", job_name(environ), 1, times_restarted(environ) > 0)

@@ -1,8 +1,8 @@
-"""The consistency check: before each collective, the ranks that take part compare what they call.
+"""The consistency check: ahead of each collective, ranks compare the calls that they make.
 
-Every rank publishes a fingerprint under the collective's number and reads its peers'. A receiver
-reads its sender's, who does not wait. A call that differs is an error before it can hang or give
-wrong numbers, and so are two ranks that each wait for the other in different calls.
+Every rank publishes a fingerprint under the collective's number and reads its peers'. A receiver of
+a message reads its sender's; the sender does not wait. Calls that differ are an error before they
+hang or give wrong numbers, and so are two ranks that wait for each other in different calls.
 """
 
 import json
@@ -21,10 +21,10 @@ Splits = tuple[list[int], list[int]]  # rows sent to, and received from, each ra
 
 
 class Fingerprint(NamedTuple):
-    """What a rank calls; `splits` need not be equal but have to fit."""
+    """A rank's call; the `splits` of two ranks need not be equal but must match."""
 
     op: str
-    shape: list[int]  # without the rows, where splits say them
+    shape: list[int]  # without the rows, where `splits` has them
     dtype: str
     detail: str
     location: str
@@ -42,13 +42,13 @@ class Fingerprint(NamedTuple):
 
 
 class ConsistencyGuard:
-    """Compares this rank's calls with its peers' through a store of their own."""
+    """Compares this rank's calls with its peers' through a separate store."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self.store, self.rank = store, rank
 
     def compare(self, call: Call, x: Tensor | None, detail: object) -> None:
-        """Returns when the call is what the peers call too, the sender of a message at once.
+        """Returns once all peers have published the same call; for a send at once.
 
         Raises MtcliError with both calls where they differ.
         """
@@ -62,14 +62,14 @@ class ConsistencyGuard:
         self.store.set(f"now/{self.rank}", json.dumps(said))
         for rank in needed:
             self._await(call, mine, rank)
-        # Peers that have come this far have read what they needed of the number before.
+        # Peers that published this number have read all fingerprints of the last one.
         if call.op == "recv":
             self.store.delete_key(_key(call, needed[0]))
         elif call.number > 1:
             self.store.delete_key(_key(call, self.rank, call.number - 1))
 
     def _await(self, call: Call, mine: Fingerprint, rank: int) -> None:
-        """Compares with one rank, once it has come. The watchdog ends what waits for ever."""
+        """Compares with one rank, once it has published. The watchdog ends endless waits."""
         key = _key(call, rank)
         while not self.store.check([key]):
             if other := self._waits_for_me(call, rank):
@@ -86,7 +86,7 @@ class ConsistencyGuard:
             self._fail(call, f"rank {self.rank} and rank {rank} differ at {where}", both)
 
     def _waits_for_me(self, call: Call, rank: int) -> str:
-        """What a rank waits for this one in, if it cannot get on before this one does."""
+        """The call in which `rank` waits for this rank, if it does; else empty."""
         if not self.store.check([f"now/{rank}"]):
             return ""
         channel, number, needed, theirs = json.loads(self.store.get(f"now/{rank}"))
@@ -125,7 +125,8 @@ def _agree(call: Call, mine: Fingerprint, theirs: Fingerprint, rank: int) -> boo
 
 
 def _key(call: Call, rank: int, number: int | None = None) -> str:
-    """Of one rank's fingerprint. Groups of one axis share no rank, so one rank names them."""
+    """The store's key of one rank's fingerprint. Groups of one axis are disjoint, so a rank
+    identifies its group."""
     return f"{call.channel}/{call.axis.ranks[0]}/{number or call.number}/{rank}"
 
 
