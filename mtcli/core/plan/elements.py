@@ -39,7 +39,7 @@ class RankElements(NamedTuple):
     """Elements on a rank: on the attention grid, on the expert grid, and sharded over data ranks.
 
     `shard` are the rows of one data rank; the first data rank has the most. `padded` is `shard` of
-    the first rank times the data ranks. `untrained` (running biases) and `frozen` (the weights
+    the first rank times the data ranks. `untrained` (routers' biases) and `frozen` (the weights
     under adapters) are not in the other counts, have no gradient and are never sharded.
     """
 
