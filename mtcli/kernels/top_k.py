@@ -1,8 +1,8 @@
 """Top-k routing of a mixture of experts: from a router's logits to experts and their weights.
 
 T tokens, E experts, k chosen. Scores are a softmax or sigmoids in float32 (float64 stays). A bias
-is added for the choice alone (arXiv:2408.15664). With groups, only the experts of a token's best
-groups may be chosen (arXiv:2412.19437, section 2.1.2).
+is added for the choice alone (arXiv:2408.15664). With groups, experts are chosen within a token's
+best groups alone (arXiv:2412.19437, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TopKRouting(NamedTuple):
 def route_reference(
     logits_TE: Tensor, bias_E: Tensor | None, options: TopKRouting
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores [T, E], weights [T, k], experts [T, k] best first)."""
+    """(scores [T, E], weights [T, k], experts [T, k], the best first)."""
     scores_TE = logits_TE.softmax(-1) if options.softmax else logits_TE.sigmoid()
     judged = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
     experts = _allowed(judged, options).topk(options.top_k, -1).indices
@@ -46,7 +46,7 @@ def route_reference(
 
 
 def _allowed(scores_TE: Tensor, options: TopKRouting) -> Tensor:
-    """Scores, -inf for experts outside a token's best groups."""
+    """The scores, with -inf for experts outside a token's best groups."""
     if options.groups == 1:
         return scores_TE
     grouped = scores_TE.unflatten(-1, (options.groups, -1))

@@ -1,7 +1,7 @@
-"""FlashAttention's backward (arXiv:2205.14135, appendix B.4): dq, then dk and dv.
+"""FlashAttention's backward (arXiv:2205.14135, appendix B.4): a kernel for dq, one for dk and dv.
 
-Each of the two kernels recomputes probabilities from the log-sum-exp, so that no gradient is added
-atomically: 7 GEMMs where 5 are the least.
+Each recomputes probabilities from the log-sum-exp, so that no gradient is added atomically. That
+takes 7 GEMMs, where atomics need 5.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONFIGS = (
 
 
 def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
-    """The config where nothing was measured: it fits in the 163 KiB of compute capability 8.0."""
+    """The default config of `_dq`, which fits in the 163 KiB of compute capability 8.0."""
     if itemsize == 4:
         if d <= 64:
             return config(32, 32, 4, 2)
@@ -60,7 +60,7 @@ def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
 
 
 def dkv_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
-    """`dq_config` for the gradients of keys and values, of which a program holds two."""
+    """The default config of `_dkv`, whose programs hold two gradients."""
     if itemsize == 4:
         if d <= 64:
             return config(32, 32, 4, 2)

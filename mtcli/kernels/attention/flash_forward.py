@@ -44,7 +44,7 @@ CONFIGS = (
 
 
 def forward_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
-    """The config where nothing was measured: it fits in the 163 KiB of compute capability 8.0."""
+    """The default config, which fits in the 163 KiB of compute capability 8.0."""
     if itemsize == 4:
         if d <= 64:
             return config(64, 32, 4, 2)
@@ -142,7 +142,8 @@ def _forward(
 def flash(q, k, v, causal, first, end):
     """(output [b, h, n, d], log-sum-exp [b, h, n]) of attention; `first` and `end` are key ranges.
 
-    Scores and probabilities are never written: q, k, v, output and log-sum-exp are saved.
+    Scores and probabilities are never in memory: q, k, v, output and log-sum-exp are saved for
+    backward.
     """
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     b, h, n, d = q.shape
