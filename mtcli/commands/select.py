@@ -151,7 +151,7 @@ def select(
 
 
 def _console(quiet: bool) -> "tuple[Callable[[str], None], Bar]":
-    """(says a line, opens a bar), on stderr."""
+    """(a function that prints a line, a function that opens a progress bar), on stderr."""
 
     def say(line: str) -> None:
         if not quiet:
@@ -168,7 +168,7 @@ def _console(quiet: bool) -> "tuple[Callable[[str], None], Bar]":
 
 
 def _facts(subset: "Subset") -> dict[str, str]:
-    """Lists the facts of a subset that a table shows, by name."""
+    """The facts of a subset for a table, by name."""
     size, total = len(subset.indices), subset.num_candidates
     rows = {"sequences": f"{size:,} of {total:,}, of {subset.seq_len:,} tokens each"}
     rows["chosen_by"] = subset.method + (f", {subset.proxy}" if subset.proxy else "")

@@ -132,8 +132,8 @@ class LayerFactory(ABC):
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank, as a matrix or vector, padding included.
 
-        One that neither trains nor is frozen (a router's bias) takes steps too small for 16 bits, so
-        it is float32 at least.
+        One that neither trains nor is frozen (a router's bias) takes steps too small for 16 bits,
+        so it is float32 at least.
         """
         described, dtype = self.table[name], self.dtype
         if not (described.trained or described.frozen):
