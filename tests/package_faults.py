@@ -323,7 +323,7 @@ PACKAGE_FAULTS = [
         "core/runtime/test_attempts.py::test_ranks_that_differ_are_those_unlike_most_or_those_"
         "without_a_gpu"),
     Fault("off by one: warm-up forwards of 1F1B", "core/schedule/generators.py",
-        "warmup=pp - rank - 1\n", "warmup=pp - rank\n",
+        "warmup=pp - rank - 1)\n        for rank", "warmup=pp - rank)\n        for rank",
         "core/schedule/test_schedules.py::test_one_f_one_b_is_the_published_figure"),
     Fault("out of order: a last group smaller than pp", "core/schedule/generators.py",
         "groups = max(1, num_micro_batches // pp)", "groups = max(1, -(-num_micro_batches // pp))",

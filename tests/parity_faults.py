@@ -41,7 +41,7 @@ def facts(row):
 # fmt: off
 FAULTS = [
     Fault("wrong group: tp sums over the data axis", "parallel/groups.py",
-        "{name: _groups(layout, group_axes) for name, group_axes in AXES.items()}",
+        "{name: _groups(layout, names) for name, names in AXES.items()}",
         '{n: _groups(layout, ("dp",) if n == "tp" else own) for n, own in AXES.items()}',
         lambda f: f.p.tp == f.dp > 1),
     Fault("wrong group: experts' gradients over the attention grid", "mesh/sharding.py",

@@ -180,10 +180,10 @@ def _facts(subset: "Subset") -> dict[str, str]:
     )
     for name, value, random in compared:
         if value is not None and random is not None:
-            comparison = (
+            baseline = (
                 "" if subset.method == "random" else f"; of as many random ones {random:,.4g}"
             )
-            rows[name] = f"{value:,.4g}{comparison}"
+            rows[name] = f"{value:,.4g}{baseline}"
     weights = subset.weights
     rows["weights"] = f"{min(weights):,.4g} to {max(weights):,.4g}, {sum(weights):,.4g} in all"
     return rows

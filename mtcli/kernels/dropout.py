@@ -36,10 +36,8 @@ class DropoutStream(NamedTuple):
         if not isinstance(self.key, Tensor):
             return self.key, self.drop
         assert isinstance(self.drop, Tensor), "keys and probabilities are of the same models"
-        sequences_per_model = count // len(self.key)
-        key, drop = (
-            x.repeat_interleave(sequences_per_model, 0)[..., None] for x in (self.key, self.drop)
-        )
+        times = count // len(self.key)
+        key, drop = (x.repeat_interleave(times, 0)[..., None] for x in (self.key, self.drop))
         return key, drop
 
 

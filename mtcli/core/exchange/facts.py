@@ -69,7 +69,7 @@ class ExchangeFacts:
     kept: tuple[StateKind, ...] = ()
     """the kinds of state that a checkpoint has besides the optimizer's"""
     turns: tuple[Turns, ...] = ()
-    """when replicas exchange that are independent of each other in between"""
+    """when exchanges are due, of methods whose replicas may run asynchronously in between"""
 
     def __init__(self, share: ReplicaShare) -> None:
         self.share = share

@@ -250,20 +250,16 @@ def _differentiable(
 
     class Collective(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
-            ctx.arguments = arguments
-            return (
-                forward(x, *arguments).view_as(x)
-                if forward is _identity
-                else forward(x, *arguments)
-            )
+        def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+            ctx.args = args
+            return forward(x, *args).view_as(x) if forward is _identity else forward(x, *args)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-            return backward(grad, *ctx.arguments), *[None] * len(ctx.about)
+            return backward(grad, *ctx.args), *[None] * len(ctx.args)
 
-    def apply(x: Tensor, *arguments: Any) -> Tensor:
-        return x if arguments[-1].size == 1 else Collective.apply(x, *arguments)  # type: ignore[no-untyped-call]  # torch
+    def apply(x: Tensor, *args: Any) -> Tensor:
+        return x if args[-1].size == 1 else Collective.apply(x, *args)  # type: ignore[no-untyped-call]  # torch
 
     return apply
 

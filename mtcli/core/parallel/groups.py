@@ -128,14 +128,12 @@ class Groups:
 
     def over(self, axes: tuple[str, ...]) -> Axis:
         """The group along a set of axes; for no axes, this rank alone."""
-        requested_axes = set(axes)
-        if not requested_axes:
+        requested = set(axes)
+        if not requested:
             return Axis("alone", (self.rank,), 0, None, self.world.recorder)
-        axes_in_layout = {*self.layout.attention.axes, *self.layout.experts.axes}
+        present = {*self.layout.attention.axes, *self.layout.experts.axes}
         return next(
-            self.axes[name]
-            for name, group_axes in AXES.items()
-            if {*group_axes} & axes_in_layout == requested_axes
+            self.axes[name] for name, names in AXES.items() if {*names} & present == requested
         )
 
 
@@ -158,7 +156,7 @@ def make_groups(
     """
     recorder = recorder or FlightRecorder()
     world = world_axis(rank, layout.world, recorder)
-    lists = {name: _groups(layout, group_axes) for name, group_axes in AXES.items()}
+    lists = {name: _groups(layout, names) for name, names in AXES.items()}
     lists["ends"] = _pipeline_ends(layout)
     with recorder.call("make_groups", world):
         axes = {"world": _connected(world, timeout + LATER)}

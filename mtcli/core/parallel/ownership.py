@@ -110,12 +110,10 @@ class GlobalSums:
     def __init__(self, names: Iterable[str], ownership: Ownership) -> None:
         """Prepares for `names`, the parameters of which this rank has shards."""
         trained = (name for name, parameter in ownership.table.items() if parameter.trained)
-        row_of, local_names = {name: row for row, name in enumerate(trained)}, list(names)
+        row_of, local = {name: row for row, name in enumerate(trained)}, list(names)
         self.replica, device = ownership.groups.replica, ownership.groups.device
-        self.rows = torch.tensor(
-            [row_of[name] for name in local_names], dtype=torch.int64, device=device
-        )
-        counts = [[float(ownership.answers_for(name))] for name in local_names]
+        self.rows = torch.tensor([row_of[name] for name in local], dtype=torch.int64, device=device)
+        counts = [[float(ownership.answers_for(name))] for name in local]
         self.counts = torch.tensor(counts, dtype=torch.float64, device=device).view(-1, 1)
         self.num_rows = len(row_of)
 

@@ -79,13 +79,13 @@ class TensorGrid:
         ):  # contiguous panels are sent without a copy
             yield from (panel.mT for panel in self._broadcast(x.mT, 1 - dim, axis, role))
             return
-        panels = x.chunk(self.panels // axis.size, dim)
+        owned = x.chunk(self.panels // axis.size, dim)
 
         def start(panel: int) -> tuple[Tensor, PendingWork]:
-            owner, index = divmod(panel, len(panels))
+            owner, index = divmod(panel, len(owned))
             is_owner = owner == axis.rank
             values = (
-                panels[index].contiguous() if is_owner else self._buffer(role, panel % 2, panels[0])
+                owned[index].contiguous() if is_owner else self._buffer(role, panel % 2, owned[0])
             )
             return values, start_broadcast(values, axis, owner)
 

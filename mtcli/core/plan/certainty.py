@@ -32,7 +32,7 @@ RANGES = {
 
 
 def kind_of(work: Workload, device: Device) -> str:
-    """The kind of a run: a key of RANGES, if enough published runs are of that kind."""
+    """The kind of a run: a key of RANGES, unless few or no published runs are of that kind."""
     narrowest = next((name for name in ("nvfp4", "fp8") if name in device.flops), "16 bits alone")
     model = "mixtures" if work.model.num_experts else "dense models"
     return f"{model} on GPUs with {narrowest}"

@@ -128,14 +128,11 @@ def _elements(
             continue
         ranks = layout.edp if parameter.is_expert else layout.dp * layout.cp
         rows, *columns = parameter.stored_shape(layout)
-        rows_per_rank = -(-rows // ranks)
-        first = (owner.edp if parameter.is_expert else owner.data) * rows_per_rank
-        total, owned = (
-            times * prod(local),
-            times * max(0, min(rows_per_rank, rows - first)) * prod(columns),
-        )
+        share = -(-rows // ranks)
+        first = (owner.edp if parameter.is_expert else owner.data) * share
+        total, owned = times * prod(local), times * max(0, min(share, rows - first)) * prod(columns)
         shard += owned
-        padded += times * ranks * rows_per_rank * prod(columns)
+        padded += times * ranks * share * prod(columns)
         rule = update_of(parameter, optimizer).rule
         counted = rules.get(rule, RuleElements(rule, 0, 0))
         rules[rule] = RuleElements(rule, counted.total + total, counted.shard + owned)

@@ -206,10 +206,9 @@ def copied_bytes(work: Workload, pp_rank: int) -> int:
 
 def in_flight_chunks(work: Workload) -> tuple[int, ...]:
     """Micro-batches in flight, times vpp, on each pipeline rank."""
-    moments_of_ranks = (moments(work, pp_rank).between for pp_rank in range(work.layout.pp))
+    per_rank = (moments(work, pp_rank).between for pp_rank in range(work.layout.pp))
     return tuple(
-        max(sum(state.activations) + sum(state.waiting) for state in most)
-        for most in moments_of_ranks
+        max(sum(state.activations) + sum(state.waiting) for state in most) for most in per_rank
     )
 
 

@@ -73,7 +73,7 @@ class Workload:
         config."""
         p, layout = config.parallel, ParallelLayout.of_run(config, world)
         even = spread(config.model.num_layers, layout.num_stages)
-        values: dict[str, Any] = {**vars(config.batch), **vars(p), **vars(config.train)} | {
+        given: dict[str, Any] = {**vars(config.batch), **vars(p), **vars(config.train)} | {
             "model": config.model,
             "lora": config.lora,
             "layout": layout,
@@ -87,7 +87,7 @@ class Workload:
             "bucket_bytes": p.bucket_mib * 2**20,
         }
         return cls(
-            **{field.name: values[field.name] for field in fields(cls) if field.name in values}
+            **{field.name: given[field.name] for field in fields(cls) if field.name in given}
         )
 
     @property
@@ -270,12 +270,10 @@ class Workload:
         """Rows of all experts, padded to the capacity; a sequence's copies may all be on one
         rank."""
         m, tokens = self.model, self.tokens / self.sequence_shards
-        rows_per_token = m.top_k * m.capacity_factor / m.num_experts
+        load = m.top_k * m.capacity_factor / m.num_experts
         if m.drop_scope == "sub_sequence":
-            return m.num_experts * ceil(tokens * rows_per_token)
-        return m.num_experts * min(
-            tokens, self.micro_batch_size * ceil(self.seq_len * rows_per_token)
-        )
+            return m.num_experts * ceil(tokens * load)
+        return m.num_experts * min(tokens, self.micro_batch_size * ceil(self.seq_len * load))
 
     @cached_property
     def layers_of_stage(self) -> tuple[int, ...]:

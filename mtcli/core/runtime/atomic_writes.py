@@ -151,10 +151,8 @@ def _swap(one: Path, other: Path) -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "renameat2"):  # glibc 2.28 and Linux have it
         return False
-    at_fdcwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(
-        libc.renameat2(at_fdcwd, os.fsencode(one), at_fdcwd, os.fsencode(other), exchange) == 0
-    )
+    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(libc.renameat2(cwd, os.fsencode(one), cwd, os.fsencode(other), exchange) == 0)
 
 
 def make_folder(folder: Path) -> None:

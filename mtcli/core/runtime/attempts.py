@@ -103,14 +103,14 @@ class Meeting(NamedTuple):
         with suppress(MtcliError):
             self._await(lambda: self.store.check(keys), time.monotonic() + PARTING, keys)
 
-    def _convene(self, own_token: str, end: float) -> tuple[str, str]:
+    def _convene(self, mine: str, end: float) -> tuple[str, str]:
         """Runs rank 0's side."""
         store, seats, joins = self.store, Counter[str](), self._keys("join")
         self._await(lambda: store.check(joins), end, joins)
         while True:
             members = [Join(*json.loads(message)) for message in store.multi_get(joins)]
             tokens = [join.token for join in members]
-            if tokens[0] != own_token:
+            if tokens[0] != mine:
                 raise failed("another process has joined as rank 0", "end the one that was left")
             name = secrets.token_hex(8)
             store.multi_set(  # type: ignore[attr-defined]  # not in torch's stub
@@ -119,10 +119,8 @@ class Meeting(NamedTuple):
             seats.update(tokens)
             answers = [f"{name}/{key}" for key in joins[1:]]
 
-            def changed(previous_tokens: list[str] = tokens) -> bool:
-                return [
-                    json.loads(message)[0] for message in store.multi_get(joins)
-                ] != previous_tokens
+            def changed(previous: list[str] = tokens) -> bool:
+                return [json.loads(message)[0] for message in store.multi_get(joins)] != previous
 
             def settled(answers: list[str] = answers) -> bool:
                 return not answers or store.check(answers) or changed()
@@ -132,7 +130,7 @@ class Meeting(NamedTuple):
                 store.set(f"{name}/verdict", CALLED_OFF)
                 continue
             launch, number = (
-                store.compare_set("launch", "", own_token).decode(),
+                store.compare_set("launch", "", mine).decode(),
                 store.add("attempts", 1),
             )
             restarted = number > 1 or any(join.restarts for join in members)

@@ -43,10 +43,8 @@ def gpipe(pp: int, num_micro_batches: int) -> Schedule:
     """
     if pp == 1:
         return _accumulate(1, num_micro_batches)
-    micro_batches = range(num_micro_batches)
-    ranks = (
-        [*_ops("F", micro_batches, rank), *_ops("B", micro_batches, rank)] for rank in range(pp)
-    )
+    batches = range(num_micro_batches)
+    ranks = ([*_ops("F", batches, rank), *_ops("B", batches, rank)] for rank in range(pp))
     return _schedule(ranks, pp)
 
 
@@ -56,11 +54,9 @@ def one_f_one_b(pp: int, num_micro_batches: int) -> Schedule:
     Rank r holds at most pp - r micro-batches of activations. With equal stages the step lasts
     (num_micro_batches + pp - 1) * (t_F + t_B).
     """
-    micro_batches = range(num_micro_batches)
+    batches = range(num_micro_batches)
     ranks = (
-        _one_by_one(
-            _ops("F", micro_batches, rank), _ops("B", micro_batches, rank), warmup=pp - rank - 1
-        )
+        _one_by_one(_ops("F", batches, rank), _ops("B", batches, rank), warmup=pp - rank - 1)
         for rank in range(pp)
     )
     return _schedule(ranks, pp)
@@ -98,12 +94,10 @@ def zero_bubble(pp: int, num_micro_batches: int) -> Schedule:
     """
     if pp == 1:
         return _accumulate(1, num_micro_batches)
-    micro_batches = range(num_micro_batches)
+    batches = range(num_micro_batches)
     ranks = []
     for rank in range(pp):
-        order = _one_by_one(
-            _ops("F", micro_batches, rank), _ops("I", micro_batches, rank), pp - rank - 1
-        )
+        order = _one_by_one(_ops("F", batches, rank), _ops("I", batches, rank), pp - rank - 1)
         ranks.append([*_with_weight_gradients(order, lag=rank)])
     return _schedule(ranks, pp)
 

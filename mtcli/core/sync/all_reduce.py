@@ -105,22 +105,18 @@ class Bucket:
 
     def start_all_gather(self, parameters: Mapping[str, Tensor]) -> Callable[[], None]:
         """Starts the all-gather of the owners' updated rows; returns what waits for it."""
-        owned_weights = torch.zeros_like(self.owned, dtype=parameters[next(iter(self.slots))].dtype)
+        sent = torch.zeros_like(self.owned, dtype=parameters[next(iter(self.slots))].dtype)
         for name, slot in self.slots.items():
             rows = parameters[name][self.rows(name)].flatten()
-            owned_weights[slot.offset : slot.offset + rows.numel()] = rows
-        gathered = owned_weights.new_empty(self.owners.size, len(owned_weights))
-        work = start_all_gather(gathered, owned_weights, self.owners)
-        return partial(self._finish_all_gather, work, owned_weights, gathered, parameters)
+            sent[slot.offset : slot.offset + rows.numel()] = rows
+        gathered = sent.new_empty(self.owners.size, len(sent))
+        work = start_all_gather(gathered, sent, self.owners)
+        return partial(self._finish_all_gather, work, sent, gathered, parameters)
 
     def _finish_all_gather(
-        self,
-        work: PendingWork,
-        owned_weights: Tensor,
-        gathered: Tensor,
-        parameters: Mapping[str, Tensor],
+        self, work: PendingWork, sent: Tensor, gathered: Tensor, parameters: Mapping[str, Tensor]
     ) -> None:
-        """Waits and writes all owners' rows. Keeps `owned_weights` alive while they are sent."""
+        """Waits and writes all owners' rows. Keeps `sent` alive until then."""
         work.wait()
         for name, slot in self.slots.items():
             columns = gathered[:, slot.offset : slot.offset + slot.size]

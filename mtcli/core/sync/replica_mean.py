@@ -104,12 +104,9 @@ class QuantisedMean(CorrectedMean):
         payloads = [_compressed(segment, self.error, float(present)) for segment in self.segments]
         for segment, payload in zip(self.segments, payloads, strict=True):
             _add(segment, payload, self.error, -1.0)
-        sent, owned_bytes = [segment.bytes for segment in self.segments], self.owned_segment.bytes
+        sent, size = [segment.bytes for segment in self.segments], self.owned_segment.bytes
         self.sent = torch.cat(payloads)
-        self.received, rows = (
-            self.sent.new_empty(self.axis.size, owned_bytes),
-            [owned_bytes] * self.axis.size,
-        )
+        self.received, rows = self.sent.new_empty(self.axis.size, size), [size] * self.axis.size
         self.work = start_all_to_all_v(self.received.view(-1), self.sent, rows, sent, self.axis)
         self.advanced = False
 

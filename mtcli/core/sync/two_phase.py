@@ -42,7 +42,7 @@ class Chunks:
             row = max(1, prod(shape[1:]))
             rows[name] = slice(
                 *(
-                    (min(max(at - first, 0), size)) // row
+                    min(max(at - first, 0), size) // row
                     for at in (self.owned.start, self.owned.stop)
                 )
             )

@@ -196,7 +196,7 @@ class Watchdog:
             self.end(None, [], True)
 
     def _is_reported(self) -> bool:
-        """Whether the reporting rank has made its error; waits for it as long as it may take."""
+        """Waits for the reporting rank's error, at most twice `grace`; returns whether it came."""
         with suppress(dist.DistStoreError):  # one question, which the store answers when it can
             self.store.wait([REPORTED], timedelta(seconds=2.0 * self.grace))
             return True
@@ -218,8 +218,8 @@ class Watchdog:
         self.end(error, silent, bool(stall.broke))
 
     def _is_over(self) -> bool:
-        """Whether this rank is ending by itself, or waits for the failed rank to end, which may
-        still report its own error or write a checkpoint."""
+        """Whether this rank has stopped or waits for the failed rank: until then it may still
+        report an error of its own or write a checkpoint."""
         call = self.recorder.oldest()
         waits = call is not None and time.monotonic() - call.since > LEAVING
         return waits or self.recorder.broken is not None or self.stopped.is_set()
@@ -232,13 +232,13 @@ class Watchdog:
         self._await(lambda: self.stopped.is_set() or self.recorder.broken is not None, self.grace)
         if self.stopped.is_set():
             return
-        status = self._answer()
-        if status.broke:
-            answers = dict.fromkeys(range(1, self.world), status)
-            self.end(error_of(status, answers, self.world, self.timeout), [], True)
+        mine = self._answer()
+        if mine.broke:
+            answers = dict.fromkeys(range(1, self.world), mine)
+            self.end(error_of(mine, answers, self.world, self.timeout), [], True)
         else:
             message = (
-                f"rank {self.rank}, at {status.location}, has lost the run's store: its launcher"
+                f"rank {self.rank}, at {mine.location}, has lost the run's store: its launcher"
             )
             self.end(failed(f"{message}, or rank 0, has ended"), [], True)
 
