@@ -26,7 +26,7 @@ Layer = int | Literal["first", "last"]  # the number of a block, or an end of th
 
 
 class Box(NamedTuple):
-    """A sub-rectangle of a global tensor: start and size in each dimension."""
+    """A box of a global tensor: its start and size in each dimension."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
