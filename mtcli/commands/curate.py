@@ -208,7 +208,6 @@ def _train_quality(
     text_key: str,
     json_out: str | None,
 ) -> None:
-    """Trains a quality classifier."""
     from mtcli.core.config.errors import wrong
     from mtcli.core.curate.quality import train_quality
     from mtcli.core.runtime.outputs import require_writable

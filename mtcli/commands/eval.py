@@ -200,7 +200,6 @@ def _of_harness(names: str) -> list[str]:
 
 
 def _print_result(result: dict[str, Any], items: str | None, json_out: str | None) -> None:
-    """Prints the result, and the names of the written files."""
     if answer(result, json_out):
         _print_table(result["tasks"])
         echo(f"{result['seconds']:.1f} s", err=True)

@@ -50,7 +50,6 @@ def adamw_reference_(
 def _block(
     addresses, start, numel, numbers, WHOLE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Updates elements start .. start + BLOCK - 1 of a tensor."""
     master_at, m_at, v_at, weight_at, gradient_at = addresses
     scale, one_less_beta1, beta2, one_less_beta2, eps, step, root, factor = numbers
     at = start + tl.arange(0, BLOCK)

@@ -154,7 +154,6 @@ def _totals(table_ptr, chunks_ptr, squares_ptr, totals_ptr, CHUNK: tl.constexpr)
 def _step_block(
     addresses, start, numel, numbers, WHOLE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Takes the step of BLOCK elements."""
     master_at, m_at, v_at, weight_at = addresses
     length, eps, decay = numbers
     at = start + tl.arange(0, BLOCK)

@@ -217,7 +217,6 @@ class Parameter:
         return tuple(axis for axis in axes if axis != "tp")
 
     def _num_shards(self, layout: ParallelLayout) -> list[int]:
-        """The number of shards of each dimension."""
         axes = self.axes(layout)
         left = {axis: layout.size(axis) for axis in axes if axis}
         counts = []

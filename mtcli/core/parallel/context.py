@@ -80,7 +80,7 @@ def in_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _by_rank(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Undoes `in_sequence`."""
+    """The inverse of `in_sequence`."""
     early, late = x.unflatten(dim, (2, axis.size, -1)).unbind(dim)
     return torch.stack([early, late.flip(dim)], dim + 1).flatten(dim, dim + 2)
 

@@ -104,7 +104,6 @@ class Meeting(NamedTuple):
             self._await(lambda: self.store.check(keys), time.monotonic() + PARTING, keys)
 
     def _convene(self, mine: str, end: float) -> tuple[str, str]:
-        """Runs rank 0's side."""
         store, seats, joins = self.store, Counter[str](), self._keys("join")
         self._await(lambda: store.check(joins), end, joins)
         while True:
@@ -139,7 +138,6 @@ class Meeting(NamedTuple):
             return name, verdict
 
     def _follow(self, token: str, end: float) -> tuple[str, str]:
-        """Runs the side of every other rank."""
         joins = self._keys("join")
         for seat in count():
             name = self._value(f"seat/{token}/{seat}", end, joins)

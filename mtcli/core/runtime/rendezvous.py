@@ -182,7 +182,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interface_of(address: str) -> str:
-    """The name of the interface that has an address."""
     name: str
     for name, entries in psutil.net_if_addrs().items():
         if address in {entry.address.partition("%")[0] for entry in entries}:

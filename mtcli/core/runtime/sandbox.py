@@ -82,7 +82,6 @@ class Sandbox:
         return answer
 
     def _reason(self) -> str:
-        """The reason why the process ended."""
         code = self._process.wait()
         if code == -signal.SIGPROF:
             return f"takes over {self._seconds:g} s of processor time"

@@ -171,7 +171,6 @@ def _forward(q_hnd: Tensor, k_hmd: Tensor, v_hmd: Tensor, bias: Tensor, out: Ten
 def _backward(
     grad_hnd: Tensor, saved: Sequence[Tensor], bias: Tensor, gradients: Sequence[Tensor]
 ) -> None:
-    """Writes the gradients of q, k and v to `gradients`."""
     q, k, _, _ = saved
     _gradients(grad_hnd, saved, lambda heads: _softmax(q[heads], k[heads], bias), gradients)
 
