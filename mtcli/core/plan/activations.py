@@ -25,7 +25,8 @@ from mtcli.core.plan.workload import Workload
 from mtcli.kernels.limits import chunk_rows
 
 WIDE = 4  # bytes of a float32
-MARGIN = 0.03  # exceeded by 1 of 10 estimates' errors upwards (benchmarks/bench_estimates.py)
+# 9 of 10 estimates are too high by at most this share (benchmarks/bench_estimates.py).
+MARGIN = 0.03
 
 
 def estimated(work: Workload, device: Device, pp_rank: int) -> RankBytes:

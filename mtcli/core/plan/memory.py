@@ -28,9 +28,7 @@ class InFlight(NamedTuple):
     activations: tuple[int, ...]  # between F and B or I
     waiting: tuple[int, ...]  # between I and W
     gathered: tuple[int, ...]  # 1 where the last op was an F: zero=3 leaves its ends gathered
-    sent: tuple[
-        int, ...
-    ]  # within a W, 1 where an I precedes it, whose gradient is still being sent
+    sent: tuple[int, ...]  # within a W, 1 where the gradient of an earlier I is still being sent
 
 
 class Moments(NamedTuple):
