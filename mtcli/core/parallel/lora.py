@@ -84,7 +84,7 @@ class Adapter(nn.Module):
         drops nothing."""
         if self.settings.drop > 0.0 and numbers is not None:
             rank, ranks = self.site.shard
-            # row n of x has columns on all ranks: each rank draws other numbers
+            # rank r's columns of a row follow those of rank r - 1
             numbers_T = numbers.flatten() * ranks + rank
             x_TD = dropout(x_TD, numbers_T, self.key, self.settings.drop)
         a, b = (self.site.ordered(side) for side in (self.a, self.b))

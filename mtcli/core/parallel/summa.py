@@ -74,9 +74,7 @@ class TensorGrid:
     def _broadcast(self, x: Tensor, dim: int, axis: Axis, role: str) -> Iterator[Tensor]:
         """Yields the panels of a matrix whose `dim` is sharded over `axis`, prefetching the
         next."""
-        if (
-            x.mT.is_contiguous() and not x.is_contiguous()
-        ):  # contiguous panels are sent without a copy
+        if x.mT.is_contiguous() and not x.is_contiguous():  # send panels without a copy
             yield from (panel.mT for panel in self._broadcast(x.mT, 1 - dim, axis, role))
             return
         owned = x.chunk(self.panels // axis.size, dim)

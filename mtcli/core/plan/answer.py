@@ -66,9 +66,7 @@ class PlanAnswer:
     search_title: str = ""
     neighbours: tuple[Neighbour, ...] = ()  # the best layout with one field changed
     tried: int = 0  # layouts of a search that found none to fit
-    enough: Prediction | None = (
-        None  # the fewest devices that hold the model, where the requested ones do not
-    )
+    enough: Prediction | None = None  # on the fewest devices that hold it, where these do not
 
     @property
     def title(self) -> str:

@@ -133,8 +133,8 @@ def _gradients(work: Workload, undisturbed: Pass, device: Device) -> tuple[float
 
 def _chunk_passes(work: Workload) -> int:
     """Chunk passes that data parallel communication overlaps: the backward that completes the
-    gradients of a first chunk, and those after it. By symmetry as many forwards precede the last
-    chunk's.
+    gradients of a first chunk, and those after it. By symmetry as many forwards come before a
+    last chunk needs its weights.
 
     Interleaved micro-batches run in groups of pp through one chunk after another: the last group is
     through with a chunk while the rank's other chunks are still to come (arXiv:2104.04473, figure
