@@ -16,7 +16,7 @@ class UpdateRule:
     """A rule and the tensors of a rank that it updates; ranks without such tensors have it too."""
 
     has_kernels = True
-    """whether kernels of ours update, and multiply gradients by a step's factor"""
+    """whether Triton kernels update, and multiply gradients by a step's factor"""
 
     def __init__(
         self,

@@ -193,8 +193,8 @@ def answer(request: PlanRequest, top: int | None, rehearse: Rehearse = as_estima
     try:
         return _answer(request, top, rehearse)
     except MtcliError as error:  # the rules are those of every command, and name its flag
-        ours = (p._replace(hint=p.hint.replace("(--nproc)", "(--gpus)")) for p in error.problems)
-        raise MtcliError(*ours, code=error.code, hint=error.hint) from None
+        shown = (p._replace(hint=p.hint.replace("(--nproc)", "(--gpus)")) for p in error.problems)
+        raise MtcliError(*shown, code=error.code, hint=error.hint) from None
 
 
 def _answer(request: PlanRequest, top: int | None, rehearse: Rehearse) -> PlanAnswer:
