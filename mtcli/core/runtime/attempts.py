@@ -128,10 +128,8 @@ class Meeting(NamedTuple):
             if answers and not store.check(answers):
                 store.set(f"{name}/verdict", CALLED_OFF)
                 continue
-            launch, number = (
-                store.compare_set("launch", "", mine).decode(),
-                store.add("attempts", 1),
-            )
+            launch = store.compare_set("launch", "", mine).decode()
+            number = store.add("attempts", 1)
             restarted = number > 1 or any(join.restarts for join in members)
             verdict = json.dumps([launch, number, restarted, differing(members)])
             store.set(f"{name}/verdict", verdict)
