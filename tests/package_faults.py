@@ -182,7 +182,7 @@ PACKAGE_FAULTS = [
         "(asked.context, *asked.item.prompts, *asked.item.choices)",
         "core/evaluate/test_items.py::test_an_item_with_another_delimiter_has_another_hash"),
     Fault("off by one: top-p keeps the token that passes p out", "core/inference/generate.py",
-        "before = probabilities.cumsum(0) - probabilities", "before = probabilities.cumsum(0)",
+        "likelier = probabilities.cumsum(0) - probabilities", "likelier = probabilities.cumsum(0)",
         "core/inference/test_generate.py::test_top_k_and_top_p_keep_what_their_definitions_say"),
     Fault("off by one: one token less than the context holds", "core/inference/generate.py",
         "        if position >= limit:", "        if position >= limit - 1:",
@@ -231,8 +231,8 @@ PACKAGE_FAULTS = [
         "core/optim/test_lr_schedule.py::test_the_warm_up_is_a_line_from_zero_that_reaches_the_"
         "peak_at_its_last_step"),
     Fault("not compared: the operator of a reduction", "core/runtime/health/consistency.py",
-        "if own[:5] != theirs[:5]:",
-        "if (*own[:3], own.location) != (*theirs[:3], theirs.location):",
+        "if mine[:5] != theirs[:5]:",
+        "if (*mine[:3], mine.location) != (*theirs[:3], theirs.location):",
         "core/runtime/health/test_consistency.py::test_both_ranks_are_told_both_calls_before_"
         "they_hang"),
     Fault("wrong rank named: one that has come and gone on", "core/runtime/health/watchdog.py",
@@ -247,7 +247,7 @@ PACKAGE_FAULTS = [
         "and_messages_by_pair"),
     Fault("wrong way: a rotation gives to the rank before",
         "core/parallel/transport/shared_memory.py",
-        "before = (self.rank - 1) % self.size", "before = (self.rank + 1) % self.size",
+        "previous_rank = (self.rank - 1)", "previous_rank = (self.rank + 1)",
         "core/parallel/transport/test_shared_memory.py::test_collectives_give_what_is_written_"
         "out_by_hand"),
     Fault("swapped: sum and maximum of large all-reduces",
@@ -374,13 +374,13 @@ PACKAGE_FAULTS = [
         "core/sync/test_bucketed_gradients.py::test_one_rank_adds_up_micro_batches_alone"),
     Fault("moved first: EASGD's centre by the workers that have moved", "core/sync/easgd.py",
         "        mean = all_reduce(flatten(self.masters), self.replicas) / self.replicas.size\n    "
-        "    move_(self.masters, before, pull)\n",
-        "        move_(self.masters, before, pull)\n        mean = all_reduce(flatten("
+        "    move_(self.masters, previous_centre, pull)\n",
+        "        move_(self.masters, previous_centre, pull)\n        mean = all_reduce(flatten("
         "self.masters), self.replicas) / self.replicas.size\n",
         "core/sync/test_pulls_on_functions.py::test_workers_are_pulled_as_written_out"),
     Fault("wrong weight: a neighbour's message by the order of arrival", "core/sync/mixing.py",
-        "zip(sorted(row.keys() - {own}), self.received, strict=True)",
-        "zip(sorted(row.keys() - {own}, reverse=True), self.received, strict=True)",
+        "zip(sorted(row.keys() - {rank}), self.received, strict=True)",
+        "zip(sorted(row.keys() - {rank}, reverse=True), self.received, strict=True)",
         "core/sync/test_mixing.py::test_each_rank_has_its_row_of_the_matrix_s_product"),
     Fault("off by one: replicas meet a step late", "core/training/rounds.py",
         "(step // period * period + period for period in periods if period)",

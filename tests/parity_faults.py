@@ -41,7 +41,7 @@ def facts(row):
 # fmt: off
 FAULTS = [
     Fault("wrong group: tp sums over the data axis", "parallel/groups.py",
-        "{name: _groups(layout, own) for name, own in AXES.items()}",
+        "{name: _groups(layout, names) for name, names in AXES.items()}",
         '{n: _groups(layout, ("dp",) if n == "tp" else own) for n, own in AXES.items()}',
         lambda f: f.p.tp == f.dp > 1),
     Fault("wrong group: experts' gradients over the attention grid", "mesh/sharding.py",
@@ -149,7 +149,7 @@ FAULTS = [
         "return self.table[name].is_primary(*where)",
         lambda f: f.p.pp > 1 and f.m.tie_embeddings),
     Fault("missing reduction: LAMB's norms of a rank's own parts", "parallel/ownership.py",
-        "return all_reduce(every, self.replica, op)", "return every",
+        "return all_reduce(model_sums, self.replica, op)", "return model_sums",
         lambda f: f.lamb and (f.p.tp * f.p.ep * f.p.etp > 1 or f.dp > 1 and f.p.zero)),
     Fault("wrong hop: every tp rank sends the first part", "parallel/pipeline.py",
         "part = flat[self.tp.rank * size : (self.tp.rank + 1) * size]", "part = flat[:size]",
@@ -222,8 +222,8 @@ FAULTS = [
         "limit = self._room(copies_b // self.build.groups.cp.size).ceil()",
         lambda f: f.m.capacity_factor > 0 and f.p.cp > 1),
     Fault("wrong scope: a sequence's balance over its whole micro-batch", "model/router.py",
-        'self._balance(each[0], each[1], "sequence")',
-        'self._balance(*(x.sum(0, keepdim=True) for x in each), "sequence")',
+        'self._balance(sequence_sums[0], sequence_sums[1], "sequence")',
+        'self._balance(*(x.sum(0, keepdim=True) for x in sequence_sums), "sequence")',
         lambda f: f.m.sequence_aux_loss_coeff > 0 and f.b.micro_batch_size > 1),
     Fault("wrong slice: the padding of another tp rank's tokens", "model/router.py",
         "real_T = ~self.build.my_tokens(inputs.padding.flatten())",

@@ -307,6 +307,79 @@ def test_a_name_is_split_into_its_words():
     assert words_of("give_back") == "give back"
 
 
+# As the name of a value they say nothing and cannot be searched for; `kept_rows` can.
+FUNCTION_WORDS = {
+    *("told", "own", "of", "there", "here", "beside", "about", "each", "every", "before"),
+    *("others", "rest", "known", "wanted", "made", "kept"),
+}
+
+
+def variables(nodes):
+    """(line, name) of what is bound to a value: arguments, locals, loop variables and the like.
+
+    Fields of classes are none of them: an object's name comes before theirs.
+    """
+    fields = {
+        id(name)
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
+        for part in node.body
+        if isinstance(part, ast.Assign | ast.AnnAssign)
+        for target in getattr(part, "targets", None) or [part.target]
+        for name in ast.walk(target)
+    }
+    for node in nodes:
+        if isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            if id(node) not in fields:
+                yield node.lineno, node.id
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.lineno, node.name
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            yield node.lineno, node.rest
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.lineno, node.asname
+
+
+def test_no_variable_is_a_function_word():
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in SOURCES
+        for line, name in variables(nodes(path))
+        if name.strip("_") in FUNCTION_WORDS
+    ]
+    assert found == []
+
+
+def test_every_kind_of_variable_is_looked_at():
+    source = """
+class A:
+    field: int
+    other_field = 1
+    def f(self, argument, *more, only=lambda x: x, **options):
+        local, (inner, *starred) = argument
+        with open(argument) as opened, (yield): typed: int = 0
+        for loop in [comprehended for comprehended in more if (walrus := 1)]: pass
+        try: import a as alias
+        except ValueError as caught: pass
+        match only:
+            case {"a": _, **rest}: pass
+            case [1, *stars] as whole: pass
+"""
+    assert {name for _, name in variables(list(ast.walk(ast.parse(source))))} == {
+        *("self", "argument", "more", "only", "x", "options", "local", "inner", "starred"),
+        *("opened", "typed", "loop", "comprehended", "walrus", "alias", "caught"),
+        *("rest", "stars", "whole"),
+    }
+
+
+def test_the_contributing_page_lists_the_function_words():
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    rule = page[page.index("3. No local, ") :].partition(" is fine")[0]
+    assert {*re.findall(r"`(\w+)`", rule)} == FUNCTION_WORDS | {"kept_rows"}
+
+
 def test_test_files_have_distinct_names():
     folders = (ROOT / "tests", ROOT / "fused/tests")
     names = Counter(path.name for folder in folders for path in folder.rglob("test_*.py"))

@@ -1,1 +1,1 @@
-"""One thin file per subcommand: parse, one call into core, print."""
+"""One thin file per subcommand: parses flags, calls core, prints the answer."""

@@ -176,7 +176,7 @@ def curate(
 
 
 def _check_engine(engine: str, address: str | None, workers: int | None) -> None:
-    """Raises MtcliError for flags that do not go together."""
+    """Raises MtcliError for flags that exclude each other."""
     from mtcli.core.config.errors import wrong
 
     if address and engine != "ray":
@@ -208,7 +208,6 @@ def _train_quality(
     text_key: str,
     json_out: str | None,
 ) -> None:
-    """Trains a quality classifier."""
     from mtcli.core.config.errors import wrong
     from mtcli.core.curate.quality import train_quality
     from mtcli.core.runtime.outputs import require_writable
@@ -237,7 +236,7 @@ def _told(name: str, value: Any) -> str:
 
 
 def _show(report: dict[str, Any], output: Path) -> None:
-    """Prints a table of stages; last the name of what was written."""
+    """Prints a table of stages, then the name of the written folder."""
     from mtcli.core.runtime.console import print_table
 
     rows = []

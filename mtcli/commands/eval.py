@@ -1,4 +1,4 @@
-"""`mtcli eval`: how good is this checkpoint? Our tasks and lm-eval's, on any layout."""
+"""`mtcli eval`: how good is this checkpoint? Tasks of mtcli and of lm-eval, on any layout."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -195,12 +195,11 @@ def eval(
 
 
 def _of_harness(names: str) -> list[str]:
-    """Names the tasks of lm-evaluation-harness as --task does."""
+    """The names of tasks of lm-evaluation-harness, as --task takes them."""
     return [f"lm_eval:{name}" for name in names.split(",") if name]
 
 
 def _print_result(result: dict[str, Any], items: str | None, json_out: str | None) -> None:
-    """Prints the result, and names the files that were written."""
     if answer(result, json_out):
         _print_table(result["tasks"])
         echo(f"{result['seconds']:.1f} s", err=True)
@@ -208,7 +207,7 @@ def _print_result(result: dict[str, Any], items: str | None, json_out: str | Non
 
 
 def _compare(a: str, b: str, json_out: str | None) -> None:
-    """Prints who of two results is better at each task, and whether that is known."""
+    """Prints which of two results is better at each task, and whether significantly."""
     from mtcli.core.evaluate.comparison import compare_files
     from mtcli.core.runtime.console import print_table
 

@@ -102,7 +102,7 @@ def generate(
 
 
 def _require_text(texts: list[str], flag: str) -> None:
-    """Raises MtcliError for command-line bytes that are no text: halves of surrogate pairs."""
+    """Raises MtcliError for command-line bytes that are no text (lone surrogates)."""
     for text in texts:
         try:
             text.encode()
@@ -112,7 +112,7 @@ def _require_text(texts: list[str], flag: str) -> None:
 
 
 def _require_draws(context: typer.Context, temperature: float) -> None:
-    """Raises MtcliError for flags of the draws where the likeliest token is taken."""
+    """Raises MtcliError for sampling flags where the temperature is 0, which is greedy."""
     given = given_flags(context, ("top_k", "top_p", "seed")) if temperature == 0.0 else []
     if given:
         what = "temperature=0 takes the likeliest token and draws none"

@@ -1,8 +1,7 @@
-"""Defines flags that several commands share, so that the same flag means the same everywhere.
+"""Defines flags that several commands share, so that a flag means the same everywhere.
 
-A command's signature reads `config: ConfigFile, overrides: Overrides, nproc: Nproc = 1,
-device: ComputeDevice = "auto", json_out: JsonOut = None`; `overrides` brings its own default, an
-empty list.
+A command's signature reads `config: ConfigFile, overrides: Overrides, nproc: Nproc = 1, device:
+ComputeDevice = "auto", json_out: JsonOut = None`; `overrides` has its own default, an empty list.
 """
 
 from collections.abc import Iterable
@@ -101,8 +100,8 @@ Force = Annotated[bool, typer.Option("--force", help="replace outputs that exist
 
 
 def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:
-    """The flags, or the metavar of an argument, of the parameters among `names` that the command
-    line gives: what a command refuses where they have no use."""
+    """The flags (or the metavar of an argument) on the command line, of the parameters among
+    `names`."""
     words = {
         p.name: p.opts[0] if p.opts[0] != p.name else p.metavar for p in context.command.params
     }
@@ -111,10 +110,10 @@ def given_flags(context: typer.Context, names: Iterable[str]) -> list[str]:
 
 
 def config_problems(params: Iterable[Any], given: dict[str, Any]) -> "list[Problem]":
-    """Lists the problems of the config on a command line whose flags are wrong, to report both.
+    """The problems of a command line's config, to report together with those of its flags.
 
-    The number of ranks may be one of those flags, so the config is checked on the fewest ranks that
-    its layout needs.
+    The number of ranks may be a wrong flag, so the config is checked on the fewest ranks that its
+    layout needs.
     """
     source = given.get("config")
     if source is None or "overrides" not in {param.name for param in params}:
@@ -126,14 +125,14 @@ def config_problems(params: Iterable[Any], given: dict[str, Any]) -> "list[Probl
 
     try:
         table = source_of(source, given.get("init"), given.get("base"))
-        config, known = read_config(table, given.get("overrides") or ())
+        config, found = read_config(table, given.get("overrides") or ())
     except MtcliError as error:
         return list(error.problems)
-    return [*known, *(problems(config, config.parallel.smallest_world) if config else [])]
+    return [*found, *(problems(config, config.parallel.smallest_world) if config else [])]
 
 
 def refuse_flags(context: typer.Context, names: Iterable[str], why: str) -> None:
-    """Raises MtcliError for each of the parameters among `names` that the command line gives."""
+    """Raises MtcliError for each of the parameters among `names` that is on the command line."""
     from mtcli.core.config.errors import MtcliError, Problem
 
     if flags := given_flags(context, names):

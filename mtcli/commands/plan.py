@@ -1,4 +1,4 @@
-"""`mtcli plan`: what would this run cost? Needs no GPU; torch runs in processes beside this one."""
+"""`mtcli plan`: what would this run cost? Needs no GPU; torch is imported in subprocesses alone."""
 
 import os
 from typing import TYPE_CHECKING, Annotated
@@ -120,8 +120,8 @@ def plan(
         source = source_of(_source(config, rank, dry_run), base=base)
         sizes = {"batch.global_batch_size": global_batch, "batch.seq_len": seq}
         overrides = with_vocabulary(source, overrides)
-        wanted = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
-        asked = read_request(source, wanted, fixed, gpus, device, not no_calibrate)
+        requested = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
+        asked = read_request(source, requested, fixed, gpus, device, not no_calibrate)
         planned = answer(asked, top, rehearsed)
     counted = None
     if dry_run:
@@ -143,7 +143,8 @@ def plan(
 
 
 def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
-    """Chooses what to plan. Raises MtcliError where that, or what a flag is for, is missing."""
+    """The config or preset to plan. Raises MtcliError where it, or a flag that another needs, is
+    missing."""
     from mtcli.core.config.errors import MtcliError, Problem
 
     problems = []
@@ -160,7 +161,7 @@ def _source(config: str | None, rank: int | None, dry_run: bool) -> str:
 
 
 def _require_outputs(plot: str | None, output: str | None) -> None:
-    """Raises MtcliError, before anything is measured, where a file could not be written after."""
+    """Raises MtcliError, ahead of any measurement, where an output file could not be written."""
     from mtcli.core.runtime.outputs import require_picture, require_writable
 
     if plot:
@@ -170,7 +171,7 @@ def _require_outputs(plot: str | None, output: str | None) -> None:
 
 
 def _require_alone(given: list[str]) -> None:
-    """Raises MtcliError where --presets, which plans nothing, stands beside flags of a plan."""
+    """Raises MtcliError for flags of a plan together with --presets, which plans nothing."""
     from mtcli.core.config.errors import wrong
 
     if given:

@@ -104,7 +104,7 @@ def preprocess(
 
 
 def _show(report: dict[str, Any]) -> None:
-    """Prints the report as a table; last the names of what was written."""
+    """Prints the report as a table, then the names of the written files."""
     counts = ("documents", "tokens", "text_bytes", "empty_documents", "eod_in_text")
     rows = {name: f"{report[name]:,}" for name in counts}
     rows |= {"sentences": f"{report['sentences']:,}"} if report["sentences"] is not None else {}

@@ -1,4 +1,4 @@
-"""`mtcli profile`: where does a step's time and memory go, beside what was planned?"""
+"""`mtcli profile`: where do a step's time and memory go, compared with the plan?"""
 
 import os
 import sys
@@ -94,7 +94,7 @@ def profile(
 
 
 def _require_no_steps(context: typer.Context, run: str) -> None:
-    """Raises MtcliError where a flag says how to take steps, beside a run that is only read."""
+    """Raises MtcliError for flags of measured steps together with a finished run's folder."""
     from mtcli.core.config.errors import MtcliError, Problem
 
     if flags := given_flags(context, OF_STEPS):
@@ -104,7 +104,7 @@ def _require_no_steps(context: typer.Context, run: str) -> None:
 
 
 def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
-    """Words what is about to be done, in numbers."""
+    """A line, with numbers, on what the command is about to do."""
     from mtcli.core.plan.memory import state_bytes
     from mtcli.core.plan.workload import Workload
 
@@ -120,7 +120,7 @@ def _purpose(config: "RunConfig", world: int, warmup: int, steps: int) -> str:
 
 
 def _require_outputs(trace: str | None, report: str | None, plot: str | None) -> None:
-    """Raises MtcliError, before any step is run, where a file could not be written after it."""
+    """Raises MtcliError, ahead of any step, where an output file could not be written."""
     from mtcli.core.runtime.outputs import require_extra, require_picture, require_writable
 
     if trace:
@@ -135,7 +135,7 @@ def _require_outputs(trace: str | None, report: str | None, plot: str | None) ->
 def _show_profile(
     figures: "Profile", report: str | None, plot: str | None, json_out: str | None
 ) -> None:
-    """Shows what was measured before it asks what is planned, for which a CPU may be calibrated."""
+    """Prints the measured figures, then computes the plan, for which a CPU may be calibrated."""
     from mtcli.core.profile.render.text import show_measured, show_planned
 
     if json_out != "-":

@@ -1,4 +1,4 @@
-"""Starts the ranks of the commands that compute: once, on every launcher."""
+"""Starts the ranks of commands that compute, under any launcher."""
 
 import os
 import sys
@@ -19,9 +19,9 @@ FORWARD = ("model.", "parallel.", "train.", "batch.micro_batch_size")
 
 
 def num_ranks(nproc: int) -> int:
-    """The world size by the launcher, else --nproc.
+    """The world size: that of the launcher, else --nproc.
 
-    Raises MtcliError where a launcher that is not ours has set one, and --nproc another.
+    Raises MtcliError where another launcher has set one and --nproc differs.
     """
     from mtcli.core.runtime.launch import environment_world
     from mtcli.core.runtime.worker_errors import LAUNCHED
@@ -42,10 +42,11 @@ def run_ranks(
     max_restarts: int = 0,
     goes_on: "GoesOn | None" = None,
 ) -> Result | None:
-    """Runs `work(runtime)` and returns this rank's result. Where no launcher has started this
-    process, runs the same command line in `nproc` workers, and returns None when they are done.
+    """Runs `work(runtime)` and returns this rank's result. In a process without a launcher, runs
+    the same command line in `nproc` workers and returns None when they are done.
 
-    `goes_on` gives the hint after a fault of a rank: to run it again, where nothing is saved."""
+    `goes_on` returns the hint after a rank's fault; by default to run the command again.
+    """
     from mtcli.core.runtime.launch import bring_up, environment_world, launch
     from mtcli.core.runtime.worker_errors import again
 
@@ -65,11 +66,12 @@ def require_model(
     encoders: bool = False,
     base: str | None = None,
 ) -> "ModelConfig | None":
-    """A checkpoint's model, where the path tells. Its adapters' weights may have moved to `base`.
+    """A checkpoint's model, if the path tells it. `base` is the new folder of weights under
+    adapters.
 
-    Raises MtcliError, before torch is imported, where a path holds no checkpoint, or one whose
-    model `world` ranks cannot open with these overrides; a model that predicts no next token is
-    refused but for `encoders`, and so are sections of the config that no forward pass reads.
+    Raises MtcliError, before torch is imported, where a path has no checkpoint, or one whose model
+    `world` ranks cannot open with these overrides; for a model that predicts no next token, unless
+    `encoders`; and for config sections that no forward pass reads.
     """
     from mtcli.core.checkpoint.folder import find_checkpoints, model_of
     from mtcli.core.config.errors import MtcliError

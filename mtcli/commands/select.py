@@ -151,7 +151,7 @@ def select(
 
 
 def _console(quiet: bool) -> "tuple[Callable[[str], None], Bar]":
-    """(says a line, opens a bar), on stderr."""
+    """(a function that prints a line, a function that opens a progress bar), on stderr."""
 
     def say(line: str) -> None:
         if not quiet:
@@ -168,7 +168,7 @@ def _console(quiet: bool) -> "tuple[Callable[[str], None], Bar]":
 
 
 def _facts(subset: "Subset") -> dict[str, str]:
-    """Lists the facts of a subset that a table shows, by name."""
+    """The facts of a subset for a table, by name."""
     size, total = len(subset.indices), subset.num_candidates
     rows = {"sequences": f"{size:,} of {total:,}, of {subset.seq_len:,} tokens each"}
     rows["chosen_by"] = subset.method + (f", {subset.proxy}" if subset.proxy else "")
@@ -180,8 +180,10 @@ def _facts(subset: "Subset") -> dict[str, str]:
     )
     for name, value, random in compared:
         if value is not None and random is not None:
-            beside = "" if subset.method == "random" else f"; of as many random ones {random:,.4g}"
-            rows[name] = f"{value:,.4g}{beside}"
+            baseline = (
+                "" if subset.method == "random" else f"; of as many random ones {random:,.4g}"
+            )
+            rows[name] = f"{value:,.4g}{baseline}"
     weights = subset.weights
     rows["weights"] = f"{min(weights):,.4g} to {max(weights):,.4g}, {sum(weights):,.4g} in all"
     return rows

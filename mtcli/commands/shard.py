@@ -1,4 +1,5 @@
-"""`mtcli shard`: convert, reshard, inspect and compare checkpoints, on CPU, in bounded memory."""
+"""`mtcli shard`: converts, reshards, inspects and compares checkpoints, on CPU, in bounded
+memory."""
 
 import re
 from functools import partial
@@ -109,9 +110,9 @@ def shard(
         lambda: _verb(words, context),
         lambda: find_checkpoints(_read(words), base),
     )
-    wanted = to or ("mtcli" if upcycle else None)
+    target_format = to or ("mtcli" if upcycle else None)
     if verb == "convert":
-        chosen = _target(sources[0], wanted, layout, max_shard_size)
+        chosen = _target(sources[0], target_format, layout, max_shard_size)
         require_free(Path(words[1]), force)
     from mtcli.core.checkpoint.opening import open_folder
     from mtcli.core.checkpoint.resharding import DTYPES
@@ -135,7 +136,7 @@ def shard(
 
 
 def _require_adapters(source: "Checkpoint", to: str, merge: bool) -> None:
-    """Raises MtcliError where adapters are left alone, or merged, and there are none to."""
+    """Raises MtcliError where --merge-lora and --to peft do not fit the source's adapters."""
     has = source.adapters
     if has and to != "peft" and not merge:
         message = f"{source.folder} holds adapters of {has.base.folder}, no model"
@@ -166,12 +167,12 @@ def _model(config: str | None, overrides: list[str]) -> "ModelConfig | None":
 
 
 def _read(words: list[str]) -> list[str]:
-    """The checkpoints among the words that are there before."""
+    """The words that name checkpoints to read."""
     return words[1:] if words[0] in COUNTS else words[:1]
 
 
 def _verb(words: list[str], context: typer.Context) -> str:
-    """Chooses what to do: convert, or `inspect` or `verify`, for which no flag says how."""
+    """What to do: convert, or `inspect` or `verify`, which no flag selects."""
     verb = words[0] if words[0] in COUNTS else "convert"
     if flags := given_flags(context, REFUSED[verb]):
         raise MtcliError(*(Problem(f"{f} with {verb}", "it goes with SRC DST") for f in flags))
@@ -211,7 +212,7 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
 
 
 def _adapters(adapters: dict[str, Any] | None) -> str:
-    """Words the adapters' number, scale, layers and base in a line."""
+    """The adapters' number, scale, layers and base in one line."""
     if adapters is None:
         return "none"
     sizes = f"{adapters['parameters']:,} of rank {adapters['rank']}, alpha {adapters['alpha']:g}"
@@ -219,7 +220,7 @@ def _adapters(adapters: dict[str, Any] | None) -> str:
 
 
 def _shape(model: dict[str, Any]) -> str:
-    """Words a model's sizes in a line."""
+    """A model's sizes in one line."""
     heads = f"{model['num_heads']} heads ({model['num_kv_heads']} of keys) of {model['head_dim']}"
     sizes = f"{model['num_layers']} layers of {model['hidden_size']}, {heads}"
     sizes += f", vocabulary {model['vocab_size']:,}"
@@ -245,10 +246,10 @@ def _announcement(source: "Checkpoint", target: Path, plan: "ConversionPlan", la
     from mtcli.core.convert.shard import left_out, replicas_kept
     from mtcli.core.mesh.parameters import count_active, count_parameters
 
-    before = describe(source)
-    line = f"{before['path']}: {before['format']}, {before['parameters']:,} parameters, "
-    step = "" if before["step"] is None else f", step {before['step']:,}"
-    line += f"{before['bytes']:,} bytes{step}; writing {plan.to} to {target}"
+    facts = describe(source)
+    line = f"{facts['path']}: {facts['format']}, {facts['parameters']:,} parameters, "
+    step = "" if facts["step"] is None else f", step {facts['step']:,}"
+    line += f"{facts['bytes']:,} bytes{step}; writing {plan.to} to {target}"
     line += f", {layout}" if layout else ""
     if replicas_kept(source, plan).averages:
         line += f"; {source.averaging}"

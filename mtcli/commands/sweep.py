@@ -1,4 +1,4 @@
-"""`mtcli sweep`: many models of one shape, trained as arrays on one device or over dp ranks."""
+"""`mtcli sweep`: trains many models of one shape as arrays, on one device or over dp ranks."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -146,7 +146,7 @@ def sweep(
 
 
 def _report(sweep: "Sweep", json_out: str | None) -> None:
-    """Prints the table, draws the picture, and names what was written."""
+    """Prints the table, draws the picture, and prints the names of the written files."""
     from mtcli.core.runtime.console import print_table
     from mtcli.core.sweep import board, record
 
@@ -159,7 +159,8 @@ def _report(sweep: "Sweep", json_out: str | None) -> None:
 
 
 def _draw(sweep: "Sweep") -> str | None:
-    """The picture's path; None where matplotlib is not installed, which is said."""
+    """Draws the picture and returns its path; None, with a line that says so, without
+    matplotlib."""
     from importlib.util import find_spec
 
     from mtcli.core.sweep import picture

@@ -1,4 +1,4 @@
-"""`mtcli train`: pre-train or fine-tune, on one process or on every rank of a launcher."""
+"""`mtcli train`: pre-trains or fine-tunes, on one process or on every rank of a launcher."""
 
 import json
 from functools import partial
@@ -71,8 +71,8 @@ def train(
 
     require_srun(nproc)
     overrides = [*overrides, "data.skip_bad=true"] if skip_bad else overrides
-    own = _own_folder(config) if resume or start_over else []
-    overrides = [*own, *overrides]
+    folder_overrides = _own_folder(config) if resume or start_over else []
+    overrides = [*folder_overrides, *overrides]
     source = source_of(config, init, base)
     overrides = with_vocabulary(source, overrides)
     again = times_restarted() > 0
@@ -95,15 +95,15 @@ def train(
 
 
 def _reselect(run: "RunConfig", runtime: "Runtime") -> "Reselect":
-    """Imports selection, which opens checkpoints as models: of runs that select again alone."""
+    """Imports selection, which opens checkpoints as models, for runs that select again alone."""
     from mtcli.core.select.reselect import select_again
 
     return partial(select_again, run, runtime)
 
 
 def _own_folder(config: str | None) -> list[str]:
-    """Overrides by which a run goes on in the folder that is CONFIG: one that was moved, or was
-    named from another working directory, has another path in its config.toml."""
+    """Overrides that set the run's folder to CONFIG, if that is a run folder: one that was moved,
+    or named from another working directory, has another path in its config.toml."""
     from mtcli.core.training.run_folder import holds_run
 
     if config is None or not isdir(config) or not holds_run(Path(config)):
@@ -112,7 +112,7 @@ def _own_folder(config: str | None) -> list[str]:
 
 
 def _planned(source: "str | Table", overrides: list[str], world: int) -> "RunConfig":
-    """The config of a run, with the steps of its epochs where the data says how many these are."""
+    """The config of a run, with the steps of its epochs, where the data tells their number."""
     from mtcli.core.checkpoint.fine_tuning import starting_tokenizer
     from mtcli.core.config.rules import load_checked
 
@@ -125,7 +125,7 @@ def _planned(source: "str | Table", overrides: list[str], world: int) -> "RunCon
 
 
 def _require_start(source: "str | Table", overrides: list[str], resume: bool, anew: bool) -> None:
-    """Raises MtcliError with all that is wrong with a run's data, folder and first weights."""
+    """Raises MtcliError with all problems of a run's data, folder and initial weights."""
     from mtcli.core.checkpoint.fine_tuning import require_weights
     from mtcli.core.config.errors import collect_errors
     from mtcli.core.config.loading import read_config

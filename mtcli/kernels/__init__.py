@@ -1,1 +1,2 @@
-"""GPU kernels, a file per operation: its reference in plain torch, Triton kernels, wrapper."""
+"""GPU kernels, one file per operation: a reference in plain torch, Triton kernels, and a wrapper
+that chooses."""

@@ -1,4 +1,5 @@
-"""Activations of MLPs and experts by their names in the config, with backwards that recompute."""
+"""Activations of MLPs and experts by their config names, with backwards that recompute the
+output."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +16,8 @@ from mtcli.kernels.swiglu import swiglu, swiglu_backward_
 class Activation(NamedTuple):
     """y = f(x + bias), row by row; SwiGLU takes no bias.
 
-    `backward_(gradient of y, x, bias)` returns the gradients of x and bias, and y recomputed, for
-    the weight's gradient in the layer after it; it may overwrite the gradient of y.
+    `backward_(gradient of y, x, bias)` returns (gradient of x, gradient of bias, y recomputed, for
+    the weight's gradient of the next layer); it may overwrite the gradient of y.
     """
 
     forward: Callable[[Tensor, Tensor | None], Tensor]
@@ -38,10 +39,10 @@ ACTIVATIONS = {
 
 
 class ActivatedLinear(torch.autograd.Function):
-    """activation(x + bias) weight^T, which saves x alone.
+    """activation(x + bias) weight^T, which saves x alone for backward.
 
-    x [T, F], of SwiGLU [T, 2F], weight [D, F] -> [T, D]. The activation is recomputed for the
-    weight's gradient, with its own gradient.
+    x [T, F] ([T, 2F] for SwiGLU), weight [D, F] -> [T, D]. One kernel recomputes the activation for
+    the weight's gradient and computes the activation's gradient.
     """
 
     @staticmethod
@@ -54,14 +55,14 @@ class ActivatedLinear(torch.autograd.Function):
         gemms: LinearGemms,
         defer: DeferGradient | None = None,
     ) -> Tensor:
-        """Returns the layer's output, without a bias of its own."""
+        """Returns the layer's output, without an output bias."""
         ctx.save_for_backward(x, bias, weight)
         ctx.activation, ctx.gemms, ctx.defer = activation, gemms, defer
         return gemms.forward(activation.forward(x, bias), weight, None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of x, bias and, where it is wanted, weight."""
+        """The gradients of x, bias and, if it is trained, weight."""
         x, bias, weight = ctx.saved_tensors
         of_y = ctx.gemms.dgrad(grad, weight)
         of_x, of_bias, y = ctx.activation.backward_(of_y, x, bias)

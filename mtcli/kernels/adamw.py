@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) over all parameters in one launch, with the rounding to 16 bits."""
+"""AdamW (arXiv:1711.05101) of all parameters in one launch, including the rounding to 16 bits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def adamw_reference_(
 def _block(
     addresses, start, numel, numbers, WHOLE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Updates elements start .. start + BLOCK - 1 of a tensor."""
     master_at, m_at, v_at, weight_at, gradient_at = addresses
     scale, one_less_beta1, beta2, one_less_beta2, eps, step, root, factor = numbers
     at = start + tl.arange(0, BLOCK)
@@ -73,7 +72,7 @@ def _adamw(
     one_less_beta2, eps, step, root, factor, ROUNDS: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Updates one chunk of a tensor; the arguments `_like` give dtypes alone.
+    """Updates one chunk of a tensor; the arguments `_like` only give dtypes.
 
     step is lr / (1 - beta1^t), root (1 - beta2^t)^-0.5.
     """
@@ -102,9 +101,9 @@ def adamw_(
     gradients: Sequence[Tensor],
     update: OptimizerStep,
 ) -> None:
-    """`adamw_reference_` in one launch; `table` is of the tensors.
+    """`adamw_reference_` in one launch; `table` holds the addresses of `tensors`.
 
-    Bytes moved per element: 24 of masters and moments, the gradient, and the weight if it is not
+    Bytes moved per element: 24 for masters and moments, the gradient, and the weight if it is not
     its own master.
     """
     point_at_gradients_(table, gradients)
@@ -121,7 +120,8 @@ def adamw_(
     " Tensor gradient, float[] numbers) -> ()"
 )
 def _adamw_op(host, table, chunks, master, weight, gradient, numbers):
-    """Takes the first of each role alone: to look at thousands takes longer than the launch."""
+    """Takes one tensor per role: passing thousands through the dispatcher takes longer than the
+    launch."""
     assert host[0, FIRST] == master.data_ptr(), "the table is of these tensors"
     flags = {"ROUNDS": weight.dtype != torch.float32, "CHUNK": CHUNK}
     _adamw[(len(chunks),)](table, chunks, weight, gradient, *numbers, **flags)

@@ -1,4 +1,4 @@
-"""Compiles kernels ahead of time, for a GPU that this machine need not have."""
+"""Compiles kernels ahead of time, for GPUs that need not be in this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from mtcli.kernels.triton_launch import Compilation, CompileOnly, launch_mode
 def compiled_for(
     backend: str, arch: int, warp_size: int, *, default_only: bool = False
 ) -> Iterator[list[Compilation]]:
-    """Inside, launches on CPU tensors only compile: each kernel's default config, or all of them.
+    """Inside, launches on CPU tensors compile and do not run: every config, or each kernel's
+    default.
 
-    Nothing runs, so results are uninitialised memory. Yields a list that fills with what was
-    compiled, and with what could not be.
+    Results are uninitialised memory. Yields a list to which compilations and their errors are
+    appended.
     """
     driver.set_active(OfflineDriver(backend, arch, warp_size))
     mode = CompileOnly(default_only)
@@ -28,36 +29,36 @@ def compiled_for(
 
 
 class OfflineDriver(DriverBase):
-    """Answers what Triton asks a driver before it compiles; a launch would need more."""
+    """A Triton driver that answers what compiling asks; it cannot launch."""
 
     def __init__(self, backend: str, arch: int, warp_size: int) -> None:
         self.target = GPUTarget(backend, arch, warp_size)
 
     @classmethod
     def is_active(cls) -> bool:
-        """True: it was chosen by name."""
+        """Returns True."""
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        """The type itself: no launcher is built."""
+        """Returns the type unchanged, as no launcher is built."""
         return ty
 
     def get_current_target(self) -> GPUTarget:
-        """The GPU compiled for."""
+        """The GPU to compile for."""
         return self.target
 
     def get_active_torch_device(self) -> str:
-        """The device of tensors that a benchmark would make."""
+        """The device of a benchmark's tensors."""
         return "cpu"
 
     def get_benchmarker(self) -> None:
-        """None: nothing can be timed."""
+        """Returns None: nothing can be timed."""
         return None
 
     def get_current_device(self) -> int:
-        """The architecture, as Triton keeps compiled kernels by device number."""
+        """The architecture, as Triton caches compiled kernels by device number."""
         return int(self.target.arch)
 
     def get_current_stream(self, device: int) -> int:
-        """The only stream."""
+        """Returns the only stream."""
         return 0

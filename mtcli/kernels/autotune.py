@@ -1,10 +1,9 @@
 """The autotune table: the fastest config of each kernel, and the fastest backend of an operation.
 
-Configs are timed under `autotuning()` alone, never while a model trains: ranks that timed for
-themselves could choose differently, and sums in another order differ in their last bits. Results
-are kept per device, kernel, dtype and sizes (rounded up to powers of two), in the user's cache
-folder and, for devices that have been measured, in choices.json beside this file. Without an entry
-a kernel launches its default config.
+Configs are timed inside `autotuning()` alone, never in training: ranks could measure different
+winners, and another order of a sum changes its last bits. Entries are by device, kernel, dtype and
+sizes (rounded up to powers of two), in the user's cache folder and, for devices that were measured,
+in choices.json in this folder. Without an entry a kernel uses its default config.
 """
 
 from __future__ import annotations
@@ -37,36 +36,38 @@ def best_config(
     configs: Sequence[LaunchConfig],
     launch: Callable[[LaunchConfig], object],
 ) -> LaunchConfig | None:
-    """The config measured to be fastest for x's dtype and about these sizes, if any was."""
+    """The config measured to be fastest for x's dtype and sizes like these; None without a
+    measurement."""
     bucket = bucket_of(x.dtype, sizes)
     table = _timing[-1] if _timing else None
     if table is not None and bucket not in table.setdefault(kernel, {}):
         table[kernel][bucket] = dict(min(configs, key=lambda config: _milliseconds(launch, config)))
-    known = _measured(x.device) if table is None else table
-    best = known.get(kernel, {}).get(bucket)
+    measured = _measured(x.device) if table is None else table
+    best = measured.get(kernel, {}).get(bucket)
     return best if best in configs else None
 
 
 def fastest_backend(op: str, x: Tensor, sizes: Sequence[int]) -> str | None:
-    """The backend measured to be fastest on x's device ("mtcli": our kernel), if any was."""
+    """The backend measured to be fastest on x's device ("mtcli" is the Triton kernel), or None."""
     entry = _measured(x.device).get(op, {}).get(bucket_of(x.dtype, sizes), {})
     return cast(str | None, entry.get("by"))
 
 
 def bucket_of(dtype: torch.dtype, sizes: Sequence[int]) -> str:
-    """Such as "bfloat16 4096": each size rounded up to a power of two, and flags as they are."""
+    """The table's key of a dtype and sizes, such as "bfloat16 4096": sizes are rounded up to a
+    power of two, flags are unchanged."""
     rounded = [str(n if n < 2 else 1 << (n - 1).bit_length()) for n in map(int, sizes)]
     return " ".join([str(dtype).removeprefix("torch."), *rounded])
 
 
 @contextmanager
-def autotuning(known: AutotuneTable | None = None) -> Iterator[AutotuneTable]:
-    """Inside, each launch of a kernel with several configs first times them, on its arguments.
+def autotuning(initial: AutotuneTable | None = None) -> Iterator[AutotuneTable]:
+    """Inside, each launch of a kernel with several configs first times them on its arguments.
 
-    Kernels that overwrite their arguments do so many times: results inside are not to be used.
-    Yields the table of what was fastest, for `save_table`; what is `known` is not timed again.
+    A kernel that overwrites its arguments does so many times, so results are invalid. Yields the
+    table of the fastest configs, for `save_table`; entries of `initial` are not timed again.
     """
-    table = merged(known or {})
+    table = merged(initial or {})
     _timing.append(table)
     try:
         yield table
@@ -75,7 +76,7 @@ def autotuning(known: AutotuneTable | None = None) -> Iterator[AutotuneTable]:
 
 
 def merged(*tables: AutotuneTable) -> AutotuneTable:
-    """The entries of several tables; the last one's win."""
+    """The entries of several tables; later tables override earlier ones."""
     entries: AutotuneTable = {}
     for table in tables:
         for kernel, buckets in table.items():
@@ -84,24 +85,24 @@ def merged(*tables: AutotuneTable) -> AutotuneTable:
 
 
 def save_table(table: AutotuneTable, device: torch.device) -> Path:
-    """Adds a device's table to the user's file, which it returns."""
+    """Adds a device's table to the user's file, and returns its path."""
     write_table(table, device_name(device), user_file())
     return user_file()
 
 
 def write_table(table: AutotuneTable, device: str, file: Path) -> None:
-    """Adds the table of the device of a name to a file."""
-    known = json.loads(file.read_text()) if file.exists() else {}
-    known[device] = merged(known.get(device, {}), table)
+    """Adds the table of a device to a file."""
+    tables = json.loads(file.read_text()) if file.exists() else {}
+    tables[device] = merged(tables.get(device, {}), table)
     file.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
-        partial.write(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        partial.write(json.dumps(tables, indent=1, sort_keys=True) + "\n")
     os.replace(partial.name, file)
     _measured.cache_clear()
 
 
 def user_file() -> Path:
-    """The table of this user's devices."""
+    """The path of this user's table."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "mtcli" / "kernels.json"
 
@@ -113,15 +114,16 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def _measured(device: torch.device) -> AutotuneTable:
-    """Both files' entries of a device; the user's own win."""
+    """The entries of a device from both files; the user's override the shipped ones."""
     files = [json.loads(file.read_text()) for file in (SHIPPED, user_file()) if file.exists()]
-    return merged(*(known.get(device_name(device), {}) for known in files))
+    return merged(*(tables.get(device_name(device), {}) for tables in files))
 
 
 def _milliseconds(launch: Callable[[LaunchConfig], object], config: LaunchConfig) -> float:
-    """The median time of a launch, compiled before; infinite where it fails to compile or launch.
+    """The median time of a launch, without compilation; infinite where it fails to compile or
+    launch.
 
-    Raises what leaves the device of no use to any later launch.
+    Raises errors that leave the device unusable.
     """
     from triton.errors import TritonError
     from triton.testing import do_bench

@@ -1,12 +1,12 @@
 """One rank's share of softmax cross entropy over a sharded vocabulary, in place on the logits.
 
 On a GPU `row_parts` reads the logits once, and `logits_gradient_` overwrites them by their
-gradient: 3 * T * V * itemsize bytes moved in all. On CPU, where an exponential costs more than its
-memory, the forward overwrites the logits by exponentials, and the backward these by the gradient.
+gradient: 3 * T * V * itemsize bytes moved in all. On CPU, where computing an exponential costs more
+than storing it, the forward overwrites logits by exponentials, and the backward those by gradients.
 
-There all passes go over one block of rows after another, small enough for the L2 cache: on 2 cores,
-[4096, 8192] float32, forward and backward took 0.6 of the time of the same passes over the whole
-tensor (benchmarks/bench_train.py measures the step they are part of).
+On CPU all passes of a block of rows run before the next block, which fits the L2 cache: on 2 cores,
+[4096, 8192] float32, forward and backward took 0.6 of the time of passes over the whole tensor
+(benchmarks/bench_train.py measures their step).
 T tokens, V columns of this rank.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def row_max(logits_TV: Tensor) -> Tensor:
-    """The maximum of each row [T] in float32 (float64 stays); -inf for rows of no columns."""
+    """The maximum of each row [T] in float32 (float64 stays); -inf without columns."""
     if logits_TV.shape[1] == 0:
         return logits_TV.new_full(logits_TV.shape[:1], float("-inf"), dtype=_wide(logits_TV))
     return logits_TV.amax(-1).to(_wide(logits_TV))
@@ -35,10 +35,11 @@ def row_max(logits_TV: Tensor) -> Tensor:
 def exp_and_target_(
     logits_TV: Tensor, top_T: Tensor, target_T: Tensor, valid: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrites logits by exp(logits - top); returns (them, their sums [T], target logits - top).
+    """Overwrites logits by exp(logits - top); returns (exponentials, sums [T], target logits -
+    top).
 
-    Columns from `valid` on are padding and become 0. Sums are float32 (float64 stays); for 16-bit
-    logits the exponentials, at most 1, are rounded to that dtype.
+    Columns from `valid` on are padding and become 0. Sums are float32 (float64 stays); exponentials
+    of 16-bit logits, at most 1, are rounded to that dtype.
     """
     sums_T, targets_T = torch.empty_like(top_T), torch.empty_like(top_T)
     logits_TV[:, valid:] = 0
@@ -60,8 +61,8 @@ def cross_entropy_backward_(
 ) -> Tensor:
     """Overwrites the exponentials by the logits' gradient: (exps / sums - onehot) * grad.
 
-    In float16 grad / sums stays wide: of a large vocabulary and batch it would be subnormal, and
-    rounding it would shift a whole row.
+    For float16 grad / sums stays in float32: with a large vocabulary and batch it would be
+    subnormal in float16, and rounding it would shift a whole row.
     """
     factor_T = grad_T / sums_T
     if exps_TV.dtype != torch.float16:
@@ -77,9 +78,11 @@ def cross_entropy_backward_(
 def row_parts_reference(
     logits_TV: Tensor, target_T: Tensor, valid: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(maximum, sum of exp(logits - maximum), target's logit), each [T] float32, over `valid`.
+    """(maximum, sum of exp(logits - maximum), target's logit), each [T] float32, over `valid`
+    columns.
 
-    A target of -1 is another rank's: its logit is 0. Of no columns the maximum is -inf, the sum 0.
+    A target of -1 is on another rank: its logit is 0. Without columns the maximum is -inf, the sum
+    0.
     """
     top_T, sums_T, targets_T = logits_TV.new_zeros(3, len(logits_TV), dtype=_wide(logits_TV))
     if valid == 0:
@@ -164,7 +167,7 @@ def logits_gradient_(
     return logits_TV
 
 
-def _three_columns(logits_TV: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _three_columns(logits_TV: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     def column() -> Tensor:
         return logits_TV.new_empty(len(logits_TV), dtype=torch.float32)
 

@@ -1,4 +1,5 @@
-"""Registers torch operators, which torch.compile, FakeTensor and autograd treat as one call."""
+"""Registers custom torch operators, which torch.compile, FakeTensor and autograd treat as one
+call."""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ def custom_op(
     saved: Callable[..., tuple[Any, ...]] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function the operator `torch.ops.mtcli.<name>` of "name(Tensor x) -> Tensor".
+    """Registers a function as the operator `torch.ops.mtcli.<name>` of schema "name(Tensor x) ->
+    Tensor".
 
-    The schema states the types of the function's arguments and results.
     `fake(*inputs)` allocates outputs of the right shape, dtype and strides, for FakeTensor and meta
     tensors. By default there is one output, contiguous and otherwise like the first input.
-    `saved(output, *inputs)` names what the backward reads: tensors are saved for backward, other
-    values are put on the context. `backward(*grads, *saved)` returns the gradients of the inputs in
-    order; the inputs after its last gradient have none.
+    `saved(output, *inputs)` returns what the backward reads: tensors are saved for backward, other
+    values stored on the context. `backward(*grads, *saved)` returns the gradients of the inputs in
+    order; inputs after its last gradient have none.
 
-    torch.library.custom_op does the same and imports torch._dynamo in its first call, 0.9 s.
+    torch.library.custom_op does the same, and imports torch._dynamo in its first call, 0.9 s.
     """
     name = schema.split("(")[0]
 
@@ -58,7 +59,7 @@ def custom_op(
     return register
 
 
-def _like_first(x: Tensor, *others: Any) -> Tensor:
+def _like_first(x: Tensor, *inputs: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -1,7 +1,7 @@
 """Dropout with a counter-based mask (see random.py), fused with the add to the residual.
 
 N rows of D columns; `numbers` [N] are the tokens' global indices. Random number `numbers[row] * D +
-column` decides about an element, so no layout changes a mask, and the backward recomputes it.
+column` decides for an element, so no layout changes a mask, and the backward recomputes it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class DropoutStream(NamedTuple):
-    """The random numbers of a site and the probability of dropping there.
+    """The random stream of a dropout site, and its probability.
 
-    In an array of B models both are tensors of B, [B, 1, 1] int64 and float64, whose rows are as
-    many for each model.
+    In an array of B models both are tensors [B, 1, 1], int64 and float64; each model has equally
+    many rows.
     """
 
     key: int | Tensor
@@ -31,25 +31,25 @@ class DropoutStream(NamedTuple):
     active: bool  # whether anything may be dropped
 
     def per_sequence(self, count: int) -> tuple[int | Tensor, float | Tensor]:
-        """The key and the probability; of an array's, each of `count` sequences has its model's,
-        [count, 1, 1, 1]."""
+        """The key and the probability; in an array, of each of `count` sequences' model, [count, 1,
+        1, 1]."""
         if not isinstance(self.key, Tensor):
             return self.key, self.drop
         assert isinstance(self.drop, Tensor), "keys and probabilities are of the same models"
-        each = count // len(self.key)
-        key, drop = (x.repeat_interleave(each, 0)[..., None] for x in (self.key, self.drop))
+        times = count // len(self.key)
+        key, drop = (x.repeat_interleave(times, 0)[..., None] for x in (self.key, self.drop))
         return key, drop
 
 
 def dropout_stream(site: str, drop: float, seed: int) -> DropoutStream:
-    """The stream of one model's site, a function of its seed."""
+    """The stream of a model's site, a function of the seed."""
     return DropoutStream(stream_key(seed, "dropout", site), drop, drop > 0.0)
 
 
 def dropout_reference(
     y: Tensor, numbers: Tensor, key: int | Tensor, drop: float | Tensor
 ) -> Tensor:
-    """Zeroes elements of y [N, D] with probability `drop`; divides the rest by 1 - drop."""
+    """Zeroes elements of y [N, D] with probability `drop`, and divides the others by 1 - drop."""
     columns = y.shape[-1]
     firsts = numbers * columns
     if isinstance(key, Tensor):
@@ -83,7 +83,7 @@ def dropout(
     drop: float | Tensor,
     onto: Tensor | None = None,
 ) -> Tensor:
-    """`dropout_reference` [N, D], added to `onto` [N, D] where given; rounded once on a GPU.
+    """`dropout_reference` [N, D], added to `onto` [N, D] if given; on a GPU rounded once.
 
     Bytes moved: 2 * N * D * itemsize forward, 3 with `onto`; 2 backward.
     """

@@ -1,9 +1,10 @@
-"""Float8 quantization with scales from the operand itself ("current" scaling), and its GEMM.
+"""Float8 quantization with scales computed from the operand itself ("current" scaling), and its
+GEMM.
 
-a [M, K] and b [N, K] -> a b^T [M, N] in bfloat16. Each block of an operand is scaled so that its
-largest magnitude is the largest number of the format: e4m3 (448; 3 bits of mantissa) or e5m2
-(57344; 2 bits), arXiv:2209.05433. Sums are in float32. On a GPU the GEMM is torch's scaled_mm; on
-CPU the same numbers are multiplied in float32.
+a [M, K] and b [N, K] -> a b^T [M, N] in bfloat16. The scale of a block maps its largest magnitude
+to the format's largest number: e4m3 (448; 3 bits of mantissa) or e5m2 (57344; 2 bits),
+arXiv:2209.05433. Sums are in float32. On a GPU the GEMM is torch's scaled_mm; on CPU the same
+numbers are multiplied in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SPAN = 16  # tiles along a row that a program finds the largest magnitude of
 
 
 class ScaleBlock(NamedTuple):
-    """Rows and columns that share a scale; 0 is all of them."""
+    """The rows and columns of a block with one scale; 0 is all of them."""
 
     rows: int
     columns: int
@@ -38,7 +39,7 @@ BLOCK_1X128, BLOCK_128X128 = ScaleBlock(1, 128), ScaleBlock(128, 128)
 
 
 class Fp8Operand(NamedTuple):
-    """An operand [R, K] in float8, with a scale for each block."""
+    """An operand [R, K] in float8, with a scale per block."""
 
     values: Tensor
     scales: Tensor  # float32 [blocks of rows, blocks of columns]
@@ -85,10 +86,10 @@ def dequantize(x: Fp8Operand) -> Tensor:
 
 
 def cast_float32(values: Tensor) -> Tensor:
-    """Casts float8 numbers that are not nan to float32, as `values.float()`.
+    """Casts float8 numbers that are not nan to float32, as `values.float()` does.
 
-    torch casts e4m3 to float32 one by one on CPU: [2048, 1024] took 8.8 ms on a core of an EPYC,
-    and by way of float16, which has one more bit of exponent, 1.6 ms.
+    torch casts e4m3 to float32 one number at a time on CPU: [2048, 1024] took 8.8 ms on a core of
+    an EPYC; through float16, which has one more bit of exponent, 1.6 ms.
     """
     if values.dtype == torch.float8_e5m2 or values.device.type != "cpu":
         return values.float()
@@ -170,9 +171,9 @@ def quantize(x_RK: Tensor, block: ScaleBlock, dtype: torch.dtype) -> Fp8Operand:
 def fp8_gemm(a: Fp8Operand, b: Fp8Operand, use_fast_accum: bool = False) -> Tensor:
     """`fp8_gemm_reference`; on a GPU 2 * M * N * K operations of its float8 units.
 
-    `use_fast_accum` lets a Hopper GPU keep a sum in fewer bits than float32 until its end, as
-    torchao does in forwards; blocks of 128 never do. Operands are padded with zeros to the
-    multiples of rows and columns that torch takes, and the result is cut to [M, N] again.
+    `use_fast_accum` lets a Hopper GPU accumulate in fewer bits than float32, as torchao does in
+    forwards; blocks of 128 never do. Operands are padded with zeros to the multiples of rows and
+    columns that torch needs, and the result is sliced to [M, N].
     """
     return _fp8_gemm(a.values, a.scales, a.block, b.values, b.scales, b.block, use_fast_accum)
 
@@ -229,7 +230,7 @@ def _fp8_gemm(a, scales_a, block_a, b, scales_b, block_b, use_fast_accum):
 
 
 def _scaled_mm(a: Fp8Operand, b: Fp8Operand, use_fast_accum: bool) -> Tensor:
-    """torch's scaled GEMMs, which take b^T column by column in memory."""
+    """torch's scaled GEMMs, which take b^T in column-major order."""
     rows, columns, blocked = len(a.values), len(b.values), a.block == BLOCK_1X128
     a, b = _padded(a, 4 if blocked else 1), _padded(b, 16)
     if not blocked:
@@ -260,9 +261,10 @@ def _padded(x: Fp8Operand, rows: int) -> Fp8Operand:
 
 
 def _scales_for_cublas(x: Fp8Operand) -> Tensor:
-    """Scales in cuBLAS's memory order.
+    """The scales in cuBLAS's memory order.
 
-    Of 1 x 128 blocks column by column; of 128 x 128 row by row, with rows of a multiple of 4.
+    Those of 1 x 128 blocks are column-major; those of 128 x 128 row-major, with row lengths padded
+    to a multiple of 4.
     """
     if x.block == BLOCK_1X128:
         return x.scales.T.contiguous().T

@@ -1,4 +1,4 @@
-"""GELU (arXiv:1606.08415) fused with the bias before it; exact, or by tanh as in GPT-2.
+"""GELU (arXiv:1606.08415) fused with the bias ahead of it; exact, or with tanh as in GPT-2.
 
 N rows of F columns. The kernels compute 0.5 (1 + tanh(u)) as sigmoid(2u). The backward runs a few
 persistent programs per SM, each of which sums the bias's gradient over its rows in float32.
@@ -92,7 +92,7 @@ def _forward(
 
 
 def _columns(width: int) -> int:
-    """Columns of a persistent program: 512, or 256 where that pads a row less."""
+    """The columns of a persistent program: 512, or 256 where that pads a row less."""
     return min((512, 256), key=lambda n: cdiv(width, n) * n)
 
 
@@ -133,10 +133,10 @@ def _backward(
 
 
 def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none") -> Tensor:
-    """`gelu_reference`, in float32 within.
+    """`gelu_reference`, computed in float32.
 
-    Bytes moved on a GPU: 2 * N * F * itemsize forward, 3 * N * F * itemsize backward, with the
-    gradient of the bias.
+    Bytes moved on a GPU: 2 * N * F * itemsize forward, 3 * N * F * itemsize backward, including the
+    bias's gradient.
     """
     if not runs_triton(x):
         return gelu_reference(x, bias, approximate)
@@ -146,10 +146,10 @@ def gelu(x: Tensor, bias: Tensor | None = None, approximate: Approximate = "none
 def gelu_backward_(
     grad: Tensor, x: Tensor, bias: Tensor | None, approximate: Approximate = "none"
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(gradient of x [..., F], of bias [F] or None, and the output of `gelu`), from grad [..., F].
+    """(gradient of x [..., F], of bias [F] or None, the output of `gelu`), from grad [..., F].
 
-    Overwrites grad. On a GPU 4 * N * F * itemsize bytes are moved, N * F more than without the
-    output, which a linear layer after it then need not save for its weight's gradient.
+    Overwrites grad. On a GPU it moves 4 * N * F * itemsize bytes, N * F more than without the
+    output, which the next linear layer then need not save for its weight's gradient.
     """
     if runs_triton(grad):
         dx, dbias = _gelu_backward_with_output(grad, x, bias, approximate == "tanh")
@@ -175,7 +175,7 @@ def _gelu(x, bias, tanh):
     return out
 
 
-def _fake_backward(grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _fake_backward(grad: Tensor, x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     return out, x.new_empty(x.shape[-1])
 

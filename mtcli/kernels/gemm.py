@@ -1,8 +1,8 @@
-"""GEMMs of 16-bit tensors, which some CPUs compute sooner in float32.
+"""GEMMs of 16-bit tensors, which some CPUs compute faster in float32.
 
-Few CPUs are quick at float16, and none much quicker than at float32; `choose_gemm_dtype` tells
-those that are quick at bfloat16 (benchmarks/bench_gemm.py measures both). Sums are in float32
-either way, and tensors stay in 16 bits between GEMMs.
+Few CPUs are fast in float16, and none much faster than in float32, so float16 GEMMs run in float32;
+for bfloat16 `choose_gemm_dtype` decides (benchmarks/bench_gemm.py measures both). Sums are in
+float32 either way, and tensors stay in 16 bits between GEMMs.
 """
 
 from collections.abc import Callable
@@ -29,23 +29,23 @@ _IN_FLOAT32 = {torch.float16}
 
 
 class LinearGemms(NamedTuple):
-    """The three GEMMs of a linear layer, of x [T, D], weight [F, D] and gradient [T, F]."""
+    """The three GEMMs of a linear layer with x [T, D], weight [F, D] and gradient [T, F]."""
 
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (x, weight, bias) -> [T, F]
     dgrad: Callable[[Tensor, Tensor], Tensor]  # (gradient, weight) -> [T, D]
     wgrad: Callable[[Tensor, Tensor], Tensor]  # (gradient, x) -> [F, D]
 
 
-# (weight, a function that makes its gradient) -> the gradient, or None where it is made later: in
-# the W pass of a zero-bubble schedule.
+# (weight, function that computes its gradient) -> the gradient, or None if deferred to the W pass
+# of a zero-bubble schedule.
 DeferGradient = Callable[[Tensor, Callable[[], Tensor]], Tensor | None]
 
 
 def choose_gemm_dtype() -> None:
-    """Computes bfloat16 GEMMs in float32 from now on, where this CPU is better at those.
+    """Has this process compute bfloat16 GEMMs in float32, where that is faster on this CPU.
 
-    AMX and AMD's AVX-512 multiply bfloat16 quicker than float32, Intel's AVX-512 at half of its
-    rate, CPUs without instructions for it at a fifth (AVX-512) or a twelfth (AVX2).
+    AMX and AMD's AVX-512 multiply bfloat16 faster than float32; Intel's AVX-512 at half the rate of
+    float32; CPUs without bfloat16 instructions at a fifth (AVX-512) or a twelfth (AVX2).
     """
     can = torch.cpu.get_capabilities()
     quick = ("amx_bf16", "bf16", "sve_bf16")  # the latter two are ARM's
@@ -54,19 +54,19 @@ def choose_gemm_dtype() -> None:
 
 
 def set_bfloat16_in_float32(yes: bool) -> bool:
-    """Has bfloat16 GEMMs computed in float32 on CPU, or not; returns the setting before."""
-    before = torch.bfloat16 in _IN_FLOAT32
+    """Sets whether bfloat16 GEMMs on CPU run in float32; returns the previous setting."""
+    previous = torch.bfloat16 in _IN_FLOAT32
     (_IN_FLOAT32.add if yes else _IN_FLOAT32.discard)(torch.bfloat16)
-    return before
+    return previous
 
 
 def gemm_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that GEMMs of such tensors are computed in: their own, or float32."""
+    """The dtype in which GEMMs of tensors like x are computed: its own, or float32."""
     return torch.float32 if x.device.type == "cpu" and x.dtype in _IN_FLOAT32 else x.dtype
 
 
 def runs_in_float32(x: Tensor) -> bool:
-    """Whether GEMMs of such 16-bit tensors are computed in float32."""
+    """Whether x is a 16-bit tensor whose GEMMs are computed in float32."""
     return gemm_dtype(x) != x.dtype
 
 
@@ -79,14 +79,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, rounded to a's dtype once."""
+    """a @ b, rounded once to a's dtype."""
     if runs_in_float32(a) and torch.is_grad_enabled():
         return _MatmulFunction.apply(a, b)
     return _matmul(a, b)
 
 
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total += a @ b; total may be wider than the operands, and then takes each product unrounded.
+    """total += a @ b, without rounding the product where total is wider than a and b.
 
     Returns total.
     """
@@ -100,8 +100,8 @@ def add_matmul_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def float32_precision() -> str:
     """Triton's name of the precision in which torch multiplies float32.
 
-    For "highest" it is "tf32x3": three products of tensor cores, as close as one float32 product,
-    which "ieee" leaves to cores of a sixth of the rate.
+    For "highest" it is "tf32x3": three GEMMs on tensor cores, as accurate as one float32 GEMM,
+    which "ieee" would run on other cores at a sixth of the rate.
     """
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
@@ -121,7 +121,7 @@ DEFAULT_GEMMS = LinearGemms(_forward, _matmul, lambda grad, x: _matmul(grad.T, x
 
 
 class LinearFunction(torch.autograd.Function):
-    """A linear layer by given GEMMs, which saves its operands in the dtype they have."""
+    """A linear layer with given GEMMs, which saves its operands in their own dtypes."""
 
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
@@ -139,7 +139,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of x, weight and bias, where they are wanted."""
+        """The gradients of x, weight and bias, of those that need one."""
         (x, weight), (of_x, of_weight, of_bias, *_) = ctx.saved_tensors, ctx.needs_input_grad
         return (
             ctx.gemms.dgrad(grad, weight) if of_x else None,
@@ -153,7 +153,7 @@ class LinearFunction(torch.autograd.Function):
 def weight_gradient(
     gemms: LinearGemms, defer: DeferGradient | None, weight: Tensor, grad: Tensor, x: Tensor
 ) -> Tensor | None:
-    """The gradient of a linear layer's weight, unless it is deferred."""
+    """The gradient of a linear layer's weight; None where `defer` leaves it to the W pass."""
     if defer is None:
         return gemms.wgrad(grad, x)
     # Detached: its graph leads to the stage's input and that one's gradient.

@@ -1,6 +1,7 @@
-"""Grouped GEMM: a linear layer of all experts at once, each with a weight and a run of rows.
+"""Grouped GEMM: a linear layer of all experts at once, with a weight and a range of rows per
+expert.
 
-N rows of D sorted by expert, E experts of width F; `ends` [E] int32 are the ends of their runs.
+N rows of D sorted by expert, E experts of width F; `ends` [E] int32 are the ends of the ranges.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ MANY, FEW = 1024, 256  # rows of an expert from which, and below which, tiles ar
 
 
 def default_config(rows_each: int, width: int, inner: int, itemsize: int) -> dict[str, int]:
-    """The config where nothing was measured: the last one fits float32 in shared memory.
+    """The default config; the last one fits float32 in shared memory.
 
-    A tile of 128 x 256 does 85 FLOP per byte that it reads from the L2 cache, 128 x 128 does 64,
-    and two of them run at once, and 64 x 128 does 43, of which an expert's end wastes less. Odd
-    widths go to shared memory by registers, number by number, and other even ones than multiples
-    of 8 by more addresses: they take tiles that leave registers for it.
+    A tile of 128 x 256 does 85 FLOP per byte that it reads from the L2 cache; 128 x 128 does 64,
+    and two of them run at once; 64 x 128 does 43, and wastes less at an expert's end. Odd widths
+    reach shared memory through registers, one number at a time, and other widths that are no
+    multiple of 8 need more addresses: both take smaller tiles, which leave registers for it.
     """
     if itemsize == 4 or width % 2 or inner % 2:
         return CONFIGS[-1]
@@ -47,18 +48,19 @@ def default_config(rows_each: int, width: int, inner: int, itemsize: int) -> dic
 
 
 def default_wgrad_config(rows_each: int, *sizes: int) -> dict[str, int]:
-    """The same of `_wgrad`, whose tiles are of a weight and not of rows: never small ones."""
+    """The default config of `_wgrad`, whose tiles are of a weight and not of rows: never small
+    ones."""
     return default_config(max(rows_each, FEW), *sizes)
 
 
 def grouped_linear_reference(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> Tensor:
-    """x W_e^T for each expert's rows, one expert after another: [N, D] -> [N, F]."""
+    """x W_e^T for each expert's rows, one expert at a time: [N, D] -> [N, F]."""
     runs = zip(split_rows(x_ND, counts_E, len(weight_EFD)), weight_EFD.unbind(0), strict=True)
     return torch.cat([linear(x, weight) for x, weight in runs])
 
 
 def split_rows(x_ND: Tensor, counts_E: Tensor | None, experts: int) -> tuple[Tensor, ...]:
-    """Each expert's rows, of the numbers that `counts_E` has, or where it is None as many."""
+    """Each expert's rows: `counts_E` of them, or equally many where that is None."""
     return x_ND.split([len(x_ND) // experts] * experts if counts_E is None else counts_E.tolist())
 
 
@@ -127,9 +129,9 @@ def _gemm(
             x_at += INNER
             weight_at += INNER * of_inner
         # Rows counted from the tile's first: their numbers need no register during the loop.
-        own = tl.arange(0, ROWS)
-        at = out_ptr + first.to(tl.int64) * width + own[:, None] * width + column[None, :]
-        tl.store(at, total, mask=(own < end - first)[:, None] & inside)
+        tile_row = tl.arange(0, ROWS)
+        at = out_ptr + first.to(tl.int64) * width + tile_row[:, None] * width + column[None, :]
+        tl.store(at, total, mask=(tile_row < end - first)[:, None] & inside)
 
 
 @kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_wgrad_config)
@@ -150,11 +152,11 @@ def _wgrad(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(start, end, INNER):
         row = first + tl.arange(0, INNER)
-        at, there = row.to(tl.int64), row < end
+        at, valid = row.to(tl.int64), row < end
         grad_at = grad_ptr + at[None, :] * width + f[:, None]
-        grad = tl.load(grad_at, mask=there[None, :] & f_inside, other=0.0)
+        grad = tl.load(grad_at, mask=valid[None, :] & f_inside, other=0.0)
         x_at = x_ptr + at[:, None] * inner + d[None, :]
-        x = tl.load(x_at, mask=there[:, None] & d_inside, other=0.0)
+        x = tl.load(x_at, mask=valid[:, None] & d_inside, other=0.0)
         total = tl.dot(grad, x, total, input_precision=PRECISION)
     at = out_ptr + (expert.to(tl.int64) * width + f[:, None]) * inner + d[None, :]
     tl.store(at, total, mask=f_inside & d_inside)
@@ -163,7 +165,7 @@ def _wgrad(
 def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> Tensor:
     """`grouped_linear_reference`, on a GPU in one launch for all experts, forward and backward.
 
-    6 * N * D * F operations with both gradients. The numbers of rows stay on the GPU.
+    6 * N * D * F operations with both gradients. The host does not wait for the numbers of rows.
     """
     if not runs_triton(x_ND):
         return grouped_linear_reference(x_ND, weight_EFD, counts_E)
@@ -171,10 +173,10 @@ def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) ->
 
 
 def grouped_gemms(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> LinearGemms:
-    """The three GEMMs of all experts on a GPU, for such rows, weights and numbers of rows.
+    """The three GEMMs of all experts on a GPU, for rows, weights and counts like these.
 
-    Runs of one length (None) are a batched GEMM of cuBLAS; torch's grouped GEMM is called where it
-    was measured to be faster than ours.
+    Equal counts (None) are a batched GEMM of cuBLAS; torch's grouped GEMM runs where it was
+    measured to be faster than the Triton kernel.
     """
     if counts_E is None:
         return _batched_gemms(len(weight_EFD))

@@ -1,8 +1,8 @@
-"""LAMB (arXiv:1904.00962) of all parameters in two passes, with a reduction of norms between them.
+"""LAMB (arXiv:1904.00962) of all parameters in two passes, with a reduction of norms in between.
 
-m and v are AdamW's without bias correction, u = m / (sqrt(v) + eps) + decay * x, and each tensor x
-loses lr * c * u, where c = |x| / |u| within bounds, and 1 where a norm is 0. The first pass
-returns the squares of both norms, which a caller with sharded tensors sums over the shards.
+m and v are AdamW's without bias correction, u = m / (sqrt(v) + eps) + decay * x, and the step of a
+tensor x is -lr * c * u, with c = |x| / |u| within bounds, and 1 where a norm is 0. The first pass
+returns the squares of both norms, which the caller sums over a tensor's shards.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def trust_ratios(squares: Tensor, bounds: tuple[float, float]) -> Tensor:
 
 
 def lamb_step_reference_(tensors: OptimizerTensors, ratios: Tensor, update: OptimizerStep) -> None:
-    """Takes every tensor's step, times its ratio [tensors], and rounds the weights."""
+    """Subtracts lr * ratio * u of every tensor, and rounds the weights."""
     for master, exp_avg, exp_avg_sq, _, decays, ratio in zip(*tensors, ratios, strict=True):
         for x, m, v in _slices(master, exp_avg, exp_avg_sq):
             u = _direction_reference(x, m, v, update.decay * decays, update.eps)
@@ -154,7 +154,6 @@ def _totals(table_ptr, chunks_ptr, squares_ptr, totals_ptr, CHUNK: tl.constexpr)
 def _step_block(
     addresses, start, numel, numbers, WHOLE: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Takes the step of BLOCK elements."""
     master_at, m_at, v_at, weight_at = addresses
     length, eps, decay = numbers
     at = start + tl.arange(0, BLOCK)
@@ -195,9 +194,9 @@ def lamb_moments_(
     gradients: Sequence[Tensor],
     update: OptimizerStep,
 ) -> Tensor:
-    """`lamb_moments_reference_` in one launch and a small one, in float32 [tensors, 2].
+    """`lamb_moments_reference_` in one large and one small launch, float32 [tensors, 2].
 
-    `table` is of the tensors. Bytes moved per element: 20, and the gradient.
+    `table` holds the addresses of `tensors`. Bytes moved per element: 20, and the gradient.
     """
     point_at_gradients_(table, gradients)
     numbers = [*update.betas, update.eps, update.decay, update.factor]
@@ -207,7 +206,7 @@ def lamb_moments_(
 def lamb_step_(
     table: TensorTable, tensors: OptimizerTensors, ratios: Tensor, update: OptimizerStep
 ) -> None:
-    """`lamb_step_reference_` in one launch, after `lamb_moments_` of the same.
+    """`lamb_step_reference_` in one launch, after `lamb_moments_` of the same tensors.
 
     Bytes moved per element: 16, and the weight if it is not its own master.
     """
@@ -218,7 +217,7 @@ def lamb_step_(
 @custom_op(
     "lamb_moments_(Tensor host, Tensor table, Tensor chunks, Tensor master, Tensor gradient,"
     " float[] numbers) -> Tensor",
-    fake=lambda host, table, chunks, master, *others: master.new_empty(len(host), 2),
+    fake=lambda host, table, chunks, master, *inputs: master.new_empty(len(host), 2),
 )
 def _moments_op(host, table, chunks, master, gradient, numbers):
     assert host[0, FIRST] == master.data_ptr(), "the table is of these tensors"

@@ -27,17 +27,17 @@ RANDOM_BLOCK = 2**16
 
 
 def block_rows(row_bytes: int) -> int:
-    """Rows that fill CPU_BLOCK_BYTES at most, and at least one."""
+    """The number of rows, at least one, that fit in CPU_BLOCK_BYTES."""
     return max(1, CPU_BLOCK_BYTES // max(1, row_bytes))
 
 
 def row_slices(count: int, step: int) -> list[slice]:
-    """Slices of `count` rows, `step` at a time, of loops in which each writes its own results."""
+    """Slices of `count` rows, `step` at a time."""
     return [slice(i, min(i + step, count)) for i in range(0, count, step)]
 
 
 def chunk_rows(row_bytes: int, bounds: tuple[int, int] = LOSS_CHUNK_BYTES) -> int:
-    """LOSS_CHUNK_ROWS within bounds of their bytes, in multiples of 128 where that leaves any."""
+    """LOSS_CHUNK_ROWS, clamped to bounds of their bytes, as a multiple of 128 if possible."""
     least, most = bounds
     fitting = min(max(least, LOSS_CHUNK_ROWS * row_bytes), most) // row_bytes
     return max(1, fitting // 128 * 128 or fitting)

@@ -1,6 +1,6 @@
-"""Multi-tensor launches: a table of addresses, cut into chunks of elements, one per program.
+"""Multi-tensor launches: a table of addresses, divided into chunks of elements, one per program.
 
-As apex's multi_tensor_apply; what an optimizer's kernels read and write is stated here too.
+As apex's multi_tensor_apply. Also defines the tensors and scalars of an optimizer's update.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIDTH, ALIGNED, FIRST, GRADIENT = 8, 2, 3, 7
 
 
 class OptimizerTensors(NamedTuple):
-    """What an update reads and writes, tensor by tensor: float32 but for the weights."""
+    """The tensors that an update reads and writes: float32 but for the weights."""
 
     masters: Sequence[Tensor]
     exp_avgs: Sequence[Tensor]
@@ -33,14 +33,14 @@ class OptimizerTensors(NamedTuple):
     decays: Sequence[bool]
 
     def round_(self) -> None:
-        """Rounds the weights from their masters, where these are others."""
+        """Rounds the masters to the weights, where they are different tensors."""
         for master, weight in zip(self.masters, self.weights, strict=True):
             if master.dtype != weight.dtype:
                 weight.copy_(master)
 
 
 class OptimizerStep(NamedTuple):
-    """The scalars of an update; gradients are multiplied by `factor` first, as for clipping."""
+    """The scalars of an update; gradients are first multiplied by `factor`, which clips them."""
 
     lr: float
     betas: tuple[float, float]
@@ -53,8 +53,8 @@ class OptimizerStep(NamedTuple):
 class TensorTable(NamedTuple):
     """The table [tensors, WIDTH] int64 on host and device, and chunks [chunks, 2] int64.
 
-    A row of `chunks` is a tensor's row in the table and the chunk's number in that tensor. Kernels
-    read and write what the table has the addresses of, so that tensors must stay where they are.
+    A row of `chunks` is (a tensor's row in the table, the chunk's number in that tensor). The table
+    holds addresses, so its tensors must not be reallocated.
     """
 
     host: Tensor
@@ -63,7 +63,7 @@ class TensorTable(NamedTuple):
 
 
 def tensor_table(tensors: OptimizerTensors) -> TensorTable:
-    """The table of what updates read and write, all but the gradients; made once."""
+    """The table of an update's tensors, without gradients; built once."""
     like = tensors.masters
     blank = [0] * (WIDTH - 2)
     decayed = zip(like, tensors.decays, strict=True)
@@ -80,9 +80,9 @@ def tensor_table(tensors: OptimizerTensors) -> TensorTable:
 
 
 def point_at_gradients_(table: TensorTable, gradients: Sequence[Tensor]) -> None:
-    """Writes the gradients' addresses, and sends the table to the device where one has changed.
+    """Writes the gradients' addresses, and copies the table to the device if one has changed.
 
-    Of 400 tensors in a bucket's memory, one look at 400 addresses is all that a step takes.
+    Gradients in a bucket keep their addresses, so a step of 400 tensors only compares them.
     """
     assert len({x.dtype for x in gradients}) == 1, "gradients of one launch share a dtype"
     _point_op(table.host, table.table, list(gradients), GRADIENT)
@@ -90,7 +90,8 @@ def point_at_gradients_(table: TensorTable, gradients: Sequence[Tensor]) -> None
 
 @custom_op("point_(Tensor(a!) host, Tensor(b!) table, Tensor[] tensors, int column) -> ()")
 def _point_op(host, table, tensors, column):
-    """Writes the addresses of contiguous tensors of the rows' numbers of elements."""
+    """Writes the addresses of contiguous tensors, which must have as many elements as their rows
+    say."""
     addresses = [x.data_ptr() for x in tensors]
     if addresses == host[:, column].tolist():
         return

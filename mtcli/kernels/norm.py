@@ -1,4 +1,5 @@
-"""LayerNorm (arXiv:1607.06450) and RMSNorm (arXiv:1910.07467), fused with the add before them.
+"""LayerNorm (arXiv:1607.06450) and RMSNorm (arXiv:1910.07467), fused with a residual add ahead of
+them.
 
 N rows of D columns. Statistics are in float32. On a GPU the forward reads each row once and saves
 means and reciprocal deviations [N, 2] for backward; the backward runs a few persistent programs per
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 def norm_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool
 ) -> Tensor:
-    """LayerNorm where `centred`, else RMSNorm, which has no bias, over the last dimension.
+    """LayerNorm if `centred`, else RMSNorm, which has no bias, over the last dimension.
 
     (x - mean) / sqrt(variance + eps) * weight + bias, or x / sqrt(mean square + eps) * weight.
     """
@@ -226,7 +227,7 @@ def _gradients_of_add(dsum: Tensor, grad: Tensor, _: Tensor, *saved: Any) -> tup
 
 @custom_op(
     "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor)",
-    fake=lambda x, *others: _out_and_stats(x),
+    fake=lambda x, *inputs: _out_and_stats(x),
     saved=lambda outputs, x, weight, bias, eps, centred: (
         *(x.contiguous(), weight, outputs[1]),
         *(centred, bias is not None),
@@ -240,7 +241,7 @@ def _norm(x, weight, bias, eps, centred):
 @custom_op(
     "add_norm(Tensor x, Tensor y, Tensor weight, Tensor? bias, float eps, bool centred)"
     " -> (Tensor, Tensor, Tensor)",
-    fake=lambda x, *others: (_out_and_stats(x)[0], *_out_and_stats(x)),
+    fake=lambda x, *inputs: (_out_and_stats(x)[0], *_out_and_stats(x)),
     saved=lambda outputs, x, y, weight, bias, eps, centred: (
         *(outputs[0], weight, outputs[2]),
         *(centred, bias is not None),
@@ -254,7 +255,7 @@ def _add_norm(x, y, weight, bias, eps, centred):
 def _launch_forward(
     x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x + y or x, its norm, statistics)."""
+    """(x + y, or x without y; its norm; statistics)."""
     x, adds = x.contiguous(), y is not None
     y = y.contiguous() if adds else x
     out, stats = _out_and_stats(x)

@@ -1,8 +1,8 @@
 """1-bit compression with error feedback: signs packed as bits, and one scale (arXiv:2104.06069).
 
-y = x + error is compressed to q = scale * sign(y), with sign(0) = +1; the error of the next time is
-y - q. The scale is |y| / sqrt(size), of all that is compressed at once, which may be on other ranks
-too: so adding and packing are two passes. 8 signs are a byte, the first of them its lowest bit.
+y = x + error is compressed to q = scale * sign(y), with sign(0) = +1, and y - q is the next error.
+The scale is |y| / sqrt(size) over all that is compressed together, which may be on several ranks:
+so adding and packing are two passes. 8 signs are a byte, lowest bit first.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ GATHER = 0x0102040810204080
 
 
 def add_reference_(x: Tensor, error: Tensor) -> Tensor:
-    """Adds x to the error; returns the sum of its squares. Both are [size]."""
+    """Adds x [size] to the error [size] in place; returns the sum of squares of the result."""
     error += x
     return square_sum(error)
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """The sum of squares of x [size]: a scalar. On a CPU a dot product would go to oneDNN where
-    matrix products do, and take 12 times as long."""
+    """The sum of squares of x [size]: a scalar. Not a dot product, which on CPUs with oneDNN GEMMs
+    takes 12 times as long."""
     return torch.linalg.vector_norm(x).square()
 
 

@@ -1,8 +1,8 @@
 """Token permutation for a mixture of experts: rows sorted by expert, and their weighted sum back.
 
-T tokens of D, k experts of each, E experts. A token has k copies, one for each of its experts; the
-router keeps C of these T * k. They lie in N rows, sorted by expert and within one by token. With a
-`capacity` above 0 every expert has that many rows, the last of them zero.
+T tokens of D, k experts per token, E experts. A token has k copies, one per chosen expert, of which
+the router keeps C of T * k. They are in N rows, sorted by expert and then by token. With a
+`capacity` above 0 every expert has `capacity` rows, padded with zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ CONFIGS = (
 
 
 class TokenPermutation(NamedTuple):
-    """The row of each copy of a token: `order` for torch's functions, `places` for our kernels."""
+    """The row of each token copy: as `order` for torch's functions, as `places` for Triton
+    kernels."""
 
     counts: Tensor  # [E] int64: the kept copies of each expert
     top_k: int
@@ -38,12 +39,12 @@ class TokenPermutation(NamedTuple):
 
     @property
     def rows(self) -> Tensor:
-        """[E] int64: the rows of each expert, padding included."""
+        """[E] int64: the rows of each expert, including padding."""
         return torch.full_like(self.counts, self.capacity) if self.capacity else self.counts
 
     @property
     def num_rows(self) -> int:
-        """N; a GPU is asked for it where copies may be dropped and their rows are not padded."""
+        """N; the host waits for a GPU where copies may be dropped and rows are not padded."""
         if self.capacity:
             return len(self.counts) * self.capacity
         if self.drops or self.places is None:
@@ -72,9 +73,9 @@ class TokenPermutation(NamedTuple):
 def sort_copies(
     x_TD: Tensor, experts_Tk: Tensor, kept_Tk: Tensor | None, num_experts: int, capacity: int
 ) -> TokenPermutation:
-    """Sorts the kept copies [T, k] of tokens like x_TD by expert; None: all are kept.
+    """Sorts the kept copies [T, k] of tokens like x_TD by expert; `kept_Tk` of None keeps all.
 
-    A counting sort on a GPU.
+    On a GPU it is a counting sort.
     """
     k, drops = experts_Tk.shape[1], kept_Tk is not None
     if runs_triton(x_TD):
@@ -96,7 +97,7 @@ def permute_reference(x_TD: Tensor, copies: TokenPermutation) -> Tensor:
 
 
 def unpermute_reference(rows_ND: Tensor, weights_Tk: Tensor, copies: TokenPermutation) -> Tensor:
-    """Sums each token's rows times their weights: [N, D], [T, k] -> [T, D]."""
+    """Sums each token's rows, times their weights: [N, D], [T, k] -> [T, D]."""
     token_C, slot_C = copies.tokens, copies.order % copies.top_k
     if copies.capacity:
         rows_ND = rows_ND[copies.padded_places]
@@ -139,15 +140,15 @@ def _place(
     lane = tl.arange(0, BLOCK)
     copy = block * BLOCK + lane
     expert = _experts_of(expert_ptr, kept_ptr, copy, copies, DROPS)
-    kept = expert >= 0
+    is_kept = expert >= 0
     earlier = (expert[:, None] == expert[None, :]) & (lane[None, :] < lane[:, None])
-    before = expert * blocks + block  # what lies before an expert's copies in this block
-    first = tl.load(ends_ptr + before - 1, mask=kept & (before > 0), other=0).to(tl.int64)
+    at = expert * blocks + block  # ends[at - 1] counts the copies that come earlier
+    first = tl.load(ends_ptr + at - 1, mask=is_kept & (at > 0), other=0).to(tl.int64)
     if capacity > 0:
         of_others = ends_ptr + expert * blocks - 1
-        first += expert * capacity - tl.load(of_others, mask=kept & (expert > 0), other=0)
+        first += expert * capacity - tl.load(of_others, mask=is_kept & (expert > 0), other=0)
     place = first + tl.sum(earlier.to(tl.int32), 1)
-    tl.store(places_ptr + copy, tl.where(kept, place, -1), mask=copy < copies)
+    tl.store(places_ptr + copy, tl.where(is_kept, place, -1), mask=copy < copies)
 
 
 @kernel(CONFIGS, key=["width"])
@@ -203,7 +204,7 @@ def _gather_backward(
 
 
 def permute(x_TD: Tensor, copies: TokenPermutation, num_rows: int) -> Tensor:
-    """`permute_reference`; N is given, so that a GPU need not be asked for it.
+    """`permute_reference`; N is an argument, so that the host need not wait for a GPU.
 
     Bytes moved: (1 + k) * T * D * itemsize, forward and backward.
     """
@@ -213,7 +214,7 @@ def permute(x_TD: Tensor, copies: TokenPermutation, num_rows: int) -> Tensor:
 
 
 def unpermute(rows_ND: Tensor, weights_Tk: Tensor, copies: TokenPermutation) -> Tensor:
-    """`unpermute_reference`, on a GPU in float32 within, and in an order that never differs.
+    """`unpermute_reference`, on a GPU summed in float32 and in a fixed order.
 
     Bytes moved: (k + 1) * T * D * itemsize forward, (2 k + 1) backward.
     """
@@ -237,14 +238,14 @@ def reorder(rows_ND: Tensor, order_N: Tensor | None) -> Tensor:
 
 @custom_op(
     "sort_copies(Tensor experts, Tensor? kept, int num_experts, int capacity) -> (Tensor, Tensor)",
-    fake=lambda experts, kept, num_experts, capacity: (
+    fake=lambda experts, is_kept, num_experts, capacity: (
         experts.new_empty(num_experts),
         torch.empty_like(experts, memory_format=torch.contiguous_format),
     ),
 )
-def _sort(experts, kept, num_experts, capacity):
-    experts, copies, drops = experts.contiguous(), experts.numel(), kept is not None
-    pointers = (experts, kept.contiguous() if drops else experts)
+def _sort(experts, is_kept, num_experts, capacity):
+    experts, copies, drops = experts.contiguous(), experts.numel(), is_kept is not None
+    pointers = (experts, is_kept.contiguous() if drops else experts)
     blocks, places = cdiv(copies, BLOCK), torch.empty_like(experts)
     counts = experts.new_empty(num_experts, blocks, dtype=torch.int32)
     if blocks:
@@ -289,7 +290,7 @@ def _backward_of_sum(
 
 @custom_op(
     "sum_rows(Tensor rows, Tensor places, Tensor? weights, bool covers) -> Tensor",
-    fake=lambda rows, places, *others: rows.new_empty(len(places), rows.shape[1]),
+    fake=lambda rows, places, *inputs: rows.new_empty(len(places), rows.shape[1]),
     saved=lambda out, rows, places, weights, covers: (
         None if weights is None else rows,
         len(rows),

@@ -1,9 +1,9 @@
-"""Random numbers as a pure function of (key, index), so that no layout can change them.
+"""Random numbers as a pure function of (key, index), independent of the layout.
 
 SplitMix64 (Steele et al., OOPSLA 2014): number i of a stream is a mix of key + (i + 1) * golden
-ratio, so any rank computes any slice without drawing the rest. Integer arithmetic is exact, so
-dropout masks are bit-identical everywhere; normals are bit-identical on one kind of device, because
-they are always computed in whole blocks of the same size, aligned to the global index.
+ratio, so any rank can compute any slice of it. Integer arithmetic is exact, so dropout masks are
+bitwise equal everywhere. Normals are bitwise equal on one kind of device, as they are always
+computed in whole blocks of one size, aligned to the global index.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def _normal(
 
 
 def stream_key(seed: int, *names: str | int) -> int:
-    """A 64-bit key (signed) for the stream of a seed and a name, such as a parameter's."""
+    """A signed 64-bit key for the stream of a seed and a name, such as a parameter's."""
     text = "\0".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
 def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """64 random bits for each int64 index; same shape, int64.
+    """64 random bits for each int64 index, as int64 in the same shape.
 
     At its peak three 64-bit numbers per index are alive: indices, their mix, and a temporary.
     """
@@ -101,8 +101,8 @@ def keep_mask(key: int | Tensor, index: Tensor, drop: float | Tensor) -> Tensor:
 def keep_rows(key: int | Tensor, firsts: Tensor, width: int, drop: float | Tensor) -> Tensor:
     """`keep_mask` of the indices first + 0 .. width - 1 of each row: [..., width].
 
-    A CPU makes some rows at a time, whose numbers stay in its cache: of 2048 rows of 256 in 0.47 of
-    the time on one core, and with 1 byte of memory per index where `random_bits` takes 24.
+    A CPU computes some rows at a time, whose numbers stay in its cache: 2048 rows of 256 took 0.47
+    of the time on one core, and 1 byte of memory per index where `random_bits` takes 24.
     """
     if isinstance(key, Tensor) or firsts.device.type != "cpu" or torch.compiler.is_compiling():
         return keep_mask(key, firsts[..., None] + torch.arange(width, device=firsts.device), drop)
@@ -129,7 +129,7 @@ def keep_rows(key: int | Tensor, firsts: Tensor, width: int, drop: float | Tenso
 def normal_reference(
     key: int, start: int, count: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """`normal` in torch: whole blocks, of which a part is returned."""
+    """`normal` in torch: computes whole blocks, and returns a part of them."""
     # A shard may be all padding.
     if count == 0:
         return torch.empty(0, device=device)
@@ -141,7 +141,7 @@ def normal_reference(
 def normal(key: int, start: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Standard normals number start .. start + count - 1 of a stream; float32 [count].
 
-    On a GPU 4 bytes are moved for each, and no part of a block that is not asked for.
+    On a GPU 4 bytes are moved per number, also where only a part of a block is returned.
     """
     if not runs_triton(torch.empty(0, device=device)):
         return normal_reference(key, start, count, device)
@@ -153,7 +153,7 @@ def normal(key: int, start: int, count: int, device: torch.device | str = "cpu")
 
 
 def _normal_block(key: int, block: int, device: torch.device | str) -> Tensor:
-    """One block by the Box-Muller transform: half the numbers are cosines, half are sines."""
+    """One block, by the Box-Muller transform: half of the numbers are cosines, half are sines."""
     half = BLOCK // 2
     bits = random_bits(key, torch.arange(block * half, (block + 1) * half, device=device))
     # 32 bits each; +0.5 keeps the logarithm's argument in (0, 1), so |normal| < 6.8

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates dimensions i and i + d / 2 of x [b, h, s, d] by the angles of cos and sin.
+    """Rotates the pairs of dimensions i and i + d / 2 of x [b, h, s, d].
 
-    cos and sin [b, 1, s, d] hold each angle twice.
+    cos and sin [b, 1, s, d] have each angle's value twice.
     """
     low, high = x.chunk(2, -1)
     return x * cos + torch.cat([-high, low], -1) * sin
@@ -78,8 +78,8 @@ def _rotate(
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`rotate_reference` of q [b, h, s, d] and k [b, g, s, d], on a GPU in one launch.
 
-    Results lie in memory as [b, s, heads, d]. Bytes moved in each direction: 2 * b * s * (h + g)
-    * d * itemsize, and cosines and sines.
+    Results are laid out as [b, s, heads, d]. Bytes moved in each direction: 2 * b * s * (h + g) * d
+    * itemsize, and the cosines and sines.
     """
     if not runs_triton(q):
         return rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
@@ -89,7 +89,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
 # A rotation's transpose is the rotation back; angles get no gradient.
 @custom_op(
     "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool back) -> (Tensor, Tensor)",
-    fake=lambda q, k, *others: (empty_by_token(q), empty_by_token(k)),
+    fake=lambda q, k, *inputs: (empty_by_token(q), empty_by_token(k)),
     saved=lambda outputs, q, k, cos, sin, back: (cos, sin, back),
     backward=lambda of_q, of_k, cos, sin, back: _rotate_op(of_q, of_k, cos, sin, not back),
 )

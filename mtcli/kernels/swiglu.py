@@ -1,4 +1,4 @@
-"""SwiGLU: silu(gate) * up (arXiv:2002.05202), where one GEMM writes both side by side.
+"""SwiGLU: silu(gate) * up (arXiv:2002.05202), where one GEMM computes gate and up side by side.
 
 N rows, F the inner width.
 """
@@ -58,7 +58,7 @@ def _backward(
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """`swiglu_reference`, on a GPU in one pass, in float32 within; saves gate_up alone.
+    """`swiglu_reference`, on a GPU in one pass and in float32; saves gate_up alone for backward.
 
     Bytes moved: 3 * N * F * itemsize forward, 5 * N * F * itemsize backward.
     """
@@ -71,9 +71,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 class _SwiGLUFallback(torch.autograd.Function):
-    """`swiglu_reference` by torch's functions; the backward recomputes silu(gate) from the input.
+    """`swiglu_reference` by torch's functions; the backward recomputes silu(gate).
 
-    On a core of a Xeon (AVX-512), F 2048 of 2048 rows, forward and backward took 0.76 of the
+    On a core of a Xeon (AVX-512), F 2048 and 2048 rows, forward and backward took 0.76 of the
     reference's time in float32, where gradients need no concatenation, and 1.04 in bfloat16.
     """
 
@@ -89,10 +89,10 @@ class _SwiGLUFallback(torch.autograd.Function):
 
 
 def swiglu_backward_(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradients of gate and up [N, 2F], and the output of `swiglu` [N, F]), from grad [N, F].
+    """(gradients of gate and up [N, 2F], the output of `swiglu` [N, F]), from grad [N, F].
 
-    Overwrites grad on a GPU, where 6 * N * F * itemsize bytes are moved, N * F more than without
-    the output, which a linear layer after it then need not save for its weight's gradient.
+    Overwrites grad on a GPU, where it moves 6 * N * F * itemsize bytes, N * F more than without the
+    output, which the next linear layer then need not save for its weight's gradient.
     """
     if not runs_triton(grad):
         return _backward_fallback(grad, gate_up, with_output=True)
@@ -100,7 +100,8 @@ def swiglu_backward_(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _backward_fallback(grad: Tensor, gate_up: Tensor, with_output: bool) -> tuple[Tensor, Tensor]:
-    """(gradients of gate and up, the output or `grad`); each half is scratch for the other."""
+    """(gradients of gate and up, the output or `grad`); each half of the gradient serves as scratch
+    memory for the other."""
     (gate, up), out = gate_up.chunk(2, -1), torch.empty_like(gate_up)
     dgate, dup = out.chunk(2, -1)
     torch.ops.aten.silu.out(gate, out=dgate)

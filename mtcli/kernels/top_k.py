@@ -1,8 +1,8 @@
 """Top-k routing of a mixture of experts: from a router's logits to experts and their weights.
 
 T tokens, E experts, k chosen. Scores are a softmax or sigmoids in float32 (float64 stays). A bias
-is added for the choice alone (arXiv:2408.15664). With groups, only the experts of a token's best
-groups may be chosen (arXiv:2412.19437, section 2.1.2).
+is added for the choice alone (arXiv:2408.15664). With groups, experts are chosen within a token's
+best groups alone (arXiv:2412.19437, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TopKRouting(NamedTuple):
 def route_reference(
     logits_TE: Tensor, bias_E: Tensor | None, options: TopKRouting
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(scores [T, E], weights [T, k], experts [T, k] best first)."""
+    """(scores [T, E], weights [T, k], experts [T, k], the best first)."""
     scores_TE = logits_TE.softmax(-1) if options.softmax else logits_TE.sigmoid()
     judged = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
     experts = _allowed(judged, options).topk(options.top_k, -1).indices
@@ -46,7 +46,7 @@ def route_reference(
 
 
 def _allowed(scores_TE: Tensor, options: TopKRouting) -> Tensor:
-    """Scores, -inf for experts outside a token's best groups."""
+    """The scores, with -inf for experts outside a token's best groups."""
     if options.groups == 1:
         return scores_TE
     grouped = scores_TE.unflatten(-1, (options.groups, -1))
@@ -66,13 +66,13 @@ def _within_best_groups(
 
     Else by its best.
     """
-    each: tl.constexpr = E // GROUPS
-    grouped = tl.reshape(judged, (TOKENS, GROUPS, each))
+    experts_per_group: tl.constexpr = E // GROUPS
+    grouped = tl.reshape(judged, (TOKENS, GROUPS, experts_per_group))
     strength = tl.max(grouped, 2)
     if PAIRS:
-        lane = tl.arange(0, each)[None, None, :]
-        others = lane != tl.argmax(grouped, 2)[:, :, None]
-        strength += tl.max(tl.where(others, grouped, float("-inf")), 2)
+        lane = tl.arange(0, experts_per_group)[None, None, :]
+        is_other = lane != tl.argmax(grouped, 2)[:, :, None]
+        strength += tl.max(tl.where(is_other, grouped, float("-inf")), 2)
     group, allowed = tl.arange(0, GROUPS)[None, :], tl.zeros((TOKENS, GROUPS), tl.int1)
     for _ in tl.static_range(TOP):
         best = group == tl.argmax(strength, 1)[:, None]
@@ -183,7 +183,7 @@ def _config(experts: int) -> dict[str, int]:
     return {"TOKENS": max(1, TILE // lanes), "EXPERTS": experts, "E": lanes}
 
 
-def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *others: Any) -> tuple[Tensor, ...]:
+def _fake(logits: Tensor, bias: Tensor | None, top_k: int, *inputs: Any) -> tuple[Tensor, ...]:
     weights = logits.new_empty(len(logits), top_k)
     scores = torch.empty_like(logits, memory_format=torch.contiguous_format)
     return scores, weights, torch.empty_like(weights, dtype=torch.int64)
@@ -214,8 +214,8 @@ def _route_op(logits, bias, top_k, softmax, normalize, groups, top_groups):
     "route_backward(Tensor of_scores, Tensor of_weights, Tensor[] kept, bool softmax,"
     " bool normalize) -> Tensor"
 )
-def _route_backward_op(of_scores, of_weights, kept, softmax, normalize):
-    scores, weights, chosen = kept
+def _route_backward_op(of_scores, of_weights, saved, softmax, normalize):
+    scores, weights, chosen = saved
     of_scores, of_weights = of_scores.contiguous(), of_weights.contiguous()
     (tokens, experts), out = scores.shape, torch.empty_like(scores)
     config = _config(experts)

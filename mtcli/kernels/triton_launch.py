@@ -1,7 +1,7 @@
 """Triton kernels: when they run, how they are compiled and launched, and their grids.
 
-A kernel's file names `tl` for type checkers alone, and its annotations are text (`from __future__
-import annotations`): triton is imported by the first launch, so a run on CPU never pays for it.
+A kernel's file imports `tl` for type checkers alone, and its annotations are text (`from __future__
+import annotations`): the first launch imports triton, so a run on CPU never does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Configs = Sequence[LaunchConfig]
 
 @dataclass(frozen=True)
 class Compilation:
-    """A kernel that was compiled with a config, or the error that Triton or ptxas gave."""
+    """A kernel compiled with a config, or the error of Triton or ptxas."""
 
     name: str
     config: LaunchConfig
@@ -43,7 +43,7 @@ class Compilation:
 
 @dataclass(frozen=True)
 class CompileOnly:
-    """The mode in which launches on CPU tensors compile and do not run: see ahead_of_time.py."""
+    """The mode in which launches on CPU tensors compile and do not run; see ahead_of_time.py."""
 
     default_only: bool
     compilations: list[Compilation] = field(default_factory=list)
@@ -54,7 +54,7 @@ _mode: ContextVar[LaunchMode | None] = ContextVar("mode", default=None)
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether our kernels run on this tensor: on a GPU in 16 or 32 bits; on CPU in tests alone."""
+    """Whether Triton kernels run on x: on a GPU in 16 or 32 bits, on CPU in tests alone."""
     if x.is_cuda:
         return HAS_TRITON and x.dtype in DTYPES
     # Dynamo cannot read a ContextVar.
@@ -64,7 +64,7 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def prefers_kernel(op: str, x: Tensor, size: int) -> bool:
-    """Whether our kernel runs on x, and torch's function was not measured to be faster there."""
+    """Whether the Triton kernel runs on x, and torch's function was not measured to be faster."""
     if not runs_triton(x):
         return False
     return torch.compiler.is_compiling() or fastest_backend(op, x, [size]) != "torch"
@@ -72,7 +72,7 @@ def prefers_kernel(op: str, x: Tensor, size: int) -> bool:
 
 @contextmanager
 def launch_mode(mode: LaunchMode) -> Iterator[None]:
-    """Inside, kernels take CPU tensors too, in a mode."""
+    """Inside, kernels also take CPU tensors, in the given mode."""
     token = _mode.set(mode)
     try:
         yield
@@ -82,9 +82,9 @@ def launch_mode(mode: LaunchMode) -> Iterator[None]:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Inside, kernels run on CPU tensors by Triton's interpreter, a program at a time.
+    """Inside, Triton's interpreter runs kernels on CPU tensors, one program at a time.
 
-    Raises RuntimeError where TRITON_INTERPRET=1 was not in the environment before triton's import.
+    Raises RuntimeError where TRITON_INTERPRET=1 was not set before triton's import.
     """
     from triton import knobs
     from triton.runtime import interpreter
@@ -97,9 +97,9 @@ def interpreted() -> Iterator[None]:
 
 
 def _convert_float(convert: Callable[..., Any], x: Any, *dtypes: Any) -> Any:
-    """The interpreter's conversion, but to float8 torch's, which rounds as a GPU does.
+    """The interpreter's conversion of floats, with torch's for float8, which rounds as a GPU does.
 
-    The interpreter's own drops carries out of the mantissa, and rounds ties and nan elsewhere.
+    The interpreter's own drops carries out of the mantissa, and rounds ties and nan differently.
     """
     dtype = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}.get(str(dtypes[1]))
     if dtype is None or x.dtype != "float32":
@@ -109,7 +109,8 @@ def _convert_float(convert: Callable[..., Any], x: Any, *dtypes: Any) -> Any:
 
 @contextmanager
 def fake_gpu() -> Iterator[None]:
-    """Inside, fake CPU tensors take a GPU's path: kernels are operators, of which shapes count."""
+    """Inside, fake CPU tensors take a GPU's path, on which kernels are operators with shapes
+    alone."""
     with launch_mode("fake"):
         yield
 
@@ -117,10 +118,10 @@ def fake_gpu() -> Iterator[None]:
 class TritonKernel:
     """A Triton kernel, launched as `kernel[grid](*arguments, **constants)`.
 
-    `configs` are alternative constants and launch options, as triton.Config has them, or a function
-    to them from the sizes of the arguments named in `key`. Which is best may differ by device, by
-    dtype and by those sizes; where nothing was measured it is the first, or what `default` returns
-    for them. The first argument is a tensor.
+    `configs` are alternative constants and launch options, as in triton.Config, or a function to
+    them from the sizes of the arguments named in `key`. The fastest one may differ by device, dtype
+    and those sizes; without a measurement it is the first, or the result of `default` for the
+    sizes. The first argument is a tensor.
     """
 
     def __init__(
@@ -138,12 +139,12 @@ class TritonKernel:
         self.key = [parameters.index(name) for name in key]
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
-        """The launch of a grid: a tuple, or a function from the constants to one."""
+        """The launcher of a grid: a tuple, or a function from the constants to one."""
         return partial(self._launch, grid)
 
     @cached_property
     def jitted(self) -> Any:
-        """The function under triton.jit, with `tl` and the kernels it calls as its globals."""
+        """The function under triton.jit, with `tl` and the kernels that it calls as globals."""
         import triton
         import triton.language as tl
 
@@ -163,8 +164,8 @@ class TritonKernel:
         sizes = [arguments[i] for i in self.key]
         configs, default = self.configs(*sizes), self.default(*sizes)
         if isinstance(mode, CompileOnly):
-            others = () if mode.default_only else [c for c in configs if c != default]
-            for config in (default, *others):
+            alternatives = () if mode.default_only else [c for c in configs if c != default]
+            for config in (default, *alternatives):
                 mode.compilations.append(self._compile(launch, config, config is default))
         elif len(configs) == 1:
             launch(default)
@@ -201,29 +202,31 @@ def kernel(
     key: Sequence[str] = (),
     default: Callable[..., LaunchConfig] | None = None,
 ) -> Callable[[FunctionType], TritonKernel]:
-    """A decorator that is triton.jit and triton.autotune in one: see `TritonKernel`."""
+    """A decorator like triton.jit and triton.autotune in one; see `TritonKernel`."""
     return partial(TritonKernel, configs=configs, key=key, default=default)
 
 
 @cache
 def full_row_configs(width: int, elements: int) -> tuple[dict[str, int], ...]:
-    """Configs of tiles as wide as a row, first rows of so many elements at least, 16 per thread.
+    """Configs of tiles as wide as a row; the first has rows for at least `elements` elements, 16
+    per thread.
 
-    The others have 4 to 64 elements per thread: more of them spill, and compile for minutes.
+    The others have 4 to 64 elements per thread: with more, kernels spill and compile for minutes.
     """
     block = power_of_two(width)
     rows = max(1, elements // block)
     first = {"ROWS": rows, "num_warps": min(16, rows * block // 512)}
     tiles = [(more, warps) for more in (rows, 4 * rows) for warps in (2, 4, 8, 16)]
-    others = [{"ROWS": n, "num_warps": w} for n, w in tiles if 4 <= n * block // (32 * w) <= 64]
-    return first, *(config for config in others if config != first)
+    configs = [{"ROWS": n, "num_warps": w} for n, w in tiles if 4 <= n * block // (32 * w) <= 64]
+    return first, *(config for config in configs if config != first)
 
 
 @cache
 def tile_configs(width: int, elements: int = 2048) -> tuple[dict[str, int], ...]:
-    """Configs of tiles of so many elements, first the widest of those that pad a row least.
+    """Configs of tiles of `elements` elements; the first is the widest of those that pad a row
+    least.
 
-    A tile of 2048 columns leaves 62 % of its lanes idle where a row has 768.
+    A tile of 2048 columns leaves 62 % of its lanes idle for a row of 768.
     """
     columns = sorted((2048, 1024, 512, 256), key=lambda n: (cdiv(width, n) * n, -n))
     tiles = [(max(1, elements // n), n) for n in columns]
@@ -231,17 +234,17 @@ def tile_configs(width: int, elements: int = 2048) -> tuple[dict[str, int], ...]
 
 
 def row_grid(rows: int) -> Grid:
-    """A program for each ROWS of so many rows."""
+    """A program per ROWS of `rows` rows."""
     return lambda meta: (cdiv(rows, meta["ROWS"]),)
 
 
 def column_grid(rows: int, columns: int) -> Grid:
-    """A program for each COLUMNS of each row."""
+    """A program per COLUMNS of each row."""
     return lambda meta: (rows, cdiv(columns, meta["COLUMNS"]))
 
 
 def tile_grid(rows: int, columns: int) -> Grid:
-    """A program for each tile of ROWS by COLUMNS."""
+    """A program per tile of ROWS by COLUMNS."""
     return lambda meta: (cdiv(rows, meta["ROWS"]), cdiv(columns, meta["COLUMNS"]))
 
 
@@ -251,7 +254,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is at least n: tiles have no other sizes."""
+    """The least power of two that is at least n, as tiles need."""
     return 1 << max(0, n - 1).bit_length()
 
 

@@ -1,1 +1,2 @@
-"""States what replicas keep, send and compute: a file per method, which sync and plan read."""
+"""The facts of replica exchanges: state, bytes sent and arithmetic of each method, without torch,
+for `sync` and `plan`."""

@@ -1,4 +1,4 @@
-"""Counts the arithmetic of replicas' exchanges: the elements that go through each kind of it."""
+"""Counts the elementwise arithmetic of replica exchanges, for the planned time of a step."""
 
 from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
@@ -18,7 +18,7 @@ BYTES: dict[Kind, float] = {
 
 
 class Arithmetic(NamedTuple):
-    """Calls of one kind, and the elements that all of them handle."""
+    """Calls of one kind, and the elements of all calls together."""
 
     kind: Kind
     elements: float
@@ -26,10 +26,10 @@ class Arithmetic(NamedTuple):
 
 
 def times(factor: float, works: Iterable[Arithmetic]) -> Iterator[Arithmetic]:
-    """Yields the work of something that is done so many times, on average."""
+    """Yields `works` times `factor`, such as a mean number of exchanges per step."""
     return (Arithmetic(kind, factor * elements, factor * calls) for kind, elements, calls in works)
 
 
 def passes(count: float, elements: float, tensors: int = 1) -> Arithmetic:
-    """Elementwise operations on tensors that have so many elements together."""
+    """`count` elementwise operations on `tensors` tensors of `elements` elements together."""
     return Arithmetic("pass", count * elements, count * tensors)

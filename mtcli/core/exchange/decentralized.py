@@ -1,4 +1,5 @@
-"""Decentralized replicas, which mix weights with their neighbours' (sync/decentralized.py)."""
+"""The facts of decentralized replicas, which mix their weights with neighbours'
+(sync/decentralized.py)."""
 
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ MORE_PASSES: dict[Method, int] = {
 
 
 class MixingFacts(ExchangeFacts):
-    """States a mix per step of each parameter's weights, and for da_dmsgd of its momentum too."""
+    """One mix per step of each parameter's weights, and for da_dmsgd of its momentum too."""
 
     def __init__(self, share: ReplicaShare) -> None:
         super().__init__(share)
@@ -33,12 +34,14 @@ class MixingFacts(ExchangeFacts):
         return self.mixing_graph.most_sent * self.mixed * self.share.master
 
     def arithmetic(self) -> Iterator[Arithmetic]:
-        """Yields the update that is sent, and the weighted sum of what is received."""
+        """Yields the computation of the tensors to send, and the weighted sum of the received
+        ones."""
         yield passes(MORE_PASSES[self.method], self.share.elements, len(self.share.sizes))
         yield passes(self.mixing_graph.mixing_passes, self.mixed)
 
     def state_bytes(self) -> float:
-        """Send and receive buffers of the fullest rank, alive while the step is computed."""
+        """Bytes of send and receive buffers on the fullest rank, where they are alive throughout a
+        step."""
         if not self.share.overlaps:
             return 0.0
         return self.mixing_graph.buffered_per_replica * self.mixed * self.share.master

@@ -1,4 +1,4 @@
-"""`local` and `diloco`: replicas that exchange outer gradients now and then (sync/diloco.py)."""
+"""The facts of `local` and `diloco`: outer steps every `period` updates (sync/diloco.py)."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,17 +17,18 @@ OUTER, MOMENTUM, ERROR = "outer", "outer_momentum", "error"
 
 
 class FragmentFacts(NamedTuple):
-    """The parameters of a fragment, by their elements, and when they are exchanged."""
+    """A fragment's parameters with their elements, and the updates after which it is exchanged."""
 
     sizes: Mapping[str, int]
     turns: Turns
 
 
 class DiLoCoFacts(ExchangeFacts):
-    """States outer steps, fragment by fragment.
+    """Outer steps, fragment by fragment.
 
-    An exchange in full is a ring's all-reduce of master weights. Dense quantised values are
-    scattered and gathered, (n-1)/n of the payload each; of the largest all replicas receive all.
+    Uncompressed, an exchange is a ring's all-reduce of pseudo-gradients. Quantised dense values are
+    reduce-scattered and all-gathered, (n-1)/n of the payload each. The largest values are
+    all-gathered.
     """
 
     def __init__(self, share: ReplicaShare) -> None:
@@ -46,10 +47,8 @@ class DiLoCoFacts(ExchangeFacts):
         self.second_phase = sync.overlap_steps // 2  # updates for it, up to when all is applied
 
     def segments(self, sizes: Mapping[str, int]) -> list[Segment]:
-        """The parts of a fragment that are compressed apart: one, or one per owner; none in full.
-
-        Where it is one, that of every replica is sent to all.
-        """
+        """The segments of a fragment: one per owner (quantised), one in all (top_k), none
+        uncompressed."""
         if self.sync.top_k:
             return [segment(self.sync, sizes)]
         return segments(self.sync, sizes, self.share.replicas) if self.sync.quantise else []
@@ -64,14 +63,14 @@ class DiLoCoFacts(ExchangeFacts):
         return total / self.share.steps
 
     def arithmetic(self) -> Iterator[Arithmetic]:
-        """Yields that of each fragment's exchanges."""
+        """Yields the arithmetic of each fragment's exchanges."""
         present = passes(1, self.share.elements, len(self.share.sizes))
         for sizes, turns in self.fragments:
             factor = turns.count(self.share.steps) / self.share.steps
             yield from times(factor, [present, *self._exchange(sizes)])
 
     def _phases(self, sizes: Mapping[str, int]) -> tuple[float, float]:
-        """Bytes that an exchange sends at once, and of a second phase."""
+        """(bytes sent in an exchange's first phase, bytes sent in its second)."""
         replicas, peers = self.share.replicas, self.share.replicas - 1
         if not sizes:
             return 0.0, 0.0
@@ -84,8 +83,8 @@ class DiLoCoFacts(ExchangeFacts):
         return 2 * peers * values * self.share.master // replicas, 0.0
 
     def _exchange(self, sizes: Mapping[str, int]) -> Iterator[Arithmetic]:
-        """Yields the arithmetic of an exchange: the pseudo-gradient, its mean, the outer step, and
-        the copy of outer weights, or their mean with the replica's own."""
+        """Yields the arithmetic of one exchange: pseudo-gradient, mean, outer step, and the copy of
+        the outer weights or their mean with the replica's own."""
         sync, replicas, elements = self.sync, self.share.replicas, sum(sizes.values())
         momentum = self.momentum
         yield passes(2 + (1 + 2 * bool(momentum) + (momentum and sync.outer_nesterov)), elements)
@@ -105,7 +104,7 @@ class DiLoCoFacts(ExchangeFacts):
         yield passes(4, elements)
 
     def _coded(self, part: Segment, added: int) -> Iterator[Arithmetic]:
-        """Yields that of compressing a segment, and of adding what it stands for, `added` times."""
+        """Yields the arithmetic of compressing a segment once and adding `added` payloads of it."""
         elements, groups = sum(part.lengths), len(part.groups)
         packs = CODED["top_k" if self.sync.top_k else self.sync.quantise]
         for kind, count in zip(packs, (1, added), strict=True):
@@ -114,8 +113,8 @@ class DiLoCoFacts(ExchangeFacts):
 
 
 def fragment_of(name: str, fragments: int) -> int:
-    """The fragment of a parameter: layers are strided over them, embeddings go with the first layer
-    and what follows the layers with the last fragment."""
+    """The fragment of a parameter: layer i in fragment i mod `fragments`, embeddings in the first,
+    the final norm and head in the last."""
     if match := re.match(r"blocks\.(\d+)\.", name):
         return int(match[1]) % fragments
     return fragments - 1 if name.startswith(("final_norm", "head")) else 0

@@ -1,4 +1,4 @@
-"""`easgd`: workers and a centre that pull each other (sync/easgd.py)."""
+"""The facts of `easgd`: workers and a centre that pull each other (sync/easgd.py)."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from mtcli.core.exchange.facts import ExchangeFacts, ReplicaShare, StateKind, Tu
 
 
 class EasgdFacts(ExchangeFacts):
-    """States EASGD's all-reduce of master weights in each exchange."""
+    """An all-reduce of master weights in each exchange."""
 
     kept = (StateKind("centre"),)
 
@@ -23,6 +23,6 @@ class EasgdFacts(ExchangeFacts):
         return self.times * self.share.both_ways * (self.share.elements * self.share.master)
 
     def arithmetic(self) -> Iterator[Arithmetic]:
-        """Yields copies of weights and centre, the mean, and both pulls."""
+        """Yields the copies of weights and centre, the mean, and both pulls."""
         yield passes(3 * self.times, self.share.elements)
         yield passes(2 * self.times, self.share.elements, len(self.share.sizes))

@@ -1,4 +1,4 @@
-"""Defines what a sync method states of its exchanges, and what it knows of a rank for that."""
+"""Defines the facts that a sync method states of its exchanges, and the inputs they depend on."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class ReplicaShare(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Elements of all parameters that its optimizer updates."""
+        """Elements of all parameters that the rank's optimizer updates."""
         return sum(self.sizes.values())
 
     @property
@@ -36,15 +36,15 @@ class ReplicaShare(NamedTuple):
 
 
 class StateKind(NamedTuple):
-    """A kind of state of every parameter besides the optimizer's, as wide as master weights."""
+    """A kind of state per parameter besides the optimizer's, in the dtype of master weights."""
 
     kind: str
     differs: bool = False  # between replicas
-    owners: int = 1  # replicas that each keep a part of it
+    owners: int = 1  # replicas over which it is sharded
 
 
 class Turns(NamedTuple):
-    """The updates after which an exchange begins."""
+    """The updates after which an exchange begins: `first`, first + every, and so on."""
 
     first: int
     every: int  # updates from one turn to the next
@@ -54,35 +54,35 @@ class Turns(NamedTuple):
         return (update - self.first) % self.every == 0
 
     def count(self, steps: int) -> int:
-        """The exchanges that begin in so many steps."""
+        """The number of exchanges that begin in `steps` steps."""
         return max(0, 1 + (steps - self.first) // self.every)
 
 
 class ExchangeFacts:
-    """States the exchange of a single replica, which is none; a method is a subclass.
+    """The facts of a single replica, which exchanges nothing; the base of each method's.
 
-    Bytes and arithmetic are a rank's means per step of the run.
+    Bytes and arithmetic are means per step of the run, for one rank.
     """
 
     weights_differ = True
-    """whether replicas have other weights than each other after a step"""
+    """whether weights differ between replicas after a step"""
     kept: tuple[StateKind, ...] = ()
-    """the state of a checkpoint"""
+    """the kinds of state that a checkpoint has besides the optimizer's"""
     turns: tuple[Turns, ...] = ()
-    """when replicas meet that need no other between exchanges"""
+    """when exchanges are due, of methods whose replicas may run asynchronously in between"""
 
     def __init__(self, share: ReplicaShare) -> None:
         self.share = share
 
     def sent_bytes(self) -> float:
-        """Bytes that it sends to other replicas, as the mean over them."""
+        """Bytes that a rank sends to other replicas, as the mean over replicas."""
         return 0.0
 
     def busiest_bytes(self, tree: bool) -> float:
-        """Bytes that leave the replica that sends most: a step takes as long as those.
+        """Bytes that the replica which sends most sends: they set the time of the exchange.
 
-        The source of a broadcast sends all of it: to the next rank of a ring (NCCL), or, as the
-        root of a `tree`, to log2 of them (gloo). Where there is none, all replicas send as much.
+        The root of a broadcast sends its tensor once in a ring (NCCL), and log2(n) times in a
+        `tree` (gloo). Without broadcasts all replicas send equally much.
         """
         return self.sent_bytes()
 
@@ -91,10 +91,10 @@ class ExchangeFacts:
         return ()
 
     def state_bytes(self) -> float:
-        """Bytes that it keeps besides the optimizer's state."""
+        """Bytes of the exchange's state, without the optimizer's."""
         copies = sum(1 / state.owners for state in self.kept)
         return self.share.master * copies * self.share.elements
 
     def graph(self) -> dict[str, float]:
-        """Figures of the graph of replicas, by name; empty where all exchange with all."""
+        """Figures of the replicas' graph, by name; empty where all replicas exchange with all."""
         return {}

@@ -1,4 +1,5 @@
-"""`lsgd`: workers that are pulled to the leaders of groups and of all (sync/lsgd.py)."""
+"""The facts of `lsgd`: workers are pulled to their group's leader and to the leader of all
+(sync/lsgd.py)."""
 
 from collections.abc import Iterator
 from math import ceil, lcm, log2
@@ -11,7 +12,7 @@ MESSAGE = "worker", "steps", "loss"  # float64s that each worker sends to all
 
 
 class LeaderPull(NamedTuple):
-    """The pulls of consecutive workers to the leader among them, along an axis of that name."""
+    """The pull of `workers` consecutive workers to the leader among them, along `axis`."""
 
     axis: str
     turns: Turns
@@ -20,9 +21,9 @@ class LeaderPull(NamedTuple):
 
 
 class LsgdFacts(ExchangeFacts):
-    """States LSGD's messages of all workers, then broadcasts of leaders' master weights.
+    """All workers' messages, then broadcasts of the leaders' master weights.
 
-    In a ring, n ranks send a broadcast n - 1 times.
+    In a ring of n ranks, n - 1 ranks send a broadcast's tensor on.
     """
 
     def __init__(self, share: ReplicaShare) -> None:
@@ -48,19 +49,19 @@ class LsgdFacts(ExchangeFacts):
         )
 
     def busiest_bytes(self, tree: bool) -> float:
-        """Bytes of the busiest leader: one copy to the next in a ring, ceil(log2 n) in a tree."""
+        """Bytes that the busiest leader sends: 1 copy in a ring, ceil(log2 n) in a tree."""
         return self.bytes * sum(
             times * (ceil(log2(workers)) if tree else 1) for times, workers in self._broadcasts()
         )
 
     def arithmetic(self) -> Iterator[Arithmetic]:
-        """Yields copies of weights, and their pull to the leader's."""
+        """Yields the copies of weights, and their pull to the leader's."""
         for times, _ in self._broadcasts():
             yield passes(times, self.share.elements)
             yield passes(times, self.share.elements, len(self.share.sizes))
 
     def _broadcasts(self) -> Iterator[tuple[float, int]]:
-        """Yields (mean pulls per step, workers among which a leader sends)."""
+        """Yields (mean pulls per step, workers of a broadcast) of each kind of pull."""
         for _, turns, strength, workers in self.pulls:
             if strength and workers > 1:
                 yield turns.count(self.share.steps) / self.share.steps, workers

@@ -1,4 +1,4 @@
-"""1-bit LAMB and 1-bit Adam (sync/onebit.py): gradients in the warm-up, then signs of momenta."""
+"""The facts of 1-bit LAMB and 1-bit Adam (sync/onebit.py): gradients in the warm-up, then signs."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ FRESH = "exp_avg_sq_fresh"  # LAMB's variance after the warm-up
 
 
 class OneBitFacts(ExchangeFacts):
-    """States 1-bit LAMB and Adam: both ways are a reduce-scatter and an all-gather."""
+    """A reduce-scatter and an all-gather per step, of gradients and then of signs of momenta."""
 
     weights_differ = False
 
@@ -28,14 +28,14 @@ class OneBitFacts(ExchangeFacts):
         self.narrow = share.weight < 4  # gradients are sent in 16 bits, and summed in 32
 
     def sent_bytes(self) -> float:
-        """Elements are as wide as weights in the warm-up, and one bit each after it."""
+        """Bytes sent: an element is as wide as weights in the warm-up, and one bit after it."""
         n, both_ways, elements = self.share.replicas, self.share.both_ways, self.share.elements
         compressed = both_ways * (elements / 8 + SCALARS[1]) + (n - 1) * SCALARS[0]
         return self.warm * both_ways * elements * self.share.weight + self.frozen * compressed
 
     def arithmetic(self) -> Iterator[Arithmetic]:
-        """Yields a momentum as it is updated and scaled, added to the error and squared; signs are
-        packed for all servers, and unpacked from all replicas, and from all servers."""
+        """Yields the arithmetic of an update: the momentum is scaled, added to the error and
+        squared; signs are packed for all servers and unpacked from all replicas and all servers."""
         elements, tensors, n = self.share.elements, len(self.share.sizes), self.share.replicas
         # vector and its mean; narrow ones as chunks to servers, the mean of n of them and back
         vector = 4 + 1 / n if self.narrow else 2.0

@@ -1,9 +1,10 @@
-"""Lays out what `local` and `diloco` send compressed: the sizes of payloads.
+"""Lays out the compressed payloads of `local` and `diloco`, and counts their bytes.
 
-Values lie in rows that have scales of their own: blocks of consecutive ones, or the largest of each
-chunk. The indices of these are in Elias and Fano's code (1974): low bits as they are, and a bitmap
-in which the i-th bit that is set lies at i plus the high bits. With 1 of 64 that is 8 bits an
-index, where 12 would number a chunk and 7.4 is the least.
+Values lie in rows, each with scales of its own: a row is a block of consecutive values, or the
+largest values of a chunk. The indices of the largest are in Elias and Fano's code (1974): the low
+bits of each index as they are, and a bitmap whose i-th set bit is at i plus the high bits of index
+i. With 1 of 64 values sent that takes 8 bits an index, where numbering a chunk takes 12 and the
+least possible is 7.4.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ class Payload(NamedTuple):
 
     @classmethod
     def of(cls, sync: SyncConfig, length: int) -> "Payload":
-        """The form of a tensor of so many values, 1 or more."""
+        """The form of a tensor of `length` values, 1 or more."""
         rows = -(-length // (CHUNK if sync.top_k else BLOCK))
         columns = -(-length // rows)
         sent = max(1, round(sync.top_k * columns)) if sync.top_k else columns
@@ -39,25 +40,25 @@ class Payload(NamedTuple):
 
     @property
     def scales(self) -> int:
-        """The scales of a row: with 2 bits both magnitudes, else the largest."""
+        """Scales per row: with 2 bits both magnitudes, otherwise the largest one."""
         return {0: 0, 2: 2}.get(self.bits, 1)
 
     @property
     def low_bits(self) -> int:
-        """Bits of an index that are sent as they are."""
+        """The low bits of an index that are stored as they are."""
         return (self.columns // self.sent).bit_length() - 1
 
     @property
     def bitmap(self) -> int:
-        """Bits of a row in which the high bits of its indices lie."""
+        """Bits of a row's bitmap, which encodes the high bits of its indices."""
         return self.sent + ((self.columns - 1) >> self.low_bits)
 
     def num_values(self, length: int) -> int:
-        """The values that are sent of a tensor of so many."""
+        """The values sent of a tensor of `length` values."""
         return self.rows * self.sent if self.sent < self.columns else length
 
     def sizes(self, length: int) -> tuple[int, int, int, int]:
-        """(bytes of scales, values, bitmaps, low bits)."""
+        """(bytes of scales, of values, of bitmaps, of low bits)."""
         values = self.num_values(length)
         value_bytes = -(-values * self.bits // 8) if self.bits else 4 * values
         scale_bytes = SCALE_BYTES * self.scales * self.rows
@@ -68,10 +69,10 @@ class Payload(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Some of a flat tensor: groups of its ranges, each with one form.
+    """A part of a flat tensor: groups of its ranges (offset, length), each group with one form.
 
-    Ranges that are full rows of one length are a group: compressing them together takes as many
-    launches as one of them.
+    Ranges of full rows of one length form a group, which is compressed with the kernel launches of
+    a single range.
     """
 
     groups: tuple[tuple[Range, ...], ...]
@@ -79,7 +80,7 @@ class Segment(NamedTuple):
 
     @classmethod
     def of(cls, sync: SyncConfig, ranges: Sequence[Range]) -> "Segment":
-        """The segment of some ranges (offset, length), each with rows of its own."""
+        """The segment of some ranges; no row crosses the end of a range."""
         groups: dict[Range | int, list[tuple[Range, Payload]]] = {}
         for span in ranges:
             form = Payload.of(sync, span[1])
@@ -106,20 +107,21 @@ class Segment(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of a payload, with its count."""
+        """Bytes of a payload, its count of replicas included."""
         return sum(self.sizes) + COUNT_BYTES
 
 
 def segment(sync: SyncConfig, sizes: Mapping[str, int]) -> Segment:
-    """All of some parameters, of so many elements each, that lie one after another."""
+    """One segment of all values of some parameters, whose `sizes` are concatenated."""
     return Segment.of(sync, _ranges(sizes))
 
 
 def segments(sync: SyncConfig, sizes: Mapping[str, int], owners: int) -> list[Segment]:
     """The segment of each owner: its share of every parameter's blocks.
 
-    That depends on the parameter alone, so that its copies on other ranks, as those of a tied
-    embedding, lose the same. The name says who owns the first, which is all there is of a bias.
+    The share of a parameter depends on its name and length alone, so that copies of it on other
+    ranks (a tied embedding) lose the same values. A hash of the name chooses the owner of the first
+    block, so that small parameters such as biases spread over owners.
     """
     owned: list[list[Range]] = [[] for _ in range(owners)]
     for (name, length), (offset, _) in zip(sizes.items(), _ranges(sizes), strict=True):

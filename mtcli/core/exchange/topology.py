@@ -1,9 +1,9 @@
 """Topologies of decentralized replicas: who exchanges with whom, and with which weights.
 
-In the mixing matrix W of n replicas, w[i][j] is the weight with which replica i takes what j
-sends. Every W here is doubly stochastic for any n: the mean of all replicas stays where it is. How
-fast replicas come together is its spectral gap, 1 - rho with rho = ||W - 11'/n||. The graphs are
-those of BlueFog (arXiv:2111.04287), which DecentLaM was written in (arXiv:2104.11981, section 6).
+In the mixing matrix W of n replicas, w[i][j] is the weight that replica i gives to the tensor from
+j. Every W here is doubly stochastic for any n, so mixing keeps the mean of all replicas. Replicas
+converge at the rate of the spectral gap, 1 - rho with rho = ||W - 11'/n||. The graphs are those of
+BlueFog (arXiv:2111.04287), used by DecentLaM (arXiv:2104.11981, section 6).
 """
 
 import cmath
@@ -27,24 +27,26 @@ class MixingGraph:
 
     @classmethod
     def of(cls, sync: SyncConfig, replicas: int) -> "MixingGraph":
-        """The graph of a run; a machine's replicas are the divisor of n next to its root."""
+        """The graph of a run. In a hierarchy without machine_size, a machine has the largest
+        divisor of n that is at most sqrt(n)."""
         size = sync.machine_size or max(d for d in divisors(replicas) if d * d <= replicas)
         return cls(sync.topology, replicas, size if sync.topology == "hierarchical" else 1)
 
     @property
     def period(self) -> int:
-        """Steps after which the matrices begin again: log2(n), rounded up, with one peer."""
+        """Steps after which the sequence of matrices repeats: ceil(log2(n)) for one peer, else
+        1."""
         return max(1, (self.n - 1).bit_length()) if self.name == "one_peer_exponential" else 1
 
     @property
     def machines(self) -> "MixingGraph":
-        """The graph among machines of a hierarchy; of any other, the graph itself."""
+        """The graph between the machines of a hierarchy; any other graph is its own."""
         if self.name != "hierarchical":
             return self
         return MixingGraph("symmetric_exponential", self.n // self.machine_size)
 
     def row(self, i: int, step: int = 0) -> dict[int, float]:
-        """Row i of W in a step: the weight of every replica it takes from, itself included."""
+        """Row i of W in a step: the weight of every replica that i receives from, and of i."""
         n, m = self.n, self.machine_size
         if self.name == "hierarchical":
             above = self.machines.row(i // m, step)
@@ -65,18 +67,18 @@ class MixingGraph:
         return [[row.get(j, 0.0) for j in range(self.n)] for row in rows]
 
     def senders(self, i: int, step: int = 0) -> list[int]:
-        """The other replicas that i takes from in a step, in order."""
+        """The other replicas that i receives from in a step, ascending."""
         return sorted(j for j in self.row(i, step) if j != i)
 
     def receivers(self, i: int, step: int = 0) -> list[int]:
-        """The other replicas that i sends to in a step, in order."""
+        """The other replicas that i sends to in a step, ascending."""
         if self.name == "one_peer_exponential":
             return sorted((i - offset) % self.n for offset in self._offsets(step) if offset)
         return self.senders(i, step)
 
     @property
     def most_neighbours(self) -> int:
-        """The most replicas that one takes from in a step."""
+        """The most replicas that one receives from in a step."""
         if self.name == "hierarchical":
             return self.machine_size - 1 + self.machines.most_neighbours
         if self.name in ("star", "full"):
@@ -88,10 +90,11 @@ class MixingGraph:
 
     @property
     def sent_per_replica(self) -> float:
-        """Tensors of a replica's size that it sends in a step, as the mean over replicas.
+        """Tensors of a replica's size that a replica sends in a step, as the mean over replicas.
 
-        A hierarchy sends 1/m of it to each of its machine twice, and to other machines once; all
-        together average as a ring of ranks sums.
+        In a hierarchy of m replicas per machine a rank sends 1/m of the tensor twice to each of its
+        machine, and once to each neighbouring machine. The full graph and the star are a ring's
+        all-reduce.
         """
         n, m = self.n, self.machine_size
         if self.name in ("full", "star"):
@@ -115,7 +118,7 @@ class MixingGraph:
 
     @property
     def mixing_passes(self) -> float:
-        """Elementwise operations on tensors of a replica's size that weight and sum in a mix."""
+        """Elementwise operations of a mix, each on as many elements as a replica has."""
         if self.name == "full":
             return 1.0
         if self.name == "hierarchical":
@@ -125,7 +128,8 @@ class MixingGraph:
 
     @property
     def buffered_per_replica(self) -> float:
-        """Tensors of a replica's size in the fullest one's memory, sent and received, in a mix."""
+        """Send and receive buffers of the fullest replica in a mix, in tensors of a replica's
+        size."""
         if self.name == "full":
             return 1.0
         m = self.machine_size
@@ -133,7 +137,7 @@ class MixingGraph:
 
     @property
     def spectral_gap(self) -> float:
-        """1 - rho of W: per step, where the matrices change, as the mean factor over a period."""
+        """1 - rho of W; where matrices change with the step, the mean per step over a period."""
         n = self.n
         if n == 1 or self.name == "full":
             return 1.0
@@ -147,7 +151,7 @@ class MixingGraph:
         return float(1.0 - largest ** (1.0 / self.period))
 
     def _factor(self, k: int) -> float:
-        """By how much a period shrinks the wave of k cycles around a circulant graph."""
+        """The factor by which a period shrinks the wave of k cycles around a circulant graph."""
         factor = 1.0
         for step in range(self.period):
             waves = (
@@ -159,7 +163,7 @@ class MixingGraph:
         return factor
 
     def _offsets(self, step: int) -> dict[int, float]:
-        """The weights by distance around a circle, which are the same for every replica."""
+        """The weights by distance around the circle, equal for all replicas."""
         n = self.n
         if n == 1:
             return {0: 1.0}
@@ -181,9 +185,9 @@ def grid_shape(n: int) -> tuple[int, int]:
 
 
 def _metropolis_row(i: int, n: int) -> dict[int, float]:
-    """Weights 1 / max(|N_i|, |N_j|), neighbourhoods with oneself (Xiao and Boyd, 2004, 4.2)."""
-    own = _grid_neighbours(i, n)
-    row = {j: 1.0 / (1 + max(len(own), len(_grid_neighbours(j, n)))) for j in own}
+    """Weights 1 / max(|N_i|, |N_j|), where N_i includes i (Xiao and Boyd, 2004, 4.2)."""
+    neighbours = _grid_neighbours(i, n)
+    row = {j: 1.0 / (1 + max(len(neighbours), len(_grid_neighbours(j, n)))) for j in neighbours}
     return row | {i: 1.0 - sum(row.values())}
 
 
@@ -197,8 +201,8 @@ def _grid_neighbours(i: int, n: int) -> list[int]:
 def _grid_rho(n: int) -> float:
     """The second largest absolute eigenvalue of a grid's matrix.
 
-    Of a large one by the power method, from the wave along its longer side, which is close to the
-    vector that belongs to it.
+    A large grid uses the power method, starting from the wave along its longer side, which is close
+    to the eigenvector.
     """
     import numpy as np  # a tenth of a second, for grids alone
 

@@ -1,1 +1,1 @@
-"""Opens a checkpoint as a model: forward passes, scores, generated text."""
+"""Opens a checkpoint as a model for forward passes, scores and generated text."""

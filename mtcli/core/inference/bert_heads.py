@@ -1,4 +1,4 @@
-"""What an encoder's head says of rows: losses of masked tokens, logits of sequences."""
+"""Runs an encoder's head on rows: losses of masked tokens, logits of sequences."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -27,9 +27,9 @@ class HeadOutput(NamedTuple):
 
 @torch.no_grad()
 def head_outputs(model: InferenceModel, batches: Sequence[EncoderRows]) -> list[HeadOutput]:
-    """Runs the head on batches of rows; every rank gets the same. Data parallel ranks share them.
+    """Runs the head on batches of rows, divided over data ranks; returns all outputs on every rank.
 
-    With experts, which ranks may hold for one another, all of them run all batches.
+    With experts, which are sharded over data ranks, all ranks run all batches.
     """
     config, layout = model.config.model, model.groups.layout
     classes = {"mlm": 2 * config.sentence_order, "classification": config.num_labels}
@@ -56,7 +56,7 @@ def head_outputs(model: InferenceModel, batches: Sequence[EncoderRows]) -> list[
 
 
 def class_logits(model: InferenceModel, tokens: Tensor) -> Tensor:
-    """The logits [b, C] of rows of one sequence each [b, s], of a head that classifies them."""
+    """The logits [b, C] of a classifying head, for rows [b, s] of one sequence each."""
     (count, size), ids = tokens.shape, tokens.numpy()
     none, ones = np.zeros((count, size), np.float32), np.ones(count, np.float32)
     zeros, firsts = np.zeros((count, size), np.int64), np.arange(count) * size
@@ -66,7 +66,7 @@ def class_logits(model: InferenceModel, tokens: Tensor) -> Tensor:
 
 
 def _outputs(model: InferenceModel, inputs: Inputs) -> Tensor | None:
-    """(the rows' losses, the logits) in one row, on the last stage's ranks."""
+    """(losses of rows, logits), concatenated, on the last stage's ranks."""
     outputs = model.forward([inputs])
     if not outputs:
         return None

@@ -23,15 +23,15 @@ class Sampling:
 
 
 class Ends(NamedTuple):
-    """Limits a text: the number of its tokens, tokens that end it, and stop strings."""
+    """The limits of a text: its number of tokens, tokens that end it, and stop strings."""
 
     max_tokens: int
-    ids: Collection[int] = ()  # tokens that are not given
+    ids: Collection[int] = ()  # end tokens, which are not part of the text
     stops: Sequence[str] = ()  # none empty
 
 
 class GeneratedText(NamedTuple):
-    """A generated text, and why it ended."""
+    """A generated text, and the reason why it ended."""
 
     text: str  # up to the stop string, without it
     num_tokens: int  # those of the stop string included
@@ -45,9 +45,9 @@ def generate_text(
     sampling: Sampling,
     ends: Ends,
 ) -> GeneratedText:
-    """Generates text after a prompt, the same on every rank, up to the first stop string in it.
+    """Generates text after a prompt, equal on every rank, up to the first stop string in it.
 
-    The text so far is searched after each token, so a stop string may begin and end within tokens.
+    Searches the whole text after each token, as a stop string may begin and end within tokens.
     Raises as `generate` does.
     """
     ids: list[int] = []
@@ -71,10 +71,10 @@ def generate(
     sampling: Sampling,
     ends: Collection[int],
 ) -> Iterator[int]:
-    """Generates tokens after a prompt, the same on every rank, up to one of `ends` or max_tokens.
+    """Yields tokens after a prompt, equal on every rank, up to one of `ends` or max_tokens.
 
-    Stops where the model's longest context is full. Raises MtcliError for a prompt that is empty
-    or already longer than that, and where a model's logits are not finite (exit 1).
+    Stops where the model's longest context is full. Raises MtcliError for a prompt that is empty or
+    longer than that, and where logits are not finite (exit 1).
     """
     limit = model.max_seq_len
     if not 0 < len(prompt) <= limit:
@@ -102,10 +102,10 @@ def _ruined(count: int) -> MtcliError:
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draws a token id from logits [V]; of equal maxima, greedy takes the lowest id.
+    """Draws a token id from logits [V]; greedy takes the lowest id of equal maxima.
 
-    Top-k keeps the k largest; top-p (nucleus, arXiv:1904.09751) the fewest largest probabilities
-    that reach p together.
+    Top-k keeps the k largest; top-p (nucleus, arXiv:1904.09751) keeps the fewest tokens, from the
+    likeliest on, whose probabilities reach p together.
     """
     if sampling.temperature == 0.0:
         return int(logits.argmax())
@@ -113,6 +113,6 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> in
     if sampling.top_k:
         values, ids = values[: sampling.top_k], ids[: sampling.top_k]
     probabilities = values.softmax(0)
-    before = probabilities.cumsum(0) - probabilities
-    probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    likelier = probabilities.cumsum(0) - probabilities
+    probabilities = probabilities.masked_fill(likelier >= sampling.top_p, 0.0)
     return int(ids[torch.multinomial(probabilities, 1, generator=generator)])

@@ -45,7 +45,7 @@ SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocab
 
 
 class ReadPrefix(NamedTuple):
-    """Tokens that were read, and their keys and values in this rank's layers."""
+    """The keys and values of tokens already read, in this rank's layers."""
 
     length: int
     cache: KVCache
@@ -53,7 +53,7 @@ class ReadPrefix(NamedTuple):
 
 @dataclass(frozen=True)
 class InferenceModel:
-    """A model ready for forward passes on this rank; every rank gets the same answers."""
+    """A model on this rank, ready for forward passes; every rank gets the same answers."""
 
     config: RunConfig
     groups: Groups
@@ -70,11 +70,12 @@ class InferenceModel:
         return self.config.model.vocab_size
 
     def of_rank_0(self, value: Any) -> Any:
-        """Rank 0's value, on every rank: what JSON can say. Collective."""
+        """Broadcasts rank 0's JSON value to every rank. Collective."""
         return gather_values(value, self.groups.world)[0]
 
     def forward(self, inputs: list[Inputs]) -> list[Tensor]:
-        """Last activations [b * s, D] of micro-batches of one shape; on the last stage's ranks."""
+        """Last activations [b * s, D] of micro-batches of one shape, on the last stage's ranks;
+        else empty."""
         layout = self.groups.layout
         schedule = forward_only(layout.pp, len(inputs), layout.vpp)
         pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(self.config))
@@ -85,21 +86,22 @@ class InferenceModel:
 
     @torch.no_grad()
     def read(self, tokens: Tensor, after: ReadPrefix | None = None) -> ReadPrefix:
-        """Reads tokens [P] once that many rows begin with, after those of `after`."""
+        """Reads tokens [P], a prefix of many rows, once; `after` is the prefix that precedes
+        them."""
         start = 0 if after is None else after.length
         positions = torch.arange(start, start + len(tokens))[None]
-        cache, before = KVCache(), None if after is None else after.cache
-        given = self._inputs(tokens[None], positions=positions, cache=cache, prefix=before)
+        cache, prefix = KVCache(), None if after is None else after.cache
+        given = self._inputs(tokens[None], positions=positions, cache=cache, prefix=prefix)
         self.forward([given])
-        return ReadPrefix(start + len(tokens), cache if before is None else cache.after(before))
+        return ReadPrefix(start + len(tokens), cache if prefix is None else cache.after(prefix))
 
     @torch.no_grad()
     def score(self, batch: ScoreBatch, after: ReadPrefix | None = None) -> tuple[Tensor, Tensor]:
         """Scores targets: (log-probability of each [N] float32, whether it is the argmax [N] bool).
 
         Data parallel ranks, and rows of a grid of tp ranks, score different rows of the batch. All
-        compute equally many, since they may hold one another's weights: where rows are too few, the
-        last one again, as padding, and where predictions are, the first.
+        compute equally many, as their weights may be sharded over each other: missing rows repeat
+        the last row, and missing predictions the first.
         """
         (b, s), down = batch.tokens.shape, self.groups.tp_row
         shares = self.groups.layout.dp * down.size
@@ -127,7 +129,7 @@ class InferenceModel:
         return scores[0], scores[1] > 0.5
 
     def next_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """Computes the logits [b, V] that follow the last token of each sequence, on every rank."""
+        """The logits [b, V] that follow the last token of each sequence, on every rank."""
         b, s = tokens.shape
         inputs = self._inputs(tokens, positions=positions, cache=cache)
         outputs = self.forward([inputs])
@@ -142,9 +144,9 @@ class InferenceModel:
         return all_reduce(logits.contiguous(), self.groups.axes["pp_forward"])
 
     def _score(self, batch: ScoreBatch, most: int, prefix: KVCache | None) -> Tensor:
-        """Scores [2, N]: log-probabilities and whether greedy; zeros but on the last stage.
+        """Scores [2, N]: log-probabilities, and whether greedy; zeros but on the last stage.
 
-        `most` is the largest N of all ranks, as many as take part in the logits' GEMM.
+        `most` is the largest N of all ranks, to which each pads the logits' GEMM.
         """
         b = len(batch.tokens)
         device, pp = self.groups.device, self.groups.layout.pp
@@ -170,10 +172,10 @@ class InferenceModel:
                 output.logits(x_TD[:1])
         return scores * float(self.groups.tp.rank == 0)  # one rank of each replica answers
 
-    def _inputs(self, tokens: Tensor, **others: Any) -> Inputs:
+    def _inputs(self, tokens: Tensor, **fields: Any) -> Inputs:
         device = self.groups.device
         moved: dict[str, Any] = {
-            k: v.to(device) if isinstance(v, Tensor) else v for k, v in others.items()
+            k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()
         }
         dtype = DTYPES[self.config.train.precision]
         return make_inputs(self.config.model, dtype, tokens.to(device), **moved)
@@ -198,11 +200,11 @@ class OpenModel:
         return self.tokenizer
 
     def identity(self) -> str:
-        """Names the weights as they are in their files, what is computed of them and how, and the
-        tokenizer: a hash that another layout does not change.
+        """A hash of the weights' files, of the computation's settings and of the tokenizer,
+        independent of the layout.
 
-        Sizes and times of files count besides the hashes of their bytes, since those of a folder
-        without a manifest are of samples.
+        It includes sizes and times of files, as the hashes of a folder without a manifest are of
+        samples.
         """
         config, stored = self.scorer.config, []
         model, train = config.model.model_dump_json(), config.train
@@ -217,7 +219,7 @@ class OpenModel:
         return sha256(repr(facts).encode()).hexdigest()[:32]
 
     def facts(self) -> dict[str, Any]:
-        """The model's sizes and its layout, as reports have them."""
+        """The model's sizes and layout, for reports."""
         model, layout = self.scorer.config.model, self.scorer.groups.layout
         return {
             "model": {
@@ -238,8 +240,8 @@ class OpenModel:
         }
 
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a text: those of the Hugging Face folder that the weights came in, or
-        else the tokenizer's end of document."""
+        """The tokens that end a text: those of the weights' Hugging Face folder, else the
+        tokenizer's end of document."""
         ids, tokenizer = end_ids(self.checkpoint), self.require_tokenizer()
         if ids is None:
             return frozenset() if tokenizer.eod_id is None else frozenset([tokenizer.eod_id])
@@ -253,13 +255,13 @@ def open_model(
     encoders: bool = False,
     base: str | None = None,
 ) -> OpenModel:
-    """Opens our checkpoint, a run folder or a Hugging Face folder, on any layout. The weights that
-    its adapters are for may have moved to `base`.
+    """Opens an mtcli checkpoint, a run folder or a Hugging Face folder, on any layout. `base` is
+    the new folder of weights under adapters, if they were moved.
 
     `overrides` are `section.field=value`, of the parallel and train sections. Weights are computed
     in float32 unless train.precision says otherwise. Raises MtcliError for an illegal layout, for
-    bytes that do not have their hashes, and for a model that is not causal: what a token tells of
-    the next one is then no prediction. With `encoders` other heads are opened too.
+    bytes that do not match their hashes, and for a model that is not causal, which predicts no next
+    token; with `encoders` such models are opened too.
     """
     world = world_axis(runtime.rank, runtime.world, runtime.recorder)
     checkpoint = open_agreed(Path(path), world, base)
@@ -291,10 +293,10 @@ def open_inference_model(
 
 
 def end_ids(checkpoint: Checkpoint) -> frozenset[int] | None:
-    """Reads the end ids of generation_config.json, or of config.json where there is no such file,
-    as transformers does: one, several or none. None of weights that came without either.
+    """Reads the end ids of generation_config.json, or else of config.json, as transformers does:
+    one, several or none. None for weights without either file.
 
-    Raises MtcliError where the file is damaged, or says what is no id.
+    Raises MtcliError where the file is damaged, or an id is invalid.
     """
     is_theirs = checkpoint.format == "hf"
     folder = checkpoint.folder if is_theirs else checkpoint.folder / HUGGINGFACE

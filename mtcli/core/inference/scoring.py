@@ -1,4 +1,4 @@
-"""Defines the interface of a model that scores tokens: rows in, log-probabilities out.
+"""Defines the interface of models that score tokens: rows in, log-probabilities out.
 
 Shapes: B rows, S slots in a row, N scored predictions.
 """
@@ -10,11 +10,11 @@ if TYPE_CHECKING:  # tasks are read and checked before torch is loaded
 
 
 class ScoreBatch(NamedTuple):
-    """A forward pass's batch. Requests may share a row: then `mask` says what each attends to.
+    """The batch of one forward pass. Requests may share a row; `mask` then separates them.
 
     `rows` may name one slot several times with different targets: the first tokens of several
-    endings share the last slot of their context. S may exceed the model's longest sequence when a
-    mask is given; positions never do.
+    endings share the last slot of their context. With a mask S may exceed the model's longest
+    sequence; positions never do.
     """
 
     tokens: "Tensor"  # [B, S] int64
@@ -39,15 +39,15 @@ class Scorer(Protocol):
         ...
 
     def read(self, tokens: "Tensor", after: Any = None) -> Any:
-        """Reads tokens [P] once that many rows begin with, for `score` to go on from.
+        """Reads tokens [P], a prefix of many rows, once; `score` takes the result as `after`.
 
-        `after` is what was read before them.
+        `after` is the prefix that precedes these tokens.
         """
         ...
 
     def score(self, batch: ScoreBatch, after: Any = None) -> "tuple[Tensor, Tensor]":
         """Scores each target: log-probability [N] float32, and whether it is the argmax [N] bool.
 
-        Each row follows what was read in `after`. The same on every rank.
+        Each row follows the prefix `after`. Equal on every rank.
         """
         ...

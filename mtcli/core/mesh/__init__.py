@@ -1,1 +1,1 @@
-"""Ranks by axis, the parameter table, and each rank's shards. Imports no torch."""
+"""Ranks by axis, the parameter table, and each rank's shards of parameters. Imports no torch."""

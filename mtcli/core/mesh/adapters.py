@@ -1,10 +1,10 @@
 """The low-rank adapters of a model's linear layers (LoRA, arXiv:2106.09685), as parameters.
 
 A linear layer y = W x gets scale * B A x for each of its targets: a fused projection to query, key
-and value has three of them, GPT-2's c_attn one. A is [rank, in] and B is what its target has of W,
-with `rank` in the place of the inputs. They are sharded as W is, and replicated where it is not.
+and value has three, GPT-2's c_attn one. A is [rank, in]; B has the shape of its target's part of W
+with `rank` in place of the inputs. They are sharded as W is, and replicated where W is.
 
-Targets have the names that peft gives them: those of the modules in Hugging Face's model.
+Targets are named as in peft, by the modules of Hugging Face's model.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from mtcli.core.mesh.sharding import Parameter
 
 
 class LoraTarget(NamedTuple):
-    """A target inside a linear layer: its name, and its slots of the weight, as of a Matrix."""
+    """A target inside a linear layer: its name, and its slots of the weight, as in a Matrix."""
 
     name: str
     dim: int | None = None
@@ -27,12 +27,12 @@ class LoraTarget(NamedTuple):
 
     @property
     def short(self) -> str:
-        """The name without the module that it is in, such as that of shared experts."""
+        """The last part of the name, without modules such as that of shared experts."""
         return self.name.rpartition(".")[2]
 
 
 def targets_of(weight: Parameter, model: ModelConfig) -> tuple[LoraTarget, ...]:
-    """The targets in a weight; none where it takes no adapter."""
+    """The targets in a weight; none for a weight that takes no adapter."""
     if not weight.matrices or weight.is_expert:
         return ()
     prefix = "shared_expert." if ".shared_expert." in weight.name else ""
@@ -52,10 +52,10 @@ def chosen_targets(
     weight: Parameter, model: ModelConfig, lora: LoraConfig
 ) -> tuple[LoraTarget, ...]:
     """The targets in a weight that a config adapts."""
-    every = targets_of(weight, model)
+    available = targets_of(weight, model)
     if not lora.targets:
-        return every
-    return tuple(target for target in every if {target.name, target.short} & {*lora.targets})
+        return available
+    return tuple(target for target in available if {target.name, target.short} & {*lora.targets})
 
 
 def adapter_parameters(

@@ -1,13 +1,14 @@
-"""Ranks by mesh axis: two grids over the same ranks, one for attention and one for experts.
+"""The rank layout by mesh axis: an attention grid and an expert grid over the same ranks.
 
-The rank grid is one mixed-radix number, innermost axis first: attention is tp-cp-dp-pp and experts
-etp-ep-edp-pp, with pp outermost so that both agree on the pipeline (MoE Parallel Folding,
-arXiv:2504.14960, section 3; its printed listing with tp innermost and pp inside dp does not).
-Where replicas of the model may differ, an axis of them lies between dp and pp in both grids.
+A rank is a mixed-radix number, innermost axis first: tp-cp-dp-pp for attention and etp-ep-edp-pp
+for experts. pp is outermost in both, so that both agree on the pipeline (MoE Parallel Folding,
+arXiv:2504.14960, section 3; its printed listing, with tp innermost and pp inside dp, does not).
+Where replicas of the model may differ, their axis is between dp and pp in both grids.
 
 In two-dimensional tensor parallelism (arXiv:2104.05343, section 3) the tp ranks are a grid of
 tp_rows x tp / tp_rows, one row after another. Then axis "tp" runs along a row, whose ranks have the
-same sequences and other heads and columns, as in one dimension; axis "tp_row" runs down a column.
+same sequences and different heads and columns, as in one dimension; axis "tp_row" runs down a
+column.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +21,8 @@ from mtcli.core.config.schema import ParallelConfig, RunConfig
 
 @dataclass(frozen=True)
 class Grid:
-    """A mixed-radix numbering of ranks; `axes` and `sizes` run from the innermost axis outwards."""
+    """A mixed-radix numbering of ranks; `axes` and `sizes` are listed from the innermost axis
+    outwards."""
 
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -42,7 +44,7 @@ class Grid:
         return coordinates
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at some coordinates; axes not named are at 0."""
+        """The rank at some coordinates; unnamed axes are at 0."""
         rank = 0
         for axis, size in zip(reversed(self.axes), reversed(self.sizes), strict=True):
             rank = rank * size + coordinates.get(axis, 0)
@@ -61,7 +63,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The two grids of a world of ranks. `dp` and `edp` are what the other axes leave."""
+    """The two grids of a world of ranks. `dp` and `edp` follow from the other axes."""
 
     world: int
     tp: int = 1
@@ -75,12 +77,12 @@ class ParallelLayout:
 
     @classmethod
     def of_run(cls, config: RunConfig, world: int) -> "ParallelLayout":
-        """The layout of a run, whose replicas may differ."""
+        """The layout of a run, with its replicas."""
         return replace(cls.of(config.parallel, world), replicas=config.num_replicas(world))
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world: int) -> "ParallelLayout":
-        """The layout of a config on `world` ranks; `check.problems` says whether it divides."""
+        """The layout of a config on `world` ranks, which `check.problems` has found to divide."""
         p = parallel
         return cls(
             world, tp=p.tp, cp=p.cp, pp=p.pp, vpp=p.vpp, ep=p.ep, etp=p.etp, tp_rows=p.grid_rows
@@ -88,22 +90,22 @@ class ParallelLayout:
 
     @property
     def tp_columns(self) -> int:
-        """Ranks of axis tp: all tp ranks, or those of a row of their grid."""
+        """The size of axis tp: all tp ranks, or those of a row of their grid."""
         return self.tp // self.tp_rows
 
     @property
     def dp(self) -> int:
-        """Data parallel size of attention, inside a replica."""
+        """The data parallel size of attention, inside a replica."""
         return self.world // (self.tp * self.cp * self.pp * self.replicas)
 
     @property
     def batch_shards(self) -> int:
-        """Ranks that see other samples: the data ranks of all replicas."""
+        """The number of ranks with different samples: the data ranks of all replicas."""
         return self.dp * self.replicas
 
     @property
     def edp(self) -> int:
-        """Data parallel size of experts, inside a replica."""
+        """The data parallel size of experts, inside a replica."""
         return self.world // (self.ep * self.etp * self.pp * self.replicas)
 
     @property
@@ -113,8 +115,8 @@ class ParallelLayout:
 
     @cached_property
     def attention(self) -> Grid:
-        """The grid of everything but the experts; an axis that few layouts have is in theirs alone:
-        of rows of tp ranks, and of replicas."""
+        """The grid of all parameters but the experts. The axes tp_row and replicas are in it only
+        where the layout has them."""
         rows = {"tp_row": self.tp_rows} if self.tp_rows > 1 else {}
         return self._grid({"tp": self.tp_columns} | rows | {"cp": self.cp, "dp": self.dp})
 
@@ -140,6 +142,6 @@ class ParallelLayout:
         return tuple(range(pp_rank, self.num_stages, self.pp))
 
     def _grid(self, inside: dict[str, int]) -> Grid:
-        """The grid of some axes inside a replica."""
+        """The grid with some axes inside a replica."""
         sizes = inside | ({"replica": self.replicas} if self.replicas > 1 else {}) | {"pp": self.pp}
         return Grid(tuple(sizes), tuple(sizes.values()))

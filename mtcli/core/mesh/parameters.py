@@ -7,7 +7,7 @@ dim 2 too; gate and up are one [2, ffn, hidden] sharded on dim 1. So a shard of 
 slice, and Hugging Face names are plain reshapes.
 
 Axis tp shards heads, ffn and the vocabulary. Where tp ranks form a grid, tp_row shards the hidden
-dimension of weights, and tp that of what is added to activations or multiplied into their columns.
+dimension of weights, and tp that of biases and norms, as it does the columns of activations.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,8 @@ TOKEN_TYPES = "token_type_embedding.weight"
 
 @cache
 def run_parameters(model: ModelConfig, lora: LoraConfig) -> dict[str, Parameter]:
-    """Every parameter of a run: the model's, frozen where adapters are trained, and those."""
+    """Every parameter of a run: the model's, and the adapters', for which the model's are
+    frozen."""
     table = parameters(model)
     if not lora.rank:
         return table
@@ -39,7 +40,7 @@ def run_parameters(model: ModelConfig, lora: LoraConfig) -> dict[str, Parameter]
 
 @cache
 def parameters(model: ModelConfig) -> dict[str, Parameter]:
-    """Every parameter of the model by canonical name, in the order a token meets them."""
+    """Every parameter of the model by canonical name, in the order of a forward pass."""
     table = [_vocabulary(model, "embedding.weight", "first", tied=model.tie_embeddings)]
     if model.position == "learned":
         shape = (model.max_seq_len, model.hidden_size)
@@ -66,17 +67,17 @@ def parameters(model: ModelConfig) -> dict[str, Parameter]:
 
 
 def count_parameters(model: ModelConfig) -> int:
-    """Trained parameters of the model; a tied head and vocabulary padding are not counted."""
+    """The number of trained parameters of the model, without a tied head and vocabulary padding."""
     return sum(p.numel for p in parameters(model).values() if p.trained)
 
 
 def count_adapters(model: ModelConfig, lora: LoraConfig) -> int:
-    """Parameters of the adapters of a run; 0 where it trains none."""
+    """The number of parameters of a run's adapters; 0 without adapters."""
     return sum(p.numel for p in run_parameters(model, lora).values() if p.of_adapter)
 
 
 def count_active(model: ModelConfig) -> int:
-    """Parameters that one token meets: of the experts, top_k out of num_experts."""
+    """The number of parameters used for one token: of the experts, top_k out of num_experts."""
     experts = sum(p.numel for p in parameters(model).values() if p.is_expert)
     idle = experts * (model.num_experts - model.top_k) // model.num_experts if experts else 0
     return count_parameters(model) - idle
@@ -96,19 +97,19 @@ def stage_parameters(
 
 
 def stage_layers(model: ModelConfig, layout: ParallelLayout, given: tuple[int, ...]) -> list[range]:
-    """The layers of each stage: as given, or num_layers / num_stages each."""
+    """The layers of each stage: `given` numbers of them, or num_layers / num_stages."""
     sizes = given or (model.num_layers // layout.num_stages,) * layout.num_stages
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> float:
-    """Floating-point operations of one token's forward pass at a sequence length.
+    """FLOPs of one token's forward pass at a sequence length.
 
-    2 per weight of every matrix the token meets (the embedding lookup is not one, the head is)
-    plus 4 * keys * heads * head_dim per layer for scores and values: of the full square, seq_len
-    keys, or with `causal` those that a query sees, half of them in a causal layer. Adapters are not
-    counted.
+    2 per weight of every matrix that multiplies the token (the head, but not the embedding lookup),
+    plus 4 * keys * heads * head_dim per layer for scores and values. `keys` is seq_len, the full
+    square; with `causal` the mean number of keys that a query sees, half of them in a causal layer.
+    Adapters are not counted.
     """
     tables = ("embedding.weight", "position_embedding.weight", TOKEN_TYPES)
     matrices = (p for p in parameters(model).values() if p.init in ("normal", "residual"))
@@ -123,12 +124,11 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
 def training_flops(
     model: ModelConfig, seq_len: int, lora: LoraConfig, causal: bool = False
 ) -> float:
-    """Floating-point operations of one token's forward and backward pass (see `forward_flops`).
+    """FLOPs of one token's forward and backward pass (see `forward_flops`).
 
-    Each product of the forward pass has two in the backward, so 3 times the forward
-    (arXiv:2205.05198, appendix A). Frozen weights have no gradient, so twice where adapters are
-    trained, and 3 times the adapters. Of the first block's frozen weights the gradient of the
-    inputs counts too, though nothing needs it.
+    Each GEMM of the forward has two in the backward, so 3 times the forward (arXiv:2205.05198,
+    appendix A). Frozen weights have no gradient: with adapters twice the forward, plus 3 times the
+    adapters'. The gradient of the first block's inputs counts too, though nothing needs it.
     """
     forward = forward_flops(model, seq_len, causal)
     if not lora.rank:
@@ -143,7 +143,7 @@ def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False)
 
 
 def _head(model: ModelConfig) -> Iterator[Parameter]:
-    """Masked tokens are predicted from transformed activations, classes from the first token's."""
+    """The parameters of a head for masked tokens or for classes."""
     hidden = model.hidden_size
     if model.head == "lm":
         if not model.tie_embeddings:
@@ -165,7 +165,7 @@ def _head(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def _dense(name: str, hidden: int) -> Iterator[Parameter]:
-    """A square layer of the head, which tp ranks replicate but where they form a grid."""
+    """A square layer of the head, which tp ranks replicate unless they form a grid."""
     shape, axes = (hidden, hidden), ("tp_columns", "tp_row")
     yield Parameter(f"{name}.weight", shape, axes, "normal", "last")
     yield Parameter(f"{name}.bias", (hidden,), ("tp_columns",), "zeros", "last")
@@ -184,7 +184,8 @@ def _norm(model: ModelConfig, name: str, layer: Layer) -> list[Parameter]:
 def _linear(
     name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], layer: int, *matrices: Matrix
 ) -> Parameter:
-    """The weight of a block's linear layer; those before a residual addition are drawn smaller."""
+    """The weight of a block's linear layer; one ahead of a residual addition gets smaller initial
+    values."""
     init: Init = "residual" if matrices[0].role in ("output", "down") else "normal"
     return Parameter(f"{name}.weight", shape, axes, init, layer, matrices=matrices)
 

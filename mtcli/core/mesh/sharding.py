@@ -1,12 +1,12 @@
-"""How a parameter is sharded over ranks: one description that five readers share.
+"""Describes how a parameter is sharded over ranks.
 
-Initialisation, gradient reduction, the gradient norm, the checkpoint and the memory prediction all
-ask here. Facts are kept by canonical name and never on an nn.Parameter, whose attributes are lost
-in to_empty(), load_state_dict(assign=True) and deepcopy.
+Initialisation, gradient reduction, the gradient norm, checkpoints and predicted memory all read it.
+It is stored by canonical name, never on an nn.Parameter, whose attributes are lost in to_empty(),
+load_state_dict(assign=True) and deepcopy.
 
 A rank's box of a parameter is stored as a matrix (Parameter.stored_shape). With zero 1 and 3 its
-rows are sharded once more over the ranks that have the same box and see other data: rank i of n
-owners has rows [i * r, (i + 1) * r) with r = ceil(rows / n), the last ones fewer or none.
+rows are sharded again, over the ranks with the same box and different data: rank i of n owners has
+rows [i * r, (i + 1) * r) with r = ceil(rows / n), the last ranks fewer or none.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.layout import ParallelLayout
 
 VOCAB_MULTIPLE = 128  # rows of a vocabulary shard: tensor cores want multiples of 64 to 128
-BOX_BYTES = 32 << 20  # of a tensor that is gone through box by box: the memory of one box
+BOX_BYTES = 32 << 20  # memory of one box, where a tensor is processed box by box
 
 Role = Literal["query", "key", "value", "output", "gate", "up", "down"]
 Init = Literal["normal", "residual", "adapter", "ones", "zeros"]
@@ -26,18 +26,18 @@ Layer = int | Literal["first", "last"]  # the number of a block, or an end of th
 
 
 class Box(NamedTuple):
-    """Consecutive indices of each dimension of a global tensor: where they start, how many."""
+    """A box of a global tensor: its start and size in each dimension."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
 
     @classmethod
     def of(cls, shape: tuple[int, ...]) -> "Box":
-        """The box that is all of a tensor."""
+        """The box of a whole tensor."""
         return cls((0,) * len(shape), shape)
 
     def moved(self, by: tuple[int, ...]) -> "Box":
-        """The box of the same size that starts `by` further on."""
+        """The box of the same size with its start moved by `by`."""
         return Box(tuple(a + b for a, b in zip(self.start, by, strict=True)), self.size)
 
     @property
@@ -52,8 +52,8 @@ class Box(NamedTuple):
 
 
 def boxes_of_at_most(size: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Splits a tensor of a size into boxes of at most `most` elements, which are consecutive in
-    each box and from box to box; none where the tensor is empty."""
+    """Splits a tensor into boxes of at most `most` elements, in row-major order within and between
+    boxes; none for an empty tensor."""
     if prod(size) <= most or not size:
         if prod(size):
             yield Box.of(size)
@@ -69,7 +69,7 @@ def boxes_of_at_most(size: tuple[int, ...], most: int) -> Iterator[Box]:
 
 
 def boxes_of_range(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box]:
-    """The boxes that elements first .. end - 1 of an array fill, in order."""
+    """The boxes of the elements first .. end - 1 of an array, in row-major order."""
     if first >= end:
         return
     if len(shape) == 1:
@@ -89,7 +89,7 @@ def boxes_of_range(shape: tuple[int, ...], first: int, end: int) -> Iterator[Box
 
 
 def flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """The number of an element of an array in row-major order."""
+    """The row-major number of an element of an array."""
     flat = 0
     for at, size in zip(index, shape, strict=True):
         flat = flat * size + at
@@ -97,9 +97,9 @@ def flat_index(index: tuple[int, ...], shape: tuple[int, ...]) -> int:
 
 
 class Matrix(NamedTuple):
-    """A matrix of a block's linear layer [.., inputs]: its role, and its slots of a dimension of
-    the weight, `num_slots` from `first` on; all of the weight where dim is None. Every expert has
-    one."""
+    """A matrix [.., inputs] inside the weight of a block's linear layer: its role, and its slots of
+    dim `dim`, `num_slots` from `first` on; the whole weight where dim is None. Each expert has its
+    own."""
 
     role: Role
     dim: int | None = None
@@ -112,14 +112,13 @@ class Parameter:
     """A parameter of the model, by canonical name; shapes are global and never padded.
 
     `shard_axes` names, per dimension, the mesh axis that shards it evenly (None: replicated). An
-    axis that two dimensions name shards the first as far as that divides it, and the second by what
-    is left: 4 ranks of ("tp", None, "tp") share 2 heads, half of the columns of a head each.
-    Axis "tp_row" is there where tp ranks form a grid of several rows, and "tp_columns" is axis tp
-    there and none elsewhere: the columns of activations.
-    A block's linear layers are `matrices`, fused ones several; tables, heads, routers and adapters
-    are none.
-    A parameter that is not `trained` has no gradient and no optimizer state, and stays in at least
-    float32 unless it is `frozen`.
+    axis named by two dimensions shards the first as far as it divides that, and the second by the
+    rest: 4 ranks of ("tp", None, "tp") with 2 heads have half of the columns of one head each. Axis
+    "tp_row" exists where tp ranks form a grid of several rows; "tp_columns", the columns of
+    activations, is axis tp in such a grid and None otherwise. `matrices` are those of a block's
+    linear layer, several if it is fused; tables, heads, routers and adapters have none. A parameter
+    that is not `trained` has no gradient and no optimizer state, and is at least float32 unless it
+    is `frozen`.
     """
 
     name: str
@@ -127,12 +126,12 @@ class Parameter:
     shard_axes: tuple[str | None, ...]
     init: Init
     layer: Layer
-    padded: int | None = None  # the vocabulary dimension, which is padded to shard evenly
+    padded: int | None = None  # the dim that is padded to shard evenly: the vocabulary
     trained: bool = True
     tied: bool = False  # the last stage has a second copy
     frozen: bool = False  # a weight that adapters are trained on
     of_adapter: bool = False  # A or B of a low-rank adapter
-    partial_over_tp: bool = False  # if tp replicates it, a rank's gradient is a part of the sum
+    partial_over_tp: bool = False  # if tp replicates it, a rank's gradient is a partial sum
     matrices: tuple[Matrix, ...] = ()
 
     def axes(self, layout: ParallelLayout) -> tuple[str | None, ...]:
@@ -147,7 +146,7 @@ class Parameter:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it lives on the expert grid: one shard of the experts per ep rank."""
+        """Whether it is on the expert grid, with one shard of the experts per ep rank."""
         return "ep" in self.shard_axes
 
     def local_shape(self, layout: ParallelLayout) -> tuple[int, ...]:
@@ -156,7 +155,7 @@ class Parameter:
         return tuple(-(-size // count) for size, count in sizes)
 
     def box(self, layout: ParallelLayout, rank: int) -> Box:
-        """A rank's box of the global tensor; without padding, so maybe empty."""
+        """A rank's box of the global tensor, without padding; it may be empty."""
         coordinates, local = layout.coordinates(rank), self.local_shape(layout)
         start = list[int]()
         dims = zip(self.shape, local, self.axes(layout), self._num_shards(layout), strict=True)
@@ -169,9 +168,11 @@ class Parameter:
         return Box(tuple(start), tuple(sizes))
 
     def stored_shape(self, layout: ParallelLayout) -> tuple[int, ...]:
-        """What every rank allocates: `local_shape` as a matrix [rows, columns], or a vector.
+        """The shape that every rank allocates: `local_shape` as a matrix [rows, columns], or a
+        vector.
 
-        Data parallel ranks share rows. Rows of [2, ffn, hidden] alone would be too few for them.
+        Rows are what data parallel ranks divide; the first dim of [2, ffn, hidden] alone would have
+        too few.
         """
         local = self.local_shape(layout)
         return (prod(local[:-1]), local[-1]) if len(local) > 1 else local
@@ -179,9 +180,8 @@ class Parameter:
     def row_boxes(
         self, layout: ParallelLayout, rank: int, rows: slice
     ) -> Iterator[tuple[slice, Box]]:
-        """The boxes that some stored rows of a rank fill, each with its rows, which are counted
-        from the first of them. Rows that pad the vocabulary are in none.
-        """
+        """Yields (rows, box) of the boxes that the stored rows `rows` of a rank fill, with rows
+        counted from the first of them. Rows that pad the vocabulary are in no box."""
         start, size = self.box(layout, rank)
         columns = len(size) - 1 if len(size) > 1 else 1  # dimensions before them are rows
         leading = size[:columns]
@@ -191,24 +191,25 @@ class Parameter:
             yield slice(first, first + prod(extent)), Box(corner, (*extent, *size[columns:]))
 
     def replicated_over(self, layout: ParallelLayout) -> tuple[str, ...]:
-        """Axes of its grid, along which ranks of a replica and stage have the same elements."""
+        """The axes of its grid along which ranks of a replica and stage have the same elements."""
         grid = layout.experts if self.is_expert else layout.attention
         apart = ("replica", "pp", *self.axes(layout))
         return tuple(axis for axis in grid.axes if axis not in apart)
 
     def is_primary(self, layout: ParallelLayout, rank: int, owners: tuple[str, ...] = ()) -> bool:
-        """Whether this rank, of those of its replica that have the same elements, is the one that
-        counts and saves them, where `owners` are axes that shard the rows once more."""
+        """Whether this rank counts and saves its elements, as the first of its replica's ranks that
+        have the same. `owners` are axes that shard the rows again."""
         coordinates = layout.coordinates(rank)
         copies = (axis for axis in self.replicated_over(layout) if axis not in owners)
         return all(coordinates[axis] == 0 for axis in copies)
 
     def gradient_axes(self, layout: ParallelLayout, sequence_parallel: bool) -> tuple[str, ...]:
-        """Axes over which a rank's gradient is a partial sum.
+        """The axes over which a rank's gradient is a partial sum.
 
-        Data axes and tp_row always are, since each rank sees other tokens. One that tp replicates
-        sees 1/tp of the tokens under sequence parallelism (arXiv:2205.05198, 4.2.2) and all of
-        them without. Where it is `partial_over_tp` it sees 1/tp of the columns or heads either way.
+        They include data axes and tp_row, whose ranks have different tokens. If tp replicates the
+        parameter, they include tp under sequence parallelism, where a rank has 1/tp of the tokens
+        (arXiv:2205.05198, 4.2.2), and always if it is `partial_over_tp`: a rank then uses 1/tp of
+        the columns or heads.
         """
         axes = self.replicated_over(layout)
         if sequence_parallel or self.partial_over_tp:
@@ -216,7 +217,6 @@ class Parameter:
         return tuple(axis for axis in axes if axis != "tp")
 
     def _num_shards(self, layout: ParallelLayout) -> list[int]:
-        """Into how many shards each dimension is split."""
         axes = self.axes(layout)
         left = {axis: layout.size(axis) for axis in axes if axis}
         counts = []
@@ -239,7 +239,8 @@ class Parameter:
 
 
 def shards_parameters(zero: int, layout: ParallelLayout, model: ModelConfig) -> bool:
-    """Whether parameters are sharded over data ranks: zero = 3, and some have such ranks."""
+    """Whether parameters are sharded over data ranks: zero = 3, and there are several data
+    ranks."""
     of_experts = layout.edp if model.num_experts else 1
     return zero == 3 and max(layout.dp * layout.cp, of_experts) > 1
 
@@ -247,8 +248,8 @@ def shards_parameters(zero: int, layout: ParallelLayout, model: ModelConfig) -> 
 def owner_axes(
     parameter: Parameter, layout: ParallelLayout, sequence_parallel: bool
 ) -> tuple[str, ...]:
-    """The axes over which zero 1 and 3 shard a parameter: those of its gradient's sum but tp and
-    tp_row, and none where it is not trained."""
+    """The axes over which zero 1 and 3 shard a parameter: those of its gradient's sum without tp
+    and tp_row; none where it is not trained."""
     if not parameter.trained:
         return ()
     summed = parameter.gradient_axes(layout, sequence_parallel)
@@ -256,7 +257,7 @@ def owner_axes(
 
 
 def owned_rows(rows: int, owner: int, owners: int) -> slice:
-    """Rows [first, last) of one of the owners; maybe none."""
+    """The rows [first, last) of one of the owners; it may be empty."""
     share = -(-rows // owners)
     first = min(owner * share, rows)
     return slice(first, min(first + share, rows))
@@ -265,8 +266,7 @@ def owned_rows(rows: int, owner: int, owners: int) -> slice:
 def rows_of_rank(
     parameter: Parameter, layout: ParallelLayout, rank: int, owners: tuple[str, ...]
 ) -> slice:
-    """The stored rows of a parameter that a rank owns, where `owners` are the axes that shard
-    them."""
+    """The stored rows of a parameter that a rank owns; `owners` are the axes that shard them."""
     grid = layout.experts if parameter.is_expert else layout.attention
     coordinates = layout.coordinates(rank)
     owner, count = 0, 1

@@ -1,8 +1,8 @@
-"""States how the optimizer updates each parameter: by which rule, with which state, if it decays.
+"""States which rule updates each parameter, with which state, and whether it decays.
 
-The rules are files of `core/optim`. The optimizer, arrays of models and the plan read here what a
-rule keeps of a parameter, and needs of it. All state is as wide as master weights: float32, or
-float64 of float64 weights.
+The rules are files of `core/optim`. The optimizer, arrays of models and the plan read here the
+state that a rule has and the norms it needs. All state is as wide as master weights: float32, or
+float64 for float64 weights.
 """
 
 from collections.abc import Mapping
@@ -13,22 +13,22 @@ from mtcli.core.mesh.sharding import Parameter
 
 
 class RuleFacts(NamedTuple):
-    """What an update rule keeps of a parameter beside its master weights, and needs of it."""
+    """The state of an update rule besides master weights, and whether it needs norms."""
 
     name: OptimizerName
     moments: tuple[str, ...]  # kinds of state as checkpoints name them, at most two
-    norms: bool = False  # of whole parameters scale a step, so that state is read twice
+    norms: bool = False  # the step is scaled by norms of whole parameters, so state is read twice
 
 
 class ParameterUpdate(NamedTuple):
-    """How one parameter is updated."""
+    """The rule that updates a parameter, and whether weight decay applies."""
 
     rule: RuleFacts
     decays: bool
 
 
 def update_of(parameter: Parameter, optimizer: OptimizerConfig) -> ParameterUpdate:
-    """How an optimizer updates a parameter. Today's have one rule for all.
+    """The update of a parameter. At present every optimizer has one rule for all parameters.
 
     Weight decay applies to matrices and tables, not to biases and norms.
     """
@@ -42,7 +42,7 @@ def update_of(parameter: Parameter, optimizer: OptimizerConfig) -> ParameterUpda
 
 
 def moments_of(table: Mapping[str, Parameter], optimizer: OptimizerConfig) -> dict[str, set[str]]:
-    """The kinds of moments of a run, each with the names of the parameters that have one."""
+    """The names of the parameters that have each kind of moment, by kind."""
     names: dict[str, set[str]] = {}
     for name, parameter in table.items():
         for kind in update_of(parameter, optimizer).rule.moments if parameter.trained else ():

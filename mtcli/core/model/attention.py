@@ -72,7 +72,7 @@ class Attention(nn.Module):
         return self.attend(q, k, v, self.cp, masking)
 
     def _attend_with_dropout(self, qkv: Heads, numbers: Tensor, masking: AttentionMask) -> Tensor:
-        """Attention with probabilities dropped by (query token, head, key position)."""
+        """Attention with dropout of probabilities, indexed by (query token, head, key position)."""
         q, *kv = qkv
         k, v = (
             gather_sequence(x, self.cp).repeat_interleave(self.queries_per_group, 1) for x in kv
@@ -91,10 +91,10 @@ class Attention(nn.Module):
 def attend_after(
     prefix: tuple[Tensor, Tensor], qkv: Heads, masking: AttentionMask, inputs: Inputs
 ) -> Tensor:
-    """Attention of b rows to a prefix [1, g, p, d] that all of them follow, and to themselves.
+    """Attention of b rows to a common prefix [1, g, p, d] and to themselves, merged by log-sum-exp.
 
-    q [b, h, s, d], k and v [b, g, s, d] -> [b, h, s, d]. Keys and values of the prefix are read
-    once for all rows, and copied for none; the two results are merged by log-sum-exp.
+    q [b, h, s, d], k and v [b, g, s, d] -> [b, h, s, d]. The prefix is read once for all rows,
+    without copies.
     """
     q, k, v = qkv
     b, h, s, d = q.shape

@@ -16,8 +16,9 @@ META = torch.device("meta")  # where stages are built whose shards are allocated
 def build_stages(config: RunConfig, groups: Groups, on_meta: bool = False) -> dict[int, Stage]:
     """This rank's stages, uninitialised, by stage number.
 
-    A tied embedding of one rank's first and last stage is one parameter. Stages `on_meta`
-    have no memory and are float32 at least, for a strategy that allocates shards of them.
+    Where a rank has the first and the last stage, a tied embedding is one parameter. Stages
+    `on_meta` have no memory and are float32 at least, for a strategy that allocates shards (zero =
+    3).
     """
     dtype, layout = DTYPES[config.train.precision], groups.layout
     wide = torch.promote_types(dtype, torch.float32) if on_meta else dtype
@@ -35,7 +36,7 @@ def build_stages(config: RunConfig, groups: Groups, on_meta: bool = False) -> di
 
 
 def activation_format(config: RunConfig) -> ActivationFormat:
-    """How this config's activations travel between stages."""
+    """The format of this config's activations in p2p."""
     dtype, hidden = DTYPES[config.train.precision], config.model.hidden_size
     parallel = config.parallel
     if parallel.grid_rows > 1:

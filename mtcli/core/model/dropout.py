@@ -1,4 +1,4 @@
-"""Dropout that no layout changes."""
+"""Dropout with the same masks on every layout."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from mtcli.kernels.dropout import DropoutStream, dropout
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask depends on (seed, site, token number, column), never on the layout."""
+    """Dropout with a mask that is a function of (seed, site, token number, column) alone."""
 
     def __init__(self, stream: DropoutStream) -> None:
         super().__init__()
@@ -14,15 +14,15 @@ class Dropout(nn.Module):
 
     @property
     def active(self) -> bool:
-        """Whether anything may be zeroed."""
+        """Whether the probability is above 0."""
         return self.stream.active
 
     def forward(
         self, x_TD: Tensor, numbers_T: Tensor | None, onto_TD: Tensor | None = None
     ) -> Tensor:
-        """x_TD with elements zeroed and the rest scaled up, added to `onto_TD` where given.
+        """dropout(x_TD), scaled up, added to `onto_TD` if given.
 
-        Nothing is zeroed where numbers are None.
+        `numbers_T` index the mask; None is no dropout.
         """
         if self.active and numbers_T is not None:
             return dropout(x_TD, numbers_T, self.stream.key, self.stream.drop, onto_TD)

@@ -1,7 +1,7 @@
 """Expert load balancing without auxiliary loss (arXiv:2408.15664; arXiv:2412.19437, section 2.1.2).
 
-After each step the bias of an expert that got more than its share of the global batch falls by a
-fixed rate, and that of one that got less rises. No gradient is involved. E experts, L layers.
+After each step the bias of an expert with more than the mean load of the global batch falls by a
+fixed rate, and that of one with less rises. No gradient is involved. E experts, L layers.
 """
 
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ from mtcli.core.parallel.groups import Axis, Groups
 
 
 class ExpertBalance:
-    """The loads and biases of this rank's routers; at a rate of 0 there are none.
+    """The loads and biases of this rank's routers; empty at a rate of 0.
 
-    `tokens` are axes whose ranks see other tokens in the same layers.
+    `tokens` are the axes over which ranks have different tokens of the same layers.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class ExpertBalance:
         self.rate, self.groups, self.tokens = rate, groups, tuple(tokens)
 
     def begin(self) -> None:
-        """Starts a step: resets the counts of copies."""
+        """Zeroes the loads, at the start of a step."""
         for router in self.routers:
             router.load_E.zero_()
 

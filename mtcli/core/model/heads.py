@@ -1,8 +1,7 @@
-"""Heads that predict next tokens, masked tokens, or the class of each sequence of a micro-batch.
+"""Heads that predict next tokens, masked tokens, or classes of a micro-batch's sequences.
 
-A language model's has no layer but the token table (`TokenLoss`); the others have layers of their
-own on top of the last stage's activations. T tokens of a micro-batch, D hidden, N sequences, C
-classes.
+A language model's head has no layer but the token table (`TokenLoss`); the others have layers on
+top of the last stage's activations. T tokens of a micro-batch, D hidden, N sequences, C classes.
 """
 
 from collections.abc import Callable
@@ -21,36 +20,37 @@ from mtcli.kernels.activation import ACTIVATIONS
 
 
 class Head(Protocol):
-    """A head: weighted losses, and the gradient of their sum; `output` is the token table's."""
+    """A head: its weighted losses, and their sum to differentiate; `output` is the token
+    table's."""
 
     def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss | None) -> Tensor:
-        """The weighted losses, of those that cp ranks share on the first of them alone."""
+        """The weighted losses; those that cp ranks share are on the first of them alone."""
 
     def loss(
         self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss | None
     ) -> tuple[Tensor, Tensor]:
-        """(the sum of `losses`, scale times the loss, from which the backward starts)."""
+        """(the sum of `losses`, that sum times `scale`, from which the backward starts)."""
 
 
 def all_tokens(x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(x_TD, labels [T], weights [T]) of a micro-batch; without weights None, which are 1 each."""
+    """(x_TD, labels [T], weights [T]) of a micro-batch; weights of None are 1."""
     assert inputs.labels is not None, "losses need labels"
     weights_T = None if inputs.weights is None else inputs.weights.flatten()
     return x_TD, inputs.labels.flatten(), weights_T
 
 
 class WeightedTokens:
-    """Selects the tokens whose loss has a weight, so that no others get logits."""
+    """Selects the tokens with a nonzero loss weight, so that no others get logits."""
 
     def __init__(self, build: LayerFactory) -> None:
         rank, shards = build.token_shard
-        # The sets of tokens of which equally many are selected: of each tp rank, or of each model.
+        # Sets of tokens from which equally many are selected: each tp rank's, or each model's.
         self.sets = shards * build.num_models
-        self.own = slice(rank, rank + build.num_models)
+        self.local_models = slice(rank, rank + build.num_models)
 
     def __call__(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`all_tokens` of those [N], x_ND [N/tp, D]. A set with fewer than others is filled up with
-        tokens of weight 0."""
+        """`all_tokens` of the N selected tokens, x_ND [N/tp, D]. Sets with fewer tokens are padded
+        with tokens of weight 0."""
         if inputs.weights is None:
             return all_tokens(x_TD, inputs)
         weights_RT = inputs.weights.reshape(self.sets, -1)
@@ -62,12 +62,12 @@ class WeightedTokens:
         first = has_weight.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
         labels_N = inputs.labels.view(self.sets, -1).gather(1, first).flatten()
         begins = torch.arange(0, len(x_TD), weights_RT.shape[1], device=x_TD.device)
-        rows_N = (first[self.own] + begins[:, None]).flatten()
+        rows_N = (first[self.local_models] + begins[:, None]).flatten()
         return x_TD[rows_N], labels_N, weights_RT.gather(1, first).flatten()
 
 
 class NextTokens:
-    """The head of a language model: the cross entropy of every label, by the token table alone."""
+    """The head of a language model: the cross entropy of every label, from the token table."""
 
     def __init__(self, build: LayerFactory) -> None:
         self.weighted_tokens = WeightedTokens(build)
@@ -82,17 +82,17 @@ class NextTokens:
         self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss
     ) -> tuple[Tensor, Tensor]:
         """(the sum of the losses, scale times it)."""
-        # On a GPU the host would wait for how many they are, and a graph is of as many always.
+        # On a GPU the host would wait for their number, and a CUDA graph needs a fixed one.
         selects = x_TD.device.type == "cpu" and not torch.compiler.is_compiling()
         tokens = (self.weighted_tokens if selects else all_tokens)(x_TD, inputs)
         return output.loss(*tokens, scale)
 
 
 class MaskedTokens(nn.Module):
-    """BERT's pre-training head (arXiv:1810.04805): masked tokens, and maybe the order of sentences.
+    """BERT's pre-training head (arXiv:1810.04805): masked tokens, and optionally sentence order.
 
-    Logits are norm(activation(transform(x))) times the token table, plus a bias; only tokens whose
-    loss has a weight get any.
+    Logits are norm(activation(transform(x))) times the token table, plus a bias, for tokens with a
+    loss weight alone.
     """
 
     def __init__(self, model: ModelConfig, build: LayerFactory, seed: int = 0) -> None:
@@ -110,11 +110,11 @@ class MaskedTokens(nn.Module):
             self.order = FirstTokens(self.pooler, self.sentence_order, build, None)
 
     def transformed(self, x_TD: Tensor) -> Tensor:
-        """What the token table is multiplied by, [N, D] of any tokens' activations [N, D]."""
+        """norm(activation(transform(x))), the input of the token table: [N, D] -> [N, D]."""
         return cast(Tensor, self.norm(self.activation(self.transform(x_TD), None)))
 
     def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
-        """Of the predicted tokens, and then of the N sequences, for each model in turn."""
+        """The losses of the predicted tokens, then of the N sequences, for each model in turn."""
         losses = self.token_losses(x_TD, inputs, output)
         if self.order is None:
             return losses
@@ -124,13 +124,13 @@ class MaskedTokens(nn.Module):
         return torch.cat([x.view(self.models, -1) for x in both], 1).flatten()
 
     def token_losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
-        """Of the predicted tokens alone."""
+        """The weighted losses of the predicted tokens."""
         x_ND, labels_N, weights_N = self.predicted(x_TD, inputs)
         losses = output.losses(self.transformed(x_ND), labels_N)
         return losses if weights_N is None else losses * weights_N
 
     def row_losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss) -> Tensor:
-        """The weighted losses of each row's predicted tokens, summed in float64 [b]."""
+        """The weighted losses of predicted tokens, summed by row in float64 [b]."""
         weights_bS = inputs.weights
         assert weights_bS is not None, "masked tokens have weights"
         x_ND, labels_N, weights_N = self.predicted(x_TD, inputs)
@@ -153,7 +153,7 @@ class MaskedTokens(nn.Module):
 
 
 class SentenceClasses(nn.Module):
-    """A class of each sequence, or of a question's choices the right one."""
+    """Classifies sequences, or chooses among the choices of a question."""
 
     def __init__(self, model: ModelConfig, build: LayerFactory, seed: int = 0) -> None:
         super().__init__()
@@ -163,27 +163,27 @@ class SentenceClasses(nn.Module):
         self.first_tokens = FirstTokens(self.pooler, self.classifier, build, drop)
 
     def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss | None) -> Tensor:
-        """Of the M labels."""
+        """The weighted losses of the M labels."""
         return self.first_tokens.losses(x_TD, inputs)
 
     def loss(
         self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss | None
     ) -> tuple[Tensor, Tensor]:
-        """(the sum of the losses, scale times the loss)."""
+        """(the sum of the losses, that sum times `scale`)."""
         return self.first_tokens.loss(x_TD, inputs, scale)
 
     def logits(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
-        """[M, C], float32 at least, on every rank."""
+        """Logits [M, C], float32 at least, on every rank."""
         return self.first_tokens.logits(x_TD, inputs)
 
 
 class FirstTokens:
-    """The classes of sequences: classifier(tanh(pooler(x))) of their first tokens' activations.
+    """The classes of sequences: classifier(tanh(pooler(x))) of each sequence's first token.
 
-    Ranks that share sequences hold other tokens of them, or columns, so each makes the logits of
-    those first tokens that it holds, and the sum over ranks is known to all. With one label for
-    several sequences these are a question's choices, of which the classifier gives one logit each.
-    The layers are a head's own, under whose names they are known.
+    Ranks that share sequences have different tokens or columns of them: each computes the logits of
+    the first tokens it has, and the sum over ranks gives all ranks all logits. With one label for
+    several sequences these are a question's choices, and the classifier gives one logit for each.
+    The layers are the head's, under its parameter names.
     """
 
     def __init__(
@@ -196,7 +196,8 @@ class FirstTokens:
         self.counts = float(groups.cp.rank == 0)
 
     def logits(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
-        """[M, C], float32 at least, on every rank: of choices C is how many a question has."""
+        """Logits [M, C], float32 at least, on every rank; C is the number of choices, where there
+        are choices."""
         sentences = inputs.sentences
         assert sentences is not None, "sequences are classified by their first tokens"
         mine_N = sentences.rows - self.rank * len(x_TD)
@@ -208,7 +209,7 @@ class FirstTokens:
         logits_NC = self.classifier(pooled_ND)
         wide = torch.promote_types(logits_NC.dtype, torch.float32)
         logits_NC = sum_out(logits_NC.to(wide) * is_mine_N[:, None], self.sharers)
-        # A row that fills an epoch up has no sequence.
+        # A row that pads an epoch has no sequence.
         questions = max(1, len(sentences.labels))
         return logits_NC.view(len(sentences.labels), logits_NC.numel() // questions or 1)
 
@@ -217,7 +218,7 @@ class FirstTokens:
         return self._weighted(x_TD, inputs) * self.counts
 
     def loss(self, x_TD: Tensor, inputs: Inputs, scale: Scale) -> tuple[Tensor, Tensor]:
-        """(the sum of `losses`, scale times it, whose gradient every sharing rank needs)."""
+        """(the sum of `losses`, that sum times `scale`, whose gradient all sharing ranks need)."""
         total, scaled = weighted_sum(self._weighted(x_TD, inputs), None, scale)
         return total * self.counts, scaled
 

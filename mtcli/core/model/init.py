@@ -1,6 +1,6 @@
-"""The weights a model starts from: a seed's, or a checkpoint's of any layout.
+"""Fills a rank's shards with initial weights, from a seed or from a checkpoint of any layout.
 
-Initial weights are a function of (seed, parameter name, global index) only.
+Initial weights are a function of (seed, parameter name, global index) alone.
 """
 
 import math
@@ -30,7 +30,7 @@ def initialise(
     seed: int,
     dtype: torch.dtype,
 ) -> None:
-    """Fills a rank's shards with initial weights, rounded to `dtype`, some BOX_BYTES at a time."""
+    """Fills a rank's shards with initial weights, rounded to `dtype`, BOX_BYTES at a time."""
     for shard in shards.values():
         shard.tensor.zero_()  # rows that pad the vocabulary stay zero
         for box, view in shard.blocks(groups):
@@ -49,12 +49,11 @@ def load_weights(
     from_masters: bool = False,
     new_head: int | None = None,
 ) -> None:
-    """Fills a rank's shards from a checkpoint, whatever layout wrote it.
+    """Fills a rank's shards from a checkpoint, written on any layout.
 
-    What it lacks of a head has the initial values of the seed `new_head`, where one is given.
-    With `from_masters`, those of another dtype than the checkpoint's are taken from its float32
-    master weights, where it has them, which lose nothing in a wider dtype. Of replicas that differ
-    their average is taken.
+    Parameters of a head that the checkpoint lacks get initial values of the seed `new_head`, if
+    given. With `from_masters`, shards of a wider dtype are read from the checkpoint's float32
+    master weights, if it has them. Where replicas differ their average is read.
     """
     require_model(checkpoint, model, but_head=new_head is not None)
     if new_head is not None:
@@ -73,7 +72,7 @@ def load_weights(
 def load_shard(
     shard: OwnedShard, groups: Groups, checkpoint: Checkpoint, from_masters: bool
 ) -> None:
-    """Fills a shard of one parameter; see `load_weights`."""
+    """Fills the shard of one parameter; see `load_weights`."""
     name = shard.parameter.name
     master = f"{OPTIMIZER}master/{name}"
     has_master = from_masters and master in checkpoint.tensors
@@ -89,11 +88,11 @@ def initial_values(
     seed: int,
     device: torch.device = CPU,
 ) -> Tensor:
-    """A box of a parameter's initial value, float32, bit-identical on one kind of device.
+    """A box of a parameter's initial values, float32, bitwise equal on one kind of device.
 
-    Matrices are N(0, init_std), those before a residual add over sqrt(2 * num_layers)
-    (arXiv:1909.08053, section 3.1 of the recipe), norms 1 and biases 0. An adapter's A has the
-    variance of peft's, 1 / (3 * inputs), and B is 0.
+    Matrices are N(0, init_std), those ahead of a residual addition N(0, init_std / sqrt(2 *
+    num_layers)) (arXiv:1909.08053, section 3.1 of the recipe), norms 1 and biases 0. An adapter's A
+    has the variance of peft's, 1 / (3 * inputs), and its B is 0.
     """
     if described.init in ("ones", "zeros"):
         return torch.full(box.size, float(described.init == "ones"), device=device)
@@ -117,9 +116,9 @@ def _normal_box(
     ):  # contiguous, or rows so short that generating all is cheaper
         rows = numbers(offset + start * inner, size * inner).view(size, *shape[1:])
         return rows[(slice(None), *Box(tuple(starts), tuple(sizes)).slices)]
-    rest = Box(tuple(starts), tuple(sizes))
+    inner_box = Box(tuple(starts), tuple(sizes))
     parts = [
-        _normal_box(numbers, shape[1:], rest, offset + i * inner)
+        _normal_box(numbers, shape[1:], inner_box, offset + i * inner)
         for i in range(start, start + size)
     ]
     return torch.stack(parts) if parts else numbers(0, 0).view(box.size)

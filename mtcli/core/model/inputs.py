@@ -14,23 +14,23 @@ from mtcli.core.parallel.factory import Scale
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of the tokens read so far, by layer, for generation."""
+    """The keys and values of the tokens read so far, by layer, for generation."""
 
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends [b, heads, s, head_dim] keys and values; returns those of all tokens so far."""
+        """Appends keys and values [b, heads, s, head_dim]; returns those of all tokens so far."""
         if layer in self.layers:
             old_k, old_v = self.layers[layer]
             k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
         self.layers[layer] = (k, v)
         return k, v
 
-    def after(self, before: "KVCache") -> "KVCache":
-        """This cache, of tokens that follow those of `before`, joined to that one."""
+    def after(self, prefix: "KVCache") -> "KVCache":
+        """Appends this cache's keys and values to those of the tokens before it."""
         layers = {
-            layer: (torch.cat([before.layers[layer][0], k], 2),
-                    torch.cat([before.layers[layer][1], v], 2))
+            layer: (torch.cat([prefix.layers[layer][0], k], 2),
+                    torch.cat([prefix.layers[layer][1], v], 2))
             for layer, (k, v) in self.layers.items()
         }  # fmt: skip
         return KVCache(layers)
@@ -38,9 +38,9 @@ class KVCache:
 
 @dataclass(frozen=True)
 class Sentences:
-    """The N sequences of a micro-batch that a head classifies, the same on every rank that shares
-    it. M labels: one of each sequence, or of each N / M that are the choices of a question.
-    """
+    """The N sequences of a micro-batch that a head classifies, equal on every rank that shares it.
+    There is one of M labels per sequence, or per N / M sequences that are the choices of a
+    question."""
 
     rows: Tensor  # [N] int64: the first token among this rank's b * s; -1 on another cp rank
     labels: Tensor  # [M] int64
@@ -51,12 +51,12 @@ class Sentences:
 class Inputs:
     """One micro-batch of b sequences of s tokens; T = b * s tokens, sequence by sequence.
 
-    `positions` count within a sequence or document; which tokens of a row are of one sequence say
-    `documents` or, of packed rows, `paths`. How far a token sees in it is each layer's to say.
-    `numbers` are global token numbers, sample * seq_len + position over the run, which index every
-    dropout mask; None means no dropout. `weights` are those of the labels' losses; None means 1
-    each. `padding` is True where what fills a row up is no token to a router; None: nowhere. Of
-    `sentences` a head predicts one class each.
+    `positions` count within a sequence or document. `documents`, or `paths` of packed rows, say
+    which tokens of a row belong together; each layer's visibility says how far a token attends
+    within them. `numbers` are global token numbers, sample * seq_len + position over the run, which
+    index every dropout mask; None is no dropout. `weights` multiply the labels' losses; None is 1.
+    `padding` is True for padding tokens, which routers do not count; None is none. A head
+    classifies each of `sentences`.
     """
 
     tokens: Tensor  # [b, s] int64
@@ -66,12 +66,12 @@ class Inputs:
     padding: Tensor | None = None  # [b, s] bool
     numbers: Tensor | None = None  # [b, s] int64
     documents: Documents | None = None  # [b, s of full rows]; None is one of each row
-    paths: Tensor | None = None  # [b, s, s] bool, True from a token to those before it on its path
+    paths: Tensor | None = None  # [b, s, s] bool, True from a token to earlier ones on its path
     token_types: Tensor | None = None  # [b, s] int64; None is 0 each
     sentences: Sentences | None = None
     rotation: RotaryTable | None = None
     cache: KVCache | None = None
-    prefix: KVCache | None = None  # of one sequence, which each of the b goes on from; not extended
+    prefix: KVCache | None = None  # of one sequence that precedes each of the b; not extended
     aux_scale: Scale = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
 
     @property
@@ -80,14 +80,14 @@ class Inputs:
         return self.tokens.shape[0], self.tokens.shape[1]
 
     def tensors(self) -> list[Tensor]:
-        """All that a training step reads, in a fixed order; what there is none of is left out."""
+        """All tensors that a training step reads, in a fixed order, without those that are None."""
         rows = self.documents and self.documents.rows
         optional = self.labels, self.weights, self.padding, self.numbers, rows
         given = (self.tokens, self.positions, *optional, *(self.rotation or ()))
         return [x for x in given if x is not None]
 
     def clone(self) -> "Inputs":
-        """The same, in memory of its own."""
+        """A copy of the inputs in new memory."""
         optional = self.labels, self.weights, self.padding, self.numbers
         labels, weights, padding, numbers = (None if x is None else x.clone() for x in optional)
         return replace(
@@ -104,8 +104,8 @@ class Inputs:
 
 
 def token_positions(documents: Tensor, model: ModelConfig) -> Tensor:
-    """The position of each token in its document [b, s]. Padding, which is one more document, may
-    be longer than the context, and ends at its last position."""
+    """The position of each token in its document [b, s]. Padding counts as one more document; if
+    longer than the context it stays at the last position."""
     return restarted(documents).clamp(max=model.max_seq_len - 1)
 
 
@@ -117,16 +117,16 @@ def make_inputs(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     attended: bool = True,
-    **others: Any,
+    **fields: Any,
 ) -> Inputs:
-    """The inputs of tokens [b, s], with positions 0 .. s - 1 unless given, and their rotation.
+    """The inputs of tokens [b, s], with positions 0 .. s - 1 by default, and their rotary table.
 
-    `documents` [b, s of full rows] keep tokens from attending to other documents. Where nothing is
-    `attended`, on a rank without blocks, there is no rotation. `others` are further fields.
+    `documents` [b, s of full rows] restrict attention to a token's own document. On a rank without
+    blocks nothing is `attended`, and there is no rotary table. `fields` are others of `Inputs`.
     """
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     turned = attended and model.position == "rope"
     turns = rotary_table(model, positions, dtype) if turned else None
     apart = None if documents is None else Documents(documents)
-    return Inputs(tokens, positions, rotation=turns, documents=apart, **others)
+    return Inputs(tokens, positions, rotation=turns, documents=apart, **fields)

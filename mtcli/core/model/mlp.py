@@ -12,7 +12,7 @@ from mtcli.kernels.triton_launch import runs_triton
 
 
 class Mlp(nn.Module):
-    """down(gelu(up(x)))."""
+    """Computes down(gelu(up(x)))."""
 
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Mlp(nn.Module):
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D].
 
-        On a GPU the bias is GELU's, so that its gradient costs no pass over memory.
+        On a GPU the GELU kernel adds the bias, so that the bias's gradient needs no extra pass.
         """
         fused = runs_triton(x_TD)
         bias = self.up.flat_bias if fused else None
@@ -33,7 +33,7 @@ class Mlp(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one product."""
+    """Computes down(silu(gate(x)) * up(x)), with gate and up in one GEMM."""
 
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()

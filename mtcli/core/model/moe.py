@@ -1,4 +1,5 @@
-"""Mixture of experts: a token visits k of E feed-forward networks, and maybe a shared one.
+"""Mixture of experts: routes each token to k of E feed-forward networks, and to a shared one if
+any.
 
 y = sum over chosen experts of weight * expert(x) (arXiv:1701.06538; Mixtral arXiv:2401.04088;
 Qwen2-MoE arXiv:2407.10671). N copies of tokens, F an expert's width, E/ep local experts.
@@ -22,7 +23,7 @@ from mtcli.kernels.triton_launch import runs_triton
 
 
 class ExpertArray(nn.Module):
-    """This rank's experts: E/ep of them, F/etp wide each."""
+    """This rank's experts: E/ep of them, each F/etp wide."""
 
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class ExpertArray(nn.Module):
     def forward(self, x_ND: Tensor, counts_E: Tensor | None) -> Tensor:
         """Rows sorted by local expert -> results [N, D], partial sums over etp.
 
-        One expert after another on CPU, all at once on a GPU.
+        On CPU one expert at a time, on a GPU all at once.
         """
         build, activation = self.build, self.activation
         up_EFD, down_EDF = (

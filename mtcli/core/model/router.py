@@ -1,10 +1,9 @@
-"""Which experts a token visits: scores, top-k, capacity, and the losses that keep the load even.
+"""The router of a mixture of experts: scores, top-k, capacity, and auxiliary load balancing losses.
 
-Where the model has a bias per expert, it is added to the scores for the choice alone: weights,
-capacity and losses see the scores (arXiv:2408.15664, section 3). `expert_balance.py` moves it.
+Where the model has a bias per expert, the bias is added to scores for the choice alone; weights,
+capacity and losses use the scores (arXiv:2408.15664, section 3). `expert_balance.py` updates it.
 
-What fills rows up goes to experts as tokens do, and is none to capacity, losses and loads: these
-are of the tokens alone, in however many rows these are.
+Padding tokens are routed as others are, but capacity, losses and loads count real tokens alone.
 
 T local tokens, E experts, k chosen; s tokens of a sequence. All of it in float32 (float64 stays).
 """
@@ -28,7 +27,7 @@ Copies = TypeVar("Copies", float, Tensor)
 
 
 class Router(nn.Module):
-    """A linear layer over experts, and what is made of its logits."""
+    """A linear layer over experts, and the choice, weights and losses computed from its logits."""
 
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class Router(nn.Module):
         )
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Routing]:
-        """(x_TD with the auxiliary losses' gradients attached, where its tokens go)."""
+        """(x_TD with the auxiliary losses' gradients attached, the routing of its tokens)."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = self.build.replicated_linear(x_TD.to(wide), self.weight.to(wide))
         scores_TE, weights, experts = route(logits_TE, self.bias, self.choice)
@@ -62,7 +61,7 @@ class Router(nn.Module):
         return x_TD, Routing(weights, numbers, kept_Tk, count)
 
     def capacity(self, inputs: Inputs) -> int:
-        """Rows of an expert of this rank where all are padded to capacity; else 0."""
+        """Rows per expert and rank where all are padded to the capacity; else 0."""
         if not self.model.pad_to_capacity:
             return 0
         b, s = inputs.shape
@@ -74,13 +73,13 @@ class Router(nn.Module):
         return min(tokens, b * sequence)
 
     def _room(self, copies: Copies) -> Copies:
-        """The room of an expert for so many copies of tokens, top_k of each, to be rounded up."""
+        """The number of rows that an expert has for `copies` token copies, to be rounded up."""
         return copies / self.model.num_experts * self.model.capacity_factor
 
     def _kept(
         self, scores_TE: Tensor, experts: Tensor, real_T: Tensor | None, inputs: Inputs
     ) -> Tensor | None:
-        """[T, k] bool: which copies their experts have room for; None without a capacity."""
+        """[T, k] bool: the copies within their experts' capacity; None without a capacity."""
         if not self.model.capacity_factor:
             return None
         chosen = _chosen(scores_TE, experts, real_T)
@@ -94,7 +93,7 @@ class Router(nn.Module):
         return keeps.gather(1, experts)
 
     def _within_capacity(self, scores_bsE: Tensor, chosen_bsE: Tensor) -> Tensor:
-        """[b, s, E] bool: the chosen tokens that each expert keeps, of each row of tokens."""
+        """[b, s, E] bool: the chosen tokens of each row that each expert keeps."""
         copies_b = chosen_bsE.sum((1, 2), dtype=torch.float64)
         limit = self._room(copies_b).ceil()[:, None, None]
         if self.model.drop_policy == "position":
@@ -106,7 +105,8 @@ class Router(nn.Module):
         return (rank < limit) & (chosen_bsE > 0)
 
     def _full_sequences(self, x_TE: Tensor, inputs: Inputs) -> Tensor:
-        """[T, E] of every rank that shares these sequences -> [b, s, E] in order of position."""
+        """All-gathers [T, E] over the ranks that share sequences, to [b, s, E] in order of
+        position."""
         groups, (b, n) = self.build.groups, inputs.shape
         axis = groups.axes["sequence"] if self.build.sequence_parallel else groups.cp
         parts = all_gather(x_TE, axis).view(groups.cp.size, b, n, -1)
@@ -126,8 +126,8 @@ class Router(nn.Module):
         real_T: Tensor | None,
         inputs: Inputs,
     ) -> Tensor:
-        """This rank's part of the auxiliary losses [models], each weighted by the tokens it is a
-        mean of. `real_T` is False where a token is padding."""
+        """This rank's part of the auxiliary losses [models], each weighted by the number of tokens
+        of its mean. `real_T` is False for padding."""
         m, models = self.model, self.build.num_models
         total = logits_TE.new_zeros(models)
         if m.z_loss_coeff:
@@ -141,28 +141,29 @@ class Router(nn.Module):
             if real_T is not None:
                 scores_TE = scores_TE * real_T[:, None]
             chosen = _chosen(scores_TE, experts, real_T)
-            each = [self._sequence_sums(x, inputs) for x in (scores_TE, chosen)]
+            sequence_sums = [self._sequence_sums(x, inputs) for x in (scores_TE, chosen)]
             if m.aux_loss_coeff:
-                batch = [x.view(models, -1, x.shape[1]).sum(1) for x in each]
+                batch = [x.view(models, -1, x.shape[1]).sum(1) for x in sequence_sums]
                 total = total + m.aux_loss_coeff * self._balance(batch[0], batch[1], "micro_batch")
             if m.sequence_aux_loss_coeff:
-                loss = self._balance(each[0], each[1], "sequence")
+                loss = self._balance(sequence_sums[0], sequence_sums[1], "sequence")
                 total = total + m.sequence_aux_loss_coeff * loss
         return total
 
     def _sequence_sums(self, x_TE: Tensor, inputs: Inputs) -> Tensor:
-        """[b, E]: sums over this rank's tokens of each sequence."""
+        """[b, E]: this rank's sums over the tokens of each sequence."""
         (b, n), tokens = inputs.shape, len(x_TE)
         if tokens < b * n:  # this rank's, of those that tp ranks share
-            before = self.build.groups.tp.rank * tokens
-            x_TE = F.pad(x_TE, (0, 0, before, b * n - before - tokens))
+            first_token = self.build.groups.tp.rank * tokens
+            x_TE = F.pad(x_TE, (0, 0, first_token, b * n - first_token - tokens))
         return x_TE.view(b, n, -1).sum(1)
 
     def _balance(self, scores_bE: Tensor, chosen_bE: Tensor, scope: str) -> Tensor:
-        """Switch's E * sum_e f_e P_e times its tokens (arXiv:2101.03961, section 2.2) [models].
+        """Switch's load balancing loss E * sum_e f_e P_e (arXiv:2101.03961, section 2.2), times the
+        tokens of its set: [models].
 
-        Over each of b sets of tokens, a sequence or the micro-batch, of which these are sums.
-        f counts tokens of all ranks that share a set; P is this rank's part of the mean.
+        Arguments are sums over each of b sets of tokens, a sequence or the micro-batch. f counts
+        tokens of all ranks that share a set; P is this rank's part of the mean.
         """
         groups = self.build.groups
         axis = groups.axes[scope] if self.build.sequence_parallel else groups.cp
@@ -173,13 +174,13 @@ class Router(nn.Module):
 
 
 def _chosen(scores_TE: Tensor, experts: Tensor, real_T: Tensor | None) -> Tensor:
-    """[T, E]: 1 where a token that is none of padding goes to an expert, else 0."""
+    """[T, E]: 1 where a token that is not padding is routed to an expert, else 0."""
     chosen = torch.zeros_like(scores_TE).scatter_(1, experts, 1.0)
     return chosen if real_T is None else chosen.mul_(real_T[:, None])
 
 
 class _WithLoss(torch.autograd.Function):
-    """x, with a loss [models] whose gradient joins the backward pass at this point."""
+    """Returns x; its backward also starts that of a loss [models]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Scale) -> Tensor:
@@ -193,9 +194,9 @@ class _WithLoss(torch.autograd.Function):
 
 
 class _Counted(torch.autograd.Function):
-    """x, whose backward adds the copies that this micro-batch sends to each expert to `load_E`.
+    """Returns x; its backward adds this micro-batch's token copies per expert to `load_E`.
 
-    A forward may run again to be kept in no memory; its backward runs once.
+    Counting in backward is exact under recompute, which runs a forward twice and its backward once.
     """
 
     @staticmethod

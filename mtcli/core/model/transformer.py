@@ -1,7 +1,7 @@
 """A pipeline stage: some of the model's blocks, with the embedding or the head at the ends.
 
-Modules are named so that `named_parameters()` gives the canonical names of mesh/parameters.py. T
-tokens of a micro-batch, D hidden; x_TD is [T/tp, D] under sequence parallelism.
+`named_parameters()` gives the canonical names of mesh/parameters.py. T tokens of a micro-batch, D
+hidden; x_TD is [T/tp, D] under sequence parallelism.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) (arXiv:1909.08053, figure 7b), or, of the order
+    """x + attention(norm(x)), then x + mlp(norm(x)) (arXiv:1909.08053, figure 7b); with norm order
     "post", norm(x + attention(x)), then norm(x + mlp(x)) (figure 7a)."""
 
     def __init__(
@@ -44,7 +44,7 @@ class Block(nn.Module):
         self.recompute, self.is_post = recompute, is_post
 
     def forward(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
-        """x_TD -> x_TD; with recompute = "full" only the input is kept for the backward pass."""
+        """x_TD -> x_TD; with recompute = "full" it saves only its input for backward."""
         if self.recompute == "full" and torch.is_grad_enabled():
             return _recomputed(self._run, x_TD, inputs, numbers_T)
         return self._run(x_TD, inputs, numbers_T)
@@ -62,7 +62,8 @@ class Block(nn.Module):
         return cast(Tensor, self.mlp_dropout(self.mlp(y_TD, inputs), numbers_T, x_TD))
 
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
-        """With recompute = "selective" scores and probabilities are computed twice."""
+        """Attention; with recompute = "selective" its backward recomputes scores and
+        probabilities."""
         if self.recompute == "selective" and torch.is_grad_enabled():
             qkv = self.attention.qkv(x_TD, numbers=inputs.numbers)
             mixed = _recomputed(self.attention.mix, qkv, inputs)
@@ -71,7 +72,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some blocks of the model; the first stage embeds tokens, the last makes losses."""
+    """Some blocks of the model; the first stage embeds tokens, the last computes losses."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Stage(nn.Module):
         recompute: str = "none",
     ) -> None:
         super().__init__()
-        # by number, not by layers: a stage may hold none, such as one with the head alone
+        # by number, not by layers: a stage may have no layers, such as one of the head alone
         self.is_first, self.is_last = index == 0, index == build.groups.layout.num_stages - 1
         self.model, self.build = model, build
         tied = model.tie_embeddings
@@ -108,8 +109,8 @@ class Stage(nn.Module):
 
     @property
     def output(self) -> TokenLoss | None:
-        """The loss over the vocabulary, and the logits: of a language model's activations, and of
-        what a head for masked tokens makes of them; None of a head that reads no vocabulary."""
+        """The token table's loss and logits, for a language model or a head of masked tokens; None
+        for a head without a vocabulary."""
         if self.model.head in CLASSIFIERS:
             return None
         if self.model.head == "mlm":
@@ -130,20 +131,21 @@ class Stage(nn.Module):
         return self.final_norm(x_TD) if self.is_last and self.model.norm_order == "pre" else x_TD
 
     def losses(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
-        """The weighted cross entropies whose sum is the loss, such as of each label [T] (last
-        stage); of those that cp ranks share, on the first."""
+        """The last stage's weighted losses, such as the cross entropy of each label [T]; losses
+        that cp ranks share are on the first of them."""
         return self._predictor.losses(x_TD, inputs, self.output)
 
     def loss(self, x_TD: Tensor, inputs: Inputs, scale: Scale) -> tuple[Tensor, Tensor]:
-        """(the sum of `losses`, scale times it, from which the backward starts) (last stage).
+        """(the sum of `losses`, that sum times `scale`, from which the backward starts), on the
+        last stage.
 
-        In an array of models the sum and the scale are tensors, a row for each.
+        In an array of models the sum and the scale are tensors [models].
         """
         return self._predictor.loss(x_TD, inputs, scale, self.output)
 
     @property
     def _predictor(self) -> Head:
-        """Makes the losses. The head of a language model is a table at most."""
+        """The head that computes the losses; a language model's is `NextTokens`."""
         return cast(Head, self.next_tokens if self.model.head == "lm" else self.head)
 
     def _embed(self, inputs: Inputs) -> Tensor:
@@ -171,6 +173,7 @@ def _norm_of_sum(
 
 
 def _recomputed(function: Callable[..., Tensor], *arguments: object) -> Tensor:
-    """Runs without keeping activations. Dropout is a function of its index, so no random state."""
+    """Runs `function`, recomputing it in backward. No random state is saved, as dropout is a
+    function of token numbers."""
     result = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return cast(Tensor, result)

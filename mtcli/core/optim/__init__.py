@@ -1,1 +1,1 @@
-"""Update rules and learning-rate curves."""
+"""Update rules and learning-rate schedules."""

@@ -1,6 +1,7 @@
-"""AdamW (arXiv:1711.05101), by torch's fused kernel on CPU, by ours on a GPU.
+"""AdamW (arXiv:1711.05101), by torch's fused kernel on CPU and mtcli's on a GPU.
 
-Torch's is called directly: making a torch.optim.AdamW imports torch._dynamo, 0.9 s of start-up.
+torch's kernel is called directly: constructing a torch.optim.AdamW imports torch._dynamo, 0.9 s of
+start-up.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from mtcli.kernels.multi_tensor import OptimizerStep
 
 
 class Adamw(UpdateRule):
-    """The update rule; it holds no state."""
+    """The update rule of AdamW, which has no state of its own."""
 
     def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> None:
         """Updates in place; see UpdateRule."""
@@ -30,7 +31,7 @@ class Adamw(UpdateRule):
 
 
 def _by_torch(kinds: list[list[Tensor]], decays: bool, update: OptimizerStep) -> None:
-    """Updates master weights and both moments of parameters that all decay or do not."""
+    """Updates masters and both moments of parameters that all decay, or all do not."""
     masters, exp_avgs, exp_avg_sqs, gradients = kinds
     count = torch.full((), float(update.count), device=masters[0].device)
     torch._fused_adamw_(

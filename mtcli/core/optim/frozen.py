@@ -1,8 +1,8 @@
-"""Updates by a mean momentum and a variance that is frozen: 1-bit LAMB's and 1-bit Adam's.
+"""Updates by a mean momentum and a frozen variance: those of 1-bit LAMB and 1-bit Adam.
 
-The variance v is the last one that was computed of uncompressed gradients (arXiv:2104.06069,
-algorithm 2; arXiv:2102.02888, algorithm 1). Elements whose v is 0 never had a gradient: they have
-no step but that of weight decay.
+The variance v is the last one computed from uncompressed gradients (arXiv:2104.06069, algorithm 2;
+arXiv:2102.02888, algorithm 1). Elements with v = 0 never had a gradient; they are updated by weight
+decay alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ from mtcli.kernels.multi_tensor import OptimizerStep
 def frozen_adam_(
     optimizer: Optimizer, momenta: Mapping[str, Tensor], update: OptimizerStep, frozen_at: int
 ) -> None:
-    """Takes AdamW's step of new momenta, with the variance of update `frozen_at`."""
+    """Updates weights as AdamW, from new momenta and the variance of update `frozen_at`."""
     tensors = optimizer.rule.tensors
     root = (1.0 - update.betas[1] ** frozen_at) ** 0.5
     length = update.lr / (1.0 - update.betas[0] ** update.count)
@@ -32,11 +32,11 @@ def frozen_adam_(
 
 
 class FrozenLamb:
-    """LAMB's step of a mean momentum, with a trust ratio that follows the gradients.
+    """LAMB's step from a mean momentum, with trust ratios that follow the gradients.
 
     A parameter's ratio is its mean of the warm-up times a factor. The factor is the largest
-    quotient of the frozen and the fresh denominator, sqrt(v) + eps, where the fresh variance is of
-    gradients that are reconstructed from momenta: g = (m - beta1 m_before) / (1 - beta1).
+    quotient of the frozen and the fresh denominator, sqrt(v) + eps, where the fresh variance is
+    that of gradients reconstructed from momenta: g = (m - beta1 m_before) / (1 - beta1).
     """
 
     bounds = 0.5, 4.0
@@ -60,15 +60,15 @@ class FrozenLamb:
         ratio: Tensor,
         factor: Tensor,
     ) -> None:
-        """Updates momenta and weights; `ratio` and the last `factor`, which is overwritten, are of
-        every trained parameter of the model. Collective."""
+        """Updates momenta and weights. `ratio` and the last `factor`, which is overwritten, have an
+        element per trained parameter of the model. Collective."""
         tensors = self.optimizer.rule.tensors
         peaks, squares = self._moments_(momenta, update)
         peak = self.global_sums.of_model(peaks, ReduceOp.MAX)[:, 0]
         of_momentum, of_step = self.global_sums.of_model(squares).sqrt().unbind(1)
-        own = torch.where(peak > 0, peak, 1.0)
+        peak_or_one = torch.where(peak > 0, peak, 1.0)
         share = torch.where(of_step > 0, of_momentum / of_step, 1.0).clamp(max=1.0)
-        new = (own * share + 1.0 - share).clamp(*self.bounds)
+        new = (peak_or_one * share + 1.0 - share).clamp(*self.bounds)
         lowest, highest = factor * (1.0 - self.threshold), factor * (1.0 + self.threshold)
         factor.copy_(new.clamp(lowest, highest))
         lengths = (update.lr * ratio * factor)[self.global_sums.rows]
@@ -82,7 +82,7 @@ class FrozenLamb:
     def _moments_(
         self, momenta: Mapping[str, Tensor], update: OptimizerStep
     ) -> tuple[Tensor, Tensor]:
-        """Takes the new momenta, and updates the fresh variance.
+        """Stores the new momenta, and updates the fresh variance.
 
         Returns the largest quotient of the denominators [tensors, 1], and the squares of the step
         without and with decay [tensors, 2].
@@ -109,6 +109,6 @@ class FrozenLamb:
 
 
 def _slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Elements that are gone through at once: on a GPU all of a tensor."""
+    """Yields slices of tensors to process at once; on a GPU a whole tensor."""
     size = tensors[0].numel() if tensors[0].is_cuda else SLICE
     return zip(*(x.view(-1).split(size) for x in tensors), strict=True)

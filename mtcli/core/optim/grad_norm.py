@@ -1,4 +1,4 @@
-"""Computes the global gradient norm, and the factor that clips it."""
+"""Computes the sum of squares of gradients, and the factor that clips their global norm."""
 
 import torch
 from torch import Tensor
@@ -12,5 +12,6 @@ def square_sum(gradients: list[Tensor] | tuple[Tensor, ...]) -> float:
 
 
 def clip_factor(norm: float, clip: float) -> float:
-    """The factor that brings gradients of a norm down to `clip`, at most 1; 0 clips nothing."""
+    """The factor that reduces gradients of norm `norm` to `clip`, at most 1; a clip of 0 is
+    none."""
     return clip / norm if clip and norm > clip else 1.0

@@ -1,9 +1,9 @@
-"""LAMB (arXiv:1904.00962, algorithm 2): each parameter's step is as long as its weights allow.
+"""LAMB (arXiv:1904.00962, algorithm 2): scales each parameter's step by its trust ratio.
 
 Moments are AdamW's without bias correction, as in arXiv:2104.06069. The step of a parameter x,
-u = m / (sqrt(v) + eps) + decay * x, is made |x| / |u| times as long, within bounds. Both norms are
-those of the global parameter (`mesh/parameters.py`), whichever shard of it is here: so query, key
-and value share one ratio, gate and up another, and so do all experts of a layer, on any layout.
+u = m / (sqrt(v) + eps) + decay * x, is multiplied by |x| / |u|, within bounds. Both norms are those
+of the global parameter (`mesh/parameters.py`), on any layout: query, key and value share one ratio,
+gate and up another, and all experts of a layer a third.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from mtcli.kernels.multi_tensor import OptimizerStep
 
 
 class Lamb(UpdateRule):
-    """The update rule for a rank's shards. A step is collective."""
+    """The update rule of LAMB for a rank's shards. A step is collective."""
 
     ratios: Tensor
     """of the last step, of every trained parameter of the model"""
@@ -45,6 +45,7 @@ class Lamb(UpdateRule):
             lamb_step_(table, tensors, ratios, update)
 
     def _ratios(self, squares: Tensor) -> Tensor:
-        """The trust ratios of this rank's parameters; those of the whole model are kept."""
+        """The trust ratios of this rank's parameters; stores those of the whole model in
+        `ratios`."""
         self.ratios = trust_ratios(self.global_sums.of_model(squares), self.config.trust_bounds)
         return self.ratios[self.global_sums.rows]

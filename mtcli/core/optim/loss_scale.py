@@ -1,4 +1,4 @@
-"""Scales the loss of a float16 run, which keeps small gradients above float16's smallest.
+"""Scales the loss of a float16 run, so that small gradients do not underflow.
 
 Mixed precision training (arXiv:1710.03740, section 3.2) with Megatron-LM's rule of adjustment.
 """
@@ -14,8 +14,8 @@ FACTOR = 2.0  # of growing and falling: a power of two, so that scaling rounds n
 class LossScale:
     """A loss scale; with a `window` of steps it is dynamic.
 
-    It doubles after `window` steps in a row without overflow. It halves at an overflow, the first
-    `hysteresis` - 1 of them since it last doubled excepted.
+    It doubles after `window` consecutive steps without overflow. It halves at an overflow, except
+    at the first `hysteresis` - 1 overflows since it last doubled.
     """
 
     def __init__(self, scale: float, window: float = math.inf, hysteresis: int = 1) -> None:
@@ -25,7 +25,7 @@ class LossScale:
 
     @classmethod
     def of(cls, train: TrainConfig) -> "LossScale":
-        """Builds the scale of a run: dynamic or fixed in fp16, and 1 where the loss needs none."""
+        """The scale of a run: dynamic or fixed in fp16, 1 in other precisions."""
         if train.precision != "fp16":
             return cls(1.0)
         if train.loss_scale:
@@ -34,11 +34,11 @@ class LossScale:
 
     @property
     def can_fall(self) -> bool:
-        """Whether an overflow may be the scale's fault."""
+        """Whether an overflow may be due to the scale."""
         return self.scale > self.lowest
 
     def update(self, overflow: bool) -> None:
-        """Adjusts the scale after a step whose gradients did or did not overflow."""
+        """Adjusts the scale after a step with or without an overflow of gradients."""
         if overflow:
             self.good_steps, self.patience = 0, max(self.patience - 1, 0)
             if not self.patience:
@@ -50,7 +50,7 @@ class LossScale:
             self.good_steps, self.patience = 0, self.hysteresis
 
     def state(self) -> dict[str, float] | None:
-        """The state of a dynamic scale for a checkpoint; None of a fixed one."""
+        """The state of a dynamic scale for a checkpoint; None for a fixed one."""
         if math.isinf(self.window):
             return None
         return {
@@ -60,8 +60,8 @@ class LossScale:
         }
 
     def load(self, state: Mapping[str, float] | None) -> None:
-        """Restores a state. A fixed scale stays as it is, and so does one without a state, as from
-        a run in another precision."""
+        """Restores a state. Does nothing to a fixed scale, and without a state (a run in another
+        precision)."""
         if state and not math.isinf(self.window):
             self.scale = state["scale"]
             self.good_steps, self.patience = int(state["good_steps"]), int(state["patience"])

@@ -1,4 +1,4 @@
-"""Learning-rate curves as pure functions of the step, so that resuming needs no state."""
+"""Learning-rate schedules as pure functions of the step, so that resuming needs no state."""
 
 import math
 
@@ -8,10 +8,10 @@ from mtcli.core.config.schema import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """The learning rate of step 1 .. steps.
 
-    A linear warm-up reaches `lr` at step `warmup_steps`. Then linear and cosine fall to `min_lr`
-    over `decay_steps` (all that is left where 0) and stay there; wsd (arXiv:2404.06395) stays at
-    `lr` and falls linearly over its last `decay_steps`. A decay that takes more steps than the run
-    has left is at its beginning when the run ends.
+    A linear warm-up reaches `lr` at step `warmup_steps`. Then linear and cosine decay to `min_lr`
+    over `decay_steps` (0: all remaining steps) and stay there; wsd (arXiv:2404.06395) stays at `lr`
+    and decays linearly over its last `decay_steps`. A decay longer than the remaining steps is cut
+    off by the end of the run.
     """
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps

@@ -1,7 +1,7 @@
-"""Optimizer state: float32 master weights, moments, and weights rounded from the masters.
+"""Optimizer state: float32 master weights and moments, and the weights rounded from the masters.
 
-Parameters of 16 bits have a float32 master that is updated and that they are rounded from; wider
-ones are their own master. `mesh/update_rules.py` names the rule of each, and its moments.
+A 16-bit parameter has a float32 master, which is updated and rounded to the parameter; a wider one
+is its own master. `mesh/update_rules.py` names each parameter's rule and moments.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ RULES: dict[OptimizerName, type[UpdateRule]] = {"adamw": Adamw, "lamb": Lamb, "s
 
 
 class Optimizer:
-    """The optimizer of a rank's owned rows, by parameter name."""
+    """The optimizer of the rows that a rank owns, by parameter name."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Optimizer:
         masters: dict[str, Tensor],
         moments: dict[str, dict[str, Tensor]],
     ) -> None:
-        """Sets the tensors that are updated from now on; moments by kind."""
+        """Replaces the tensors to update; moments are by kind."""
         self.weights, self.masters, self.moments = weights, masters, moments
         # Those of the whole model: a rule may be collective.
         trained = [name for name, parameter in self.ownership.table.items() if parameter.trained]
@@ -56,7 +56,7 @@ class Optimizer:
         self.rules = list(map(self._rule, rules))
 
     def update_of(self, name: str) -> ParameterUpdate:
-        """How a parameter is updated."""
+        """The rule of a parameter, and whether it decays."""
         return update_of(self.ownership.table[name], self.config)
 
     def _rule(self, rule: RuleFacts) -> UpdateRule:
@@ -71,37 +71,37 @@ class Optimizer:
 
     @property
     def rule(self) -> UpdateRule:
-        """The one rule that there is."""
+        """The rule of all parameters."""
         (rule,) = self.rules
         return rule
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels multiply all gradients by a step's factor."""
+        """Whether mtcli's kernels multiply gradients by a step's factor."""
         return all(rule.by_kernels for rule in self.rules if rule.names)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
-        """Updates with the reduced gradients, times a factor where kernels apply it."""
+        """Updates with the reduced gradients, times `factor` where kernels apply it."""
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
         update = self.begin(lr, factor)
         for rule in self.rules:
             rule.step(gradients, update)
 
     def begin(self, lr: float, factor: float = 1.0) -> OptimizerStep:
-        """Counts an update; returns its scalars."""
+        """Counts an update, and returns its scalars."""
         self.updates += 1
         c = self.config
         return OptimizerStep(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
 
     def round_(self) -> None:
-        """Rounds the weights from their masters, where these are others."""
+        """Rounds the masters to the weights, where they are different tensors."""
         for rule in self.rules:
             rule.tensors.round_()
 
     @torch.no_grad()
     def reset_masters(self) -> None:
-        """Copies the master weights from the parameters, after these were filled."""
+        """Copies the weights to the masters, after the weights were loaded or initialised."""
         for name, master in self.masters.items():
             master.copy_(self.weights[name])
 

@@ -14,13 +14,13 @@ from mtcli.kernels.multi_tensor import OptimizerStep
 
 
 class Sgd(UpdateRule):
-    """The update rule; it holds no state and has no kernel of ours."""
+    """The update rule of SGD, which has no state of its own and no kernel of mtcli's."""
 
     has_kernels = False
 
     def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> None:
-        """Updates masters, momenta and weights in place, and writes the steps over the gradients;
-        see UpdateRule."""
+        """Updates masters, momenta and weights in place, and overwrites the gradients with the
+        steps; see UpdateRule."""
         tensors, c = self.tensors, self.config
         if not tensors.masters:  # torch takes no empty list
             return
@@ -35,8 +35,8 @@ class Sgd(UpdateRule):
 def momentum_steps_(
     gradients: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float, nesterov: bool
 ) -> list[Tensor]:
-    """Updates the momenta, and with Nesterov's the gradients, in place; returns the steps, which
-    the learning rate is to be times."""
+    """Updates the momenta, and for Nesterov the gradients, in place; returns the steps, which the
+    caller multiplies by the learning rate."""
     gradients, momenta = list(gradients), list(momenta)
     if not momentum:
         return gradients

@@ -1,4 +1,5 @@
-"""Defines update rules: a file each. `mesh/update_rules.py` names that of each parameter."""
+"""Defines the base class of update rules, one file each. `mesh/update_rules.py` names each
+parameter's."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,10 @@ from mtcli.kernels.triton_launch import runs_triton
 
 
 class UpdateRule:
-    """A rule and the tensors of a rank that it updates; every rank has it, also with none."""
+    """A rule and the tensors of a rank that it updates; ranks without such tensors have it too."""
 
     has_kernels = True
-    """whether kernels of ours update, and multiply gradients by a step's factor"""
+    """whether Triton kernels update, and multiply gradients by a step's factor"""
 
     def __init__(
         self,
@@ -24,24 +25,25 @@ class UpdateRule:
         ownership: Ownership,
         config: OptimizerConfig,
     ) -> None:
-        """`names` are those of the tensors' parameters, in their order."""
+        """`names` are the parameters of `tensors`, in their order."""
         self.names, self.tensors, self.ownership, self.config = names, tensors, ownership, config
         self.by_kernels = self.has_kernels and _share_a_launch(tensors)
         self.table: TensorTable | None = None  # made in the first step by kernels
 
     def step(self, gradients: Mapping[str, Tensor], update: OptimizerStep) -> None:
-        """Updates with the reduced gradients of these parameters, which are among others."""
+        """Updates with the reduced gradients of the rule's parameters; `gradients` may have
+        others."""
         if self.by_kernels and self.table is None:
             self.table = tensor_table(self.tensors)
         self.update_([gradients[name].contiguous() for name in self.names], update)
 
     @abstractmethod
     def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> None:
-        """Updates the tensors in place, by our kernels where there is a `table`."""
+        """Updates the tensors in place, by mtcli's kernels where there is a `table`."""
 
 
 def _share_a_launch(tensors: OptimizerTensors) -> bool:
-    """Whether one launch of our kernels can update all tensors."""
+    """Whether one kernel launch can update all tensors."""
     alike = len({weight.dtype for weight in tensors.weights}) == 1
     updated = (*tensors.masters, *tensors.weights)
     return alike and all(runs_triton(x) and x.is_contiguous() for x in updated)

@@ -1,8 +1,8 @@
-"""Attention masks: what a layer's visibility leaves of the rows of a step.
+"""Attention masks of a layer: its `Visibility`, restricted to the documents of a step's rows.
 
-A layer's `Visibility` says how far its queries see; the step says which tokens of a row are of one
-sequence: documents, the paths of packed rows, tokens that were read before. b rows of s tokens, n
-queries, m keys, by their positions in the row.
+A layer's `Visibility` says how far a query sees. A step restricts that to documents, to paths of
+packed rows, or to tokens in a cache. b rows of s tokens, n queries, m keys, by their positions in
+the row.
 """
 
 from dataclasses import dataclass
@@ -20,17 +20,17 @@ KernelMask = Tensor | KeyRanges | None  # as kernels/attention/attention.py take
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """The documents of a step's tokens: integers `rows` [b, s], ascending along a row.
+    """The document of each token: integers `rows` [b, s], ascending along a row.
 
-    They are those of full rows on every context parallel rank: so the documents of another rank's
-    keys need no exchange.
+    Every context parallel rank has them for full rows, so that the documents of another rank's keys
+    need no exchange.
     """
 
     rows: Tensor
 
     @cached_property
     def lengths(self) -> list[list[int]]:
-        """The tokens of each document, row by row; every layer asks for them."""
+        """The tokens of each document, row by row; computed once for all layers."""
         rows = self.rows.cpu()
         return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in rows]
 
@@ -43,7 +43,7 @@ class AttentionMask:
     documents: Documents | None = None
 
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
-        """bool [b or 1, 1, n, m] for positions in the row [n] and [m]; None masks nothing."""
+        """The mask bool [b or 1, 1, n, m] between positions [n] and [m]; None masks nothing."""
         visible = self._visible(queries[:, None], keys)
         if self.documents is None:
             return None if visible is None else visible[None, None]
@@ -52,8 +52,8 @@ class AttentionMask:
         return same if visible is None else same & visible
 
     def spans(self, queries: Tensor, keys: Tensor) -> KeyRanges:
-        """The same as an interval of the keys for each query; keys ascend, and for a backward
-        pass queries too."""
+        """The interval of keys that each query attends to; keys ascend, and queries too where there
+        is a backward."""
         if self.documents is None:
             first, end = torch.zeros_like(queries)[None], torch.full_like(queries, len(keys))[None]
         else:
@@ -70,7 +70,7 @@ class AttentionMask:
         return KeyRanges(first.int(), end.int())
 
     def between(self, like: Tensor, queries: Tensor, keys: Tensor) -> Tensor | KeyRanges | None:
-        """The mask between positions as a kernel for tensors `like` takes it."""
+        """The mask between positions, in the form that the attention kernel for `like` takes."""
         return self.spans(queries, keys) if runs_triton(like) else self.mask(queries, keys)
 
     def of_rows(self, q: Tensor) -> tuple[bool, KernelMask]:
@@ -83,15 +83,16 @@ class AttentionMask:
         return False, self.between(q, positions, positions)
 
     def of_paths(self, paths: Tensor, positions: Tensor) -> Tensor:
-        """bool [b, 1, s, s] of packed rows, where `paths` [b, s, s] is True from a token to those
-        before it on its path, and `positions` [b, s] count along paths."""
+        """The mask bool [b, 1, s, s] of packed rows: `paths` [b, s, s] is True from a token to
+        those that precede it on its path, and `positions` [b, s] count along paths."""
         left = self.visibility.left
         if left is None:
             return paths[:, None]
         return (paths & (positions[:, None] >= positions[:, :, None] - left))[:, None]
 
     def of_cached(self, q: Tensor, size: int) -> KernelMask:
-        """The mask from the last tokens of a sequence q [b, h, n, d] to all `size` of it."""
+        """The mask from the last n tokens of a sequence, q [b, h, n, d], to all of its `size`
+        tokens."""
         assert self.documents is None, "a cache is of one sequence in each row"
         first = size - q.shape[2]
         if self.visibility.sees_all(PositionRange(first, size), PositionRange(0, size)):
@@ -100,8 +101,8 @@ class AttentionMask:
         return self.between(q, positions[first:], positions)
 
     def of_prefix(self, q: Tensor, positions: Tensor, size: int) -> KernelMask:
-        """The mask from the tokens of rows [b, s], one row after another in q [1, h, b * s, d], to
-        `size` tokens that every row follows."""
+        """The mask from rows [b, s], concatenated in q [1, h, b * s, d], to the `size` tokens of a
+        prefix that precedes every row."""
         assert self.documents is None, "rows that follow a prefix are of one sequence each"
         if self.visibility.sees_all(
             PositionRange(size, size + positions.shape[1]), PositionRange(0, size)
@@ -111,7 +112,7 @@ class AttentionMask:
         return self.between(q, positions.flatten(), keys)
 
     def _visible(self, queries: Tensor, keys: Tensor) -> Tensor | None:
-        """bool, for positions that broadcast; None where the layer hides no key."""
+        """The layer's own mask, for positions that broadcast; None where it hides no key."""
         left, right = self.visibility.left, self.visibility.right
         visible = None if right is None else keys <= (queries + right if right else queries)
         if left is None:
@@ -121,6 +122,6 @@ class AttentionMask:
 
 
 def restarted(documents: Tensor) -> Tensor:
-    """Positions [b, s] that begin again at 0 with every document of `documents` [b, s]."""
+    """Positions [b, s] that restart at 0 in each document of `documents` [b, s]."""
     first = torch.searchsorted(documents, documents)  # ascending: the left end of its run
     return torch.arange(documents.shape[1], device=documents.device) - first

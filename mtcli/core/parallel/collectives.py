@@ -1,8 +1,8 @@
-"""Collectives: plain ones, and differentiable ones that are each other's transposes.
+"""Collectives: in-place ones, and differentiable ones whose gradients are their transposes.
 
 All shard and gather dim 0. An axis of one rank is the identity. Sums are in the tensor's own dtype;
-callers that need float32 sums cast first (gradient buckets are float32 always). Each one is written
-in the axis's flight recorder, so that a rank that waits can say for whom.
+callers that need float32 sums cast first (gradient buckets are always float32). Each call is
+written to the axis's flight recorder, which names the peers that a rank waits for.
 """
 
 import json
@@ -20,7 +20,7 @@ from mtcli.core.runtime.health.flight_recorder import Call
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """The sum (or `op`) over the axis, in place; x, contiguous, on every rank."""
+    """Sums contiguous x over the axis (or reduces it by `op`), in place, on every rank."""
     if axis.size > 1:
         with axis.recorder.call("all_reduce", axis, x, op):
             axis.connected.all_reduce(x, op).wait()
@@ -38,7 +38,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """[n * N, ...] on each of n ranks -> the sum's [N, ...] of this rank."""
+    """[n * N, ...] on each of n ranks -> [N, ...], this rank's rows of the sum."""
     if axis.size == 1:
         return x
     out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
@@ -48,7 +48,7 @@ def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
-    """x of rank `source` of the axis on every rank, in place; x is contiguous."""
+    """Overwrites contiguous x by that of rank `source` of the axis."""
     if axis.size > 1:
         with axis.recorder.call("broadcast", axis, x, source):
             axis.connected.broadcast(x, source).wait()
@@ -56,7 +56,7 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
 
 
 class Pending:
-    """A collective that overlaps what this rank does next."""
+    """A collective in flight, which overlaps this rank's computation."""
 
     def __init__(self, call: Call, start: Callable[[], PendingWork]) -> None:
         self.call = call
@@ -64,23 +64,23 @@ class Pending:
             self.work = start()
 
     def wait(self) -> None:
-        """Returns when it is done."""
+        """Waits until the collective is complete."""
         with self.call:
             self.work.wait()
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
+        """Whether the collective is complete."""
         return self.work.is_completed()
 
 
 class NoWork:
-    """The pending work of a collective of one rank: it is done."""
+    """The pending work of a collective of one rank, which is complete."""
 
     def wait(self) -> None:
         """Returns at once."""
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
 
@@ -92,7 +92,7 @@ def _start(
     detail: object = None,
     out: Tensor | None = None,
 ) -> PendingWork:
-    """Starts a collective; of one rank it is the identity, and `out` a copy of x."""
+    """Starts a collective; on an axis of one rank copies x to `out`."""
     if axis.size > 1:
         return Pending(axis.recorder.call(op, axis, x, detail), start)
     if out is not None:
@@ -101,12 +101,12 @@ def _start(
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> PendingWork:
-    """Starts the sum over the axis, in place."""
+    """Starts summing x over the axis, in place."""
     return _start(axis, "all_reduce", x, lambda: axis.connected.all_reduce(x, dist.ReduceOp.SUM))
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: Axis) -> PendingWork:
-    """Starts x [n, ...] on each of n ranks -> out [...], row `rank` of the sum."""
+    """Starts x [n, ...] on each of n ranks -> out [...], this rank's row of the sum."""
     start = lambda: axis.connected.reduce_scatter(out, x)  # noqa: E731
     return _start(axis, "reduce_scatter", x, start, out=out)
 
@@ -125,17 +125,17 @@ def start_all_to_all_v(
 
 
 def start_broadcast(x: Tensor, axis: Axis, root: int) -> PendingWork:
-    """Starts x of the axis's rank `root` -> x of all."""
+    """Starts overwriting x by that of the axis's rank `root`."""
     return _start(axis, "broadcast", x, lambda: axis.connected.broadcast(x, root), root)
 
 
 def start_reduce(x: Tensor, axis: Axis, root: int) -> PendingWork:
-    """Starts the sum over the axis -> x of its rank `root`; that of others is lost."""
+    """Starts summing x over the axis into rank `root`'s x; the other ranks' x becomes undefined."""
     return _start(axis, "reduce", x, lambda: axis.connected.reduce(x, root), root)
 
 
 def start_send(x: Tensor, axis: Axis, peer: int, what: str) -> Pending:
-    """Starts sending x to a rank of the axis, which receives `what` under the same name."""
+    """Starts sending x to a rank of the axis, whose `receive` names the same `what`."""
     call = axis.recorder.call("send", axis, x, what, peer)
     group = axis.p2p_group(axis.rank, peer)
     start = lambda: cast(PendingWork, dist.isend(x, axis.ranks[peer], group=group))  # noqa: E731
@@ -143,21 +143,21 @@ def start_send(x: Tensor, axis: Axis, peer: int, what: str) -> Pending:
 
 
 def receive(x: Tensor, axis: Axis, peer: int, what: str) -> Tensor:
-    """x, filled with what a rank of the axis has sent."""
+    """Receives `what` from a rank of the axis into x, which it returns."""
     with axis.recorder.call("recv", axis, x, what, peer):
         dist.recv(x, axis.ranks[peer], group=axis.p2p_group(peer, axis.rank))
     return x
 
 
 class Messages:
-    """Messages to and from some ranks of an axis, under way at once."""
+    """Sends to and receives from several ranks of an axis, all in flight at once."""
 
     def __init__(
         self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], axis: Axis, what: str
     ) -> None:
-        """Starts sending to ranks of the axis, and receiving `what` from ranks that send it to this
-        one, into contiguous tensors. One message for another rank overtakes no earlier one."""
-        self.tensors = (*sent.values(), *received.values())  # in memory until they are sent
+        """Starts sending `sent` and receiving into `received`, contiguous tensors by rank. Messages
+        between two ranks arrive in order."""
+        self.tensors = (*sent.values(), *received.values())  # alive until they are sent
         call = axis.recorder.call
         self.calls = [call("send", axis, x, what, peer) for peer, x in sent.items()]
         self.calls += [call("recv", axis, x, what, peer) for peer, x in received.items()]
@@ -169,14 +169,14 @@ class Messages:
                 self.works = dist.batch_isend_irecv(ops)
 
     def wait(self) -> None:
-        """Returns when all have left and come; NCCL's are one work."""
+        """Waits until all are sent and received; NCCL's are one work."""
         for call, work in zip(self.calls, self.works, strict=False):
             with call:
                 work.wait()
 
 
 def gather_values(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's value, in rank order, on every rank: what JSON can say. Also a barrier."""
+    """Returns every rank's JSON value, in rank order, on every rank. Also a barrier."""
     if axis.group is None:
         return [json.loads(json.dumps(value))]
     with axis.recorder.call("gather_values", axis):
@@ -184,8 +184,8 @@ def gather_values(value: Any, axis: Axis) -> list[Any]:
 
 
 def first_value(value: Any, axis: Axis) -> Any:
-    """The value of the first rank that has one, on every rank: what JSON can say, and None where
-    no rank has any. Also a barrier.
+    """Returns, on every rank, the JSON value of the first rank whose value is not None. Also a
+    barrier.
 
     A rank exchanges a few messages, however many ranks there are.
     """
@@ -194,7 +194,7 @@ def first_value(value: Any, axis: Axis) -> Any:
 
 
 def first_bytes(data: bytes | None, axis: Axis) -> bytes | None:
-    """The bytes of the first rank that has any, on every rank; None where none has."""
+    """Returns, on every rank, the bytes of the first rank that has any; None if none has."""
     if axis.group is None:
         return data
     with axis.recorder.call("first_value", axis):
@@ -246,20 +246,20 @@ def _scatter_v(x: Tensor, sizes: list[int], axis: Axis) -> Tensor:
 def _differentiable(
     forward: Callable[..., Tensor], backward: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """A collective of (x, ..., axis), whose gradient is its transpose, itself a collective."""
+    """A collective of (x, ..., axis) whose gradient is `backward`, its transpose."""
 
     class Collective(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, *about: Any) -> Tensor:
-            ctx.about = about
-            return forward(x, *about).view_as(x) if forward is _identity else forward(x, *about)
+        def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
+            ctx.args = args
+            return forward(x, *args).view_as(x) if forward is _identity else forward(x, *args)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-            return backward(grad, *ctx.about), *[None] * len(ctx.about)
+            return backward(grad, *ctx.args), *[None] * len(ctx.args)
 
-    def apply(x: Tensor, *about: Any) -> Tensor:
-        return x if about[-1].size == 1 else Collective.apply(x, *about)  # type: ignore[no-untyped-call]  # torch
+    def apply(x: Tensor, *args: Any) -> Tensor:
+        return x if args[-1].size == 1 else Collective.apply(x, *args)  # type: ignore[no-untyped-call]  # torch
 
     return apply
 
@@ -280,7 +280,8 @@ reduce_scatter_v = _differentiable(_scatter_v,      _gather_v)      # (x, sizes,
 
 
 class RingShift:
-    """Sends x to the next rank of a ring while this rank computes."""
+    """Sends x to the next rank of a ring and receives the previous rank's, while this rank
+    computes."""
 
     def __init__(self, x: Tensor, axis: Axis) -> None:
         x = x.contiguous()
@@ -289,6 +290,6 @@ class RingShift:
         self.pending = Pending(call, lambda: axis.connected.shift(self.received, x))
 
     def wait(self) -> Tensor:
-        """Returns the previous rank's tensor once it is here."""
+        """Returns the previous rank's tensor, once it has arrived."""
         self.pending.wait()
         return self.received

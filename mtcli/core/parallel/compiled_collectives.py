@@ -1,8 +1,8 @@
-"""Collectives that torch.compile keeps in its graphs: operators, with rules for FakeTensor.
+"""Collectives that torch.compile keeps in its graphs: custom operators with rules for FakeTensor.
 
-An operator takes tensors and plain values alone, so an axis goes by a name, which is looked up when
-the graph runs: torch's own functional collectives name process groups likewise. What is done is
-what `collectives.py` does, written in the same recorder.
+An operator takes tensors and plain values alone, so it takes an axis by name and looks it up when
+the graph runs, as torch's functional collectives do with process groups. The operators call those
+of `collectives.py`, and write to the same flight recorder.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ _axes: dict[str, Axis] = {}  # by name: beside operators, which torch keeps for 
 
 
 def in_graph(collective: CompiledCollective, axis: Axis) -> CompiledCollective:
-    """One of `collectives.py`'s differentiable ones, of that axis alone, as operators."""
+    """A differentiable collective of `collectives.py` as operators, for one axis."""
     if axis.size == 1:
         return collective
     assert axis.group is not None, "several ranks have a group"
@@ -41,7 +41,7 @@ def in_graph(collective: CompiledCollective, axis: Axis) -> CompiledCollective:
 
 
 def _transposing(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> Any:
-    """An autograd function whose two halves are such operators: dynamo traces through both."""
+    """An autograd function whose forward and backward are operators, which dynamo traces."""
 
     class InGraph(torch.autograd.Function):
         @staticmethod

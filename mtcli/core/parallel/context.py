@@ -1,8 +1,8 @@
-"""Context parallelism: each rank has a shard of every sequence, and attention sees all of it.
+"""Context parallelism: each rank has a shard of every sequence, and attends to all of it.
 
-A sequence is split into 2 * cp chunks and rank r has chunks r and 2 * cp - 1 - r (zigzag), so that
-under a causal mask every rank has the same work. b sequences, h query heads, g groups, n local
-tokens (half early, half late), d head width.
+A sequence is split into 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r (zigzag), so that
+a causal mask gives every rank the same work. b sequences, h query heads, g groups, n local tokens
+(half early, half late), d head width.
 """
 
 from collections.abc import Callable
@@ -45,10 +45,10 @@ def _chunks(seq_len: int, axis_size: int, rank: int) -> tuple[PositionRange, Pos
 
 
 def attention_over(mode: str) -> Attend:
-    """Attention over a context sharded by `zigzag`, in one of three ways.
+    """The attention of a `cp_mode` over a context sharded by `zigzag`.
 
-    Each takes q [b, h, n, d], k and v [b, g, n, d] of this rank's tokens, the axis and what a query
-    sees, and gives [b, h, n, d]. One rank has full rows in any case.
+    It takes q [b, h, n, d], k and v [b, g, n, d] of this rank's tokens, the axis and a mask, and
+    returns [b, h, n, d]. A cp of one rank has full rows in every mode.
     """
     over_ranks = {"ring": _ring, "all_gather": _gathered, "a2a": _by_heads}[mode]
 
@@ -61,7 +61,7 @@ def attention_over(mode: str) -> Attend:
 
 
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """[b, g, n, d] of each rank -> [b, g, s, d] in the order of positions. Differentiable."""
+    """[b, g, n, d] on each rank -> [b, g, s, d] in the order of positions. Differentiable."""
     if axis.size == 1:
         return x
     parts = gather_in(x.transpose(0, 2).contiguous(), axis)  # [cp * n, g, b, d], rank by rank
@@ -69,9 +69,9 @@ def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
 
 
 def in_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Tokens rank by rank along a dimension, cp * n of them -> in the order of positions.
+    """Reorders cp * n tokens along `dim`, which lie rank by rank, to the order of positions.
 
-    Copies slices: a GPU waits for no index, nor does the backward sort one.
+    Copies slices: the host waits for no index, and the backward sorts none.
     """
     if axis.size == 1:
         return x
@@ -80,18 +80,19 @@ def in_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _by_rank(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Undoes `in_sequence`."""
+    """The inverse of `in_sequence`."""
     early, late = x.unflatten(dim, (2, axis.size, -1)).unbind(dim)
     return torch.stack([early, late.flip(dim)], dim + 1).flatten(dim, dim + 2)
 
 
 def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
-    """Ring attention (arXiv:2310.01889): keys and values go round while blocks are computed."""
+    """Ring attention (arXiv:2310.01889): keys and values travel around the ring, overlapping the
+    computation."""
     return _Ring.apply(q, torch.stack([k, v]), axis, masking)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
-    """Every rank gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2)."""
+    """All-gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2)."""
     k, v = gather_sequence(k, axis), gather_sequence(v, axis)
     queries = zigzag(k.shape[2], axis.size, axis.rank, q.device)
     keys = torch.arange(k.shape[2], device=q.device)
@@ -99,14 +100,15 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMas
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
-    """Ulysses (arXiv:2309.14509): full sequences for 1/cp of the heads, and back."""
+    """Ulysses (arXiv:2309.14509): an all-to-all to full sequences of 1/cp of the heads, and
+    back."""
     q, k, v = (_to_heads(x, axis) for x in (q, k, v))
     mixed = _local(q, k, v, masking)
     return _to_tokens(mixed, axis)
 
 
 def _local(q: Tensor, k: Tensor, v: Tensor, masking: AttentionMask) -> Tensor:
-    """Attention of full rows [b, h, s, d]; on CPU of documents one by one, without a mask."""
+    """Attention of full rows [b, h, s, d]; on CPU one document at a time, without a mask."""
     kind = masking.visibility.kind(q.shape[2])
     if masking.documents is not None and kind != "band" and not runs_triton(q):
         lengths = [length for row in masking.documents.lengths for length in row]
@@ -125,7 +127,7 @@ def _to_heads(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
-    """[b, h / cp, s, d] -> [b, h, n, d], the way back of `_to_heads`."""
+    """[b, h / cp, s, d] -> [b, h, n, d], the inverse of `_to_heads`."""
     b, h, s, d = x.shape
     sent = _by_rank(x, axis, 2).view(b, h, axis.size, s // axis.size, d).permute(2, 0, 1, 3, 4)
     parts = all_to_all(sent.contiguous(), axis)  # [cp of the heads, b, h / cp, n, d]
@@ -135,9 +137,9 @@ def _to_tokens(x: Tensor, axis: Axis) -> Tensor:
 class _Ring(torch.autograd.Function):
     """Attention to one rank's keys at a time, merged by log-sum-exp.
 
-    Of another rank's block a causal layer leaves half: all queries see the early half of an earlier
-    rank's keys, and the late half of the queries sees all of a later rank's. Full attention sees
-    all of it, and a window only near chunks.
+    A causal layer computes half of another rank's block: of an earlier rank, all queries see the
+    early half of the keys; of a later rank, the late half of the queries sees all keys. Full
+    attention computes all of it, and a window near chunks alone.
     """
 
     @staticmethod
@@ -162,7 +164,8 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Keys and values go round again; their gradients travel with them and end at home."""
+        """Sends keys and values around again; their gradients travel along and end on their own
+        ranks."""
         q, kv, out, lse = ctx.saved_tensors
         axis, grad = ctx.axis, grad.contiguous()
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
@@ -177,7 +180,7 @@ class _Ring(torch.autograd.Function):
                 dq[:, :, queries] += parts[0]
                 dkv[:, :, :, keys] += torch.stack(parts[1:])
                 del parts  # before the next step's are there
-            # Waited for at once: to receive it beside the next block's backward would take the
+            # Waited for at once: to overlap it with the next block's backward would take the
             # memory of another float32 sum. It is a sum over ranks, so it is not rounded between.
             dkv = RingShift(dkv, axis).wait()
             received = shift.wait() if shift else received
@@ -185,7 +188,7 @@ class _Ring(torch.autograd.Function):
 
 
 class _Block(NamedTuple):
-    """Some of this rank's queries, some of another rank's keys, and the mask between them."""
+    """A block of a ring's step: this rank's queries, another rank's keys, and their mask."""
 
     queries: slice
     keys: slice
@@ -194,10 +197,10 @@ class _Block(NamedTuple):
 
 
 def _block(q: Tensor, step: int, axis: Axis, masking: AttentionMask) -> _Block | None:
-    """Selects the queries and keys of a ring's step, whose keys are those of rank - step.
+    """The queries, keys and mask of a ring's step, whose keys are those of rank - step.
 
-    None where no query attends to a key. A GPU is not asked about documents: its kernel skips
-    hidden keys.
+    None where no query attends to a key. On a GPU documents are not checked, which would make the
+    host wait: the kernel skips hidden keys.
     """
     tokens, visibility = q.shape[2], masking.visibility
     chosen = visible_block(tokens, step, axis, visibility)
@@ -218,8 +221,8 @@ def _block(q: Tensor, step: int, axis: Axis, masking: AttentionMask) -> _Block |
 def visible_block(
     tokens: int, step: int, axis: Axis, visibility: Visibility
 ) -> tuple[slice, slice, bool] | None:
-    """(queries of this rank, keys of rank - step, whether each sees each) without the chunks that
-    see nothing or that nothing sees; None where no query sees a key."""
+    """(queries of this rank, keys of rank - step, whether the block is unmasked), without the
+    chunks that see nothing or that no query sees; None where no query sees a key."""
     ranks = axis.rank, (axis.rank - step) % axis.size
     of_queries, of_keys = (_chunks(tokens * axis.size, axis.size, rank) for rank in ranks)
     see = [any(visibility.sees_some(q, k) for k in of_keys) for q in of_queries]

@@ -1,4 +1,4 @@
-"""Picks the engine that answers a model's layer factory, by the rows of the grid of tp ranks."""
+"""Chooses the engine that builds a model's layers: one- or two-dimensional tensor parallelism."""
 
 import torch
 
@@ -16,9 +16,9 @@ from mtcli.core.parallel.zero_bubble import WeightPasses
 def layer_factory(
     config: RunConfig, groups: Groups, dtype: torch.dtype, device: torch.device
 ) -> LayerFactory:
-    """The factory of a run's layers, whose parameters are of that dtype on that device.
+    """The layer factory of a run, for parameters of `dtype` on `device`.
 
-    Raises MtcliError where the device has no float8 products and the run trains in fp8.
+    Raises MtcliError where the run trains in fp8 and the device has no float8 GEMMs.
     """
     parallel, gemms = config.parallel, None
     if config.train.precision == "fp8":
@@ -43,7 +43,7 @@ def layer_factory(
 
 
 def adapter_settings(config: RunConfig) -> AdapterSettings | None:
-    """The settings of a run's adapters; None where it trains none."""
+    """The settings of a run's LoRA adapters; None where it trains none."""
     lora = config.lora
     if not lora.rank:
         return None

@@ -1,8 +1,8 @@
 """Expert parallelism: sends tokens to the ranks of their experts, and results back.
 
-The expert grid is edp x ep x etp over the same ranks as the attention grid (MoE Parallel Folding,
-arXiv:2504.14960, section 3): a rank's own tokens are simply its tokens, whatever axes shard them.
-T local tokens of D, k experts of each, N copies of tokens, E experts of which E/ep are local.
+The expert grid edp x ep x etp folds the same ranks as the attention grid (MoE Parallel Folding,
+arXiv:2504.14960, section 3): it takes a rank's tokens whatever axes shard them. T local tokens of
+D, k experts per token, N copies of tokens, E experts of which E/ep are local.
 """
 
 from typing import NamedTuple, Protocol
@@ -23,7 +23,7 @@ from mtcli.kernels.permute import permute, reorder, sort_copies, unpermute
 
 
 class Routing(NamedTuple):
-    """Where each token goes: `weights` and `experts` are [T, k]; dropped copies are not kept."""
+    """The router's choice: `weights` and `experts` [T, k], and which copies are not dropped."""
 
     weights: Tensor
     experts: Tensor
@@ -32,22 +32,22 @@ class Routing(NamedTuple):
 
 
 class Experts(Protocol):
-    """The local experts: rows [N, D] sorted by expert to [N, D].
+    """The local experts' computation: rows [N, D], sorted by expert, to [N, D].
 
-    `counts_E` are the rows of each, on the rows' device, or None where all have as many.
+    `counts_E` are the rows of each expert, on the rows' device; None where all have equally many.
     """
 
     def __call__(self, x_ND: Tensor, counts_E: Tensor | None) -> Tensor:
-        """Partial sums over etp, which shards the experts' width."""
+        """Returns partial sums over etp, which shards the experts' inner width."""
 
 
 def dispatch(
     name: str, x_TD: Tensor, routing: Routing, experts: Experts, groups: Groups, capacity: int
 ) -> Tensor:
-    """sum over k of weight * expert(x) for each token: [T, D] -> [T, D].
+    """Returns the sum over k of weight * expert(x) for each token: [T, D] -> [T, D].
 
-    With a `capacity` above 0 every expert of every rank gets exactly that many rows, the missing
-    ones zero. Both dispatchers give the same result.
+    With a `capacity` above 0 every expert gets exactly `capacity` rows of every rank, padded with
+    zeros. Both dispatchers give the same result.
     """
     # One rank keeps its tokens, and the way without sizes asks a GPU for none.
     name = name if groups.axes["experts"].size > 1 else "all_gather"
@@ -60,7 +60,7 @@ def _all_to_all(
 ) -> Tensor:
     """Sends each copy to its expert's ranks: all-to-all over ep, all-gather over etp.
 
-    The host waits for a GPU once, for the rows that ranks send each other; never with a capacity.
+    Without a capacity the host waits for the GPU once, to read the numbers of rows that ranks send.
     """
     ep, etp, ranks = (groups.axes[name] for name in ("ep", "etp", "experts"))
     copies = sort_copies(x_TD, routing.experts, routing.kept, routing.num_experts, capacity)
@@ -74,9 +74,9 @@ def _all_to_all(
     shape = (ep.size, etp.size, ep.size, routing.num_experts // ep.size)
     table = on_host.view(shape)
     sent = table[ep.rank, etp.rank].sum(-1).tolist()
-    here = table[:, :, ep.rank]  # what arrives at this ep rank: [ep sender, etp sender, E/ep]
-    received = here[:, etp.rank].sum(-1).tolist()
-    shared = here.sum((0, 2)).tolist()
+    arriving = table[:, :, ep.rank]  # what arrives at this ep rank: [ep sender, etp sender, E/ep]
+    received = arriving[:, etp.rank].sum(-1).tolist()
+    shared = arriving.sum((0, 2)).tolist()
     # Rows lie by (etp sender, ep sender, expert).
     segments = everyone.view(shape)[:, :, ep.rank].transpose(0, 1).flatten(0, 1)
     order, back = _by_expert(segments, sum(shared))
@@ -90,28 +90,28 @@ def _all_to_all(
 def _all_gather(
     x_TD: Tensor, routing: Routing, experts: Experts, groups: Groups, capacity: int
 ) -> Tensor:
-    """All-gathers the tokens of the expert group; each rank computes its own experts' part."""
+    """All-gathers the tokens of the expert group; each rank computes its experts' share."""
     axis, ep = groups.axes["experts"], groups.axes["ep"]
     per_rank = routing.num_experts // ep.size
     x_all = gather_in(x_TD, axis)
     local = all_gather(routing.experts, axis) - ep.rank * per_rank
-    kept = routing.kept
-    if kept is not None:
-        kept = all_gather(kept.to(torch.uint8), axis).bool()
+    is_kept = routing.kept
+    if is_kept is not None:
+        is_kept = all_gather(is_kept.to(torch.uint8), axis).bool()
     if ep.size > 1:
         is_local = (local >= 0) & (local < per_rank)
-        kept = is_local if kept is None else kept & is_local
+        is_kept = is_local if is_kept is None else is_kept & is_local
     weights = gather_in(routing.weights, axis)
-    copies = sort_copies(x_all, local, kept, per_rank, capacity * axis.size)
+    copies = sort_copies(x_all, local, is_kept, per_rank, capacity * axis.size)
     rows = permute(x_all, copies, copies.num_rows)
     results = experts(rows, None if capacity else copies.counts)
     return scatter_out(unpermute(results, weights, copies), axis)
 
 
 def _by_expert(segments_SE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Computes the order that sorts rows from (sender, expert) to expert, and its inverse.
+    """(the order that sorts rows from (sender, expert) to expert, its inverse).
 
-    A segment's rows, those of one sender and expert, all move by the same number of rows.
+    All rows of a segment, those of one sender and expert, move by the same distance.
     """
 
     def first_rows(sizes: Tensor) -> Tensor:

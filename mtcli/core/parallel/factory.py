@@ -1,8 +1,8 @@
-"""The interface that a model asks for its layers, and what every answer to it shares.
+"""The interface by which a model builds its layers, and the code that its engines share.
 
-A model names its layers by parameter and asks for a column-, head- or row-parallel linear layer, an
-embedding, a norm, or the loss of a token table. Which engine answers decides how they are sharded;
-`engines.py` picks one by the grid of tp ranks.
+A model names its layers by parameter and asks for a column-, heads- or row-parallel linear layer,
+an embedding, a norm, or the loss of a token table. The engine, which `engines.py` chooses by the
+grid of tp ranks, decides how they are sharded.
 """
 
 from abc import ABC, abstractmethod
@@ -32,9 +32,9 @@ Scale = float | Tensor  # on a loss; in an array of models a tensor, a number fo
 
 
 def weighted_sum(losses_T: Tensor, weights_T: Tensor | None, scale: Scale) -> tuple[Tensor, Tensor]:
-    """(the sum of weight times loss, scale times it to differentiate); None: weights 1.
+    """(sum of weight * loss, that sum times `scale`, to differentiate); weights of None are 1.
 
-    In an array of models, whose scale is a tensor [B], the sums are [B] too.
+    In an array of models, whose scale is a tensor [B], both are [B].
     """
     losses_T = losses_T if weights_T is None else losses_T * weights_T
     if isinstance(scale, Tensor):
@@ -45,27 +45,28 @@ def weighted_sum(losses_T: Tensor, weights_T: Tensor | None, scale: Scale) -> tu
 
 
 class TokenLoss(Protocol):
-    """Cross entropy of a token table's logits; N of T tokens, V columns of this rank."""
+    """The cross entropy of a token table's logits; N of T tokens, V columns of this rank."""
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
-        """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
+        """The cross entropy of each label [T], float32 (float64 for float64 logits)."""
 
     def loss(
         self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: Any
     ) -> tuple[Tensor, Tensor]:
-        """(sum of weight times cross entropy, scale times it to differentiate); None: weights 1."""
+        """(sum of weight * cross entropy, that times `scale`, to differentiate); weights of None
+        are 1."""
         return weighted_sum(self.losses(x_TD, labels_T), weights_T, scale)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """x_TD -> logits_TV, padding columns included."""
+        """The logits [T, V] of activations x_TD, padding columns included."""
 
 
 @dataclass(frozen=True)
 class LayerFactory(ABC):
-    """Makes a rank's layers and parameters: uninitialised tensors shaped by the parameter table.
+    """Builds a rank's layers and parameters, uninitialised, in the parameter table's shapes.
 
-    With `sequence_parallel`, activations between the tensor parallel layers are 1/tp of the tokens
-    [T/tp, D]; without, all of them [T, D] on every tp rank.
+    With `sequence_parallel` the activations between tensor parallel layers are [T/tp, D]; without,
+    [T, D] on every tp rank.
     """
 
     table: Mapping[str, Parameter]
@@ -85,7 +86,8 @@ class LayerFactory(ABC):
     def column_linear(self, name: str) -> Any:
         """Layer(x_TD, with_bias=True) -> [T, F/tp], with a `flat_bias` [F/tp] or None.
 
-        This and the next two take `numbers` of the T tokens too, for the dropout of adapters.
+        Like `heads_linear` and `row_linear` it also takes `numbers` [T], for the dropout of
+        adapters.
         """
 
     @abstractmethod
@@ -110,23 +112,22 @@ class LayerFactory(ABC):
 
     @abstractmethod
     def loss(self, table: Any, bias: nn.Parameter | None = None) -> TokenLoss:
-        """The loss over a table that `embedding` has made, and maybe a bias of its logits; it has
-        no parameters of its own."""
+        """The loss over the table of an `embedding`, with an optional bias of its logits."""
 
     def dense(self, name: str) -> "Dense":
-        """Layer(x_TD) -> x_TD: a square layer of a head, of whichever tokens a rank has."""
+        """Layer(x_TD) -> x_TD: a square linear layer of a head, on the tokens of this rank."""
         return Dense(name, self, self.linear)
 
     def classes(self, name: str) -> "Dense":
-        """Layer(x_TD) -> [N, C] of a few classes: logits, whose sum over a row's ranks counts where
-        those share columns."""
+        """Layer(x_TD) -> [N, C]: logits of a few classes, partial sums where a row's ranks
+        shard D."""
         return self.dense(name)
 
     def parameter(self, name: str) -> nn.Parameter:
         """An uninitialised parameter of this rank, as a matrix or vector, padding included.
 
-        An untrained one moves by steps too small for 16 bits, so it is float32 at least; a frozen
-        one does not move.
+        One that neither trains nor is frozen (a router's bias) takes steps too small for 16 bits,
+        so it is float32 at least.
         """
         described, dtype = self.table[name], self.dtype
         if not (described.trained or described.frozen):
@@ -136,17 +137,17 @@ class LayerFactory(ABC):
         return nn.Parameter(empty, requires_grad=described.trained)
 
     def optional(self, name: str) -> nn.Parameter | None:
-        """The parameter, or None where the model has none of that name, such as a bias."""
+        """The parameter; None where the model has none of that name, such as a bias."""
         return self.parameter(name) if name in self.table else None
 
     def weight(self, name: str) -> nn.Module:
-        """A module that holds the parameter `<name>.weight`, and computes nothing."""
+        """A module that has the parameter `<name>.weight` and computes nothing."""
         module = nn.Module()
         module.weight = self.parameter(f"{name}.weight")
         return module
 
     def adapter(self, name: str) -> nn.Module | None:
-        """The adapter of a linear layer, or None where the run trains none of its targets."""
+        """The adapter of a linear layer; None where the run trains none of its targets."""
         site = self.adapter_site(name)
         if site is None or self.adapters is None:
             return None
@@ -154,7 +155,7 @@ class LayerFactory(ABC):
         return Adapter(*site, self.adapters, key)
 
     def adapter_site(self, name: str) -> tuple[AdapterSite, AdapterSides] | None:
-        """Where the adapter of a linear layer is, and its parameters; None where it has none."""
+        """The site of a linear layer's adapter and its parameters; None where it has none."""
         if self.adapters is None:
             return None
         weight = self.table[f"{name}.weight"]
@@ -181,21 +182,21 @@ class LayerFactory(ABC):
 
     @property
     def token_shard(self) -> tuple[int, int]:
-        """(which, of how many) shards of the inputs' tokens x_TD has."""
+        """(index, number) of the shard of the inputs' tokens that x_TD has."""
         tp = self.groups.tp
         return (tp.rank, tp.size) if self.sequence_parallel else (0, 1)
 
     def activation_rows(self, x: Tensor) -> Tensor:
-        """Of a tensor with a row for each of the inputs' tokens, the rows that x_TD has."""
+        """Selects the rows of x_TD from a tensor with a row per token of the inputs."""
         rank, shards = self.token_shard
         return x.tensor_split(shards)[rank] if shards > 1 else x
 
     def dropout_numbers(self, numbers_N: Tensor) -> Tensor:
-        """The numbers of activations' rows, by which dropout is drawn for all of their columns."""
+        """The row numbers that index dropout's mask, for the columns that this rank has."""
         return numbers_N
 
     def enter_experts(self, x_TD: Tensor) -> Tensor:
-        """x_TD -> tokens of this rank alone with all of their columns, as the router takes them."""
+        """x_TD -> the router's input: tokens of this rank alone, with all D columns."""
         return x_TD
 
     def leave_experts(self, y_TD: Tensor) -> Tensor:
@@ -203,33 +204,33 @@ class LayerFactory(ABC):
         return y_TD
 
     def gate(self, x_TD: Tensor, weight: Tensor) -> Tensor:
-        """x_TD weight^T [T, 1] of a weight [1, D] that tp ranks replicate, or shard like x_TD."""
+        """x_TD weight^T [T, 1], of a weight [1, D] that is sharded as the columns of x_TD are."""
         return plain_linear(x_TD, weight)
 
     def replicated_linear(self, x_TD: Tensor, weight: Tensor) -> Tensor:
-        """x_TD weight^T of a weight that tp ranks replicate, in the dtype of both."""
+        """x_TD weight^T of a weight that tp ranks replicate, in the common dtype of both."""
         return F.linear(x_TD, weight)
 
     def lookup(self, ids_T: Tensor, weight: Tensor) -> Tensor:
-        """The rows of a table that tp ranks replicate, of each id."""
+        """The rows `ids_T` of a table that tp ranks replicate."""
         return F.embedding(ids_T, weight)
 
     def dropout(self, site: str, drop: float, seed: int) -> DropoutStream:
-        """The random numbers of a site of dropout, and the probability there."""
+        """The random stream and probability of dropout at a site."""
         return dropout_stream(site, drop, seed)
 
     def expert_weights(self, weight: Tensor, experts: int) -> Tensor:
-        """The matrices [experts, F, D] of a parameter of this rank's experts."""
+        """The matrices [experts, F, D] of a parameter that stacks this rank's experts."""
         return weight.unflatten(0, (experts, -1))  # type: ignore[no-any-return]  # torch
 
     def experts_of_all(self, experts: Tensor, count: int) -> tuple[Tensor, int]:
-        """(which of all models' experts are chosen [T, k], how many there are), of those of each
-        token's own model."""
+        """(chosen experts [T, k], number of experts), numbered over all models of an array."""
         return experts, count
 
     @property
     def linear(self) -> Callable[..., Tensor]:
-        """As F.linear, with weight gradients that can wait where the schedule splits backwards."""
+        """F.linear, whose weight gradients can wait for the W pass of a schedule that splits
+        backwards."""
         if self.weight_passes is None and self.gemms is None:
             return plain_linear
         return self._linear
@@ -242,8 +243,9 @@ class LayerFactory(ABC):
     ) -> Tensor:
         """activation(x + bias) weight^T, which on a GPU saves x alone for backward.
 
-        There the activation is one more write of the kernel that makes gradients. On CPU it is a
-        pass of its own, and steps of a Llama of hidden size 256 took up to 1.08 times as long.
+        On a GPU the kernel of the activation's gradient recomputes the activation as a second
+        output. On CPU recomputing is a pass of its own: steps of a Llama of hidden size 256 took up
+        to 1.08 times as long.
         """
         if not self._recomputes(x):
             return self.linear(activation.forward(x, bias), weight)
@@ -253,7 +255,8 @@ class LayerFactory(ABC):
     def activated_experts(
         self, activation: Activation, x_NF: Tensor, weight_EDF: Tensor, counts_E: Tensor | None
     ) -> Tensor:
-        """The same of all experts' rows on a GPU, sorted by expert; no schedule splits it."""
+        """`activated_linear` of all experts' rows, sorted by expert; its backward is never
+        split."""
         if not self._recomputes(x_NF):
             return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts_E)
         gemms = grouped_gemms(x_NF, weight_EDF, counts_E)
@@ -269,8 +272,8 @@ class LayerFactory(ABC):
 
 
 class Dense(nn.Module):
-    """y = x W^T + b of a head, by an engine's `linear`. In one dimension tp ranks replicate it:
-    heads alone are small enough for that."""
+    """y = x W^T + b of a head, by an engine's `linear`. One-dimensional tp replicates it: only
+    heads use it, and they are small."""
 
     def __init__(self, name: str, build: LayerFactory, linear: Callable[..., Tensor]) -> None:
         super().__init__()

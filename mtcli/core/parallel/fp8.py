@@ -1,4 +1,4 @@
-"""Linear layers in float8: what each scaling does with the operands of the three products.
+"""Linear layers in float8: how each scaling quantises the operands of the three GEMMs.
 
 | scaling | x, gradients | weight | format of gradients |
 |---|---|---|---|
@@ -6,9 +6,9 @@
 | rowwise | a scale per row | a scale per row | e4m3 (torchao's rowwise recipe) |
 | blockwise | 1 x 128 | 128 x 128 | e4m3 (DeepSeek-V3, arXiv:2412.19437, section 3.3) |
 
-Rows are those along the contraction, so x and gradients are scaled once by token and once, for the
-weight's gradient, by feature. Activations, weights and results stay bfloat16, T tokens, D and F a
-weight's columns and rows on this rank. Scales are a rank's own: nothing is exchanged for them.
+A row runs along the contraction, so x and gradients are quantised twice: by token, and by feature
+for the weight's gradient. Activations, weights and results stay bfloat16. T tokens, D and F a
+weight's columns and rows on this rank. Ranks compute their own scales and exchange none.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ BLOCKWISE_CUDA = (12, 9)  # the oldest whose cublasLt multiplies blocks of 128
 
 
 class ScalingRecipe(NamedTuple):
-    """How operands are scaled."""
+    """The scale blocks and formats of one scaling's operands."""
 
     tokens: ScaleBlock  # of x and of gradients, as they are and transposed
     weight: ScaleBlock
@@ -53,14 +53,14 @@ RECIPES: dict[Fp8Scaling, ScalingRecipe] = {
 
 
 def fp8_gemms(scaling: Fp8Scaling) -> LinearGemms:
-    """The products of a linear layer, in float8 where its weight's size allows."""
+    """The GEMMs of a linear layer, in float8 where the weight's sizes allow it."""
     return LinearGemms(
         partial(_forward, scaling), partial(_of_x, scaling), partial(_of_weight, scaling)
     )
 
 
 def require_fp8(device: torch.device, scaling: Fp8Scaling) -> None:
-    """Raises MtcliError where a GPU, or torch's CUDA, has no float8 products with this scaling.
+    """Raises MtcliError where a GPU, or torch's CUDA, has no float8 GEMMs with this scaling.
 
     CPUs emulate them.
     """
@@ -117,5 +117,5 @@ def _of_weight(scaling: Fp8Scaling, grad_TF: Tensor, x_TD: Tensor) -> Tensor:
 
 
 def _fits(scaling: Fp8Scaling, other: int, x: Tensor) -> bool:
-    """Whether there are tokens [T, K], and the weight of K by `other` is multiplied in float8."""
+    """Whether x has tokens [T, K], and a weight of K by `other` can be multiplied in float8."""
     return len(x) > 0 and is_narrow(scaling, other, x.shape[1])

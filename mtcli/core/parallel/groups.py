@@ -1,7 +1,7 @@
-"""Process groups by axis, made once at bring-up from a ParallelLayout.
+"""Process groups by axis, created once at start-up from a ParallelLayout.
 
-An `Axis` of size 1 has no process group and its collectives are the identity, so callers never ask
-how large an axis is.
+An `Axis` of size 1 has no process group and its collectives are the identity, so callers need not
+check an axis's size.
 """
 
 from collections.abc import Mapping
@@ -46,25 +46,25 @@ OWN = (*P2P, "replicas")
 
 
 class Axis(NamedTuple):
-    """The ranks this rank exchanges with along some axes, itself included, in grid order."""
+    """The ranks that this rank exchanges with along some axes, in grid order, itself included."""
 
     name: str
     ranks: tuple[int, ...]
-    rank: int  # this rank's place in `ranks`
-    group: dist.ProcessGroup | None  # None where there is nobody to talk to
+    rank: int  # this rank's index in `ranks`
+    group: dist.ProcessGroup | None  # None for a single rank
     recorder: FlightRecorder  # of this process
-    transport: Transport | None = None  # what carries its collectives, where there is somebody
+    transport: Transport | None = None  # of its collectives; None for a single rank
     # By sender and receiver, where messages from one rank to another have a group of their own.
     p2p: Mapping[tuple[int, int], dist.ProcessGroup] = MappingProxyType({})
 
     @property
     def connected(self) -> Transport:
-        """The transport of an axis of several ranks; one rank's collectives need none."""
+        """The transport of an axis of several ranks; an axis of one rank has none."""
         assert self.transport is not None, f"{self.name} has a single rank"
         return self.transport
 
     def p2p_group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
-        """The group on which one rank of the axis sends to another."""
+        """The group on which rank `sender` of the axis sends to rank `receiver`."""
         return self.p2p.get((sender, receiver), self.group)
 
     @property
@@ -75,7 +75,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True)
 class Groups:
-    """Where this rank is, and its process groups by axis."""
+    """This rank's place in the layout, and its process groups by axis."""
 
     layout: ParallelLayout
     rank: int
@@ -85,17 +85,18 @@ class Groups:
 
     @property
     def tp(self) -> Axis:
-        """Tensor parallel ranks: the same tokens, other heads and columns."""
+        """Tensor parallel ranks: they have the same tokens, and different heads and columns."""
         return self.axes["tp"]
 
     @property
     def tp_row(self) -> Axis:
-        """The rows of the grid of tp ranks: other sequences of a micro-batch; one row elsewhere."""
+        """The rows of a grid of tp ranks: they have different sequences of a micro-batch. 1 without
+        a grid."""
         return self.axes["tp_row"]
 
     @property
     def cp(self) -> Axis:
-        """Context parallel ranks: other parts of the same sequences."""
+        """Context parallel ranks: they have different parts of the same sequences."""
         return self.axes["cp"]
 
     @property
@@ -105,7 +106,8 @@ class Groups:
 
     @property
     def replica(self) -> Axis:
-        """The ranks of this rank's replica of the model: every rank, where replicas are equal."""
+        """The ranks of this rank's replica of the model: all ranks, unless [sync] has several
+        replicas."""
         return self.axes["replica"]
 
     @property
@@ -120,21 +122,23 @@ class Groups:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's share of each global batch, of `layout.batch_shards`."""
+        """The index of this rank's shard of each global batch, of `layout.batch_shards`."""
         at = self.layout.coordinates(self.rank)
         return at["dp"] + self.layout.dp * at["replica"]
 
     def over(self, axes: tuple[str, ...]) -> Axis:
-        """The group along a set of axes; of no axes, this rank alone."""
-        wanted = set(axes)
-        if not wanted:
+        """The group along a set of axes; for no axes, this rank alone."""
+        requested = set(axes)
+        if not requested:
             return Axis("alone", (self.rank,), 0, None, self.world.recorder)
-        known = {*self.layout.attention.axes, *self.layout.experts.axes}
-        return next(self.axes[name] for name, own in AXES.items() if {*own} & known == wanted)
+        present = {*self.layout.attention.axes, *self.layout.experts.axes}
+        return next(
+            self.axes[name] for name, names in AXES.items() if {*names} & present == requested
+        )
 
 
 def world_axis(rank: int, world: int, recorder: FlightRecorder) -> Axis:
-    """Every rank, for what is exchanged before there is a layout: objects, and no tensors."""
+    """All ranks, for exchanges of objects that precede the layout; it has no tensor transport."""
     group = dist.group.WORLD if world > 1 else None
     return Axis("world", tuple(range(world)), rank, group, recorder)
 
@@ -146,23 +150,23 @@ def make_groups(
     timeout: float = 600.0,
     recorder: FlightRecorder | None = None,
 ) -> Groups:
-    """The process groups of a rank, whose collectives are written to its recorder.
+    """The process groups of a rank, whose collectives are written to `recorder`.
 
     Collective: every rank calls it with the same layout.
     """
     recorder = recorder or FlightRecorder()
     world = world_axis(rank, layout.world, recorder)
-    lists = {name: _groups(layout, own) for name, own in AXES.items()}
+    lists = {name: _groups(layout, names) for name, names in AXES.items()}
     lists["ends"] = _pipeline_ends(layout)
     with recorder.call("make_groups", world):
         axes = {"world": _connected(world, timeout + LATER)}
-        known: dict[tuple[tuple[int, ...], ...], Axis] = {(world.ranks,): axes["world"]}
+        axis_of_groups: dict[tuple[tuple[int, ...], ...], Axis] = {(world.ranks,): axes["world"]}
         for name, groups in lists.items():
             same = tuple(tuple(ranks) for ranks in groups)
-            axis = None if name in OWN else known.get(same)
+            axis = None if name in OWN else axis_of_groups.get(same)
             if axis is None:
                 axis = _connected(_axis(name, groups, world, timeout), timeout + LATER)
-                known.setdefault(same, axis)
+                axis_of_groups.setdefault(same, axis)
             if name in P2P and axis.group and dist.get_backend(axis.group) == "nccl":
                 axis = axis._replace(p2p=_p2p_groups(name, layout, rank, timeout))
                 _warm_up(axis, device)
@@ -198,20 +202,20 @@ def _axis(name: str, groups: list[list[int]], world: Axis, timeout: float) -> Ax
     for ranks in groups:  # every rank takes part in making every group, in the same order
         if len(ranks) == 1:
             continue
-        made = dist.new_group(ranks, timeout=limit, group_desc=name)
+        group = dist.new_group(ranks, timeout=limit, group_desc=name)
         if world.rank in ranks:
-            members, handle = tuple(ranks), made
+            members, handle = tuple(ranks), group
     return Axis(name, members, members.index(world.rank), handle, world.recorder)
 
 
 def _p2p_groups(
     name: str, layout: ParallelLayout, rank: int, timeout: float
 ) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """A group for each sender and receiver of this rank's pipeline, by their indices in it.
+    """A group for each (sender, receiver) of this rank's pipeline, by their pipeline ranks.
 
-    A communicator of NCCL runs what is sent and received in one stream, in the order of the calls.
-    On one that several ranks share, or both directions of a pair, all could have a send at its
-    head: interleaved stages stall (`schedule.validate.stalls`).
+    An NCCL communicator runs sends and receives in one stream, in the order of the calls. If
+    several pairs, or both directions of a pair, shared one, every rank could have a send at its
+    head: interleaved stages would stall (`schedule.validate.stalls`).
     """
     groups, limit = {}, timedelta(seconds=timeout + LATER)
     for pipe in layout.attention.groups("pp"):
@@ -229,7 +233,7 @@ def _warm_up(axis: Axis, device: torch.device) -> None:
     """Sends one element from each sender to its receiver.
 
     NCCL connects two ranks within their first message, for which both hosts wait. In the middle of
-    a schedule one of them may have other calls to make first. Here both follow one order.
+    a schedule another call of one host may come first and deadlock them; here all follow one order.
     """
     for (sender, receiver), group in sorted(axis.p2p.items()):
         x = torch.zeros(1, device=device)

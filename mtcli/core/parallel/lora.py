@@ -1,11 +1,13 @@
 """Low-rank adapters of sharded linear layers (LoRA, arXiv:2106.09685).
 
 T tokens, D inputs and F outputs of this rank, R = targets * rank. The targets of a fused projection
-share two GEMMs: their As are stacked [R, D], their Bs stand in blocks of [F, R], zero elsewhere.
-That is `targets` times the FLOPs of the second GEMM, of a few hundredths of the layer's.
+share two GEMMs: their As are stacked [R, D], and their Bs are the blocks of a matrix [F, R] that is
+zero elsewhere. That multiplies the second GEMM's FLOPs by `targets`; they are a few hundredths of
+the layer's.
 
-No collective is added. A column layer computes all of A x on every rank, and its rows of B (A x); a
-row layer a part of A x, whose B (A x) is summed with the layer's own partial results.
+No collective is added. A column-parallel layer computes all of A x on every rank, then its rows of
+B (A x). A row-parallel layer computes a partial A x, and the sum of its B (A x) is that of the
+layer's own partial results.
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,8 @@ AdapterSides = dict[str, dict[str, nn.Parameter]]  # of sides a and b by target
 
 
 class AdapterSettings(NamedTuple):
-    """The scale of all adapters of a model, alpha / rank, and their dropout with its seed."""
+    """The scale of all adapters of a model, alpha / rank, and the probability and seed of their
+    dropout."""
 
     model: ModelConfig
     scale: float
@@ -36,31 +39,33 @@ class AdapterSettings(NamedTuple):
 
 
 class AdapterSite(NamedTuple):
-    """Where an adapter is: its targets, the sizes of dim `dim` of the weight [.., rows of a slot]
-    that they share, and the share of the columns of x that this rank has."""
+    """The linear layer of an adapter: its targets, and this rank's shard of the weight.
+
+    Several targets divide dim `dim` of the weight into slots; one target has all of it.
+    """
 
     targets: tuple[LoraTarget, ...]
-    slots: int  # of the dim that targets share; 1 where one target has the weight
-    outer: int  # sizes before that dim, on this rank
-    shard: tuple[int, int]  # (rank, ranks) that share the columns of x
+    slots: int  # of dim `dim`; 1 where one target has the weight
+    outer: int  # product of the local sizes ahead of that dim
+    shard: tuple[int, int]  # (rank, ranks) over which the columns of x are sharded
 
     @classmethod
     def of(
         cls, weight: Parameter, targets: tuple[LoraTarget, ...], groups: Groups
     ) -> "AdapterSite":
-        """The site of some targets in a weight on this rank."""
+        """The site of `targets` in a weight on this rank."""
         dim, local, tp = targets[0].dim, weight.local_shape(groups.layout), groups.tp
         slots = 1 if dim is None else local[dim]
         shard = (tp.rank, tp.size) if weight.shard_axes[-1] == "tp" else (0, 1)
         return cls(targets, slots, prod(local[:dim]) if dim else 1, shard)
 
     def ordered(self, side: nn.ParameterDict) -> list[Tensor]:
-        """The parameters of one side in the targets' order."""
+        """The parameters of one side, A or B, in the targets' order."""
         return [side[target.short] for target in self.targets]
 
 
 class Adapter(nn.Module):
-    """y + scale * B A dropout(x), in place."""
+    """Computes y + scale * B A dropout(x), in place."""
 
     def __init__(
         self,
@@ -69,17 +74,17 @@ class Adapter(nn.Module):
         settings: AdapterSettings,
         key: int,
     ) -> None:
-        """`key` is dropout's."""
+        """Takes A and B from `parameters`; `key` is that of dropout's random stream."""
         super().__init__()
         self.a, self.b = (nn.ParameterDict(parameters[side]) for side in "ab")
         self.site, self.settings, self.key = site, settings, key
 
     def forward(self, x_TD: Tensor, y_TF: Tensor, numbers: Tensor | None) -> Tensor:
-        """Adds to y [T, F], which it overwrites. `numbers` are those of the T tokens, which index
-        dropout's mask; None drops nothing."""
+        """Adds the adapter's output to y [T, F] in place. `numbers` [T] index dropout's mask; None
+        drops nothing."""
         if self.settings.drop > 0.0 and numbers is not None:
             rank, ranks = self.site.shard
-            # a rank's columns follow those of the one before
+            # rank r's columns of a row follow those of rank r - 1
             numbers_T = numbers.flatten() * ranks + rank
             x_TD = dropout(x_TD, numbers_T, self.key, self.settings.drop)
         a, b = (self.site.ordered(side) for side in (self.a, self.b))
@@ -91,14 +96,14 @@ class Adapter(nn.Module):
 
 
 def output_blocks(site: AdapterSite, parts: Sequence[Tensor]) -> Tensor:
-    """B of all targets [F, R]: target i in columns i * rank .. of its rows."""
+    """B of all targets [F, R]: target i has its rows, and columns i * rank to (i + 1) * rank."""
     if site.slots == 1:
         return parts[0]
     rank = parts[0].shape[-1]
     padded, at = [], 0
     for i, (target, part) in enumerate(zip(site.targets, parts, strict=True)):
-        before, after = i * rank, (len(parts) - 1 - i) * rank
-        wide = F.pad(part.view(site.outer, target.num_slots, -1, rank), (before, after))
+        columns_before, after = i * rank, (len(parts) - 1 - i) * rank
+        wide = F.pad(part.view(site.outer, target.num_slots, -1, rank), (columns_before, after))
         if target.first > at:
             padded.append(_zeros(wide, target.first - at))
         padded.append(wide)

@@ -1,4 +1,4 @@
-"""Which rows of each parameter this rank owns, and over which ranks its gradients are summed."""
+"""Tells which rows of each parameter this rank owns, and over which axes its gradient is summed."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from mtcli.core.parallel.groups import Axis, Groups
 
 
 class OwnedShard(NamedTuple):
-    """A rank's memory of a parameter, or of state that is sharded as it is.
+    """A rank's tensor of a parameter, or of state that is sharded as the parameter is.
 
-    `tensor` has some of the stored rows, and may be wider: columns that follow are padding.
+    `tensor` has the stored rows `rows`, and may have padding columns at the end.
     """
 
     parameter: Parameter
@@ -33,7 +33,7 @@ class OwnedShard(NamedTuple):
 def unsharded(
     stages: Mapping[int, nn.Module], table: Mapping[str, Parameter]
 ) -> dict[str, OwnedShard]:
-    """Every parameter of some stages by name, each with all rows."""
+    """The parameters of some stages by name, each with all of its rows."""
     return {
         name: OwnedShard(table[name], parameter.data, slice(0, len(parameter)))
         for stage in stages.values()
@@ -64,11 +64,11 @@ class Ownership:
         return sharding.owner_axes(self.table[name], layout, parallel) if self.shard else ()
 
     def owners(self, name: str) -> Axis:
-        """The ranks that share a parameter's rows; this rank alone where they are not sharded."""
+        """The ranks that divide a parameter's rows; this rank alone where they are not sharded."""
         return self.groups.over(self.owner_axes(name))
 
     def rest(self, name: str) -> Axis:
-        """The reduction group that is left after the reduce-scatter to owners."""
+        """The axes of the gradient's sum that remain after the reduce-scatter to owners."""
         left = set(self.summed_over(name)) - set(self.owner_axes(name))
         return self.groups.over(tuple(left))
 
@@ -78,7 +78,8 @@ class Ownership:
         return owned_rows(rows, self.owners(name))
 
     def answers_for(self, name: str) -> bool:
-        """Whether this rank counts and saves its share of a parameter's optimizer state."""
+        """Whether this rank is the one that counts and saves its shard of a parameter's optimizer
+        state."""
         where = self.groups.layout, self.groups.rank, self.owner_axes(name)
         return self.table[name].is_primary(*where) and not self.is_second_copy(name)
 
@@ -88,42 +89,44 @@ class Ownership:
 
     @property
     def tied(self) -> str | None:
-        """The parameter that the first and the last stage both hold, if any."""
+        """The parameter of which the first and the last stage have a copy (a tied embedding), or
+        None."""
         return next((name for name, parameter in self.table.items() if parameter.tied), None)
 
 
 def owned_rows(rows: int, owners: Axis) -> slice:
-    """Rows [first, last) of this rank among the owners."""
+    """The rows [first, last) that this rank owns among the owners."""
     return sharding.owned_rows(rows, owners.rank, owners.size)
 
 
 class GlobalSums:
-    """All-reduces what ranks have summed over their shards of each parameter.
+    """Sums per-parameter numbers of shards over all ranks of a replica.
 
-    A replicated shard counts on the rank that answers for it, as in the gradient norm, so a tied
-    embedding's second copy gets the sums of the first. It is one all-reduce of the world, of a row
-    for every trained parameter of the model.
+    A replicated shard counts on the one rank that answers for it, as in the gradient norm; a tied
+    embedding's second copy gets the sums of the first. It is one all-reduce, with a row for every
+    trained parameter of the model.
     """
 
     def __init__(self, names: Iterable[str], ownership: Ownership) -> None:
-        """`names` are the parameters that this rank has shards of."""
+        """Prepares for `names`, the parameters of which this rank has shards."""
         trained = (name for name, parameter in ownership.table.items() if parameter.trained)
-        row_of, here = {name: row for row, name in enumerate(trained)}, list(names)
+        row_of, local = {name: row for row, name in enumerate(trained)}, list(names)
         self.replica, device = ownership.groups.replica, ownership.groups.device
-        self.rows = torch.tensor([row_of[name] for name in here], dtype=torch.int64, device=device)
-        counts = [[float(ownership.answers_for(name))] for name in here]
+        self.rows = torch.tensor([row_of[name] for name in local], dtype=torch.int64, device=device)
+        counts = [[float(ownership.answers_for(name))] for name in local]
         self.counts = torch.tensor(counts, dtype=torch.float64, device=device).view(-1, 1)
         self.num_rows = len(row_of)
 
     def __call__(self, sums: Tensor) -> Tensor:
-        """[this rank's names, k] of its shards -> float64 of the global parameters. Collective."""
+        """[len(names), k] of this rank's shards -> float64 sums of the whole parameters.
+        Collective."""
         return self.of_model(sums)[self.rows]
 
     def of_model(self, sums: Tensor, op: Any = ReduceOp.SUM) -> Tensor:
-        """The same of every trained parameter of the model, in the table's order: [all names, k].
+        """The sums of all trained parameters of the model, in the table's order: [parameters, k].
 
-        `op` may be the maximum of what is not negative.
+        `op` may be the maximum, of numbers that are not negative.
         """
-        every = self.counts.new_zeros(self.num_rows, sums.shape[1])
-        every[self.rows] = sums.to(self.counts) * self.counts
-        return all_reduce(every, self.replica, op)
+        model_sums = self.counts.new_zeros(self.num_rows, sums.shape[1])
+        model_sums[self.rows] = sums.to(self.counts) * self.counts
+        return all_reduce(model_sums, self.replica, op)

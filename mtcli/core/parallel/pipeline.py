@@ -1,9 +1,9 @@
-"""Pipeline parallelism: runs this rank's ops of a Schedule, whatever the schedule.
+"""Pipeline parallelism: runs this rank's ops of any Schedule.
 
-A need on another rank is the send and the receive. pp = 1 is gradient accumulation by the same
-code. T tokens, D hidden: p2p sends x_TD as the stage has it. Without sequence parallelism, where tp
-ranks replicate [T, D], each sends 1/tp of it and the receivers all-gather (PTD-P's scatter/gather,
-arXiv:2104.04473, section 4.1).
+Where an op needs the result of another rank's op, the two exchange it by a send and a receive. With
+pp = 1 the same code is gradient accumulation. T tokens, D hidden: p2p sends x_TD as the stage has
+it. Without sequence parallelism, where tp ranks replicate [T, D], each sends 1/tp of it and the
+receivers all-gather (PTD-P's scatter/gather, arXiv:2104.04473, section 4.1).
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ Read = TypeVar("Read", contravariant=True)
 
 
 class StageModule(Protocol[Read]):
-    """A stage of the model; Read is what it reads besides activations."""
+    """A stage of the model; `Read` is the type of its inputs besides activations."""
 
     build: LayerFactory
 
@@ -43,11 +43,11 @@ class StageModule(Protocol[Read]):
         """The stage's activations."""
 
     def loss(self, x_TD: Tensor, inputs: Read, scale: float) -> tuple[Tensor, Tensor]:
-        """The last stage's sum of losses, and scale times it, to differentiate."""
+        """The last stage's (sum of losses, that sum times `scale`, to differentiate)."""
 
 
 class OpSpan(NamedTuple):
-    """When an op ran on this rank, by the pipeline's clock, without waiting for others."""
+    """The start and end of an op's computation on this rank, by the pipeline's clock."""
 
     op: Op
     start: float
@@ -55,8 +55,8 @@ class OpSpan(NamedTuple):
 
 
 class ActivationFormat(NamedTuple):
-    """How activations are sent: dtype, columns, into how many shards a micro-batch's tokens are
-    divided, and whether tp ranks replicate them."""
+    """The format of activations in p2p: dtype, columns, the number of shards of a micro-batch's
+    tokens, and whether tp ranks replicate them."""
 
     dtype: torch.dtype
     columns: int
@@ -78,7 +78,7 @@ class Pipeline(Generic[Given]):
         self.ops = schedule.ops[groups.pp_rank]
         self.p2p = _P2P(schedule, groups, format)
         self.clock: Callable[[], float] = perf_counter  # profile puts a device's clock here
-        self.around: Callable[[Op], AbstractContextManager[object]] = nullcontext  # each op
+        self.around: Callable[[Op], AbstractContextManager[object]] = nullcontext  # wraps each op
         self.spans: list[OpSpan] = []
         self.current: Op | None = None  # the op that runs, or ran last
 
@@ -89,11 +89,11 @@ class Pipeline(Generic[Given]):
         scale: float,
         before_last_backward: Callable[[int], None],
     ) -> float:
-        """Forward and backward of every micro-batch; returns the sum of this rank's losses.
+        """Runs forward and backward of every micro-batch; returns the sum of this rank's losses.
 
-        `load(m)` gives micro-batch m, of `tokens` tokens. Gradients are those of scale * (sum of
-        losses).
-        `before_last_backward(stage)` is called when no later op adds to the stage's gradients.
+        `load(m)` returns micro-batch m, of `tokens` tokens. Gradients are those of scale * (sum of
+        losses). `before_last_backward(stage)` is called ahead of the last op that adds to the
+        stage's gradients.
         """
         run = _Step(self, load, tokens, scale)
         actions = {"F": run.forward, "B": run.backward, "I": run.backward, "W": run.weights}
@@ -115,9 +115,8 @@ class Pipeline(Generic[Given]):
         tokens: int,
         take: Callable[[Tensor, Given], object],
     ) -> None:
-        """Runs forwards alone. On the last stage's rank `take` is called with each micro-batch's
-        activations and inputs, in order; other micro-batches are alive only while they are sent.
-        """
+        """Runs forwards alone. On the last stage's rank calls `take` with each micro-batch's
+        activations and inputs, in order; activations of other stages are freed once sent."""
         run = _Step(self, load, tokens, 0.0)
         for op in self.ops:
             run.infer(op, take)
@@ -126,7 +125,7 @@ class Pipeline(Generic[Given]):
 
 
 class _Step(Generic[Given]):
-    """The state of one pass over the schedule: activations and gradients in flight."""
+    """The state of one run of the schedule: activations and gradients in flight."""
 
     def __init__(
         self, pipeline: Pipeline[Given], load: Callable[[int], Given], tokens: int, scale: float
@@ -141,7 +140,7 @@ class _Step(Generic[Given]):
         self.spans: list[OpSpan] = []
 
     def forward(self, op: Op) -> None:
-        """F: activations in, activations (or the loss) out, both alive until B."""
+        """F: computes activations or the loss, and saves input and output for backward."""
         x = self._activations(op)
         if x is not None:
             x.requires_grad_()
@@ -156,16 +155,17 @@ class _Step(Generic[Given]):
         self.spans.append(OpSpan(op, start, self.clock()))
 
     def backward(self, op: Op) -> None:
-        """B: the gradient of the output in, of the input out; parameters' gradients on the way.
+        """B: computes the gradient of the input from that of the output, and the parameters'
+        gradients.
 
-        I leaves the gradients of linear weights for W.
+        I is the same, but leaves the gradients of linear weights to W.
         """
         gradient = None
         if op.stage < self.last_stage:
             gradient = self.p2p.receive(needs(op, self.last_stage + 1)[1], self.tokens)
         x, y = self.saved.pop((op.micro_batch, op.stage))
         start = self.clock()
-        # a stage that has a frozen embedding alone has no gradient
+        # a stage of nothing but a frozen embedding has no gradient
         if op.kind == "B":
             if y.requires_grad:
                 torch.autograd.backward(y, gradient)
@@ -182,7 +182,7 @@ class _Step(Generic[Given]):
         self.spans.append(OpSpan(op, start, self.clock()))
 
     def weights(self, op: Op) -> None:
-        """W: the weight gradients that I has left."""
+        """W: computes the weight gradients that I left."""
         start = self.clock()
         work = self.weight_work.pop((op.micro_batch, op.stage))
         while work:
@@ -190,7 +190,7 @@ class _Step(Generic[Given]):
         self.spans.append(OpSpan(op, start, self.clock()))
 
     def infer(self, op: Op, take: Callable[[Tensor, Given], object]) -> None:
-        """F without a backward to come; `take` gets the last stage's activations and inputs."""
+        """F without a backward; `take` gets the last stage's activations and inputs."""
         x = self._activations(op)
         start, inputs = self.clock(), self._inputs(op)
         y = self.stages[op.stage](x, inputs)
@@ -202,7 +202,7 @@ class _Step(Generic[Given]):
             self.p2p.send(op, y)
 
     def total_loss(self) -> float:
-        """The sum of the losses of every micro-batch, 0 on ranks without the last stage."""
+        """The sum of all micro-batches' losses; 0 on ranks without the last stage."""
         return float(torch.stack(self.losses).double().sum()) if self.losses else 0.0
 
     def _activations(self, op: Op) -> Tensor | None:
@@ -211,7 +211,7 @@ class _Step(Generic[Given]):
         return self.p2p.receive(needs(op, self.last_stage + 1)[0], self.tokens)
 
     def _inputs(self, op: Op) -> Given:
-        """A micro-batch's inputs, freed by the last of this rank's stages that reads them."""
+        """A micro-batch's inputs; the last of this rank's stages that reads them frees them."""
         micro_batch = op.micro_batch
         if micro_batch not in self.loaded:
             self.loaded[micro_batch] = self.load(micro_batch)
@@ -221,7 +221,7 @@ class _Step(Generic[Given]):
 
 
 class _Sent(NamedTuple):
-    """A send in flight to a pipeline rank, whose op number `reader` consumes it."""
+    """A send in flight, with the number of the peer's op that consumes it."""
 
     pending: Pending
     part: Tensor
@@ -230,10 +230,11 @@ class _Sent(NamedTuple):
 
 
 class _P2P:
-    """Passes results between stages: on this rank by reference, to others by send and receive.
+    """Passes results between stages: by reference on this rank, by send and receive to others.
 
-    A receiver takes messages in the order in which the sender's ops produce them and stores early
-    ones, so any schedule without a deadlock works over first-in first-out channels.
+    A receiver takes messages in the order in which the sender's ops produce them, and stores those
+    that its own ops need later. So any schedule without a deadlock runs over first-in first-out
+    channels.
     """
 
     def __init__(self, schedule: Schedule, groups: Groups, format: ActivationFormat) -> None:
@@ -247,7 +248,7 @@ class _P2P:
         self.expected: dict[Channel, deque[Message]] = {}
 
     def send(self, op: Op, x: Tensor) -> None:
-        """Sends an op's result to the op that needs it."""
+        """Sends an op's result to the rank of the op that needs it."""
         message = message_of(op, self.schedule)
         if message is None:
             self.arrived[op] = x
@@ -257,7 +258,7 @@ class _P2P:
         self.sending.append(_Sent(pending, part, peer, self.order[peer][reader(op)]))
 
     def receive(self, op: Op, tokens: int) -> Tensor:
-        """The result of an op, once it is there."""
+        """Returns the result of an op, once it has arrived."""
         sender = self.schedule.rank_of_stage[op.stage]
         channel = Channel(direction(op), sender, self.me)
         if sender != self.me and not self.expected.get(channel):
@@ -269,8 +270,8 @@ class _P2P:
         return self.arrived.pop(op)
 
     def _free_sent(self, peer: int, number: int) -> None:
-        """Frees send buffers: those that a peer's ops before that number have consumed, and those
-        that the backend reports complete (gloo reports none before a wait)."""
+        """Frees send buffers: those read by ops of `peer` with a lower number than `number`, and
+        those that the backend reports complete (gloo reports none until a wait)."""
         left = []
         for message in self.sending:
             if message.peer == peer and message.reader < number:
@@ -280,13 +281,13 @@ class _P2P:
         self.sending = left
 
     def limit_sending(self) -> None:
-        """Waits until SENT_AHEAD sends are in flight, the oldest first. For forwards alone: no
-        gradient comes back, by which a sender would know what its peers have consumed."""
+        """Waits until at most SENT_AHEAD sends are in flight. Forwards alone need it, as no
+        gradient comes back to show what peers have consumed."""
         while len(self.sending) > SENT_AHEAD:
             self.sending.pop(0).pending.wait()
 
     def wait(self) -> None:
-        """Returns when everything sent has left."""
+        """Waits until all sends are complete."""
         for message in self.sending:
             message.pending.wait()
         self.sending = []
@@ -308,6 +309,6 @@ class _P2P:
             return x.contiguous()
         flat, size = x.flatten(), -(-x.numel() // self.tp.size)
         part = flat[self.tp.rank * size : (self.tp.rank + 1) * size]
-        if len(part) == size:  # to pad by nothing would copy
+        if len(part) == size:  # padding by 0 would copy
             return part
         return torch.nn.functional.pad(part, (0, size - len(part)))

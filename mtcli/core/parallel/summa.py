@@ -1,17 +1,16 @@
-"""SUMMA: products of matrices whose blocks lie on a grid of ranks (van de Geijn and Watts, 1997).
+"""SUMMA: GEMMs of matrices in blocks on a grid of ranks (van de Geijn and Watts, 1997).
 
-A grid has r rows and c columns of ranks; rank (i, j) holds block (i, j) of every matrix. One
-relation serves all: with S [X, Y], U [X, P] and V [P, Y], of which P is cut into lcm(r, c) panels,
+A grid has r rows and c columns of ranks; rank (i, j) holds block (i, j) of every matrix. Three
+matrices S [X, Y], U [X, P] and V [P, Y] are related by S = U V, and P is cut into lcm(r, c) panels:
 
     S = U V        panels of U are broadcast along rows and those of V down columns   (AB)
     U = S V^T      partial panels are summed along rows, at the ranks that own them   (AB^T)
     V = U^T S      partial panels are summed down columns                             (A^T B)
 
-Each one's gradient is made of the other two (Optimus, arXiv:2104.05343, section 3.1), and one sweep
-over the panels makes both: each panel is broadcast once. A panel travels while the one before is
-multiplied. S stays where it is, so a caller chooses which matrix does not move. A rank (i, j) keeps
-U's columns P of j and V's rows P of i. Blocks of rank r x c: S [X/r, Y/c], U [X/r, P/c],
-V [P/r, Y/c].
+The gradient of each is computed from the other two (Optimus, arXiv:2104.05343, section 3.1). One
+sweep over the panels computes both gradients of a GEMM, so each panel is broadcast once. A panel
+travels while the previous one is multiplied. S is never sent: callers choose the roles so that the
+largest matrix stays. Blocks of a rank: S [X/r, Y/c], U [X/r, P/c], V [P/r, Y/c].
 """
 
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ from mtcli.kernels.gemm import add_matmul_, matmul
 
 
 class TensorGrid:
-    """The grid that this rank is in, and the buffers that panels arrive in, which all layers use.
+    """This rank's grid, and the buffers for received panels, which all layers share.
 
     `along` has the ranks of this rank's row, `down` those of its column.
     """
@@ -42,22 +41,24 @@ class TensorGrid:
 
     @cached_property
     def panels(self) -> int:
-        """Panels of a sweep: as few as give each rank of a row, and of a column, whole ones."""
+        """The number of panels: the least that gives every rank of a row, and of a column, equally
+        many."""
         return lcm(self.along.size, self.down.size)
 
     def sweep(self, makes: str, blocks: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Makes "s", "u" or "v", or two of them, from this rank's blocks of the others, by letter.
+        """Computes the blocks named in `makes`, one or two of "s", "u" and "v", from the others in
+        `blocks`.
 
         Collective over the grid. Sums of u and v over ranks are in their own dtype; s is
         accumulated in float32 at least.
         """
         count = self.panels
-        us = vs = cast(Iterator[Tensor], repeat(None, count))  # of no blocks that are read
+        us = vs = cast(Iterator[Tensor], repeat(None, count))  # the sweep reads none of them
         if makes != "u":
             us = self._broadcast(blocks["u"], 1, self.along, "u")
         if makes != "v":
             vs = self._broadcast(blocks["v"], 0, self.down, "v")
-        made, sums = {}, {"u": _Sums(1, self.along, count), "v": _Sums(0, self.down, count)}
+        results, sums = {}, {"u": _Sums(1, self.along, count), "v": _Sums(0, self.down, count)}
         total = None
         for panel, (u_XP, v_PY) in enumerate(zip(us, vs, strict=True)):
             if "s" in makes:
@@ -67,20 +68,23 @@ class TensorGrid:
             if "v" in makes:
                 sums["v"].start(panel, matmul(u_XP.mT, blocks["s"]))
         if total is not None:
-            made["s"] = total = total.to(blocks["u"].dtype)
-        return made | {letter: sums[letter].finish() for letter in makes if letter in sums}
+            results["s"] = total = total.to(blocks["u"].dtype)
+        return results | {letter: sums[letter].finish() for letter in makes if letter in sums}
 
     def _broadcast(self, x: Tensor, dim: int, axis: Axis, role: str) -> Iterator[Tensor]:
-        """The panels of a matrix whose `dim` an axis cuts, the next one on its way meanwhile."""
-        if x.mT.is_contiguous() and not x.is_contiguous():  # a panel is sent as it lies in memory
+        """Yields the panels of a matrix whose `dim` is sharded over `axis`, prefetching the
+        next."""
+        if x.mT.is_contiguous() and not x.is_contiguous():  # send panels without a copy
             yield from (panel.mT for panel in self._broadcast(x.mT, 1 - dim, axis, role))
             return
-        own = x.chunk(self.panels // axis.size, dim)
+        owned = x.chunk(self.panels // axis.size, dim)
 
         def start(panel: int) -> tuple[Tensor, PendingWork]:
-            owner, index = divmod(panel, len(own))
+            owner, index = divmod(panel, len(owned))
             is_owner = owner == axis.rank
-            values = own[index].contiguous() if is_owner else self._buffer(role, panel % 2, own[0])
+            values = (
+                owned[index].contiguous() if is_owner else self._buffer(role, panel % 2, owned[0])
+            )
             return values, start_broadcast(values, axis, owner)
 
         following = start(0)
@@ -92,7 +96,7 @@ class TensorGrid:
             yield values
 
     def _buffer(self, role: str, parity: int, like: Tensor) -> Tensor:
-        """Memory of a panel's shape, the same in every layer: it grows to the largest."""
+        """A receive buffer of a panel's shape, shared by all layers; it grows to the largest."""
         key, size = (role, parity, like.dtype), prod(like.shape)
         if key not in self._buffers or len(self._buffers[key]) < size:
             self._buffers[key] = torch.empty(size, dtype=like.dtype, device=like.device)
@@ -100,35 +104,35 @@ class TensorGrid:
 
 
 class _Sums:
-    """Panels of partial products on their way to the ranks that own them."""
+    """Reduces panels of partial products to the ranks that own them."""
 
     def __init__(self, dim: int, axis: Axis, count: int) -> None:
         self.dim, self.axis, self.each = dim, axis, count // axis.size
-        self.own: list[Tensor] = []
+        self.panels: list[Tensor] = []
         self.pending: list[tuple[PendingWork, Tensor]] = []
 
     def start(self, panel: int, partial: Tensor) -> None:
-        """Sends this rank's part of a panel's sum, while the last panel's may be on its way."""
+        """Starts the reduce of a panel; at most one earlier reduce stays in flight."""
         owner, partial = panel // self.each, partial.contiguous()
         if owner == self.axis.rank:
-            self.own.append(partial)
+            self.panels.append(partial)
         self.pending.append((start_reduce(partial, self.axis, owner), partial))
         self._wait(1)
 
     def finish(self) -> Tensor:
-        """This rank's block of the sum, whose panels are freed."""
+        """Returns this rank's block of the sum, and frees its panels."""
         self._wait(0)
-        own, self.own = self.own, []
-        return own[0] if len(own) == 1 else torch.cat(own, self.dim)
+        panels, self.panels = self.panels, []
+        return panels[0] if len(panels) == 1 else torch.cat(panels, self.dim)
 
     def _wait(self, left: int) -> None:
-        """Waits for all sums but the last ones."""
+        """Waits until at most `left` reduces are in flight."""
         while len(self.pending) > left:
             self.pending.pop(0)[0].wait()
 
 
 def _accumulated(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """total + a b, in float32 at least; no total is zero."""
+    """total + a b, accumulated in float32 at least; a total of None is zero."""
     if total is None:
         wide = torch.promote_types(a.dtype, torch.float32)
         total = a.new_zeros(a.shape[0], b.shape[1], dtype=wide)
@@ -136,9 +140,9 @@ def _accumulated(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 
 
 def gemm(u: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None = None) -> Tensor:
-    """A B: blocks of A [X, P] and B [P, Y] -> A B [X, Y]. The result does not move.
+    """A B of blocks A [X, P] and B [P, Y] -> [X, Y]. The result is never sent.
 
-    `passes` may leave the gradient of B for later.
+    `passes` may defer the gradient of B to the W pass.
     """
     return _Gemm.apply("s", "uv", u, v, grid, passes)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
@@ -146,35 +150,36 @@ def gemm(u: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None = N
 def gemm_transposed(
     s: Tensor, v: Tensor, grid: TensorGrid, passes: WeightPasses | None = None
 ) -> Tensor:
-    """A B^T: blocks of A [X, Y] and B [P, Y] -> A B^T [X, P]. A does not move."""
+    """A B^T of blocks A [X, Y] and B [P, Y] -> [X, P]. A is never sent."""
     return _Gemm.apply("u", "sv", s, v, grid, passes)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 class _Gemm(torch.autograd.Function):
-    """Makes one of S, U and V of the other two, in whose gradients its own takes its place."""
+    """Computes one of S, U and V from the other two; in their gradients its gradient replaces
+    it."""
 
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
         ctx: Any,
         makes: str,
-        of: str,
+        operands: str,
         a: Tensor,
         b: Tensor,
         grid: TensorGrid,
         passes: WeightPasses | None,
     ) -> Tensor:
         ctx.save_for_backward(a, b)
-        ctx.makes, ctx.of, ctx.grid, ctx.passes = makes, of, grid, passes
-        return grid.sweep(makes, dict(zip(of, (a, b), strict=True)))[makes]
+        ctx.makes, ctx.operands, ctx.grid, ctx.passes = makes, operands, grid, passes
+        return grid.sweep(makes, dict(zip(operands, (a, b), strict=True)))[makes]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (a, b), of, sweep = ctx.saved_tensors, ctx.of, ctx.grid.sweep
-        # what is left for later holds no graph
-        blocks = {of[0]: a.detach(), of[1]: b.detach(), ctx.makes: grad.contiguous()}
+        (a, b), operands, sweep = ctx.saved_tensors, ctx.operands, ctx.grid.sweep
+        # the deferred closure must not keep the graph alive
+        blocks = {operands[0]: a.detach(), operands[1]: b.detach(), ctx.makes: grad.contiguous()}
         if ctx.passes is None or ctx.passes.pending is None:
-            made = sweep(of, blocks)
-            return None, None, made[of[0]], made[of[1]], None, None
-        rest = {letter: block for letter, block in blocks.items() if letter != of[1]}
-        left = ctx.passes.gradient(b, lambda: sweep(of[1], rest)[of[1]])
-        return None, None, sweep(of[0], blocks)[of[0]], left, None, None
+            gradients = sweep(operands, blocks)
+            return None, None, gradients[operands[0]], gradients[operands[1]], None, None
+        inputs = {letter: block for letter, block in blocks.items() if letter != operands[1]}
+        left = ctx.passes.gradient(b, lambda: sweep(operands[1], inputs)[operands[1]])
+        return None, None, sweep(operands[0], blocks)[operands[0]], left, None, None

@@ -1,4 +1,4 @@
-"""One-dimensional tensor parallelism: Megatron-LM's layers, and the factory that makes them.
+"""One-dimensional tensor parallelism: Megatron-LM's layers, and the factory that builds them.
 
 T tokens of a micro-batch, D hidden, F a layer's inner width. Between the layers a rank's x_TD is
 [T/tp, D] under sequence parallelism (arXiv:2205.05198, section 4.2.2) and [T, D] without
@@ -23,16 +23,16 @@ Exchange = Callable[[Tensor, Axis], Tensor]
 
 
 class TensorParallelLayers(LayerFactory):
-    """The layers of one-dimensional tensor parallelism."""
+    """The layer factory of one-dimensional tensor parallelism."""
 
     @property
     def enter(self) -> Exchange:
-        """What a column-parallel layer does to x_TD before its GEMM."""
+        """The collective on x_TD ahead of a column-parallel GEMM: all-gather, or the identity."""
         return gather_in if self.sequence_parallel else copy_in
 
     @property
     def leave(self) -> Exchange:
-        """What a row-parallel layer does to its GEMM's output."""
+        """The collective on the output of a row-parallel GEMM: reduce-scatter, or all-reduce."""
         return scatter_out if self.sequence_parallel else sum_out
 
     @property
@@ -47,7 +47,7 @@ class TensorParallelLayers(LayerFactory):
 
     @property
     def activated_row_gemm(self) -> Callable[..., Tensor]:
-        """(activation, x, inner bias, weight) -> the `row_gemm` of activation(x + bias)."""
+        """(activation, x, inner bias, weight) -> `row_gemm` of (activation(x + bias), weight)."""
         return self.activated_linear
 
     def column_linear(self, name: str) -> "ColumnLinear":
@@ -71,7 +71,7 @@ class TensorParallelLayers(LayerFactory):
         return Norm(name, model, self)
 
     def add_norm(self, name: str, model: ModelConfig) -> "AddNorm":
-        """A norm of a sum, that tp ranks replicate."""
+        """A residual sum and its norm, which tp ranks replicate."""
         return AddNorm(name, model, self)
 
     def loss(self, table: VocabEmbedding, bias: nn.Parameter | None = None) -> VocabLoss:
@@ -80,10 +80,10 @@ class TensorParallelLayers(LayerFactory):
 
 
 class ColumnLinear(nn.Module):
-    """y = x W^T + b with the rows of W sharded over tp: each rank computes its own slice of y.
+    """y = x W^T + b with the rows of W sharded over tp: each rank computes its own columns of y.
 
-    x_TD [T/tp, D] -> y_TF [T, F/tp]. Pair it with RowLinear; nothing is exchanged between.
-    Of several leading dimensions [..., D] of a weight, y has the product.
+    x_TD [T/tp, D] -> y_TF [T, F/tp]. A RowLinear follows without a collective in between. F is the
+    product of a weight's leading dims [..., D].
     """
 
     def __init__(self, name: str, build: TensorParallelLayers) -> None:
@@ -95,15 +95,15 @@ class ColumnLinear(nn.Module):
 
     @property
     def flat_bias(self) -> Tensor | None:
-        """b, as the product's columns [F/tp] have it; None where there is none."""
+        """b, flattened to [F/tp]; None without a bias."""
         return None if self.bias is None else self.bias.flatten()
 
     def forward(
         self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
     ) -> Tensor:
-        """Returns this rank's columns of y; without the bias where another function adds it.
+        """Returns this rank's columns of y, without the bias if the caller adds it.
 
-        `numbers` are those of the T tokens, for the dropout of adapters.
+        `numbers` [T] index the dropout mask of adapters.
         """
         bias, x_TD = self.flat_bias if with_bias else None, self.enter(x_TD, self.tp)
         y_TF = self.linear(x_TD, self.weight, bias)
@@ -111,13 +111,13 @@ class ColumnLinear(nn.Module):
 
 
 class HeadsLinear(ColumnLinear):
-    """Query, key and value of this rank's heads: x_TD [T/tp, D] -> [T, g * (q + 2) * d], of g
-    key-value heads with q query heads each, d wide.
+    """Query, key and value of this rank's heads: x_TD [T/tp, D] -> [T, g * (q + 2) * d], with g
+    key-value heads of q query heads each, d wide.
 
-    With fewer key-value heads than tp, r consecutive ranks share one. A rank computes 1/r of the
-    columns of all its query heads, key and value, and an all-to-all of the r ranks gives each 1/r
-    of the query heads, and all of the key and value head. So no weight is replicated; key and value
-    activations are.
+    With fewer key-value heads than tp, r consecutive ranks share a key-value head. Each computes
+    1/r of the columns of its query heads, key and value; an all-to-all of the r ranks then gives
+    each rank 1/r of the query heads, and all of the key and value head. So key and value
+    activations are replicated, and no weight is.
     """
 
     def __init__(self, name: str, build: TensorParallelLayers) -> None:
@@ -131,7 +131,7 @@ class HeadsLinear(ColumnLinear):
     def forward(
         self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
     ) -> Tensor:
-        """Returns this rank's heads."""
+        """Returns query, key and value of this rank's heads."""
         y_TF = super().forward(x_TD, with_bias, numbers)
         if self.sharers == 1:
             return y_TF
@@ -143,7 +143,7 @@ class HeadsLinear(ColumnLinear):
 
 
 class RowLinear(nn.Module):
-    """y = x W^T + b with the columns of W sharded over tp: partial products are summed.
+    """y = x W^T + b with the columns of W sharded over tp, so that partial products are summed.
 
     x_TF [T, F/tp] -> y_TD [T/tp, D]. The bias is added once, after the sum.
     """
@@ -157,7 +157,7 @@ class RowLinear(nn.Module):
         self.activated = build.activated_row_gemm
 
     def forward(self, x_TF: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Returns the summed output; `numbers` as of ColumnLinear."""
+        """Returns the summed output; `numbers` as in ColumnLinear."""
         y_TD = self.linear(x_TF, self.weight)
         return self._summed(y_TD if self.adapter is None else self.adapter(x_TF, y_TD, numbers))
 
@@ -168,8 +168,9 @@ class RowLinear(nn.Module):
         inner_bias: Tensor | None = None,
         numbers: Tensor | None = None,
     ) -> Tensor:
-        """Returns the output for activation(x + inner_bias): x [T, F/tp], of SwiGLU [T, 2F/tp]."""
-        if self.adapter is not None:  # which reads the activation too
+        """Returns the output for activation(x + inner_bias), with x [T, F/tp], or [T, 2F/tp] for
+        SwiGLU."""
+        if self.adapter is not None:  # the adapter reads the activation too
             return cast(Tensor, self(activation.forward(x, inner_bias), numbers=numbers))
         return self._summed(self.activated(activation, x, inner_bias, self.weight))
 
@@ -188,15 +189,15 @@ class Norm(nn.Module):
         self.eps, self.centred = model.norm_eps, model.norm == "layernorm"
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """x_TD normalised and scaled; same shape."""
+        """Returns x_TD normalised and scaled, in its shape."""
         return norm(x_TD, self.weight, self.bias, eps=self.eps, centred=self.centred)
 
 
 class AddNorm(Norm):
-    """A norm of a sum, which becomes the residual stream."""
+    """A residual sum and its norm."""
 
     def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one more result than a Norm's
-        """(x + y, the sum normalised and scaled); no y is nothing to add."""
+        """(x + y, the sum normalised and scaled); y of None is zero."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
         return add_norm(x_TD, y_TD, self.weight, self.bias, eps=self.eps, centred=self.centred)

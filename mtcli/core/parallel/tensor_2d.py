@@ -1,17 +1,18 @@
 """Two-dimensional tensor parallelism: layers on a grid of r x c ranks (Optimus, arXiv:2104.05343).
 
-Between the layers a rank's x_TD is [T, D/c]: its row's tokens T, which are 1/r of a micro-batch's
-sequences, and its columns of the hidden dimension. Weights lie [out/c, in/r] in column-parallel
-layers, whose products do not move, and [out/r, in/c] in row-parallel ones, whose inputs do not.
+Between the layers a rank's x_TD is [T, D/c]: T are the tokens of its row, 1/r of a micro-batch's
+sequences, and D/c its columns of the hidden dimension. Weights are [out/c, in/r] in column-parallel
+layers, whose outputs are never sent, and [out/r, in/c] in row-parallel ones, whose inputs never
+are.
 
-Three choices differ from the paper's (section 3.2), and cost less:
-- it computes every linear layer as A B, and so broadcasts an MLP's [T, 4D] inner activations; A B^T
-  sums [T, D] instead;
-- its token table lies [V/r, D/c], whose logits are summed over c ranks: T * V elements. Here it
-  lies [V/c, D/r], whose logits stay; lookups send tokens' rows, and no table;
-- biases and norms have a copy on each row, whose gradients are summed once a step, where it keeps
-  them on row 0 and broadcasts them for every micro-batch.
-With one row all this is Megatron-LM's layout, and `engines.py` takes that engine.
+Three choices differ from the paper's (section 3.2), and send less:
+- the paper computes every linear layer as A B, which broadcasts an MLP's inner activations [T, 4D];
+  here row-parallel layers are A B^T, which sums [T, D];
+- the paper's token table is [V/r, D/c], and T * V logits are summed over c ranks; here it is
+  [V/c, D/r], whose logits are never sent, and lookups send rows of the table;
+- the paper keeps biases and norms on row 0 and broadcasts them for every micro-batch; here each row
+  has a copy, and gradients are summed once a step.
+With one row this is Megatron-LM's layout, for which `engines.py` chooses `tensor.py`.
 """
 
 from functools import cached_property
@@ -38,7 +39,7 @@ from mtcli.kernels.activation import Activation
 
 
 class GridLayers(TensorParallelLayers):
-    """The layers of two-dimensional tensor parallelism: those of one whose GEMMs are SUMMA's."""
+    """The layer factory of two-dimensional tensor parallelism, whose GEMMs are SUMMA's."""
 
     @cached_property
     def grid(self) -> TensorGrid:
@@ -47,7 +48,7 @@ class GridLayers(TensorParallelLayers):
 
     @property
     def enter(self) -> Exchange:
-        """Nothing: the GEMM itself exchanges."""
+        """The identity: the GEMM itself exchanges."""
         return _as_it_is
 
     leave = enter
@@ -64,7 +65,7 @@ class GridLayers(TensorParallelLayers):
     def activated_row_gemm(
         self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
     ) -> Tensor:
-        """(activation, x, inner bias, weight) -> the `row_gemm` of activation(x + bias)."""
+        """(activation, x, inner bias, weight) -> `row_gemm` of (activation(x + bias), weight)."""
         return self.row_gemm(activation.forward(x, bias), weight)
 
     def embedding(self, name: str) -> "GridEmbedding":
@@ -72,13 +73,13 @@ class GridLayers(TensorParallelLayers):
         return GridEmbedding(name, self)
 
     def norm(self, name: str, model: ModelConfig) -> Norm:
-        """A norm over the columns of a row's ranks; of a weight that they replicate, over a rank's
-        own."""
+        """A norm over the columns of a row's ranks; of a replicated weight, over this rank's own
+        columns."""
         is_sharded = "tp_columns" in self.table[f"{name}.weight"].shard_axes
         return (GridNorm if is_sharded else Norm)(name, model, self)
 
     def add_norm(self, name: str, model: ModelConfig) -> "GridAddNorm":  # type: ignore[override]  # no AddNorm
-        """A norm of a sum, over the columns of a row's ranks."""
+        """A residual sum and its norm, over the columns of a row's ranks."""
         return GridAddNorm(name, model, self)
 
     def loss(self, table: VocabEmbedding, bias: nn.Parameter | None = None) -> "GridLoss":
@@ -90,26 +91,27 @@ class GridLayers(TensorParallelLayers):
         return Dense(name, self, self.column_gemm)
 
     def classes(self, name: str) -> Dense:
-        """Layer(x_TD [N, D/c]) -> [N, C]: this rank's columns' part of the logits of a row."""
+        """Layer(x_TD [N, D/c]) -> [N, C]: partial logits of this rank's columns, to sum over the
+        row."""
         first = self.groups.tp.rank == 0  # the bias is added once
         return Dense(name, self, lambda x, weight, bias: self.linear(x, weight, bias * first))
 
     @property
     def token_shard(self) -> tuple[int, int]:
-        """The only one: the inputs are those of this rank's row."""
+        """Returns (0, 1): the inputs are already those of this rank's row."""
         return 0, 1
 
     def dropout_numbers(self, numbers_N: Tensor) -> Tensor:
-        """Numbers n * c + j: of row n of D columns, this rank's D/c columns are that row of D/c."""
+        """Numbers n * c + j for row n on column rank j, as each has D/c columns of a row."""
         return numbers_N * self.groups.tp.size + self.groups.tp.rank
 
     def enter_experts(self, x_TD: Tensor) -> Tensor:
-        """x_TD [T, D/c] -> [T/c, D]: other tokens on each rank of the row, as experts take them."""
+        """x_TD [T, D/c] -> [T/c, D]: an all-to-all to different tokens on each rank of the row."""
         parts = all_to_all(x_TD.unflatten(0, (self.groups.tp.size, -1)), self.groups.tp)
         return parts.transpose(0, 1).flatten(1)
 
     def leave_experts(self, y_TD: Tensor) -> Tensor:
-        """y_TD [T/c, D] -> [T, D/c]."""
+        """y_TD [T/c, D] -> [T, D/c], the transpose of `enter_experts`."""
         parts = y_TD.unflatten(1, (self.groups.tp.size, -1)).transpose(0, 1)
         return all_to_all(parts, self.groups.tp).flatten(0, 1)
 
@@ -127,21 +129,21 @@ class GridNorm(Norm):
         self.tp = build.groups.tp
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """x_TD normalised and scaled; same shape."""
+        """Returns x_TD normalised and scaled, in its shape."""
         return _RowNorm.apply(x_TD, self.weight, self.bias, self.eps, self.centred, self.tp)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 class GridAddNorm(GridNorm):
-    """A norm of a sum, which becomes the residual stream."""
+    """A residual sum and its norm, over the columns of a row's ranks."""
 
     def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one more result than a Norm's
-        """(x + y, the sum normalised and scaled); no y is nothing to add."""
+        """(x + y, the sum normalised and scaled); y of None is zero."""
         total = x_TD if y_TD is None else x_TD + y_TD
         return total, super().forward(total)
 
 
 class GridEmbedding(VocabEmbedding):
-    """A token table [V/c, D/r], whose rows travel to the tokens that ask for them."""
+    """A token table [V/c, D/r], whose rows are sent to the ranks of the tokens."""
 
     def __init__(self, name: str, build: GridLayers) -> None:
         super().__init__(name, build)
@@ -150,8 +152,9 @@ class GridEmbedding(VocabEmbedding):
     def forward(self, tokens_T: Tensor) -> Tensor:
         """ids [T] of this row -> x_TD [T, D/c].
 
-        A rank looks up every row's tokens in its block, and sends each row its own. So [T, D]
-        elements travel down columns and are summed along rows, however large the vocabulary is.
+        A rank looks up the tokens of every row in its block of the table, and sends each row its
+        own. So [T, D] elements travel down columns and are summed along rows, whatever the
+        vocabulary's size.
         """
         x = self.own_rows(all_gather(tokens_T, self.down)).unflatten(0, (self.down.size, -1))
         x_TD = all_to_all(x, self.down).transpose(0, 1).flatten(1)
@@ -160,7 +163,7 @@ class GridEmbedding(VocabEmbedding):
 
 
 class GridLoss(VocabLoss):
-    """Cross entropy of logits [T, V/c], which are all in memory: 1/(r c) of the micro-batch's."""
+    """The cross entropy of logits [T, V/c], all in memory: 1/(r c) of the micro-batch's logits."""
 
     def __init__(self, table: VocabEmbedding, bias: Tensor | None, build: GridLayers) -> None:
         super().__init__(table, bias)
@@ -169,21 +172,22 @@ class GridLoss(VocabLoss):
     def logits(self, x_TD: Tensor) -> Tensor:
         """x_TD [T, D/c] -> logits [T, V/c], padding columns included.
 
-        Both gradients are made in one sweep: what waits for W would be the logits' own.
+        Both gradients are computed in one sweep: a deferred one would keep the logits' gradient
+        alive.
         """
         y_TV = gemm(x_TD, self.table.weight.mT, self.grid)
         return y_TV if self.bias is None else y_TV + self.bias
 
     def _in_chunks(self, x_TD: Tensor) -> bool:
-        """Never: a sweep over the panels makes all logits."""
+        """Returns False: a sweep over the panels makes all logits."""
         return False
 
 
 class _RowNorm(torch.autograd.Function):
-    """A norm of columns that the ranks of an axis share, with statistics in float32 at least.
+    """A norm over columns that are sharded over an axis, with statistics in float32 at least.
 
-    Means and squared deviations of ranks are merged (Chan et al., 1979), as E[x^2] - E[x]^2 would
-    cancel: 2 numbers of a token are all-gathered, of RMSNorm 1 is summed; backward sums 2 or 1.
+    Ranks' means and squared deviations are merged (Chan et al., 1979), as E[x^2] - E[x]^2 would
+    cancel. LayerNorm all-gathers 2 numbers per token, RMSNorm sums 1; backward sums 2 or 1.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Makes ranks agree: an error of one is raised on all, and a fact is the same on all."""
+"""Raises one rank's error on all ranks, and checks that a fact is the same on all."""
 
 import json
 import socket
@@ -16,7 +16,7 @@ SHARED = "put it where all machines see the same files, or wait until their cach
 def together(axis: Axis, work: Callable[[], Result]) -> Result:
     """Runs `work` on every rank and returns this rank's result. Collective.
 
-    Raises the MtcliError of the first rank that raises one on every rank.
+    Where ranks raise MtcliError, every rank raises that of the first of them.
     """
     fault, value = None, []
     try:
@@ -29,13 +29,12 @@ def together(axis: Axis, work: Callable[[], Result]) -> Result:
 
 
 def require_alike(axis: Axis, fact: object, what: str, field: str = "") -> None:
-    """Raises MtcliError on every rank where a fact is not the same on all; `what` names it in the
-    error. Collective.
-    """
-    told = (json.loads(json.dumps(fact)), f"{what} {fact}", socket.gethostname())
-    expected, words, host = first_value(told if axis.rank == 0 else None, axis)
+    """Raises MtcliError on every rank where `fact` differs between ranks; `what` names it in the
+    error. Collective."""
+    report = (json.loads(json.dumps(fact)), f"{what} {fact}", socket.gethostname())
+    expected, words, host = first_value(report if axis.rank == 0 else None, axis)
     message = None
-    if told[0] != expected:
-        message = f"rank {axis.rank} on {told[2]} {told[1]}, and rank 0 on {host} {words}"
+    if report[0] != expected:
+        message = f"rank {axis.rank} on {report[2]} {report[1]}, and rank 0 on {host} {words}"
     if first := first_value(message, axis):
         raise wrong(first, SHARED, field)

@@ -1,8 +1,9 @@
-"""A tree of small process groups: values go up to rank 0, merged on the way, and down to all.
+"""A tree of small process groups: merges values up to rank 0, and broadcasts down to all ranks.
 
-Ranks that are consecutive form groups of at most FAN_OUT, the first of each group again, and so on.
-A gloo group connects every two of its ranks: a rank of 16,384 keeps at most 2 * (FAN_OUT - 1) + 3
-sockets, where one group of all would open 16,383 and pass the usual limit of open files.
+Consecutive ranks form groups of at most FAN_OUT; the first ranks of the groups form groups again,
+and so on up to one. A gloo group connects every two of its ranks: a rank of 16,384 has at most 2 *
+(FAN_OUT - 1) + 3 sockets, where one group of all ranks would open 16,383 and pass the usual limit
+of open files.
 """
 
 import json
@@ -27,22 +28,22 @@ Merge = Callable[[list[Any]], Any]
 
 
 class Ranks(Protocol):
-    """Some ranks that exchange what JSON can say."""
+    """Ranks that exchange JSON values."""
 
     @property
     def rank(self) -> int:
         """This rank's number."""
 
     def merge(self, value: Any, merged: Merge) -> Any:
-        """The values of all ranks on rank 0, None elsewhere; `merged` makes one of several that
-        follow each other, on any rank and of its own results too."""
+        """Returns the merged values of all ranks on rank 0, None elsewhere. `merged` combines
+        values of consecutive ranks, on any rank, and its own results too."""
 
     def tell(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """Returns rank 0's value on every rank."""
 
 
 class Level(NamedTuple):
-    """A group of this rank, of which the first belongs to the next level too."""
+    """One of this rank's groups; the group's first rank belongs to the next level too."""
 
     axis: Axis
     group: dist.ProcessGroupGloo
@@ -54,7 +55,7 @@ class Level(NamedTuple):
         self.group.send([torch.frombuffer(data, dtype=torch.uint8)], to, 0).wait()  # type: ignore[attr-defined]  # not in torch's stub
 
     def receive(self, source: int) -> Any:
-        """The next value that a rank of the group has sent."""
+        """Receives the next value sent by a rank of the group."""
         length = torch.empty(1, dtype=torch.int64)
         self.group.recv([length], source, 0).wait()  # type: ignore[attr-defined]  # not in torch's stub
         data = torch.empty(int(length), dtype=torch.uint8)
@@ -63,13 +64,13 @@ class Level(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """This rank's groups, from the leaves up."""
+    """This rank's groups, from the leaves to the root."""
 
     rank: int
     levels: tuple[Level, ...]
 
     def merge(self, value: Any, merged: Merge) -> Any:
-        """See `Ranks`: a rank receives from at most FAN_OUT - 1 others at each level."""
+        """See `Ranks`. A rank receives from at most FAN_OUT - 1 others at each level."""
         for level in self.levels:
             axis = level.axis
             with axis.recorder.call("gather_values", axis):
@@ -95,21 +96,21 @@ ALONE = Tree(0, ())
 
 
 def make_tree(world: Axis, fan_out: int = FAN_OUT) -> Tree:
-    """The tree of all ranks, through gloo groups that nothing else uses. Collective.
+    """The tree of all ranks, on gloo groups of its own. Collective.
 
-    gloo's own timeout would end what only takes long; the watchdog ends what hangs. torch's
-    `new_group` would have every rank make every group.
+    The groups have no timeout, which would end slow exchanges too; the watchdog ends hung ones.
+    torch's `new_group` would have every rank create every group.
     """
     name = first_value(secrets.token_hex(8) if world.rank == 0 else None, world)
     levels, ranks, step, named = list[Level](), world.ranks, 1, world.name
     while len(ranks) > 1 and world.rank % step == 0:
         first = world.rank // step // fan_out * fan_out
-        own = ranks[first : first + fan_out]
-        if len(own) > 1:
-            rank = own.index(world.rank)
+        members = ranks[first : first + fan_out]
+        if len(members) > 1:
+            rank = members.index(world.rank)
             store = dist.PrefixStore(f"{name}/{step}/{first}", _get_default_store())
-            group = dist.ProcessGroupGloo(store, rank, len(own), timeout=timedelta(days=7))
-            axis = world._replace(name=named, ranks=own, rank=rank, group=None)
+            group = dist.ProcessGroupGloo(store, rank, len(members), timeout=timedelta(days=7))
+            axis = world._replace(name=named, ranks=members, rank=rank, group=None)
             axis = axis._replace(transport=None)  # its messages are the level's
             levels.append(Level(axis, group))
         ranks, step = ranks[::fan_out], step * fan_out

@@ -1,10 +1,10 @@
 """A vocabulary sharded over tp: the token table, its logits, and their cross entropy.
 
-On a GPU the loss is made in chunks of tokens, with the product: only a chunk's logits exist at a
-time; they become their gradient, which is multiplied into the gradients of activations and weight
-at once. So the three GEMMs of the head are run once each, and no [T, V] tensor is allocated. On CPU
-the logits' memory is overwritten by their exponentials and then by their gradient.
-T tokens, D hidden, V columns of this rank.
+On a GPU the loss is computed in chunks of tokens, together with the head's GEMM. A chunk's logits
+are overwritten by their gradient, which is multiplied into the gradients of activations and weight
+at once. So the three GEMMs of the head run once each, and no [T, V] tensor is allocated. On CPU the
+logits of all tokens are overwritten by their exponentials and then by their gradient. T tokens, D
+hidden, V columns of this rank.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ TIED_ROWS = 64  # rows of logits that are copied at a time
 
 
 class VocabShard(NamedTuple):
-    """This rank's shard of a vocabulary: `valid` columns from id `first` on, then padding."""
+    """This rank's columns of a vocabulary: `valid` ids from `first` on, then padding."""
 
     first: int
     valid: int
     tp: Axis
 
     def owned(self, labels_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(each label's column [T], whether it is one of this rank's [T])."""
+        """(each label's column [T], whether the label is in this rank's shard [T])."""
         local_T = labels_T - self.first
         return local_T, (local_T >= 0) & (local_T < self.valid)
 
     def column_or_none(self, labels_T: Tensor) -> Tensor:
-        """Each label's column [T]; -1 where it is on another rank."""
+        """Each label's column [T]; -1 for a label of another rank's shard."""
         local_T, owned_T = self.owned(labels_T)
         return local_T.masked_fill(~owned_T, -1)
 
     def lse_and_target(self, logits_TV: Tensor, local_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The log-sum-exp, the label's logit and the largest one [T] over all ranks; -1 is a label
-        elsewhere.
+        """The log-sum-exp, the label's logit and the largest logit [T], over all ranks' columns.
+        `local_T` is -1 for another rank's label.
 
         Exchanges 3 numbers per token: the maximum, the sum of exponentials, the label's logit.
         """
@@ -72,8 +72,9 @@ class VocabShard(NamedTuple):
     def exp_parts_(
         self, logits_TV: Tensor, top_T: Tensor, labels_T: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Overwrites logits by exp(logits - top). Returns the sums of those and label's logit - top
-        over all ranks [T], and here: the label's column [T] and whether it is one of ours [T]."""
+        """Overwrites logits by exp(logits - top). Returns, [T] each: the sum of exponentials and
+        label's logit - top over all ranks, the label's local column, and whether it is on this
+        rank."""
         local_T, owned_T = self.owned(labels_T)
         local_T = local_T.masked_fill(~owned_T, 0)
         _, sums_T, target_T = exp_and_target_(logits_TV, top_T, local_T, self.valid)
@@ -83,7 +84,7 @@ class VocabShard(NamedTuple):
 
 
 class VocabEmbedding(nn.Module):
-    """A token table with its rows sharded over tp; the same table may make the logits.
+    """A token table with its rows sharded over tp; a tied head uses the same table.
 
     Rank k holds rows [k * V, (k + 1) * V) of the padded vocabulary.
     """
@@ -98,11 +99,12 @@ class VocabEmbedding(nn.Module):
         self.enter = gather_in if build.sequence_parallel else copy_in
 
     def forward(self, tokens_T: Tensor) -> Tensor:
-        """ids [T] -> x_TD [T/tp, D]; ids of other ranks' rows count as zero in the sum."""
+        """ids [T] -> x_TD [T/tp, D]: each rank looks up its own ids, zeros for others, and ranks
+        sum."""
         return self.leave(self.own_rows(tokens_T), self.shard.tp)
 
     def own_rows(self, tokens_T: Tensor) -> Tensor:
-        """The rows of ids [T] that this rank has; zeros for the others."""
+        """The rows [T, D] of this rank's ids; zeros for other ids."""
         local_T, owned_T = self.shard.owned(tokens_T)
         elsewhere_T = ~owned_T
         x_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
@@ -110,8 +112,8 @@ class VocabEmbedding(nn.Module):
 
 
 class VocabLoss(TokenLoss):
-    """Cross entropy of the logits that a token table, and maybe a bias [V] of this rank's columns,
-    make of activations x_TD [T/tp, D]."""
+    """The cross entropy of activations x_TD [T/tp, D], with logits from a token table and an
+    optional bias [V]."""
 
     def __init__(self, table: VocabEmbedding, bias: Tensor | None = None) -> None:
         self.table, self.shard, self.tp, self.bias = table, table.shard, table.shard.tp, bias
@@ -121,7 +123,7 @@ class VocabLoss(TokenLoss):
         return linear(self.table.enter(x_TD, self.tp), self.table.weight, self.bias)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
-        """Cross entropy of each label [T], float32 (float64 for float64 logits)."""
+        """The cross entropy of each label [T], float32 (float64 for float64 logits)."""
         if not self._in_chunks(x_TD):
             return VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)  # type: ignore[no-untyped-call, no-any-return]  # torch
         assert not torch.is_grad_enabled(), "on a GPU `loss` is what has a gradient"
@@ -131,7 +133,8 @@ class VocabLoss(TokenLoss):
     def loss(
         self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """(sum of weight times cross entropy, scale times it to differentiate); None: weights 1."""
+        """(sum of weight * cross entropy, that times `scale`, to differentiate); weights of None
+        are 1."""
         if not self._in_chunks(x_TD):
             return super().loss(x_TD, labels_T, weights_T, scale)
         x_TD = self.table.enter(x_TD, self.tp)
@@ -141,12 +144,13 @@ class VocabLoss(TokenLoss):
         return losses_T.sum(), scaled
 
     def _in_chunks(self, x_TD: Tensor) -> bool:
-        """Whether logits are made with the loss, a chunk of tokens at a time."""
+        """Whether logits are computed within the loss, a chunk of tokens at a time."""
         return runs_triton(x_TD)
 
     @torch.no_grad()
     def score(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """(log-probability [N], whether the target is the argmax [N], the first of equal ones)."""
+        """(log-probability [N], whether the target is the argmax [N]); of equal logits the lowest
+        id is the argmax."""
         first, valid, tp = self.shard
         local_N = self.shard.column_or_none(targets_N)
         lse_N, target_N, top_N = self.shard.lse_and_target(logits_NV, local_N)
@@ -160,13 +164,13 @@ class VocabLoss(TokenLoss):
 
     @torch.no_grad()
     def all_logits(self, logits_NV: Tensor, vocab_size: int) -> Tensor:
-        """The logits of every rank [N, vocab_size], without padding."""
+        """All-gathers logits [N, V] to [N, vocab_size], without padding."""
         parts = all_gather(logits_NV.T.contiguous(), self.tp)  # padded rows are all at the end
         return parts.T[:, :vocab_size]
 
 
 class VocabCrossEntropy(torch.autograd.Function):
-    """The losses [T] of logits that are all in memory (arXiv:1909.08053, section 3).
+    """The losses [T] of logits [T, V] that are all in memory (arXiv:1909.08053, section 3).
 
     Exchanges 3 numbers per token instead of V: the maximum, the sum of exponentials and the
     target's logit.
@@ -189,12 +193,13 @@ class VocabCrossEntropy(torch.autograd.Function):
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """(weighted losses [T] to read, scale times their sum to differentiate) of activations and a
-    table; weights of None are 1 each.
+    """(weighted losses [T], without a gradient; scale * their sum, to differentiate); weights of
+    None are 1.
 
-    Gradients are made in the forward pass, where a chunk's logits are, and times `scale` already,
-    without which float16 would lose them; the backward pass multiplies by what it is given. The
-    weight's is summed over chunks in float32, 4 * V * D bytes, where there are more than one.
+    Gradients are computed in the forward pass, while a chunk's logits exist, and include `scale`,
+    without which float16 gradients would underflow. The backward pass multiplies them by the
+    incoming gradient. With several chunks the weight's gradient is summed in float32, 4 * V * D
+    bytes.
     """
 
     @staticmethod
@@ -235,7 +240,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """What the forward pass has made, times the gradient of the scaled sum."""
+        """Returns the forward pass's gradients times the gradient of the scaled sum."""
         of_x, wide, of_bias = ctx.saved_tensors
         of_weight = None
         if wide is not None:  # in one pass over the sum, wider than the weight of several chunks
@@ -252,7 +257,7 @@ def losses_in_chunks(
     labels_T: Tensor,
     shard: VocabShard,
 ) -> Tensor:
-    """The losses [T] alone, a chunk's logits at a time; `table` is its weight and maybe a bias."""
+    """The losses [T] without gradients, computed in chunks; `table` is (weight, bias or None)."""
     local_T, parts = shard.column_or_none(labels_T), []
     for rows in chunks(x_TD, table[0]):
         lse_C, target_C, _ = shard.lse_and_target(linear(x_TD[rows], *table), local_T[rows])
@@ -261,13 +266,13 @@ def losses_in_chunks(
 
 
 def chunks(x_TD: Tensor, weight_VD: Tensor) -> list[slice]:
-    """Rows whose logits are made at a time: see `limits.chunk_rows`."""
+    """Slices of rows whose logits are computed together: see `limits.chunk_rows`."""
     step = chunk_rows(weight_VD.shape[0] * x_TD.element_size(), LOSS_CHUNK_BYTES)
     return [slice(i, min(i + step, len(x_TD))) for i in range(0, len(x_TD), step)]
 
 
 def _add_gemm(total: Tensor | None, g_CV: Tensor, x_CD: Tensor, tokens: int) -> Tensor:
-    """total + g^T x, in float32 at least where there are other chunks."""
+    """total + g^T x, in float32 at least if there are several chunks."""
     wide = torch.promote_types(x_CD.dtype, torch.float32)
     if total is None and len(x_CD) == tokens:
         return matmul(g_CV.T, x_CD)

@@ -1,6 +1,6 @@
-"""Zero-bubble backward passes: input gradients (I) now, weight gradients (W) when scheduled.
+"""Zero-bubble backward passes: input gradients (I) at once, weight gradients (W) when scheduled.
 
-Zero-bubble schedules (arXiv:2401.10241, section 2) put W where a rank would wait.
+Zero-bubble schedules (arXiv:2401.10241, section 2) run W where a rank would be idle.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,14 +15,14 @@ WeightStep = Callable[[], None]
 
 
 class WeightPasses:
-    """Collects what a stage's W passes do while a micro-batch's I runs."""
+    """Collects the weight gradient computations that a micro-batch's I defers to W."""
 
     def __init__(self) -> None:
         self.pending: list[WeightStep] | None = None
 
     @contextmanager
     def collecting(self) -> Iterator[list[WeightStep]]:
-        """Inside, a backward leaves the gradients of weights in the list it gives."""
+        """Inside, a backward appends its deferred weight gradients to the list that this yields."""
         self.pending = []
         try:
             yield self.pending
@@ -30,10 +30,10 @@ class WeightPasses:
             self.pending = None
 
     def gradient(self, weight: Tensor, make: Callable[[], Tensor]) -> Tensor | None:
-        """The weight's gradient, or None where W makes it later.
+        """Returns make(), the weight's gradient, or None inside `collecting`, which defers it to W.
 
         W starts from the weight's node in autograd's graph, so that no copy of the weight stays
-        alive. What `make` holds has no graph.
+        alive. `make` must keep no graph alive.
         """
         if self.pending is None:
             return make()

@@ -1,10 +1,9 @@
-"""Estimates the activations of a stage by closed forms, which rank layouts in a search.
+"""Estimates the activations of a stage by closed forms, by which a search ranks layouts.
 
-The forms follow arXiv:2205.05198, section 4: they add up the tensors that each part of a block
-saves for its backward. Those of the paper are of the software of its time; these are of our engine.
-Flash attention saves a log-sum-exp of each query and no scores. The activations of an MLP and
-dropout are computed again on a GPU. What is shown of a layout is no estimate: `core/rehearse` runs
-its real stages. MARGIN says how far the forms are from those.
+As in arXiv:2205.05198, section 4, the forms add up the tensors that each part of a block saves for
+its backward; here for the tensors that mtcli's layers save. Flash attention saves a log-sum-exp per
+query and no scores. On a GPU the activations of an MLP and dropout are recomputed. A layout that is
+shown is rehearsed: `core/rehearse` runs its real stages. MARGIN is the error of the forms.
 """
 
 from functools import lru_cache
@@ -26,11 +25,13 @@ from mtcli.core.plan.workload import Workload
 from mtcli.kernels.limits import chunk_rows
 
 WIDE = 4  # bytes of a float32
-MARGIN = 0.03  # 9 of 10 estimates are at most so much too high (benchmarks/bench_estimates.py)
+# 9 of 10 estimates are too high by at most this share (benchmarks/bench_estimates.py).
+MARGIN = 0.03
 
 
 def estimated(work: Workload, device: Device, pp_rank: int) -> RankBytes:
-    """Estimates the bytes of a pipeline rank beside its state."""
+    """Estimates the live bytes of a pipeline rank, without weights, gradients and optimizer
+    state."""
     on_cpu = device.name == "cpu"
     stages = [_stage(work, on_cpu, stage) for stage in work.layout.stages(pp_rank)]
     return RankBytes(stages, _update(work, pp_rank), _panels(work))
@@ -38,7 +39,7 @@ def estimated(work: Workload, device: Device, pp_rank: int) -> RankBytes:
 
 @lru_cache(maxsize=4096)
 def _stage(work: Workload, on_cpu: bool, stage: int) -> StageBytes:
-    """Adds up the blocks of a stage, the one that is computed, and the ends."""
+    """Adds up a stage: its blocks, the working memory of one block, and embedding or head."""
     first, last = stage == 0, stage == work.layout.num_stages - 1
     layers, stream, block = work.layers_of_stage[stage], _stream(work), _block(work, on_cpu)
     saved = layers * block.saved or stream
@@ -58,22 +59,22 @@ def _stage(work: Workload, on_cpu: bool, stage: int) -> StageBytes:
 
 
 def _stream(work: Workload) -> float:
-    """Bytes of the residual stream: of a rank's part of the tokens and, on a grid, of columns."""
+    """Bytes of the residual stream on a rank, sharded by tokens and, on a grid, by columns."""
     if work.layout.tp_rows > 1:
         return work.row_tokens * work.model.hidden_size / work.columns * work.sizes.weight
     return work.stream_bytes / work.sequence_shards
 
 
 def _entered(work: Workload) -> float:
-    """Bytes of the input of a column-parallel GEMM: of all tokens, but on a grid of its part."""
+    """Bytes of the input of a column-parallel GEMM: all tokens, or a grid's shard of them."""
     if work.layout.tp_rows > 1:
         return _stream(work)
     return work.tokens * work.model.hidden_size * float(work.sizes.weight)
 
 
 class PartBytes(NamedTuple):
-    """Bytes of a part of a block: saved for its backward, and there besides while it goes forward
-    and back."""
+    """Bytes of a part of a block: saved for backward, and temporary in its forward and its
+    backward."""
 
     saved: float
     forward: float
@@ -81,8 +82,8 @@ class PartBytes(NamedTuple):
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of a block: saved for its backward, there besides while it goes forward and back, and
-    what waits for W where the backward is split."""
+    """Bytes of a block: saved for backward, temporary in its forward and its backward, and saved
+    for W where the backward is split."""
 
     saved: float
     forward: float
@@ -91,7 +92,7 @@ class BlockBytes(NamedTuple):
 
 
 class HeadBytes(NamedTuple):
-    """Bytes of the head and the loss: saved for their backward, and at their peak."""
+    """Bytes of the head and the loss: saved for backward, and at the peak."""
 
     saved: float
     peak: float
@@ -100,8 +101,8 @@ class HeadBytes(NamedTuple):
 def _block(work: Workload, on_cpu: bool) -> BlockBytes:
     """Adds up a block: two norms' inputs, attention, and an MLP, experts, or both.
 
-    A block that is computed again keeps its input alone, and makes the others in its backward. What
-    waits for W is the input of each GEMM and the gradient of its output (arXiv:2401.10241).
+    A recomputed block saves its input alone and makes the other tensors in its backward. W needs
+    the input of each GEMM and the gradient of its output (arXiv:2401.10241).
     """
     m, stream, entered = work.model, _stream(work), _entered(work)
     parts = [_attention(work, on_cpu)]
@@ -118,10 +119,10 @@ def _block(work: Workload, on_cpu: bool) -> BlockBytes:
 
 
 def _attention(work: Workload, on_cpu: bool) -> PartBytes:
-    """Counts attention's input, queries, keys and values, rotated ones too, and its output.
+    """Counts attention's input, its queries, keys and values (also rotated), and its output.
 
-    With dropout of its probabilities these are saved before and after it, on a CPU with what the
-    softmax and the mask are of.
+    With dropout, attention probabilities are saved too, before and after dropout, and on a CPU the
+    inputs of softmax and mask.
     """
     m, heads, mixed = work.model, work.head_bytes, _mixed(work)
     queries = work.row_tokens * m.num_heads / work.columns
@@ -132,14 +133,14 @@ def _attention(work: Workload, on_cpu: bool) -> PartBytes:
     if work.recompute != "selective":
         saved += (mixed + keys / 2) * (m.position == "rope") + queries * WIDE + scores
     if work.layout.cp > 1:
-        moving += 2 * heads  # of other ranks, on their way
+        moving += 2 * heads  # another rank's, in flight
         saved += keys * work.layout.cp * (work.cp_mode == "all_gather")
     return PartBytes(saved, moving, moving + _wide(work, heads))
 
 
 def _mlp(work: Workload, on_cpu: bool) -> PartBytes:
-    """Counts a dense or shared MLP's input and inner values; its activations are saved by a CPU and
-    a grid, and there where the whole block is computed again."""
+    """Counts the input and inner values of a dense or shared MLP. Its activations are saved on a
+    CPU, on a grid, and inside a recomputed block."""
     inner, up = _inner(work), work.model.up_factor
     has_activations = on_cpu or work.layout.tp_rows > 1 or work.recompute == "full"
     moving = inner * (up + 1)
@@ -149,10 +150,10 @@ def _mlp(work: Workload, on_cpu: bool) -> PartBytes:
 
 
 def _experts(work: Workload) -> PartBytes:
-    """Counts the copies that are sent, those that arrive, their inner values, and the outputs that
-    are summed. The gradients of a rank's experts are made at once.
+    """Counts the token copies sent and received, their inner values, and the outputs to sum; the
+    gradients of all of a rank's experts are alive at once.
 
-    With etp experts' rows are of all tokens of its ranks (arXiv:2504.14960, section 3.2).
+    With etp the rows of an expert are those of all ranks of etp (arXiv:2504.14960, section 3.2).
     """
     m, size, layout = work.model, work.sizes.weight, work.layout
     inner = work.expert_rows * m.moe_ffn_hidden_size / layout.etp * size
@@ -167,7 +168,7 @@ def _experts(work: Workload) -> PartBytes:
 
 
 def _mixed(work: Workload) -> float:
-    """Bytes of attention's output before its projection, and of the queries."""
+    """Bytes of attention's output ahead of its projection; the queries take as many."""
     heads = work.model.num_heads * work.model.head_dim
     return work.row_tokens * heads / work.columns * work.sizes.weight
 
@@ -179,13 +180,13 @@ def _inner(work: Workload) -> float:
 
 
 def _wide(work: Workload, output: float) -> float:
-    """Bytes of the float32 sums of a grid's panels, each of which adds to an output."""
+    """Bytes of the float32 accumulators of a grid's GEMM, by the bytes of its output."""
     return 2 * output * (work.layout.tp_rows > 1 and work.sizes.weight < WIDE)
 
 
 def _head(work: Workload, on_cpu: bool) -> HeadBytes:
-    """Counts the head's input, and logits, or the gradients that a fused loss makes from a chunk of
-    logits at a time."""
+    """Counts the head's input, and the logits; or, of a fused loss, the gradients and a chunk of
+    logits."""
     m, size, stream = work.model, work.sizes.weight, _stream(work)
     if m.head in CLASSIFIERS:
         return HeadBytes(stream, 2 * stream)
@@ -203,10 +204,10 @@ def _head(work: Workload, on_cpu: bool) -> HeadBytes:
 
 
 def _gathered(work: Workload, first: bool, last: bool) -> tuple[float, float]:
-    """(bytes of the ends' weights that zero=3 leaves gathered, of what it gathers besides).
+    """(bytes of embedding and head that zero=3 keeps gathered, temporary bytes of its all-gathers).
 
-    Those are the ends again, a block and the next one, and the gradients of one (arXiv:1910.02054,
-    section 5).
+    Temporary are embedding and head, a block and the next one, and one block's gradients
+    (arXiv:1910.02054, section 5).
     """
     if not is_sharded(work):
         return 0.0, 0.0
@@ -220,7 +221,7 @@ def _gathered(work: Workload, first: bool, last: bool) -> tuple[float, float]:
 
 
 def _update(work: Workload, pp_rank: int) -> float:
-    """Counts zero=1's update: what is gathered, and the largest parameter, laid out from that."""
+    """Bytes of zero=1's update: the all-gather's buffers, and a copy of the largest parameter."""
     if not gathered_bytes(work, pp_rank):
         return 0.0
     sizes = (prod(p.local_shape(work.layout)) for _, p in trained_of_rank(work, pp_rank))
@@ -228,8 +229,8 @@ def _update(work: Workload, pp_rank: int) -> float:
 
 
 def gathered_bytes(work: Workload, pp_rank: int) -> float:
-    """Bytes of zero=1's all-gather of updated rows: this rank's, and those of all that share a
-    parameter, where it is not alone."""
+    """Bytes of zero=1's all-gather of updated rows: this rank's and all owners'; 0 for one
+    owner."""
     elements, layout = rank_elements(work, pp_rank), work.layout
     alone = elements.attention * (layout.dp * layout.cp == 1)
     alone += elements.experts * (layout.edp == 1)
@@ -238,7 +239,7 @@ def gathered_bytes(work: Workload, pp_rank: int) -> float:
 
 
 def _panels(work: Workload) -> float:
-    """Counts the buffers that a grid's panels arrive in (arXiv:2104.05343); 0 without a grid."""
+    """Bytes of the receive buffers of a grid's panels (arXiv:2104.05343); 0 without a grid."""
     if work.layout.tp_rows == 1:
         return 0.0
     m = work.model

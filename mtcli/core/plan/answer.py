@@ -1,4 +1,4 @@
-"""Answers `mtcli plan`: with the prediction of a config, or the best candidates of a search."""
+"""Answers `mtcli plan` with the prediction of a config, or with the best candidates of a search."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -36,13 +36,14 @@ from mtcli.core.schedule.timeline import Timeline
 
 DEFAULT_TOP = 5
 TOKENS_PER_STEP = 4 * 2**20  # the global batch of a preset that states none
-WORTH_SAYING = 0.02  # more tokens a second, for which another global batch is named
-DRAWN_MICRO_BATCHES = 2  # times pp: what a drawing shows of a longer step
+WORTH_SAYING = 0.02  # gain in tokens/s from which another global batch is suggested
+DRAWN_MICRO_BATCHES = 2  # times pp: micro-batches in the drawing of a longer step
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A request to `mtcli plan`. `config` is None where too little of it is legal."""
+    """A request to `mtcli plan`. `config` is None where the config has too many problems to build
+    it."""
 
     config: RunConfig | None
     problems: tuple[Problem, ...]
@@ -50,14 +51,14 @@ class PlanRequest:
     world: int
     device: Device
     pinned: frozenset[str]
-    wants_search: bool  # a preset on some number of devices, with no layout of the user's own
+    wants_search: bool  # a preset and a number of devices, without a layout from the user
     keeps_batch: bool  # the global batch is the user's, not a preset's
-    calibrates: bool  # this machine, where it is what is planned for
+    calibrates: bool  # measures this machine's rates, where the plan is for it
 
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """The plan of one config: its cost, and the candidates where a search was asked for."""
+    """The plan of a config: its predicted cost, and the candidates if a search was asked for."""
 
     config: RunConfig
     prediction: Prediction
@@ -65,7 +66,7 @@ class PlanAnswer:
     search_title: str = ""
     neighbours: tuple[Neighbour, ...] = ()  # the best layout with one field changed
     tried: int = 0  # layouts of a search that found none to fit
-    enough: Prediction | None = None  # on more devices, where none fits those that were asked for
+    enough: Prediction | None = None  # on the fewest devices that hold it, where these do not
 
     @property
     def title(self) -> str:
@@ -75,7 +76,7 @@ class PlanAnswer:
 
     @property
     def drawing(self) -> Timeline:
-        """The simulated timeline, of a step of fewer micro-batches where it has many."""
+        """The simulated timeline; a long step is drawn with fewer micro-batches."""
         return self.prediction.timeline(self._drawn)
 
     @property
@@ -91,7 +92,7 @@ class PlanAnswer:
         return min(work.num_micro_batches, DRAWN_MICRO_BATCHES * work.layout.pp)
 
     def save_config(self, target: str) -> None:
-        """Writes the config as TOML that `mtcli train` takes; aside, synced, then renamed.
+        """Writes the config as TOML for `mtcli train`, atomically.
 
         Raises MtcliError (exit 1) where the file cannot be written.
         """
@@ -120,10 +121,10 @@ def read_request(
     device: str | None,
     calibrates: bool = True,
 ) -> PlanRequest:
-    """The request of a config file or preset with `--set` and `--fix` on top.
+    """Reads a config file or preset with `--set` and `--fix` on top.
 
-    Raises MtcliError where the source or an override cannot be read, with an unknown device's name
-    among its problems. What is wrong inside the config that was read, or with the name, is in
+    Raises MtcliError where the source or an override cannot be read; an unknown device is then
+    among its problems. Problems of a config that was read, or of the device's name, are in
     `problems`.
     """
     usual = "cpu" if gpus is None else "h100"
@@ -152,7 +153,8 @@ def read_request(
 
 
 def _chosen_device(name: str | None, usual: str) -> tuple[Device, tuple[Problem, ...]]:
-    """The device of that name, or the usual one and what is wrong with the name."""
+    """(the device of a name, or the usual one without a name or for a wrong one; the name's
+    problems)."""
     try:
         return device_named(name or usual), ()
     except MtcliError as error:
@@ -174,25 +176,25 @@ def _filled(table: Table, gpus: int | None, device: Device) -> Table:
 
 
 def _not_searched(pinned: frozenset[str]) -> list[Problem]:
-    known = {CONFIG_NAMES.get(name, f"parallel.{name}") for name in FIELDS}
-    hint = f"one of {', '.join(sorted(known))}; set others with --set"
+    searched = {CONFIG_NAMES.get(name, f"parallel.{name}") for name in FIELDS}
+    hint = f"one of {', '.join(sorted(searched))}; set others with --set"
     return [
         Problem(f"--fix {field} pins a field that is not searched", hint, field)
-        for field in sorted(pinned - known)
+        for field in sorted(pinned - searched)
     ]
 
 
 def answer(request: PlanRequest, top: int | None, rehearse: Rehearse = as_estimated) -> PlanAnswer:
-    """The plan of a request: a prediction, or a search where one was asked for, with the bytes of
-    the real stages that `rehearse` gives.
+    """The plan of a request: a prediction, or a search where one was asked for. `rehearse` replaces
+    estimated bytes by those of the real stages.
 
     Raises MtcliError with every problem of an illegal request, and where a search finds no layout.
     """
     try:
         return _answer(request, top, rehearse)
     except MtcliError as error:  # the rules are those of every command, and name its flag
-        told = (p._replace(hint=p.hint.replace("(--nproc)", "(--gpus)")) for p in error.problems)
-        raise MtcliError(*told, code=error.code, hint=error.hint) from None
+        shown = (p._replace(hint=p.hint.replace("(--nproc)", "(--gpus)")) for p in error.problems)
+        raise MtcliError(*shown, code=error.code, hint=error.hint) from None
 
 
 def _answer(request: PlanRequest, top: int | None, rehearse: Rehearse) -> PlanAnswer:
@@ -254,21 +256,22 @@ def _search(
 
 
 def _other_batch(config: RunConfig, request: PlanRequest, best: Prediction) -> list[Neighbour]:
-    """The best layout of a global batch that more layouts divide, where it has more tokens/s."""
+    """The best layout of a nearby global batch that more layouts divide, if it has more
+    tokens/s."""
     near = round_batch(config.batch.global_batch_size, request.world)
     if near == config.batch.global_batch_size:
         return []
-    others = [one.prediction for one in _search(with_batch(config, near), request, 1).best]
-    gains = [p.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1 for p in others]
+    predictions = [one.prediction for one in _search(with_batch(config, near), request, 1).best]
+    gains = [p.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1 for p in predictions]
     return [
         Neighbour("global-batch", near, p, f"{gain:+.1%} tokens/s, as more layouts divide it")
-        for p, gain in zip(others, gains, strict=True)
+        for p, gain in zip(predictions, gains, strict=True)
         if gain > WORTH_SAYING
     ]
 
 
 def _no_layout(config: RunConfig, request: PlanRequest) -> MtcliError:
-    """Names why no layout shards this model and its global batch."""
+    """The error that says why no layout shards this model and its global batch."""
     batch = config.batch.global_batch_size
     near = round_batch(batch, request.world)
     such = f"--global-batch {near}, or another" if near != batch else "a global batch"
@@ -282,7 +285,8 @@ def _no_layout(config: RunConfig, request: PlanRequest) -> MtcliError:
 
 
 def _way_to_fit(p: Prediction, enough: Prediction | None) -> str:
-    """Names the fewest devices that hold the model, where those asked for do not."""
+    """The hint that names the fewest devices that hold the model, where the requested ones do
+    not."""
     if enough:
         world = enough.work.layout.world
         way = f"from {world:,} devices on one does (--gpus {world}): {enough.work.layout_words}"

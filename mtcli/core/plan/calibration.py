@@ -1,7 +1,7 @@
-"""Rates of this machine's processor, measured once for each kind of run.
+"""Measures and caches the rates of this machine's processor, for plans of CPU runs.
 
-`measure_cpu.py` measures them in a process of its own, as a plan imports no torch. They are kept in
-a file of the user's cache folder, named by all that they depend on.
+`measure_cpu.py` measures them in a subprocess, as a plan imports no torch. A cache file in the
+user's cache folder is named by a hash of all facts that the rates depend on.
 """
 
 import hashlib
@@ -37,7 +37,8 @@ Rate = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class Calibration:
-    """Rates of a rank's share of this machine, which as many ranks as it has cores divide."""
+    """The rates of one rank's share of this machine, divided among as many ranks as it has
+    cores."""
 
     flops: Rate  # FLOP/s of a large GEMM
     memory_bandwidth: Rate  # bytes/s that a copy reads and writes
@@ -60,10 +61,10 @@ _CALIBRATION = TypeAdapter(Calibration)
 
 
 def calibrated(config: RunConfig, world: int) -> Calibration | None:
-    """Finds this machine's rates for a kind of run, or measures them, which takes seconds.
+    """This machine's rates for a kind of run, from the cache or measured, which takes seconds.
 
-    None, with a line on stderr that says why, where measuring fails. Raises MtcliError where the
-    file that MTCLI_CALIBRATION names holds none.
+    None, with the reason on stderr, where measuring fails. Raises MtcliError where the file that
+    MTCLI_CALIBRATION names has no valid rates.
     """
     if fixed := os.environ.get(FIXED):
         try:
@@ -75,7 +76,7 @@ def calibrated(config: RunConfig, world: int) -> Calibration | None:
 
 
 def facts_of(config: RunConfig, world: int) -> Facts:
-    """Facts on which the rates depend, for a config on `world` ranks."""
+    """The facts of a config on `world` ranks that the rates depend on."""
     return {
         "version": VERSION,
         "processor": _processor(),
@@ -106,10 +107,9 @@ def _processor() -> str:
 
 
 def kept_or_measured(facts: Facts, folders: Sequence[Path], measure: Measure) -> Calibration | None:
-    """Reads the calibration that a folder holds, or takes it from what `measure` prints.
+    """The calibration cached in one of `folders`, or else parsed from the output of `measure`.
 
-    That is kept in the first folder that can be written; where none can, it is measured all the
-    same.
+    A measured one is cached in the first folder that can be written, if any.
     """
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     files = [folder / f"cpu-{digest[:16]}.json" for folder in folders]
@@ -141,8 +141,8 @@ def _keep(files: Sequence[Path], data: dict[str, Any]) -> None:
 
 
 def cache_folders() -> list[Path]:
-    """Folders to keep calibrations in: the user's cache, and a private one that lasts until the
-    next boot, for where the first cannot be written."""
+    """Folders for cached calibrations: the user's cache, and a private temporary one that lasts
+    until the next boot, in case the first cannot be written."""
     folders = [folder] if (folder := user_cache()).is_absolute() else []
     with suppress(OSError):
         folders.append(private_folder())
@@ -152,7 +152,7 @@ def cache_folders() -> list[Path]:
 def _measure(facts: Facts) -> str:
     """Runs `python -m mtcli.core.plan.measure_cpu` and returns its stdout. Raises RuntimeError.
 
-    It ends when this process does: that holds the one write end of its stdin.
+    The subprocess ends with this process, which has the only write end of its stdin.
     """
     import subprocess  # not above: a plan that reads what is kept starts sooner
 
@@ -176,7 +176,7 @@ def _measure(facts: Facts) -> str:
 
 
 def _reason(code: int, errors: str) -> str:
-    """The reason why a measurement ended with an exit code: its last words, where it has any."""
+    """The reason why a measurement failed: the last line of its stderr, or its exit code."""
     lines = [line for line in errors.splitlines() if line.strip()]
     last = "".join(letter for letter in lines[-1] if letter.isprintable()) if lines else ""
     return last[:MOST_LETTERS] or f"it ended with exit code {code}"

@@ -1,8 +1,8 @@
-"""Gives the range of a predicted step time that holds 8 of 10 published runs of its kind.
+"""Gives the range of a predicted step time: measured / predicted times of 8 of 10 published runs.
 
-A run's kind is what most divides the errors: the narrowest format that the GPU multiplies (which
-tells its generation), and whether the model is a mixture of experts. Each range is of runs that
-were predicted by constants fitted on other sources (`benchmarks/fit_physics.py --ranges`).
+Runs are grouped by what most separates their errors: the narrowest format that the GPU multiplies
+(its generation), and whether the model is a mixture of experts. Each run in a range was predicted
+with constants fitted on other sources (`benchmarks/fit_physics.py --ranges`).
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ SHARE = 0.8  # of the runs, inside of a range
 
 
 class Spread(NamedTuple):
-    """Seconds, or measured over predicted ones: the lowest, the highest, and of how many runs."""
+    """The lowest and highest of seconds, or of measured / predicted, over `runs` runs."""
 
     low: float
     high: float
@@ -32,17 +32,15 @@ RANGES = {
 
 
 def kind_of(work: Workload, device: Device) -> str:
-    """The kind of a run, a key of RANGES: of few published runs or none it may not be one."""
+    """The kind of a run: a key of RANGES, unless few or no published runs are of that kind."""
     narrowest = next((name for name in ("nvfp4", "fp8") if name in device.flops), "16 bits alone")
     model = "mixtures" if work.model.num_experts else "dense models"
     return f"{model} on GPUs with {narrowest}"
 
 
 def step_range(p: Prediction) -> Spread | None:
-    """The seconds between which a predicted step lies, and of how many runs this is known.
-
-    None for a device that was measured (this machine's CPU), and for a kind without published runs.
-    """
+    """The seconds between which a predicted step lies, and the number of runs behind it. None for
+    this machine's CPU, and for a kind without published runs."""
     spread = None if p.device.name == "cpu" else RANGES.get(kind_of(p.work, p.device))
     if spread is None:
         return None

@@ -21,7 +21,7 @@ from mtcli.core.plan.workload import Workload
 
 
 def group_bandwidth(size: int, stride: int, device: Device) -> float:
-    """Bytes/s per rank that a group whose members are `stride` ranks apart reaches."""
+    """Bytes/s per rank of a group whose members are `stride` ranks apart."""
     inside = _together(size, stride, device)
     if inside == size:
         return device.reached_link
@@ -29,12 +29,12 @@ def group_bandwidth(size: int, stride: int, device: Device) -> float:
 
 
 def _together(size: int, stride: int, device: Device) -> int:
-    """Members of a group that share a node."""
+    """The members of a group that share a node."""
     return max(1, min(size, device.node_size // max(1, stride)))
 
 
 def _ring_latency(size: int, stride: int, device: Device) -> float:
-    """Latency of a ring, of whose steps one per further node crosses the network."""
+    """The latency of a ring; one step per further node crosses the network."""
     far = ceil(size / _together(size, stride, device)) - 1
     return far * device.network.latency + (size - 1 - far) * device.link.latency
 
@@ -52,8 +52,8 @@ def ring_seconds(moved: float, size: int, stride: int, device: Device) -> float:
 
 
 def all_reduce_seconds(moved: float, size: int, stride: int, device: Device) -> float:
-    """Seconds of an all-reduce: the quicker of a ring, which scatters and gathers, and of a double
-    binary tree, up and down, which carries more bytes over fewer steps (as NCCL chooses)."""
+    """Seconds of an all-reduce: the quicker of a ring (reduce-scatter and all-gather) and a double
+    binary tree (up and down), which moves more bytes in fewer steps, as NCCL chooses."""
     ring = 2 * ring_seconds(moved, size, stride, device)
     bandwidth = group_bandwidth(size, stride, device)
     return min(ring, 2 * moved / bandwidth + 2 * _tree_latency(size, stride, device))
@@ -69,8 +69,8 @@ def _all_to_all(moved: float, size: int, stride: int, device: Device, crossing: 
 
 
 def collective_seconds(sent: Transfer, device: Device, crossing: float = 1.0) -> float:
-    """Seconds of collectives; `crossing` is the share of an all-to-all's bytes for other nodes that
-    cross the network between GPUs."""
+    """Seconds of a transfer; `crossing` is the share of an all-to-all's bytes for other nodes that
+    cross the network."""
     kind, moved, size, stride, times = sent
     if size == 1:
         return 0.0
@@ -85,11 +85,11 @@ def collective_seconds(sent: Transfer, device: Device, crossing: float = 1.0) ->
 
 def transfer_seconds(sent: Iterable[Transfer], device: Device, crossing: float = 1.0) -> float:
     """Seconds of transfers, one after another."""
-    return sum(collective_seconds(each, device, crossing) for each in sent)
+    return sum(collective_seconds(transfer, device, crossing) for transfer in sent)
 
 
 def passes(traffic: PassTransfers, device: Device, crossing: float = 1.0) -> Pass:
-    """Seconds of both ways of traffic."""
+    """Seconds of the transfers of a forward and of a backward pass."""
     return Pass(*(transfer_seconds(way, device, crossing) for way in traffic))
 
 
@@ -100,7 +100,7 @@ def tensor_parallel(work: Workload, device: Device) -> Pass:
 
 
 def context_parallel(work: Workload, device: Device) -> Pass:
-    """Seconds of a block's keys and values, and of their gradients."""
+    """Seconds of exchanging a block's keys and values, and their gradients, over cp."""
     return passes(traffic.context_parallel(work), device)
 
 
@@ -113,8 +113,8 @@ def expert_parallel(work: Workload, device: Device) -> Pass:
 
 
 def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
-    """Mean seconds per step of what a rank sends to other replicas, after its update, and of the
-    arithmetic for it. All-reduces among replicas are trees by gloo, on CPUs."""
+    """Mean seconds per step of a rank's exchange with other replicas, after its update, and of its
+    arithmetic. All-reduces between replicas are trees on CPUs (gloo)."""
     exchange = traffic.replica_exchange(work, pp_rank, tree=device.name == "cpu")
     if not exchange:
         return 0.0
@@ -123,6 +123,6 @@ def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
 
 
 def arithmetic_seconds(works: Iterable[Arithmetic], device: Device) -> float:
-    """Seconds of arithmetic: its bytes over the memory's bandwidth, and the host's calls."""
+    """Seconds of arithmetic: its bytes over the memory bandwidth, and the host's calls."""
     rate, call = device.reached_bandwidth, device.physics.call
     return sum(BYTES[kind] * elements / rate + calls * call for kind, elements, calls in works)

@@ -1,11 +1,11 @@
-"""Defines the costs of a step's parts: seconds by device, which the schedule adds up."""
+"""Defines the costs of a step's parts in seconds, which the simulated schedule adds up."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of a forward pass and of its backward pass, nothing recomputed."""
+    """Seconds of a forward pass and of its backward pass, without recomputation."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -22,7 +22,7 @@ class Pass:
         return Pass(self.forward * times, self.backward * times)
 
     def beyond(self, hiding: "Pass") -> "Pass":
-        """The seconds that are left of each pass where so many of it are hidden."""
+        """The seconds of each pass that exceed those of `hiding`, at least 0."""
         left = self.forward - hiding.forward, self.backward - hiding.backward
         return Pass(*(max(0.0, seconds) for seconds in left))
 

@@ -1,4 +1,4 @@
-"""Counts the elements of a rank's parameters: on both grids, and sharded over data ranks."""
+"""Counts the elements of a rank's parameters, on both grids and sharded over data ranks."""
 
 from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
@@ -17,7 +17,7 @@ Run = tuple[ModelConfig, LoraConfig]  # a model, and what of it is trained
 
 
 class Owner(NamedTuple):
-    """A rank's index among the data ranks that share attention's rows, and an expert's."""
+    """A rank's index among the ranks that divide attention parameters' rows, and experts'."""
 
     data: int = 0
     edp: int = 0
@@ -27,7 +27,8 @@ FIRST = Owner()
 
 
 class RuleElements(NamedTuple):
-    """Elements on a rank that one rule updates: on both grids, and sharded over data ranks."""
+    """The elements on a rank that one update rule updates: in all, and in its shard over data
+    ranks."""
 
     rule: RuleFacts
     total: int
@@ -37,9 +38,9 @@ class RuleElements(NamedTuple):
 class RankElements(NamedTuple):
     """Elements on a rank: on the attention grid, on the expert grid, and sharded over data ranks.
 
-    `shard` is one data rank's rows, of which the first one has as many as any, and `padded` what
-    all of them take when each has as many as that. `untrained` come on top: they have no gradient
-    and are never sharded. `frozen` are so too, the weights that adapters are trained for.
+    `shard` are the rows of one data rank; the first data rank has the most. `padded` is `shard` of
+    the first rank times the data ranks. `untrained` (routers' biases) and `frozen` (the weights
+    under adapters) are not in the other counts, have no gradient and are never sharded.
     """
 
     attention: int = 0
@@ -61,21 +62,21 @@ class RankElements(NamedTuple):
 
 
 def owner_of(work: Workload, rank: int) -> Owner:
-    """A rank's index among the ranks that share a parameter's rows."""
+    """A rank's index among the ranks that divide a parameter's rows."""
     coordinates = work.layout.coordinates(rank)
     return Owner(coordinates["cp"] + work.layout.cp * coordinates["dp"], coordinates["edp"])
 
 
 def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankElements:
-    """Elements of the weights of a rank of this pipeline rank, padding included."""
+    """The elements of the weights of a rank of pipeline rank `pp_rank`, padding included."""
     layers = work.layers_of_rank(pp_rank)
     ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
     return _elements((work.model, work.lora), work.optimizer, work.layout, layers, ends, owner)
 
 
 def trained_of_rank(work: Workload, pp_rank: int) -> list[tuple[int, Parameter]]:
-    """The stage and trained parameters of a pipeline rank; a tied table that one rank holds for
-    both ends counts once."""
+    """(stage, parameter) of a pipeline rank's trained parameters; a tied table counts once where
+    one rank has both ends."""
     stages = tuple(work.layout.stages(pp_rank))
     return _trained((work.model, work.lora), stages, work.layers_of_stage)
 
@@ -102,7 +103,7 @@ def block_elements(work: Workload) -> RankElements:
 
 
 def is_sharded(work: Workload) -> bool:
-    """Whether each data rank holds some rows of the parameters."""
+    """Whether data ranks shard the parameters (zero=3)."""
     return shards_parameters(work.zero, work.layout, work.model)
 
 
@@ -127,11 +128,11 @@ def _elements(
             continue
         ranks = layout.edp if parameter.is_expert else layout.dp * layout.cp
         rows, *columns = parameter.stored_shape(layout)
-        each = -(-rows // ranks)
-        first = (owner.edp if parameter.is_expert else owner.data) * each
-        total, owned = times * prod(local), times * max(0, min(each, rows - first)) * prod(columns)
+        share = -(-rows // ranks)
+        first = (owner.edp if parameter.is_expert else owner.data) * share
+        total, owned = times * prod(local), times * max(0, min(share, rows - first)) * prod(columns)
         shard += owned
-        padded += times * ranks * each * prod(columns)
+        padded += times * ranks * share * prod(columns)
         rule = update_of(parameter, optimizer).rule
         counted = rules.get(rule, RuleElements(rule, 0, 0))
         rules[rule] = RuleElements(rule, counted.total + total, counted.shard + owned)
@@ -146,7 +147,7 @@ def _elements(
 def parameter_copies(
     run: Run, layers: int, ends: tuple[bool, bool]
 ) -> Iterable[tuple[Parameter, int]]:
-    """Yields each parameter of a pipeline rank with its number of copies; all blocks are alike."""
+    """Yields (parameter, number of copies) of a pipeline rank, as all blocks are alike."""
     (first, last), (model, lora) = ends, run
     for parameter in run_parameters(model.model_copy(update={"num_layers": 1}), lora).values():
         if parameter.layer == "first":

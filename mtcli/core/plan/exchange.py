@@ -1,8 +1,8 @@
-"""Counts what ranks send for data parallelism, as the traffic counter of training counts it.
+"""Counts the bytes that ranks send for data parallelism, as the traffic counter of training does.
 
 A ring of n ranks moves 2 (n-1)/n of a tensor's bytes per rank in an all-reduce, (n-1)/n in a
-reduce-scatter and (n-1)/n of the gathered tensor in an all-gather (Patarasuk and Yuan, 2009). What
-replicas keep, send and compute for each other are the facts of their method (core/exchange).
+reduce-scatter and (n-1)/n of the gathered tensor in an all-gather (Patarasuk and Yuan, 2009). The
+state, bytes and arithmetic of exchanges between replicas are facts of their method (core/exchange).
 """
 
 from math import prod
@@ -23,18 +23,18 @@ class SentBytes(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Bytes sent inside a replica and to others."""
+        """Bytes sent within a replica and to other replicas."""
         return self.inside + self.across
 
 
 def sync_bytes_per_step(work: Workload) -> float:
-    """Mean bytes of a step that all ranks send each other for data parallelism."""
+    """Mean bytes per step that all ranks together send for data parallelism."""
     ranks_of_stage = work.layout.world // work.layout.pp
     return ranks_of_stage * sum(rank_sync_bytes(work, rank).total for rank in range(work.layout.pp))
 
 
 def rank_sync_bytes(work: Workload, pp_rank: int) -> SentBytes:
-    """Bytes that a rank of a pipeline rank sends."""
+    """Mean bytes per step that one rank of a pipeline rank sends."""
     last = work.layout.num_stages - 1
     inside = 0.0
     for stage, parameter in trained_of_rank(work, pp_rank):
@@ -47,7 +47,7 @@ def rank_sync_bytes(work: Workload, pp_rank: int) -> SentBytes:
 
 def _inside(parameter: Parameter, work: Workload, gathers: int) -> float:
     """Bytes of reducing a parameter's gradient over the data ranks of a replica; with zero=3 also
-    of gathering its weights that many times per micro-batch."""
+    of `gathers` all-gathers of its weights per micro-batch."""
     layout, sizes = work.layout, work.sizes
     if layout.dp * layout.cp == 1:
         return 0.0
@@ -65,7 +65,7 @@ def _inside(parameter: Parameter, work: Workload, gathers: int) -> float:
 
 
 def exchange_of(work: Workload, pp_rank: int) -> ExchangeFacts:
-    """Gives the facts of the exchange of a pipeline rank's ranks."""
+    """The exchange facts of a rank of pipeline rank `pp_rank`."""
     share = ReplicaShare(
         sync=work.sync,
         steps=work.steps,
@@ -79,7 +79,7 @@ def exchange_of(work: Workload, pp_rank: int) -> ExchangeFacts:
 
 
 def owned_sizes(work: Workload, pp_rank: int) -> dict[str, int]:
-    """Elements of each parameter that a rank's optimizer updates, as the mean over its owners."""
+    """Elements of each parameter that a rank's optimizer updates, as the mean over owners."""
     of_kind: dict[str, int] = {}  # all blocks are alike
     sizes = {}
     for _, parameter in trained_of_rank(work, pp_rank):

@@ -1,7 +1,8 @@
-"""Seconds of one transformer block and of the model's ends, on one rank, for one micro-batch.
+"""Seconds of one transformer block and of embedding and head, on one rank, for one micro-batch.
 
-Matrix products run at the device's sustained rate, less for short inner dimensions and for grids
-that do not fill the processors; everything element-wise moves bytes; each kernel costs its launch.
+GEMMs run at the device's sustained rate, less for short inner dimensions and for grids that do not
+fill the processors. Element-wise operations take their bytes over the memory bandwidth. Each kernel
+costs its launch.
 """
 
 from dataclasses import replace
@@ -41,7 +42,8 @@ def block_seconds(work: Workload, device: Device) -> Pass:
 
 
 def functions_seconds(work: Workload, device: Device) -> Pass:
-    """Seconds of the activation's function of a block, and of its derivative."""
+    """Seconds of computing a block's activation function and its derivative, where memory does not
+    hide them."""
     m = work.model
     routed = work.expert_rows * m.moe_ffn_hidden_size / work.layout.etp if m.num_experts else 0.0
     inner = work.tokens * m.dense_ffn_hidden_size / work.layout.tp + routed
@@ -50,7 +52,8 @@ def functions_seconds(work: Workload, device: Device) -> Pass:
 
 
 def _host_seconds(calls: int, device: Device) -> Pass:
-    """Seconds of the host for a forward pass, and for its backward pass."""
+    """Seconds of the host for `calls` operations in a forward pass, and for those of its
+    backward."""
     seconds = calls * device.physics.call
     return Pass(seconds, 1.5 * seconds)
 
@@ -69,7 +72,7 @@ def head_seconds(work: Workload, device: Device) -> Pass:
 
 
 def embedding_seconds(work: Workload, device: Device) -> Pass:
-    """Seconds of the lookup and, in the backward pass, its scatter: rows read and written."""
+    """Seconds of the lookup, and of the backward's scatter: rows read and written."""
     rows = 2.0 * work.tokens * work.model.hidden_size * work.sizes.weight
     moved = rows * device.physics.traffic / device.reached_bandwidth
     return Pass(moved, 2 * moved) + _host_seconds(END_CALLS, device)
@@ -77,28 +80,28 @@ def embedding_seconds(work: Workload, device: Device) -> Pass:
 
 @singledispatch  # `benchmarks/published/software.py` has that of former years
 def attention_seconds(work: Workload, device: Device) -> Pass:
-    """Seconds of flash attention: of scores that a layer's queries see, half the square of causal
-    layers, and 5 GEMMs for 2 in the backward pass."""
+    """Seconds of flash attention over the scores that the mask leaves, half the square if causal;
+    the backward has 5 GEMMs for the forward's 2."""
     flops = attention_flops(work, mean_keys(work.model, work.seq_len))
     seconds = flops / (attention_rate(work, device) * device.physics.attention)
     return Pass(seconds, 2.5 * seconds)
 
 
 def attention_flops(work: Workload, keys: float) -> float:
-    """FLOPs of both GEMMs of a rank's heads, over so many keys of each query."""
+    """FLOPs of both GEMMs of a rank's heads, with `keys` keys per query."""
     heads = work.model.num_heads / work.layout.tp
     return 4.0 * work.tokens * keys * heads * work.model.head_dim
 
 
 def attention_rate(work: Workload, device: Device) -> float:
     """FLOP/s of large GEMMs in the precision of the activations."""
-    own = {8: "fp64", 4: "fp32"}.get(work.sizes.weight, "bf16")
-    return device.peak("fp16" if "fp16" in device.flops else own) * device.sustained
+    precision = {8: "fp64", 4: "fp32"}.get(work.sizes.weight, "bf16")
+    return device.peak("fp16" if "fp16" in device.flops else precision) * device.sustained
 
 
 def dense_gemms(work: Workload) -> list[GemmShape]:
     """Shapes (M, N, K) of a block's unsharded GEMMs [M, K] @ [K, N] outside of routed experts;
-    tensor parallelism shards N of the even ones and K of the odd ones."""
+    tensor parallelism shards N of those with even index and K of those with odd index."""
     m = work.model
     queries = m.num_heads * m.head_dim
     fused = queries + 2 * m.num_kv_heads * m.head_dim
@@ -109,8 +112,9 @@ def dense_gemms(work: Workload) -> list[GemmShape]:
 
 
 def _dense(work: Workload, device: Device) -> Pass:
-    """Seconds of a block's GEMMs on a rank. SUMMA makes each of them in as many steps as there are
-    panels (arXiv:2104.05343, algorithm 1): of what columns contract, and of what rows put out."""
+    """Seconds of a block's GEMMs on a rank. SUMMA makes a GEMM in as many steps as there are
+    panels (arXiv:2104.05343, algorithm 1), which divide K of column-parallel and N of
+    row-parallel layers."""
     rows, columns, panels = work.layout.tp_rows, work.columns, work.panels
     sharded = []
     for index, (m, n, k) in enumerate(dense_gemms(work)):
@@ -133,8 +137,8 @@ def _routed(work: Workload, device: Device) -> Pass:
 
 
 def _gemms(work: Workload, device: Device, shapes: list[GemmShape], copies: int = 1) -> Pass:
-    """Seconds of [M, K] @ [K, N] for each (M, N, K), and of the two GEMMs of its backward pass, one
-    where weights are frozen; in bfloat16 where float8 does not take a weight of [N, K]."""
+    """Seconds of the GEMMs (M, N, K), and of the backward's two GEMMs each, one where weights are
+    frozen; bfloat16 where float8 does not take a weight of [N, K]."""
     forward = backward = 0.0
     given = work
     for m, n, k in shapes:
@@ -148,7 +152,7 @@ def _gemms(work: Workload, device: Device, shapes: list[GemmShape], copies: int 
 
 
 def gemm_seconds(shape: GemmShape, work: Workload, device: Device, copies: int = 1) -> float:
-    """Seconds of one GEMM of `copies` that are launched together."""
+    """Seconds of one of `copies` equal GEMMs that are launched together."""
     (m, n, k), physics = shape, device.physics
     narrow = work.sizes.gemm in ("fp8", "nvfp4")
     tile = physics.tile

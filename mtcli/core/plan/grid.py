@@ -1,9 +1,9 @@
 """Bytes that the ranks of a grid exchange in two-dimensional tensor parallelism, per block.
 
-Of the engine's collectives (parallel/summa.py, parallel/tensor_2d.py), on a grid of r x c ranks. A
+They are those of parallel/summa.py and parallel/tensor_2d.py on a grid of r x c ranks. A
 column-parallel GEMM [T, K] @ [K, N] broadcasts its input along rows and its weight down columns; a
-row-parallel one sums its output along rows, and broadcasts its weight. Each gradient is one more
-such matrix, but for a row-parallel layer's input and weight, which share the panels of dY.
+row-parallel one sums its output along rows and broadcasts its weight. Each gradient moves one more
+matrix of its kind; those of a row-parallel layer's input and weight share the panels of dY.
 """
 
 from typing import NamedTuple
@@ -13,25 +13,25 @@ from mtcli.core.plan.workload import Workload
 
 
 class GridBytes(NamedTuple):
-    """Bytes that a rank of a grid sends, in the mean, along its row and down its column."""
+    """Mean bytes that a rank of a grid sends along its row and down its column."""
 
     along: float
     down: float
 
 
 class GridTraffic(NamedTuple):
-    """Bytes of a block and a micro-batch: of its forward, and of its backward by itself."""
+    """Bytes of a block and a micro-batch: of its forward, and of its backward."""
 
     forward: GridBytes
     backward: GridBytes
 
 
 def grid_traffic(work: Workload) -> GridTraffic:
-    """Bytes of a block's GEMMs, norms and, in a mixture, of its tokens' way to the router.
+    """Bytes of a block's GEMMs and norms, and of its tokens' all-to-all to the router in a mixture.
 
     With h = K, 4 h wide MLPs and s tokens of b sequences: (4 bsh)/r along rows and 12 h^2/c down
-    columns forward, 6 bsh/r and 24 h^2/c backward. The paper's choice of products has 7 bsh and
-    14 bsh instead (arXiv:2104.05343, table 1). A ring sends (n - 1)/n of what n ranks gather.
+    columns forward, 6 bsh/r and 24 h^2/c backward. The paper's choice of GEMMs has 7 bsh and 14 bsh
+    (arXiv:2104.05343, table 1). A ring sends (n - 1)/n of what n ranks gather.
     """
     layout, size = work.layout, work.sizes.weight
     rows, columns = layout.tp_rows, layout.tp_columns
@@ -52,7 +52,7 @@ def grid_traffic(work: Workload) -> GridTraffic:
 
 
 def grid_bytes_per_step(work: Workload) -> GridBytes:
-    """Bytes that a rank's blocks send in a step, in the mean; of the pipeline rank with most."""
+    """Mean bytes that a rank's blocks send in a step, on the pipeline rank that sends most."""
     forward, backward = grid_traffic(work)
     passes = 2 if work.recompute == "full" else 1
     blocks = work.num_micro_batches * work.most_layers
@@ -61,10 +61,11 @@ def grid_bytes_per_step(work: Workload) -> GridBytes:
 
 
 def _numbers_of_norms(work: Workload) -> tuple[float, float]:
-    """Numbers of a token that a ring of c ranks carries (c - 1)/c of, for a norm each way.
+    """(forward, backward) numbers per token of a norm, of which a ring of c ranks carries (c -
+    1)/c.
 
     LayerNorm all-gathers a mean and a variance, and sums two numbers in the backward; RMSNorm sums
-    one each way. A sum is carried twice.
+    one in each. A sum counts twice.
     """
     if work.model.norm == "layernorm":
         return 2.0 * work.layout.tp_columns, 2.0 * 2

@@ -45,19 +45,19 @@ HINT = f"KIND-RATE, such as ethernet-100: {', '.join(LATENCY)}, and Gb/s per GPU
 
 @dataclass(frozen=True)
 class Link:
-    """A link of one GPU: bytes/s one way, and seconds until the first byte is there."""
+    """A link of one GPU: bytes/s one way, and its latency in seconds."""
 
     bandwidth: float
     latency: float
 
 
 def link(kind: str, gigabytes: float) -> Link:
-    """A link of a kind and its GB/s one way, per GPU."""
+    """A link of a kind of `gigabytes` GB/s one way, per GPU."""
     return Link(gigabytes * 1e9, LATENCY[kind])
 
 
 def read_link(text: str) -> Link | None:
-    """Parses the link `KIND-RATE`, in Gb/s; None where it is not one."""
+    """Parses the link `KIND-RATE`, in Gb/s; None for other text."""
     match = re.fullmatch(r"([a-z]+)-(\d+(?:\.\d+)?)", text)
     if match is None or match[1] not in LATENCY or float(match[2]) <= 0.0:
         return None
@@ -66,7 +66,7 @@ def read_link(text: str) -> Link | None:
 
 @dataclass(frozen=True, eq=False)  # a device is itself, and so may key a cache
 class Device:
-    """One accelerator and the links that join it to others."""
+    """One accelerator, and the links that connect it to others."""
 
     name: str
     flops: dict[str, float]  # FLOP/s by precision
@@ -86,7 +86,7 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Memory that a plan may fill: USABLE of it."""
+        """The memory that a plan may fill: the share USABLE of it."""
         return USABLE * self.memory_bytes
 
     @property
@@ -105,7 +105,7 @@ class Device:
         return self.network.bandwidth * self.physics.network
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of GEMMs in a precision; one the device lacks runs in the next wider it has."""
+        """FLOP/s of GEMMs in a precision; one that the device lacks runs as the next wider one."""
         return self.flops[self.computes_in(precision)]
 
     def computes_in(self, precision: str) -> str:
@@ -114,7 +114,7 @@ class Device:
 
     @property
     def half_precision(self) -> str:
-        """The precision for training in 16 bits: bf16, or fp16 on boards from before it."""
+        """The precision for training in 16 bits: bf16, or fp16 on GPUs without bf16."""
         return "fp16" if "fp16" in self.flops and "bf16" not in self.flops else "bf16"
 
 
@@ -125,7 +125,8 @@ def _gpu(
     source: str,
     within: str = "nvlink",
 ) -> Device:
-    """Builds a GPU: sustained share, GiB, GB/s, processors; node size, GB/s inside and between."""
+    """Builds a GPU from (sustained share, GiB, GB/s, processors) and (node size, GB/s within a
+    node, GB/s between nodes)."""
     sustained, gib, bandwidth, processors = board
     node_size, inside, between = links
     return Device(
@@ -171,17 +172,17 @@ NAMES = (*GPUS, "cpu")
 
 
 def gib(count: float) -> str:
-    """Bytes in GiB, or in MiB where that is less than a tenth of one."""
+    """Bytes in GiB, or in MiB below a tenth of a GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
 def device_named(text: str) -> Device:
     """The device of a name; `cpu` is this machine, whose rates `for_run` measures.
 
-    What joins the GPUs may follow, as in `h100,network=ethernet-100,link=pcie-512,node=4`: the
-    links between and within nodes, and GPUs in one. `cpu,network=ethernet-1` is this machine with
-    such a link between ranks, or every `node` of them (network namespaces). Raises MtcliError with
-    all that is unknown.
+    Changes may follow, as in `h100,network=ethernet-100,link=pcie-512,node=4`: the links between
+    and within nodes, and the GPUs of a node. `cpu,network=ethernet-1` is this machine with that
+    link between ranks, or between every `node` of them (network namespaces). Raises MtcliError with
+    all unknown names.
     """
     name, *changes = text.split(",")
     if name not in NAMES:
@@ -215,7 +216,7 @@ def _joined(device: Device, text: str, changes: list[str]) -> Device:
 
 
 def _machines(text: str, changes: list[str]) -> Device:
-    """This machine, whose ranks send each other over a network."""
+    """This machine, with a network between its ranks."""
     if any(change.startswith("link=") for change in changes):
         hint = "network=KIND-RATE, and node=RANKS on a machine"
         raise wrong("the links within this machine are measured", hint, "--device")
@@ -223,13 +224,13 @@ def _machines(text: str, changes: list[str]) -> Device:
 
 
 def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = True) -> Device:
-    """The device of one rank of a run: an accelerator of its own, or its share of this machine, as
-    measured. Without `calibrate` that is by quick rates of numpy's."""
+    """The device of one rank of a run: a GPU, or its share of this machine with measured rates.
+    Without `calibrate` those are quick rates, measured with numpy."""
     if device.name != "cpu":
         return device
-    known = calibrated(config, world) if calibrate else None
+    measured = calibrated(config, world) if calibrate else None
     ranks = min(world, cores())
-    rates, crowd = known or quick_rates(ranks), world / ranks
+    rates, crowd = measured or quick_rates(ranks), world / ranks
     call, network = rates.call * crowd, device.network
     bandwidth = rates.memory_bandwidth / crowd
     return replace(
@@ -243,7 +244,7 @@ def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = Tru
         network=replace(
             network, bandwidth=min(network.bandwidth, rates.socket / NETWORK_DEVICE / crowd)
         ),
-        rates="calibration" if known else "roofline",
+        rates="calibration" if measured else "roofline",
         crowd=crowd,
         widens=rates.widens,
         physics=host_physics(call, rates.element * crowd),
@@ -255,8 +256,9 @@ def quick_rates(ranks: int) -> Calibration:
     """Measures a rank's share of this machine in 0.1 s without torch: numpy's GEMM with all
     threads, its copy, and bytes through a socket.
 
-    Each is the best of several tries of a millisecond, which other programs leave alone now and
-    then: beside a load of 4 on 2 cores the best of 30 products of 512 was as without, of 1024 not.
+    Each is the best of several tries of a millisecond, some of which other programs do not disturb:
+    under a load of 4 on 2 cores the best of 30 GEMMs of size 512 was that of an idle machine, of
+    size 1024 not.
     """
     import numpy as np
 
@@ -276,25 +278,26 @@ def quick_rates(ranks: int) -> Calibration:
 
 
 def socket_rate() -> float:
-    """Measures bytes from one thread to another through a socket, per second of both threads."""
+    """Measures bytes/s from one thread to another through a socket, per processor second of
+    both."""
     data = memoryview(bytes(2**23))
     tries = timeit.repeat(lambda: send_over_loopback(data), timer=process_time, number=1, repeat=10)
     return len(data) / min(tries)
 
 
 def send_over_loopback(data: memoryview) -> None:
-    """Sends bytes from one thread to another by TCP, as ranks do that share no memory."""
+    """Sends bytes from one thread to another by TCP, as ranks without shared memory do."""
     from socket import create_connection, create_server
     from threading import Thread
 
     with create_server(("127.0.0.1", 0)) as server:
-        here, (there, _) = create_connection(server.getsockname()), server.accept()
-    with here, there:
-        sender = Thread(target=here.sendall, args=(data,))
+        client, (connection, _) = create_connection(server.getsockname()), server.accept()
+    with client, connection:
+        sender = Thread(target=client.sendall, args=(data,))
         sender.start()
         left, buffer = len(data), bytearray(2**20)
         while left:
-            left -= there.recv_into(buffer)
+            left -= connection.recv_into(buffer)
         sender.join()
 
 

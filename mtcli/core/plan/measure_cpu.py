@@ -1,8 +1,8 @@
-"""Measures four rates of this machine's processor; `calibration.py` starts it.
+"""Measures the rates of this machine's processor, as a subprocess of `calibration.py`.
 
-Each is the best of many tries by the processor time of the thread that computes, which other
-programs leave as it is; threads that wait for each other sleep (OMP_WAIT_POLICY), or they would
-count their waiting. All take 4 s of processor time, most of it to import torch.
+Each is the best of many tries by processor time of the computing thread, which other programs do
+not add to. Waiting threads sleep (OMP_WAIT_POLICY), as spinning would count. In all it takes 4 s of
+processor time, most of it to import torch.
 """
 
 import json
@@ -31,13 +31,13 @@ TRIES = 10  # at least
 
 
 def main() -> None:
-    """Prints the calibration of the facts given, as JSON."""
+    """Prints the calibration as JSON, for the facts given as JSON."""
     end_with(sys.stdin.fileno())
     sys.stdout.write(json.dumps(measured(json.loads(sys.argv[1])).as_json()))
 
 
 def measured(facts: Facts) -> Calibration:
-    """Measures the rates of a rank, with its share of the cores."""
+    """Measures the rates of a rank with its share of the cores."""
     threads = max(1, facts["cores"] // facts["ranks"])
     set_matmul(facts["matmul"])
     torch.set_num_threads(facts["cores"])
@@ -54,7 +54,8 @@ def measured(facts: Facts) -> Calibration:
 
 
 def seconds_of(run: Callable[[], Any]) -> float:
-    """Processor seconds of this thread for the quickest try, its share of a parallel region."""
+    """Processor seconds of this thread for the quickest try, its share of parallel regions
+    included."""
     run()
     end, seconds = thread_time() + SECONDS, list[float]()
     while len(seconds) < TRIES or thread_time() < end:
@@ -69,14 +70,14 @@ def gemm_rate(precision: str) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes/s read and written by a copy that no cache holds."""
+    """Bytes/s read and written by a copy that exceeds the caches."""
     source = torch.ones(COPIED)
     target = torch.empty_like(source)
     return 2.0 * source.nbytes / seconds_of(lambda: target.copy_(source))
 
 
 def element_seconds() -> float:
-    """Seconds of an element of GELU, whose function costs more than its memory."""
+    """Seconds per element of GELU, which is bound by its arithmetic."""
     x = torch.randn(ELEMENTS)
     return seconds_of(lambda: F.gelu(x, approximate="tanh")) / ELEMENTS
 

@@ -1,9 +1,9 @@
-"""Counts bytes per rank by construction: parameters, and activations that the schedule keeps alive.
+"""Counts bytes per rank: parameters by their shapes, and activations that the schedule keeps alive.
 
 Weights, gradients and optimizer state are counted from `Parameter.local_shape`, the shapes that
-training allocates. All else of a step is of one micro-batch on a stage, of which as many are alive
-as the schedule has in flight. A stage's bytes are estimates where layouts are ranked, and those of
-the real stage where `core/rehearse` has run it.
+training allocates. The other bytes are those of one micro-batch on a stage, times the micro-batches
+in flight. A stage's bytes are estimates where layouts are ranked, and measured where
+`core/rehearse` has run the real stage.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,17 +23,17 @@ from mtcli.core.schedule.ops import Op
 
 
 class InFlight(NamedTuple):
-    """Counts of the micro-batches in flight at one moment, per chunk of a rank."""
+    """The micro-batches in flight at one moment, per chunk of a rank."""
 
     activations: tuple[int, ...]  # between F and B or I
     waiting: tuple[int, ...]  # between I and W
     gathered: tuple[int, ...]  # 1 where the last op was an F: zero=3 leaves its ends gathered
-    sent: tuple[int, ...]  # within a W, 1 where an I was before it: its gradient is still sent
+    sent: tuple[int, ...]  # within a W, 1 where the gradient of an earlier I is still being sent
 
 
 class Moments(NamedTuple):
-    """Moments of a rank's step at which memory may peak: no other of their kind has more of every
-    count."""
+    """The moments of a rank's step at which memory may peak; a moment whose counts are all at most
+    another's is left out."""
 
     between: list[InFlight]  # ops
     forward: list[list[InFlight]]  # within an F of each chunk, its own micro-batch included
@@ -48,10 +48,10 @@ class Memory:
     weights: float
     gradients: float
     optimizer: float
-    activations: float  # what forwards keep for their backwards
-    working: float  # what is there besides for a moment
+    activations: float  # saved for backward
+    working: float  # temporary
     reserved: float  # the device's context and communication buffers; on CPU `host` as well
-    host: float  # of host memory, in which a save's copy waits while it is written
+    host: float  # host memory of the copy that an asynchronous save writes
 
     @property
     def other(self) -> float:
@@ -79,12 +79,12 @@ BytesOf = Callable[[int], RankBytes]  # of a pipeline rank
 
 
 def memory(work: Workload, device: Device) -> Memory:
-    """The estimated bytes of the fullest rank."""
+    """The estimated bytes of the rank with most."""
     return max(each_stage(work, device), key=lambda m: m.total)
 
 
 def rank_memory(work: Workload, stages: Sequence[Memory], rank: int) -> Memory:
-    """Bytes of one rank, given those of each pipeline rank's first. Of rows that do not divide, the
+    """Bytes of one rank, given those of each pipeline rank's first. Where rows do not divide, the
     last data ranks have fewer."""
     coordinates = work.layout.coordinates(rank)
     weights, gradients, optimizer = state_bytes(work, coordinates["pp"], owner_of(work, rank))
@@ -103,8 +103,8 @@ def rank_memory(work: Workload, stages: Sequence[Memory], rank: int) -> Memory:
 
 
 def fits(work: Workload, device: Device) -> bool:
-    """Whether by estimates, which may be MARGIN too high, every rank leaves the share of its device
-    that goes to fragmentation."""
+    """Whether every rank, by estimates that may be MARGIN too high, stays within the usable
+    memory."""
     if _least(work, device) > device.usable_bytes:
         return False
     most = device.usable_bytes * (1 + MARGIN)
@@ -114,11 +114,11 @@ def fits(work: Workload, device: Device) -> bool:
 def smallest(works: Iterable[Workload], device: Device) -> Workload:
     """The workload whose fullest rank has the fewest bytes.
 
-    Those with less state come first, until the next one's state alone is more than the best has.
+    Tries them by increasing bytes of state, until the state alone exceeds the best total.
     """
-    first, *rest = sorted(works, key=lambda work: _least(work, device))
+    first, *larger = sorted(works, key=lambda work: _least(work, device))
     least = memory(first, device).total
-    for work in rest:
+    for work in larger:
         if _least(work, device) >= least:
             break
         if (total := memory(work, device).total) < least:
@@ -127,15 +127,15 @@ def smallest(works: Iterable[Workload], device: Device) -> Workload:
 
 
 def _least(work: Workload, device: Device) -> float:
-    """Bytes that a rank of the pipeline's ends or middle has at least: quick to know."""
+    """A quick lower bound of a rank's bytes, from the ends and the middle of the pipeline."""
     last = work.layout.pp - 1
     state = max(sum(state_bytes(work, pp_rank)) for pp_rank in {0, last // 2, last})
     return state + device.reserved_bytes
 
 
 def each_stage(work: Workload, device: Device, bytes_of: BytesOf | None = None) -> Iterator[Memory]:
-    """Yields the bytes of the fullest rank of each pipeline rank, which is its first. Those beside
-    the state are `bytes_of` the pipeline rank, or estimates."""
+    """Yields the bytes of the first rank of each pipeline rank, which has most. `bytes_of` a
+    pipeline rank gives the bytes besides state; None estimates them."""
     bytes_of = bytes_of or partial(estimated, work, device)
     on_cpu = device.name == "cpu"
     for pp_rank in range(work.layout.pp):
@@ -148,18 +148,18 @@ def each_stage(work: Workload, device: Device, bytes_of: BytesOf | None = None) 
 
 
 def _alive(runs: Sequence[StageBytes], most: Moments) -> tuple[float, float]:
-    """(bytes alive between ops, peak within one) of the micro-batches of a rank's stages."""
-    each = ((run.saved, run.waiting, run.gathered, run.sent) for run in runs)
-    sizes = [*chain(*zip(*each, strict=True))]
+    """(bytes alive between ops, peak within an op) of the micro-batches of a rank's stages."""
+    stage_bytes = ((run.saved, run.waiting, run.gathered, run.sent) for run in runs)
+    sizes = [*chain(*zip(*stage_bytes, strict=True))]
 
     def level(moments: Sequence[InFlight]) -> float:
         return max((sum(map(mul, chain(*state), sizes)) for state in moments), default=0.0)
 
     saved = level(most.between)
     within = [
-        level(moments) - own + peak
+        level(moments) - live + peak
         for run, *kinds in zip(runs, most.forward, most.backward, most.weights, strict=True)
-        for moments, (own, peak) in zip(kinds, run.peaks, strict=True)
+        for moments, (live, peak) in zip(kinds, run.peaks, strict=True)
     ]
     return saved, max(saved, *within)
 
@@ -167,11 +167,10 @@ def _alive(runs: Sequence[StageBytes], most: Moments) -> tuple[float, float]:
 def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int, int, int]:
     """Bytes of weights, gradients and optimizer state (masters and moments) on a pipeline rank.
 
-    zero=1 cuts the optimizer state along each parameter's first dimension over the data ranks
-    (dp*cp, of experts edp), whose gradients are padded to equal shares; zero=3 cuts all three, and
-    the weights it keeps are the masters. Untrained weights are whole and as wide as gradients, and
-    those that adapters are trained for as wide as weights. What replicas keep for their exchange is
-    counted with the optimizer's.
+    zero=1 shards the optimizer state by each parameter's rows over the data ranks (dp * cp, edp for
+    experts), and pads gradients to equal shards. zero=3 shards all three, and its weights are the
+    masters. Untrained weights are replicated and as wide as gradients; frozen ones, under adapters,
+    as wide as weights. State of replicas' exchanges counts as the optimizer's.
     """
     elements, sizes = rank_elements(work, pp_rank, owner), work.sizes
     exchange = round(exchange_of(work, pp_rank).state_bytes())
@@ -190,29 +189,29 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
 
 
 def frozen_bytes(work: Workload, pp_rank: int = 0) -> int:
-    """Bytes of the weights that adapters are trained for, on a pipeline rank; 0 without any."""
+    """Bytes of the frozen weights under adapters, on a pipeline rank; 0 without adapters."""
     return rank_elements(work, pp_rank).frozen * work.sizes.weight
 
 
 def copied_bytes(work: Workload, pp_rank: int) -> int:
-    """Bytes that a pipeline rank's first data rank saves: weights in their compute dtype, and the
-    optimizer's master weights and moments."""
+    """Bytes of the host copy that a pipeline rank's first data rank saves: weights in their compute
+    dtype, master weights and moments."""
     weights, _, optimizer = state_bytes(work, pp_rank)
-    weights -= frozen_bytes(work, pp_rank)  # which the base has
+    weights -= frozen_bytes(work, pp_rank)  # which adapters' checkpoints leave out
     again = work.sizes.weight if is_sharded(work) and work.sizes.master else 0  # from masters
     return weights + optimizer + rank_elements(work, pp_rank).shard * again
 
 
 def in_flight_chunks(work: Workload) -> tuple[int, ...]:
     """Micro-batches in flight, times vpp, on each pipeline rank."""
-    every = (moments(work, pp_rank).between for pp_rank in range(work.layout.pp))
+    per_rank = (moments(work, pp_rank).between for pp_rank in range(work.layout.pp))
     return tuple(
-        max(sum(state.activations) + sum(state.waiting) for state in most) for most in every
+        max(sum(state.activations) + sum(state.waiting) for state in most) for most in per_rank
     )
 
 
 def moments(work: Workload, pp_rank: int) -> Moments:
-    """The fullest moments of a pipeline rank, between ops and within one."""
+    """The moments of a pipeline rank with most bytes, between ops and within one."""
     pp, vpp = work.layout.pp, work.layout.vpp
     if work.schedule_name == "gpipe" and pp > 1:
         everyone = [InFlight((work.num_micro_batches,), (0,), (0,), (0,))]
@@ -221,10 +220,10 @@ def moments(work: Workload, pp_rank: int) -> Moments:
 
 
 def _filling(work: Workload) -> int:
-    """The least number of micro-batches that fills the pipeline as all of a step's do.
+    """The fewest micro-batches with which the pipeline's memory is that of a whole step.
 
-    The first pp of them do so; with chunks the second group of pp, and as a last group takes a
-    remainder with it, that too.
+    Without chunks these are the first pp. With chunks they are two groups of pp, and the remainder,
+    which joins the last group.
     """
     pp, m = work.layout.pp, work.num_micro_batches
     if pp == 1 or work.layout.vpp == 1:

@@ -1,14 +1,14 @@
-"""The shares of a GPU's rates that a training step reaches, and its latencies."""
+"""The shares of a device's rates that a training step reaches, and its latencies."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Physics:
-    """Shares and latencies that separate a step from the datasheet's rates.
+    """The shares and latencies that separate a step from the datasheet's rates.
 
-    Some were measured by themselves; `benchmarks/fit_physics.py` fitted the others once, together,
-    on published runs (docs/plan.md). There is none per source, model or row.
+    Some were measured alone; `benchmarks/fit_physics.py` fitted the others together, once, on
+    published runs (docs/plan.md). None is specific to a source, model or row.
     """
 
     gemm: float = 0.883
@@ -52,8 +52,9 @@ OVERHEAD_CALLS = 200  # of the host, in a step outside of its micro-batches
 
 
 def host_physics(call: float, element: float) -> Physics:
-    """Shares and latencies of a CPU, which hides nothing: communication takes the cores that
-    compute. Set from steps of `benchmarks/bench_cpu_rates.py` on 2 cores of an AMD EPYC."""
+    """The shares and latencies of a CPU, on which communication takes cores from the
+    computation and hides nothing. Set from steps of `benchmarks/bench_cpu_rates.py` on 2 cores
+    of an AMD EPYC."""
     return Physics(
         gemm=0.85,
         narrow_gemm=0.85,

@@ -1,11 +1,11 @@
-"""Predicts a step's bytes, seconds, FLOPs and MFU, from the objects that train.
+"""Predicts a step's bytes, seconds, FLOPs and MFU, from the classes that training uses.
 
-The schedule is simulated with the time of each stage's forward and backward; data parallel traffic
-and the optimizer follow. MFU counts 3 forward passes with the full square of attention, whatever is
-computed (arXiv:2205.05198, appendix A); HFU adds what is computed again.
+The schedule is simulated with the seconds of each stage's forward and backward; data parallel
+traffic and the optimizer are added. MFU counts 3 forward passes with the full square of attention,
+whatever is computed (arXiv:2205.05198, appendix A); HFU adds recomputation.
 
-Published numbers count otherwise, by named conventions: how often a forward pass counts (3 times,
-or 4 where blocks are recomputed), and whether over the full square of attention or its causal half.
+Published FLOP counts follow other conventions, which differ in the multiple of a forward pass (3,
+or 4 where blocks are recomputed) and in attention (its full square, or its causal half).
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,8 @@ NO_ADAPTERS = LoraConfig()
 
 @dataclass(frozen=True)
 class Convention:
-    """A count of FLOPs: `again` adds every block's forward pass once more, the head's never."""
+    """A way of counting FLOPs; `again` adds one more forward pass of every block, without the
+    head."""
 
     name: str
     again: bool = False
@@ -41,7 +42,7 @@ class Convention:
     def token_flops(
         self, model: ModelConfig, seq_len: int, lora: LoraConfig = NO_ADAPTERS
     ) -> float:
-        """FLOPs of a step per token of it (arXiv:2104.04473, equation 3, for `again`)."""
+        """FLOPs of a step per token (with `again`: arXiv:2104.04473, equation 3)."""
         attended = seq_len if self.attention else 0
         again = blocks_flops(model, attended, lora, self.causal) if self.again else 0.0
         return training_flops(model, attended, lora, self.causal) + again
@@ -76,7 +77,7 @@ class Prediction:
 
     @property
     def fullest_stage(self) -> int:
-        """The pipeline rank with most bytes; the first of equals."""
+        """The pipeline rank with most bytes; the first of equal ones."""
         totals = [stage.total for stage in self.stages]
         return totals.index(max(totals))
 
@@ -87,7 +88,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank that holds most stays within the device's usable memory."""
+        """Whether the rank with most bytes stays within the device's usable memory."""
         return self.memory.total <= self.device.usable_bytes
 
     @property
@@ -108,7 +109,7 @@ class Prediction:
 
     @property
     def flops_by_convention(self) -> dict[str, float]:
-        """FLOP/s per device by each convention of counting them."""
+        """FLOP/s per device, by convention of counting."""
         m, seq_len = self.work.model, self.work.seq_len
         rate = self.tokens_per_second_per_gpu
         lora = self.work.lora
@@ -126,7 +127,7 @@ class Prediction:
 
     @property
     def communication_seconds(self) -> dict[str, float]:
-        """Seconds a rank spends per step on each axis, hidden or not."""
+        """Seconds per step that a rank communicates along each axis, hidden or not."""
         work, costs = self.work, self.costs
         blocks = work.num_micro_batches * work.most_layers
         again = 1.0 if work.recompute == "full" else 0.0
@@ -147,19 +148,18 @@ class Prediction:
     def evaluation_seconds(self) -> float:
         """Seconds of a global batch of validation data: forward passes alone.
 
-        Its memory is within `memory`: a forward with no backward to come keeps nothing of what a
-        step's does.
+        Its memory is below that of a step, as nothing is saved for backward.
         """
         return evaluation_seconds(self.work, self.costs)
 
     def timeline(self, num_micro_batches: int | None = None) -> Timeline:
-        """The simulated pipeline of the step, or of fewer micro-batches of it."""
+        """The simulated pipeline of the step, or of the first `num_micro_batches` of it."""
         count = num_micro_batches or self.work.num_micro_batches
         return pipeline_timeline(self.work, self.costs, count)
 
 
 def predict(config: RunConfig, world: int, device: str) -> Prediction:
-    """The cost of a run config's step on `world` devices of that name.
+    """The cost of a step of a run config on `world` devices named `device`.
 
     Raises MtcliError with every rule that the config breaks, or for an unknown device.
     """
@@ -178,8 +178,8 @@ def predict_workload(work: Workload, device: Device) -> Prediction:
 
 
 def recomputed_share(work: Workload) -> float:
-    """FLOPs that the backward recomputes over those of a step without: the blocks' forward passes,
-    or attention's."""
+    """FLOPs that the backward recomputes (all blocks' forwards, or attention's) over those of a
+    step without."""
     m, flops = work.model, training_flops(work.model, work.seq_len, work.lora)
     if work.recompute == "full":
         return blocks_flops(m, work.seq_len, work.lora) / flops
@@ -189,6 +189,6 @@ def recomputed_share(work: Workload) -> float:
 
 
 def blocks_flops(model: ModelConfig, seq_len: int, lora: LoraConfig, causal: bool = False) -> float:
-    """FLOPs of one token's forward pass through the blocks and their adapters, without the head."""
+    """FLOPs of one token's forward through the blocks and their adapters, without the head."""
     head = 2.0 * model.vocab_size * model.hidden_size
     return forward_flops(model, seq_len, causal) - head + 2.0 * count_adapters(model, lora)

@@ -1,5 +1,5 @@
-"""Names what is alive in a step on a rank beside its state: what is estimated, and learned
-from the real stages."""
+"""Defines the live bytes of a rank without its state: estimated, or measured by rehearsing
+stages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class StageBytes(NamedTuple):
 
     @property
     def peaks(self) -> tuple[tuple[float, float], ...]:
-        """(bytes of its own that are counted among those alive, peak) within F, B or I, and W."""
+        """(bytes already counted as alive, peak) within F, within B or I, and within W."""
         return (
             (self.saved, self.forward_peak),
             (self.saved, self.backward_peak),
@@ -27,7 +27,7 @@ class StageBytes(NamedTuple):
 
 
 class RankBytes(NamedTuple):
-    """Live bytes of a pipeline rank beside its state."""
+    """Live bytes of a pipeline rank without weights, gradients and optimizer state."""
 
     stages: Sequence[StageBytes]
     update: float  # at the peak of the reduction and the update

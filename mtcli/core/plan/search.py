@@ -1,12 +1,12 @@
 """Searches for the best layouts of a model on some devices, and the fewest devices that hold it.
 
-Every legal layout is tried in order of a lower bound. Memory is estimated by closed forms. A caller
-may rehearse the layouts that the search ends with: their real stages then decide whether they fit.
+Memory is estimated by closed forms. A caller may rehearse the layouts that the search finds: their
+real stages then decide whether they fit.
 
-A step cannot be shorter than its busiest rank's work plus the pipeline's fill, which is quick to
-compute. Layouts wait in a queue by that bound, first a loose one and then a tight one; those that
-reach its head and fit are simulated; when the bound at the head is above the K-th best found, no
-other can be better, so the result is exact.
+A lower bound of a step's seconds, its busiest rank's work plus the pipeline's fill, is quick to
+compute. A priority queue orders layouts by a loose bound first, then by a tight one; layouts at its
+head that fit are simulated. Once the bound at the head exceeds the K-th best simulated step no
+other layout can be better, so the result is exact.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,7 @@ SMALLEST_CONTEXT = 4096  # tokens of a sequence per cp rank; with fewer the ring
 
 
 class Candidate(NamedTuple):
-    """A legal layout that fits, as a config that `train` takes, and its cost."""
+    """A legal layout that fits, as a config for `train`, and its predicted cost."""
 
     config: RunConfig
     prediction: Prediction
@@ -48,18 +48,18 @@ Rehearse = Callable[[Sequence[tuple[RunConfig, Prediction]]], list[Prediction]]
 
 
 def as_estimated(plans: Sequence[tuple[RunConfig, Prediction]]) -> list[Prediction]:
-    """Leaves predictions as they are."""
+    """Returns the predictions unchanged."""
     return [prediction for _, prediction in plans]
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidates, best first, and counts of the others."""
+    """The best candidates, best first, and counts of the other layouts."""
 
     best: tuple[Candidate, ...]
     tried: int
     too_large: int
-    nearest: Workload | None  # of those that are too large, the one that needs least memory
+    nearest: Workload | None  # the layout that needs least memory, of those that are too large
     works: tuple[Workload, ...] = ()  # everything that was tried, and squares of ranks
 
 
@@ -73,9 +73,9 @@ def search(
 ) -> SearchResult:
     """The `top` fastest layouts of a model on `world` devices that fit their memory.
 
-    Fields named in `pinned` ("parallel.tp", "batch.micro_batch_size") stay as the config has them.
-    `rehearse` gets the layouts that the search ends with. Where one does not fit after that, the
-    search goes on for another.
+    Fields named in `pinned` ("parallel.tp", "batch.micro_batch_size") keep the config's value.
+    `rehearse` gets the layouts that the search finds; while one of them then does not fit, the
+    search continues for another.
     """
     works = works_of(config, world, device, pinned)
     queue = [(_loose_bound(work, device), number, False) for number, work in enumerate(works)]
@@ -112,14 +112,14 @@ def fewest(
     keeps_batch: bool,
     rehearse: Rehearse = as_estimated,
 ) -> Candidate | None:
-    """The quickest layout on the fewest devices, more than `above`, that hold the model.
+    """The fastest layout on the fewest devices, more than `above`, that hold the model.
 
-    Counts are whole nodes beyond the first. A preset's batch gives way where no layout divides it.
-    None where no number of devices is enough, and on a CPU, whose ranks share one memory.
+    Counts beyond the first node are whole nodes. A preset's batch is rounded where no layout
+    divides it. None where no count is enough, and on a CPU, whose ranks share one memory.
     """
 
     def sized(world: int) -> RunConfig | None:
-        """The config if a layout fits."""
+        """The config on `world` devices, if a layout fits."""
         batch = config.batch.global_batch_size
         for size in [batch] if keeps_batch else [batch, round_batch(batch, world)]:
             resized = with_batch(config, size)
@@ -145,7 +145,7 @@ def fewest(
 
 
 def _between(low: int, high: int, node: int) -> Iterator[int]:
-    """Yields counts above `low`, up to `high`: all within a node, and full nodes beyond."""
+    """Yields counts above `low`, up to `high`: all within a node, and whole nodes beyond."""
     yield from range(low + 1, min(node, high) + 1)
     nodes = range(max(low, node) // node + 1, high // node + 1)
     yield from (count * node for count in nodes[:: max(1, len(nodes) // MOST_TRIED)])
@@ -153,15 +153,15 @@ def _between(low: int, high: int, node: int) -> Iterator[int]:
 
 
 def round_batch(sequences: int, gpus: int) -> int:
-    """Rounds a number of sequences up to one that the data ranks of many layouts divide: a multiple
-    of the world's odd part and of its powers of two up to 64."""
+    """Rounds a number of sequences to one that many layouts' data ranks divide: a multiple of the
+    world's odd part and of its powers of two up to 64."""
     odd = gpus // (gpus & -gpus)
     unit = odd * min(64, gpus & -gpus)
     return max(1, -(-sequences // unit)) * unit
 
 
 def with_batch(config: RunConfig, sequences: int) -> RunConfig:
-    """The config with another global batch."""
+    """The config with `sequences` as its global batch."""
     batch = config.batch.model_copy(update={"global_batch_size": sequences})
     return config.model_copy(update={"batch": batch})
 
@@ -169,16 +169,15 @@ def with_batch(config: RunConfig, sequences: int) -> RunConfig:
 def works_of(
     config: RunConfig, world: int, device: Device, pinned: frozenset[str]
 ) -> list[Workload]:
-    """Every workload that is tried: in one dimension unless the config is of two, and grids."""
+    """Every workload to try: those in one dimension, unless the config asks for two, and grids."""
     one = [] if config.parallel.tp_mode == "2d" else legal_works(config, world, pinned)
     return [*one, *grids(config, world, device, pinned)]
 
 
 def grids(config: RunConfig, world: int, device: Device, pinned: frozenset[str]) -> list[Workload]:
-    """Workloads in two dimensions: squares, where the config is of one dimension and does not pin
-    that. A config of two gets the grids of its `tp_rows` where that is pinned, and otherwise those
-    within a node or with a node in each row as well: elsewhere a square sends less.
-    """
+    """Workloads in two dimensions. A config in one dimension that does not pin tp_mode gets
+    squares. One in two dimensions gets grids of its pinned `tp_rows`, or else those within a node
+    or with a node per row; beyond that a square sends less."""
     p, m = config.parallel, config.model
     asked, given = p.tp_mode == "2d", "parallel.tp_rows" in pinned
     if not asked and ("parallel.tp_mode" in pinned or m.num_experts):
@@ -204,17 +203,17 @@ def grids(config: RunConfig, world: int, device: Device, pinned: frozenset[str])
 
 
 def apply(config: RunConfig, work: Workload) -> RunConfig:
-    """The config with a workload's layout and micro-batch; other fields as they are."""
+    """The config with a workload's layout and micro-batch."""
     layout = work.layout
     axes = {axis: layout.size(axis) for axis in ("cp", "pp", "ep", "etp")}
     mode = work.tp_mode if layout.tp_rows > 1 else config.parallel.tp_mode
-    told = config.parallel.model_copy(update={"tp": layout.tp, "tp_mode": mode})
+    with_tp = config.parallel.model_copy(update={"tp": layout.tp, "tp_mode": mode})
     even = config.model.num_layers % layout.num_stages == 0
     parallel = {
         **axes,
         "tp": layout.tp,
         "tp_mode": mode,
-        "tp_rows": told.tp_rows if told.grid_rows == layout.tp_rows else layout.tp_rows,
+        "tp_rows": with_tp.tp_rows if with_tp.grid_rows == layout.tp_rows else layout.tp_rows,
         "vpp": layout.vpp,
         "schedule": work.schedule_name,
         "zero": work.zero,
@@ -230,11 +229,11 @@ def apply(config: RunConfig, work: Workload) -> RunConfig:
 def choices(
     config: RunConfig, world: int, pinned: frozenset[str] = frozenset()
 ) -> Iterator[AxisSizes]:
-    """Yields every layout worth a look. Left out are those that another beats in time and in
-    memory: gpipe by 1f1b, zero=0 by zero=1 where dp > 1, selective recompute under flash attention
-    by none, sequences not sharded over tp by sequence parallelism wherever tp divides a
-    micro-batch's tokens; and context parallel ranks that would keep fewer than SMALLEST_CONTEXT
-    tokens.
+    """Yields every layout worth trying.
+
+    Left out are those that another beats in time and in memory: gpipe (by 1f1b), zero=0 (by zero=1
+    where dp > 1), selective recompute under flash attention (by none), and no sequence parallelism
+    where tp divides a micro-batch's tokens; also cp ranks of fewer than SMALLEST_CONTEXT tokens.
     """
     m, b = config.model, config.batch
 
@@ -260,15 +259,15 @@ def choices(
             sharded = [0, 1]
         zeros = options("parallel.zero", [0] if dp == 1 else sharded)
         fitting = [size for size in sizes if b.global_batch_size % (size * dp) == 0]
-        for (ep, etp), *others in product(experts, fitting, schedules, zeros, again):
-            chosen = (tp, cp, pp, vpp, ep, etp, *others)
+        for (ep, etp), *other_values in product(experts, fitting, schedules, zeros, again):
+            chosen = (tp, cp, pp, vpp, ep, etp, *other_values)
             yield dict(zip((*AXES, *OTHERS), chosen, strict=True))
 
 
 def _grids(
     config: RunConfig, world: int, cps: list[int], options: Callable[[str, list[Any]], list[Any]]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yields tp, cp, pp and vpp that divide the model and the world."""
+    """Yields (tp, cp, pp, vpp) that divide the model and the world."""
     m = config.model
     width = m.dense_ffn_hidden_size
     tps = divisors(gcd(m.num_heads, width))  # gcd(heads, 0) is heads
@@ -289,7 +288,7 @@ def _grids(
 
 
 def _chunks(num_layers: int, pp: int) -> list[int]:
-    """Chunks per rank: all that divide the layers evenly, or powers of two where pp does not."""
+    """Chunks per rank: all that divide the layers evenly; powers of two where pp does not."""
     if pp == 1:
         return [1]
     if num_layers % pp == 0:
@@ -298,7 +297,7 @@ def _chunks(num_layers: int, pp: int) -> list[int]:
 
 
 def legal_works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
-    """Builds the workload of every choice, without those that a pinned value makes illegal."""
+    """The workload of every choice, without those that a pinned value makes illegal."""
     start = Workload.of(config, world)
     parallel = config.parallel
     works = [_with(start, choice, parallel) for choice in choices(config, world, pinned)]
@@ -306,18 +305,18 @@ def legal_works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[W
 
 
 def _loose_bound(work: Workload, device: Device) -> float:
-    """Seconds of the blocks of the rank with most layers: quicker to know than `lower_bound`."""
+    """Seconds of the blocks of the rank with most layers, quicker to compute than `lower_bound`."""
     block = block_costs(work, device).block
     layers = -(-work.model.num_layers // work.layout.pp)
     return work.num_micro_batches * layers * block.total
 
 
 def lower_bound(work: Workload, device: Device) -> float:
-    """Seconds that the simulated step never beats.
+    """A lower bound of the simulated step's seconds.
 
-    Some rank r starts when a micro-batch has come through the first stages of the ranks before it,
-    does its work, and its last gradient goes back through them. Under zero_bubble r weight halves
-    of rank r may wait until after that, and rank 0 ends with one.
+    A rank starts once a micro-batch has passed the first stages of the ranks ahead of it, does its
+    work, and its last gradient returns through them. Under zero_bubble rank r may delay r weight
+    passes beyond that; rank 0 ends with one.
     """
     costs = step_costs(work, device)
     stages, pp, m = stage_seconds(work, costs), work.layout.pp, work.num_micro_batches
@@ -331,7 +330,7 @@ def lower_bound(work: Workload, device: Device) -> float:
 
 
 def _with(work: Workload, choice: AxisSizes, parallel: ParallelConfig) -> Workload:
-    """Builds `Workload.of(apply(config, choice), world)` without building the config."""
+    """`Workload.of(apply(config, choice), world)`, computed without building the config."""
     axes = {axis: choice[axis] for axis in AXES}
     sizes = parallel.model_copy(update=axes)
     replicas = work.sync.num_replicas(sizes.most_replicas(work.layout.world))

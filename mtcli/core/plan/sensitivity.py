@@ -1,4 +1,4 @@
-"""Compares the best layout with those that differ from it in one axis."""
+"""Compares the best layout with those that differ from it in one field."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -35,7 +35,7 @@ FOLLOWS |= {"tp_mode": ("tp", "tp_rows", "micro-batch", "zero"), "tp_rows": ("mi
 
 
 class Neighbour(NamedTuple):
-    """A layout that differs in one field, and in the fields that had to follow."""
+    """A layout that differs in one field, and in the fields that must change with it."""
 
     field: str
     value: FieldValue
@@ -43,11 +43,14 @@ class Neighbour(NamedTuple):
     reason: str
 
 
-def neighbours(known: Sequence[Prediction], works: Sequence[Workload]) -> list[Neighbour]:
-    """Neighbours by each field: the next smaller and the next larger value that was tried, in its
-    quickest layout that fits, with the reason why it falls short of the best, the first of `known`.
+def neighbours(predictions: Sequence[Prediction], works: Sequence[Workload]) -> list[Neighbour]:
+    """The neighbours of the best layout, `predictions[0]`: for each field the next smaller and the
+    next larger value that was tried.
+
+    Each is the fastest layout with that value that fits, with the reason why it is slower than the
+    best.
     """
-    best, by_work = known[0], {prediction.work: prediction for prediction in known}
+    best, by_work = predictions[0], {prediction.work: prediction for prediction in predictions}
     return [
         _quickest(field, value, near, by_work, best)
         for field in FIELDS
@@ -58,7 +61,7 @@ def neighbours(known: Sequence[Prediction], works: Sequence[Workload]) -> list[N
 def _nearest(
     field: str, best: Workload, works: Sequence[Workload]
 ) -> list[tuple[FieldValue, list[Workload]]]:
-    """Values next to the best's, with the layouts that have them and are alike otherwise."""
+    """The values next to the best's, with the layouts that have them and are otherwise equal."""
     free = (field, *FOLLOWS.get(field, ()))
     fixed = [read for name, read in FIELDS.items() if name not in free]
     same = [read(best) for read in fixed]
@@ -81,8 +84,8 @@ def _quickest(
     by_work: dict[Workload, Prediction],
     best: Prediction,
 ) -> Neighbour:
-    """The quickest layout that fits, by lower bounds: those of the largest pipelines take a second
-    to simulate, and a bound falls short of a step by about as much here as there."""
+    """The fastest layout that fits, by scaled lower bounds: simulating the largest pipelines takes
+    a second, and a bound's error is about the same for similar layouts."""
     device = best.device
     for work in sorted(works, key=lambda candidate: lower_bound(candidate, device)):
         if fits(work, device):
@@ -96,7 +99,7 @@ def _quickest(
 
 
 def _estimate(work: Workload, best: Prediction) -> Prediction:
-    """Predicts a step as its lower bound, times the best's step over its own bound."""
+    """Predicts a step as its lower bound, times the ratio of the best's step to its bound."""
     device, costs = best.device, step_costs(work, best.device)
     over = best.step_seconds / lower_bound(best.work, device)
     step = over * lower_bound(work, device)
@@ -108,7 +111,7 @@ def _estimate(work: Workload, best: Prediction) -> Prediction:
 
 
 def _reason(prediction: Prediction, best: Prediction) -> str:
-    """Words how much slower a layout is, and the part of the step that grew most."""
+    """Text on how much slower a layout is, and the part of the step that grew most."""
     slower = prediction.step_seconds / best.step_seconds - 1
     parts, best_parts = _parts(prediction), _parts(best)
     grew = max(parts, key=lambda part: parts[part] - best_parts[part])
@@ -118,11 +121,11 @@ def _reason(prediction: Prediction, best: Prediction) -> str:
 
 
 def _parts(prediction: Prediction) -> dict[str, float]:
-    """Seconds of a step by cause: bubble, communication by axis, recomputation and computing."""
+    """Seconds of a step by cause: bubble, communication by axis, recomputation, computing."""
     idle = prediction.step_seconds * prediction.bubble_fraction / (1 + prediction.bubble_fraction)
     sent = prediction.communication_seconds
     parts = {f"{axis} communication": seconds for axis, seconds in sent.items()}
     again = prediction.costs.recomputed * prediction.work.num_micro_batches
     parts["recomputation"] = again * prediction.work.most_layers
-    rest = prediction.step_seconds - idle - sum(parts.values())
-    return {"bubble": idle, "computing": rest, **parts}
+    computing = prediction.step_seconds - idle - sum(parts.values())
+    return {"bubble": idle, "computing": computing, **parts}

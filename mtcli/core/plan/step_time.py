@@ -1,4 +1,4 @@
-"""Seconds of the parts of a step, and of its pipeline: the schedule simulated with them."""
+"""Seconds of the parts of a step, and of its pipeline, by simulating the schedule."""
 
 from dataclasses import replace
 from functools import cache
@@ -48,8 +48,8 @@ def step_costs(work: Workload, device: Device) -> Costs:
         _covered(parts.block.forward, sharded.forward, device),
         _covered(parts.block.backward + added, sharded.backward, device),
     )
-    beside = _undisturbed(work, block, parts, device)
-    gradients, exposed = _gradients(work, beside, device)
+    undisturbed = _undisturbed(work, block, parts, device)
+    gradients, exposed = _gradients(work, undisturbed, device)
     return replace(
         parts,
         block=block,
@@ -62,7 +62,7 @@ def step_costs(work: Workload, device: Device) -> Costs:
 
 
 def block_costs(work: Workload, device: Device) -> Costs:
-    """Costs of a step's parts that do not depend on the pipeline or on the data ranks."""
+    """Costs of the parts of a step that do not depend on the pipeline or the data ranks."""
     p = work.layout
     axes = {"tp": p.tp, "cp": p.cp, "ep": p.ep, "etp": p.etp}
     alone = ParallelLayout(prod(axes.values()), **axes, tp_rows=p.tp_rows)
@@ -96,8 +96,8 @@ def _block_parts(work: Workload, device: Device) -> Costs:
 
 
 def _undisturbed(work: Workload, block: Pass, parts: Costs, device: Device) -> Pass:
-    """Seconds of a block's passes in which its own collectives leave the network between nodes to
-    the data ranks' exchange."""
+    """Seconds of a block's passes in which its own collectives leave the network between nodes free
+    for the data ranks' exchange."""
     layout, busy = work.layout, Pass()
     ranks = (layout.tp, layout.tp * layout.cp, layout.ep * layout.etp)
     for size, seconds in zip(ranks, (parts.tensor, parts.context, parts.expert), strict=True):
@@ -107,12 +107,12 @@ def _undisturbed(work: Workload, block: Pass, parts: Costs, device: Device) -> P
 
 
 def _covered(compute: float, fetched: float, device: Device) -> float:
-    """Seconds of a block whose weights are all-gathered while the one before computes."""
+    """Seconds of a block whose weights are all-gathered while the previous block computes."""
     hidden = min(fetched, compute) * device.physics.shard_overlap
     return compute + fetched - hidden
 
 
-def _gradients(work: Workload, beside: Pass, device: Device) -> tuple[float, float]:
+def _gradients(work: Workload, undisturbed: Pass, device: Device) -> tuple[float, float]:
     across = max(exchange_seconds(work, rank, device) for rank in work.large_ranks)
     if device.name == "cpu":  # other devices' is not counted
         across += transfer_seconds(tied_embedding(work), device)
@@ -123,7 +123,7 @@ def _gradients(work: Workload, beside: Pass, device: Device) -> tuple[float, flo
         for pp_rank in work.large_ranks
     ]
     most = max(ranks, key=lambda rank: rank.total)
-    behind = beside * (
+    behind = undisturbed * (
         max(work.layers_of_stage) * _chunk_passes(work) * device.physics.data_overlap
     )
     hides = work.hiding_passes
@@ -132,12 +132,12 @@ def _gradients(work: Workload, beside: Pass, device: Device) -> tuple[float, flo
 
 
 def _chunk_passes(work: Workload) -> int:
-    """Chunk passes that communication hides behind: the backward pass that completes the gradients
-    of a first chunk and those after it; by symmetry, as many forward passes before a last chunk
-    needs its weights.
+    """Chunk passes that data parallel communication overlaps: the backward that completes the
+    gradients of a first chunk, and those after it. By symmetry as many forwards come before a
+    last chunk needs its weights.
 
-    Interleaved, micro-batches go in groups of pp through one chunk after another. The last group is
-    through with a chunk when the rank's other chunks are still to come (arXiv:2104.04473, figure
+    Interleaved micro-batches run in groups of pp through one chunk after another: the last group is
+    through with a chunk while the rank's other chunks are still to come (arXiv:2104.04473, figure
     4).
     """
     group = min(work.layout.pp, work.num_micro_batches)
@@ -147,8 +147,8 @@ def _chunk_passes(work: Workload) -> int:
 def _optimizer(work: Workload, device: Device) -> float:
     """Seconds of the update: gradients read twice (norm, update), optimizer state read and written.
 
-    A rule with norms (LAMB) reads masters and moments once more: its steps' lengths are known when
-    all have been seen.
+    A rule with per-parameter norms (LAMB) reads masters and moments once more, as it needs the
+    norms ahead of the update.
     """
     layout, ranks = work.layout, (rank_elements(work, pp_rank) for pp_rank in work.large_ranks)
     shards = layout.dp * layout.cp if work.zero else 1
@@ -166,7 +166,7 @@ def _moved(rule: RuleFacts, sizes: Precision) -> int:
 
 
 def pipeline_seconds(work: Workload, costs: Costs) -> tuple[float, float]:
-    """Seconds and bubble of the pipeline: simulated until it repeats itself, and continued."""
+    """(seconds, bubble fraction) of the pipeline, simulated until it repeats and extrapolated."""
     pp, m, few = work.layout.pp, work.num_micro_batches, work.representative
     timeline = simulated(work, costs, few)
     end = timeline.end
@@ -190,24 +190,24 @@ def evaluation_seconds(work: Workload, costs: Costs) -> float:
 
 
 def pipeline_timeline(work: Workload, costs: Costs, num_micro_batches: int) -> Timeline:
-    """The pipeline's timeline as drawn: it ends when `pipeline_seconds` says."""
+    """The timeline of `num_micro_batches`, which ends when `pipeline_seconds` says."""
     timeline = simulated(work, costs, num_micro_batches)
     end = _shared(timeline.end, sum(timeline.busy_seconds), work, costs)
     return timeline.scaled(end / timeline.end)
 
 
 def _shared(end: float, busy: float, work: Workload, costs: Costs) -> float:
-    """Seconds of a pipeline whose ranks share cores: while one waits, others have its core."""
+    """Seconds of a pipeline whose ranks share cores: while one waits, another uses its core."""
     if costs.crowd <= 1:
         return end
     return max(end / costs.crowd, busy / work.layout.pp)
 
 
 def _round_seconds(work: Workload, costs: Costs, timeline: Timeline) -> float:
-    """Seconds that pp more micro-batches take once the pipeline is full.
+    """Seconds that pp more micro-batches add once the pipeline is full.
 
-    Forwards of the last stage keep the pace, unless all of them come first (gpipe) or the last
-    group of micro-batches is larger than pp.
+    The last stage's forwards set the pace, unless all forwards come first (gpipe) or the last group
+    of micro-batches is larger than pp.
     """
     pp, last = work.layout.pp, work.layout.num_stages - 1
     uneven = work.layout.vpp > 1 and work.num_micro_batches % pp > 0
@@ -229,7 +229,7 @@ def stage_seconds(work: Workload, costs: Costs) -> list[Pass]:
 
 
 def weight_seconds(work: Workload, costs: Costs) -> list[float]:
-    """Seconds of the weight half of each stage's backward, about a forward's GEMMs."""
+    """Seconds of the W pass of each stage, about those of a forward's GEMMs."""
     stages = stage_seconds(work, costs)
     return [
         min(costs.compute.forward * layers, stage.backward / 2)
@@ -238,7 +238,7 @@ def weight_seconds(work: Workload, costs: Costs) -> list[float]:
 
 
 def simulated(work: Workload, costs: Costs, num_micro_batches: int) -> Timeline:
-    """The timeline of some number of micro-batches."""
+    """The simulated timeline of `num_micro_batches` micro-batches."""
     stages, weights = stage_seconds(work, costs), weight_seconds(work, costs)
     seconds = {
         "F": [stage.forward for stage in stages],

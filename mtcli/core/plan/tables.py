@@ -1,7 +1,7 @@
 """Renders an answer as JSON, the contract of `mtcli plan --json`, and as rows of tables.
 
-Ranks of worlds larger than ALL_RANKS are told by ranges: pipeline stages are alike, so that the
-first one says it all, and so do the first and the last group of an axis.
+Worlds of more than ALL_RANKS ranks are shown as ranges: the ranks of the first pipeline stage,
+which all stages repeat, and the first and last group of each axis.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ NOTHING: Json = dict.fromkeys((*KEYS.split(), "fits_from")) | {"candidates": []}
 
 
 def as_json(answer: PlanAnswer) -> Json:
-    """The JSON contract of `mtcli plan --json`; candidates are the best first."""
+    """The JSON of `mtcli plan --json`; candidates are sorted, the best first."""
     return {
         "ok": True,
         "problems": [],
@@ -63,8 +63,8 @@ def as_json(answer: PlanAnswer) -> Json:
 
 
 def evaluation(answer: PlanAnswer) -> Json | None:
-    """Costs of evaluation between the steps, where the config asks for it: {every, batches, seconds
-    of each, seconds_per_step, memory_bytes of a rank at most}."""
+    """The cost of evaluations during training, if any: {every, batches, seconds of each,
+    seconds_per_step, memory_bytes of the fullest rank}."""
     train, p = answer.config.train, answer.prediction
     if not train.eval_every:
         return None
@@ -79,7 +79,7 @@ def evaluation(answer: PlanAnswer) -> Json | None:
 
 
 def figures(p: Prediction) -> Json:
-    """Figures of one layout in the JSON."""
+    """The figures of one layout in the JSON."""
     model, peak = p.work.model, p.device.peak(p.work.sizes.gemm)
     most = max(rank_elements(p.work, pp_rank).total for pp_rank in range(p.work.layout.pp))
     return {
@@ -132,7 +132,7 @@ def figures(p: Prediction) -> Json:
 
 
 def layout_of(work: Workload) -> Json:
-    """Sizes of every axis, the micro-batch and the options that decide how a step is sharded."""
+    """The sizes of every axis, the micro-batch, and the options of sharding."""
     layout = work.layout
     axes = ("tp", "cp", "dp", "pp", "ep", "etp", "edp")
     return {
@@ -156,8 +156,8 @@ def layout_of(work: Workload) -> Json:
 
 
 def uneven(p: Prediction) -> Prediction | None:
-    """Predicts the step where the busiest rank's experts get UNEVEN times the mean of copies; what
-    they take more is an estimate."""
+    """The step if the busiest rank's experts get UNEVEN times the mean number of token copies; its
+    extra memory is an estimate."""
     if not p.work.model.num_experts:
         return None
     other, even = (
@@ -186,14 +186,14 @@ def summary_rows(answer: PlanAnswer) -> Rows:
     rows = [list(row) for row in summary(answer.prediction)]
     if cost := evaluation(answer):
         share = cost["seconds_per_step"] / answer.prediction.step_seconds
-        every = f"{cost['seconds']:.4g} s every {cost['every']:,} steps"
-        text = f"{every}, {share:.1%} more time; no more memory than a step's peak"
+        interval = f"{cost['seconds']:.4g} s every {cost['every']:,} steps"
+        text = f"{interval}, {share:.1%} more time; no more memory than a step's peak"
         rows.append(["evaluation", text])
     return rows
 
 
 def summary(p: Prediction) -> list[tuple[str, str]]:
-    """Rows on one prediction; those with no text are left out."""
+    """Rows on one prediction, without those that have no text."""
     work, m, device = p.work, p.work.model, p.device
     tokens = work.tokens_per_step
     margin = f"{gib(device.memory_bytes - device.usable_bytes)} left to fragmentation"
@@ -226,7 +226,7 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
 
 
 def _how_sure(p: Prediction) -> str:
-    """The seconds between which most published runs of its kind lie."""
+    """The range of seconds of most published runs of this kind."""
     if (spread := step_range(p)) is None:
         return ""
     runs = f"{spread.runs} of {kind_of(p.work, p.device)}"
@@ -234,7 +234,7 @@ def _how_sure(p: Prediction) -> str:
 
 
 def _grid(p: Prediction) -> str:
-    """Bytes that the blocks of a grid's rank send."""
+    """Bytes that a rank's blocks send on a grid."""
     if p.work.tp_mode == "1d":
         return ""
     along, down = grid_bytes_per_step(p.work)
@@ -242,7 +242,7 @@ def _grid(p: Prediction) -> str:
 
 
 def _sync(p: Prediction) -> str:
-    """The strategy, and what ranks send each other for it in a step."""
+    """The strategy, and the bytes that ranks send for it in a step."""
     sent, replicas = sync_bytes_per_step(p.work), p.work.layout.replicas
     if not sent:
         return ""
@@ -270,7 +270,7 @@ def _uneven_cost(p: Prediction) -> str:
 
 
 def _slow_precision(p: Prediction) -> str:
-    """Words a device that lacks arithmetic in narrow dtypes, and makes GEMMs in fp32."""
+    """Text on a device that lacks arithmetic in narrow dtypes and computes GEMMs in fp32."""
     asked, used = p.work.sizes.gemm, p.device.computes_in(p.work.sizes.gemm)
     if asked == used or used != "fp32":
         return ""
@@ -278,7 +278,7 @@ def _slow_precision(p: Prediction) -> str:
 
 
 def _roofline(p: Prediction) -> str:
-    """Words the three quick rates that a device without a calibration was taken for."""
+    """Text on the three quick rates of a device without a calibration."""
     if p.device.rates != "roofline":
         return ""
     flops, memory, link = p.device.peak("fp32"), p.device.memory_bandwidth, p.device.link.bandwidth
@@ -289,7 +289,7 @@ def _roofline(p: Prediction) -> str:
 def stage_table(prediction: Prediction) -> tuple[list[str], Rows]:
     """(headings, a row per pipeline rank): micro-batches in flight and bytes by kind.
 
-    The fullest rank has a star. 80 columns hold the table.
+    A star marks the fullest rank. The table fits 80 columns.
     """
     stages = _memory_by_stage(prediction)
     fullest = max(stages, key=lambda stage: stage["total"])
@@ -306,7 +306,7 @@ def stage_table(prediction: Prediction) -> tuple[list[str], Rows]:
 
 
 def candidate_rows(candidates: Sequence[Prediction]) -> Rows:
-    """A row of CANDIDATES each: its cost, where its time goes, and how far from the best it is."""
+    """A row per candidate: its cost, where its time goes, and its distance from the best."""
     first, rows = candidates[0].step_seconds, []
     for number, p in enumerate(candidates, start=1):
         sent = sum(p.communication_seconds.values()) / p.step_seconds
@@ -327,7 +327,7 @@ def neighbour_rows(neighbours: Sequence[Neighbour]) -> Rows:
 
 
 def enough_table(p: Prediction) -> tuple[str, tuple[str, str], Rows]:
-    """(title, headings, rows) on the fewest devices on which a layout fits."""
+    """(title, headings, rows) of the fewest devices on which a layout fits."""
     used = f"{gib(p.memory.total)} of {gib(p.device.memory_bytes)}"
     rate = f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"
     rows = [["layout", p.work.layout_words], ["bytes per rank", used], ["step time", rate]]
@@ -335,7 +335,7 @@ def enough_table(p: Prediction) -> tuple[str, tuple[str, str], Rows]:
 
 
 def rank_coordinates(layout: ParallelLayout) -> list[dict[str, dict[str, int]]]:
-    """Coordinates of each rank on the attention and the expert grid, outermost axis first."""
+    """The coordinates of each rank on the attention and the expert grid, outermost axis first."""
     grids = {"attention": layout.attention, "experts": layout.experts}
 
     def coordinates(grid: Grid, rank: int) -> dict[str, int]:
@@ -396,7 +396,7 @@ def rank_table(layout: ParallelLayout) -> tuple[str, list[str], list[list[str]]]
 
 
 def group_lines(layout: ParallelLayout) -> list[str]:
-    """Lists the groups of each axis of either grid in a line: all, or their number and the ends."""
+    """One line per axis of either grid: all groups, or their number and the first and last."""
     lines = []
     for grid, axes in rank_groups(layout).items():
         for axis, members in axes.items():
@@ -404,13 +404,13 @@ def group_lines(layout: ParallelLayout) -> list[str]:
                 lines.append(f"{grid} {axis}: {' '.join(str(group) for group in members)}")
                 continue
             ends = [members[0], members[-1]] if len(members) > 1 else members
-            told = ", ".join(_range(group) for group in ends)
-            lines.append(f"{grid} {axis}: {len(members):,} groups of {len(members[0]):,}: {told}")
+            ranges = ", ".join(_range(group) for group in ends)
+            lines.append(f"{grid} {axis}: {len(members):,} groups of {len(members[0]):,}: {ranges}")
     return lines
 
 
 def _range(numbers: list[int]) -> str:
-    """Words numbers as `0-7`, or `0-56 by 8`, or a list where steps differ."""
+    """Numbers as text: `0-7`, `0-56 by 8`, or a list where the steps differ."""
     first, last = numbers[0], numbers[-1]
     steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
     if first == last and steps <= {0}:

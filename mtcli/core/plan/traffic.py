@@ -1,6 +1,6 @@
-"""Lists the collectives and p2p of a step, for every kind of device.
+"""Lists the collectives and p2p transfers of a step, for every kind of device.
 
-How long one takes is `communication`'s.
+`communication.py` computes their seconds.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ HOPS = ("ring", "p2p")
 
 
 class Transfer(NamedTuple):
-    """`times` collectives, or hops, of groups of `size` ranks that are `stride` apart."""
+    """`times` collectives, or hops, in groups of `size` ranks that are `stride` apart."""
 
     kind: Kind
     moved: float  # bytes of the global tensor; of a hop, the bytes that a rank sends
@@ -36,15 +36,15 @@ class Transfer(NamedTuple):
 
 
 class PassTransfers(NamedTuple):
-    """The transfers of a forward pass, and of its backward pass by itself."""
+    """The transfers of a forward pass, and of its backward pass."""
 
     forward: list[Transfer]
     backward: list[Transfer]
 
 
 def tensor_parallel(work: Workload) -> PassTransfers:
-    """A block's collectives over tp: those of its sharded halves, each way. Ranks that share a
-    key-value head exchange columns of it and of its query heads."""
+    """A block's collectives over tp, for its tensor parallel halves. Ranks that share a key-value
+    head also exchange columns of it and of its query heads."""
     exchange = Transfer("all_to_all", work.head_bytes, work.kv_sharers)
     if work.layout.tp_rows > 1:
         return _grid(work, exchange)
@@ -54,7 +54,7 @@ def tensor_parallel(work: Workload) -> PassTransfers:
 
 def half_block(work: Workload) -> list[Transfer]:
     """An all-gather and a reduce-scatter with sequence parallelism, else an all-reduce, which moves
-    as much (arXiv:2205.05198, section 4.2.2)."""
+    as many bytes (arXiv:2205.05198, section 4.2.2)."""
     kinds: tuple[Kind, ...] = (
         ("all_gather", "reduce_scatter") if work.sequence_parallel else ("all_reduce",)
     )
@@ -62,8 +62,8 @@ def half_block(work: Workload) -> list[Transfer]:
 
 
 def _grid(work: Workload, exchange: Transfer) -> PassTransfers:
-    """Panels of a block's GEMMs on a grid of tp ranks, ranks of a row side by side. None is counted
-    as hidden, though panels travel while others are multiplied."""
+    """The panels of a block's GEMMs on a grid of tp ranks, whose rows are consecutive ranks. None
+    counts as hidden, although panels overlap GEMMs."""
     rows, columns = work.layout.tp_rows, work.layout.tp_columns
     panels, ways = work.panels * len(dense_gemms(work)), []
     for gemms, way in enumerate(grid_traffic(work), 1):  # of the forward one, of the backward two
@@ -81,9 +81,9 @@ def _grid(work: Workload, exchange: Transfer) -> PassTransfers:
 
 
 def context_parallel(work: Workload) -> PassTransfers:
-    """A block's keys and values, and in the backward pass their gradients: round a ring, whose
-    gradients are sums in float32 that go on to their owner; gathered; or, with cp_mode a2a, heads
-    of queries, keys, values and outputs for tokens."""
+    """The exchange of a block's keys and values, and of their gradients in the backward: around a
+    ring, whose gradients travel on as float32 sums; all-gathered; or, with cp_mode a2a, an
+    all-to-all of queries, keys, values and outputs."""
     m, cp, tp = work.model, work.layout.cp, work.layout.tp
     if cp == 1:
         return PassTransfers([], [])
@@ -92,19 +92,19 @@ def context_parallel(work: Workload) -> PassTransfers:
         both = [Transfer("all_to_all", heads * work.sizes.weight, cp, tp)]
         return PassTransfers(both, both)
     elements = 2.0 * work.tokens * work.kv_heads * m.head_dim / tp
-    own = elements * work.sizes.weight
+    shard_bytes = elements * work.sizes.weight
     if work.cp_mode == "all_gather":
         kinds: tuple[Kind, Kind] = ("all_gather", "reduce_scatter")
-        gather, scatter = (Transfer(kind, own * cp, cp, tp) for kind in kinds)
+        gather, scatter = (Transfer(kind, shard_bytes * cp, cp, tp) for kind in kinds)
         return PassTransfers([gather], [scatter])
-    round_ring = Transfer("ring", own, cp, tp, cp - 1)
+    round_ring = Transfer("ring", shard_bytes, cp, tp, cp - 1)
     home = Transfer("ring", elements * max(4, work.sizes.weight), cp, tp, cp)
     return PassTransfers([round_ring], [round_ring, home])
 
 
 def expert_parallel(work: Workload) -> PassTransfers:
     """A block's dispatch and combine over ep, their gather and scatter over etp, and the counts
-    that lead them."""
+    that precede them."""
     ep, etp, routed = work.layout.ep, work.layout.etp, work.routed_bytes
     if not work.model.num_experts:
         return PassTransfers([], [])
@@ -118,30 +118,31 @@ def expert_parallel(work: Workload) -> PassTransfers:
 
 
 def pipeline_hop(work: Workload) -> Transfer:
-    """A stage's output on its way to the next rank, each tp rank's own shard."""
+    """The p2p of a stage's output to the next rank: each tp rank sends its shard."""
     layout = work.layout
     ranks = min(2, layout.pp)
     return Transfer("p2p", work.stream_bytes / layout.tp, ranks, layout.world // layout.pp)
 
 
 def gradient_reduction(elements: RankElements, work: Workload) -> PassTransfers:
-    """A rank's gradients over its data axes, after the backward pass: an all-reduce in their width;
-    with zero=1 a reduce-scatter, and a gather of weights in theirs before the next forward pass.
+    """The reduction of a rank's gradients over its data axes, after the backward: an all-reduce in
+    the gradients' width; with zero=1 a reduce-scatter, and an all-gather of updated weights in the
+    weights' width.
 
     ZeRO-3's traffic is per block: `sharded_block`.
     """
     gathers, reductions = [], []
     for count, ranks, stride in data_groups(elements, work.layout):
-        there, back = float(count * work.gradient_width), float(count * work.sizes.weight)
+        gradient_bytes, back = float(count * work.gradient_width), float(count * work.sizes.weight)
         kind: Kind = "reduce_scatter" if work.zero else "all_reduce"
-        reductions.append(Transfer(kind, there, ranks, stride))
+        reductions.append(Transfer(kind, gradient_bytes, ranks, stride))
         if work.zero:
             gathers.append(Transfer("all_gather", back, ranks, stride))
     return PassTransfers(gathers, reductions)
 
 
 def sharded_block(elements: RankElements, work: Workload) -> PassTransfers:
-    """A block's ZeRO-3: weights gathered for both passes, gradients reduce-scattered."""
+    """A block's ZeRO-3 traffic: weights gathered for both passes, gradients reduce-scattered."""
     if work.zero != 3:
         return PassTransfers([], [])
     gather = [
@@ -152,8 +153,8 @@ def sharded_block(elements: RankElements, work: Workload) -> PassTransfers:
 
 
 def replica_exchange(work: Workload, pp_rank: int, tree: bool) -> list[Transfer]:
-    """The exchange of replicas after an update, as an all-gather of what the busiest rank sends in
-    the mean of steps; `tree` where all-reduces among replicas are trees."""
+    """The exchange of replicas after an update, as an all-gather of the mean bytes per step of the
+    busiest rank; `tree` where all-reduces between replicas are trees."""
     layout = work.layout
     if layout.replicas == 1:
         return []
@@ -163,7 +164,7 @@ def replica_exchange(work: Workload, pp_rank: int, tree: bool) -> list[Transfer]
 
 
 def tied_embedding(work: Workload) -> list[Transfer]:
-    """A tied embedding's two gradients, summed at the ends of a pipeline."""
+    """The sum of a tied embedding's two gradients, at the ends of a pipeline."""
     m, layout = work.model, work.layout
     if layout.pp == 1 or not m.tie_embeddings:
         return []
@@ -173,7 +174,8 @@ def tied_embedding(work: Workload) -> list[Transfer]:
 
 
 def data_groups(elements: RankElements, layout: ParallelLayout) -> Iterator[tuple[int, int, int]]:
-    """Yields (elements, ranks that reduce them, their stride): attention's, then experts'."""
+    """Yields (elements, number of ranks that reduce them, their stride) of attention, then
+    experts."""
     if elements.attention:
         yield elements.attention, layout.dp * layout.cp, layout.tp
     if elements.experts:

@@ -1,7 +1,7 @@
-"""Describes a training step for the cost model: its work on a layout.
+"""Describes a training step for the cost model: its model, batch and layout.
 
-A `RunConfig` becomes a `Workload`, and so does a published record (`benchmarks/published`), which
-may use precisions that the engine does not train in.
+A `Workload` is made from a `RunConfig`, or from a published record (`benchmarks/published`), which
+may use precisions that mtcli does not train in.
 """
 
 from dataclasses import dataclass, fields
@@ -36,12 +36,12 @@ PRECISIONS = {
     "fp8": Precision(2, 4, 4, 4, "fp8"),
     "nvfp4": Precision(2, 4, 4, 4, "nvfp4"),
 }
-UNEVEN_ROUNDS = 8  # of pp micro-batches, in which stages of any sizes find their pace: 0.1 % off
+UNEVEN_ROUNDS = 8  # of pp micro-batches, after which uneven stages have a steady pace within 0.1 %
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A training step: its model, batch and layout, and how they are sharded."""
+    """A training step: its model, its batch, its layout, and the options of sharding."""
 
     model: ModelConfig
     layout: ParallelLayout
@@ -69,10 +69,11 @@ class Workload:
 
     @classmethod
     def of(cls, config: RunConfig, world: int) -> "Workload":
-        """The step of a run config on `world` ranks: its fields of the same names, and these."""
+        """The step of a run config on `world` ranks; fields of equal names are copied from the
+        config."""
         p, layout = config.parallel, ParallelLayout.of_run(config, world)
         even = spread(config.model.num_layers, layout.num_stages)
-        told: dict[str, Any] = {**vars(config.batch), **vars(p), **vars(config.train)} | {
+        given: dict[str, Any] = {**vars(config.batch), **vars(p), **vars(config.train)} | {
             "model": config.model,
             "lora": config.lora,
             "layout": layout,
@@ -85,7 +86,9 @@ class Workload:
             "document_mask": config.data.document_mask or config.model.head != "lm",
             "bucket_bytes": p.bucket_mib * 2**20,
         }
-        return cls(**{field.name: told[field.name] for field in fields(cls) if field.name in told})
+        return cls(
+            **{field.name: given[field.name] for field in fields(cls) if field.name in given}
+        )
 
     @property
     def sizes(self) -> Precision:
@@ -94,42 +97,44 @@ class Workload:
 
     @property
     def gradient_width(self) -> int:
-        """Bytes per element of gradients that are added up and reduced."""
+        """Bytes per element of accumulated and reduced gradients."""
         return self.sizes.gradient
 
     @property
     def accumulated_bytes(self) -> float:
-        """Bytes per weight that a backward pass moves to keep its gradient, in the mean: it is read
-        and copied to a wide bucket (core/sync/all_reduce.py); that of a later micro-batch is added
-        to what is there, which is read too."""
+        """Mean bytes per weight that a backward moves to accumulate a gradient: the gradient is
+        read, and the wide bucket (core/sync/all_reduce.py) is written; from the second micro-batch
+        on it is read too."""
         width = self.gradient_width
         again = 0.0 if self.zero == 3 else width * (1 - 1 / self.num_micro_batches)
         return self.sizes.weight + width + again
 
     @property
     def hiding_passes(self) -> Pass:
-        """Shares of the passes that hide what data ranks exchange: gradients are reduced bucket by
-        bucket behind the last backward passes; zero=1's gather of weights goes before the next
-        forward pass."""
+        """Shares of the passes that hide data parallel traffic: buckets are reduced behind the
+        last backwards; zero=1's all-gather of weights comes ahead of the next forward and is
+        not hidden."""
         return Pass(0.0, 1.0)
 
     @property
     def unfused(self) -> float:
-        """Memory traffic of element-wise kernels, over that of the engine's."""
+        """The ratio of element-wise memory traffic to mtcli's kernels', 1 for mtcli."""
         return 1.0
 
     def crossing_share(self, nodes: float) -> float:
-        """Share of the token copies for other nodes' experts that cross the network: all."""
+        """The share of token copies for other nodes' experts that cross the network: 1."""
         return 1.0
 
     @property
     def gemms_back(self) -> int:
-        """GEMMs of a layer's backward pass: of its input, and of a weight that is trained."""
+        """GEMMs in a linear layer's backward: of its input's gradient, and of a trained
+        weight's."""
         return 1 if self.lora.rank else 2
 
     @property
     def block_bytes(self) -> float:
-        """Bytes that a block saves for backward where its code is not ours; 0: they are counted."""
+        """Bytes that a block of other software saves for backward; 0 for mtcli's, which are
+        counted."""
         return 0.0
 
     @property
@@ -139,7 +144,7 @@ class Workload:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one data parallel rank."""
+        """Micro-batches of one data parallel rank per step."""
         return max(1, self.global_batch_size // (self.micro_batch_size * self.layout.batch_shards))
 
     @property
@@ -154,7 +159,7 @@ class Workload:
 
     @property
     def stream_bytes(self) -> float:
-        """Bytes of a micro-batch's residual stream on one cp rank, of all tp ranks."""
+        """Bytes of a micro-batch's residual stream on one cp rank, over all tp ranks."""
         return float(self.tokens * self.model.hidden_size * self.sizes.weight)
 
     @property
@@ -165,12 +170,12 @@ class Workload:
 
     @property
     def routed_bytes(self) -> float:
-        """Bytes of the token copies that the busiest rank's experts get."""
+        """Bytes of the token copies for the busiest rank's experts."""
         return self.expert_rows * self.model.hidden_size * self.sizes.weight
 
     @property
     def sharded_halves(self) -> int:
-        """Halves of a block whose GEMMs tensor parallelism shards: attention, and a dense MLP."""
+        """The halves of a block that tensor parallelism shards: attention, and a dense MLP."""
         return 1 + (self.model.dense_ffn_hidden_size > 0)
 
     @property
@@ -185,7 +190,7 @@ class Workload:
 
     @property
     def panels(self) -> int:
-        """Panels in which a grid of tp ranks multiplies; 1 where there is one row."""
+        """The panels of a GEMM on a grid of tp ranks; 1 without a grid."""
         rows, columns = self.layout.tp_rows, self.columns
         return lcm(rows, columns) if rows > 1 else 1
 
@@ -201,7 +206,7 @@ class Workload:
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads of all tensor parallel ranks: one that several share counts for each."""
+        """Key-value heads summed over tp ranks; a shared one counts on each rank."""
         return self.model.num_kv_heads * self.kv_sharers
 
     @property
@@ -211,12 +216,12 @@ class Workload:
 
     @property
     def sequences(self) -> int:
-        """Sequences of a row that do not see each other; text may have shorter ones."""
+        """Sequences per row that do not attend to each other; packed documents are not known."""
         return SEQUENCES.get(self.model.head, 1) if self.document_mask else 1
 
     @property
     def expert_copies(self) -> float:
-        """Copies of tokens that the busiest rank's experts get, up to their capacity."""
+        """Copies of tokens for the busiest rank's experts, up to their capacity."""
         return self._copies(self.imbalance) * self.layout.etp
 
     @property
@@ -226,18 +231,19 @@ class Workload:
 
     @property
     def expert_rows(self) -> float:
-        """Rows that the busiest rank's experts compute on: `expert_copies`, or padded ones."""
+        """Rows that the busiest rank's experts compute: `expert_copies`, or padded to the
+        capacity."""
         padded = self.model.pad_to_capacity
         return self._padded_rows * self.layout.etp if padded else self.expert_copies
 
     @property
     def sent_rows(self) -> float:
-        """Rows that a rank sends to experts: `sent_copies`, or padded ones."""
+        """Rows that a rank sends to experts: `sent_copies`, or padded to the capacity."""
         return self._padded_rows if self.model.pad_to_capacity else self.sent_copies
 
     @property
     def layout_words(self) -> str:
-        """The layout in one line, axes of size 1 left out."""
+        """The layout in one line, without axes of size 1."""
         layout, axes = self.layout, ("tp", "cp", "dp", "replica", "pp", "vpp", "ep", "etp")
         sizes = {axis: layout.size(axis) for axis in axes if axis != "vpp"}
         sizes = {axis: sizes.get(axis, layout.vpp) for axis in axes} | {"tp": layout.tp}
@@ -261,16 +267,17 @@ class Workload:
 
     @property
     def _padded_rows(self) -> float:
-        """Rows of all experts that are padded: a whole sequence's may all be on one rank."""
+        """Rows of all experts, padded to the capacity; a sequence's copies may all be on one
+        rank."""
         m, tokens = self.model, self.tokens / self.sequence_shards
-        each = m.top_k * m.capacity_factor / m.num_experts
+        load = m.top_k * m.capacity_factor / m.num_experts
         if m.drop_scope == "sub_sequence":
-            return m.num_experts * ceil(tokens * each)
-        return m.num_experts * min(tokens, self.micro_batch_size * ceil(self.seq_len * each))
+            return m.num_experts * ceil(tokens * load)
+        return m.num_experts * min(tokens, self.micro_batch_size * ceil(self.seq_len * load))
 
     @cached_property
     def layers_of_stage(self) -> tuple[int, ...]:
-        """Layers of each stage: as given, or as even as they go."""
+        """Layers of each stage: `stage_sizes`, or as even as possible."""
         return self.stage_sizes or spread(self.model.num_layers, self.layout.num_stages)
 
     def layers_of_rank(self, pp_rank: int) -> int:
@@ -284,7 +291,7 @@ class Workload:
 
     @cached_property
     def large_ranks(self) -> tuple[int, ...]:
-        """The pipeline ranks that may hold most: the ends, and the one with most layers."""
+        """The pipeline ranks that may have most bytes: the ends, and the one with most layers."""
         pp = self.layout.pp
         return tuple({0, max(range(pp), key=self.layers_of_rank), pp - 1})
 
@@ -295,7 +302,7 @@ class Workload:
 
     @cached_property
     def representative(self) -> int:
-        """Micro-batches beyond which the pipeline only repeats itself, every pp of them."""
+        """The number of micro-batches after which the pipeline repeats with a period of pp."""
         pp, m = self.layout.pp, self.num_micro_batches
         rounds = 3 if self.layout.vpp > 1 else 2
         uneven = self.layout.vpp > 1 and len(set(self.layers_of_stage)) > 1
@@ -305,12 +312,12 @@ class Workload:
 
 @lru_cache(maxsize=16)  # a search asks for the same ones again and again
 def schedule_of(name: str, pp: int, vpp: int, num_micro_batches: int) -> Schedule:
-    """Returns `schedule_for`, of which the last ones are cached."""
+    """`schedule_for`, with its last results cached."""
     return schedule_for(name, pp, vpp, num_micro_batches)
 
 
 def spread(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as even as they go; the ends, with embedding and head, get fewer."""
-    each, more = divmod(num_layers, num_stages)
+    """Layers of each stage, as even as possible; the ends, with embedding and head, get fewer."""
+    per_stage, more = divmod(num_layers, num_stages)
     first = (num_stages - more) // 2
-    return tuple(each + (first <= stage < first + more) for stage in range(num_stages))
+    return tuple(per_stage + (first <= stage < first + more) for stage in range(num_stages))

@@ -1,1 +1,1 @@
-"""Starts the ranks of a run and the processes of a command, and writes files whole."""
+"""Starts the ranks of a run and the processes of a command, and writes files atomically."""

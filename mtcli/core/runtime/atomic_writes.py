@@ -1,6 +1,4 @@
-"""Atomic writes: a file or folder is written aside, fsynced and renamed, so that nothing
-half-written has the final name.
-"""
+"""Writes files and folders atomically: under a temporary name, then fsync and rename."""
 
 import ctypes
 import os
@@ -19,17 +17,19 @@ PARTIAL = ".partial"  # a folder being written, or left by a process that was ki
 
 @contextmanager
 def aside(target: str | Path) -> Iterator[Path]:
-    """As `atomic_file`, of a file that the user named. Raises MtcliError (exit 1) where it fails.
+    """As `atomic_file`, for a file that the user named. Raises MtcliError (exit 1) where writing
+    fails.
 
-    A link, a device or a pipe (`/dev/stdout`, `>(jq .)`) stays what it is: it is written through.
+    A link, a device or a pipe (`/dev/stdout`, `>(jq .)`) is not replaced: the content is copied
+    into it.
     """
     named = Path(target)
     try:
         if named.is_symlink() or (named.exists() and not named.is_file()):
             with TemporaryDirectory() as folder:
-                yield (made := Path(folder) / named.name)
+                yield (partial_file := Path(folder) / named.name)
                 with named.open("wb") as file:
-                    file.write(made.read_bytes())
+                    file.write(partial_file.read_bytes())
         else:
             with atomic_file(named) as path:
                 yield path
@@ -39,8 +39,8 @@ def aside(target: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def folder_of(field: str, folder: Path) -> Iterator[None]:
-    """Raises MtcliError (exit 2) where the system refuses a folder that the user named, or a folder
-    in it has the name of a file."""
+    """Raises MtcliError (exit 2) where the system refuses a folder that the user named, or a parent
+    of it is a file."""
     try:
         yield
     except IsADirectoryError as error:
@@ -53,10 +53,9 @@ def folder_of(field: str, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Gives an empty file to write to, which becomes `path` at the end, and vanishes after a
-    failure: nobody can put a link in its place, as its name is random.
+    """Yields a new empty file, which is renamed to `path` at the end, or removed after an error.
 
-    Raises OSError where the disk does not take it.
+    Its name is random, so that nobody can place a link there. Raises OSError where the disk fails.
     """
     temporary = path.with_name(f".{path.stem[:32]}.{secrets.token_hex(8)}{path.suffix}")
     try:
@@ -70,20 +69,21 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file in UTF-8; a link or a pipe of its name is replaced, and not written through.
+    """Writes a file in UTF-8 atomically, replacing a link or pipe of that name.
 
-    Raises OSError where the disk does not take it.
+    Raises OSError where the disk fails.
     """
-    with atomic_file(path) as made:
-        made.write_text(text, encoding="utf-8")
+    with atomic_file(path) as partial_file:
+        partial_file.write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def atomic_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
-    """Gives a folder to write in, which gets the name `final` at the end, over what may be there.
+    """Yields a folder to write in, which is renamed to `final` at the end, replacing a folder
+    there.
 
-    After a failure nothing is left of it. Raises MtcliError where another run writes it, or the
-    name of its work folder is taken (exit 2); where the disk is too small or fails (exit 1).
+    After an error it is removed. Raises MtcliError (exit 2) where another run writes it or the name
+    of its work folder is taken, and (exit 1) where the disk is too small or fails.
     """
     with ExitStack() as cleanup:
         try:
@@ -91,24 +91,24 @@ def atomic_folder(final: Path, needed_bytes: int) -> Iterator[Path]:
             work = WorkFolder(partial_name(final), final)
             cleanup.callback(work.remove)
             work.clear()
-            made = work.path / final.name
-            make_partial(made, final, needed_bytes)
-            yield made
-            replace_folder(made, final)
+            partial_folder = work.path / final.name
+            make_partial(partial_folder, final, needed_bytes)
+            yield partial_folder
+            replace_folder(partial_folder, final)
         except OSError as error:
             message = f"{final} was not written: {error.strerror or error}"
             raise failed(message, "is the disk full or read-only?") from None
 
 
 def partial_name(final: Path) -> Path:
-    """Names the folder or file in which another is written until it is whole."""
+    """The temporary name under which a folder or file is written."""
     return final.with_name(final.name + PARTIAL)
 
 
 def make_partial(partial: Path, final: Path, needed_bytes: int) -> None:
-    """Makes a folder to write `final` in, and those above it.
+    """Creates the folder to write `final` in, and its parents.
 
-    Raises MtcliError (exit 1) where its disk has not so many bytes free.
+    Raises MtcliError (exit 1) where its disk has less than `needed_bytes` free.
     """
     make_folder(partial.parent)
     partial.mkdir()
@@ -120,10 +120,10 @@ def make_partial(partial: Path, final: Path, needed_bytes: int) -> None:
 
 
 def replace_folder(partial: Path, final: Path) -> None:
-    """Renames a finished folder to its name, over one that may be there.
+    """Renames a finished folder to its name, replacing a folder there.
 
-    Where the system can swap two names there is always a folder of that name. Raises OSError where
-    it cannot have the name; what had it before then has it still.
+    Where the system can swap two names, a folder of that name exists at all times. Raises OSError
+    where renaming fails; the old folder then keeps its name.
     """
     for folder in (path for path in (partial, *partial.iterdir()) if path.is_dir()):
         sync_folder(folder)
@@ -146,16 +146,17 @@ def replace_folder(partial: Path, final: Path) -> None:
 
 
 def _swap(one: Path, other: Path) -> bool:
-    """Swaps the names of two folders at once; False where the system or its disk cannot."""
+    """Swaps the names of two folders atomically; returns False where the system or the disk
+    cannot."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "renameat2"):  # glibc 2.28 and Linux have it
         return False
-    here, swaps = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), swaps) == 0)
+    cwd, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(libc.renameat2(cwd, os.fsencode(one), cwd, os.fsencode(other), exchange) == 0)
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it, their names durable; it may be there already."""
+    """Creates a folder and its parents, if missing, and makes their names durable."""
     try:
         folder.mkdir()
     except FileNotFoundError:

@@ -1,14 +1,14 @@
-"""Attempts: a launcher that starts a run's ranks again, and how the ranks of one attempt meet.
+"""Attempts: restarts of a run's ranks by its launcher, and how the ranks of one attempt meet.
 
-A launcher on several nodes keeps one store over restarts, and counts restarts per node: a node that
-joins begins at 0, and one whose ranks were only stopped does not count. So no count names an
-attempt. Rank 0 agrees a fresh name for it with ranks that show they live:
+A launcher on several nodes keeps one store over restarts, and counts restarts per node. A node that
+joins later counts from 0, and one whose ranks were only stopped does not count. So no such count
+identifies an attempt. Rank 0 instead agrees on a new name with ranks that answer:
 
-1. Each rank joins with a token of its own. Tokens of ranks that have died stay in the store.
-2. Rank 0 gives every token a seat: the attempt's name.
-3. Ranks find the seat of their own token and answer under that name.
-4. When all have answered rank 0 says that they go on. Where one does not and joins again meanwhile,
-   its token was a dead rank's: rank 0 calls this roster off and gives out seats anew.
+1. Each rank joins with a random token. Tokens of dead ranks may still be in the store.
+2. Rank 0 assigns the attempt's name to every token.
+3. Each rank looks up its own token, and answers under the name that it finds.
+4. Once all have answered, rank 0 confirms. If one does not answer and another token joins for it,
+   the first was a dead rank's: rank 0 discards the name and assigns a new one.
 
 A rank reads and writes 4 keys of its own. Imports no torch.
 """
@@ -36,7 +36,7 @@ NAMED = 4  # ranks that an error describes one by one; the others are counted
 
 
 class Attempt(NamedTuple):
-    """The attempt of a launch that the ranks are."""
+    """The attempt of a launch that this process belongs to."""
 
     launch: str  # random, as long as the launcher's store lives
     job: str  # the launcher's name for the run: torchrun's rendezvous id, or Slurm's job id
@@ -44,13 +44,13 @@ class Attempt(NamedTuple):
     restarted: bool  # whether ranks were started before this attempt
 
     def record(self) -> dict[str, str]:
-        """The facts that a run folder keeps of it."""
+        """The facts of the attempt that a run folder records."""
         return {"launch": self.launch, "job": self.job}
 
     def continues(self, record: Mapping[str, Any]) -> bool:
         """Whether an earlier attempt of this launch wrote a run folder's record.
 
-        Where the store is new, since its node was replaced or there is none, the job's name tells.
+        Without a common store (its node was replaced, or there is none) the job's name decides.
         """
         if not self.restarted:
             return False
@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 class Join(NamedTuple):
-    """The facts that a rank tells when it joins."""
+    """What a rank publishes when it joins."""
 
     token: str  # random
     restarts: int
@@ -68,7 +68,7 @@ class Join(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """One rank's part in agreeing on an attempt. `device` is the kind it computes on."""
+    """One rank's side of agreeing on an attempt. `device` is the kind that it computes on."""
 
     store: "dist.Store"
     rank: int
@@ -77,10 +77,10 @@ class Meeting(NamedTuple):
     device: str
 
     def agree(self, environ: Mapping[str, str] = os.environ) -> tuple[str, Attempt]:
-        """(a name for keys of this attempt alone, what it is), the same on every rank.
+        """(a prefix for keys of this attempt alone, the attempt), equal on every rank.
 
         Raises MtcliError where ranks are missing after `timeout` seconds, and on every rank where
-        their devices are of several kinds.
+        devices are of several kinds.
         """
         token = secrets.token_hex(8)
         end = time.monotonic() + self.timeout
@@ -95,22 +95,21 @@ class Meeting(NamedTuple):
         return name, Attempt(launch, job_name(environ), number, restarted)
 
     def _part(self, name: str) -> None:
-        """Has rank 0, which may host the store, leave when the others have read the verdict."""
+        """Has rank 0, which may host the store, leave once the others have read the verdict."""
         if self.rank:
             self.store.set(f"{name}/told/{self.rank}", "")
             return
-        told = [f"{name}/{key}" for key in self._keys("told")[1:]]
+        keys = [f"{name}/{key}" for key in self._keys("told")[1:]]
         with suppress(MtcliError):
-            self._await(lambda: self.store.check(told), time.monotonic() + PARTING, told)
+            self._await(lambda: self.store.check(keys), time.monotonic() + PARTING, keys)
 
-    def _convene(self, own: str, end: float) -> tuple[str, str]:
-        """Rank 0's part."""
+    def _convene(self, mine: str, end: float) -> tuple[str, str]:
         store, seats, joins = self.store, Counter[str](), self._keys("join")
         self._await(lambda: store.check(joins), end, joins)
         while True:
-            here = [Join(*json.loads(message)) for message in store.multi_get(joins)]
-            tokens = [join.token for join in here]
-            if tokens[0] != own:
+            members = [Join(*json.loads(message)) for message in store.multi_get(joins)]
+            tokens = [join.token for join in members]
+            if tokens[0] != mine:
                 raise failed("another process has joined as rank 0", "end the one that was left")
             name = secrets.token_hex(8)
             store.multi_set(  # type: ignore[attr-defined]  # not in torch's stub
@@ -119,8 +118,8 @@ class Meeting(NamedTuple):
             seats.update(tokens)
             answers = [f"{name}/{key}" for key in joins[1:]]
 
-            def changed(known: list[str] = tokens) -> bool:
-                return [json.loads(message)[0] for message in store.multi_get(joins)] != known
+            def changed(previous: list[str] = tokens) -> bool:
+                return [json.loads(message)[0] for message in store.multi_get(joins)] != previous
 
             def settled(answers: list[str] = answers) -> bool:
                 return not answers or store.check(answers) or changed()
@@ -129,14 +128,14 @@ class Meeting(NamedTuple):
             if answers and not store.check(answers):
                 store.set(f"{name}/verdict", CALLED_OFF)
                 continue
-            launch, number = store.compare_set("launch", "", own).decode(), store.add("attempts", 1)
-            restarted = number > 1 or any(join.restarts for join in here)
-            verdict = json.dumps([launch, number, restarted, differing(here)])
+            launch = store.compare_set("launch", "", mine).decode()
+            number = store.add("attempts", 1)
+            restarted = number > 1 or any(join.restarts for join in members)
+            verdict = json.dumps([launch, number, restarted, differing(members)])
             store.set(f"{name}/verdict", verdict)
             return name, verdict
 
     def _follow(self, token: str, end: float) -> tuple[str, str]:
-        """Every other rank's part."""
         joins = self._keys("join")
         for seat in count():
             name = self._value(f"seat/{token}/{seat}", end, joins)
@@ -154,8 +153,8 @@ class Meeting(NamedTuple):
         return str(self.store.get(key).decode())
 
     def _await(self, condition: Callable[[], bool], end: float, signs: list[str]) -> None:
-        """Returns when the condition holds. Raises MtcliError with the ranks whose sign is not in
-        the store, or rank 0, which has not answered them all."""
+        """Waits until the condition holds. Raises MtcliError with the ranks whose key in `signs` is
+        missing, or for rank 0, if it has not answered all."""
         pause = 0.01
         while not condition():
             if time.monotonic() > end:
@@ -171,36 +170,36 @@ class Meeting(NamedTuple):
 
 
 def differing(joins: Sequence[Join]) -> str:
-    """Names the ranks whose device is not that of most; empty where all have one kind.
+    """Names the ranks whose device differs from most ranks'; empty where all have one kind.
 
-    Of as many of each, those without a GPU: a node whose driver is broken computes on its CPU.
+    Of equally many, names those without a GPU: a node with a broken driver computes on its CPU.
     """
     kinds = Counter(join.device for join in joins)
     usual = max(kinds, key=lambda kind: (kinds[kind], kind != "cpu"))
     odd = [(rank, join) for rank, join in enumerate(joins) if join.device != usual]
     words = [f"rank {rank} on {join.host} has {join.device}" for rank, join in odd[:NAMED]]
     words += [f"{len(odd) - NAMED} more ranks differ"] if len(odd) > NAMED else []
-    others = f"{kinds[usual]} of {len(joins)} ranks have {usual}"
-    return f"ranks compute on different devices: {', '.join(words)}; {others}" if odd else ""
+    usual_device = f"{kinds[usual]} of {len(joins)} ranks have {usual}"
+    return f"ranks compute on different devices: {', '.join(words)}; {usual_device}" if odd else ""
 
 
 def times_restarted(environ: Mapping[str, str] = os.environ) -> int:
-    """Counts how often this rank's launcher has started ranks before: torch's elastic one on this
-    node, or Slurm that has requeued the job."""
+    """Counts this rank's earlier starts by its launcher: torch's elastic agent on this node, or
+    Slurm that requeued the job."""
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return sum(int(environ.get(name) or 0) for name in names)
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str:
-    """The launcher's name for the run, which it keeps over restarts; empty where it has none."""
+    """The launcher's name for the run, stable over restarts; empty where it has none."""
     return environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID") or ""
 
 
 def keeps_store(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher hosts the store, and keeps it over restarts."""
+    """Whether the launcher hosts a store that outlives restarts."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def alone(environ: Mapping[str, str] = os.environ) -> Attempt:
-    """The attempt of one rank whose launcher keeps no store."""
+    """The attempt of a single rank whose launcher keeps no store."""
     return Attempt("", job_name(environ), 1, times_restarted(environ) > 0)

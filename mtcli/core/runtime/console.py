@@ -1,7 +1,7 @@
-"""Tables on stdout that are readable in any width: in a narrow terminal, and piped to a file.
+"""Prints tables on stdout that stay readable in narrow terminals and in files.
 
-Figures are never cut off or broken. Longer words wrap; where even that is too wide, a row becomes
-a block of lines, one for each of its cells.
+Numbers are never truncated or broken. Longer words wrap; where even that is too wide, each row
+becomes a block of lines, one per cell.
 """
 
 import os
@@ -27,19 +27,19 @@ Rows = Sequence[Sequence[str]]
 
 
 def width(most: int = UNBOUNDED) -> int:
-    """The columns of what is printed: COLUMNS where that is set, the terminal's, or as many as
-    wanted where stdout is no terminal."""
-    told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and 0 < int(told) < UNBOUNDED:
-        return min(most, int(told))
+    """The width of output in columns: COLUMNS if set, else the terminal's; unbounded (at most
+    `most`) for a pipe or file."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and 0 < int(columns) < UNBOUNDED:
+        return min(most, int(columns))
     console = Console(file=sys.stdout)
     return min(most, console.width) if console.is_terminal else most
 
 
 def print_table(title: str, columns: Sequence[str], rows: Rows, *, right: bool = False) -> None:
-    """Prints rows below their headings; headings that are all empty are left out.
+    """Prints rows under their headings, without headings that are all empty.
 
-    With `right`, all cells but the first of a row are flush right.
+    With `right`, all cells of a row but the first are right-aligned.
     """
     room, table = width(), _table(columns, rows, right)
     if title:
@@ -55,7 +55,7 @@ def print_table(title: str, columns: Sequence[str], rows: Rows, *, right: bool =
 
 
 def print_line(text: str, indent: str | None = None) -> None:
-    """Prints text as it is; with an `indent`, of the lines after the first, it wraps."""
+    """Prints text as it is; with an `indent`, wraps it and indents the lines after the first."""
     if indent is not None:
         text = textwrap.fill(text, width(), subsequent_indent=indent, break_long_words=False)
     _write(visible(text))
@@ -79,18 +79,18 @@ def _table(columns: Sequence[str], rows: Rows, right: bool) -> Table:
 
 
 def _joined(cell: str) -> str:
-    """A cell whose figures stay beside their units where it wraps."""
+    """The cell with its numbers and units joined by spaces that do not break."""
     return re.sub(rf"(?<=\d) (?=(?:{UNITS})\b)", HARD_SPACE, visible(cell))
 
 
 def _least(table: Table) -> int:
-    """Columns that a table takes at least."""
+    """The least width of a table."""
     console = Console(file=StringIO(), width=UNBOUNDED)
     return console.measure(table, options=console.options.update(max_width=UNBOUNDED)).minimum
 
 
 def _print(shown: Table | Text, columns: int) -> None:
-    """Prints without the blanks that fill lines up: a pipe's reader would keep them."""
+    """Prints without trailing blanks."""
     console = Console(file=sys.stdout, width=columns)
     with console.capture() as captured:
         console.print(shown)

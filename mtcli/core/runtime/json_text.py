@@ -1,4 +1,4 @@
-"""Words data as JSON, which has no NaN and no infinity: such numbers become null."""
+"""Writes data as JSON, which has no NaN and no infinity: such numbers become null."""
 
 import json
 import math
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def json_text(data: object) -> str:
-    """Data as indented JSON, with a line end."""
+    """Data as indented JSON with a final newline."""
     return json.dumps(finite(data), indent=2, allow_nan=False) + "\n"
 
 
 def finite(data: Any) -> Any:
-    """Data of dicts and lists with None for each number that is not finite."""
+    """Data of dicts and lists, with None for each number that is not finite."""
     if isinstance(data, dict):
         return {key: finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

@@ -1,8 +1,8 @@
-"""Bring-up: which rank this process is, its device and threads, and starting workers.
+"""Start-up of a process: its rank, device and threads, and the start of worker processes.
 
-Understands the environments of torchrun (and of `accelerate launch` and our own `--nproc`, which
-set the same variables) and of Slurm. Imports torch only inside functions: a launcher decides on
-allocator settings before torch is loaded.
+Reads the environments of torchrun (and of `accelerate launch` and `--nproc`, which set the same
+variables) and of Slurm. Imports torch only inside functions, as allocator settings must precede the
+import.
 """
 
 import os
@@ -39,7 +39,7 @@ ONE_PRESS = 2.0  # seconds in which signals are of one Ctrl-C
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process among its peers."""
+    """This process's rank, device and recorder."""
 
     rank: int
     world: int
@@ -51,13 +51,13 @@ class Runtime:
 
 
 def environment_world(environ: Mapping[str, str] = os.environ) -> int | None:
-    """The world size where a launcher has set one; None in a process started by hand."""
+    """The world size that a launcher has set; None in a process started by hand."""
     ranks = _ranks(environ)
     return ranks[1] if ranks else None
 
 
 def environment_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process's rank by its launcher; 0 in one started by hand."""
+    """This process's rank, as its launcher says; 0 in a process started by hand."""
     ranks = _ranks(environ)
     return ranks[0] if ranks else 0
 
@@ -65,9 +65,9 @@ def environment_rank(environ: Mapping[str, str] = os.environ) -> int:
 def launch(
     nproc: int, arguments: list[str], max_restarts: int = 0, goes_on: GoesOn = again
 ) -> None:
-    """Runs `mtcli <arguments>` in nproc workers and returns when all are done.
+    """Runs `mtcli <arguments>` in `nproc` workers and returns once all are done.
 
-    With one worker this process becomes it. Raises MtcliError with the first failure's own words.
+    With one worker this process runs it. Raises MtcliError with the first failure's own text.
     """
     settings = {name: value for name, value in ALLOCATOR.items() if name not in os.environ}
     command = [sys.executable, "-m", "mtcli", *arguments]
@@ -87,10 +87,10 @@ def bring_up(
     cuda_graphs: bool = False,
     goes_on: GoesOn = again,
 ) -> Iterator[Runtime]:
-    """Brings up process groups and their watchdog, and gives this process's Runtime.
+    """Creates the process groups and their watchdog, and yields this process's Runtime.
 
     A rank that waits for another for `timeout` seconds ends the run, with the hint `goes_on`. An
-    error inside is handed to our launcher, which reports the first one, once.
+    error inside is passed to mtcli's launcher, which reports the first one, once.
     """
     if not cuda_graphs:
         let_segments_grow()
@@ -115,10 +115,11 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 
 
 class StopSignal:
-    """Remembers a signal of STOPS, so that a run can save after its step; a second stops it.
+    """Remembers a signal of STOPS, so that a run can save after its step; a second one ends the
+    run.
 
-    A terminal sends Ctrl-C to every process, and the launcher passes it on to its ranks: what comes
-    within ONE_PRESS seconds is the same one.
+    A terminal sends Ctrl-C to every process, and the launcher forwards it to its ranks: signals
+    within ONE_PRESS seconds count as one.
     """
 
     def __init__(self) -> None:
@@ -135,7 +136,7 @@ class StopSignal:
 
 
 def _is_ignored(number: signal.Signals) -> bool:
-    """Whether this process was started to outlive a terminal's hang-up, as by nohup."""
+    """Whether the process was started to ignore the signal, as nohup does for a hang-up."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
@@ -201,7 +202,7 @@ def _start(
 def _watched(
     runtime: Runtime, store: "dist.Store | None", timeout: float, goes_on: GoesOn
 ) -> Iterator[None]:
-    """Runs the watchdog of this rank, where it has peers."""
+    """Runs this rank's watchdog inside, if there are other ranks."""
     if store is None:
         yield
         return
@@ -227,10 +228,10 @@ def _watched(
 
 
 def let_segments_grow() -> None:
-    """Has CUDA's caching allocator map memory into segments that grow, which fragment less where
-    shapes differ from step to step (experts, documents). Read when torch first allocates.
+    """Has CUDA's caching allocator use expandable segments, which fragment less where shapes change
+    from step to step (experts, documents). torch reads the setting at its first allocation.
 
-    A recorded graph takes its memory from a pool of its own, for which segments stay as they are.
+    CUDA graphs allocate from a private pool, whose segments do not expand.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # torch's older name of it
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -251,19 +252,20 @@ def _device(name: str, local_rank: int) -> "torch.device":
 
 
 def _threads(local_world: int) -> int:
-    """OMP_NUM_THREADS where this process is alone on its machine, else its share of the cores: for
-    several, torchrun sets that to 1."""
+    """The number of threads: OMP_NUM_THREADS for a single process on its machine, else this rank's
+    share of the cores, as torchrun sets the variable to 1 for several."""
     asked = os.environ.get("OMP_NUM_THREADS", "") if local_world == 1 else ""
     return int(asked) if asked.isdecimal() and int(asked) else max(1, cores() // local_world)
 
 
 def set_matmul(matmul: str) -> None:
-    """Chooses the quickest GEMMs on CPU that are as accurate as torch's own: for bfloat16 by
-    `kernels.gemm`, for float32 oneDNN's but on Intel's CPUs.
+    """Chooses the fastest GEMMs on CPU that are as accurate as torch's own: `kernels.gemm` for
+    bfloat16; oneDNN for float32, but on Intel's CPUs.
 
-    torch's `medium` lets oneDNN choose. On AMD it computes true float32 at up to 2.1 times MKL's
-    speed. On Intel without AMX MKL is quicker by 2 to 17 % (benchmarks/bench_gemm.py), and with AMX
-    oneDNN rounds to bfloat16. Elsewhere it may round, too, so the error decides and not the name.
+    torch's `medium` precision lets oneDNN choose. On AMD it computes true float32 at up to 2.1
+    times MKL's speed. On Intel without AMX MKL is faster by 2 to 17 % (benchmarks/bench_gemm.py),
+    and with AMX oneDNN rounds to bfloat16. Other CPUs may round too, so a measured error decides,
+    and not the CPU's name.
     """
     import torch
 
@@ -287,10 +289,10 @@ def set_matmul(matmul: str) -> None:
 
 
 def set_gpu_matmul(matmul: str) -> None:
-    """Has a GPU sum 16-bit GEMMs in float32 to their end, and float32 ones in TF32 if so asked.
+    """Has a GPU sum 16-bit GEMMs in float32 throughout, and float32 ones in TF32 if asked.
 
-    torch by itself lets cuBLAS round the partial sums of a long contraction that it splits over
-    multiprocessors (split-K, as in gradients of weights) to 16 bits before it adds them.
+    By default torch lets cuBLAS round partial sums to 16 bits where it splits a long contraction
+    over multiprocessors (split-K, as in gradients of weights).
     """
     import torch
 

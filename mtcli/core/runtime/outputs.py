@@ -1,4 +1,4 @@
-"""Checks, before any work is done, of files to write: they can be, and none of them is read."""
+"""Checks output files ahead of the work: that they can be written, and are not inputs."""
 
 import os
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from mtcli.core.config.errors import wrong
 
 
 def require_writable(target: str, flag: str, suffixes: tuple[str, ...] = ()) -> None:
-    """Raises MtcliError where a flag's file could not be written, before any work is done."""
+    """Raises MtcliError where a flag's file cannot be written."""
     path = Path(target)
     if target == "-":
         raise wrong("- is stdout, and this is written to a file", "name a file", flag)
@@ -30,7 +30,7 @@ def require_writable(target: str, flag: str, suffixes: tuple[str, ...] = ()) -> 
 
 
 def require_picture(target: str, flag: str) -> None:
-    """As `require_writable`, of a picture: its suffix says which kind."""
+    """As `require_writable`, for a picture, whose suffix is its format."""
     require_writable(target, flag, (".png", ".svg", ".pdf"))
     require_extra("matplotlib", flag)
 
@@ -43,8 +43,8 @@ def require_extra(module: str, flag: str) -> None:
 
 
 def require_apart(inputs: Iterable[str | Path], outputs: Iterable[str | Path], flag: str) -> None:
-    """Raises MtcliError where an input is an output, by whatever name or link, or lies in one that
-    is a folder: it would be replaced or removed. Names that lead nowhere are passed over."""
+    """Raises MtcliError where an input is an output, or lies in an output folder, by any name or
+    link: it would be replaced or removed. Ignores names that do not exist."""
     places = [Path(output).resolve() for output in outputs]
     files = {(status.st_dev, status.st_ino) for status in map(_status, places) if status}
     for path in inputs:
@@ -59,8 +59,8 @@ def require_apart(inputs: Iterable[str | Path], outputs: Iterable[str | Path], f
 
 
 def require_no_link(path: Path, flag: str) -> None:
-    """Raises MtcliError where a name that a command derives is a link: whoever made a folder could
-    have any file of its user's overwritten."""
+    """Raises MtcliError where a name that a command derives is a link, by which the folder's owner
+    could have any file of the user's overwritten."""
     if path.is_symlink():
         message = f"{path} is a link, and nothing is written through one that no flag names"
         raise wrong(message, "remove it, or name another output", flag)

@@ -1,6 +1,6 @@
-"""The FLOP/s of a device that MFU and HFU are fractions of: a GPU's datasheet's, or measured.
+"""The peak FLOP/s of a device, by which MFU and HFU divide: from a GPU's datasheet, or measured.
 
-Imports torch only inside functions: `plan` reads the datasheets' rates.
+Imports torch only inside functions, as `plan` reads the datasheets' rates.
 """
 
 from collections.abc import Collection
@@ -27,8 +27,8 @@ DENSE_TFLOPS = {
     "gb300": {"fp64": 1.3, "fp32": 80.0, "bf16": 2500.0, "fp8": 5000.0, "nvfp4": 15000.0},
     "rtx-5000": {"fp32": 11.2, "fp16": 89.2},
 }
-OTHER_BOARDS = {"pcie", "nvl", "ada", "laptop"}  # of the same names, with other rates
-# By precision, those whose rate its products may have, the first of the device's.
+OTHER_BOARDS = {"pcie", "nvl", "ada", "laptop"}  # boards with the same names and other rates
+# By precision, those in which its GEMMs may run: the first that the device has.
 WIDER = {
     "fp64": ("fp64", "fp32"),
     "fp32": ("fp32",),
@@ -37,19 +37,19 @@ WIDER = {
     "fp8": ("fp8", "bf16", "fp32"),
     "nvfp4": ("nvfp4", "fp8", "bf16", "fp32"),
 }
-SIDE = {"cpu": 1024, "cuda": 8192}  # of a product that runs at full speed; 10 to 20 ms on a core
+SIDE = {"cpu": 1024, "cuda": 8192}  # of a GEMM that runs at full speed; 10 to 20 ms on a core
 
 
 def computes_in(rates: Collection[str], precision: str) -> str:
-    """The precision at whose rate GEMMs of `precision` run: the next wider of a device's."""
+    """The precision in which GEMMs of `precision` run: itself, or the next wider of `rates`."""
     return next(name for name in WIDER[precision] if name in rates)
 
 
 def peak_flops(precision: str, matmul: str, device: "torch.device") -> float:
-    """The rate of this rank's device in FLOP/s, by train.precision and train.matmul.
+    """The peak FLOP/s of this rank's device, by train.precision and train.matmul.
 
-    GPUs: the datasheet's dense rate; of TF32 half of bfloat16's. CPU, and boards that are not
-    listed: the best of five products, measured on all ranks at once.
+    Listed GPUs: the datasheet's dense rate; for TF32 half of bfloat16's. CPUs and unlisted GPUs:
+    the best of five GEMMs, measured on all ranks at once.
     """
     name = device_name(device)
     if name not in DENSE_TFLOPS:
@@ -62,8 +62,8 @@ def peak_flops(precision: str, matmul: str, device: "torch.device") -> float:
 
 
 def run_peak_flops(precision: str, matmul: str, device: "torch.device") -> float:
-    """The `peak_flops` of a long run; 0 on a CPU, whose rate at its start says nothing of later:
-    beside other work it made an MFU of 239 %."""
+    """The `peak_flops` of a run; 0 on a CPU, whose rate changes with other load: it once gave an
+    MFU of 239 %."""
     return 0.0 if device.type == "cpu" else _known_peak(precision, matmul, device)
 
 
@@ -71,16 +71,16 @@ _known_peak = cache(peak_flops)  # that every model of a sweep asks for
 
 
 def device_name(device: "torch.device") -> str:
-    """The device's name in DENSE_TFLOPS: "h100", ..., "cpu", or "" for an unlisted board."""
+    """The device's key in DENSE_TFLOPS: "h100", ..., "cpu", or "" for an unlisted GPU."""
     import torch
 
     return "cpu" if device.type == "cpu" else board_name(torch.cuda.get_device_name(device))
 
 
 def board_name(board: str) -> str:
-    """The listed name of a board as its driver calls it, or "" where it is not listed.
+    """The key of a GPU by its driver's name, or "" where it is not listed.
 
-    "NVIDIA A100-SXM4-80GB" is a100-80gb; the PCIe and NVL boards of a name have other rates.
+    "NVIDIA A100-SXM4-80GB" is a100-80gb; PCIe and NVL boards have other rates, and are not listed.
     """
     words = set(board.lower().replace("-", " ").split())
     listed = [name for name in DENSE_TFLOPS if set(name.split("-")) <= words]

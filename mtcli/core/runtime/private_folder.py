@@ -1,4 +1,4 @@
-"""Folders of this user: the cache, and one on this machine alone for what no other can take."""
+"""Folders of this user: the cache, and a private temporary folder that others cannot replace."""
 
 import os
 import stat
@@ -7,15 +7,14 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """The user's cache of ours, which may not be there; XDG_CACHE_HOME names another."""
+    """mtcli's folder in the user's cache (XDG_CACHE_HOME); it may not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mtcli"
 
 
 def private_folder() -> Path:
-    """The user's folder of temporary files, made if need be; it lasts until the next boot.
+    """The user's private temporary folder, created if missing; it lasts until the next boot.
 
-    Raises OSError where another user owns it or may write in it: anyone may have made a folder of
-    its name in a place that all users share.
+    Raises OSError where another user owns it or may write in it, as anyone can create its name.
     """
     folder = Path(tempfile.gettempdir()) / f"mtcli-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,8 +1,7 @@
-"""Worker processes: results in order, progress, one error for all, and how much memory they took.
+"""Worker processes: ordered results, progress, one error for all, and the memory that they used.
 
-`ProcessPool` hands items to workers that stay, as preprocess needs it; `run_parts` gives each one
-part of work whose size is known, as shard needs it. No worker outlives the process that started it,
-however that one died.
+`ProcessPool` passes items to long-lived workers, for preprocess; `run_parts` gives each worker one
+part of work of known size, for shard. No worker outlives its parent, however the parent died.
 """
 
 import contextlib
@@ -27,24 +26,26 @@ PRELOADED = ["mtcli.core.convert.shard"]
 REPORT_SECONDS = 0.1  # between two reports of a worker's progress
 FEWER = "is memory short? fewer processes take less of it"
 
-Progress = Callable[[float], None]  # told how much more was worked through, such as bytes
+Progress = Callable[
+    [float], None
+]  # called with the amount of work done since its last call, such as bytes
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class ProcessMemory(NamedTuple):
-    """Resident bytes of a process: the most there were, and how many more than at the start."""
+    """Resident bytes of a process: the peak, and the peak's increase over the start."""
 
     peak: int = 0
     working: int = 0
 
     def or_more(self, other: "ProcessMemory") -> "ProcessMemory":
-        """The larger of each."""
+        """The maximum of both, field by field."""
         return ProcessMemory(max(self.peak, other.peak), max(self.working, other.working))
 
 
 class MemoryWatch:
-    """Measures the resident memory of this process from here on."""
+    """Measures the resident memory of this process from its creation on."""
 
     def __init__(self) -> None:
         with contextlib.suppress(OSError):
@@ -58,7 +59,7 @@ class MemoryWatch:
 
 
 class WorkerReply(NamedTuple):
-    """A worker's answer to one item: its result or its error, and what it took by then."""
+    """A worker's answer to one item: its result or its error, and its memory so far."""
 
     result: Any
     error: Exception | None
@@ -69,9 +70,9 @@ class WorkerReply(NamedTuple):
 class ProcessPool(Generic[Item, Result]):
     """`workers` processes that each run `work(item, progress)`, one item at a time.
 
-    Items are taken from their iterable only when a worker is free, so a lazy one bounds what is in
-    flight. Without a context workers are forked on Linux (no start-up cost, `work` is inherited),
-    else spawned. `hint` is for the user whose worker was killed.
+    An item is taken from its iterable only when a worker is free, so a lazy iterable bounds the
+    items in flight. Without a context workers are forked on Linux (no start-up cost, `work` is
+    inherited), else spawned. `hint` is shown where a worker was killed.
     """
 
     def __init__(
@@ -109,8 +110,8 @@ class ProcessPool(Generic[Item, Result]):
     def map(self, items: Iterable[Item], progress: Progress = lambda _: None) -> Iterator[Result]:
         """Yields the result of every item, in the order of the items.
 
-        The first item that fails, in that order, raises its error here, as MtcliError. Progress
-        comes in any order. Raises MtcliError where a worker dies.
+        The first item that fails, in that order, raises its error here, as MtcliError. Progress is
+        reported in any order. Raises MtcliError where a worker dies.
         """
         done: dict[int, WorkerReply] = {}
         following = 0
@@ -145,15 +146,15 @@ class ProcessPool(Generic[Item, Result]):
         while busy:
             for end in cast(list[Connection], wait(list(busy))):
                 try:
-                    told = end.recv()  # pickled by our own process, never read from a file
+                    message = end.recv()  # pickled by our own process, never read from a file
                 except (EOFError, ConnectionResetError):
                     raise self._died(end) from None
-                if isinstance(told, WorkerReply):
-                    progress(told.progress)
-                    yield busy.pop(end), told
+                if isinstance(message, WorkerReply):
+                    progress(message.progress)
+                    yield busy.pop(end), message
                     hand_next(end)
                 else:
-                    progress(told)
+                    progress(message)
 
     def _died(self, end: Connection) -> MtcliError:
         process = self._workers[end]
@@ -164,7 +165,7 @@ class ProcessPool(Generic[Item, Result]):
 
 
 def shares(weights: Sequence[int], count: int) -> list[list[int]]:
-    """Divides indices into at most `count` parts of much the same weight; none is empty."""
+    """Divides indices into at most `count` parts of similar weight; none is empty."""
     parts: list[list[int]] = [[] for _ in range(max(1, min(count, len(weights))))]
     loads = [0] * len(parts)
     for index in sorted(range(len(weights)), key=lambda i: -weights[i]):
@@ -177,14 +178,13 @@ def shares(weights: Sequence[int], count: int) -> list[list[int]]:
 def run_parts(
     work: Callable[[list[Item], Progress], Result], parts: list[list[Item]], progress: Progress
 ) -> tuple[list[Result], ProcessMemory]:
-    """Runs `work(part, progress)` in a process per part, unless there is one part; returns the
-    results, and the most memory that a worker took.
+    """Runs `work(part, progress)` in a process per part, in this process for a single part. Returns
+    (results, the most memory that a worker used).
 
-    `work` is a module's own function, or a partial of one. Workers are forked from a server that
-    has imported torch and computed nothing: a fork of a process that has used OpenMP may hang. They
-    need no process group, since parts are files or tensors that no other part touches. The first
-    that fails ends all of them: its exception is raised, or MtcliError (exit 1) where it was
-    killed.
+    `work` is a module-level function, or a partial of one. Workers are forked from a server that
+    has imported torch and computed nothing, as a fork of a process that used OpenMP may hang. They
+    need no process group: no two parts touch the same file or tensor. The first failure ends all
+    workers: its exception is raised, or MtcliError (exit 1) where a worker was killed.
     """
     if len(parts) < 2:
         return [work(part, progress) for part in parts], ProcessMemory()
@@ -202,10 +202,10 @@ def run_parts(
 
 
 def end_with(pipe: int, cleanup: Callable[[], object] = lambda: None) -> None:
-    """Ends this process when the last write end of a pipe closes: the system closes a dead
-    process' files, after SIGKILL too. `cleanup` is called before.
+    """Ends this process, after `cleanup`, when the last write end of a pipe closes: the system
+    closes the files of a dead process, after SIGKILL too.
 
-    A thread waits, so call it after forking. It works on macOS, unlike PR_SET_PDEATHSIG, and across
+    A thread waits, so call it after forking. Unlike PR_SET_PDEATHSIG it works on macOS, and across
     a fork server, whose workers are not the caller's children.
     """
 
@@ -220,7 +220,7 @@ def end_with(pipe: int, cleanup: Callable[[], object] = lambda: None) -> None:
 def _serve(
     work: Callable[[Any, Progress], Any], end: Connection, inherited: list[Connection]
 ) -> None:
-    """Runs a worker: until the other end closes, or it is killed."""
+    """Runs a worker until the other end closes, or it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
@@ -263,7 +263,7 @@ def _on_one_thread(
 
 
 def _resident(kind: str) -> int:
-    """VmRSS or VmHWM of this process in bytes; where the kernel has no /proc, its peak for both."""
+    """VmRSS or VmHWM of this process in bytes; without /proc its peak for both."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

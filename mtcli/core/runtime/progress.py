@@ -1,4 +1,4 @@
-"""Shows progress on stderr: a bar on a terminal, and elsewhere a line now and then.
+"""Shows progress on stderr: a bar on a terminal, and lines elsewhere.
 
 A line has names and values: `preprocess 512/2048 percent 25.0 B/s 100 left 0:00:15`.
 """
@@ -24,9 +24,9 @@ def progress_bar(
     leave: bool = True,
     quiet: bool = False,
 ) -> "tqdm[Any] | ProgressLines":
-    """Opens the progress of `total` units, or of an unknown number, of which some are done.
+    """Opens the progress of `total` units (None: unknown), of which `done` are done.
 
-    A bar that does not stay (`leave`) comes after half a second.
+    A bar that is removed at the end (not `leave`) appears after half a second.
     """
     if not (quiet or sys.stderr.isatty()):
         return ProgressLines(name, total, unit.strip(), done)
@@ -37,15 +37,15 @@ def progress_bar(
 
 
 def write_line(text: str) -> None:
-    """Writes a line to stderr, above a bar where there is one."""
+    """Writes a line to stderr, above an open bar."""
     tqdm.write(visible(text), file=sys.stderr)
 
 
 class ProgressLines:
-    """Progress as plain lines, with the methods of tqdm's bars that are used here.
+    """Progress as plain lines, with the methods of tqdm's bars that mtcli uses.
 
-    A line comes at an update, `LINE_SECONDS` after the last one or the start; and at the end of
-    work that took longer.
+    A line is written at an update, at least `LINE_SECONDS` after the last one or the start, and at
+    the end of work that took longer.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class ProgressLines:
             self._write()
 
     def set_postfix_str(self, text: str, refresh: bool = False) -> None:
-        """Sets what ends each line."""
+        """Sets the text at the end of each line."""
         self.postfix = text
 
     def close(self) -> None:
-        """Writes the last line, where the work was long and has moved since the last one."""
+        """Writes the last line, if the work was long and has advanced since the last one."""
         if self.clock() - self.begun_at >= LINE_SECONDS and self.done != self.written:
             self._write()
 

@@ -1,9 +1,9 @@
-"""Lets the ranks of a run find each other, on the right network interfaces.
+"""Connects the ranks of a run with each other, on the right network interfaces.
 
-Nobody proves who they are to a store, to gloo or to NCCL, so a run listens no further than it must:
-on loopback where all ranks are on one machine, else on the one interface by which MASTER_ADDR is
-reached. Nothing that arrives is unpickled: torch's own c10d rendezvous unpickles what its store
-holds, so the launcher does not use it.
+A store, gloo and NCCL authenticate nobody, so a run listens on as little as possible: on loopback
+where all ranks are on one machine, else on the interface by which MASTER_ADDR is reached. Nothing
+received is unpickled. torch's c10d rendezvous unpickles its store's values, so the launcher does
+not use it.
 """
 
 import os
@@ -33,9 +33,9 @@ BACKLOG = 4096  # ranks that may connect to the store at once
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of one launcher with its own workers: a store on loopback, which they share.
+    """The rendezvous of a launcher with its own workers: a store on loopback, which they share.
 
-    torch's static rendezvous is the same on all interfaces.
+    torch's static rendezvous is the same, but listens on all interfaces.
     """
 
     def __init__(self, parameters: RendezvousParameters) -> None:
@@ -44,7 +44,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Workers use this store too."""
+        """Returns True: workers use this store too."""
         return True
 
     def get_backend(self) -> str:
@@ -52,19 +52,19 @@ class LoopbackRendezvous(RendezvousHandler):
         return "loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """One node, and where its store listens."""
+        """Returns a single node, and the address of its store."""
         store = dist.PrefixStore("launcher", self.store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self.store.port))
 
     def is_closed(self) -> bool:
-        """Whether it has ended: never before the launcher."""
+        """Returns False: it lasts as long as the launcher."""
         return False
 
     def set_closed(self) -> None:
-        """Nobody else is there to be told."""
+        """Does nothing: there is no other node."""
 
     def num_nodes_waiting(self) -> int:
-        """No other node may join."""
+        """Returns 0: no other node may join."""
         return 0
 
     def get_run_id(self) -> str:
@@ -72,15 +72,16 @@ class LoopbackRendezvous(RendezvousHandler):
         return self.run_id
 
     def shutdown(self) -> bool:
-        """The store ends with this object."""
+        """Returns True: the store ends with this object."""
         return True
 
 
 def meet(rank: int, world: int, timeout: float, device: torch.device) -> tuple[dist.Store, Attempt]:
-    """(the store of a process group that every rank has joined, which attempt they are).
+    """Joins the process group of all ranks; returns (its store, the attempt).
 
-    On GPUs NCCL connects all ranks here, each by its device, and every later group as it is made:
-    by itself it would within a group's first collective, where ranks may come in any order.
+    On GPUs NCCL connects all ranks here, each with its device, and every later group when it is
+    created. By default it would connect within a group's first collective, which ranks may reach in
+    any order.
 
     Raises MtcliError where ranks are missing after `timeout` seconds, and where MASTER_ADDR names
     no single interface.
@@ -98,7 +99,7 @@ def meet(rank: int, world: int, timeout: float, device: torch.device) -> tuple[d
 
 
 def attempt_alone(timeout: float) -> Attempt:
-    """The attempt of a run of one rank, as its launcher's store tells."""
+    """The attempt of a run of one rank, from its launcher's store."""
     store = _connect(0, timedelta(seconds=timeout))
     return Meeting(store, 0, 1, timeout, "any").agree()[1]
 
@@ -114,9 +115,9 @@ def on_one_machine(environ: Mapping[str, str]) -> bool:
 
 
 def endpoint(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Address and port of the run's store, as torchrun's variables say, or Slurm's.
+    """The address and port of the run's store, from torchrun's variables or Slurm's.
 
-    Raises MtcliError where that is no port.
+    Raises MtcliError where the port is invalid.
     """
     job = 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000  # a port for each job
     task = slurm_task(environ)
@@ -146,12 +147,12 @@ def _connect(rank: int, limit: timedelta) -> dist.Store:
 
 
 def _address_towards(host: str, port: int, hosted: bool) -> str | None:
-    """This machine's address on the interface by which a host is reached: on rank 0's machine,
-    the host's own.
+    """This machine's address on the interface by which `host` is reached; on rank 0's machine, the
+    host's own address.
 
-    None where a launcher hosts the store on this machine and names it by a loopback address, as
-    Debian's /etc/hosts does. Raises MtcliError where rank 0 cannot listen on that address alone, or
-    no other machine can reach it.
+    None where a launcher hosts the store on this machine under a loopback address, as in Debian's
+    /etc/hosts. Raises MtcliError where rank 0 cannot listen on that address alone, or no other
+    machine can reach it.
     """
     hint = "set MASTER_ADDR to the address of rank 0's machine on the network that ranks share"
     hint += "; torchrun takes it from --local-addr"
@@ -181,7 +182,6 @@ def _is_loopback(host: str) -> bool:
 
 
 def _interface_of(address: str) -> str:
-    """The name of the interface that has an address."""
     name: str
     for name, entries in psutil.net_if_addrs().items():
         if address in {entry.address.partition("%")[0] for entry in entries}:
@@ -190,7 +190,7 @@ def _interface_of(address: str) -> str:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on one address alone; port 0 is any free one."""
+    """A socket that listens on one address; port 0 is any free port."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -204,7 +204,7 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _host_store(listener: socket.socket, limit: timedelta) -> dist.TCPStore:
-    """A store that answers on a socket. torch by itself would listen on every interface."""
+    """A store that listens on a given socket; torch's own would listen on every interface."""
     address, port = listener.getsockname()[:2]
     return dist.TCPStore(
         address,

@@ -1,11 +1,11 @@
-"""Runs a stranger's program, such as a template, within limits of processor time and memory.
+"""Runs an untrusted program, such as a chat template, with limits of processor time and memory.
 
-Jinja's own sandbox keeps a template from Python's objects, but not from loops and large texts. Many
-of these are one call in C (`'%2000000000d' % 1`, a regular expression), which no thread and no
-signal handler of Python interrupts. So the program runs in a process of its own, which answers
-requests in lines of JSON. It sets a timer before each one, whose signal ends it, so that it
-outlives no parent by more. Its address space is limited; the parent's, which may hold torch, is
-not. It is started afresh in 0.1 s, as a fork would copy locks that the parent's threads hold.
+Jinja's sandbox keeps a template from Python's objects, but not from loops and huge texts. Many of
+these are a single call in C (`'%2000000000d' % 1`, a regular expression), which no Python thread or
+signal handler interrupts. So the program runs in a process of its own, which answers requests as
+lines of JSON. It sets a timer for each request, whose signal ends it, so that it outlives its
+parent by at most that. Its address space is limited; the parent's, which may have torch, is not. It
+is a new process, started in 0.1 s, as a fork would copy locks of the parent's threads.
 """
 
 import json
@@ -26,21 +26,22 @@ OUT_OF_MEMORY = 3  # an exit code
 
 
 class OverLimit(Exception):
-    """Says which program took more time or memory than it may, and on what."""
+    """The error of a program that exceeded its time or memory, with the request."""
 
     hint = "does it loop too often, or repeat a text? read that file, and use another copy"
 
 
 class Sandbox:
-    """A process that runs one program, `build(*arguments)` of a module's own function or class.
+    """A process that runs one program, the result of `build(*arguments)`, a module-level function
+    or class.
 
-    `name` is the program's file, for errors. Arguments, requests and answers are JSON. Requests are
-    sent together, once the answers to those before have been taken: neither side then waits for the
-    other to read, and the program runs while the caller works on what it has.
+    `name` is the program's file, for errors. Arguments, requests and answers are JSON. Queued
+    requests are sent together once all earlier answers were read, so that neither side blocks on
+    the other's pipe, and the program computes while the caller does.
     """
 
     def __init__(self, name: str, build: Callable[..., Callable[[Any], Any]], *arguments: Any):
-        """Raises ValueError where `build` does, and OverLimit."""
+        """Starts the process. Raises ValueError where `build` does, and OverLimit."""
         self.name, self._seconds, self._bytes = name, SECONDS, MAX_BYTES
         self._queue: list[bytes] = []
         self._unanswered = 0  # requests that were sent
@@ -55,13 +56,13 @@ class Sandbox:
         self.answer()
 
     def ask(self, request: Any) -> int:
-        """Queues a request; returns its bytes. Raises ValueError where JSON cannot hold it."""
+        """Queues a request; returns its size in bytes. Raises ValueError where it is no JSON."""
         self._queue.append(_encoded(request))
         return len(self._queue[-1])
 
     def answer(self) -> Any:
-        """Returns the answer to the first request that has none. Raises ValueError where the
-        program does, and OverLimit, which ends it."""
+        """Returns the answer to the oldest open request. Raises ValueError where the program does,
+        and OverLimit, which ends the process."""
         requests, answers = self._process.stdin, self._process.stdout
         assert requests and answers, "both are pipes"
         line = b""
@@ -81,7 +82,6 @@ class Sandbox:
         return answer
 
     def _reason(self) -> str:
-        """Why the process has ended."""
         code = self._process.wait()
         if code == -signal.SIGPROF:
             return f"takes over {self._seconds:g} s of processor time"
@@ -91,7 +91,7 @@ class Sandbox:
 
 
 def serve() -> None:
-    """Answers requests: what the process of a Sandbox does, until its stdin ends."""
+    """Answers requests until stdin ends: the main function of a Sandbox's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     try:
@@ -129,7 +129,7 @@ def _serve() -> None:
 
 
 def _encoded(value: Any) -> bytes:
-    """JSON in UTF-8: two halves of a surrogate pair stay two, which JSON's escapes would join."""
+    """JSON in UTF-8, with lone surrogates as they are: JSON's escapes would join two of them."""
     try:
         return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except RecursionError:

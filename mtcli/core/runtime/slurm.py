@@ -1,7 +1,7 @@
-"""Reads which task of a Slurm step this process is, from what srun says.
+"""Reads this process's task in a Slurm step, from the variables that srun sets.
 
-A batch script has its job's variables without a step's, and SLURM_PROCID 0: there nobody has
-started ranks, and `--nproc` does. So a step's own variables count alone.
+A batch script has its job's variables without a step's, and SLURM_PROCID 0: no ranks were started
+there, and `--nproc` starts them. So only a step's variables count.
 """
 
 import os
@@ -24,14 +24,14 @@ class SlurmTask(NamedTuple):
 
 
 def whole(name: str, value: str) -> int:
-    """A launcher's variable as a number. Raises MtcliError where it is none."""
+    """A launcher's variable as an integer. Raises MtcliError where it is not one."""
     if not value.isdecimal():
         raise wrong(f"{name}={value} is no number", "a launcher sets it; unset it otherwise")
     return int(value)
 
 
 def slurm_task(environ: Mapping[str, str]) -> SlurmTask | None:
-    """The task that this process is, or None outside of steps of several tasks."""
+    """This process's task; None outside of steps of several tasks."""
 
     def number(name: str, default: str = "") -> int:
         return whole(name, environ.get(name, default))
@@ -52,8 +52,8 @@ def slurm_task(environ: Mapping[str, str]) -> SlurmTask | None:
 
 
 def require_srun(nproc: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises MtcliError in the batch script of several tasks, where srun has started none of them,
-    nor another launcher any rank, unless `nproc` asks for ranks of this node."""
+    """Raises MtcliError in a batch script of several tasks where neither srun nor another launcher
+    started ranks, unless `nproc` asks for ranks of this node."""
     job = environ.get("SLURM_NTASKS") or environ.get("SLURM_NPROCS") or "1"
     nodes = environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1"
     started = "RANK" in environ or "SLURM_STEP_NUM_TASKS" in environ
@@ -67,7 +67,7 @@ def require_srun(nproc: int, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """The tasks of each node of a list like 4(x2),3: 4, 4 and 3."""
+    """The tasks of each node, parsed from a list like 4(x2),3: 4, 4 and 3."""
     matches = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, times in matches for _ in range(int(times or 1))]
 

@@ -1,7 +1,7 @@
-"""Work folders: unfinished output lies aside in one, which one run at a time writes in.
+"""Work folders: unfinished output, locked so that one run at a time writes it.
 
-A folder is a work folder only where it holds MARK, a file of ours, which is its lock too. Whatever
-else has a work folder's name is the user's: it is refused, and nothing in it is touched.
+A work folder has a file MARK, written by mtcli, which is also its lock. Anything else with a work
+folder's name is the user's: it is refused and left untouched.
 """
 
 import fcntl
@@ -22,9 +22,9 @@ class WorkFolder:
     """A work folder that this process has locked, until it is closed or removed."""
 
     def __init__(self, path: Path, output: Path) -> None:
-        """Makes the folder of an output where there is none; what a killed run left stays in it.
+        """Creates the work folder of an output, or reopens that of a killed run with its content.
 
-        Raises MtcliError where another run has it, or it is none of ours.
+        Raises MtcliError where another run has locked it, or it has no mark.
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ class WorkFolder:
             self._lock.flush()
 
     def clear(self) -> None:
-        """Removes all but the mark."""
+        """Removes all content but the mark."""
         for path in self.path.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -48,11 +48,11 @@ class WorkFolder:
                 path.unlink()
 
     def close(self) -> None:
-        """Unlocks the folder, which stays for a later run."""
+        """Unlocks the folder, which a later run can resume."""
         self._lock.close()
 
     def remove(self) -> None:
-        """Removes the folder with all that is in it, but what a run that begins now puts there."""
+        """Removes the folder and its content, but not that of a run that starts meanwhile."""
         with suppress(OSError):  # the disk fails, or NFS keeps open files by other names
             self.clear()
             (self.path / MARK).unlink()
@@ -80,7 +80,7 @@ def require_work_folder(path: Path) -> None:
 
 
 def lock_output(path: Path, output: Path) -> IO[bytes]:
-    """Opens a file, to read and append to, that locks an output until it is closed, or its process
+    """Opens a file (read and append) as the lock of an output, until it is closed or the process
     ends.
 
     Raises MtcliError where another run has it.

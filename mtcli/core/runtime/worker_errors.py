@@ -1,6 +1,7 @@
-"""Carries a worker's error to the user: in a file, of which the launcher reports one of all ranks'.
+"""Passes a worker's error to the user: through a file, from which the launcher reports one error of
+all ranks'.
 
-The file is that of torch's elastic launcher, which waits for every worker before it reads.
+The file is that of torch's elastic launcher, which reads it once every worker has ended.
 """
 
 import json
@@ -20,24 +21,28 @@ GoesOn = Callable[[], str]  # the hint on how to go on after a fault, by what is
 
 LAUNCHED = "MTCLI_LAUNCHED"  # set in workers that report their errors to our own launcher
 
-WATCHED, TOLD, LOST = "watched", "told", "lost"  # what an error is: the last follows from others
+WATCHED, TOLD, LOST = (
+    "watched",
+    "told",
+    "lost",
+)  # causes of an error; LOST follows from another error
 
 
 class LostPeer(MtcliError):
-    """Peers of this rank, or the store by which they meet, have gone: another error caused it."""
+    """Peers of this rank, or the common store, are gone: a consequence of another error."""
 
 
 def again() -> str:
-    """Advises to run a command again that saves nothing."""
+    """The hint to run a command again that saves nothing."""
     return "run the same command again"
 
 
 @contextmanager
 def telling_of_lost_peers(rank: int, goes_on: GoesOn = again) -> Iterator[None]:
-    """Turns what torch says of a connection that broke into a LostPeer (exit 1).
+    """Turns torch's errors of broken connections into LostPeer (exit 1).
 
-    The watchdog names collectives of ours that break; this is for what it does not see: ranks that
-    are only meeting, and FSDP2's collectives.
+    The watchdog names mtcli's collectives that break; this is for connections that it does not see:
+    of ranks that are still meeting, and of FSDP2's collectives.
     """
     try:
         yield
@@ -58,42 +63,42 @@ def telling_of_lost_peers(rank: int, goes_on: GoesOn = again) -> Iterator[None]:
 
 
 def first_failure(error: Any, goes_on: GoesOn = again) -> MtcliError | KeyboardInterrupt:
-    """The cause among the failures of a ChildFailedError, in its own words."""
+    """The error that caused the failures of a ChildFailedError, in its own words."""
     codes = {failure.exitcode for failure in error.failures.values()}
     if Exit.INTERRUPTED in codes:
         return KeyboardInterrupt()
     rank, failure = min(error.failures.items(), key=lambda item: _consequence(item[1]))
-    told = failure.message if isinstance(failure.message, dict) else {}
-    if "problems" in told.get("extraInfo", {}):
-        return MtcliError.load(told["extraInfo"])
-    cause = told.get("message") or f"it ended with exit code {failure.exitcode}"
+    report = failure.message if isinstance(failure.message, dict) else {}
+    if "problems" in report.get("extraInfo", {}):
+        return MtcliError.load(report["extraInfo"])
+    cause = report.get("message") or f"it ended with exit code {failure.exitcode}"
     if failure.exitcode < 0:
         cause = f"it was killed by {signal.Signals(-failure.exitcode).name}"
     return MtcliError(Problem(f"rank {rank} failed: {cause}", goes_on()), code=Exit.FAILED)
 
 
 def _consequence(failure: Any) -> tuple[int, int, bool]:
-    """Sorts causes first: a killed rank before its peers, who only say that they lost it.
+    """A sort key that puts causes first: a killed rank ahead of its peers, which only lost it.
 
-    A watchdog knows best: it may have killed a rank that did not answer. SIGTERM is what the
-    launcher sends to the peers of one that failed, so there the earliest counts.
+    A watchdog's error comes first of all, as it may have killed a rank that did not answer. SIGTERM
+    is sent by the launcher to the peers of a failed rank, so the earliest of those counts.
     """
     extra = failure.message.get("extraInfo", {}) if isinstance(failure.message, dict) else {}
     cause, terminated = extra.get("cause"), failure.exitcode == -signal.SIGTERM
-    told = "problems" in extra
+    has_problems = "problems" in extra
     order = (
         cause == WATCHED,
         failure.exitcode < 0 and not terminated,
-        told and cause != LOST,
+        has_problems and cause != LOST,
         cause != LOST and not terminated,
-        told or terminated,
+        has_problems or terminated,
         True,
     )
-    return order.index(True), failure.timestamp, not told
+    return order.index(True), failure.timestamp, not has_problems
 
 
 def hand_over(error: BaseException) -> NoReturn:
-    """Leaves the error in the file that the launcher reads, and ends this worker quietly."""
+    """Writes the error to the launcher's file, and ends this worker without output."""
     if isinstance(error, KeyboardInterrupt):
         os._exit(Exit.INTERRUPTED)
     if isinstance(error, MtcliError):
@@ -112,10 +117,11 @@ def hand_over(error: BaseException) -> NoReturn:
 def end_rank(
     error: MtcliError | None, silent: list[int], lost: bool, goes_on: GoesOn = again
 ) -> NoReturn:
-    """Ends this rank from another thread: with the watchdog's error, or where it has none quietly.
+    """Ends this rank from another thread, with the watchdog's error or silently.
 
-    `lost` says that it follows from another rank's error, if that one has left any. Otherwise our
-    launcher's workers that do not answer (process ids) are killed: it would wait half a minute.
+    `lost` means that it follows from another rank's error, if that rank left one. Otherwise kills
+    the launcher's workers that do not answer (`silent`, process ids), for which it would wait half
+    a minute.
     """
     cause = LOST if lost else WATCHED
     if error is None:
@@ -143,7 +149,8 @@ def _leave(text: str, extra: dict[str, Any]) -> None:
 
 
 def _is_sibling(pid: int) -> bool:
-    """Whether a process lives and is this one's launcher's, by Linux's table; elsewhere no."""
+    """Whether a process is alive and a child of this process's launcher, by /proc; False
+    elsewhere."""
     table = Path(f"/proc/{pid}/stat")
     if not table.exists():
         return False

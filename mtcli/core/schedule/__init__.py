@@ -1,1 +1,2 @@
-"""Pipeline schedules as torch-free data: planned, simulated, executed and profiled alike."""
+"""Pipeline schedules as data without torch, which plan simulates, training runs and profile
+draws."""

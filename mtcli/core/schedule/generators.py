@@ -1,7 +1,7 @@
 """Schedules as pure functions: gpipe, 1F1B, interleaved 1F1B, ZB-H1 and forward only.
 
-A rank holds the stages r, r + pp, r + 2 pp, ... With pp = 1 there is nothing to fill a pipeline
-with, and every one of them is plain gradient accumulation: F0 B0 F1 B1 ...
+A rank has the stages r, r + pp, r + 2 pp, ... With pp = 1 each of them is plain gradient
+accumulation: F0 B0 F1 B1 ...
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,8 +43,8 @@ def gpipe(pp: int, num_micro_batches: int) -> Schedule:
     """
     if pp == 1:
         return _accumulate(1, num_micro_batches)
-    every = range(num_micro_batches)
-    ranks = ([*_ops("F", every, rank), *_ops("B", every, rank)] for rank in range(pp))
+    batches = range(num_micro_batches)
+    ranks = ([*_ops("F", batches, rank), *_ops("B", batches, rank)] for rank in range(pp))
     return _schedule(ranks, pp)
 
 
@@ -54,9 +54,9 @@ def one_f_one_b(pp: int, num_micro_batches: int) -> Schedule:
     Rank r holds at most pp - r micro-batches of activations. With equal stages the step lasts
     (num_micro_batches + pp - 1) * (t_F + t_B).
     """
-    every = range(num_micro_batches)
+    batches = range(num_micro_batches)
     ranks = (
-        _one_by_one(_ops("F", every, rank), _ops("B", every, rank), warmup=pp - rank - 1)
+        _one_by_one(_ops("F", batches, rank), _ops("B", batches, rank), warmup=pp - rank - 1)
         for rank in range(pp)
     )
     return _schedule(ranks, pp)
@@ -65,12 +65,12 @@ def one_f_one_b(pp: int, num_micro_batches: int) -> Schedule:
 def interleaved(pp: int, vpp: int, num_micro_batches: int) -> Schedule:
     """Interleaved 1F1B in Megatron's order (arXiv:2104.04473, section 2.2).
 
-    Forwards go by groups of pp micro-batches, each group through the chunks of the rank in turn;
+    Forwards run in groups of pp micro-batches, each group through the rank's chunks in turn;
     backwards the same with the chunks reversed. With equal stages and pp dividing the micro-batches
-    the bubble is (pp - 1) / (vpp * num_micro_batches) of the ideal time. Where pp does not divide
-    them the last group takes the remainder as well, since a group smaller than pp would leave a
-    rank idle between its chunks: the bubble keeps its length of (pp - 1) chunks, and fewer than pp
-    micro-batches add (vpp - 1) * (pp - num_micro_batches) to it.
+    the bubble is (pp - 1) / (vpp * num_micro_batches) of the ideal time. A remainder joins the last
+    group, as a group of fewer than pp would leave ranks idle between chunks: the bubble stays (pp -
+    1) chunks long. Fewer than pp micro-batches add (vpp - 1) * (pp - num_micro_batches) chunks to
+    it.
     """
     if pp == 1:
         return _accumulate(vpp, num_micro_batches)
@@ -86,18 +86,18 @@ def interleaved(pp: int, vpp: int, num_micro_batches: int) -> Schedule:
 
 
 def zero_bubble(pp: int, num_micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B with the backward split, its weight half filling the bubble (arXiv:2401.10241).
+    """ZB-H1: 1F1B with the backward split, and W in the bubble (arXiv:2401.10241).
 
-    Rank r runs W(m) after I(m + r), so every rank holds at most pp micro-batches, as the first rank
-    of 1F1B does. With equal stages and t_W no longer than t_F and t_I the step lasts
+    Rank r runs W(m) after I(m + r), so every rank has at most pp micro-batches in flight, as the
+    first rank of 1F1B does. With equal stages and t_W at most t_F and t_I the step lasts
     num_micro_batches * (t_F + t_I + t_W) + (pp - 1) * (t_F + t_I - t_W).
     """
     if pp == 1:
         return _accumulate(1, num_micro_batches)
-    every = range(num_micro_batches)
+    batches = range(num_micro_batches)
     ranks = []
     for rank in range(pp):
-        order = _one_by_one(_ops("F", every, rank), _ops("I", every, rank), pp - rank - 1)
+        order = _one_by_one(_ops("F", batches, rank), _ops("I", batches, rank), pp - rank - 1)
         ranks.append([*_with_weight_gradients(order, lag=rank)])
     return _schedule(ranks, pp)
 
@@ -127,14 +127,14 @@ def _ops(kind: OpKind, micro_batches: range, stage: int) -> list[Op]:
 
 
 def _one_by_one(forwards: list[Op], backwards: list[Op], warmup: int) -> list[Op]:
-    """`warmup` forwards, a forward and a backward in turn, then the backwards that are left."""
+    """`warmup` forwards, then a forward and a backward in turn, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     steady = [op for pair in zip(forwards[warmup:], backwards, strict=False) for op in pair]
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
 
 def _with_weight_gradients(order: list[Op], lag: int) -> Iterator[Op]:
-    """The order with W(m) placed after I(m + lag), and those that are left at the end."""
+    """The order with W(m) inserted after I(m + lag), and the last ones at the end."""
     waiting: list[Op] = []
     for op in order:
         yield op
@@ -146,7 +146,7 @@ def _with_weight_gradients(order: list[Op], lag: int) -> Iterator[Op]:
 
 
 def _chunk_order(pp: int, vpp: int, num_micro_batches: int) -> list[tuple[int, int]]:
-    """(micro-batch, chunk) in forward order, by groups of at least pp micro-batches."""
+    """(micro-batch, chunk) in the order of forwards, in groups of at least pp micro-batches."""
     groups = max(1, num_micro_batches // pp)
     starts = [group * pp for group in range(groups)]
     ends = [*starts[1:], num_micro_batches]

@@ -1,8 +1,8 @@
-"""Messages between pipeline ranks: which op's result goes where, on which channel, in which order.
+"""Messages between pipeline ranks: receiver, channel and order of each op's result.
 
-The executor sends and receives by these, the groups of p2p are made from them, and `validate`
+The executor sends and receives these, p2p groups are created for their channels, and `validate`
 proves that no rank waits forever. A channel carries the results of one direction from one rank to
-one other: forward from F, backward from B and I.
+another: forward from F, backward from B and I.
 """
 
 from collections import defaultdict, deque
@@ -17,7 +17,7 @@ SENT_AHEAD = 1  # activations of a forward pass, sent while the next micro-batch
 
 
 class Channel(NamedTuple):
-    """What carries messages of one direction, from one pipeline rank to another."""
+    """The messages of one direction from one pipeline rank to another."""
 
     direction: Direction
     sender: int
@@ -33,37 +33,37 @@ class Message(NamedTuple):
 
     @property
     def channel(self) -> Channel:
-        """What carries it."""
+        """The channel that carries it."""
         return Channel(direction(self.op), self.sender, self.receiver)
 
 
 class P2PCall(NamedTuple):
-    """What a rank does with a message. A send ends when it is received: `wait` waits for that."""
+    """A call of a rank on a message; `wait` waits until a send was received."""
 
     kind: Literal["send", "receive", "wait"]
     message: Message
 
 
 def channels(pp: int, vpp: int) -> list[Channel]:
-    """Every channel of a pipeline: between neighbours, and with several stages on a rank from the
-    last one to the first."""
+    """Every channel of a pipeline: between neighbours, and with several stages per rank between the
+    last and the first rank."""
     ends = [(first, (first + 1) % pp) for first in range(pp if vpp > 1 and pp > 1 else pp - 1)]
     forward = [Channel("pp_forward", *pair) for pair in ends]
     return [*forward, *(Channel("pp_backward", *pair[::-1]) for pair in ends)]
 
 
 def direction(op: Op) -> Direction:
-    """Where an op's result goes."""
+    """The direction in which an op's result is sent."""
     return "pp_forward" if op.kind == "F" else "pp_backward"
 
 
 def reader(op: Op) -> Op:
-    """The op of the next stage, or for a gradient of the one before, that reads an op's result."""
+    """The op that reads an op's result: of the next stage, or for a gradient of the previous."""
     return op._replace(stage=op.stage + (1 if op.kind == "F" else -1))
 
 
 def message_of(op: Op, schedule: Schedule) -> Message | None:
-    """The message of an op's result; None where nobody reads it, or a stage of the same rank."""
+    """The message of an op's result; None where no op reads it, or one of the same rank."""
     stage = reader(op).stage
     if op.kind == "W" or not 0 <= stage < schedule.num_stages:
         return None
@@ -72,7 +72,7 @@ def message_of(op: Op, schedule: Schedule) -> Message | None:
 
 
 def sent(schedule: Schedule) -> dict[Channel, list[Message]]:
-    """The messages of each channel, in the order in which they are sent, and so received."""
+    """The messages of each channel, in the order in which they are sent and received."""
     messages: dict[Channel, list[Message]] = defaultdict(list)
     for ops in schedule.ops:
         for op in ops:
@@ -82,10 +82,11 @@ def sent(schedule: Schedule) -> dict[Channel, list[Message]]:
 
 
 def calls(schedule: Schedule) -> list[list[P2PCall]]:
-    """Each rank's calls, in the order in which the executor makes them.
+    """Each rank's p2p calls, in the order in which the executor makes them.
 
-    An op's need is received first, and whatever its channel carries before; sends that its sender
-    has consumed by then are waited for. Forwards alone wait for all but SENT_AHEAD of their sends.
+    The result that an op needs is received first, after all earlier messages of its channel; then
+    sends that the sender has consumed by then are waited for. Forwards alone wait for all of their
+    sends but the last SENT_AHEAD.
     """
     coming = sent(schedule)
     numbers = [{op: number for number, op in enumerate(ops)} for ops in schedule.ops]

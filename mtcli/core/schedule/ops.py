@@ -1,7 +1,7 @@
-"""One unit of pipeline work, what it needs, and an order of such units per pipeline rank.
+"""Ops, the units of pipeline work, and schedules, which order them on each pipeline rank.
 
-A schedule is data with three readers: the plan simulates it, training executes it and the profile
-draws it. Nobody writes sends and receives down: a need that sits on another rank *is* the transfer.
+A schedule is data with three readers: plan simulates it, training runs it and profile draws it. It
+has no sends and receives: they follow where an op needs the result of another rank's op.
 """
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ OpKind = Literal["F", "B", "I", "W"]
 class Op(NamedTuple):
     """The forward F or backward B of one micro-batch through one stage.
 
-    A split backward is I, the gradient of the stage's input, which the stage before waits for, and
-    W, the gradient of its weights, which nobody waits for (arXiv:2401.10241, section 2).
+    A split backward is I, the gradient of the stage's input, for which the previous stage waits,
+    and W, the gradient of its weights (arXiv:2401.10241, section 2).
     """
 
     kind: OpKind
@@ -27,7 +27,7 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The ops of each pipeline rank in the order it runs them, and the rank that holds a stage."""
+    """The ops of each pipeline rank in the order it runs them, and the rank of each stage."""
 
     ops: tuple[tuple[Op, ...], ...]
     rank_of_stage: tuple[int, ...]
@@ -48,7 +48,7 @@ class Schedule:
         return sum(op.kind == "F" and op.stage == 0 for op in self.ops[self.rank_of_stage[0]])
 
 
-# What an op reads: ops of the same micro-batch, as (kind, stages further on).
+# The ops that an op reads, of the same micro-batch, as (kind, distance in stages).
 READS: dict[OpKind, tuple[tuple[OpKind, int], ...]] = {
     "F": (("F", -1),),
     "B": (("F", 0), ("B", 1)),
@@ -60,9 +60,8 @@ READS: dict[OpKind, tuple[tuple[OpKind, int], ...]] = {
 def needs(op: Op, num_stages: int) -> tuple[Op, ...]:
     """The ops whose results `op` reads.
 
-    F reads the F of the stage before. B and I read their own F, and the gradient that the stage
-    after produced by an op of the same kind: a schedule splits every backward or none. W reads what
-    its own I left.
+    F reads the F of the previous stage. B and I read their own F, and the gradient from the next
+    stage's op of the same kind: a schedule splits every backward or none. W reads its own I.
     """
     return tuple(
         Op(kind, op.micro_batch, op.stage + step)

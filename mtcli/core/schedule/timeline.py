@@ -1,4 +1,4 @@
-"""When each op of a schedule runs: simulated by plan, measured by profile, drawn as text."""
+"""The timeline of a schedule's ops: simulated by plan, measured by profile, drawn as text."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Timeline:
         return max(0.0, self.end * self.num_ranks / busy - 1) if busy else 0.0
 
     def scaled(self, factor: float) -> "Timeline":
-        """The same with every moment times a factor."""
+        """The timeline with all times multiplied by `factor`."""
         spans = (
             span._replace(start=span.start * factor, end=span.end * factor) for span in self.spans
         )
@@ -58,10 +58,10 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, seconds: Seconds, p2p_seconds: float = 0.0) -> Timeline:
-    """The timeline of ranks that run their ops in order, each as soon as its needs are there.
+    """The timeline of ranks that run their ops in order, each as soon as its needs have arrived.
 
-    `seconds` gives an op's length by kind, or by op. A need on another rank takes `p2p_seconds`
-    more to arrive, during which neither rank is busy.
+    `seconds` has the length of ops by kind, or of each op. A result of another rank's op takes
+    `p2p_seconds` to arrive, during which neither rank is busy.
     """
     length = seconds if callable(seconds) else lambda op: seconds[op.kind]
     clock, places = [0.0] * schedule.num_ranks, [0] * schedule.num_ranks
@@ -93,9 +93,10 @@ def _arrival(
     ends: dict[tuple[OpKind, int, int], float],
     p2p_seconds: float,
 ) -> tuple[float, tuple[OpKind, int, int] | None]:
-    """When the last of an op's needs is on its rank, or the one that did not run yet.
+    """The time when all of an op's needs have arrived on its rank, or the need that has not run
+    yet.
 
-    `ops.needs`, written out: this is the planner's innermost loop.
+    Repeats `ops.needs` inline, as this is the planner's innermost loop.
     """
     arrived, rank_of_stage = 0.0, schedule.rank_of_stage
     for kind, step in READS[op[0]]:
@@ -111,11 +112,10 @@ def _arrival(
 
 
 def draw(timeline: Timeline, width: int = 100, end: float | None = None) -> str:
-    """The timeline as text, a row per rank, no line longer than `width`, up to a second `end`.
+    """The timeline as text, a row per rank of at most `width` characters, up to `end` seconds.
 
-    A cell shows the op that fills most of it, a quarter at least: the last digit of the micro-batch
-    for a forward, the letter a to j in its place for a backward, w for a weight half, a dot for
-    nothing.
+    A cell shows the op that fills most of it, at least a quarter: the micro-batch's last digit for
+    a forward, a letter a to j for a backward, w for a weight pass, a dot for idle time.
     """
     rows: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in timeline.spans:

@@ -1,8 +1,8 @@
-"""A static proof that a schedule runs: every op once, and no deadlock, on gloo or on NCCL.
+"""Proves that a schedule runs: every op once, and without a deadlock, on gloo and on NCCL.
 
-NCCL is stricter. A send ends when it is received. What a rank sends and receives by one
-communicator is one stream, in the order of the calls. A receive, or a wait for a send, holds up all
-that the rank calls after it.
+NCCL is stricter. A send ends when it is received. All sends and receives of a rank on one
+communicator are one stream, in the order of the calls. A receive, or a wait for a send, blocks all
+later calls of the rank.
 """
 
 from collections import Counter, defaultdict, deque
@@ -16,30 +16,32 @@ Communicator = Callable[[Message], Hashable]
 
 
 def problems(schedule: Schedule) -> list[str]:
-    """Everything that stops ranks that run their ops in order from ending; empty when none does."""
+    """The reasons why ranks that run their ops in order would not end; empty for a valid
+    schedule."""
     faults = [*_misplaced(schedule), *_miscounted(schedule)]
     return faults or _stuck(schedule) or stalls(schedule)
 
 
 def stalls(schedule: Schedule, communicator: Communicator = attrgetter("channel")) -> list[str]:
-    """The ranks that wait forever on NCCL, where each message is sent by its `communicator`.
+    """The ranks that wait forever on NCCL, where each message uses the communicator
+    `communicator(message)`.
 
-    The executor has one per channel. Linear in the number of ops.
+    The executor has one communicator per channel. Linear in the number of ops.
     """
     model = _Streams(schedule, communicator)
     for rank in range(schedule.num_ranks):
         model.advance(rank)
     return [
-        f"rank {rank} waits forever to {own[done].kind} {own[done].message.op}"
-        if done < len(own)
+        f"rank {rank} waits forever to {calls[done].kind} {calls[done].message.op}"
+        if done < len(calls)
         else f"rank {rank} ends before {next(iter(left)).op} is received"
-        for rank, (own, done) in enumerate(zip(model.calls, model.made, strict=True))
-        if (left := model.left(rank)) or done < len(own)
+        for rank, (calls, done) in enumerate(zip(model.calls, model.made, strict=True))
+        if (left := model.left(rank)) or done < len(calls)
     ]
 
 
 class _Streams:
-    """The streams of all ranks: what each has called and is not done, by communicator."""
+    """The pending calls of all ranks, by communicator."""
 
     def __init__(self, schedule: Schedule, communicator: Communicator) -> None:
         self.calls, self.communicator = calls(schedule), communicator
@@ -49,17 +51,18 @@ class _Streams:
         self.done: set[Message] = set()
 
     def left(self, rank: int) -> list[Message]:
-        """What a rank has called and is not done."""
-        return [m for (own, _), queue in self.queues.items() for m in queue if own == rank]
+        """A rank's messages that are called and not complete."""
+        return [m for (caller, _), queue in self.queues.items() for m in queue if caller == rank]
 
     def advance(self, rank: int) -> None:
-        """Makes a rank's calls up to one that waits, and those of ranks that may go on then."""
+        """Makes a rank's calls up to one that blocks, and those of ranks that are thereby
+        unblocked."""
         ranks = [rank]
         while ranks:
             rank = ranks.pop()
-            own = self.calls[rank]
-            while self.made[rank] < len(own):
-                kind, message = own[self.made[rank]]
+            calls = self.calls[rank]
+            while self.made[rank] < len(calls):
+                kind, message = calls[self.made[rank]]
                 if kind != "wait" and (rank, message) not in self.called:
                     self.called.add((rank, message))
                     self.queues[rank, self.communicator(message)].append(message)
@@ -69,8 +72,8 @@ class _Streams:
                 self.made[rank] += 1
 
     def _run(self, message: Message) -> list[int]:
-        """Runs a message, and those behind it, where it is the first of both its streams; returns
-        the ranks that may go on."""
+        """Completes a message, and those queued after it, if it is first in both ranks' streams;
+        returns the unblocked ranks."""
         met: list[int] = []
         todo = [message]
         while todo:
@@ -98,21 +101,21 @@ def _misplaced(schedule: Schedule) -> list[str]:
 def _miscounted(schedule: Schedule) -> list[str]:
     counts = Counter(op for ops in schedule.ops for op in ops)
     kinds = sorted({op.kind for op in counts})
-    every = {
+    expected = {
         Op(kind, m, stage)
         for kind in kinds
         for m in range(schedule.num_micro_batches)
         for stage in range(schedule.num_stages)
     }
-    faults = [f"{op} runs {counts[op]} times" for op in sorted(every) if counts[op] != 1]
-    faults += [f"{op} is of no micro-batch" for op in sorted(counts.keys() - every)]
+    faults = [f"{op} runs {counts[op]} times" for op in sorted(expected) if counts[op] != 1]
+    faults += [f"{op} is of no micro-batch" for op in sorted(counts.keys() - expected)]
     if kinds not in (["F"], ["B", "F"], ["F", "I", "W"]):
         faults.append(f"ops of kinds {', '.join(kinds)} are not a whole forward and backward")
     return faults
 
 
 def _stuck(schedule: Schedule) -> list[str]:
-    """Runs every rank as far as it goes, in turn, until nobody moves."""
+    """Runs every rank as far as possible, in turn, until none advances."""
     done: set[Op] = set()
     positions = [0] * schedule.num_ranks
     moved = True

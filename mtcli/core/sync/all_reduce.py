@@ -4,10 +4,10 @@ Gradients of all micro-batches accumulate in flat float32 buckets (float64 for f
 set per set of axes over which gradients are partial (Parameter.gradient_axes). A bucket's reduction
 starts as soon as the last micro-batch's backward has filled it.
 
-A bucket is [owners, part]. After the reduction owner i has row i: the gradients of its share of
-every parameter's rows (dimension 0). With one owner every rank has all of it and the reduction is
-an all-reduce (zero = 0). With several, ZeRO stage 1 (arXiv:1910.02054, section 5.1), it is a
-reduce-scatter, and an all-gather of the updated rows follows the update.
+A bucket is [owners, part]: row i holds the gradients of owner i's rows (dim 0) of each parameter.
+With one owner (zero = 0) every rank owns all rows, and the reduction is an all-reduce. With several
+(ZeRO stage 1, arXiv:1910.02054, section 5.1) it is a reduce-scatter, which leaves row i to owner i;
+after the update the owners' rows are all-gathered.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,12 +41,12 @@ class Slot(NamedTuple):
 
 
 class Bucket:
-    """Gradients [owners, part] of a stage's parameters; `rest` are the axes besides the owners'."""
+    """Gradients [owners, part] of a stage, summed over the owners, then over `remaining_axis`."""
 
     def __init__(
-        self, shapes: Mapping[str, Sequence[int]], owners: Axis, rest: Axis, like: Tensor
+        self, shapes: Mapping[str, Sequence[int]], owners: Axis, remaining_axis: Axis, like: Tensor
     ) -> None:
-        self.owners, self.rest = owners, rest
+        self.owners, self.remaining_axis = owners, remaining_axis
         self.slots: dict[str, Slot] = {}
         part = 0
         for name, shape in shapes.items():
@@ -62,7 +62,7 @@ class Bucket:
         self.work: PendingWork | None = None  # of the reduction, once it is started
 
     def put(self, name: str, grad: Tensor, first: bool) -> None:
-        """Adds a micro-batch's gradient; the first of a step replaces what was there."""
+        """Adds a micro-batch's gradient; the first of a step overwrites the last step's sum."""
         slot, target = self.slots[name], self.columns[name]
         if missing := slot.rows * self.owners.size - slot.shape[0]:
             grad = F.pad(grad.reshape(slot.shape[0], -1), (0, 0, 0, missing))
@@ -73,11 +73,11 @@ class Bucket:
         self.columns[name].zero_()
 
     def start(self) -> None:
-        """Starts the reduction, which overlaps what this rank computes next."""
+        """Starts the reduction, which overlaps the computation that follows."""
         if self.owners.size > 1:
             self.work = start_reduce_scatter(self.owned, self.flat, self.owners)
         else:
-            self.work = start_all_reduce(self.flat, self.rest)
+            self.work = start_all_reduce(self.flat, self.remaining_axis)
 
     def finish(self) -> None:
         """Waits until the owned gradients are the sums."""
@@ -86,12 +86,12 @@ class Bucket:
         self.work.wait()
         self.work = None
         if self.owners.size > 1:
-            all_reduce(self.owned, self.rest)
+            all_reduce(self.owned, self.remaining_axis)
 
     @property
     def is_reduced_over_ranks(self) -> bool:
-        """Whether several ranks have gradients to sum in it."""
-        return max(self.owners.size, self.rest.size) > 1
+        """Whether more than one rank contributes gradients."""
+        return max(self.owners.size, self.remaining_axis.size) > 1
 
     def rows(self, name: str) -> slice:
         """The rows of a parameter that this rank owns; maybe none."""
@@ -104,19 +104,19 @@ class Bucket:
         return self.owned[slot.offset : slot.offset + prod(shape)].view(shape)
 
     def start_all_gather(self, parameters: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Starts the all-gather of the rows that owners have updated; returns what finishes it."""
-        own = torch.zeros_like(self.owned, dtype=parameters[next(iter(self.slots))].dtype)
+        """Starts the all-gather of the owners' updated rows; returns what waits for it."""
+        sent = torch.zeros_like(self.owned, dtype=parameters[next(iter(self.slots))].dtype)
         for name, slot in self.slots.items():
             rows = parameters[name][self.rows(name)].flatten()
-            own[slot.offset : slot.offset + rows.numel()] = rows
-        gathered = own.new_empty(self.owners.size, len(own))
-        work = start_all_gather(gathered, own, self.owners)
-        return partial(self._finish_all_gather, work, own, gathered, parameters)
+            sent[slot.offset : slot.offset + rows.numel()] = rows
+        gathered = sent.new_empty(self.owners.size, len(sent))
+        work = start_all_gather(gathered, sent, self.owners)
+        return partial(self._finish_all_gather, work, sent, gathered, parameters)
 
     def _finish_all_gather(
-        self, work: PendingWork, own: Tensor, gathered: Tensor, parameters: Mapping[str, Tensor]
+        self, work: PendingWork, sent: Tensor, gathered: Tensor, parameters: Mapping[str, Tensor]
     ) -> None:
-        """Waits and writes all owners' rows; `own`, which is sent, stays alive until then."""
+        """Waits and writes all owners' rows. Keeps `sent` alive until then."""
         work.wait()
         for name, slot in self.slots.items():
             columns = gathered[:, slot.offset : slot.offset + slot.size]
@@ -193,7 +193,7 @@ class BucketedDataParallel(Strategy):
         sum_tied_gradients_(self.gradients, self.ownership)
 
     def when_reduced(self, on_reduced: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """See Strategy. The call for a bucket that ranks reduce comes when the next is full."""
+        """See Strategy. A bucket with a collective is reported once the next bucket is full."""
         self.on_reduced = on_reduced
 
     def gradient_buckets(self) -> list[list[str]]:
@@ -223,8 +223,8 @@ class BucketedDataParallel(Strategy):
         any_name, parameter = members[0]
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         like = torch.empty(0, dtype=dtype, device=parameter.device)
-        owners, rest = self.ownership.owners(any_name), self.ownership.rest(any_name)
-        bucket = Bucket({name: p.shape for name, p in members}, owners, rest, like)
+        owners, remaining_axis = self.ownership.owners(any_name), self.ownership.rest(any_name)
+        bucket = Bucket({name: p.shape for name, p in members}, owners, remaining_axis, like)
         self.buckets.append(bucket)
         for name, parameter in members:
             self.bucket_of[name] = bucket
@@ -246,7 +246,7 @@ class BucketedDataParallel(Strategy):
         return collect
 
     def _call_back_after(self, bucket: Bucket) -> None:
-        """Calls `on_reduced` for the buckets that are reduced, once another one is full."""
+        """Calls `on_reduced` for the buckets that were started before this one."""
         if self.on_reduced is None:
             return
         self.summing.append(bucket)

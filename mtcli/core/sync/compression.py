@@ -1,11 +1,12 @@
-"""Compresses flat tensors to bytes: a few bits of each value, and of the largest values alone.
+"""Compresses flat tensors to bytes: quantises values to b bits, and may keep the largest alone.
 
-A value of b bits is a sign and the nearest of 2^(b-1) magnitudes times the scale of its row. 8 bits
-are evenly spaced and 4 are powers of two (E3M0, Streaming DiLoCo, arXiv:2501.18512, section 3.3),
-both up to the row's largest value; 2 are the means of those below and above the mean magnitude.
+A value of b bits is a sign and the nearest of 2^(b-1) magnitudes, times the scale of its row. The
+magnitudes of 8 bits are evenly spaced; those of 4 bits are powers of two (E3M0, Streaming DiLoCo,
+arXiv:2501.18512, section 3.3). Both are scaled by the row's largest magnitude. Those of 2 bits are
+two means: of the magnitudes below the row's mean magnitude, and of those above.
 
-Shapes: R rows, C columns, K values of a row that are sent. What has the same values on two ranks
-has the same bytes, so copies of a tensor stay equal.
+Shapes: R rows, C columns, K values of a row that are sent. Equal values compress to equal bytes on
+all ranks, so copies of a tensor stay equal.
 """
 
 from functools import cache
@@ -41,7 +42,7 @@ def compress(x: Tensor, form: Payload) -> Tensor:
 
 
 def decompress(payload: Tensor, form: Payload, length: int) -> Tensor:
-    """The flat float32 tensor that bytes stand for; zeros where no value was sent."""
+    """The flat float32 tensor of a payload; zeros where no value was sent."""
     scales, values, bitmaps, low = payload.split(list(form.sizes(length)))
     if form.bits:
         per_row = _floats(scales).view(form.rows, form.scales)
@@ -55,7 +56,7 @@ def decompress(payload: Tensor, form: Payload, length: int) -> Tensor:
 
 
 def quantise(x_RK: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """(uint8 codes [R, K] of so many bits, float32 scales [R, 1], or [R, 2] for 2 bits)."""
+    """(uint8 codes [R, K] of `bits` bits, float32 scales [R, 1], or [R, 2] for 2 bits)."""
     size_RK = x_RK.abs()
     if bits == 2:
         index_RK = (size_RK > size_RK.mean(1, keepdim=True)).view(torch.uint8)
@@ -71,9 +72,9 @@ def quantise(x_RK: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest_index(share: Tensor, bits: int) -> Tensor:
-    """The index of the nearest of MAGNITUDES of float32 shares, uint8; halfway the lower one.
+    """The uint8 index of the nearest of MAGNITUDES to each float32 share; the lower of equal ones.
 
-    As torch.bucketize finds it, in half of its time on a CPU. What is not a number has the last.
+    Equals torch.bucketize in half of its time on a CPU. NaN gets the last index.
     """
     share = share.nan_to_num(nan=1.0)
     if bits == 4:  # powers of two: the exponent, one more where the mantissa is above a half
@@ -89,7 +90,7 @@ def nearest_index(share: Tensor, bits: int) -> Tensor:
 
 
 def dequantise(packed: Tensor, scales: Tensor, form: Payload) -> Tensor:
-    """The float32 values [R, K] of packed codes; any where there are none."""
+    """The float32 values [R, K] of packed codes; padding has arbitrary values."""
     size = form.rows * form.sent
     octets = F.pad(packed, (0, -(-size * form.bits // 8) - len(packed)))
     if form.bits == 2:
@@ -110,7 +111,7 @@ def _values_of_bytes(bits: int, device: torch.device) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """The bits of codes one after another, the lowest first: uint8 [ceil(n * bits / 8)]."""
+    """Codes packed without gaps, lowest bits first: uint8 [ceil(n * bits / 8)]."""
     if 8 % bits:
         codes, bits = ((codes[:, None] >> torch.arange(bits, device=codes.device)) & 1).flatten(), 1
     octets = F.pad(codes.to(torch.uint8), (0, -len(codes) % (8 // bits))).view(-1, 8 // bits)
@@ -157,5 +158,5 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _floats(payload: Tensor) -> Tensor:
-    """Bytes from anywhere in a payload, whose alignment a view would need."""
+    """Float32 values of bytes at any offset of a payload; a view would need alignment."""
     return payload.clone().view(torch.float32)

@@ -1,4 +1,4 @@
-"""Decentralized SGD: replicas exchange with neighbours, and no one with all.
+"""Decentralized SGD: each replica exchanges with its neighbours in a graph alone.
 
 With weights x, momentum m and gradient g of a replica, learning rate lr, momentum's factor b, and
 the mixing matrix W of exchange/topology.py acting across replicas, a step is
@@ -14,13 +14,13 @@ momentum is that of mixed gradients, so that its fixed point is dsgd's whatever 
 dsgd's at lr / (1 - b). Where lr = 0 it mixes gradients and no weights: m <- b m + W g. Weight decay
 is a part of g.
 
-DecentLaM's m holds what replicas disagree by over the rate of the time, which at the end of a
-schedule is tiny. A run that is made longer goes on at a rate up to thousands of times higher, so m
-is scaled where the rate rises to more than JUMP times the last one: lr m stays what it was.
+DecentLaM's m holds the replicas' disagreement over the learning rate, which is tiny at the end of a
+schedule. A run whose schedule is extended continues at a rate up to thousands of times higher.
+So where the rate rises to more than JUMP times the last one, m is scaled to keep lr m as it was.
 
 x are the master weights. awc_dmsgd exchanges while the step is computed. The others exchange a
-bucket of weights as soon as its gradients are reduced, while the backward goes on; where the
-gradients are to be clipped, or may overflow in fp16, all follow their norm.
+bucket of weights as soon as its gradients are reduced, while the backward runs on. Where gradients
+are clipped, or may overflow in fp16, every exchange waits for the gradient norm.
 """
 
 from abc import abstractmethod
@@ -72,7 +72,7 @@ class Decentralized(ReplicaExchange):
                 inside.when_reduced(self._start_early)
 
     def before_step(self, lr: float) -> None:
-        """Starts the exchange of awc_dmsgd; drops what a step without an update has begun."""
+        """Drops exchanges that a step without an update started; starts awc_dmsgd's."""
         self.lr = lr
         for bucket in self.buckets:
             bucket.drop()
@@ -81,7 +81,7 @@ class Decentralized(ReplicaExchange):
 
     @torch.no_grad()
     def update(self, lr: float, factor: float) -> None:
-        """Exchanges what is not under way yet, and updates the weights."""
+        """Starts the exchanges that are not under way yet, and updates the weights."""
         assert lr == self.lr, f"the step began with a learning rate of {self.lr}, not {lr}"
         if factor != 1.0:
             self.inside.scale_gradients_(factor)
@@ -100,13 +100,13 @@ class Decentralized(ReplicaExchange):
         self.inside.after_update()
 
     def counters(self) -> dict[str, Any]:
-        """The last learning rate, where momenta hold displacements over it."""
+        """The last learning rate, if the method's momenta are divided by it (decentlam)."""
         return {"last_rate": self.last_rate} if self.divides_by_rate else {}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Restores `counters`; without any, momenta are those of another method.
 
-        Raises MtcliError where the rate is none.
+        Raises MtcliError where `last_rate` is no finite number of 0 or more.
         """
         rate = counters.get("last_rate", 0.0)
         if not is_number(rate) or not 0.0 <= rate < inf:
@@ -115,7 +115,7 @@ class Decentralized(ReplicaExchange):
         self.last_rate = float(rate)
 
     def buffers(self) -> list[Tensor]:
-        """Lists the memory of exchanges that overlap the step's computing."""
+        """The buffers of exchanges that overlap the step's computation."""
         return [x for bucket in self.buckets if bucket.kept for x in bucket.kept.buffers()]
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ class Decentralized(ReplicaExchange):
 
 
 class _Bucket:
-    """Parameters that are exchanged together, as a flat tensor; a method is a subclass.
+    """Parameters that are exchanged together as one flat tensor; the base of each method's bucket.
 
     x are the masters, m the momenta (none without momentum), g the gradients with weight decay, and
     b momentum's factor.
@@ -148,14 +148,14 @@ class _Bucket:
 
     @abstractmethod
     def fill(self, sent: list[Tensor], gradients: Gradients, lr: float) -> None:
-        """Writes what the method mixes, `facts.copies` tensors of a parameter; changes nothing."""
+        """Writes the tensors to mix into `sent`: `facts.copies` of each parameter."""
 
     @abstractmethod
     def update(self, mixed: list[Tensor], gradients: Gradients, lr: float) -> None:
-        """Updates masters and momenta by what was mixed, which it may overwrite."""
+        """Updates masters and momenta from the `mixed` tensors, which it may overwrite."""
 
     def keep(self) -> None:
-        """Keeps the memory of an exchange from step to step."""
+        """Allocates the exchange's buffers for the whole run, so that it can overlap a step."""
         self.kept = self._mix()
 
     def start(self, gradients: Gradients, lr: float) -> None:

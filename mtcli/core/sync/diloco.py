@@ -1,16 +1,17 @@
-"""Local SGD and DiLoCo: replicas train alone and exchange what they have moved now and then.
+"""Local SGD and DiLoCo: replicas train alone and average their changes every `period` steps.
 
-Every `period` steps a replica sends its pseudo-gradient, the outer weights less its own. The outer
-SGD, with momentum or Nesterov's, steps down the mean of all (DiLoCo, arXiv:2311.08105, algorithm
-1), and replicas go on from the outer weights, each with its own inner optimizer's state. `local` is
-the outer SGD with a learning rate of 1 and no momentum: the average of weights.
+A replica's pseudo-gradient is the outer weights minus its own weights. The outer optimizer, SGD
+with momentum or Nesterov's, updates the outer weights by the replicas' mean pseudo-gradient
+(DiLoCo, arXiv:2311.08105, algorithm 1). Replicas then train on from the outer weights, each with
+its own inner optimizer state. `local` has an outer learning rate of 1 and no momentum: it averages
+weights.
 
 Layers are strided over `fragments`, which are exchanged in turn (Streaming DiLoCo,
-arXiv:2501.18512, algorithm 2). With `overlap_steps` an exchange is under way while its replica
-trains, and then replicas go on from half of their own and half of the outer weights.
+arXiv:2501.18512, algorithm 2). With `overlap_steps` an exchange overlaps that many updates, and
+replicas train on from the mean of their own and the outer weights.
 
 Outer weights and momentum are the same on all replicas. A replica whose weights are not finite at
-an exchange misses it and goes on from the outer weights.
+an exchange takes no part in it and restarts from the outer weights.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ OWN_SHARE = 0.5  # of a replica's own weights after an overlapped exchange: the 
 
 
 class OuterExchange(ReplicaExchange):
-    """The exchange of `local` and `diloco`. Its clock is the optimizer's count of updates."""
+    """The exchange of `local` and `diloco`, scheduled by the optimizer's count of updates."""
 
     facts: DiLoCoFacts
 
@@ -65,7 +66,7 @@ class OuterExchange(ReplicaExchange):
         self.fragments[index].mix(OWN_SHARE if self.facts.sync.overlap_steps else 0.0)
 
     def _present(self) -> bool:
-        """Whether this replica's weights are finite; if not it goes on from the outer ones."""
+        """Whether this replica's weights are finite; if not, restarts it from the outer weights."""
         masters = list(self.optimizer.masters.values())
         # What is not finite makes a sum so too; a norm takes 10 times as long on a CPU.
         sums = torch.stack([x.sum() for x in masters]) if masters else torch.zeros(1)
@@ -78,17 +79,17 @@ class OuterExchange(ReplicaExchange):
 
     @torch.no_grad()
     def _restart(self) -> None:
-        """Goes on from the outer weights, with nothing to feed back."""
+        """Copies the outer weights to this replica and zeroes the error feedback."""
         for fragment in self.fragments:
             fragment.mix(0.0)
             if fragment.error is not None:
                 fragment.error.zero_()
 
     def state(self) -> dict[str, Tensor]:
-        """The outer weights and momentum, and the error that is fed back.
+        """The outer weights and momentum, and the error feedback.
 
-        Exchanges under way are waited for and the outer step is made, so that a checkpoint needs to
-        say no more of them than when they are applied.
+        Waits for the exchanges under way and makes their outer steps, so that a checkpoint needs
+        nothing of them but the update at which each is applied.
         """
         for index in self.due:
             self.fragments[index].settle()
@@ -99,12 +100,12 @@ class OuterExchange(ReplicaExchange):
         return {n: x for fragment in self.fragments for n, x in fragment.views(kind).items()}
 
     def counters(self) -> dict[str, Any]:
-        """When the exchanges under way are applied, by fragment."""
+        """The update at which each exchange under way is applied, by fragment."""
         return {"outer_due": {str(index): due for index, due in self.due.items()}}
 
     @torch.no_grad()
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Restores `counters`; without, the run had no outer weights and begins with the mean."""
+        """Restores `counters`; a run without `outer_due` starts from the replicas' mean weights."""
         if "outer_due" not in counters:
             for master in self.optimizer.masters.values():
                 wide = all_reduce(master.double().contiguous(), self.measured_axis)
@@ -125,7 +126,7 @@ class OuterExchange(ReplicaExchange):
 
     @torch.no_grad()
     def rejoin(self, counters: Mapping[str, Any]) -> str:
-        """Starts from the outer weights of another number of replicas, or else from their mean."""
+        """Starts from the checkpoint's outer weights, or from the mean weights if it has none."""
         if "outer_due" not in counters:
             return super().rejoin(counters)
         self._restart()
@@ -134,7 +135,7 @@ class OuterExchange(ReplicaExchange):
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Starts with the weights as the outer ones."""
+        """Sets the outer weights to the present weights."""
         self.due = {}
         for fragment in self.fragments:
             fragment.begin()
@@ -145,7 +146,7 @@ class OuterExchange(ReplicaExchange):
 
 
 class Fragment:
-    """Some parameters with their outer weights and state, each a flat tensor of owned rows."""
+    """Parameters that are exchanged together, with flat tensors of their outer state."""
 
     def __init__(self, optimizer: Optimizer, facts: DiLoCoFacts, fragment: FragmentFacts) -> None:
         self.ownership, self.facts = optimizer.ownership, facts
@@ -157,7 +158,7 @@ class Fragment:
         if not self.sizes:
             return
         like, length = self.masters[0], sum(self.sizes.values())
-        self.tensors = {kept.kind: like.new_zeros(length) for kept in facts.kept}
+        self.tensors = {state.kind: like.new_zeros(length) for state in facts.kept}
         axis = self.ownership.groups.replicas
         self.mean: ReplicaMean = FullMean(axis)
         if self.error is not None:
@@ -167,16 +168,16 @@ class Fragment:
 
     @property
     def error(self) -> Tensor | None:
-        """What compression has lost so far."""
+        """The error feedback of compression; None where nothing is compressed."""
         return self.tensors.get(ERROR)
 
     def start(self, present: bool) -> None:
-        """Starts the exchange of pseudo-gradients, the outer weights less the replica's own."""
+        """Starts averaging the pseudo-gradient, the outer weights minus this replica's."""
         if not self.sizes:
             return
-        own = flatten(self.masters)
+        weights = flatten(self.masters)
         # Of an absent replica it is zero, as its own weights are the outer ones again.
-        self.mean.start(self.tensors[OUTER] - own, present)
+        self.mean.start(self.tensors[OUTER] - weights, present)
         self.under_way = True
 
     def advance(self) -> None:
@@ -203,7 +204,7 @@ class Fragment:
         torch._foreach_add_([self.tensors[OUTER]], steps, alpha=-self.facts.lr)
 
     def mix(self, own_share: float) -> None:
-        """Replaces the replica's weights by the outer ones, but for a share of its own."""
+        """Sets weights to own_share * weights + (1 - own_share) * outer weights."""
         for master, weight, outer in zip(
             self.masters, self.weights, self.views(OUTER).values(), strict=True
         ):
@@ -215,7 +216,7 @@ class Fragment:
                 weight.copy_(master)
 
     def begin(self) -> None:
-        """Takes the replica's weights for the outer ones, which have not moved."""
+        """Sets the outer weights to this replica's and zeroes momentum and error."""
         self.under_way = False
         for tensor in self.tensors.values():
             tensor.zero_()

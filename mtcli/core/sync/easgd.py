@@ -1,8 +1,8 @@
 """EASGD: workers and a centre pull each other (arXiv:1412.6651, Algorithm 1, synchronous form).
 
-Every `period` steps, of p workers and with a = pull, x_i = x_i - a (x_i - c) and
-c = c + a sum_i (x_i - c), both from the values before. The centre starts where the workers do, and
-every worker computes it from the sum of all, so none is a server.
+Every `period` steps, with a = pull, worker i sets x_i = x_i - a (x_i - c) and the centre becomes
+c = c + a sum_i (x_i - c), both from the old values. The centre starts at the initial weights. Each
+worker has a copy of it, updated from an all-reduce of the weights, so there is no server.
 """
 
 from collections.abc import Mapping
@@ -32,13 +32,13 @@ class ElasticPulls(PeriodicPulls):
         if not pull or not self.masters:
             return
         centre = list(self.centre.values())
-        before = flatten(centre)
+        previous_centre = flatten(centre)
         mean = all_reduce(flatten(self.masters), self.replicas) / self.replicas.size
-        move_(self.masters, before, pull)
+        move_(self.masters, previous_centre, pull)
         move_(centre, mean, pull * self.replicas.size)
 
     def begin(self) -> None:
-        """Places the centre at the weights."""
+        """Sets the centre to the present weights."""
         for name, master in self.optimizer.masters.items():
             self.centre[name].copy_(master)
 
@@ -47,10 +47,10 @@ class ElasticPulls(PeriodicPulls):
         return self.centre
 
     def counters(self) -> dict[str, Any]:
-        """Says that there is a centre."""
+        """A mark that the checkpoint has a centre."""
         return {"centre": True}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
-        """Places the centre at the weights of a run that had none."""
+        """Sets the centre to the weights, if the checkpoint's run had no centre."""
         if not counters.get("centre"):
             self.begin()

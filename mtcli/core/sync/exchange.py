@@ -1,9 +1,9 @@
-"""Defines what replicas of the model exchange, and when: the methods of [sync].
+"""The base class of replica exchanges, which make a step's update: the methods of [sync].
 
-A replica reduces its own gradients by a Strategy, whatever its layout inside. A ReplicaExchange
-then makes the step's update. With method = "all_reduce" there is one replica and nothing is
-exchanged; every other method is a subclass in a file of its own. Ranks that hold the same shards
-in different replicas exchange them along the axis `replicas`; every rank makes the same calls.
+A Strategy reduces gradients inside a replica; a ReplicaExchange then updates the weights. With
+method = "all_reduce" there is one replica and nothing is exchanged; each other method is a subclass
+in a file of its own. The ranks with the same shards in different replicas exchange them along the
+axis `replicas`. All methods are collective: every rank makes the same calls.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ class ReplicaExchange:
 
     def __init__(self, inside: Strategy, optimizer: Optimizer, facts: ExchangeFacts) -> None:
         self.inside, self.optimizer, self.facts = inside, optimizer, facts
-        self.kept = {kept.kind: kept for kept in facts.kept}
+        self.kept = {state.kind: state for state in facts.kept}
         self.weights_differ = self.replicas.size > 1 and facts.weights_differ
-        """whether replicas have other weights, and other optimizer state, than each other"""
+        """whether weights and optimizer state differ between replicas"""
 
     @property
     def replicas(self) -> Axis:
@@ -33,12 +33,11 @@ class ReplicaExchange:
 
     @property
     def measured_axis(self) -> Axis:
-        """The replicas axis under another name, so that measuring does not count as the method's
-        traffic."""
+        """The replicas axis under a name that the traffic counter of the method leaves out."""
         return self.replicas._replace(name="replicas_measured")
 
     def before_step(self, lr: float) -> None:
-        """Starts a step, before its first forward, whose update is to be at a learning rate."""
+        """Starts a step ahead of its first forward; `lr` is that of its update."""
 
     def after_backward(self) -> None:
         """Exchanges gradients, where the method does, once this replica's are reduced."""
@@ -47,7 +46,7 @@ class ReplicaExchange:
         """Notes this replica's mean loss of a step, before its update."""
 
     def update(self, lr: float, factor: float) -> None:
-        """Updates the weights by this replica's gradients times a factor, which clips them."""
+        """Updates the weights by the gradients times `factor`, which clips them."""
         self.optimize(lr, factor)
         self.after_step()
         self.inside.after_update()
@@ -63,7 +62,7 @@ class ReplicaExchange:
         """Exchanges master weights, once this replica's optimizer has updated them."""
 
     def meet(self, steps: int) -> None:
-        """Exchanges what is due when asynchronous replicas have made so many steps on average."""
+        """Makes the exchanges due at a mean of `steps` steps per asynchronous replica."""
 
     def state(self) -> dict[str, Tensor]:
         """State for a checkpoint: owned rows of tensors, named `<kind>/<parameter>`."""
@@ -71,38 +70,39 @@ class ReplicaExchange:
         return {f"{kind}/{name}": x for kind, tensors in pairs for name, x in tensors.items()}
 
     def tensors(self, kind: str) -> Mapping[str, Tensor]:
-        """The owned rows of a kind of state that the method's facts name, by parameter."""
+        """The owned rows of one kind of the exchange's state, by parameter."""
         raise NotImplementedError(kind)
 
     def differs(self, kind: str) -> bool:
-        """Whether replicas have other state of a kind, the optimizer's or the exchange's."""
+        """Whether a kind of state, the optimizer's or the exchange's, differs between replicas."""
         if kind in self.kept:
             return self.replicas.size > 1 and self.kept[kind].differs
         return self.weights_differ
 
     def rows_here(self, kind: str, name: str) -> slice | None:
-        """The stored rows of a kind of state that replicas share out; None where each has all."""
+        """This replica's rows of state sharded over replicas; None for replicated state."""
         return None
 
     def counters(self) -> dict[str, Any]:
-        """State for a checkpoint that is no tensor, as JSON; the same on every rank."""
+        """The JSON part of a checkpoint's state; the same on every rank."""
         return {}
 
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Restores `counters`, once weights and state are restored."""
 
     def begin(self) -> None:
-        """Starts from the weights, which are those of a seed, of another model, or of the average
-        of another number of replicas."""
+        """Initialises the exchange's state from the weights, where there is none to resume."""
 
     def rejoin(self, counters: Mapping[str, Any]) -> str:
-        """Starts from a checkpoint with another number of replicas, whose weights and state have
-        been averaged, and whose counters are given; returns what the run starts from, in words for
-        the user, where that is not this average."""
+        """Resumes a checkpoint of another number of replicas, whose weights and state were
+        averaged.
+
+        Returns what the run starts from, in words for the user, if not from that average.
+        """
         self.begin()
         self.load_counters({})
         return ""
 
     def buffers(self) -> list[Tensor]:
-        """Lists the memory that the exchange takes besides the optimizer's."""
+        """The tensors of the exchange's state and buffers, without the optimizer's."""
         return list(self.state().values())

@@ -81,10 +81,10 @@ class FullyShardedDataParallel(Strategy):
             parameter.grad.zero_()
 
     def before_last_backward(self, stage: int) -> None:
-        """Does nothing: each micro-batch's gradients are reduced, as no rank has room for all."""
+        """Does nothing: gradients are reduced after every micro-batch."""
 
     def after_backward(self) -> None:
-        """Sums gradients partial over further axes: norms over tp, under sequence parallelism."""
+        """Sums gradients that are partial over tp too: norm weights, under sequence parallelism."""
         gradients = self.gradients
         partial: dict[str, tuple[Axis, list[Tensor]]] = {}
         for name, gradient in gradients.items():
@@ -137,7 +137,7 @@ def _shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) 
 
 
 class _CountedAllGather(DefaultAllGather):
-    """FSDP2's all-gather, whose bytes the traffic counter is told."""
+    """FSDP2's all-gather, which reports its bytes to the traffic counter."""
 
     def __init__(self, recorder: FlightRecorder) -> None:
         self.recorder = recorder
@@ -151,7 +151,7 @@ class _CountedAllGather(DefaultAllGather):
 
 
 class _CountedReduceScatter(DefaultReduceScatter):
-    """FSDP2's reduce-scatter, whose bytes the traffic counter is told."""
+    """FSDP2's reduce-scatter, which reports its bytes to the traffic counter."""
 
     def __init__(self, recorder: FlightRecorder) -> None:
         self.recorder = recorder
@@ -170,10 +170,10 @@ class _CountedReduceScatter(DefaultReduceScatter):
 
 
 def _prefetch(stage: nn.Module) -> None:
-    """All-gathers the next block's or experts' weights while a backward runs.
+    """Has each block's backward prefetch the weights of the block whose backward is next.
 
-    By itself FSDP2 looks for the next among the forwards since the last backward, which are other
-    micro-batches' in a pipeline, or none. The stage's own weights are there.
+    FSDP2's default follows the forwards since the last backward: in a pipeline those of other
+    micro-batches, or none.
     """
     wrapped = [(name, x) for name, x in stage.named_modules() if isinstance(x, FSDPModule) and name]
     last_first = sorted(wrapped, key=lambda pair: int(pair[0].split(".")[1]), reverse=True)

@@ -1,12 +1,12 @@
 """LSGD: workers are pulled to the leader of their group and to that of all (arXiv:1905.10395).
 
-A leader is the worker with the least training loss, on average over its last `period` steps; of
-equal ones the first. Every `period` steps x = x - pull (x - leader of the group), every
-`global_period` steps then x = x - global_pull (x - leader of all) (Algorithm 1, where neither is
-times the learning rate). The leader of all leads its group too, so neither pull moves it, and a
-stationary point of its loss is one of the method.
+A leader is the worker with the least mean training loss over its last `period` steps, the first of
+equal ones. Every `period` steps x = x - pull (x - leader of the group); then, every `global_period`
+steps, x = x - global_pull (x - leader of all) (Algorithm 1; neither is times the learning rate).
+The leader of all leads its group too, so neither pull moves it, and a stationary point of its loss
+is a stationary point of the method.
 
-What is sent: three numbers per worker, and then the weights of the leaders, by no one else.
+Each worker sends three numbers to all; then the leaders alone send weights.
 """
 
 from collections import deque
@@ -60,20 +60,20 @@ class LeaderPulls(PeriodicPulls):
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Restores this worker's losses, where its run had as many workers.
 
-        Raises MtcliError where they are no numbers.
+        Raises MtcliError where they are not lists of finite numbers.
         """
-        every = counters.get("losses", [])
-        if not isinstance(every, list) or not all(map(_are_losses, every)):
-            message = f"the checkpoint's losses of workers are {str(every)[:60]}"
+        all_losses = counters.get("losses", [])
+        if not isinstance(all_losses, list) or not all(map(_are_losses, all_losses)):
+            message = f"the checkpoint's losses of workers are {str(all_losses)[:60]}"
             raise wrong(
                 message, "another checkpoint of the run; each worker's are a list of numbers"
             )
         self.losses.clear()
-        if len(every) == self.replicas.size:
-            self.losses.extend(every[self.replicas.rank])
+        if len(all_losses) == self.replicas.size:
+            self.losses.extend(all_losses[self.replicas.rank])
 
     def _gathered_losses(self, steps: int) -> list[float]:
-        """The average losses of all workers, from a message of each: (worker, steps, loss)."""
+        """The mean loss of every worker, from an all-gather of (worker, steps, loss)."""
         mean = sum(self.losses) / len(self.losses) if self.losses else NEVER
         device = self.inside.ownership.groups.device
         numbers = {"worker": self.replicas.rank, "steps": steps, "loss": mean}
@@ -83,7 +83,7 @@ class LeaderPulls(PeriodicPulls):
         return [loss for _, _, loss in rows]
 
     def _pull_to(self, axis: Axis, leader: int, share: float) -> None:
-        """Moves the master weights towards those of a worker, who sends them to the others."""
+        """Moves the master weights by `share` towards the leader's, which are broadcast."""
         if axis.size == 1 or not share or not self.masters:
             return
         move_(self.masters, broadcast(flatten(self.masters), axis, leader), share)

@@ -1,8 +1,9 @@
 """Mixes a tensor of each replica: W x replaces x, with W of exchange/topology.py.
 
-A neighbour's tensor comes as a message; all of a mix are under way at once, while this rank goes
-on. The average of all replicas is an all-reduce. In a hierarchy a rank averages 1/m of its
-machine's tensors, mixes that with the same 1/m of other machines, and sends it to its own.
+Neighbours send each other their tensors, all messages of a mix at once, while the rank computes.
+The graph "full" is an all-reduce. In the graph "hierarchical", with m replicas per machine, a rank
+averages 1/m of its machine's tensors, mixes that with the same 1/m of other machines, and sends the
+result to its machine's ranks.
 """
 
 from typing import Protocol
@@ -16,23 +17,23 @@ from mtcli.core.parallel.groups import Axis
 
 
 class Mix(Protocol):
-    """The mix of one flat tensor along an axis; every rank of it makes the same calls."""
+    """Mixes one flat tensor over the ranks of an axis, which all make the same calls."""
 
     x: Tensor
-    """[elements], to be filled before the start; W x after the end"""
+    """[elements]: the caller fills it ahead of `start`; W x after `wait`"""
 
     def start(self, step: int) -> None:
-        """Starts it with the weights of a step; x is not to be changed until the end."""
+        """Starts the mix with the matrix of a step; x must not change until `wait` returns."""
 
     def wait(self) -> None:
-        """Returns when x is mixed."""
+        """Waits until x is W x."""
 
     def buffers(self) -> list[Tensor]:
-        """Lists its memory."""
+        """The tensors that it allocates."""
 
 
 def mix_of(graph: MixingGraph, axis: Axis, like: Tensor) -> Mix:
-    """The mix of a tensor of the size of `like`, over the replicas of a graph."""
+    """A mix of tensors shaped as `like`, over the replicas of a graph."""
     if graph.name == "hierarchical":
         return _MachineMix(graph, axis, like)
     return (_Average if graph.name == "full" else _NeighbourMix)(graph, axis, like)
@@ -63,20 +64,20 @@ class _NeighbourMix(Mix):
         self.received = like.new_empty(len(graph.senders(axis.rank)), *like.shape)
 
     def start(self, step: int) -> None:
-        own = self.axis.rank
-        self.row = self.graph.row(own, step)
+        rank = self.axis.rank
+        self.row = self.graph.row(rank, step)
         self.messages = Messages(
-            {peer: self.x for peer in self.graph.receivers(own, step)},
-            dict(zip(self.graph.senders(own, step), self.received, strict=True)),
+            {peer: self.x for peer in self.graph.receivers(rank, step)},
+            dict(zip(self.graph.senders(rank, step), self.received, strict=True)),
             self.axis,
             "replica",
         )
 
     def wait(self) -> None:
         self.messages.wait()
-        row, own = self.row, self.axis.rank
-        self.x *= row[own]
-        for peer, x in zip(sorted(row.keys() - {own}), self.received, strict=True):
+        row, rank = self.row, self.axis.rank
+        self.x *= row[rank]
+        for peer, x in zip(sorted(row.keys() - {rank}), self.received, strict=True):
             self.x.add_(x, alpha=row[peer])
 
     def buffers(self) -> list[Tensor]:
@@ -103,17 +104,17 @@ class _MachineMix(Mix):
 
     def wait(self) -> None:
         self.messages.wait()
-        own, m = self.padded[self.local], len(self.padded)
+        mean, m = self.padded[self.local], len(self.padded)
         for part in self.received[: m - 1]:
-            own += part
-        own /= m
+            mean += part
+        mean /= m
         received = dict(zip(self.others, self.received, strict=False))
-        Messages(dict.fromkeys(self.others, own), received, self.axis, "replica").wait()
+        Messages(dict.fromkeys(self.others, mean), received, self.axis, "replica").wait()
         row = self.above.row(self.machine)
-        own *= row[self.machine]
+        mean *= row[self.machine]
         for rank, part in received.items():
-            own.add_(part, alpha=row[rank // m])
-        sent = dict.fromkeys(self.mates.values(), own)
+            mean.add_(part, alpha=row[rank // m])
+        sent = dict.fromkeys(self.mates.values(), mean)
         received = {rank: self.padded[k] for k, rank in self.mates.items()}
         Messages(sent, received, self.axis, "machine's mean").wait()
 

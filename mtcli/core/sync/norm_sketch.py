@@ -1,10 +1,11 @@
-"""A linear sketch of many tensors, whose length tells theirs (Charikar, Chen and Farach-Colton,
-2002, "Finding frequent items in data streams"): element i is added to bucket i mod 8191 with a
-random sign, so that the expected square of the sketch is the square of the tensors' norm.
+"""Estimates the norm of many tensors from a linear sketch (Charikar, Chen and Farach-Colton, 2002,
+"Finding frequent items in data streams"): element i is added to bucket i mod 8191 with a random
+sign, so the expected squared norm of the sketch is the squared norm of the tensors.
 
-Its relative standard deviation is sqrt(1 / (2 * 8191)) = 0.8 %. The sign of element i is that of
-its offset in a block of 2^20 times that of the block. Blocks begin in other buckets, so that no two
-elements of a bucket have the same offset; tensors of equal elements are known to 1.1 % for it.
+The norm's relative standard deviation is sqrt(1 / (2 * 8191)) = 0.8 %. The sign of an element is
+the product of two random signs: of its block of 2^20 elements, and of its offset in the block. Each
+block begins in another bucket, so that no two elements of a bucket have the same offset. For
+tensors of equal elements the deviation is 1.1 %.
 """
 
 from collections.abc import Sequence

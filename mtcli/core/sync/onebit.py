@@ -1,9 +1,9 @@
 """1-bit LAMB and 1-bit Adam: after a warm-up, replicas exchange momenta as signs.
 
 In the warm-up gradients are averaged over the replicas, uncompressed, and the update is LAMB's or
-AdamW's. Then the variance is frozen, and each replica's momentum of its own gradient is compressed
-with error feedback (arXiv:2104.06069; arXiv:2102.02888). Weights are equal on all replicas after
-every step; errors are not.
+AdamW's. Then the variance is frozen. Each replica updates the momentum by its own gradient, and the
+momenta are averaged as signs with error feedback (arXiv:2104.06069; arXiv:2102.02888). Weights are
+equal on all replicas after every step; error feedback is not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +31,7 @@ NOISE = 1e-4  # of a parameter's root mean square gradient: below it there is on
 
 
 class OneBitCounters(Section):
-    """What a checkpoint keeps besides tensors; lists are by trained parameter of the model."""
+    """The JSON state of a checkpoint. A list has a number per trained parameter of the model."""
 
     frozen_at: Count = 0
     """the update after which the variance was frozen; 0: it is not"""
@@ -40,15 +40,15 @@ class OneBitCounters(Section):
     ratio_weight: Numbers
     """the sum of that mean's weights"""
     factor: Numbers
-    """of the trust ratio, in the last step"""
+    """by which the last step multiplied the trust ratio"""
     scale: Numbers
-    """of momenta that are compressed"""
+    """by which momenta are multiplied ahead of compression"""
     live: Numbers
     """elements whose frozen variance is not 0"""
 
 
 class OneBit(ReplicaExchange):
-    """Gradients in the warm-up, and then signs of momenta, averaged over replicas."""
+    """Averages gradients over replicas in the warm-up, and signs of momenta after it."""
 
     facts: OneBitFacts
 
@@ -71,14 +71,14 @@ class OneBit(ReplicaExchange):
         self._reset_counters()
 
     def rows_here(self, kind: str, name: str) -> slice | None:
-        """The stored rows of a server's errors: those of its chunk."""
+        """The rows of the server's error that this replica has: those of its chunk."""
         if kind != SERVER_ERROR or self.mean is None:
             return None
         first, rows = self.inside.ownership.rows(name).start, self.mean.rows[name]
         return slice(first + rows.start, first + rows.stop)
 
     def tensors(self, kind: str) -> Mapping[str, Tensor]:
-        """Errors of what is sent, by replica and by server, and LAMB's fresh variance."""
+        """The error feedback of replicas and of servers, and LAMB's fresh variance."""
         mean, fresh = self.mean, {FRESH: self.lamb.fresh} if self.lamb else {}
         errors = {ERROR: mean.errors, SERVER_ERROR: mean.server_errors} if mean else {}
         return (errors | fresh)[kind]
@@ -91,29 +91,29 @@ class OneBit(ReplicaExchange):
     def load_counters(self, counters: Mapping[str, Any]) -> None:
         """Restores `counters`; without any, or with another method's, the warm-up begins.
 
-        Raises MtcliError where they make no sense, or are of another model.
+        Raises MtcliError where they are invalid, or of another model.
         """
         self._reset_counters()
         if "frozen_at" not in counters:
             return
         try:
-            known = OneBitCounters.model_validate(counters)
+            loaded = OneBitCounters.model_validate(counters)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise wrong(f"the checkpoint's counters of onebit: {where}: {first['msg']}") from None
         for name, numbers in self.per_parameter.items():
-            values = getattr(known, name)
+            values = getattr(loaded, name)
             if len(values) != len(numbers):
                 message = f"the checkpoint has {name} of {len(values)} parameters, not of "
                 raise wrong(f"{message}{len(numbers)}", "sync.method as the run had it")
             numbers.copy_(torch.tensor(values, dtype=torch.float64))
-        self.frozen_at = known.frozen_at
+        self.frozen_at = loaded.frozen_at
         if self.frozen_at:
             self._find_live()
 
     def rejoin(self, counters: Mapping[str, Any]) -> str:
-        """Starts without errors: those of other replicas are not these replicas'."""
+        """Starts with zero error feedback, as each replica's was its own."""
         if self.mean:
             self.mean.reset()
         self.load_counters(counters)
@@ -121,9 +121,9 @@ class OneBit(ReplicaExchange):
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """Averages the replicas' gradients in the warm-up, sent in the precision of weights.
+        """Averages gradients over replicas in the warm-up, sent in the weights' dtype.
 
-        float16 is sent as bfloat16, whose range is that of the sums.
+        float16 weights send bfloat16, which has the range of float32 sums.
         """
         if self.frozen_at or self.replicas.size == 1:
             return
@@ -155,7 +155,7 @@ class OneBit(ReplicaExchange):
         self.inside.after_update()
 
     def _momenta(self, factor: float) -> dict[str, Tensor]:
-        """The mean of momenta that each replica has updated by its own gradient."""
+        """The mean over replicas of the momenta, each updated by its replica's gradient."""
         if self.mean is None:
             return dict(self._own_momenta(factor))
         numbers = self.per_parameter
@@ -168,17 +168,17 @@ class OneBit(ReplicaExchange):
         return means
 
     def _own_momenta(self, factor: float) -> Iterator[tuple[str, Tensor]]:
-        """Yields the mean momentum, updated by this replica's gradient, of each parameter."""
+        """Yields (name, momentum updated by this replica's gradient)."""
         beta1, gradients = self.optimizer.config.betas[0], self.inside.gradients
         for name, m in self.moments["exp_avg"].items():
             new = gradients[name].to(m.dtype).mul(factor * (1.0 - beta1)).add_(m, alpha=beta1)
             yield name, new.mul_(self.live[name]) if name in self.live else new
 
     def _note_ratios(self) -> None:
-        """Adds the trust ratios of a step to their mean, but those that are 1 for want of a norm.
+        """Adds a step's trust ratios to their running means, but for ratios of 1: they had no norm.
 
-        The mean is divided by its weights' sum, as AdamW's are; the paper starts it from 0 and
-        waits until that makes no difference.
+        The mean is bias-corrected as AdamW's are; the paper starts it from 0 and waits until that
+        makes no difference.
         """
         if not isinstance(rule := self.optimizer.rule, Lamb):
             return
@@ -188,10 +188,10 @@ class OneBit(ReplicaExchange):
             numbers[name].copy_(torch.where(ratios == 1.0, numbers[name], following))
 
     def _freeze(self) -> None:
-        """Freezes the variance, and fixes the scales of momenta.
+        """Freezes the variance, and fixes a scale for each parameter's momentum.
 
-        A parameter's scale makes its momentum's root mean square the mean of all parameters'
-        (arXiv:2104.06069, section 4.2), so that one scale of signs serves all.
+        The scales give the momenta of all parameters the same root mean square, their mean
+        (arXiv:2104.06069, section 4.2), so that one magnitude of signs serves all.
         """
         self.frozen_at = self.optimizer.updates
         self._clear_noise()
@@ -210,11 +210,11 @@ class OneBit(ReplicaExchange):
             numbers["scale"].copy_(torch.where(moved, roots[moved].mean() / roots, 1.0))
 
     def _clear_noise(self) -> None:
-        """Zeroes the variance of elements whose gradients are zero but for rounding: the root of
-        it is below NOISE times the root of the parameter's mean.
+        """Zeroes the variance of elements whose gradients are rounding errors: sqrt(variance) is
+        below NOISE * sqrt(the parameter's mean variance).
 
-        A key's bias has such gradients: measured 2e-9 of the mean in float32, 2e-5 in bfloat16.
-        Divided by it, the error of a sign would be a step of thousands.
+        The bias of keys has such gradients: measured 2e-9 of the mean in float32, 2e-5 in bfloat16.
+        A sign's error divided by such a root would be a step of thousands.
         """
         variances = self.moments["exp_avg_sq"]
         sums = self.global_sums.counts.new_zeros(len(variances), 2)
@@ -226,7 +226,7 @@ class OneBit(ReplicaExchange):
             v.mul_(v > least)
 
     def _find_live(self) -> None:
-        """Masks the elements that have no variance, where a parameter has some."""
+        """Sets `live`: masks of nonzero variance, for the parameters that have zeros in theirs."""
         masks = {name: v > 0 for name, v in self.moments["exp_avg_sq"].items()}
         self.live = {name: mask for name, mask in masks.items() if not mask.all()}
 

@@ -1,9 +1,9 @@
-"""Pulls replicas towards others every few steps: what LSGD and EASGD have in common.
+"""Pulls replicas towards a leader or a centre every few steps: the base of LSGD and EASGD.
 
-Between two exchanges each replica, a worker in the papers' words, trains by SGD on its own part of
-the data. An exchange reads and moves master weights, of the rows that a rank owns; momenta are each
-worker's own. Asynchronous workers meet when their steps are `period` each on average
-(`training/rounds.py`), so that a faster one makes more of them.
+Between two exchanges each replica (the papers' worker) trains by SGD on its own part of the data.
+An exchange reads and moves the master weights of a rank's owned rows; momenta stay each worker's
+own. Asynchronous workers exchange once they have made `period` steps on average
+(`training/rounds.py`), so that faster workers make more steps.
 """
 
 from abc import abstractmethod
@@ -17,7 +17,7 @@ from mtcli.core.sync.flat import unflatten
 
 
 class PeriodicPulls(ReplicaExchange):
-    """The exchange of workers that are pulled; a method says where to."""
+    """The exchange of workers that are pulled; a subclass defines `pull`."""
 
     @property
     def masters(self) -> list[Tensor]:
@@ -26,15 +26,15 @@ class PeriodicPulls(ReplicaExchange):
 
     @abstractmethod
     def pull(self, steps: int) -> None:
-        """Moves the master weights, as is due after so many steps. Collective."""
+        """Moves the master weights by the pulls that are due after `steps` steps. Collective."""
 
     def after_step(self) -> None:
-        """Makes the exchange that is due, unless workers only meet at the end of a round."""
+        """Makes the exchange that is due; asynchronous workers make theirs in `meet`."""
         if not self.facts.share.sync.asynchronous:
             self._exchange(self.optimizer.updates)
 
     def meet(self, steps: int) -> None:
-        """Makes the exchange that is due when workers have made so many steps on average."""
+        """Makes the exchange that is due at a mean of `steps` steps per worker."""
         self._exchange(steps)
         self.inside.after_update()
 
@@ -46,9 +46,9 @@ class PeriodicPulls(ReplicaExchange):
 
 
 def move_(tensors: Sequence[Tensor], towards: Tensor, share: float) -> None:
-    """x = x + share (towards - x), in place; `towards` has all tensors one after the other.
+    """x = x + share (towards - x), in place; `towards` is the tensors' target as one flat tensor.
 
-    Exact where x is there already, and at a share of 1.
+    Exact where x equals its target, and at a share of 1.
     """
     targets = unflatten(towards, [x.shape for x in tensors])
     for x, target in zip(tensors, targets, strict=True):

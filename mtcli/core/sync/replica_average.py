@@ -1,4 +1,4 @@
-"""Averages the weights of replicas for a while, and measures their distance from the average."""
+"""Swaps in the replicas' average weights for a while; measures the replicas' distance from it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from mtcli.core.sync.norm_sketch import sketch
 @contextmanager
 @torch.no_grad()
 def averaged(exchange: ReplicaExchange) -> Iterator[None]:
-    """Gives every replica the average of all replicas' weights for a while."""
+    """Inside, every replica has the replicas' average weights."""
     if not exchange.weights_differ:
         yield
         return
     shards, axis = exchange.inside.shards, exchange.measured_axis
-    own = {name: shard.tensor.clone() for name, shard in shards.items()}
+    local_weights = {name: shard.tensor.clone() for name, shard in shards.items()}
     for shard in shards.values():
         wide = shard.tensor.to(torch.promote_types(shard.tensor.dtype, torch.float32))
         shard.tensor.copy_(all_reduce(wide.clone(), axis) / axis.size)
@@ -26,23 +26,23 @@ def averaged(exchange: ReplicaExchange) -> Iterator[None]:
         yield
     finally:
         for name, shard in shards.items():
-            shard.tensor.copy_(own[name])
+            shard.tensor.copy_(local_weights[name])
 
 
 @torch.no_grad()
 def distance(exchange: ReplicaExchange) -> float | None:
-    """The root of the replicas' mean squared distance from their average; None where they are
+    """The root mean square distance of replicas' weights from their average; None where they are
     equal.
 
-    Known to about 1 % from sketches of 8,191 numbers, which is all that is sent for it.
+    Accurate to about 1 %: it is computed from sketches of 8,191 numbers.
     """
     if not exchange.weights_differ:
         return None
     ownership, weights = exchange.inside.ownership, exchange.inside.weights()
     counted = [x for name, x in weights.items() if x.numel() and ownership.answers_for(name)]
-    own = sketch(counted, ownership.groups.device)
-    mean = all_reduce(own.clone(), exchange.measured_axis) / exchange.replicas.size
-    squares = (own - mean).square().sum().view(1)
+    local = sketch(counted, ownership.groups.device)
+    mean = all_reduce(local.clone(), exchange.measured_axis) / exchange.replicas.size
+    squares = (local - mean).square().sum().view(1)
     total = all_reduce(squares, ownership.groups.world)
     mean_square = float(total / exchange.replicas.size)
     return float(mean_square**0.5)

@@ -1,15 +1,15 @@
 """Averages a flat tensor over replicas while they compute, in full or compressed.
 
-In full it is an all-reduce. Compressed values that are dense take two phases: each replica sends
-every other one its segment, whose owner averages it and sends all the average, compressed again.
-Of the largest values each replica sends all others the same bytes (SparseLoCo, arXiv:2508.15706).
+In full it is an all-reduce. Quantised dense values take two phases: each replica owns a segment,
+receives it from all, averages it and sends the average, quantised again, to all. Where the largest
+values alone are sent, replicas all-gather them (SparseLoCo, arXiv:2508.15706).
 
-Error feedback keeps what compression has lost for the next exchange: e = decay e + x, sent = Q(e),
-e = e - sent. What the owner of a segment loses of the average counts for all who are in it, and
-goes into the owner's own error. So the sum of all that was averaged, times the replicas, is the sum
-of what they had, less the errors that are left.
+Error feedback adds the error of compression to the next exchange: e = decay e + x, sent = Q(e),
+e = e - sent. A segment's owner also adds the error of quantising the average, times the number of
+replicas in it. So with decay 1 the sum of all averages, times the replicas, is the sum of all x
+minus the errors that remain.
 
-A replica can be absent: it sends zeros and does not count, and receives the average of the others.
+A replica can be absent: it sends zeros, does not count, and receives the average of the others.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,14 +34,14 @@ class ReplicaMean(Protocol):
     """One exchange of a flat tensor at a time. Every replica makes the same calls."""
 
     def start(self, x: Tensor, present: bool) -> None:
-        """Starts the average of x; an absent replica's is all zeros."""
+        """Starts the average of x, which is all zeros on a replica that is not `present`."""
 
     def advance(self) -> None:
         """Waits for the first phase and starts the second, where there are two."""
         return
 
     def finish(self) -> tuple[Tensor, float]:
-        """(the mean over replicas that were present, how many they were), the same on all."""
+        """(mean over the replicas present, number of replicas present), equal on all replicas."""
 
 
 class FullMean(ReplicaMean):
@@ -51,7 +51,7 @@ class FullMean(ReplicaMean):
         self.axis = axis
 
     def start(self, x: Tensor, present: bool) -> None:
-        """Starts the sum of the values and of a 1 for each replica."""
+        """Starts the sum of the values, and of a 1 for each replica present."""
         self.sums = torch.cat([x, x.new_tensor([float(present)])])
         self.work = start_all_reduce(self.sums, self.axis)
 
@@ -65,7 +65,7 @@ class FullMean(ReplicaMean):
 
 
 class CorrectedMean(ReplicaMean):
-    """A mean of segments that are compressed apart; `error`, times `decay`, is fed back."""
+    """A mean of compressed segments; `error`, times `decay`, is added to the next x."""
 
     def __init__(
         self, axis: Axis, segments: Sequence[Segment], error: Tensor, decay: float
@@ -77,12 +77,12 @@ class LargestMean(CorrectedMean):
     """An all-gather of every replica's largest values."""
 
     def start(self, x: Tensor, present: bool) -> None:
-        """Starts the all-gather of what is sent of x and the error."""
+        """Starts the all-gather of the largest values of x plus the error."""
         (self.segment,) = self.segments
         self.error.mul_(self.decay).add_(x)
-        own = _compressed(self.segment, self.error, float(present))
-        _add(self.segment, own, self.error, -1.0)
-        self.sent = own
+        payload = _compressed(self.segment, self.error, float(present))
+        _add(self.segment, payload, self.error, -1.0)
+        self.sent = payload
         self.gathered, self.work = _gather(self.sent, self.axis)
 
     def finish(self) -> tuple[Tensor, float]:
@@ -95,34 +95,34 @@ class LargestMean(CorrectedMean):
 
 
 class QuantisedMean(CorrectedMean):
-    """A reduce-scatter and an all-gather of quantised values, as an all-reduce is made of both."""
+    """An all-reduce of quantised values, as a reduce-scatter and an all-gather."""
 
     def start(self, x: Tensor, present: bool) -> None:
-        """Starts sending each replica its segment of x and the error."""
+        """Starts sending each replica the segment that it owns of x plus the error."""
         self.error.mul_(self.decay).add_(x)
-        self.own = self.segments[self.axis.rank]
-        payloads = [_compressed(each, self.error, float(present)) for each in self.segments]
-        for each, payload in zip(self.segments, payloads, strict=True):
-            _add(each, payload, self.error, -1.0)
-        sent, own = [each.bytes for each in self.segments], self.own.bytes
+        self.owned_segment = self.segments[self.axis.rank]
+        payloads = [_compressed(segment, self.error, float(present)) for segment in self.segments]
+        for segment, payload in zip(self.segments, payloads, strict=True):
+            _add(segment, payload, self.error, -1.0)
+        sent, size = [segment.bytes for segment in self.segments], self.owned_segment.bytes
         self.sent = torch.cat(payloads)
-        self.received, rows = self.sent.new_empty(self.axis.size, own), [own] * self.axis.size
+        self.received, rows = self.sent.new_empty(self.axis.size, size), [size] * self.axis.size
         self.work = start_all_to_all_v(self.received.view(-1), self.sent, rows, sent, self.axis)
         self.advanced = False
 
     def advance(self) -> None:
-        """Averages the own segment and starts sending it to all."""
+        """Averages the owned segment and starts its all-gather."""
         if self.advanced:
             return
         self.work.wait()
         mean = torch.zeros_like(self.error)
-        count = sum(_add(self.own, payload, mean) for payload in self.received)
+        count = sum(_add(self.owned_segment, payload, mean) for payload in self.received)
         mean.div_(max(1.0, count))
-        own = _compressed(self.own, mean, count)
-        _add(self.own, own, mean, -1.0)
+        mean_payload = _compressed(self.owned_segment, mean, count)
+        _add(self.owned_segment, mean_payload, mean, -1.0)
         self.error.add_(mean, alpha=count)
-        longest = max(each.bytes for each in self.segments)
-        self.sent = F.pad(own, (0, longest - len(own)))
+        longest = max(segment.bytes for segment in self.segments)
+        self.sent = F.pad(mean_payload, (0, longest - len(mean_payload)))
         self.gathered, self.work = _gather(self.sent, self.axis)
         self.advanced = True
         del self.received
@@ -132,36 +132,36 @@ class QuantisedMean(CorrectedMean):
         self.advance()
         self.work.wait()
         mean, count = torch.zeros_like(self.error), 0.0
-        for each, payload in zip(self.segments, self.gathered, strict=True):
-            count = _add(each, payload, mean)
+        for segment, payload in zip(self.segments, self.gathered, strict=True):
+            count = _add(segment, payload, mean)
         del self.sent, self.gathered
         return mean, count
 
 
 def _compressed(segment: Segment, x: Tensor, count: float) -> Tensor:
-    """The payload of a flat tensor's segment, in which so many replicas are."""
-    told = torch.tensor([count], dtype=torch.float32, device=x.device).view(torch.uint8)
+    """The payload of a segment of a flat tensor x: its groups, then `count` as float32 bytes."""
+    count_bytes = torch.tensor([count], dtype=torch.float32, device=x.device).view(torch.uint8)
     pairs = zip(segment.forms, segment.groups, strict=True)
     return torch.cat(
-        [*(compress(torch.cat(_views(x, group)), form) for form, group in pairs), told]
+        [*(compress(torch.cat(_views(x, group)), form) for form, group in pairs), count_bytes]
     )
 
 
 def _add(segment: Segment, payload: Tensor, x: Tensor, factor: float = 1.0) -> float:
-    """Adds what a payload stands for to its segment of a flat tensor; returns its count."""
-    *parts, told = payload[: segment.bytes].split([*segment.sizes, COUNT_BYTES])
+    """Adds a payload's values times `factor` to its segment of x; returns the payload's count."""
+    *parts, count_bytes = payload[: segment.bytes].split([*segment.sizes, COUNT_BYTES])
     forms, lengths = segment.forms, segment.lengths
     for part, form, length, group in zip(parts, forms, lengths, segment.groups, strict=True):
         values = decompress(part, form, length).split([n for _, n in group])
         torch._foreach_add_(_views(x, group), list(values), alpha=factor)
-    return float(told.clone().view(torch.float32))
+    return float(count_bytes.clone().view(torch.float32))
 
 
 def _views(x: Tensor, ranges: Iterable[Range]) -> list[Tensor]:
     return [x[at : at + length] for at, length in ranges]
 
 
-def _gather(own: Tensor, axis: Axis) -> tuple[Tensor, PendingWork]:
+def _gather(payload: Tensor, axis: Axis) -> tuple[Tensor, PendingWork]:
     """Starts the all-gather of payloads [bytes] of equal length -> [n, bytes]."""
-    out = own.new_empty(axis.size, len(own))
-    return out, start_all_gather(out, own, axis)
+    out = payload.new_empty(axis.size, len(payload))
+    return out, start_all_gather(out, payload, axis)

@@ -2,7 +2,7 @@
 
 A training step calls `before_step`, then `before_last_backward` ahead of each stage's last
 backward, then `after_backward`, and after the optimizer's update `after_update`. The step asks the
-strategy for its gradients, their norm and clipping. `exchange.py` is about several replicas.
+strategy for its gradients, their norm and clipping. `exchange.py` is for several replicas.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from mtcli.core.parallel.ownership import OwnedShard, Ownership
 
 
 class Strategy(Protocol):
-    """A data-parallel strategy. Every rank makes the same calls; methods here are defaults."""
+    """A data-parallel strategy. Every rank makes the same calls; bodies are defaults."""
 
     stages: Mapping[int, nn.Module]
     ownership: Ownership
@@ -35,9 +35,9 @@ class Strategy(Protocol):
         """Lists the memory that gradients take."""
 
     def before_step(self, from_zero: bool = False) -> None:
-        """Starts a step, whose first gradients replace the last step's.
+        """Starts a step: its first micro-batch's gradients overwrite the last step's.
 
-        With `from_zero` they are added to zeros, so that every micro-batch is the same work.
+        With `from_zero` they are added to zeroed buffers, so that all micro-batches cost the same.
         """
         return
 
@@ -50,9 +50,11 @@ class Strategy(Protocol):
         return
 
     def when_reduced(self, on_reduced: Callable[[Mapping[str, Tensor]], None]) -> None:
-        """Has `on_reduced` called with reduced gradients in the backward that made them, a bucket
-        at a time, in the same order on every rank; by default never. The others are reduced after
-        it."""
+        """Registers `on_reduced`, called with each bucket's reduced gradients while backward runs.
+
+        The order is the same on every rank. Buckets that are reduced after the backward are not
+        reported; by default none is.
+        """
         return
 
     def gradient_buckets(self) -> list[list[str]]:
@@ -60,7 +62,7 @@ class Strategy(Protocol):
         return [list(self.weights())]
 
     def after_update(self) -> None:
-        """Gives the other ranks the owned rows, once this one has updated them."""
+        """All-gathers the updated rows, where ranks own rows of replicated parameters."""
         return
 
     def counted_gradients(self) -> list[Tensor]:

@@ -13,22 +13,22 @@ EXCHANGED = ("replicas", "replica_group")
 
 
 class SyncTraffic:
-    """Counts the bytes that a rank sends for data parallelism along some axes, where they leave."""
+    """Counts the bytes that a rank sends along the axes of data parallelism."""
 
     def __init__(self, axes: Collection[str]) -> None:
         self.axes, self._bytes = frozenset(axes), 0
 
     def taken(self) -> int:
-        """The bytes since the last call."""
+        """The bytes sent since the last call, which resets the count."""
         sent, self._bytes = self._bytes, 0
         return sent
 
     def add(self, count: int) -> None:
-        """Adds bytes that are sent by no collective of ours."""
+        """Adds bytes that another library's collective sends (FSDP2)."""
         self._bytes += count
 
     def note(self, call: Call, x: Tensor | None, detail: object) -> None:
-        """Adds what a collective on x makes this rank send, if it is data parallelism's."""
+        """Adds the bytes that a collective on x sends from this rank, if its axis is counted."""
         if call.axis.name not in self.axes or x is None or call.op == "recv":
             return
         self._bytes += sum(sent_by(call, x, detail).values())

@@ -1,9 +1,10 @@
-"""Averages what replicas hold, in two phases: chunks go to a server each, and its mean to all.
+"""Averages a vector over replicas in two phases: chunks go to servers, which send back the means.
 
-Replica k is the server of chunk k. What is sent is rounded to 16 bits, or compressed to signs with
-error feedback on both sides (arXiv:2102.02888, section 4; arXiv:2104.06069, figure 1). A vector is
-the owned rows of a rank's tensors, one after the other; chunks begin at rows, so that a checkpoint
-can store them on any layout. They may be of different sizes, or empty.
+Replica k is the server of chunk k: it receives chunk k from all replicas and sends them the mean.
+Values are rounded to 16 bits, or compressed to signs with error feedback in both phases
+(arXiv:2102.02888, section 4; arXiv:2104.06069, figure 1). A vector concatenates the owned rows of a
+rank's tensors. Chunks begin at rows, so that a checkpoint can store a server's error on any layout;
+they may differ in size, or be empty.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from mtcli.kernels.onebit import add_, pack_, square_sum, unpack
 
 
 class Chunks:
-    """The chunks of a vector of tensors [rows, ...], by the replica that is their server."""
+    """Divides a vector of tensors [rows, ...] into a chunk per replica, its server."""
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], replicas: Axis) -> None:
         self.shapes, self.replicas = dict(shapes), replicas
@@ -28,7 +29,7 @@ class Chunks:
         total = sum(self.sizes)
         ends = [self._row_near(total * k / replicas.size) for k in range(replicas.size)]
         self.lengths = [b - a for a, b in zip(ends, [*ends[1:], total], strict=True)]
-        self.own = slice(ends[replicas.rank], ends[replicas.rank] + self.lengths[replicas.rank])
+        self.owned = slice(ends[replicas.rank], ends[replicas.rank] + self.lengths[replicas.rank])
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """The tensors of a vector, by name."""
@@ -40,15 +41,18 @@ class Chunks:
         for (name, shape), size in zip(self.shapes.items(), self.sizes, strict=True):
             row = max(1, prod(shape[1:]))
             rows[name] = slice(
-                *((min(max(at - first, 0), size)) // row for at in (self.own.start, self.own.stop))
+                *(
+                    min(max(at - first, 0), size) // row
+                    for at in (self.owned.start, self.owned.stop)
+                )
             )
             first += size
         return rows
 
     def mean_(self, vector: Tensor, sent: torch.dtype) -> None:
-        """Overwrites a vector by the replicas' mean; its elements are rounded to `sent`.
+        """Overwrites a vector by the replicas' mean of its elements rounded to dtype `sent`.
 
-        An all-reduce sends them as wide as they are summed; narrower ones go in two phases.
+        Where `sent` is the vector's dtype this is an all-reduce; a narrower one takes two phases.
         """
         if sent == vector.dtype:
             all_reduce(vector, self.replicas).div_(self.replicas.size)
@@ -62,7 +66,7 @@ class Chunks:
         vector.copy_(all_gather_v(mean, self.lengths, self.replicas))
 
     def _row_near(self, element: float) -> int:
-        """The first element of the row that begins nearest to one."""
+        """The first element of the row that begins nearest to `element`."""
         first = 0
         for shape, size in zip(self.shapes.values(), self.sizes, strict=True):
             row = max(1, prod(shape[1:]))
@@ -73,38 +77,38 @@ class Chunks:
 
 
 def to_servers(chunks: Sequence[Tensor], replicas: Axis) -> list[Tensor]:
-    """[size k] for each server k -> what each replica has of this rank's own chunk."""
+    """All-to-all: chunks by server -> this server's chunk of every replica, by replica."""
     sizes = [len(chunk) for chunk in chunks]
-    own = sizes[replicas.rank]
-    received = all_to_all_v(torch.cat(list(chunks)), sizes, [own] * replicas.size, replicas)
-    return list(received.view(replicas.size, own).unbind())
+    length = sizes[replicas.rank]
+    received = all_to_all_v(torch.cat(list(chunks)), sizes, [length] * replicas.size, replicas)
+    return list(received.view(replicas.size, length).unbind())
 
 
 class CompressedMean:
-    """The replicas' mean of tensors by signs, and the errors that are fed back.
+    """The replicas' mean of tensors, sent as signs with error feedback.
 
-    There is one scale of all that a replica sends, and one of what the servers send: the root mean
-    square of the live elements of its whole model. So a layout inside replicas changes no value,
-    and shards that several of its ranks hold stay equal.
+    Signs have one magnitude per replica in the first phase, and one for all servers in the second:
+    the root mean square over the live elements of the whole model. So the values do not depend on a
+    replica's layout, and replicated shards stay equal.
     """
 
     def __init__(
         self, like: Mapping[str, Tensor], ownership: Ownership, keeps_errors: bool = True
     ) -> None:
-        """`like` are the tensors of this rank, whose dtype and shapes the errors have."""
+        """Allocates zero errors in the shapes and dtype of `like`, this rank's tensors."""
         groups = ownership.groups
         self.chunks = Chunks({name: x.shape for name, x in like.items()}, groups.replicas)
         self.global_sums, self.keeps_errors = GlobalSums(like, ownership), keeps_errors
         dtype = next((x.dtype for x in like.values()), torch.float32)
         vector = torch.zeros(sum(self.chunks.sizes), dtype=dtype, device=groups.device)
-        self.error, self.server_error = vector, torch.zeros_like(vector[self.chunks.own])
+        self.error, self.server_error = vector, torch.zeros_like(vector[self.chunks.owned])
         self.errors, self.rows = self.chunks.views(self.error), self.chunks.own_rows()
         shapes = [(rows.stop - rows.start, *like[n].shape[1:]) for n, rows in self.rows.items()]
         errors = unflatten(self.server_error, shapes)
         self.server_errors = dict(zip(self.rows, errors, strict=True))
 
     def reset(self) -> None:
-        """Forgets the errors."""
+        """Zeroes the errors."""
         self.error.zero_()
         self.server_error.zero_()
 
@@ -113,9 +117,8 @@ class CompressedMean:
     ) -> dict[str, Tensor]:
         """The mean of each tensor, in the order of `like`. Collective.
 
-        `live` are masks of tensors that have elements which are always 0, and `count` is how many
-        of the whole model are not: the others are sent for nothing, and have neither error nor
-        mean.
+        `live` masks the elements of tensors where some are always 0: their error and mean are 0.
+        `count` is the number of live elements of the whole model.
         """
         chunks, replicas = self.chunks, self.chunks.replicas
         squares = [add_(x.reshape(-1), self.errors[name].view(-1)) for name, x in values]
@@ -132,11 +135,11 @@ class CompressedMean:
         squares = [square_sum(error.view(-1)) for error in self.server_errors.values()]
         total = all_reduce(self._total(squares).view(1), replicas)
         scale = (total / count).sqrt().to(self.error).view(())
-        own = pack_(self.server_error, scale)
+        packed = pack_(self.server_error, scale)
         self._after_packing(self.server_error, holes)
 
         sizes = [-(-length // 8) for length in chunks.lengths]
-        received = all_gather_v(own, sizes, replicas).split(sizes)
+        received = all_gather_v(packed, sizes, replicas).split(sizes)
         pairs = zip(received, chunks.lengths, strict=True)
         means = chunks.views(torch.cat([unpack(bits, scale, length) for bits, length in pairs]))
         for name, mask in live.items():
@@ -144,9 +147,9 @@ class CompressedMean:
         return means
 
     def _total(self, squares: Sequence[Tensor]) -> Tensor:
-        """The sum over all ranks of this replica, each element counted once: a scalar."""
-        here = torch.stack(list(squares)) if squares else self.error.new_zeros(0)
-        return self.global_sums.of_model(here.view(-1, 1)).sum()
+        """The sum of per-tensor squares over this replica's ranks, each shard once: a scalar."""
+        local_squares = torch.stack(list(squares)) if squares else self.error.new_zeros(0)
+        return self.global_sums.of_model(local_squares.view(-1, 1)).sum()
 
     def _after_packing(self, error: Tensor, holes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         if not self.keeps_errors:

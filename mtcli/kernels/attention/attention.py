@@ -1,9 +1,9 @@
 """Attention with its log-sum-exp, so that partial results over blocks of keys can be merged.
 
 b sequences, h query heads, g key-value groups (g divides h), n queries, m keys, d head width.
-A `mask` is bool [b or 1, 1, n, m], True where a query attends to a key; `causal` is False beside
-it. Our kernels take `KeyRanges` in its place. A query that attends to no key has the output 0 and
-the log-sum-exp -inf, and a merge leaves the other block's result as it is.
+A `mask` is bool [b or 1, 1, n, m], True where a query attends to a key; with a mask `causal` is
+False. The Triton kernels take `KeyRanges` instead of a mask. A query that attends to no key has the
+output 0 and the log-sum-exp -inf, so that a merge with it changes nothing.
 """
 
 from collections.abc import Sequence
@@ -71,10 +71,11 @@ def attention_backward_reference(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | KeyRanges | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`attention_reference` by the quickest backend.
+    """`attention_reference` by the fastest backend.
 
-    On a GPU our flash kernel or, without a mask, that of `library_for`; on a CPU torch's flash
-    kernel or, of short rows without a mask, GEMMs over blocks of heads, but on Intel's.
+    On a GPU that is the Triton flash kernel or, without a mask, that of `library_for`. On a CPU it
+    is torch's flash kernel or, except on Intel, GEMMs over blocks of heads for short rows without a
+    mask.
     """
     if runs_triton(q) and not isinstance(mask, Tensor):
         if mask is None and (library := library_for("attention", q, k)):
@@ -103,7 +104,7 @@ def attention_backward(
     causal: bool,
     mask: Tensor | KeyRanges | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attention_backward_reference` by the quickest backend of those that `attention` has."""
+    """`attention_backward_reference` by the fastest of `attention`'s backends."""
     q, k, v, out = saved
     if runs_triton(q) and not isinstance(mask, Tensor):
         if mask is None and (library := library_for("attention_backward", q, k)):
@@ -140,7 +141,8 @@ def _scores(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor:
 
 
 def _is_short(k: Tensor, row_bytes: int) -> bool:
-    """Whether a row of scores has few bytes, in a dtype wide enough for a log-sum-exp."""
+    """Whether a row of scores takes at most `row_bytes`, in a dtype wide enough for a
+    log-sum-exp."""
     return k.element_size() >= 4 and k.shape[2] * k.element_size() <= row_bytes
 
 
@@ -156,7 +158,7 @@ def _per_group(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, causal or over all keys, by the quickest backend; differentiable.
+    """softmax(q k^T / sqrt(d)) v, causal or over all keys, by the fastest backend; differentiable.
 
     q [b, h, n, d], k and v [b, g, n, d] -> [b, h, n, d].
     """
@@ -174,9 +176,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def document_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Sequence[int]) -> Tensor:
-    """`sdpa` of rows [b, h, s, d] whose tokens, row by row, are documents of these lengths.
+    """`sdpa` of rows [b, h, s, d] that are divided, row by row, into documents of `lengths` tokens.
 
-    No token sees another document.
+    Tokens attend to their own document alone.
     """
     short = max(lengths) * gemm_dtype(q).itemsize <= CPU_ATTENTION_ROW_BYTES
     eager = torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -188,13 +190,13 @@ def document_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Sequen
 
 
 def _document(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention of a document alone: q [n, h, d], k and v [n, g, d] -> [n, h, d]."""
+    """Attention of one document: q [n, h, d], k and v [n, g, d] -> [n, h, d]."""
     heads = (x.transpose(0, 1)[None] for x in (q, k, v))
     return sdpa(*heads, causal)[0].transpose(0, 1)
 
 
 def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | KeyRanges | None) -> Tensor:
-    """`sdpa` of each query over the keys that a mask leaves: [b, h, n, d]."""
+    """`sdpa` of each query over the keys of its mask: [b, h, n, d]."""
     if isinstance(mask, KeyRanges):
         return flash(q, k, v, False, *mask)[0]
     grouped = q.shape[1] != k.shape[1]

@@ -1,11 +1,10 @@
 """Attention on CPU by plain GEMMs, over blocks of heads whose scores stay in the cache.
 
-Torch's CPU flash kernel multiplies by MKL, which leaves AMD's matrix units idle on short rows. On
-one core of an AVX-512 EPYC, head_dim 64 (benchmarks/bench_attention.py), this took 0.90 of its
-forward time and 0.75 of its backward time on whole rows of 256 and 512 tokens of float32, 0.45 of
-bfloat16, and of a ring's blocks of 64 and 128 keys 0.20 to 0.49 and 0.12 to 0.27. On an Intel Xeon
-it took 1.4 to 1.6 and 1.1 to 1.3 times its time of float32, so that kernels/limits.py calls no row
-short there.
+Torch's CPU flash kernel multiplies by MKL, which leaves AMD's matrix units idle on short rows. Time
+relative to torch's kernel, head_dim 64 (benchmarks/bench_attention.py), on one core of an AVX-512
+EPYC: full rows of 256 and 512 tokens 0.90 forward and 0.75 backward in float32, 0.45 in bfloat16; a
+ring's blocks of 64 and 128 keys 0.20 to 0.49 and 0.12 to 0.27. On an Intel Xeon float32 took 1.4 to
+1.6 and 1.1 to 1.3, so kernels/limits.py treats no row as short there.
 b sequences, h heads, n queries, m keys, d head width.
 """
 
@@ -28,10 +27,10 @@ IN_GRAPH_ROWS = 128  # tokens of rows whose scores a compiled graph may save for
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v for [b, h, n, d] each; recomputes probabilities in the backward.
+    """softmax(q k^T / sqrt(d)) v of [b, h, n, d] each; backward recomputes the probabilities.
 
-    Scores and probabilities are in the dtype of GEMMs. Inside torch.compile it is an operator, for
-    the graph, or of short rows its operations, which the graph fuses; elsewhere an autograd
+    Scores and probabilities are in the dtype of GEMMs. Inside torch.compile it is a custom
+    operator, or for short rows plain operations, which the graph fuses. Elsewhere it is an autograd
     Function, whose dispatch costs a tenth of an operator's.
     """
     if not torch.compiler.is_compiling():
@@ -64,17 +63,17 @@ class _CpuAttention(torch.autograd.Function):
 def cpu_attention_of_documents(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, lengths: Sequence[int]
 ) -> Tensor:
-    """The same of rows [b, h, s, d] whose tokens, row by row, are documents of these lengths.
+    """`cpu_attention` of rows [b, h, s, d] divided, row by row, into documents of `lengths` tokens.
 
-    One autograd function for all; short documents share GEMMs, and a mask keeps them apart.
+    One autograd function for all documents; short documents share GEMMs under a mask.
     """
     groups = document_groups(lengths, q.shape[1], q.shape[2])
     return _DocumentAttention.apply(q, k, v, causal, groups)
 
 
 def document_groups(lengths: Sequence[int], heads: int, seq_len: int) -> list[list[int]]:
-    """Consecutive documents of a row that are computed at once: while the scores between two of
-    them, which are masked, take less time than GEMMs of their own."""
+    """Groups consecutive documents of a row that are computed together: as long as the masked
+    scores between two documents take less time than separate GEMMs."""
     groups: list[list[int]] = []
     tokens = end = 0  # of the last group, and where its row has come to
     for length in lengths:
@@ -106,19 +105,19 @@ class _DocumentAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved, rows = ctx.saved_tensors, len(grad)
         gradients = [torch.empty_like(saved[0]) for _ in range(3)]
-        every = _split((_by_token(grad), *saved, *gradients), ctx.groups)
-        for lengths, (grad_hnd, *group) in zip(ctx.groups, every, strict=True):
+        tensors = _split((_by_token(grad), *saved, *gradients), ctx.groups)
+        for lengths, (grad_hnd, *group) in zip(ctx.groups, tensors, strict=True):
             bias = _document_bias(group[0], ctx.causal, lengths)
             _backward(grad_hnd, group[:4], bias, group[4:])
         return *(_by_row(x, rows) for x in gradients), None, None
 
 
 def _split(
-    every: Sequence[Tensor], groups: Sequence[Sequence[int]]
+    tensors: Sequence[Tensor], groups: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yields the tokens of each group, of tensors [h, b * s, d]."""
+    """Yields the tokens of each group, from tensors [h, b * s, d]."""
     sizes = [sum(lengths) for lengths in groups]
-    return zip(*(x.split(sizes, 1) for x in every), strict=True)
+    return zip(*(x.split(sizes, 1) for x in tensors), strict=True)
 
 
 def _by_token(x: Tensor) -> Tensor:
@@ -163,7 +162,7 @@ def cpu_attention_backward(
 
 
 def _forward(q_hnd: Tensor, k_hmd: Tensor, v_hmd: Tensor, bias: Tensor, out: Tensor) -> None:
-    """Writes to `out` [h, n, d]."""
+    """Writes attention's output to `out` [h, n, d]."""
     for heads in _blocks(q_hnd, k_hmd):
         values = v_hmd[heads].to(bias.dtype)
         _bmm(_softmax(q_hnd[heads], k_hmd[heads], bias), values, out[heads])
@@ -172,7 +171,6 @@ def _forward(q_hnd: Tensor, k_hmd: Tensor, v_hmd: Tensor, bias: Tensor, out: Ten
 def _backward(
     grad_hnd: Tensor, saved: Sequence[Tensor], bias: Tensor, gradients: Sequence[Tensor]
 ) -> None:
-    """Writes the gradients of q, k and v to `gradients`."""
     q, k, _, _ = saved
     _gradients(grad_hnd, saved, lambda heads: _softmax(q[heads], k[heads], bias), gradients)
 
@@ -200,7 +198,7 @@ def _gradients(
 
 
 def _bmm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Writes a b of each head to `out`, rounded where that is narrower."""
+    """Writes a b of each head to `out`, rounded if that is narrower."""
     if a.dtype == out.dtype:
         torch.bmm(a, b, out=out)
     else:
@@ -246,13 +244,13 @@ def _blocks(q_hnd: Tensor, k_hmd: Tensor) -> list[Heads]:
 
 
 def _like(x: Tensor) -> Tensor:
-    """An operator's output for x [b, h, n, d]: of one sequence with x's own strides."""
+    """An empty output like x [b, h, n, d]; for one sequence with x's own strides."""
     return torch.empty_like(_by_head(x)).view(x.shape)
 
 
 @custom_op(
     "attention_in_blocks(Tensor q, Tensor k, Tensor v, bool causal) -> Tensor",
-    fake=lambda q, *others: _like(q),
+    fake=lambda q, *inputs: _like(q),
     saved=lambda out, q, k, v, causal: (q, k, v, out, causal),
     backward=lambda grad, *saved: _backward_op(grad, *saved),
 )
@@ -266,7 +264,7 @@ def _op(q, k, v, causal):
 @custom_op(
     "attention_in_blocks_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out,"
     " bool causal) -> (Tensor, Tensor, Tensor)",
-    fake=lambda grad, q, k, v, *others: (_like(q), _like(k), _like(v)),
+    fake=lambda grad, q, k, v, *inputs: (_like(q), _like(k), _like(v)),
 )
 def _backward_op(grad, q, k, v, out, causal):
     saved = tuple(_by_head(x) for x in (q, k, v, out))

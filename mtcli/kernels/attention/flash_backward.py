@@ -1,7 +1,7 @@
-"""FlashAttention's backward (arXiv:2205.14135, appendix B.4): dq, then dk and dv.
+"""FlashAttention's backward (arXiv:2205.14135, appendix B.4): a kernel for dq, one for dk and dv.
 
-Each of the two kernels recomputes probabilities from the log-sum-exp, so that no gradient is added
-atomically: 7 GEMMs where 5 are the least.
+Each recomputes probabilities from the log-sum-exp, so that no gradient is added atomically. That
+takes 7 GEMMs, where atomics need 5.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CONFIGS = (
 
 
 def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
-    """The config where nothing was measured: it fits in the 163 KiB of compute capability 8.0."""
+    """The default config of `_dq`, which fits in the 163 KiB of compute capability 8.0."""
     if itemsize == 4:
         if d <= 64:
             return config(32, 32, 4, 2)
@@ -60,7 +60,7 @@ def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
 
 
 def dkv_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
-    """`dq_config` for the gradients of keys and values, of which a program holds two."""
+    """The default config of `_dkv`, whose programs hold two gradients."""
     if itemsize == 4:
         if d <= 64:
             return config(32, 32, 4, 2)
@@ -234,9 +234,9 @@ def _dkv(
             dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     # Rows counted from the tile's first: their numbers need no register during the loop.
     at = offset_of((b * m + tile * ROWS) * g + group, d, UNIT)
-    own, left = tl.arange(0, ROWS), m - tile * ROWS
-    store_tile(dk_ptr + at, g * d, own, left, d, dk * shrink, UNIT, WIDTH)
-    store_tile(dv_ptr + at, g * d, own, left, d, dv, UNIT, WIDTH)
+    rows, left = tl.arange(0, ROWS), m - tile * ROWS
+    store_tile(dk_ptr + at, g * d, rows, left, d, dk * shrink, UNIT, WIDTH)
+    store_tile(dv_ptr + at, g * d, rows, left, d, dv, UNIT, WIDTH)
 
 
 @custom_op(

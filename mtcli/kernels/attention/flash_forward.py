@@ -44,7 +44,7 @@ CONFIGS = (
 
 
 def forward_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
-    """The config where nothing was measured: it fits in the 163 KiB of compute capability 8.0."""
+    """The default config, which fits in the 163 KiB of compute capability 8.0."""
     if itemsize == 4:
         if d <= 64:
             return config(64, 32, 4, 2)
@@ -135,14 +135,15 @@ def _forward(
 @custom_op(
     "flash(Tensor q, Tensor k, Tensor v, bool causal, Tensor? first, Tensor? end)"
     " -> (Tensor, Tensor)",
-    fake=lambda q, *others: (empty_by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
+    fake=lambda q, *inputs: (empty_by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
     saved=lambda outputs, q, k, v, causal, first, end: (q, k, v, *outputs, causal, first, end),
     backward=lambda grad, _, *saved: flash_backward(grad, *saved),
 )
 def flash(q, k, v, causal, first, end):
     """(output [b, h, n, d], log-sum-exp [b, h, n]) of attention; `first` and `end` are key ranges.
 
-    Scores and probabilities are never written: q, k, v, output and log-sum-exp are saved.
+    Scores and probabilities are never in memory: q, k, v, output and log-sum-exp are saved for
+    backward.
     """
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     b, h, n, d = q.shape

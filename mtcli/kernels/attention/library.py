@@ -1,8 +1,8 @@
 """Attention with its log-sum-exp by the libraries in torch: FlashAttention, and cuDNN's.
 
-They are the operators below scaled_dot_product_attention, the same in torch 2.11 to 2.13. Given
-output and log-sum-exp over all keys, their backwards too give the gradients of a block of keys.
-They sum the gradient of queries atomically: its last bits differ from run to run.
+The operators are those that scaled_dot_product_attention calls, equal in torch 2.11 to 2.13. Given
+output and log-sum-exp over all keys, their backwards return the gradients of a block of keys. They
+sum the gradient of queries atomically, so its last bits differ from run to run.
 b sequences, h query heads, g key-value groups (g divides h), n queries, m keys, d head width.
 """
 
@@ -31,11 +31,11 @@ class AttentionLibrary(NamedTuple):
 
 
 def library_for(op: str, q: Tensor, k: Tensor) -> AttentionLibrary | None:
-    """The library measured to be fastest in "attention" or "attention_backward".
+    """The library measured to be fastest for "attention" or "attention_backward".
 
-    Where nothing was measured: cuDNN from compute capability 9.0 on, else FlashAttention, but our
-    kernel under torch.use_deterministic_algorithms. None stands for ours, which also takes what no
-    library does.
+    Without a measurement: cuDNN from compute capability 9.0 on, else FlashAttention, and the Triton
+    kernel under torch.use_deterministic_algorithms. None is the Triton kernel, which also takes
+    what no library does.
     """
     best = fastest_backend(op, q, tuned_sizes(k.shape[2], q.shape[3]))
     if best is None and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
@@ -48,7 +48,7 @@ def library_for(op: str, q: Tensor, k: Tensor) -> AttentionLibrary | None:
 
 
 def tuned_sizes(keys: int, d: int) -> tuple[int, int]:
-    """The sizes that the fastest library depends on: keys, within what is measured, and width."""
+    """(keys, head width) in the autotune table, with keys clamped to the measured range."""
     return min(max(keys, MIN_KEYS), MAX_KEYS), d
 
 
@@ -84,13 +84,13 @@ def _cudnn_backward(grad: Tensor, saved: tuple[Tensor, ...], lse: Tensor, causal
 
 @cache
 def _cudnn_lse_dims(device: torch.device, dtype: torch.dtype) -> int:
-    """3 or 4, by torch's version: the dimensions of cuDNN's log-sum-exp, forward and backward."""
+    """The number of dimensions, 3 or 4 by torch's version, of cuDNN's log-sum-exp."""
     x = torch.empty(1, 1, 64, 64, device=device, dtype=dtype)
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim()
 
 
 def _no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Seed and offset of dropout, which are not read without dropout."""
+    """Dummies for dropout's seed and offset."""
     return torch.empty(2, device=device, dtype=dtype), torch.empty((), device=device, dtype=dtype)
 
 

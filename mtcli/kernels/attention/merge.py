@@ -1,7 +1,7 @@
-"""Merges attention over two blocks of keys by their log-sum-exps, as ring attention needs.
+"""Merges attention over two blocks of keys by their log-sum-exps, for ring attention.
 
 b sequences, h query heads, n queries, d head width. A query that attends to no key of a block has
-the log-sum-exp -inf there, and the merge leaves it as it is.
+the log-sum-exp -inf there, and the merge with that block changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CONFIGS = tuple({"ROWS": rows, "num_warps": warps} for rows, warps in ((16, 4), 
 
 
 def merge_reference_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Adds a block's result [b, h, n, d] and its log-sum-exp [b, h, n], in place.
+    """Merges a block's result [b, h, n, d] and log-sum-exp [b, h, n] into `out` and `lse`.
 
     `out` and `lse` are float32 or wider.
     """
@@ -34,7 +34,7 @@ def merge_reference_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -
 
 
 def finite(lse: Tensor) -> Tensor:
-    """lse with -inf as the lowest finite number: then -inf - finite(-inf) is -inf, and not NaN."""
+    """lse with the lowest finite number for -inf: then -inf - finite(-inf) is -inf, and not NaN."""
     return lse.clamp(min=torch.finfo(lse.dtype).min)
 
 

@@ -1,7 +1,7 @@
 """Masked softmax of attention scores with dropout of the probabilities, in one pass.
 
-b sequences, h heads of this rank, n queries, m keys. On a GPU the backward makes probabilities and
-mask again from the scores, so neither is kept.
+b sequences, h heads of this rank, n queries, m keys. On a GPU the backward recomputes probabilities
+and dropout's mask from the scores, so neither is saved.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ MAX_KEYS = 16384  # of a row that one program holds in registers
 
 
 class ScoreDropout(NamedTuple):
-    """Dropout by (query token, head, key), a function of the key of its stream (see random.py).
+    """Dropout of attention probabilities, as a function of (query token, head, key position).
 
-    Random number (token * heads + head) * m + key decides, so no layout changes the mask. Tensors
-    of keys and probabilities, [b, 1, 1, 1] int64 and float64, are of each sequence's model.
+    Random number (token * heads + head) * m + key of the stream decides, so no layout changes the
+    mask. In an array of models `key` and `drop` are tensors [b, 1, 1, 1], int64 and float64, of
+    each sequence's model.
     """
 
     numbers: Tensor  # the query tokens' global indices [b, n]
@@ -45,9 +46,9 @@ class ScoreDropout(NamedTuple):
 
 
 def masked_softmax_reference(scores: Tensor, mask: Tensor | None, dropout: ScoreDropout) -> Tensor:
-    """Dropout of softmax(scores [b, h, n, m]) where the mask [b or 1, 1, n, m] is True.
+    """dropout(softmax(scores [b, h, n, m])) over the keys where the mask [b or 1, 1, n, m] is True.
 
-    In float32 (float64 stays), returned in the scores' dtype. A row that is False gets zeros.
+    Computed in float32 (float64 stays), returned in the scores' dtype. A row without True is zero.
     """
     return _softmax(scores, mask) * dropout.factors(scores)
 
@@ -137,7 +138,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, dropout: ScoreDropout) -
     return _masked_softmax(scores, mask, *dropout)[0]
 
 
-def _out_and_lse(scores: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+def _out_and_lse(scores: Tensor, *inputs: object) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(scores, memory_format=torch.contiguous_format)
     return out, scores.new_empty(scores.shape[:-1], dtype=torch.float32)
 
@@ -146,7 +147,7 @@ def _out_and_lse(scores: Tensor, *others: object) -> tuple[Tensor, Tensor]:
     "masked_softmax(Tensor scores, Tensor? mask, Tensor numbers, int heads, int first_head,"
     " int key, float drop) -> (Tensor, Tensor)",
     fake=_out_and_lse,
-    saved=lambda outputs, scores, *others: (scores, outputs[1], *others),
+    saved=lambda outputs, scores, *inputs: (scores, outputs[1], *inputs),
     backward=lambda grad, _, *saved: _masked_softmax_backward(grad, *saved),
 )
 def _masked_softmax(scores, mask, numbers, *dropout):

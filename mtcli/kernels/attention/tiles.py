@@ -1,8 +1,8 @@
-"""Tiles of a head, and the attention mask as a range of keys: shared by the flash kernels.
+"""Tiles of a head, and the attention mask as a range of keys: code shared by the flash kernels.
 
 b sequences, h query heads, g key-value groups (g divides h), n queries, m keys, d head width. The
-keys that a query attends to are one range: all of them, those up to its own position, or
-`KeyRanges`, which causal and document masks are over any block of keys.
+keys of a query are one range: all keys, those up to its own position, or `KeyRanges`, which express
+causal and document masks over any block of keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALL, CAUSAL, CAUSAL_FROM_KEY, RANGES = range(4)
 
 
 def config(rows: int, columns: int, warps: int, stages: int) -> dict[str, int]:
-    """A launch of tiles of ROWS, in loops over tiles of COLUMNS."""
+    """A config with tiles of ROWS, which loops over tiles of COLUMNS."""
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": warps, "num_stages": stages}
 
 
@@ -47,16 +47,16 @@ def program_of(length, heads, ROWS: tl.constexpr):
 
 
 def head_grid(length: int, pairs: int) -> Callable[[Mapping[str, int]], tuple[int]]:
-    """A program for each tile of a length and each of so many pairs (sequence, head).
+    """A grid with a program for each tile of a length and each of `pairs` pairs (sequence, head).
 
-    In one dimension, as CUDA has at most 65535 programs in each of the others.
+    It has one dimension, as CUDA has at most 65535 programs in each of the others.
     """
     return lambda meta: (cdiv(length, meta["ROWS"]) * pairs,)
 
 
 @kernel()
-def key_range_of(first_ptr, end_ptr, at, length, others, MASK: tl.constexpr):
-    """Loads (first, end) of the others that each position `at` attends to, or is seen by.
+def key_range_of(first_ptr, end_ptr, at, length, other_length, MASK: tl.constexpr):
+    """Loads the range (first, end) of keys for queries `at`, or of queries for keys `at`.
 
     MASK is one of the four above, as a number: a kernel reads no globals.
     """
@@ -66,10 +66,10 @@ def key_range_of(first_ptr, end_ptr, at, length, others, MASK: tl.constexpr):
         return tl.load(first_ptr + at), tl.load(end_ptr + at)
     none = at * 0
     if MASK == 1:
-        return none, tl.minimum(at + 1, others)
+        return none, tl.minimum(at + 1, other_length)
     if MASK == 2:
-        return tl.minimum(at, others), none + others
-    return none, none + others
+        return tl.minimum(at, other_length), none + other_length
+    return none, none + other_length
 
 
 @kernel()
@@ -135,28 +135,29 @@ def store_tile(ptr, stride, row, rows, width, tile, UNIT: tl.constexpr, WIDTH: t
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:
-    """The strides of sequences, heads and tokens of x [b, h, n, d], whose d is contiguous."""
+    """The strides of sequences, heads and tokens of x [b, h, n, d], whose last dim is
+    contiguous."""
     assert x.stride(3) == 1, f"strides {x.stride()}"
     return x.stride()[:3]
 
 
 def contiguous_rows(x: Tensor) -> Tensor:
-    """x [b, h, n, d], copied where its last dimension is not contiguous."""
+    """x [b, h, n, d], copied if its last dimension is not contiguous."""
     return x if x.stride(3) == 1 else x.contiguous()
 
 
 def empty_by_token(x: Tensor) -> Tensor:
-    """Uninitialised [b, h, n, d] like x, [b, n, h, d] in memory, as the next layer reads it."""
+    """An empty tensor [b, h, n, d] like x, laid out as [b, n, h, d] for the next layer."""
     b, h, n, d = x.shape
     return x.new_empty(b, n, h, d).transpose(1, 2)
 
 
 def sizes_and_flags(
-    q: Tensor, k: Tensor, *others: Tensor
+    q: Tensor, k: Tensor, *tensors: Tensor
 ) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """(sizes h, g, n, m, d, itemsize; constants) that every flash kernel takes."""
+    """(sizes h, g, n, m, d, itemsize; constants), the arguments common to the flash kernels."""
     d, width = q.shape[3], max(16, power_of_two(q.shape[3]))
-    common = gcd(d, *(n for x in (q, k, *others) for n in strides(x)))
+    common = gcd(d, *(n for x in (q, k, *tensors) for n in strides(x)))
     flags = {
         "UNIT": 0 if d == width else min(16, common & -common),
         "WIDTH": width,
@@ -168,7 +169,7 @@ def sizes_and_flags(
 def range_arguments(
     causal: bool, first: Tensor | None, end: Tensor | None, like: Tensor
 ) -> tuple[int, tuple[Tensor, Tensor], int]:
-    """(the kind of mask, `first` and `end` or a dummy for each, their sequence stride)."""
+    """(kind of mask, (`first`, `end`) or dummies, their stride over sequences)."""
     if first is None or end is None:
         return CAUSAL if causal else ALL, (like, like), 0
     first, end = first.contiguous(), end.contiguous()

@@ -20,7 +20,7 @@ def test_chunks_are_whole_rows_and_tile_the_vector(replicas):
     for rank in range(replicas):
         chunks = Chunks(SHAPES, Axis("replicas", tuple(range(replicas)), rank, None, None))
         assert sum(chunks.lengths) == sum(chunks.sizes) == 62
-        assert chunks.own.stop - chunks.own.start == chunks.lengths[rank]
+        assert chunks.owned.stop - chunks.owned.start == chunks.lengths[rank]
         rows.append(chunks.own_rows())
     for name, shape in SHAPES.items():
         kept = [row for one in rows for row in range(shape[0])[one[name]]]

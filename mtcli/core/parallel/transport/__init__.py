@@ -1,1 +1,1 @@
-"""What carries collectives: process groups, or memory that ranks of a machine share."""
+"""Transports of collectives: process groups, or shared memory between the ranks of a machine."""

@@ -1,4 +1,4 @@
-"""What carries the collectives of some ranks: a process group, or memory that they share."""
+"""The transport of an axis: a process group, or shared memory (`shared_memory.py`)."""
 
 import json
 from typing import Any, Protocol
@@ -16,13 +16,13 @@ _scatter_from = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scat
 
 
 class PendingWork(Protocol):
-    """Something under way."""
+    """An operation in flight."""
 
     def wait(self) -> Any:
-        """Returns when it is done."""
+        """Waits until the operation is complete."""
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
+        """Whether the operation is complete."""
 
 
 class ProcessGroupTransport:
@@ -40,9 +40,10 @@ class ProcessGroupTransport:
         return _gather_into(out.view(-1), x.view(-1), self.group, async_op=True)  # type: ignore[no-any-return]  # torch
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> PendingWork:
-        """x [n, ...] on each rank -> out [...], row `rank` of the sum.
+        """Starts x [n, ...] on each rank -> out [...], row `rank` of the sum.
 
-        Gloo's own is an all-reduce, which sends twice as much.
+        On gloo it is an all-to-all and a local sum: gloo's own is an all-reduce, which sends twice
+        as much.
         """
         if dist.get_backend(self.group) == "gloo":
             rows = torch.empty_like(x).view(len(self.ranks), out.numel())
@@ -57,53 +58,53 @@ class ProcessGroupTransport:
         return dist.all_to_all_single(out, x, received, sent, self.group, async_op=True)  # type: ignore[no-any-return]  # torch
 
     def broadcast(self, x: Tensor, root: int) -> PendingWork:
-        """x of rank `root` -> x of all."""
+        """Overwrites x by that of rank `root`."""
         return dist.broadcast(x, self.ranks[root], self.group, async_op=True)  # type: ignore[no-any-return]  # torch
 
     def reduce(self, x: Tensor, root: int) -> PendingWork:
-        """The sum over the ranks -> x of rank `root`; that of others is lost."""
+        """Sums x over the ranks into rank `root`'s x; the other ranks' x becomes undefined."""
         return dist.reduce(x, self.ranks[root], dist.ReduceOp.SUM, self.group, async_op=True)  # type: ignore[no-any-return]  # torch
 
     def shift(self, out: Tensor, x: Tensor) -> PendingWork:
-        """x of each rank -> out of the next one; the last one's goes to the first."""
+        """x of each rank -> out of the next rank, and of the last rank -> out of the first."""
         after = self.ranks[(self.rank + 1) % len(self.ranks)]
-        before = self.ranks[self.rank - 1]
+        previous_rank = self.ranks[self.rank - 1]
         ops = [
             dist.P2POp(dist.isend, x, after, self.group),
-            dist.P2POp(dist.irecv, out, before, self.group),
+            dist.P2POp(dist.irecv, out, previous_rank, self.group),
         ]
         return _Several(dist.batch_isend_irecv(ops), x)
 
 
 class _Several:
-    """Works that count as one; what they read stays in memory until then."""
+    """Several works as one; keeps alive the tensors that they read."""
 
     def __init__(self, works: list[dist.Work], buffer: Tensor) -> None:
         self.works, self.kept = works, buffer
 
     def wait(self) -> None:
-        """Returns when all are done."""
+        """Waits until all are complete."""
         for work in self.works:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Whether all are done."""
+        """Whether all are complete."""
         return all(work.is_completed() for work in self.works)
 
 
 class _Summed:
-    """A work that brings rows, and the sum of them; what it sends stays in memory until then."""
+    """A work that receives rows, and their sum; keeps alive what it sends."""
 
     def __init__(self, work: dist.Work, rows: Tensor, out: Tensor, sent: Tensor) -> None:
         self.work, self.rows, self.out, self.kept = work, rows, out, sent
 
     def wait(self) -> None:
-        """Returns when the sum is there."""
+        """Waits for the rows and sums them."""
         self.work.wait()
         torch.sum(self.rows, 0, out=self.out)
 
     def is_completed(self) -> bool:
-        """Whether the rows are there."""
+        """Whether the rows have arrived."""
         return self.work.is_completed()
 
 
@@ -114,9 +115,9 @@ Transport = ProcessGroupTransport | SharedMemory
 def transport_between(
     group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout: float
 ) -> Transport:
-    """Shared memory for CPU ranks of one machine, else the network. Collective over the group.
+    """The transport of a group: shared memory for CPU ranks of one machine, else the process group.
 
-    A rank waits `timeout` seconds for another one.
+    Collective over the group. Ranks wait `timeout` seconds for each other.
     """
     network = ProcessGroupTransport(group, ranks, rank)
     if dist.get_backend(group) != "gloo":
@@ -125,7 +126,7 @@ def transport_between(
 
 
 def first_bytes(data: bytes | None, group: dist.ProcessGroup) -> bytes | None:
-    """The bytes of the first rank that has any, on every rank; None where none has."""
+    """Returns, on every rank, the bytes of the first rank that has any; None if none has."""
     device = _device(group)
     rank, size = group.rank(), group.size()
     first = torch.tensor([size if data is None else rank], device=device)
@@ -143,21 +144,21 @@ def first_bytes(data: bytes | None, group: dist.ProcessGroup) -> bytes | None:
 
 
 def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where the tensors are that a group exchanges."""
+    """The device of the tensors that a group exchanges."""
     nccl = dist.get_backend(group) == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Every rank's value, in rank order, on every rank; what JSON can say, with tuples as lists.
+    """Returns every rank's JSON value, in rank order, on every rank; tuples become lists.
 
-    torch's own gathering of objects unpickles, and so runs, what arrives on a socket.
+    torch's own gathering of objects unpickles data from a socket, which can run code.
     """
     device = _device(group)
     text = json.dumps(value).encode()
-    own = torch.tensor([len(text)], device=device)
-    sizes = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(sizes, own, group=group)
+    length = torch.tensor([len(text)], device=device)
+    sizes = [torch.empty_like(length) for _ in range(group.size())]
+    dist.all_gather(sizes, length, group=group)
     longest = max(int(size) for size in sizes)
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(device)
     texts = [torch.empty_like(padded) for _ in sizes]

@@ -1,4 +1,4 @@
-"""Finds out whether some ranks are on one machine, and gives them memory that they share."""
+"""Connects ranks of one machine by memory that they share, if they are all on one."""
 
 import mmap
 import os
@@ -16,19 +16,19 @@ def connect(
     gather: Callable[[object], list[list[str | None]]],
     timeout: float,
 ) -> SharedMemory | None:
-    """The shared memory of the ranks called `names`, of which this one is number `rank`.
+    """The shared memory of the ranks `names`, of which this one is number `rank`.
 
-    None where they are not all on one Linux machine. `gather` gives every rank's value to every
-    rank, as JSON. The memory has no name in any file system and goes when its ranks do. Its sockets
-    have names that every user of the machine can call, so a process of another user is refused.
+    None where they are not all on one Linux machine. `gather` is an all-gather of JSON values. The
+    memory has no name in any file system and is freed with its ranks' processes. Other users of the
+    machine can call its sockets, so connections from processes of another user are refused.
 
     Raises RuntimeError where a rank does not answer within `timeout` seconds, now or later.
     """
     listener, own_file = _listener(), _memory()
     able = listener is not None and own_file is not None
-    told = gather([_machine(), listener.getsockname().hex() if listener and able else None])
-    addresses = [bytes.fromhex(address) for _, address in told if address is not None]
-    if len(addresses) < len(names) or len({machine for machine, _ in told}) > 1:
+    members = gather([_machine(), listener.getsockname().hex() if listener and able else None])
+    addresses = [bytes.fromhex(address) for _, address in members if address is not None]
+    if len(addresses) < len(names) or len({machine for machine, _ in members}) > 1:
         if listener is not None:
             listener.close()
         if own_file is not None:
@@ -52,7 +52,7 @@ def connect(
 
 
 def _machine() -> str:
-    """The same on two ranks that can reach each other's sockets."""
+    """An id that is equal on two ranks if they can reach each other's sockets."""
     if sys.platform != "linux":
         return f"none of rank {os.getpid()}"
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -60,7 +60,7 @@ def _machine() -> str:
 
 
 def _memory() -> int | None:
-    """A new file that lives in memory alone, or None where the system has or allows none."""
+    """A new file in memory; None where the system has or allows none."""
     if sys.platform != "linux":
         return None
     try:
@@ -83,7 +83,8 @@ def _listener() -> socket.socket | None:
 def _connections(
     rank: int, listener: socket.socket, addresses: list[bytes], timeout: float
 ) -> Iterator[tuple[int, socket.socket]]:
-    """Calls the ranks before this one and is called by those after it, who say who they are."""
+    """Yields (rank, socket): calls the ranks with lower numbers, and accepts those with higher
+    ones, which send theirs."""
     for peer in range(rank):
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(timeout)
@@ -107,7 +108,7 @@ def _connections(
 
 
 def _is_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is this user's, by the kernel's word."""
+    """Whether the kernel says that the process at the other end is this user's."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     _, user, _ = struct.unpack("iII", credentials)
     return user == os.getuid()  # type: ignore[no-any-return]  # from struct

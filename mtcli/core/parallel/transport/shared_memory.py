@@ -1,14 +1,14 @@
 """Collectives among CPU ranks of one machine, through memory that they share.
 
-Gloo's loopback takes every byte through the kernel four times; here a rank writes what it gives
-into memory of its own, tells its peers by one byte on a socket, and reads theirs. Two ranks, 2 MiB
+Gloo's loopback takes every byte through the kernel four times. Here a rank writes its data into its
+own shared memory, notifies its peers by one byte on a socket, and reads theirs. Two ranks, 2 MiB
 each, one core per rank: all-gather 1.15 -> 0.42 ms, reduce-scatter 2.51 -> 0.38 ms
 (benchmarks/bench_collectives.py).
 
-A collective is one or more rounds: write, tell, wait for all, read. Round w uses slot w % SLOTS of
-a rank's memory. At most two rounds are under way at a time and they end in the order in which they
-began. So a rank that begins round w has heard of w - 2 from everyone, each of whom had then read
-w - 4: the slot is free.
+A collective is one or more rounds: write, notify, wait for all, read. Round w uses slot w % SLOTS
+of a rank's memory. At most two rounds are in flight, and they end in the order in which they began.
+A rank that begins round w has been notified of round w - 2 by every peer, and a peer that wrote
+round w - 2 had read round w - 4: so the slot is free.
 """
 
 import mmap
@@ -32,12 +32,14 @@ Rounds = Iterator[None]  # yields when this rank has written, and goes on when a
 
 
 class SharedMemory:
-    """The memory of some ranks, this one being number `rank`; `same_machine.connect` makes it."""
+    """The memory shared by some ranks, this one being number `rank`; built by
+    `same_machine.connect`."""
 
     def __init__(
         self, rank: int, names: Sequence[int], memory: list[mmap.mmap], peers: Peers
     ) -> None:
-        """What errors call the ranks, the memory of each, and connections to the others."""
+        """`names` are the ranks in errors, `memory` every rank's memory, `peers` the connections to
+        the others."""
         self.rank, self.size, self.names, self.peers = rank, len(memory), names, peers
         self.slots = [torch.frombuffer(m, dtype=torch.uint8).view(SLOTS, -1) for m in memory]
         self.heard = dict.fromkeys(peers, 0)  # rounds that each peer has written
@@ -55,7 +57,7 @@ class SharedMemory:
         return self._start(self._scattered(out.view(-1), rows), len(_parts(rows)))
 
     def all_reduce(self, x: Tensor, op: dist.ReduceOp.RedOpType) -> "Operation":
-        """Starts the sum or maximum over all ranks, in place; the same bits on every rank."""
+        """Starts the sum or maximum over all ranks, in place; bitwise equal on every rank."""
         combines: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]]
         combines = {dist.ReduceOp.SUM: torch.add, dist.ReduceOp.MAX: torch.maximum}
         combine = combines[op]
@@ -72,7 +74,7 @@ class SharedMemory:
         return self._start(self._exchanged(_split(out, received), _split(x, sent)), several)
 
     def broadcast(self, x: Tensor, root: int) -> "Operation":
-        """Starts x of rank `root` -> x of all."""
+        """Starts overwriting x by that of rank `root`."""
         flat = x.view(-1)
         return self._start(self._broadcasted(flat, root), len(_parts(flat)))
 
@@ -82,7 +84,8 @@ class SharedMemory:
         return self._start(self._summed_at(flat, root), len(_parts(flat)))
 
     def shift(self, out: Tensor, x: Tensor) -> "Operation":
-        """Starts x of each rank -> out of the next one; the last one's goes to the first."""
+        """Starts x of each rank -> out of the next rank, and of the last rank -> out of the
+        first."""
         flat = x.reshape(-1)
         return self._start(self._shifted(out.view(-1), flat), len(_parts(flat)))
 
@@ -113,7 +116,7 @@ class SharedMemory:
         _combine(x_N, terms, combine)
 
     def _reduced_in_parts(self, x_N: Tensor, combine: Callable[..., Tensor]) -> Rounds:
-        """Each rank combines 1/n of a part and gives it to all."""
+        """Each rank combines 1/n of a part, which all ranks then read."""
         for part in _parts(x_N):
             slot, like = self._write(), x_N[part]
             self._view(self.rank, slot, like).copy_(like)
@@ -132,7 +135,8 @@ class SharedMemory:
                 peer_share.copy_(self._view(peer, slot, peer_share))
 
     def _exchanged(self, out: list[Tensor], x: list[Tensor]) -> Rounds:
-        """Every round gives each rank an equal share of the slot; the first says how many come."""
+        """Each round has an equal share of the slot for each rank; the first exchanges the number
+        of rounds."""
         share = (SLOT_BYTES - ALIGNMENT) // self.size // ALIGNMENT * ALIGNMENT
         out[self.rank].copy_(x[self.rank])
         own_rounds = max(-(-part.numel() * part.element_size() // share) for part in x)
@@ -172,12 +176,12 @@ class SharedMemory:
                 _combine(x_N[part], [x_N[part], *terms], torch.add)
 
     def _shifted(self, out_N: Tensor, x_N: Tensor) -> Rounds:
-        before = (self.rank - 1) % self.size
+        previous_rank = (self.rank - 1) % self.size
         for part in _parts(x_N):
             slot = self._write()
             self._view(self.rank, slot, x_N[part]).copy_(x_N[part])
             yield
-            out_N[part] = self._view(before, slot, x_N[part])
+            out_N[part] = self._view(previous_rank, slot, x_N[part])
 
     def _start(self, rounds: Rounds, count: int) -> "Operation":
         while self.under_way and (len(self.under_way) > 1 or self.under_way[0].count + count > 2):
@@ -193,7 +197,8 @@ class SharedMemory:
         return (self.written - 1) % SLOTS
 
     def tell(self) -> int:
-        """Says that this rank's part of the newest round is written; returns how many were."""
+        """Notifies the peers that this rank wrote its round; returns the number of rounds
+        written."""
         for peer, connection in self.peers.items():
             try:
                 connection.send(b"\0")
@@ -202,13 +207,14 @@ class SharedMemory:
         return self.written
 
     def hear(self, rounds: int) -> None:
-        """Returns when every peer has written that many rounds."""
+        """Waits until every peer has written `rounds` rounds."""
         for peer, connection in self.peers.items():
             while self.heard[peer] < rounds:
                 self.heard[peer] += self._news(peer, connection)
 
     def _news(self, peer: int, connection: socket.socket) -> int:
-        """How many more rounds a peer has written: one at least."""
+        """Reads a peer's notifications: the number of rounds, at least one, that it wrote since the
+        last."""
         try:
             news = connection.recv(4096)
         except TimeoutError:
@@ -225,35 +231,35 @@ class SharedMemory:
         return RuntimeError(f"rank {self.names[peer]} has gone")
 
     def _view(self, rank: int, slot: int, like: Tensor, offset: int = 0) -> Tensor:
-        """A view of a rank's slot, of the shape and dtype of `like`."""
+        """A view of a rank's slot, in the shape and dtype of `like`."""
         size = like.numel() * like.element_size()
         return self.slots[rank][slot, offset : offset + size].view(like.dtype).view(like.shape)
 
 
 class Operation:
-    """A collective under way. Operations end in the order in which they were started."""
+    """A collective in flight. Operations complete in the order in which they were started."""
 
     def __init__(self, memory: SharedMemory, rounds: Rounds, count: int) -> None:
         self.memory, self.rounds, self.count = memory, rounds, count
         self.number = 0
 
     def wait(self) -> None:
-        """Returns when it is done, and all that were started before it."""
+        """Waits until this operation, and all that were started earlier, are complete."""
         while self in self.memory.under_way:
             self.memory.under_way[0].finish()
 
     def is_completed(self) -> bool:
-        """Whether it is done."""
+        """Whether the operation is complete."""
         return self not in self.memory.under_way
 
     def finish(self) -> None:
-        """Runs the rounds that are left."""
+        """Runs the remaining rounds."""
         while self.memory.under_way and self.memory.under_way[0] is self:
             self.memory.hear(self.number)
             self.advance()
 
     def advance(self) -> None:
-        """Writes the next round's part, after reading the one before."""
+        """Reads the last round's data and writes the next round's."""
         with torch.no_grad():
             going = next(self.rounds, DONE) is not DONE
         if going:
@@ -263,15 +269,15 @@ class Operation:
 
 
 def _combine(out: Tensor, terms: list[Tensor], combine: Callable[..., Tensor]) -> None:
-    """out = the terms combined in their order; the first may be `out` itself."""
-    first, second, *others = terms
+    """out = combine of all terms in their order; `out` may be the first term."""
+    first, second, *remaining_terms = terms
     combine(first, second, out=out)
-    for term in others:
+    for term in remaining_terms:
         combine(out, term, out=out)
 
 
 def _parts(x: Tensor) -> list[slice]:
-    """Cuts the last dimension so that a part of all rows fills a slot."""
+    """Divides the last dimension so that one part of all rows fills a slot."""
     rows = x.numel() // max(1, x.shape[-1])
     step = max(1, SLOT_BYTES // max(1, rows * x.element_size()))
     return [slice(i, i + step) for i in range(0, x.shape[-1], step)] or [slice(0)]

@@ -1,8 +1,8 @@
-"""The consistency check: before each collective, the ranks that take part compare what they call.
+"""The consistency check: ahead of each collective, ranks compare the calls that they make.
 
-Every rank publishes a fingerprint under the collective's number and reads its peers'. A receiver
-reads its sender's, who does not wait. A call that differs is an error before it can hang or give
-wrong numbers, and so are two ranks that each wait for the other in different calls.
+Every rank publishes a fingerprint under the collective's number and reads its peers'. A receiver of
+a message reads its sender's; the sender does not wait. Calls that differ are an error before they
+hang or give wrong numbers, and so are two ranks that wait for each other in different calls.
 """
 
 import json
@@ -21,10 +21,10 @@ Splits = tuple[list[int], list[int]]  # rows sent to, and received from, each ra
 
 
 class Fingerprint(NamedTuple):
-    """What a rank calls; `splits` need not be equal but have to fit."""
+    """A rank's call; the `splits` of two ranks need not be equal but must match."""
 
     op: str
-    shape: list[int]  # without the rows, where splits say them
+    shape: list[int]  # without the rows, where `splits` has them
     dtype: str
     detail: str
     location: str
@@ -42,51 +42,51 @@ class Fingerprint(NamedTuple):
 
 
 class ConsistencyGuard:
-    """Compares this rank's calls with its peers' through a store of their own."""
+    """Compares this rank's calls with its peers' through a separate store."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self.store, self.rank = store, rank
 
     def compare(self, call: Call, x: Tensor | None, detail: object) -> None:
-        """Returns when the call is what the peers call too, the sender of a message at once.
+        """Returns once all peers have published the same call; for a send at once.
 
         Raises MtcliError with both calls where they differ.
         """
-        own = _fingerprint(call, x, detail)
+        mine = _fingerprint(call, x, detail)
         if call.op != "recv":
-            self.store.set(_key(call, self.rank), json.dumps(own))
+            self.store.set(_key(call, self.rank), json.dumps(mine))
         if call.op == "send":
             return
         needed = [rank for rank in call.peers() if rank != self.rank]
-        said = [call.channel, call.number, needed, own]
+        said = [call.channel, call.number, needed, mine]
         self.store.set(f"now/{self.rank}", json.dumps(said))
         for rank in needed:
-            self._await(call, own, rank)
-        # Peers that have come this far have read what they needed of the number before.
+            self._await(call, mine, rank)
+        # Peers that published this number have read all fingerprints of the last one.
         if call.op == "recv":
             self.store.delete_key(_key(call, needed[0]))
         elif call.number > 1:
             self.store.delete_key(_key(call, self.rank, call.number - 1))
 
-    def _await(self, call: Call, own: Fingerprint, rank: int) -> None:
-        """Compares with one rank, once it has come. The watchdog ends what waits for ever."""
+    def _await(self, call: Call, mine: Fingerprint, rank: int) -> None:
+        """Compares with one rank, once it has published. The watchdog ends endless waits."""
         key = _key(call, rank)
         while not self.store.check([key]):
             if other := self._waits_for_me(call, rank):
                 both = (
-                    f"rank {self.rank} in {_numbered(call.channel, call.number)}, {own}",
+                    f"rank {self.rank} in {_numbered(call.channel, call.number)}, {mine}",
                     other,
                 )
                 self._fail(call, f"rank {self.rank} and rank {rank} wait for each other", both)
             time.sleep(0.001)
         theirs = Fingerprint(*json.loads(self.store.get(key)))
-        if not _agree(call, own, theirs, rank):
-            both = (f"rank {self.rank} calls {own}", f"rank {rank} calls {theirs}")
+        if not _agree(call, mine, theirs, rank):
+            both = (f"rank {self.rank} calls {mine}", f"rank {rank} calls {theirs}")
             where = _numbered(call.channel, call.number)
             self._fail(call, f"rank {self.rank} and rank {rank} differ at {where}", both)
 
     def _waits_for_me(self, call: Call, rank: int) -> str:
-        """What a rank waits for this one in, if it cannot get on before this one does."""
+        """The call in which `rank` waits for this rank, if it does; else empty."""
         if not self.store.check([f"now/{rank}"]):
             return ""
         channel, number, needed, theirs = json.loads(self.store.get(f"now/{rank}"))
@@ -110,22 +110,23 @@ def _fingerprint(call: Call, x: Tensor | None, detail: object) -> Fingerprint:
     return Fingerprint(call.op, shape, dtype, words, location, None)
 
 
-def _agree(call: Call, own: Fingerprint, theirs: Fingerprint, rank: int) -> bool:
+def _agree(call: Call, mine: Fingerprint, theirs: Fingerprint, rank: int) -> bool:
     if call.op == "recv":
-        return own[1:4] == theirs[1:4]
-    if own[:5] != theirs[:5]:
+        return mine[1:4] == theirs[1:4]
+    if mine[:5] != theirs[:5]:
         return False
-    if own.splits is None or theirs.splits is None:
+    if mine.splits is None or theirs.splits is None:
         return True
     me, other = call.axis.rank, call.axis.ranks.index(rank)
     return (
-        own.splits[0][other] == theirs.splits[1][me]
-        and own.splits[1][other] == theirs.splits[0][me]
+        mine.splits[0][other] == theirs.splits[1][me]
+        and mine.splits[1][other] == theirs.splits[0][me]
     )
 
 
 def _key(call: Call, rank: int, number: int | None = None) -> str:
-    """Of one rank's fingerprint. Groups of one axis share no rank, so one rank names them."""
+    """The store's key of one rank's fingerprint. Groups of one axis are disjoint, so a rank
+    identifies its group."""
     return f"{call.channel}/{call.axis.ranks[0]}/{number or call.number}/{rank}"
 
 

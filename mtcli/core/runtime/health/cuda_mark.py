@@ -1,4 +1,4 @@
-"""Marks in a CUDA stream: whether the device has got there, and when."""
+"""CUDA events that mark a place in a stream: whether and when the device passed it."""
 
 from typing import cast
 
@@ -6,16 +6,16 @@ import torch
 
 
 class CudaMark:
-    """A mark at the end of the current stream's queue."""
+    """An event at the end of the current stream's queue."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record()
 
     def reached(self) -> bool:
-        """Whether the device has got past it."""
+        """Whether the device has passed it."""
         return cast(bool, self.event.query())
 
     def seconds_since(self, earlier: "CudaMark") -> float:
-        """The device's seconds from an earlier mark; both are reached."""
+        """Seconds on the device since an earlier mark; both must be reached."""
         return cast(float, earlier.event.elapsed_time(self.event)) / 1000.0

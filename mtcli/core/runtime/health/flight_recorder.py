@@ -1,9 +1,8 @@
-"""The flight recorder: which collectives a process takes part in, and where it waits for others.
+"""The flight recorder: the collectives that a process calls, and those in which it waits.
 
-Collectives of an axis are numbered from 1, so ranks that agree are always at the same number; a
-message from one rank to another has a number of its own per pair. A thread that waits stands in
-`waits`; a device that does the waiting is asked later, through `queued`. Where a rank is in the
-code is said as `tensor.py:63 in forward`.
+Collectives of an axis are numbered from 1, so ranks that agree are at the same number; messages are
+numbered per pair of ranks. A waiting thread is in `waits`; waits of a device are found later,
+through `queued`. A place in the code is written as `tensor.py:63 in forward`.
 """
 
 import os
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 CORE = Path(__file__).parents[2]
 PACKAGE = str(CORE.parent) + os.sep
-# What stands between a collective and the code that wanted it: these, and all of torch.
+# Frames between a collective and its caller: those of these files, and of torch.
 _COLLECTIVES = (
     str(CORE / "parallel" / "collectives.py"),
     str(CORE / "parallel" / "transport"),
@@ -35,14 +34,14 @@ class QueueMark(Protocol):
     """A mark in a device's queue."""
 
     def reached(self) -> bool:
-        """Whether the device has got past it."""
+        """Whether the device has passed it."""
 
     def seconds_since(self, earlier: Any) -> float:
-        """The device's seconds from an earlier mark; both are reached."""
+        """Seconds on the device since an earlier mark; both must be reached."""
 
 
 class Members(Protocol):
-    """The ranks that exchange along an axis; `parallel.groups.Axis` is one."""
+    """The ranks that exchange along an axis, such as `parallel.groups.Axis`."""
 
     @property
     def name(self) -> str:
@@ -62,7 +61,7 @@ class Members(Protocol):
 
 
 class Call:
-    """One collective of this rank. Inside `with` its thread waits for the other ranks."""
+    """One collective of this rank. Inside `with` the thread waits for the other ranks."""
 
     __slots__ = ("axis", "began", "channel", "recorder", "number", "op", "peer", "since", "thread")
 
@@ -99,14 +98,14 @@ class Call:
             self.recorder.queued.append((self, self.recorder.mark()))
 
     def peers(self) -> tuple[int, ...]:
-        """The ranks of the world that it needs, this one included."""
+        """The ranks of the world that take part, this one included."""
         if self.peer is None:
             return self.axis.ranks
         return self.axis.ranks[self.axis.rank], self.axis.ranks[self.peer]
 
 
 class Broken(NamedTuple):
-    """A collective that ended in an error: mostly because another rank has died."""
+    """A collective that ended in an error, mostly because another rank died."""
 
     call: Call
     location: str
@@ -114,34 +113,34 @@ class Broken(NamedTuple):
 
 
 class CallObserver(Protocol):
-    """What is told of every collective and of every wait for one."""
+    """Observes every collective and every wait for one."""
 
     def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
         """Notes a collective on x, before it starts."""
 
     def waited(self, call: Call, seconds: float) -> None:
-        """Notes that a call has ended, for which its thread waited."""
+        """Notes the seconds that a thread waited for a call."""
 
 
 class CallCounter(Protocol):
-    """What is told of the bytes of every collective, ours or another library's."""
+    """Counts the bytes of every collective, mtcli's or another library's."""
 
     def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
         """Notes a collective on x, before it starts."""
 
     def add(self, count: int) -> None:
-        """Adds bytes that are sent by no collective of ours."""
+        """Adds bytes that another library's collective sends."""
 
 
 Check = Callable[[Call, "Tensor | None", object], None]
 
 
 class FlightRecorder:
-    """Records the collectives that a process has called, and those it waits in.
+    """Records the collectives that a process calls, and those in which it waits.
 
-    `check` is called before each collective (train.debug_collectives). `mark` is for devices that
-    wait by themselves (CUDA): it puts a mark in the device's queue, before and after each. Writing
-    a collective down takes 0.9 us and a message 2.2 us (AMD EPYC, Python 3.11).
+    `check` is called ahead of each collective (train.debug_collectives). `mark` is for asynchronous
+    devices (CUDA): it marks the device's queue ahead of and after each. Recording a collective
+    takes 0.9 us and a message 2.2 us (AMD EPYC, Python 3.11).
     """
 
     def __init__(
@@ -168,10 +167,10 @@ class FlightRecorder:
         detail: object = None,
         peer: int | None = None,
     ) -> Call:
-        """The next collective of an axis, or message to or from its rank `peer`.
+        """Records the next collective of an axis, or message to or from its rank `peer`.
 
-        x and `detail` are what the other ranks have to agree with. Raises MtcliError where `check`
-        finds that they do not.
+        x and `detail` must match those of the other ranks. Raises MtcliError where `check` finds
+        that they do not.
         """
         call = Call(self, op, axis, peer)
         if self.check is not None:
@@ -184,31 +183,32 @@ class FlightRecorder:
         return call
 
     def note_progress(self) -> None:
-        """Tells the watchdog that a save goes on, however long it takes."""
+        """Tells the watchdog that a save makes progress, however long it takes."""
         self.progress += 1
 
     @property
     def broken(self) -> Broken | None:
-        """The first collective that broke."""
+        """The first collective that ended in an error."""
         return self.breaks[0] if self.breaks else None
 
     def beside(self) -> "FlightRecorder":
-        """This recorder for a thread whose calls come in no fixed order among those of training.
+        """A recorder for another thread, whose calls have no fixed order relative to training's.
 
-        They are not compared with other ranks' nor counted as a step's, and no device waits.
+        They are neither compared with other ranks' nor counted in a step, and no device waits for
+        them.
         """
         other = copy(self)
         other.check = other.mark = other.traffic = other.sync_traffic = None
         return other
 
     def take_waited(self) -> float:
-        """The seconds that collectives took of this rank, or of its device, since the last call."""
+        """Seconds that this rank or its device waited in collectives since the last call."""
         self._look()
         waited, self.waited = self.waited, 0.0
         return waited
 
     def _look(self) -> None:
-        """Forgets the calls that the device has got past."""
+        """Drops the calls that the device has passed."""
         with self.looking:
             while self.queued and self.queued[0][1].reached():
                 call, ended = self.queued.popleft()
@@ -216,16 +216,16 @@ class FlightRecorder:
                 self.waited += ended.seconds_since(call.began)
 
     def oldest(self) -> Call | None:
-        """What this rank has waited for longest, in a thread or on its device."""
+        """The call that this rank, a thread or its device, has waited for longest."""
         self._look()
         waiting = [*self.waits.values(), *(call for call, _ in list(self.queued)[:1])]
         return min(waiting, key=lambda call: call.since, default=None)
 
 
 def caller(frame: FrameType | None) -> str:
-    """The innermost frame that is neither torch's nor of the collectives: who called one.
+    """The caller of a collective: the innermost frame outside of torch and of mtcli's collectives.
 
-    In a thread of autograd's the collective itself, as nothing else is on its stack.
+    In autograd's threads, whose stacks have no other frame, the collective itself.
     """
     innermost, torch = frame, os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
     while frame is not None:
@@ -237,7 +237,7 @@ def caller(frame: FrameType | None) -> str:
 
 
 def location(thread: int) -> str:
-    """Where a thread of this process is: its innermost frame in this package, or at all."""
+    """Where a thread of this process is: its innermost frame in this package, if any."""
     frame = innermost = sys._current_frames().get(thread)
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
         frame = frame.f_back
@@ -245,7 +245,7 @@ def location(thread: int) -> str:
 
 
 def call_site(thread: int) -> str:
-    """Where a thread that waits in a collective has called it."""
+    """The frame from which a thread called the collective that it waits in."""
     return caller(sys._current_frames().get(thread))
 
 

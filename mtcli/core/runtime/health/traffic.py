@@ -1,11 +1,11 @@
-"""The traffic counter: bytes that a rank's collectives move, and how long it waits for them.
+"""The traffic counter: bytes that a rank's collectives send, and the seconds it waits in them.
 
-Bytes are counted as a ring of the axis moves them, which no algorithm undercuts: of a tensor of S
-bytes on n ranks each gives its next rank 2 (n-1)/n S in an all-reduce, (n-1)/n S in a
-reduce-scatter and (n-1) times its part in an all-gather (Patarasuk and Yuan, 2009, section 3). A
-broadcast passes S from the root on until all have it, and a reduction on to the root: the root's
-predecessor, or the root, gives nothing. What is for one rank alone, in a message, a rotation or an
-all-to-all, is counted for that rank. Values that travel as JSON are not counted.
+Bytes are those of ring algorithms, which are the least possible. With n ranks and a tensor of S
+bytes a rank sends 2 (n-1)/n S to the next rank in an all-reduce, (n-1)/n S in a reduce-scatter and
+n-1 times its shard in an all-gather (Patarasuk and Yuan, 2009, section 3). A broadcast passes S on
+from the root until all have it, and a reduce passes it on to the root: the root's predecessor, or
+the root, sends nothing. Messages, rotations and all-to-alls count for their receivers. JSON values
+are not counted.
 """
 
 from time import perf_counter
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Sent(NamedTuple):
-    """What this rank gave another one along an axis."""
+    """The bytes that this rank sent to another along an axis."""
 
     axis: str
     receiver: int  # rank of the world
@@ -27,7 +27,7 @@ class Sent(NamedTuple):
 
 
 class WaitInterval(NamedTuple):
-    """An interval in which a thread of this rank did nothing but a collective, by perf_counter."""
+    """An interval, by perf_counter, in which a thread of this rank only waited in a collective."""
 
     axis: str
     op: str
@@ -36,7 +36,7 @@ class WaitInterval(NamedTuple):
 
 
 class Traffic:
-    """The collectives of this rank while a recorder holds it."""
+    """Sums the collectives of this rank while a recorder observes them with it."""
 
     def __init__(self) -> None:
         self.waits: list[WaitInterval] = []
@@ -48,29 +48,29 @@ class Traffic:
         return list(self._sent.values())
 
     def note(self, call: Call, x: "Tensor | None", detail: object) -> None:
-        """Adds what a collective on x makes this rank send."""
+        """Adds the bytes that a collective on x sends from this rank."""
         if x is None or call.op == "recv":
             return
         for peer, count in sent_by(call, x, detail).items():
             self._add(call.axis, peer, count)
 
     def add(self, axis: Members, size: int) -> None:
-        """Adds a collective by its bytes to the next rank of the axis."""
+        """Adds a collective that sends `size` bytes to the next rank of the axis."""
         self._add(axis, (axis.rank + 1) % axis.size, size)
 
     def waited(self, call: Call, seconds: float) -> None:
-        """Notes that a call has ended, for which its thread waited."""
+        """Notes the interval that a thread waited for a call."""
         end = perf_counter()
         self.waits.append(WaitInterval(call.axis.name, call.op, end - seconds, end))
 
     def _add(self, axis: Members, peer: int, size: int) -> None:
         key = axis.name, axis.ranks[peer]
-        before = self._sent.get(key, Sent(*key, 0, 0))
-        self._sent[key] = Sent(*key, before.bytes + size, before.calls + 1)
+        total = self._sent.get(key, Sent(*key, 0, 0))
+        self._sent[key] = Sent(*key, total.bytes + size, total.calls + 1)
 
 
 def sent_by(call: Call, x: "Tensor", detail: object) -> dict[int, int]:
-    """Bytes for each index in the axis that a call on x sends to."""
+    """Bytes that a call on x sends from this rank, by the receiver's index in the axis."""
     axis, size, rows = call.axis, x.numel() * x.element_size(), len(x) if x.dim() else 1
     n, after = axis.size, (axis.rank + 1) % axis.size
     if call.op == "all_to_all_v":

@@ -1,9 +1,10 @@
-"""The watchdog: ends a run in which a rank waits longer than it may, and says for whom.
+"""The watchdog: ends a run in which a rank waits too long, and names the rank that it waits for.
 
-Two threads per rank. One asks the store about once a second whether a rank has stalled, says so
-where this one has waited for `timeout` or a collective broke, and answers where this rank is. The
-rank that said so makes one error of all answers, or where it stops before it has, another one does.
-The other thread needs no store: it speaks where that one cannot.
+Two threads per rank. One asks the store about once a second whether any rank reported a stall. It
+reports one itself if this rank has waited for `timeout` seconds or a collective broke, and
+publishes this rank's status when asked. The reporting rank makes one error of all statuses; if it
+dies first, another rank takes over. The other thread uses no store, and ends the rank where the
+store does not answer.
 """
 
 import json
@@ -28,7 +29,7 @@ from mtcli.core.runtime.health.flight_recorder import (
 
 NAMED = 4  # ranks that an error describes one by one; the others are counted
 STALL, REPORTER, REPORTED, PROGRESS = "stall", "reporter", "reported", "progress"
-PATIENCE = 20.0  # seconds for a rank whose peer has failed to end by itself
+PATIENCE = 20.0  # seconds for a rank to end by itself after a peer failed
 LATER = 60.0  # seconds by which torch's own timeouts follow ours, which can say who is missing
 LEAVING = 0.3  # seconds by which other ranks leave later: the launcher sees the first one's error
 
@@ -55,7 +56,7 @@ class BlockedCall(NamedTuple):
 
 
 class RankStatus(NamedTuple):
-    """Where one rank is: `wait` is None where it waits for no other rank."""
+    """The status of one rank: where it is, and the collective it waits in, if any."""
 
     rank: int
     step: int
@@ -65,12 +66,12 @@ class RankStatus(NamedTuple):
     broke: str = ""  # the error that `wait` ended in
 
     def dump(self) -> str:
-        """As JSON."""
+        """The status as JSON."""
         return json.dumps(self)
 
     @staticmethod
     def load(text: str | bytes) -> "RankStatus":
-        """What `dump` has written."""
+        """Parses the JSON of `dump`."""
         rank, step, location, counts, wait, broke = json.loads(text)
         if wait is not None:
             op, channel, ranks, number, seconds = wait
@@ -79,7 +80,8 @@ class RankStatus(NamedTuple):
 
 
 class Watchdog:
-    """Watches a rank's flight recorder from `start` to `stop`. `store` is its own connection."""
+    """Watches a rank's flight recorder from `start` to `stop`. `store` is a connection of its
+    own."""
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class Watchdog:
         self.timeout, self.end = timeout, end
         self.tick = min(0.25, timeout / 8.0)  # between looks at this rank's recorder
         self.poll = 4.0 * self.tick  # between looks at the store: 70 us of it
-        self.grace = self.poll + 1.5  # by then every rank that lives has answered
+        self.grace = self.poll + 1.5  # every live rank answers within it
         self.main, self.stopped = threading.get_ident(), threading.Event()
         self.answered = False  # a stall that another rank reports
         self.published, self.progress = 0, 0  # of this rank's saves, and of all ranks'
@@ -104,19 +106,19 @@ class Watchdog:
         ]
 
     def start(self, pid: int) -> None:
-        """Starts watching; `pid` is what others give to `end` where this rank does not answer."""
+        """Starts watching. Other ranks pass `pid` to `end` where this rank does not answer."""
         self.store.set_timeout(timedelta(seconds=self.grace))
         self.store.set(f"pid/{self.rank}", str(pid))
         for thread in self.threads:
             thread.start()
 
     def explain(self) -> None:
-        """Where a collective broke, waits until this rank was ended with the reason."""
+        """Where a collective broke, waits until the watchdog ends this rank with the reason."""
         if self.recorder.broken is not None:
             self.threads[0].join(timeout=2.0 * self.grace)
 
     def give_up(self) -> None:
-        """Stops watching a rank that failed by itself: the others leave, without a word."""
+        """Stops watching a rank with an error of its own; the other ranks then end quietly."""
         self.stop()
         with suppress(RuntimeError):  # the store may have ended first
             answer = RankStatus(self.rank, self.recorder.step, "the end of its run", {})
@@ -124,7 +126,7 @@ class Watchdog:
             self.store.set(REPORTED, "")
 
     def leave(self) -> None:
-        """Stops watching a rank that is done; rank 0, which may hold the store, leaves last."""
+        """Stops watching a rank that is done; rank 0, which may host the store, leaves last."""
         self.stop()
         if self.rank == 0:
             everyone = [f"answer/{rank}" for rank in range(self.world)]
@@ -155,14 +157,14 @@ class Watchdog:
             self._end_alone()
 
     def _has_cause(self) -> bool:
-        """Whether this rank has waited too long, or a collective of it broke."""
+        """Whether this rank has waited too long, or a collective of its broke."""
         call = self.recorder.oldest()
         late = call is not None and time.monotonic() - call.since > self.timeout
         return late or self.recorder.broken is not None
 
     def _follow_saves(self) -> None:
-        """Publishes that this rank's save goes on; where any rank's does, the wait for it begins
-        anew: a slow disk is no hang."""
+        """Publishes this rank's progress with a save. Any rank's progress restarts the timeout of
+        waits for saves, as a slow disk is no hang."""
         if self.published != self.recorder.progress:
             self.published = self.recorder.progress
             self.store.add(PROGRESS, 1)
@@ -183,8 +185,8 @@ class Watchdog:
         if not self._is_reported() and stall.wait is not None:
             # The rank that was to report has stopped since: the first to say so reports instead.
             if int(self.store.compare_set(REPORTER, "", str(self.rank))) == self.rank:
-                own = self._answer()
-                self._report(stall if own.wait is None else own, stall.rank)
+                status = self._answer()
+                self._report(stall if status.wait is None else status, stall.rank)
                 return
             self._is_reported()
         if stall.wait is None:
@@ -194,19 +196,20 @@ class Watchdog:
             self.end(None, [], True)
 
     def _is_reported(self) -> bool:
-        """Whether the rank that reports has made its error, for which it is given its time."""
+        """Waits for the reporting rank's error, at most twice `grace`; returns whether it came."""
         with suppress(dist.DistStoreError):  # one question, which the store answers when it can
             self.store.wait([REPORTED], timedelta(seconds=2.0 * self.grace))
             return True
         return False
 
     def _report(self, stall: RankStatus, noticed_by: int) -> None:
-        """Ends this rank with an error about one that waits, from what all but one rank answer."""
+        """Ends this rank with an error about `stall`, from the statuses of all ranks that
+        answer."""
         keys = [f"answer/{rank}" for rank in range(self.world) if rank != noticed_by]
         # A run that has broken down is not slow: its ranks look at their recorders every tick.
         self._await(lambda: self.store.check(keys), self.poll + 0.5 if stall.broke else self.grace)
-        told = values_of(self.store, keys)
-        answers = {status.rank: status for status in map(RankStatus.load, told)}
+        statuses = values_of(self.store, keys)
+        answers = {status.rank: status for status in map(RankStatus.load, statuses)}
         error = error_of(stall, answers, self.world, self.timeout)
         left = [rank for rank in range(self.world) if rank != self.rank and rank not in answers]
         silent = [int(pid) for pid in values_of(self.store, [f"pid/{rank}" for rank in left])]
@@ -215,30 +218,32 @@ class Watchdog:
         self.end(error, silent, bool(stall.broke))
 
     def _is_over(self) -> bool:
-        """Whether this rank ends by itself, or waits for the one that has failed: until then it may
-        have an error of its own to tell, or a checkpoint to write."""
+        """Whether this rank has stopped or waits for the failed rank: until then it may still
+        report an error of its own or write a checkpoint."""
         call = self.recorder.oldest()
         waits = call is not None and time.monotonic() - call.since > LEAVING
         return waits or self.recorder.broken is not None or self.stopped.is_set()
 
     def _end_alone(self) -> None:
-        """Ends a rank that has lost the store, which the launcher holds, or rank 0."""
+        """Ends a rank that lost the store, which the launcher or rank 0 hosts."""
         if self.answered:
             self.end(None, [], True)
             return
         self._await(lambda: self.stopped.is_set() or self.recorder.broken is not None, self.grace)
         if self.stopped.is_set():
             return
-        own = self._answer()
-        if own.broke:
-            answers = dict.fromkeys(range(1, self.world), own)
-            self.end(error_of(own, answers, self.world, self.timeout), [], True)
+        mine = self._answer()
+        if mine.broke:
+            answers = dict.fromkeys(range(1, self.world), mine)
+            self.end(error_of(mine, answers, self.world, self.timeout), [], True)
         else:
-            message = f"rank {self.rank}, at {own.location}, has lost the run's store: its launcher"
+            message = (
+                f"rank {self.rank}, at {mine.location}, has lost the run's store: its launcher"
+            )
             self.end(failed(f"{message}, or rank 0, has ended"), [], True)
 
     def _await(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Returns when the condition holds, or after so many seconds."""
+        """Waits until the condition holds, at most `seconds`."""
         end = time.monotonic() + seconds
         while not condition() and time.monotonic() < end:
             time.sleep(0.05)
@@ -261,7 +266,8 @@ class Watchdog:
         return BlockedCall(call.op, call.channel, call.peers(), call.number, waited)
 
     def _fall_back(self) -> None:
-        """Ends a rank whose store does not answer: its host may be what has stopped."""
+        """Ends a rank whose store does not answer, as the store's host may be the one that
+        stopped."""
         while not self.stopped.wait(self.poll):
             call = self.recorder.oldest()
             if call is None or time.monotonic() - call.since < self.timeout + 4.0 * self.grace:
@@ -273,31 +279,32 @@ class Watchdog:
 
 
 def values_of(store: dist.Store, keys: list[str]) -> list[bytes]:
-    """The values of those keys that a store has.
+    """The values of those of `keys` that the store has.
 
-    Asks for all keys at once, and in halves to find those that are missing: for a few of n log n
-    questions, as ranks that are lost follow each other.
+    Checks all keys at once, then halves, to find the missing ones: few checks, as the keys of lost
+    ranks are consecutive.
     """
-    known, ranges = list[str](), [keys]
+    present, ranges = list[str](), [keys]
     while ranges:
         asked = ranges.pop()
         if not asked:
             continue
         if store.check(asked):
-            known += asked
+            present += asked
         elif len(asked) > 1:
             middle = len(asked) // 2
             ranges += [asked[middle:], asked[:middle]]
-    return store.multi_get(known) if known else []
+    return store.multi_get(present) if present else []
 
 
 def error_of(
     stall: RankStatus, answers: dict[int, RankStatus], world: int, timeout: float
 ) -> MtcliError:
-    """Explains a run in which `stall` waited too long; `answers` are those of ranks that live.
+    """The error of a run in which `stall` waited too long; `answers` are the statuses of live
+    ranks.
 
-    Starts at the rank that noticed the stall, and goes on to the ranks it waits for, and so on, up
-    to ranks that wait for nobody or do not answer.
+    Follows from the rank that noticed the stall to the ranks it waits for, and so on, up to ranks
+    that wait for no other or do not answer.
     """
     wait = stall.wait
     assert wait is not None, "a stall is noticed by a rank that waits"
@@ -313,7 +320,7 @@ def error_of(
     roots = [rank for rank in met if rank not in answers or answers[rank].wait is None]
     roots = roots or silent
     if roots:
-        # Whoever waits for the first of them says more than who was the first to complain.
+        # The rank that waits for the first of them tells more than the rank that noticed first.
         stall = met.get(roots[0], stall)
         words = [_absence(rank, answers.get(rank), met.get(rank, stall).wait) for rank in roots]
     else:
@@ -344,7 +351,8 @@ def ranks_in_words(ranks: tuple[int, ...]) -> str:
 
 
 def _follow(stall: RankStatus, answers: dict[int, RankStatus]) -> dict[int, RankStatus]:
-    """The ranks met from the first on, in that order, and for each who waits for it."""
+    """The ranks reached from the first by following waits, in that order, each with the status of
+    one that waits for it."""
     met, waiting = {stall.rank: stall}, [stall]
     while waiting:
         status = waiting.pop(0)
@@ -362,7 +370,7 @@ def _follow(stall: RankStatus, answers: dict[int, RankStatus]) -> dict[int, Rank
 
 
 def _absence(rank: int, answer: RankStatus | None, wait: BlockedCall | None) -> str:
-    """Why a rank is not where another one waits for it."""
+    """Why a rank is not in the collective in which another waits for it."""
     if answer is None:
         return f"rank {rank} is absent: it does not answer (stopped, dead, or its machine lost)"
     said = f"rank {rank} is absent: it is at {answer.location}"
