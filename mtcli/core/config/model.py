@@ -117,6 +117,10 @@ class ModelConfig(Section):
     """Llama 3's scaling of the rotary frequencies"""
     causal: bool = True
     """false: tokens attend to all of their sequence, as in encoders; not with head = lm"""
+    window: Whole = 0
+    """tokens that a query of a local layer sees, itself included; not causal: on either side"""
+    window_pattern: Annotated[str, Field(pattern=rf"^[LG]{{0,{MAX_LAYERS}}}$")] = ""
+    """letters of the layers, repeated: L has the window, G sees all [L]"""
     tie_embeddings: bool
     """the head shares the token embedding's weight [false for heads that read no vocabulary]"""
     bias: bool
@@ -180,6 +184,11 @@ class ModelConfig(Section):
     def up_factor(self) -> int:
         """Width of an MLP's first GEMM over the inner width."""
         return 2 if self.is_gated else 1
+
+    def layer_window(self, layer: int) -> int:
+        """The window of a layer, numbered over all stages; 0 where its queries see all."""
+        letters = self.window_pattern or "L"
+        return self.window if letters[layer % len(letters)] == "L" else 0
 
     @property
     def dense_ffn_hidden_size(self) -> int:

@@ -1,6 +1,7 @@
 """Converts config.json of a Hugging Face folder to our ModelConfig and back, by family."""
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
+from mtcli.core.checkpoint.huggingface.window import read_window, write_window
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
 from mtcli.core.config.model import ModelConfig
@@ -30,7 +32,6 @@ TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
 EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
 EXPERTS |= {"router_bias_update_rate", "router_biases"}
-FULL = "full_attention"
 # Fields by which related models compute something that no family here does. transformers ignores
 # some of them in these families and reads others (`is_causal`). Whoever wrote one meant it, so each
 # is refused unless its value changes nothing.
@@ -95,17 +96,14 @@ def model_of(table: Table, path: Path, tensors: Collection[str] = ()) -> ModelCo
         for name, values in required.items()
         if table.get(name) not in values
     ]
-    kinds = table.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(k == FULL for k in kinds)):
-        layers = f"layer_types={shown(kinds)} cannot be represented"
-        problems.append(Problem(layers, f"only {FULL} can"))
     values: Table = dict(family.constants)
     for field in family.fields:
         problems += _read_field(field, table, values)
-    try:
-        values |= family.read_more(table)
-    except MtcliError as error:
-        problems += error.problems
+    for read in (partial(read_window, rule=family.window), family.read_more):
+        try:
+            values |= read(table)
+        except MtcliError as error:
+            problems += error.problems
     if problems:
         raise MtcliError(*(p._replace(message=f"{path}: {p.message}") for p in problems))
     try:
@@ -132,7 +130,7 @@ def config_to_hf(model: ModelConfig, family: Family) -> Table:
     for required in family.required:
         if required.values[0] is not None:
             table[required.theirs] = required.values[0]
-    return table | family.write_more(model)
+    return table | write_window(model, family.window) | family.write_more(model)
 
 
 def family_of(model: ModelConfig) -> Family:
@@ -171,7 +169,8 @@ def _lost(model: ModelConfig, family: Family) -> list[str]:
 def _function(model: ModelConfig) -> Table:
     unread = {"ffn_hidden_size"} if model.num_experts else EXPERTS
     unread |= set() if model.position == "rope" else {"rope_theta", "rope_scaling"}
-    return model.model_dump(exclude=TRAINING | unread)
+    windows = [model.layer_window(layer) for layer in range(model.num_layers)]
+    return model.model_dump(exclude=TRAINING | unread | {"window_pattern"}) | {"windows": windows}
 
 
 def _read_field(field: Field, table: Table, values: Table) -> list[Problem]:

@@ -45,6 +45,15 @@ class RequiredValue(NamedTuple):
     values: tuple[Any, ...]
 
 
+class WindowRule(NamedTuple):
+    """Which layers have the window of a family's config.json (`window.py`)."""
+
+    pattern: Callable[[Table], str]
+    """their letters, L or G each, where it has no `layer_types`"""
+    by_layer: bool
+    """reads `use_sliding_window` and `layer_types`; else all layers have the window"""
+
+
 @dataclass(frozen=True)
 class Family:
     """A Hugging Face model type, with one of its heads."""
@@ -72,6 +81,8 @@ class Family:
     """more fields of ModelConfig from config.json"""
     write_more: Callable[[ModelConfig], Table]
     """more fields of config.json"""
+    window: WindowRule | None = None
+    """how it says which layers have a window; None: it has none"""
     tied_head: str = "lm_head.weight"
     """what some folders call a copy of the embedding that the head shares"""
     told_by: str = ""

@@ -12,7 +12,7 @@ from mtcli.core.checkpoint.huggingface.family import (
     same,
     separate_qkv,
 )
-from mtcli.core.checkpoint.huggingface.rope import read_windowed, write_rope
+from mtcli.core.checkpoint.huggingface.rope import read_rope, write_rope
 
 SILU = {"silu": "swiglu", "swish": "swiglu"}
 SIZES = (
@@ -62,6 +62,6 @@ LLAMA = Family(
     outer=OUTER,
     inner=ATTENTION | MLP,
     ignored=ROTARY,
-    read_more=read_windowed,
+    read_more=read_rope,
     write_more=write_rope,
 )

@@ -1,24 +1,18 @@
-"""Mistral, which is Llama with an optional sliding window, and Mixtral: Mistral with experts."""
+"""Mistral, which is Llama with a sliding window, and Mixtral: Mistral with experts."""
 
 from dataclasses import replace
 
 from mtcli.core.checkpoint.huggingface.family import (
     Field,
     RequiredValue,
-    Table,
+    WindowRule,
     gated_mlp,
     same,
 )
 from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, SIZES
-from mtcli.core.checkpoint.huggingface.rope import write_rope
-from mtcli.core.config.model import ModelConfig
+from mtcli.core.checkpoint.huggingface.window import all_local
 
 SHARED = {"num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072}
-
-
-def write_windowless(model: ModelConfig) -> Table:
-    """Writes rotary positions, and no sliding window."""
-    return write_rope(model) | {"sliding_window": None}
 
 
 MISTRAL = replace(
@@ -27,7 +21,7 @@ MISTRAL = replace(
     architecture="MistralForCausalLM",
     defaults={**LLAMA.defaults, **SHARED, "sliding_window": 4096},
     required=(),
-    write_more=write_windowless,
+    window=WindowRule(all_local, by_layer=False),
 )
 
 MIXTRAL = replace(

@@ -1,8 +1,6 @@
 """Reads and writes rotary positions in config.json: `rope_theta` and `rope_scaling` up to
 transformers 4, both of them in `rope_parameters` since 5. The older form is written: every version
 reads it, and where a file has both every version believes `rope_scaling`.
-
-Sliding windows are read where they are no shorter than the context, and refused elsewhere.
 """
 
 from typing import Any
@@ -58,18 +56,3 @@ def _number(given: Table, name: str, outer: Table) -> Any:
         message = f"{name} is {shown(given[name])} in rope_scaling and {shown(beside)} beside it"
         raise wrong(message, "leave one of them out")
     return given[name]
-
-
-def read_windowed(theirs: Table) -> Table:
-    """Reads rotary positions.
-
-    Raises MtcliError where a sliding window is shorter than the context.
-    """
-    window, context = theirs.get("sliding_window"), theirs.get("max_position_embeddings")
-    if window is not None and not isinstance(window, int):
-        raise wrong(f"sliding_window={shown(window)} is not a whole number", "null, or a number")
-    if window and isinstance(context, int) and window < context:
-        message = f"sliding_window={window} is shorter than max_position_embeddings={context}"
-        hint = f"set sliding_window to null, or max_position_embeddings to {window}, in config.json"
-        raise wrong(message, hint)
-    return read_rope(theirs)
