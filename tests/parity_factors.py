@@ -228,6 +228,7 @@ def row_of(levels, **more):
 # experts than of a replica's attention, 8 ranks along one axis.
 SIXES = {"hidden_size": 24, "num_heads": 6}
 WINDOW = {"window": 3, "window_pattern": "GL"}
+QK_NORM = {"qk_norm": "head"}
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -262,6 +263,13 @@ MORE_ROWS = [
            model=WINDOW),
     row_of({"model": "moe", "cp": "a2a", "zero": "3", "dp": "2", "recompute": "full"},
            model=WINDOW),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "recompute": "selective"},
+           model=QK_NORM),
+    row_of({"model": "llama", "tp": "4", "dp": "2", "zero": "1"}, model=QK_NORM),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "update": "lamb"},
+           model=QK_NORM | {"norm": "layernorm"}),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=QK_NORM),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

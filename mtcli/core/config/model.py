@@ -127,6 +127,8 @@ class ModelConfig(Section):
     """biases of the linear layers"""
     qkv_bias: bool
     """bias of the query, key and value projection"""
+    qk_norm: Literal["none", "head"] = "none"
+    """a norm of each query and key head before rotation, with a weight that all heads share"""
     dropout: Fraction = 0.0
     """after the embedding, attention and MLP outputs"""
     attention_dropout: Fraction = 0.0

@@ -13,13 +13,17 @@ from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
+from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
 from mtcli.core.checkpoint.huggingface.window import read_window, write_window
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.untrusted import load_json, shown
 
-FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL, QWEN2_MOE, *BERTS)
+FAMILIES: tuple[Family, ...] = (
+    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    *BERTS,
+)
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
 NAME = "config.json"
 GENERATION = "generation_config.json"
@@ -89,9 +93,11 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
 def model_of(table: Table, path: Path, tensors: Collection[str] = ()) -> ModelConfig:
     """Converts config.json to a ModelConfig. Raises MtcliError with all that it cannot say."""
     family = family_in(table, path, tensors)
-    table = {**family.defaults, **table}
+    problems = _alias_problems(table, family)
+    named = {family.aliases.get(name, name): value for name, value in table.items()}
+    table = {**family.defaults, **named}
     required = UNSUPPORTED | {entry.theirs: entry.values for entry in family.required}
-    problems = [
+    problems += [
         _unmet(name, table.get(name), values)
         for name, values in required.items()
         if table.get(name) not in values
@@ -171,6 +177,18 @@ def _function(model: ModelConfig) -> Table:
     unread |= set() if model.position == "rope" else {"rope_theta", "rope_scaling"}
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     return model.model_dump(exclude=TRAINING | unread | {"window_pattern"}) | {"windows": windows}
+
+
+def _alias_problems(table: Table, family: Family) -> list[Problem]:
+    """Finds fields whose two names have two values."""
+    return [
+        Problem(
+            f"{alias}={shown(table[alias])} and {name}={shown(table[name])} differ, and are one",
+            f"name it {name} alone in config.json",
+        )
+        for alias, name in family.aliases.items()
+        if alias in table and table.get(name, table[alias]) != table[alias]
+    ]
 
 
 def _read_field(field: Field, table: Table, values: Table) -> list[Problem]:

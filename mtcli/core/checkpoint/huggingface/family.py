@@ -9,7 +9,7 @@ E experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -50,8 +50,10 @@ class WindowRule(NamedTuple):
 
     pattern: Callable[[Table], str]
     """their letters, L or G each, where it has no `layer_types`"""
-    by_layer: bool
-    """reads `use_sliding_window` and `layer_types`; else all layers have the window"""
+    switched: bool = False
+    """only where `use_sliding_window` is true"""
+    by_layer: bool = False
+    """`layer_types` may say which layers; else all have the window, or none"""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class Family:
     """more fields of ModelConfig from config.json"""
     write_more: Callable[[ModelConfig], Table]
     """more fields of config.json"""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """fields of config.json by the other name that transformers has for them (attribute_map)"""
     window: WindowRule | None = None
     """how it says which layers have a window; None: it has none"""
     tied_head: str = "lm_head.weight"

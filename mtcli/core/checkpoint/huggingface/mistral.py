@@ -21,7 +21,7 @@ MISTRAL = replace(
     architecture="MistralForCausalLM",
     defaults={**LLAMA.defaults, **SHARED, "sliding_window": 4096},
     required=(),
-    window=WindowRule(all_local, by_layer=False),
+    window=WindowRule(all_local),
 )
 
 MIXTRAL = replace(
@@ -31,6 +31,7 @@ MIXTRAL = replace(
     defaults={**LLAMA.defaults, **SHARED, "rope_theta": 1e6}
     | {"num_local_experts": 8, "num_experts_per_tok": 2},
     required=(RequiredValue("norm_topk_prob", (None, True)),),
+    aliases={"num_experts": "num_local_experts"},
     fields=(
         *(field for field in SIZES if field.ours != "norm_eps"),
         Field("norm_eps", "rms_norm_eps", 1e-5),

@@ -27,7 +27,7 @@ QWEN2 = replace(
     | {"sliding_window": 4096, "max_window_layers": 28},
     constants=CONSTANTS | {"qkv_bias": True},
     required=(),
-    window=WindowRule(last_local, by_layer=True),
+    window=WindowRule(last_local, switched=True, by_layer=True),
     inner=ATTENTION | QKV_BIAS | MLP,
 )
 
@@ -54,7 +54,7 @@ QWEN2_MOE = replace(
         RequiredValue("decoder_sparse_step", (1, None)),
         RequiredValue("mlp_only_layers", ([], None)),
     ),
-    window=WindowRule(alternating_local, by_layer=True),
+    window=WindowRule(alternating_local, switched=True, by_layer=True),
     inner=ATTENTION
     | QKV_BIAS
     | {

@@ -36,7 +36,7 @@ def read_window(theirs: Table, rule: WindowRule | None) -> Table:
     size, context = theirs.get("sliding_window"), theirs.get("max_position_embeddings")
     if size is not None and (type(size) is not int or size < 0):
         raise wrong(f"sliding_window={shown(size)} is not a whole number", "null, or a number")
-    if rule and rule.by_layer and not theirs.get(SWITCH):
+    if rule and rule.switched and not theirs.get(SWITCH):
         size = None
     is_short = bool(size) and not (isinstance(context, int) and size >= context)
     if is_short and rule is None:
@@ -60,12 +60,14 @@ def write_window(model: ModelConfig, rule: WindowRule | None) -> Table:
     """Writes sliding_window, and its layers where the family's config.json can say them."""
     if rule is None:
         return {}
-    windows = [model.layer_window(layer) for layer in range(model.num_layers)]
-    table = {"sliding_window": model.window or None}
-    if not rule.by_layer:
-        return table
-    kinds = [KINDS["L" if window else "G"] for window in windows]
-    return table | {SWITCH: any(windows), "max_window_layers": 0, "layer_types": kinds}
+    table: Table = {"sliding_window": model.window or None}
+    if rule.switched:
+        table[SWITCH] = model.window > 0
+    if rule.by_layer:
+        windows = [model.layer_window(layer) for layer in range(model.num_layers)]
+        kinds = [KINDS["L" if window else "G"] for window in windows]
+        table |= {"max_window_layers": 0, "layer_types": kinds}
+    return table
 
 
 def _letters(kinds: object) -> str:

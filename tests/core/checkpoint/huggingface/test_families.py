@@ -131,6 +131,25 @@ def qwen2_moe(draw):
     )
 
 
+def qwen3(draw):
+    """Windows of the last layers, or of those that are listed, and a norm of each head."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**windowed(draw, sizes(draw)))
+
+
+def qwen3_moe(draw):
+    """Small experts, and a norm of each head."""
+    from transformers import Qwen3MoeConfig
+
+    window = draw(WINDOWS)
+    return Qwen3MoeConfig(
+        **sizes(draw), **experts(draw, "num_experts"),
+        moe_intermediate_size=draw(st.sampled_from([5, 9])), norm_topk_prob=draw(st.booleans()),
+        use_sliding_window=window is not None, sliding_window=window,
+    )  # fmt: skip
+
+
 FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
     "llama": (dense("Llama"), "tp=TP,pp=PP"),
@@ -138,6 +157,8 @@ FAMILIES = {
     "qwen2": (qwen2, "tp=TP,pp=PP"),
     "mixtral": (mixtral, "ep=EP,dp=EP,pp=PP"),
     "qwen2_moe": (qwen2_moe, "ep=EP,dp=EP"),
+    "qwen3": (qwen3, "tp=TP,pp=PP"),
+    "qwen3_moe": (qwen3_moe, "ep=EP,dp=EP,pp=PP"),
 }
 
 
