@@ -124,9 +124,13 @@ class ModelConfig(Section):
     tie_embeddings: bool
     """the head shares the token embedding's weight [false for heads that read no vocabulary]"""
     bias: bool
-    """biases of the linear layers"""
+    """biases of the linear layers, where the fields of their kinds say nothing else"""
     qkv_bias: bool
     """bias of the query, key and value projection"""
+    out_bias: bool
+    """bias of attention's output projection [bias]"""
+    mlp_bias: bool
+    """biases of the MLP; experts have none [bias]"""
     qk_norm: Literal["none", "head"] = "none"
     """a norm of each query and key head before rotation, with a weight that all heads share"""
     dropout: Fraction = 0.0
@@ -211,6 +215,8 @@ def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
         filled |= {"tie_embeddings": False, "sentence_order": False} | values
     if filled.get("head") == "classification":
         filled.setdefault("num_labels", 2)
+    for kind in ("out_bias", "mlp_bias"):
+        filled.setdefault(kind, filled.get("bias") is True)
     heads, hidden = filled.get("num_heads"), filled.get("hidden_size")
     if type(heads) is int and heads > 0:
         filled.setdefault("num_kv_heads", heads)

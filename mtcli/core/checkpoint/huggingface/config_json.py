@@ -28,9 +28,10 @@ BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the fi
 NAME = "config.json"
 GENERATION = "generation_config.json"
 MAX_BYTES = 16 << 20
-# Fields that training alone reads: a family that lacks them still represents the model. Every
+# Fields that training alone reads, or that others' defaults follow: a family that lacks them
+# still represents the model. Every
 # other field counts, so that a new one is refused until a family can say it.
-TRAINING = {"architecture", "dropout", "attention_dropout", "init_std"}
+TRAINING = {"architecture", "bias", "dropout", "attention_dropout", "init_std"}
 TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispatcher"}
 TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}

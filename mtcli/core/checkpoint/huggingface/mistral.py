@@ -19,8 +19,8 @@ MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     architecture="MistralForCausalLM",
+    fields=SIZES,
     defaults={**LLAMA.defaults, **SHARED, "sliding_window": 4096},
-    required=(),
     window=WindowRule(all_local),
 )
 

@@ -11,24 +11,21 @@ from mtcli.core.checkpoint.huggingface.family import (
     WindowRule,
     gated_mlp,
     same,
-    separate_qkv,
 )
 from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, MLP, SIZES
 from mtcli.core.checkpoint.huggingface.window import alternating_local, last_local
-
-QKV_BIAS = {"attention.qkv.bias": separate_qkv("self_attn.{}_proj.bias")}
 
 QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    fields=SIZES,
     defaults={**LLAMA.defaults, "num_key_value_heads": 32, "intermediate_size": 22016}
     | {"vocab_size": 151936, "max_position_embeddings": 32768}
     | {"sliding_window": 4096, "max_window_layers": 28},
     constants=CONSTANTS | {"qkv_bias": True},
-    required=(),
     window=WindowRule(last_local, switched=True, by_layer=True),
-    inner=ATTENTION | QKV_BIAS | MLP,
+    inner=ATTENTION | MLP,
 )
 
 QWEN2_MOE = replace(
@@ -56,7 +53,6 @@ QWEN2_MOE = replace(
     ),
     window=WindowRule(alternating_local, switched=True, by_layer=True),
     inner=ATTENTION
-    | QKV_BIAS
     | {
         "mlp.router.weight": same("mlp.gate.weight"),
         "mlp.shared_expert_gate.weight": same("mlp.shared_expert_gate.weight"),

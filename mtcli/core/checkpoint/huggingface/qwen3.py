@@ -9,7 +9,13 @@ from mtcli.core.checkpoint.huggingface.family import (
     gated_mlp,
     same,
 )
-from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, MLP, SIZES
+from mtcli.core.checkpoint.huggingface.llama import (
+    ATTENTION,
+    ATTENTION_BIAS,
+    CONSTANTS,
+    MLP,
+    SIZES,
+)
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2
 from mtcli.core.checkpoint.huggingface.window import all_local
 
@@ -19,9 +25,9 @@ QWEN3 = replace(
     QWEN2,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
+    fields=(*SIZES, *ATTENTION_BIAS),
     defaults={**QWEN2.defaults, "head_dim": 128},
     constants=CONSTANTS | {"qk_norm": "head"},
-    required=LLAMA.required,
     inner=ATTENTION | QK_NORM | MLP,
 )
 
@@ -31,6 +37,7 @@ QWEN3_MOE = replace(
     architecture="Qwen3MoeForCausalLM",
     fields=(
         *SIZES,
+        *ATTENTION_BIAS,
         Field("moe_ffn_hidden_size", "moe_intermediate_size"),
         Field("num_experts", "num_experts"),
         Field("top_k", "num_experts_per_tok"),
@@ -41,7 +48,6 @@ QWEN3_MOE = replace(
     | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
     constants=CONSTANTS | {"architecture": "mixtral", "qk_norm": "head"},
     required=(
-        *LLAMA.required,
         RequiredValue("decoder_sparse_step", (1, None)),
         RequiredValue("mlp_only_layers", ([], None)),
     ),

@@ -85,15 +85,12 @@ def experts(draw, name):
     return {name: count, "num_experts_per_tok": draw(st.integers(1, count))}
 
 
-def dense(kind, **fixed):
-    """The config class of a dense family, at drawn sizes."""
+def llama(draw):
+    """Biases of either kind."""
+    from transformers import LlamaConfig
 
-    def config(draw):
-        import transformers
-
-        return getattr(transformers, f"{kind}Config")(**sizes(draw), **fixed)
-
-    return config
+    biases = {name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias")}
+    return LlamaConfig(**sizes(draw), **biases)
 
 
 def mixtral(draw):
@@ -135,7 +132,7 @@ def qwen3(draw):
     """Windows of the last layers, or of those that are listed, and a norm of each head."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(**windowed(draw, sizes(draw)))
+    return Qwen3Config(**windowed(draw, sizes(draw)), attention_bias=draw(st.booleans()))
 
 
 def qwen3_moe(draw):
@@ -152,7 +149,7 @@ def qwen3_moe(draw):
 
 FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
-    "llama": (dense("Llama"), "tp=TP,pp=PP"),
+    "llama": (llama, "tp=TP,pp=PP"),
     "mistral": (mistral, "tp=TP,dp=2"),
     "qwen2": (qwen2, "tp=TP,pp=PP"),
     "mixtral": (mixtral, "ep=EP,dp=EP,pp=PP"),

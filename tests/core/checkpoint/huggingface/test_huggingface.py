@@ -286,7 +286,7 @@ CONFIGS = [
     ("llama", {"max_position_embeddings": None}, "has no max_position_embeddings"),
     ("gpt2", {"n_head": 7}, "n_head=7 does not divide n_embd="),
     ("gpt2", {"n_embd": -16}, "n_embd: -16 should be at least 1"),
-    ("llama", {"attention_bias": True}, "attention_bias=true cannot be represented"),
+    ("llama", {"attention_bias": 2}, "attention_bias: 2 should be true or false"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
     ("llama", {"rope_parameters": [1]}, "rope_scaling is [1], which is not a table"),
@@ -328,7 +328,7 @@ def test_what_cannot_be_represented_is_refused(hf_folders, tmp_path, subtests):
 
 
 def test_all_that_a_config_gets_wrong_is_reported_at_once(hf_folders, tmp_path):
-    wrong = {"attention_bias": True, "hidden_act": "relu", "rope_parameters": {"rope_type": "ntk"}}
+    wrong = {"is_causal": False, "hidden_act": "relu", "rope_parameters": {"rope_type": "ntk"}}
     folder = edited(hf_folders["llama"], tmp_path / "x", config=lambda table: table.update(wrong))
     with pytest.raises(MtcliError) as error:
         open_checkpoint(folder)
@@ -495,5 +495,6 @@ def test_the_family_of_a_model_is_the_one_that_says_all_of_it():
 @pytest.mark.parametrize("name", sorted(set(preset_names()) - {"tiny"}))
 def test_every_preset_has_a_family(name):
     model = load_config(name).model
-    families = ("gpt2", "llama", "mixtral", "qwen2_moe", "bert", "megatron-bert")
+    families = ("gpt2", "llama", "mistral", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+    families += ("bert", "megatron-bert")
     assert family_of(model).model_type in families
