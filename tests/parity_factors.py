@@ -227,6 +227,8 @@ def row_of(levels, **more):
 # Sizes that are no levels: grids of 6 and 9 ranks, stages of other numbers of layers, more ranks of
 # experts than of a replica's attention, 8 ranks along one axis.
 SIXES = {"hidden_size": 24, "num_heads": 6}
+WINDOW = {"window": 3, "window_pattern": "GL"}
+QK_NORM = {"qk_norm": "head"}
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -255,6 +257,19 @@ MORE_ROWS = [
            parallel={"ep": 8}),
     row_of({"model": "bert", "tp": "2", "cp": "ring"}, model={"sentence_order": False}),
     row_of({"model": "llama", "tp": "2 no sp", "adapters": "lora"}, model={"num_layers": 4}),
+    row_of({"model": "llama", "tp": "2 no sp", "cp": "ring", "samples": "documents"},
+           model=WINDOW),
+    row_of({"model": "llama", "cp": "all_gather", "pipeline": "interleaved", "dropout": "yes"},
+           model=WINDOW),
+    row_of({"model": "moe", "cp": "a2a", "zero": "3", "dp": "2", "recompute": "full"},
+           model=WINDOW),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "recompute": "selective"},
+           model=QK_NORM),
+    row_of({"model": "llama", "tp": "4", "dp": "2", "zero": "1"}, model=QK_NORM),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "update": "lamb"},
+           model=QK_NORM | {"norm": "layernorm"}),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=QK_NORM),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

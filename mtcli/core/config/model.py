@@ -117,12 +117,22 @@ class ModelConfig(Section):
     """Llama 3's scaling of the rotary frequencies"""
     causal: bool = True
     """false: tokens attend to all of their sequence, as in encoders; not with head = lm"""
+    window: Whole = 0
+    """tokens that a query of a local layer sees, itself included; not causal: on either side"""
+    window_pattern: Annotated[str, Field(pattern=rf"^[LG]{{0,{MAX_LAYERS}}}$")] = ""
+    """letters of the layers, repeated: L has the window, G sees all [L]"""
     tie_embeddings: bool
     """the head shares the token embedding's weight [false for heads that read no vocabulary]"""
     bias: bool
-    """biases of the linear layers"""
+    """biases of the linear layers, where the fields of their kinds say nothing else"""
     qkv_bias: bool
     """bias of the query, key and value projection"""
+    out_bias: bool
+    """bias of attention's output projection [bias]"""
+    mlp_bias: bool
+    """biases of the MLP; experts have none [bias]"""
+    qk_norm: Literal["none", "head"] = "none"
+    """a norm of each query and key head before rotation, with a weight that all heads share"""
     dropout: Fraction = 0.0
     """after the embedding, attention and MLP outputs"""
     attention_dropout: Fraction = 0.0
@@ -181,6 +191,11 @@ class ModelConfig(Section):
         """The width of an MLP's first GEMM over the inner width."""
         return 2 if self.is_gated else 1
 
+    def layer_window(self, layer: int) -> int:
+        """The window of a layer, numbered over all stages; 0 where its queries see all."""
+        letters = self.window_pattern or "L"
+        return self.window if letters[layer % len(letters)] == "L" else 0
+
     @property
     def dense_ffn_hidden_size(self) -> int:
         """The inner width of the MLP that every token visits, which is the shared expert of a
@@ -201,6 +216,8 @@ def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
         filled |= {"tie_embeddings": False, "sentence_order": False} | values
     if filled.get("head") == "classification":
         filled.setdefault("num_labels", 2)
+    for kind in ("out_bias", "mlp_bias"):
+        filled.setdefault(kind, filled.get("bias") is True)
     heads, hidden = filled.get("num_heads"), filled.get("hidden_size")
     if type(heads) is int and heads > 0:
         filled.setdefault("num_kv_heads", heads)

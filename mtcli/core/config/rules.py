@@ -387,6 +387,16 @@ def _trackers_differ(config: RunConfig, world: int) -> Iterator[Problem]:
             )
 
 
+def _windows_have_layers(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.window_pattern and not m.window:
+        message = f"window_pattern={m.window_pattern!r} with window=0, which limits no layer"
+        yield Problem(message, "model.window of 1 or more", "model.window_pattern")
+    elif m.window and not any(m.layer_window(layer) for layer in range(m.num_layers)):
+        message = f"window={m.window} with window_pattern={m.window_pattern!r}: no layer is local"
+        yield Problem(message, "a pattern with an L, or model.window = 0", "model.window_pattern")
+
+
 def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
     scaling = config.model.rope_scaling
     if scaling and scaling.low_freq_factor >= scaling.high_freq_factor:
@@ -517,6 +527,7 @@ RULES: tuple[Rule, ...] = (
     *SYNC_RULES,
     _sequence_fits,
     next_tokens_are_hidden,
+    _windows_have_layers,
     _rope_scaling_is_a_range,
     _curve_fits,
     _run_has_a_length,

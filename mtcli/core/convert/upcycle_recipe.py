@@ -105,9 +105,10 @@ def _is_copied(dense: ModelConfig) -> Iterator[Problem]:
     if dense.num_experts:
         message = f"the model is a mixture of {dense.num_experts} experts already"
         yield Problem(message, "upcycle the dense model", FLAG)
-    elif dense.bias:
-        hint = "of a gpt-like model, one that was trained with model.bias = false"
-        yield Problem("the MLP has biases (model.bias = true), and experts have none", hint, FLAG)
+    elif dense.mlp_bias:
+        hint = "of a gpt-like model, one that was trained with model.mlp_bias = false"
+        message = "the MLP has biases (model.mlp_bias = true), and experts have none"
+        yield Problem(message, hint, FLAG)
 
 
 def _has_sizes(given: dict[str, Any]) -> Iterator[Problem]:

@@ -172,11 +172,19 @@ def _dense(name: str, hidden: int) -> Iterator[Parameter]:
 
 
 def _norm(model: ModelConfig, name: str, layer: Layer) -> list[Parameter]:
+    return _norm_of(model, name, layer, model.hidden_size, "tp_columns")
+
+
+def _norm_of(
+    model: ModelConfig, name: str, layer: Layer, width: int, axis: str | None
+) -> list[Parameter]:
+    """A norm of a width that an axis shards; without one, of heads, of which tp ranks have some."""
     kinds: list[tuple[str, Init]] = [("weight", "ones")]
     if model.norm == "layernorm":
         kinds.append(("bias", "zeros"))
+    partial = axis is None
     return [
-        Parameter(f"{name}.{kind}", (model.hidden_size,), ("tp_columns",), init, layer)
+        Parameter(f"{name}.{kind}", (width,), (axis,), init, layer, partial_over_tp=partial)
         for kind, init in kinds
     ]
 
@@ -202,9 +210,12 @@ def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]
     yield _linear(f"{name}.qkv", (*fused, hidden), (*axes, "tp_row"), layer, *slots)
     if model.qkv_bias:
         yield Parameter(f"{name}.qkv.bias", fused, axes, "zeros", layer)
+    if model.qk_norm == "head":
+        for norm in ("q_norm", "k_norm"):
+            yield from _norm_of(model, f"{name}.{norm}", layer, model.head_dim, None)
     shape = (hidden, model.num_heads * model.head_dim)
     yield _linear(f"{name}.out", shape, ("tp_row", "tp"), layer, Matrix("output"))
-    if model.bias:
+    if model.out_bias:
         yield Parameter(f"{name}.out.bias", (hidden,), ("tp_columns",), "zeros", layer)
 
 
@@ -214,10 +225,10 @@ def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterat
     shape, axes = ((2, ffn), (None, "tp")) if gated else ((ffn,), ("tp",))
     slots = (Matrix("gate", 0, 0), Matrix("up", 0, 1)) if gated else (Matrix("up"),)
     yield _linear(f"{name}.{up}", (*shape, hidden), (*axes, "tp_row"), layer, *slots)
-    if model.bias:
+    if model.mlp_bias:
         yield Parameter(f"{name}.{up}.bias", shape, axes, "zeros", layer)
     yield _linear(f"{name}.down", (hidden, ffn), ("tp_row", "tp"), layer, Matrix("down"))
-    if model.bias:
+    if model.mlp_bias:
         yield Parameter(f"{name}.down.bias", (hidden,), ("tp_columns",), "zeros", layer)
 
 

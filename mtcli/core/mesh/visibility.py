@@ -39,6 +39,12 @@ class Visibility:
         nearest, furthest = keys.first - queries.end + 1, keys.end - 1 - queries.first
         return self._shows_after(furthest) and self._shows_before(-nearest)
 
+    def keys_of(self, queries: PositionRange, length: int) -> PositionRange:
+        """The keys of a row of a length, from the first to the last that a query attends to."""
+        first = 0 if self.left is None else max(0, queries.first - self.left)
+        end = length if self.right is None else min(length, queries.end + self.right)
+        return PositionRange(first, end)
+
     def kind(self, length: int) -> Literal["all", "causal", "band"]:
         """The mask of a row of `length` tokens: none, causal, or a band."""
         if self.right == 0 and self._shows_before(length - 1):
@@ -69,7 +75,10 @@ class Visibility:
 
 def layer_visibility(model: ModelConfig, layer: int) -> Visibility:
     """The visibility of a layer, numbered over all stages."""
-    return Visibility(right=0 if model.causal else None)
+    window = model.layer_window(layer)
+    if model.causal:
+        return Visibility(window - 1 if window else None, 0)
+    return Visibility(window or None, window or None)
 
 
 @cache

@@ -30,6 +30,9 @@ class Attention(nn.Module):
         name = f"blocks.{layer}.attention"
         self.qkv = build.heads_linear(f"{name}.qkv")
         self.out = build.row_linear(f"{name}.out")
+        self.has_qk_norm = model.qk_norm == "head"
+        if self.has_qk_norm:
+            self.q_norm, self.k_norm = (build.norm(f"{name}.{x}_norm", model) for x in "qk")
         self.layer, self.head_dim = layer, model.head_dim
         self.visibility = layer_visibility(model, layer)
         tp = build.groups.tp
@@ -51,6 +54,8 @@ class Attention(nn.Module):
         r, d = self.queries_per_group, self.head_dim
         # split, not slices: its backward is one concatenation instead of three padded sums
         q, k, v = qkv_TF.view(b, s, -1, r + 2, d).split([r, 1, 1], 3)
+        if self.has_qk_norm:
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
         if inputs.rotation is not None:
             q, k = inputs.rotation(q, k)
@@ -86,6 +91,11 @@ class Attention(nn.Module):
         dropout = ScoreDropout(numbers, self.num_heads, first_head, *stream)
         scores, mask = matmul(q, k.transpose(-1, -2)), masking.mask(positions, keys)
         return matmul(masked_softmax(scores, mask, dropout), v)
+
+
+def _normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """The norm of each head of x [b, s, g, r, d]."""
+    return cast(Tensor, norm(x.reshape(-1, x.shape[-1]))).view(x.shape)
 
 
 def attend_after(

@@ -26,6 +26,7 @@ from mtcli.kernels.attention.attention import (
 from mtcli.kernels.attention.merge import merge_
 from mtcli.kernels.triton_launch import runs_triton
 
+LEAST_BAND_BLOCK = 64  # queries, for a GEMM
 Attend = Callable[[Tensor, Tensor, Tensor, Axis, AttentionMask], Tensor]
 
 
@@ -94,8 +95,13 @@ def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -
 def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
     """All-gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2)."""
     k, v = gather_sequence(k, axis), gather_sequence(v, axis)
-    queries = zigzag(k.shape[2], axis.size, axis.rank, q.device)
-    keys = torch.arange(k.shape[2], device=q.device)
+    size = k.shape[2]
+    if _is_narrow(q, size, masking.visibility):
+        early, late = _chunks(size, axis.size, axis.rank)
+        parts = zip(q.chunk(2, 2), (early, late), strict=True)
+        return torch.cat([_banded(part, k, v, chunk.first, masking) for part, chunk in parts], 2)
+    queries = zigzag(size, axis.size, axis.rank, q.device)
+    keys = torch.arange(size, device=q.device)
     return masked_sdpa(q, k, v, masking.between(q, queries, keys))
 
 
@@ -109,12 +115,39 @@ def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMas
 
 def _local(q: Tensor, k: Tensor, v: Tensor, masking: AttentionMask) -> Tensor:
     """Attention of full rows [b, h, s, d]; on CPU one document at a time, without a mask."""
+    if _is_narrow(q, q.shape[2], masking.visibility):
+        return _banded(q, k, v, 0, masking)
     kind = masking.visibility.kind(q.shape[2])
     if masking.documents is not None and kind != "band" and not runs_triton(q):
         lengths = [length for row in masking.documents.lengths for length in row]
         return document_sdpa(q, k, v, kind == "causal", lengths)
     causal, mask = masking.of_rows(q)
     return sdpa(q, k, v, causal) if mask is None else masked_sdpa(q, k, v, mask)
+
+
+def _is_narrow(q: Tensor, length: int, visibility: Visibility) -> bool:
+    """Whether a CPU takes a row's queries block by block: no kernel there skips hidden keys."""
+    widest = visibility.widest(length)
+    return not runs_triton(q) and widest + _band_block(widest) < length
+
+
+def _band_block(widest: int) -> int:
+    """Queries of a block, for each of which the keys that any of them sees are scored."""
+    return max(LEAST_BAND_BLOCK, widest // 2)
+
+
+def _banded(q: Tensor, k: Tensor, v: Tensor, first: int, masking: AttentionMask) -> Tensor:
+    """Attention of queries [b, h, n, d] at `first` and after to a row's keys [b, g, s, d], each
+    block of queries to those that a window shows it."""
+    length, visibility = k.shape[2], masking.visibility
+    positions, mixed = torch.arange(length, device=q.device), []
+    for part in q.split(_band_block(visibility.widest(length)), 2):
+        queries = PositionRange(first, first + part.shape[2])
+        keys = slice(*visibility.keys_of(queries, length))
+        mask = masking.mask(positions[slice(*queries)], positions[keys])
+        mixed.append(masked_sdpa(part, k[:, :, keys], v[:, :, keys], mask))
+        first = queries.end
+    return torch.cat(mixed, 2)
 
 
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:

@@ -28,8 +28,10 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 FAMILIES = {
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40},
     "llama": SIZES,
-    "mistral": SIZES | {"sliding_window": None},
+    "mistral": SIZES | {"sliding_window": 9},
     "qwen2": SIZES,
+    "qwen3": SIZES
+    | {"head_dim": 6, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     "mixtral": SIZES | {"num_local_experts": 2, "sliding_window": None},
     "qwen2_moe": SIZES
     | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}

@@ -100,6 +100,7 @@ def cases_of(visibility):
 
 def attend_in_all_ways(runtime):
     """What `attend` found in each of WAYS: a mode, what queries see, whether of documents."""
+    context.LEAST_BAND_BLOCK = 3  # or these rows would be one block
     masks = {masked: documents_of(ROWS) if masked else None for masked in (False, True)}
     return [attend(runtime, mode, sees, masks[m], cases_of(sees)) for mode, sees, m in WAYS]
 

@@ -1,6 +1,7 @@
 """Converts config.json of a Hugging Face folder to our ModelConfig and back, by family."""
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +13,30 @@ from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
+from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
+from mtcli.core.checkpoint.huggingface.window import read_window, write_window
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.untrusted import load_json, shown
 
-FAMILIES: tuple[Family, ...] = (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL, QWEN2_MOE, *BERTS)
+FAMILIES: tuple[Family, ...] = (
+    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    *BERTS,
+)
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
 NAME = "config.json"
 GENERATION = "generation_config.json"
 MAX_BYTES = 16 << 20
-# Fields that training alone reads: a family that lacks them still represents the model. Every
+# Fields that training alone reads, or that others' defaults follow: a family that lacks them
+# still represents the model. Every
 # other field counts, so that a new one is refused until a family can say it.
-TRAINING = {"architecture", "dropout", "attention_dropout", "init_std"}
+TRAINING = {"architecture", "bias", "dropout", "attention_dropout", "init_std"}
 TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispatcher"}
 TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
 EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
 EXPERTS |= {"router_bias_update_rate", "router_biases"}
-FULL = "full_attention"
 # Fields by which related models compute something that no family here does. transformers ignores
 # some of them in these families and reads others (`is_causal`). Whoever wrote one meant it, so each
 # is refused unless its value changes nothing.
@@ -89,24 +95,23 @@ def model_of(table: Table, path: Path, tensors: Collection[str] = ()) -> ModelCo
     """Converts config.json to a ModelConfig. Raises MtcliError with everything that we cannot
     represent."""
     family = family_in(table, path, tensors)
-    table = {**family.defaults, **table}
+    problems = _alias_problems(table, family)
+    named = {family.aliases.get(name, name): value for name, value in table.items()}
+    table = {**family.defaults, **named}
     required = UNSUPPORTED | {entry.theirs: entry.values for entry in family.required}
-    problems = [
+    problems += [
         _unmet(name, table.get(name), values)
         for name, values in required.items()
         if table.get(name) not in values
     ]
-    kinds = table.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(k == FULL for k in kinds)):
-        layers = f"layer_types={shown(kinds)} cannot be represented"
-        problems.append(Problem(layers, f"only {FULL} can"))
     values: Table = dict(family.constants)
     for field in family.fields:
         problems += _read_field(field, table, values)
-    try:
-        values |= family.read_more(table)
-    except MtcliError as error:
-        problems += error.problems
+    for read in (partial(read_window, rule=family.window), family.read_more):
+        try:
+            values |= read(table)
+        except MtcliError as error:
+            problems += error.problems
     if problems:
         raise MtcliError(*(p._replace(message=f"{path}: {p.message}") for p in problems))
     try:
@@ -133,7 +138,7 @@ def config_to_hf(model: ModelConfig, family: Family) -> Table:
     for required in family.required:
         if required.values[0] is not None:
             table[required.theirs] = required.values[0]
-    return table | family.write_more(model)
+    return table | write_window(model, family.window) | family.write_more(model)
 
 
 def family_of(model: ModelConfig) -> Family:
@@ -172,7 +177,20 @@ def _lost(model: ModelConfig, family: Family) -> list[str]:
 def _function(model: ModelConfig) -> Table:
     unread = {"ffn_hidden_size"} if model.num_experts else EXPERTS
     unread |= set() if model.position == "rope" else {"rope_theta", "rope_scaling"}
-    return model.model_dump(exclude=TRAINING | unread)
+    windows = [model.layer_window(layer) for layer in range(model.num_layers)]
+    return model.model_dump(exclude=TRAINING | unread | {"window_pattern"}) | {"windows": windows}
+
+
+def _alias_problems(table: Table, family: Family) -> list[Problem]:
+    """Finds fields whose two names have two values."""
+    return [
+        Problem(
+            f"{alias}={shown(table[alias])} and {name}={shown(table[name])} differ, and are one",
+            f"name it {name} alone in config.json",
+        )
+        for alias, name in family.aliases.items()
+        if alias in table and table.get(name, table[alias]) != table[alias]
+    ]
 
 
 def _read_field(field: Field, table: Table, values: Table) -> list[Problem]:

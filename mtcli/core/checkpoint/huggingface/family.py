@@ -9,7 +9,7 @@ experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -45,6 +45,17 @@ class RequiredValue(NamedTuple):
     values: tuple[Any, ...]
 
 
+class WindowRule(NamedTuple):
+    """Which layers have the window of a family's config.json (`window.py`)."""
+
+    pattern: Callable[[Table], str]
+    """their letters, L or G each, where it has no `layer_types`"""
+    switched: bool = False
+    """only where `use_sliding_window` is true"""
+    by_layer: bool = False
+    """`layer_types` may say which layers; else all have the window, or none"""
+
+
 @dataclass(frozen=True)
 class Family:
     """A Hugging Face model type, with one of its heads."""
@@ -72,6 +83,10 @@ class Family:
     """more fields of ModelConfig from config.json"""
     write_more: Callable[[ModelConfig], Table]
     """more fields of config.json"""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """fields of config.json by the other name that transformers has for them (attribute_map)"""
+    window: WindowRule | None = None
+    """how it says which layers have a window; None: it has none"""
     tied_head: str = "lm_head.weight"
     """what some folders call a copy of the embedding that the head shares"""
     told_by: str = ""

@@ -22,12 +22,8 @@ ALIASES = {
 }
 
 
-def _require_one_meaning(theirs: Table) -> Table:
+def _require_one_dropout(theirs: Table) -> Table:
     """Returns no further fields. Raises MtcliError where two fields that are one in ours differ."""
-    for alias, name in ALIASES.items():
-        if alias in theirs and theirs[alias] != theirs.get(name):
-            message = f"{alias}={shown(theirs[alias])} and {name}={shown(theirs.get(name))} differ"
-            raise wrong(f"{message}, and are one number", f"name it {name} alone in config.json")
     after, embedded = theirs.get("resid_pdrop", 0.1), theirs.get("embd_pdrop", 0.1)
     if after != embedded:
         message = f"resid_pdrop={shown(after)} and embd_pdrop={shown(embedded)} differ"
@@ -88,6 +84,7 @@ GPT2 = Family(
         "mlp.down.bias": same("mlp.c_proj.bias"),
     },
     ignored=(r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",),
-    read_more=_require_one_meaning,
+    read_more=_require_one_dropout,
+    aliases=ALIASES,
     write_more=nothing_written,
 )

@@ -1,4 +1,4 @@
-"""Maps Llama 1, 2 and 3: rotary positions, RMSNorm, SwiGLU, grouped queries, no biases.
+"""Maps Llama 1, 2 and 3: rotary positions, RMSNorm, SwiGLU, grouped queries; few have biases.
 
 Both formats have rotary pairs as halves (dimension i turns with i + head_dim / 2), so the rows of
 q_proj and k_proj need no reordering.
@@ -7,12 +7,12 @@ q_proj and k_proj need no reordering.
 from mtcli.core.checkpoint.huggingface.family import (
     Family,
     Field,
-    RequiredValue,
     gated_mlp,
     same,
     separate_qkv,
+    stacked,
 )
-from mtcli.core.checkpoint.huggingface.rope import read_windowed, write_rope
+from mtcli.core.checkpoint.huggingface.rope import read_rope, write_rope
 
 SILU = {"silu": "swiglu", "swish": "swiglu"}
 SIZES = (
@@ -34,7 +34,10 @@ DEFAULTS = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads":
 DEFAULTS |= {"intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048}
 CONSTANTS = {"architecture": "llama", "norm": "rmsnorm", "position": "rope", "dropout": 0.0}
 CONSTANTS |= {"bias": False, "qkv_bias": False}
-NO_BIAS = (RequiredValue("attention_bias", (None, False)), RequiredValue("mlp_bias", (None, False)))
+ATTENTION_BIAS = (
+    Field("qkv_bias", "attention_bias", False),
+    Field("out_bias", "attention_bias", False),
+)
 ROTARY = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
 
 OUTER = {
@@ -45,23 +48,28 @@ OUTER = {
 ATTENTION = {
     "attention_norm.weight": same("input_layernorm.weight"),
     "attention.qkv.weight": separate_qkv("self_attn.{}_proj.weight"),
+    "attention.qkv.bias": separate_qkv("self_attn.{}_proj.bias"),
     "attention.out.weight": same("self_attn.o_proj.weight"),
+    "attention.out.bias": same("self_attn.o_proj.bias"),
     "mlp_norm.weight": same("post_attention_layernorm.weight"),
 }
-MLP = gated_mlp("mlp", "mlp")
+MLP = gated_mlp("mlp", "mlp") | {
+    "mlp.gate_up.bias": stacked("mlp.gate_proj.bias", "mlp.up_proj.bias"),
+    "mlp.down.bias": same("mlp.down_proj.bias"),
+}
 
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     base="model.",
     block="model.layers.{layer}.",
-    fields=SIZES,
+    fields=(*SIZES, *ATTENTION_BIAS, Field("mlp_bias", "mlp_bias", False)),
     defaults=DEFAULTS,
     constants=CONSTANTS,
-    required=NO_BIAS,
+    required=(),
     outer=OUTER,
     inner=ATTENTION | MLP,
     ignored=ROTARY,
-    read_more=read_windowed,
+    read_more=read_rope,
     write_more=write_rope,
 )

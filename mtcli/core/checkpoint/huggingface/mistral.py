@@ -1,34 +1,27 @@
-"""Maps Mistral, which is Llama with an optional sliding window, and Mixtral: Mistral with
-experts."""
+"""Maps Mistral, which is Llama with a sliding window, and Mixtral: Mistral with experts."""
 
 from dataclasses import replace
 
 from mtcli.core.checkpoint.huggingface.family import (
     Field,
     RequiredValue,
-    Table,
+    WindowRule,
     gated_mlp,
     same,
 )
 from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, SIZES
-from mtcli.core.checkpoint.huggingface.rope import write_rope
-from mtcli.core.config.model import ModelConfig
+from mtcli.core.checkpoint.huggingface.window import all_local
 
 SHARED = {"num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072}
-
-
-def write_windowless(model: ModelConfig) -> Table:
-    """Writes rotary positions, and no sliding window."""
-    return write_rope(model) | {"sliding_window": None}
 
 
 MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     architecture="MistralForCausalLM",
+    fields=SIZES,
     defaults={**LLAMA.defaults, **SHARED, "sliding_window": 4096},
-    required=(),
-    write_more=write_windowless,
+    window=WindowRule(all_local),
 )
 
 MIXTRAL = replace(
@@ -38,6 +31,7 @@ MIXTRAL = replace(
     defaults={**LLAMA.defaults, **SHARED, "rope_theta": 1e6}
     | {"num_local_experts": 8, "num_experts_per_tok": 2},
     required=(RequiredValue("norm_topk_prob", (None, True)),),
+    aliases={"num_experts": "num_local_experts"},
     fields=(
         *(field for field in SIZES if field.ours != "norm_eps"),
         Field("norm_eps", "rms_norm_eps", 1e-5),

@@ -8,26 +8,24 @@ from dataclasses import replace
 from mtcli.core.checkpoint.huggingface.family import (
     Field,
     RequiredValue,
+    WindowRule,
     gated_mlp,
     same,
-    separate_qkv,
 )
 from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, MLP, SIZES
-from mtcli.core.checkpoint.huggingface.rope import read_rope
-
-QKV_BIAS = {"attention.qkv.bias": separate_qkv("self_attn.{}_proj.bias")}
-NO_WINDOW = RequiredValue("use_sliding_window", (False, None))
+from mtcli.core.checkpoint.huggingface.window import alternating_local, last_local
 
 QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
+    fields=SIZES,
     defaults={**LLAMA.defaults, "num_key_value_heads": 32, "intermediate_size": 22016}
-    | {"vocab_size": 151936, "max_position_embeddings": 32768},
+    | {"vocab_size": 151936, "max_position_embeddings": 32768}
+    | {"sliding_window": 4096, "max_window_layers": 28},
     constants=CONSTANTS | {"qkv_bias": True},
-    required=(NO_WINDOW,),
-    read_more=read_rope,
-    inner=ATTENTION | QKV_BIAS | MLP,
+    window=WindowRule(last_local, switched=True, by_layer=True),
+    inner=ATTENTION | MLP,
 )
 
 QWEN2_MOE = replace(
@@ -49,13 +47,12 @@ QWEN2_MOE = replace(
     constants=CONSTANTS
     | {"architecture": "qwen2-moe", "qkv_bias": True, "shared_expert_gate": True},
     required=(
-        NO_WINDOW,
         RequiredValue("qkv_bias", (True, None)),
         RequiredValue("decoder_sparse_step", (1, None)),
         RequiredValue("mlp_only_layers", ([], None)),
     ),
+    window=WindowRule(alternating_local, switched=True, by_layer=True),
     inner=ATTENTION
-    | QKV_BIAS
     | {
         "mlp.router.weight": same("mlp.gate.weight"),
         "mlp.shared_expert_gate.weight": same("mlp.shared_expert_gate.weight"),

@@ -3,8 +3,6 @@
 They are `rope_theta` and `rope_scaling` up to transformers 4, and both in `rope_parameters` since
 5. The older form is written: every version reads it, and prefers `rope_scaling` where a file has
 both.
-
-Sliding windows are accepted where they are no shorter than the context, and refused elsewhere.
 """
 
 from typing import Any
@@ -60,18 +58,3 @@ def _number(given: Table, name: str, outer: Table) -> Any:
         both = f"{shown(given[name])} in rope_scaling and {shown(outer_value)} beside it"
         raise wrong(f"{name} is {both}", "leave one of them out")
     return given[name]
-
-
-def read_windowed(theirs: Table) -> Table:
-    """Reads rotary positions.
-
-    Raises MtcliError where a sliding window is shorter than the context.
-    """
-    window, context = theirs.get("sliding_window"), theirs.get("max_position_embeddings")
-    if window is not None and not isinstance(window, int):
-        raise wrong(f"sliding_window={shown(window)} is not a whole number", "null, or a number")
-    if window and isinstance(context, int) and window < context:
-        message = f"sliding_window={window} is shorter than max_position_embeddings={context}"
-        hint = f"set sliding_window to null, or max_position_embeddings to {window}, in config.json"
-        raise wrong(message, hint)
-    return read_rope(theirs)

@@ -29,6 +29,8 @@ LLAMA3 = {
     "rope_theta": 777.0,
 }
 
+WINDOWS = st.sampled_from([None, 2, 5, 7])
+
 
 def gpt2(draw):
     """Heads of an odd width, and an MLP that is not 4 times as wide."""
@@ -65,28 +67,52 @@ def sizes(draw, tied=(False, True), ropes=({"rope_type": "default", "rope_theta"
     }
 
 
+def windowed(draw, config):
+    """The sizes with a window of some layers."""
+    layers, window = config["num_hidden_layers"], draw(WINDOWS)
+    kinds = st.sampled_from(["sliding_attention", "full_attention"])
+    if window and draw(st.booleans()):
+        config["layer_types"] = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    first = draw(st.integers(0, layers))
+    return config | {
+        "use_sliding_window": bool(window), "sliding_window": window, "max_window_layers": first,
+    }  # fmt: skip
+
+
 def experts(draw, name):
     """How many experts there are, and how many a token meets."""
     count = draw(st.integers(2, 5))
     return {name: count, "num_experts_per_tok": draw(st.integers(1, count))}
 
 
-def dense(kind, **fixed):
-    """The config class of a dense family, at drawn sizes."""
+def llama(draw):
+    """Biases of either kind."""
+    from transformers import LlamaConfig
 
-    def config(draw):
-        import transformers
-
-        return getattr(transformers, f"{kind}Config")(**sizes(draw), **fixed)
-
-    return config
+    biases = {name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias")}
+    return LlamaConfig(**sizes(draw), **biases)
 
 
 def mixtral(draw):
     """Mixtral has no narrower experts than its MLP."""
     from transformers import MixtralConfig
 
-    return MixtralConfig(**sizes(draw), **experts(draw, "num_local_experts"), sliding_window=None)
+    window = {"sliding_window": draw(WINDOWS)}
+    return MixtralConfig(**sizes(draw), **experts(draw, "num_local_experts"), **window)
+
+
+def mistral(draw):
+    """A window of all layers, or none."""
+    from transformers import MistralConfig
+
+    return MistralConfig(**sizes(draw), sliding_window=draw(WINDOWS))
+
+
+def qwen2(draw):
+    """Windows of the last layers, or of those that are listed."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**windowed(draw, sizes(draw)))
 
 
 def qwen2_moe(draw):
@@ -94,7 +120,7 @@ def qwen2_moe(draw):
     from transformers import Qwen2MoeConfig
 
     return Qwen2MoeConfig(
-        **sizes(draw),
+        **windowed(draw, sizes(draw)),
         **experts(draw, "num_experts"),
         moe_intermediate_size=draw(st.sampled_from([5, 9])),
         shared_expert_intermediate_size=draw(st.sampled_from([3, 10])),
@@ -102,13 +128,34 @@ def qwen2_moe(draw):
     )
 
 
+def qwen3(draw):
+    """Windows of the last layers, or of those that are listed, and a norm of each head."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**windowed(draw, sizes(draw)), attention_bias=draw(st.booleans()))
+
+
+def qwen3_moe(draw):
+    """Small experts, and a norm of each head."""
+    from transformers import Qwen3MoeConfig
+
+    window = draw(WINDOWS)
+    return Qwen3MoeConfig(
+        **sizes(draw), **experts(draw, "num_experts"),
+        moe_intermediate_size=draw(st.sampled_from([5, 9])), norm_topk_prob=draw(st.booleans()),
+        use_sliding_window=window is not None, sliding_window=window,
+    )  # fmt: skip
+
+
 FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
-    "llama": (dense("Llama"), "tp=TP,pp=PP"),
-    "mistral": (dense("Mistral", sliding_window=None), "tp=TP,dp=2"),
-    "qwen2": (dense("Qwen2"), "tp=TP,pp=PP"),
+    "llama": (llama, "tp=TP,pp=PP"),
+    "mistral": (mistral, "tp=TP,dp=2"),
+    "qwen2": (qwen2, "tp=TP,pp=PP"),
     "mixtral": (mixtral, "ep=EP,dp=EP,pp=PP"),
     "qwen2_moe": (qwen2_moe, "ep=EP,dp=EP"),
+    "qwen3": (qwen3, "tp=TP,pp=PP"),
+    "qwen3_moe": (qwen3_moe, "ep=EP,dp=EP,pp=PP"),
 }
 
 
