@@ -36,9 +36,10 @@ def read_window(theirs: Table, rule: WindowRule | None) -> Table:
     size, context = theirs.get("sliding_window"), theirs.get("max_position_embeddings")
     if size is not None and (type(size) is not int or size < 0):
         raise wrong(f"sliding_window={shown(size)} is not a whole number", "null, or a number")
+    size = size or 0
     if rule and rule.switched and not theirs.get(SWITCH):
-        size = None
-    is_short = bool(size) and not (isinstance(context, int) and size >= context)
+        size = 0
+    is_short = size > 0 and not (isinstance(context, int) and size >= context)
     if is_short and rule is None:
         message = f"sliding_window={size} is shorter than max_position_embeddings={context}"
         hint = f"set sliding_window to null, or max_position_embeddings to {size}, in config.json"
