@@ -1,8 +1,9 @@
-"""CPU attention of whole rows, of a ring's blocks and of packed documents, beside torch's own.
+"""CPU attention of whole rows, ring blocks, packed documents and windows, beside torch's own.
 
 Processor milliseconds of one forward and one backward, the best of several, values compared first.
 GEMMs run here on Intel's CPUs too, for which kernels/limits.py chooses torch's kernel. Documents
-are computed in groups of short ones, beside each alone by the same GEMMs ("one by one").
+are computed in groups of short ones, beside each alone by the same GEMMs ("one by one"). A window
+is beside causal attention of the full row, by torch's kernel; the goal is a fourth of its time.
 
     python benchmarks/bench_attention.py --threads 1
 """
@@ -13,15 +14,24 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from time import process_time
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from progress import each, say
 
+from mtcli.core.mesh.visibility import Visibility
+from mtcli.core.parallel.attention_mask import AttentionMask
+from mtcli.core.parallel.context import attention_over
 from mtcli.core.runtime.launch import ALLOCATOR, set_matmul
 from mtcli.kernels.attention import attention as dispatch
 from mtcli.kernels.attention import cpu
-from mtcli.kernels.attention.attention import attention, attention_backward, sdpa
+from mtcli.kernels.attention.attention import (
+    attention,
+    attention_backward,
+    masked_sdpa,
+    sdpa,
+)
 
 SHAPES = [(16, 4, 256, 64), (4, 12, 512, 64), (2, 12, 1024, 64)]  # batch, heads, tokens, width
 BLOCKS = [(128, 128), (64, 128), (128, 64), (512, 512)]  # queries and keys that meet in a ring
@@ -51,6 +61,8 @@ def main() -> None:
     rows.append(measure_documents(DOCUMENTS, args.repeats))
     line = "{what:30}{one by one:14.1f}{grouped:14.1f}{ratio:14.2f}   one by one, grouped, ms"
     say(line.format(**rows[-1]))
+    rows.append(measure_window(4096, 256, args.repeats))
+    say("{what:30}{full:14.1f}{window:14.1f}{ratio:14.2f}   full, window, ms".format(**rows[-1]))
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
 
@@ -125,6 +137,24 @@ def measure_documents(lengths: list[int], repeats: int) -> dict:
     torch.testing.assert_close(outputs["grouped"], outputs["one by one"], rtol=1e-4, atol=1e-4)
     what = f"{len(lengths)} documents of {max(lengths)} tokens"
     return {"what": what, "ratio": best["grouped"] / best["one by one"], **best}
+
+
+def measure_window(tokens: int, window: int, repeats: int) -> dict:
+    """One row, 4 heads of 64, forward and backward at once."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 4, tokens, 64, generator=generator).requires_grad_() for _ in range(3)]
+    alone = SimpleNamespace(size=1, rank=0)
+    masking = {"full": AttentionMask(Visibility()), "window": AttentionMask(Visibility(window - 1))}
+    masked = masked_sdpa(*inputs, masking["window"].mask(*[torch.arange(tokens)] * 2))
+    best = dict.fromkeys(masking, float("inf"))
+    for name in [*masking] * repeats:
+        start = process_time()
+        out = attention_over("ring")(*inputs, alone, masking[name])
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        best[name] = min(best[name], 1e3 * (process_time() - start))
+    torch.testing.assert_close(out, masked, rtol=1e-4, atol=1e-4)
+    what = f"a window of {window} in {tokens} tokens"
+    return {"what": what, "ratio": best["window"] / best["full"], **best}
 
 
 def seconds(function: Callable[[], object]) -> float:

@@ -5,7 +5,7 @@ a causal mask gives every rank the same work. b sequences, h query heads, g grou
 (half early, half late), d head width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import compress, product
 from typing import Any, NamedTuple
 
@@ -139,15 +139,54 @@ def _band_block(widest: int) -> int:
 def _banded(q: Tensor, k: Tensor, v: Tensor, first: int, masking: AttentionMask) -> Tensor:
     """Attention of queries [b, h, n, d] at `first` and after to a row's keys [b, g, s, d], each
     block of queries to those that a window shows it."""
-    length, visibility = k.shape[2], masking.visibility
-    positions, mixed = torch.arange(length, device=q.device), []
-    for part in q.split(_band_block(visibility.widest(length)), 2):
-        queries = PositionRange(first, first + part.shape[2])
+    return _Banded.apply(q, k, v, first, masking)  # type: ignore[no-untyped-call, no-any-return]  # torch
+
+
+class _Banded(torch.autograd.Function):
+    """Attention block by block. The gradients of keys are added where they lie: autograd's own
+    would be as long as the row for each block."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, first: int, masking: AttentionMask
+    ) -> Tensor:
+        """q [b, h, n, d], k and v [b, g, s, d] -> [b, h, n, d]."""
+        ctx.blocks = list(_band_blocks(q, k.shape[2], first, masking))
+        parts = [
+            attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], False, mask)
+            for queries, keys, mask in ctx.blocks
+        ]
+        out, lse = (torch.cat(blocks, 2) for blocks in zip(*parts, strict=True))
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """The gradients of q, k and v."""
+        q, k, v, out, lse = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        for queries, keys, mask in ctx.blocks:
+            block = q[:, :, queries], k[:, :, keys], v[:, :, keys], out[:, :, queries]
+            grads = attention_backward(grad[:, :, queries], block, lse[:, :, queries], False, mask)
+            dq[:, :, queries] = grads[0]
+            dk[:, :, keys] += grads[1]
+            dv[:, :, keys] += grads[2]
+        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _band_blocks(
+    q: Tensor, length: int, first: int, masking: AttentionMask
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
+    """Yields blocks of the queries at `first` and after, the row's keys that each sees, and the
+    mask between them."""
+    positions, visibility = torch.arange(length, device=q.device), masking.visibility
+    size = _band_block(visibility.widest(length))
+    for start in range(0, q.shape[2], size):
+        end = min(start + size, q.shape[2])
+        queries = PositionRange(first + start, first + end)
         keys = slice(*visibility.keys_of(queries, length))
         mask = masking.mask(positions[slice(*queries)], positions[keys])
-        mixed.append(masked_sdpa(part, k[:, :, keys], v[:, :, keys], mask))
-        first = queries.end
-    return torch.cat(mixed, 2)
+        yield slice(start, end), keys, mask
 
 
 def _to_heads(x: Tensor, axis: Axis) -> Tensor:
