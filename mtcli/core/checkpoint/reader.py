@@ -51,7 +51,6 @@ class StoredTensor(NamedTuple):
         return boxes.meeting(box, replica) if isinstance(boxes, StoredShards) else boxes
 
     def of_replica(self, index: int) -> "StoredTensor":
-        """Returns the tensor of one replica."""
         if not isinstance(self.boxes, StoredShards):
             return self
         return self._replace(boxes=self.boxes.of_replica(index))
@@ -102,7 +101,6 @@ class Checkpoint:
         return self._stored(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype of a tensor."""
         return self._stored(name).dtype
 
     def num_bytes(self, name: str) -> int:

@@ -297,7 +297,6 @@ class StoredShards(Sequence[StoredBox]):
         return bool((self.rows[:, REPLICA] >= 0).any())
 
     def of_replica(self, index: int) -> "StoredShards":
-        """Returns the boxes of one replica."""
         return StoredShards(self.shards, self.tensor, self.code, index)
 
     def meeting(self, box: Box, replica: int | None) -> Iterator[StoredBox]:

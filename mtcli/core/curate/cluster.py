@@ -465,7 +465,6 @@ def _write_shards(
 
 
 def _transposed(rows: Sequence[Sequence[Ref]]) -> list[tuple[Ref, ...]]:
-    """Transposes [tasks][returns] to [returns][tasks]."""
     return list(zip(*rows, strict=True))
 
 

@@ -165,7 +165,6 @@ class CurateConfig(Section):
 
     @property
     def ordered(self) -> tuple[Stage, ...]:
-        """The stages that run, in order."""
         if "stages" in self.model_fields_set:
             return self.stages
         lacking = {

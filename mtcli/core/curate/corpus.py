@@ -93,7 +93,6 @@ class Corpus:
         return int(self.bounds[-1])
 
     def slice(self, index: int) -> Slice:
-        """Returns the slice of one part."""
         first, end = self.bounds[index : index + 2].tolist()
         return Slice(self.parts[index], self.alive[first:end], first)
 

@@ -51,7 +51,6 @@ class Held(NamedTuple):
     value: Any
 
     def __call__(self) -> Any:
-        """Returns the value."""
         return self.value
 
 

@@ -37,7 +37,6 @@ def build_report(
     results: list[PassResult],
     shards: list[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Builds report.json."""
     stages: dict[str, StageCount] = {}
     bad: dict[str, Any] = {"count": 0, "examples": []}
     passed_over: Counter[str] = Counter()

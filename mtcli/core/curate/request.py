@@ -36,7 +36,6 @@ class Corpora(NamedTuple):
 
     @property
     def sources(self) -> list[SourceFile]:
-        """The files of both."""
         return [source for files in (self.new, self.old) if files for source in files.sources]
 
 

@@ -98,7 +98,6 @@ class EpochRows:
         return int(self._order[1][at])
 
     def items(self, sample: int) -> np.ndarray:
-        """Returns the examples of a sample."""
         row = self.number(sample)
         if row < 0:
             return np.empty(0, np.int64)
@@ -161,7 +160,6 @@ class PackedConversations:
 
     @property
     def files(self) -> list[list[Path]]:
-        """The files of each source."""
         return [[Path(name)] for name in self.prefixes]
 
     def batch(self, start: int, count: int) -> np.ndarray:

@@ -56,7 +56,6 @@ class RunData(Protocol):
 
     @property
     def files(self) -> list[list[Path]]:
-        """The files of each dataset."""
         return []
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
@@ -193,7 +192,6 @@ class Batches:
 
     @property
     def files(self) -> list[list[Path]]:
-        """The files of each dataset."""
         return token_files(self.prefixes)
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:
@@ -334,7 +332,6 @@ def open_blend(words: Sequence[str], field: str = "") -> tuple[Blend, list[Index
 
 
 def token_files(prefixes: Sequence[str]) -> list[list[Path]]:
-    """Lists the files of the data at each prefix."""
     return [[with_suffix(prefix, suffix) for suffix in (".bin", ".idx")] for prefix in prefixes]
 
 

@@ -206,7 +206,6 @@ class TokenSequences:
 
     @property
     def files(self) -> list[list[Path]]:
-        """The files of each dataset."""
         return token_files(self.prefixes)
 
     def groups(self) -> list[np.ndarray]:
@@ -287,7 +286,6 @@ class SubsetBatches:
 
     @property
     def files(self) -> list[list[Path]]:
-        """The files of each dataset."""
         return self.sequences.files
 
     def batch(self, start: int, count: int) -> np.ndarray:

@@ -77,7 +77,6 @@ class ParallelLayout:
 
     @classmethod
     def of_run(cls, config: RunConfig, world: int) -> "ParallelLayout":
-        """The layout of a run, with its replicas."""
         return replace(cls.of(config.parallel, world), replicas=config.num_replicas(world))
 
     @classmethod

@@ -69,7 +69,6 @@ class Pending:
             self.work.wait()
 
     def is_completed(self) -> bool:
-        """Whether the collective is complete."""
         return self.work.is_completed()
 
 
@@ -80,7 +79,6 @@ class NoWork:
         """Returns at once."""
 
     def is_completed(self) -> bool:
-        """Returns True."""
         return True
 
 

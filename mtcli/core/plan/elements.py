@@ -97,7 +97,6 @@ def _trained(
 
 
 def block_elements(work: Workload) -> RankElements:
-    """Elements of one block on a rank."""
     run = work.model, work.lora
     return _elements(run, work.optimizer, work.layout, 1, (False, False), FIRST)
 

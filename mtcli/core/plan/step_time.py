@@ -38,7 +38,6 @@ UPDATE_CALLS = 80  # operations of the update of a block's tensors
 
 
 def step_costs(work: Workload, device: Device) -> Costs:
-    """Costs of each part of a step."""
     elements = block_elements(work)
     sharded = passes(sharded_block(elements, work), device)
     hop = collective_seconds(pipeline_hop(work), device)

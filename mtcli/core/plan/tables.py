@@ -79,7 +79,6 @@ def evaluation(answer: PlanAnswer) -> Json | None:
 
 
 def figures(p: Prediction) -> Json:
-    """The figures of one layout in the JSON."""
     model, peak = p.work.model, p.device.peak(p.work.sizes.gemm)
     most = max(rank_elements(p.work, pp_rank).total for pp_rank in range(p.work.layout.pp))
     return {

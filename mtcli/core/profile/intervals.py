@@ -38,5 +38,4 @@ def without(a: list[Interval], b: list[Interval]) -> list[Interval]:
 
 
 def length(intervals: list[Interval]) -> float:
-    """The sum of the intervals' lengths."""
     return sum(end - start for start, end in intervals)

@@ -46,7 +46,6 @@ class Rehearsal(NamedTuple):
 
     @classmethod
     def of(cls, config: RunConfig, world: int, device: Device, pp_rank: int) -> "Rehearsal":
-        """The rehearsal of a rank on a device."""
         return cls(config, world, pp_rank, device.name == "cpu", device.widens)
 
     def as_json(self) -> str:
@@ -86,7 +85,6 @@ def rehearsed(plans: Sequence[tuple[RunConfig, Prediction]]) -> list[Prediction]
 
 
 def planned(config: RunConfig, world: int, device: Device) -> Prediction:
-    """The prediction of a config, rehearsed."""
     (prediction,) = rehearsed([(config, predict_workload(Workload.of(config, world), device))])
     return prediction
 

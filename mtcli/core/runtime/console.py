@@ -84,7 +84,6 @@ def _joined(cell: str) -> str:
 
 
 def _least(table: Table) -> int:
-    """The least width of a table."""
     console = Console(file=StringIO(), width=UNBOUNDED)
     return console.measure(table, options=console.options.update(max_width=UNBOUNDED)).minimum
 

@@ -33,7 +33,6 @@ class Message(NamedTuple):
 
     @property
     def channel(self) -> Channel:
-        """The channel that carries it."""
         return Channel(direction(self.op), self.sender, self.receiver)
 
 

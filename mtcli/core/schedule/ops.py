@@ -34,7 +34,6 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """Pipeline ranks."""
         return len(self.ops)
 
     @property

@@ -87,7 +87,6 @@ class Member:
 
     @property
     def layout(self) -> ParallelLayout:
-        """The layout of the array."""
         return self.groups.layout
 
     @property

@@ -298,7 +298,6 @@ def partitions(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def partitioning_fields(trials: Sequence[Trial], varied: Sequence[str]) -> list[str]:
-    """Selects the varied fields that partition the trials."""
 
     def parts(field: str) -> bool:
         return (

@@ -182,7 +182,6 @@ class _Bucket:
             self.under_way = None
 
     def decayed(self, gradients: Gradients) -> list[Tensor]:
-        """The gradients with weight decay."""
         decay = self.optimizer.config.weight_decay
         return [
             torch.add(gradients[name], x, alpha=decay) if decays and decay else gradients[name]

@@ -43,7 +43,6 @@ class ElasticPulls(PeriodicPulls):
             self.centre[name].copy_(master)
 
     def tensors(self, kind: str) -> Mapping[str, Tensor]:
-        """The centre."""
         return self.centre
 
     def counters(self) -> dict[str, Any]:

@@ -32,7 +32,6 @@ class Chunks:
         self.owned = slice(ends[replicas.rank], ends[replicas.rank] + self.lengths[replicas.rank])
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
-        """The tensors of a vector, by name."""
         return dict(zip(self.shapes, unflatten(vector, self.shapes.values()), strict=True))
 
     def own_rows(self) -> dict[str, slice]:

@@ -81,7 +81,6 @@ class PickledObject:
         return self.state.get(name) if isinstance(self.state, dict) else None
 
     def append(self, item: Any) -> None:
-        """Records an appended item."""
         self.items.append(item)
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -189,7 +189,6 @@ class MaskedRows:
 
     @property
     def files(self) -> list[list[Path]]:
-        """The files of each dataset."""
         return token_files(self.prefixes)
 
     def sample_ids(self, start: int, count: int) -> list[SampleId]:

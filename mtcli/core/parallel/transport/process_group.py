@@ -88,7 +88,6 @@ class _Several:
             work.wait()
 
     def is_completed(self) -> bool:
-        """Whether all are complete."""
         return all(work.is_completed() for work in self.works)
 
 

@@ -249,7 +249,6 @@ class Operation:
             self.memory.under_way[0].finish()
 
     def is_completed(self) -> bool:
-        """Whether the operation is complete."""
         return self not in self.memory.under_way
 
     def finish(self) -> None:

@@ -163,7 +163,6 @@ def _training(run: FinishedRun, data: Data) -> list[PageSection]:
 
 
 def _ranks(data: Data) -> PageSection:
-    """A section on slow ranks."""
     note = "Seconds of a step, medians over the steps. A slow rank computes long and waits little."
     table = _table(("", "largest", "median of ranks", "largest of"), rank_rows(data))
     return PageSection("Stragglers", note, table)
