@@ -229,6 +229,7 @@ def row_of(levels, **more):
 SIXES = {"hidden_size": 24, "num_heads": 6}
 WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
+SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -266,6 +267,9 @@ MORE_ROWS = [
     row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "recompute": "selective"},
            model=QK_NORM),
     row_of({"model": "llama", "tp": "4", "dp": "2", "zero": "1"}, model=QK_NORM),
+    row_of({"model": "llama", "tp": "2", "cp": "ring", "pipeline": "1f1b"}, model=SCALES),
+    row_of({"model": "bert", "tp": "2x2", "micro_batch_size": "2", "zero": "3"},
+           model=SCALES | {"logit_scale": 1.0}),
     row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "update": "lamb"},
            model=QK_NORM | {"norm": "layernorm"}),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},

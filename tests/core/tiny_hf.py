@@ -19,6 +19,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
     "rope_theta": 5000.0,
 }
+MULTIPLIERS = {f"{name}_multiplier": 0.4 for name in ("embedding", "attention", "residual")}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 
@@ -49,6 +50,7 @@ def configs():
             moe_intermediate_size=12,
             shared_expert_intermediate_size=16,
         ),
+        "granite": t.GraniteConfig(**SIZES, **MULTIPLIERS, logits_scaling=4.0),
         "qwen3": t.Qwen3Config(**SIZES, head_dim=10, **WINDOW),
         "qwen3_moe": t.Qwen3MoeConfig(
             **SIZES, **experts, head_dim=10, num_experts=3, moe_intermediate_size=12
@@ -57,4 +59,4 @@ def configs():
 
 
 FAMILIES = ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen2_moe")
-FAMILIES += ("qwen3", "qwen3_moe")
+FAMILIES += ("granite", "qwen3", "qwen3_moe")

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from mtcli.core.config.fields import Fraction, Int, Positive, Real, Section, Whole
 
 MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 10_000, 65_536, 1_000_000
+Multiplier = Annotated[Real, Field(ge=1e-6, le=1e6)]
 Coefficient = Annotated[Real, Field(ge=0.0, le=1000.0)]
 
 # What an architecture's name says: defaults of the fields below, each of which may be set.
@@ -121,6 +122,14 @@ class ModelConfig(Section):
     """tokens that a query of a local layer sees, itself included; not causal: on either side"""
     window_pattern: Annotated[str, Field(pattern=rf"^[LG]{{0,{MAX_LAYERS}}}$")] = ""
     """letters of the layers, repeated: L has the window, G sees all [L]"""
+    attention_scale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
+    """multiplies scores before the softmax [1 / sqrt(head_dim)]"""
+    embedding_scale: Multiplier = 1.0
+    """multiplies token embeddings"""
+    residual_scale: Multiplier = 1.0
+    """multiplies the outputs of attention and MLP before they are added"""
+    logit_scale: Multiplier = 1.0
+    """lm: multiplies the logits"""
     tie_embeddings: bool
     """the head shares the token embedding's weight [false for heads that read no vocabulary]"""
     bias: bool

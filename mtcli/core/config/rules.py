@@ -387,6 +387,13 @@ def _trackers_differ(config: RunConfig, world: int) -> Iterator[Problem]:
             )
 
 
+def _logits_are_scaled(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.logit_scale != 1.0 and m.head != "lm":
+        message = f"logit_scale={m.logit_scale:g} with head={m.head!r}, which scales none"
+        yield Problem(message, "1, or model.head = 'lm'", "model.logit_scale")
+
+
 def _windows_have_layers(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.window_pattern and not m.window:
@@ -527,6 +534,7 @@ RULES: tuple[Rule, ...] = (
     *SYNC_RULES,
     _sequence_fits,
     next_tokens_are_hidden,
+    _logits_are_scaled,
     _windows_have_layers,
     _rope_scaling_is_a_range,
     _curve_fits,

@@ -35,6 +35,8 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (build.norm(f"{name}.{x}_norm", model) for x in "qk")
         self.layer, self.head_dim = layer, model.head_dim
         self.visibility = layer_visibility(model, layer)
+        # kernels multiply scores by 1 / sqrt(head_dim)
+        self.query_scale = model.attention_scale * model.head_dim**0.5 or 1.0
         tp = build.groups.tp
         # of more ranks than key-value heads each has one, with fewer of its query heads
         self.queries_per_group = model.num_heads // max(model.num_kv_heads, tp.size)
@@ -59,6 +61,8 @@ class Attention(nn.Module):
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
         if inputs.rotation is not None:
             q, k = inputs.rotation(q, k)
+        if self.query_scale != 1.0:
+            q = q * self.query_scale
         if inputs.cache is not None:
             k, v = inputs.cache.extend(self.layer, k, v)
         mixed = self._attend(q, k, v, inputs)

@@ -42,6 +42,7 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(build.dropout(f"{name}.attention", model.dropout, seed))
         self.mlp_dropout = Dropout(build.dropout(f"{name}.mlp", model.dropout, seed))
         self.recompute, self.is_post = recompute, is_post
+        self.residual_scale = model.residual_scale
 
     def forward(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         """x_TD -> x_TD; with recompute = "full" it saves only its input for backward."""
@@ -52,14 +53,19 @@ class Block(nn.Module):
     def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         if self.is_post:
             norm, drop = self.attention_norm, self.attention_dropout
-            x_TD = _norm_of_sum(norm, drop, x_TD, self._attention(x_TD, inputs), numbers_T)
+            attended_TD = _scaled(self._attention(x_TD, inputs), self.residual_scale)
+            x_TD = _norm_of_sum(norm, drop, x_TD, attended_TD, numbers_T)
             norm, drop = self.mlp_norm, self.mlp_dropout
-            return _norm_of_sum(norm, drop, x_TD, self.mlp(x_TD, inputs), numbers_T)
-        y_TD: Tensor | None = self._attention(self.attention_norm(x_TD), inputs)
+            mlp_TD = _scaled(self.mlp(x_TD, inputs), self.residual_scale)
+            return _norm_of_sum(norm, drop, x_TD, mlp_TD, numbers_T)
+        y_TD: Tensor | None = _scaled(
+            self._attention(self.attention_norm(x_TD), inputs), self.residual_scale
+        )
         if self.attention_dropout.active:
             x_TD, y_TD = self.attention_dropout(y_TD, numbers_T, x_TD), None
         x_TD, y_TD = self.mlp_norm(x_TD, y_TD)  # frees attention's output
-        return cast(Tensor, self.mlp_dropout(self.mlp(y_TD, inputs), numbers_T, x_TD))
+        y_TD = _scaled(self.mlp(y_TD, inputs), self.residual_scale)
+        return cast(Tensor, self.mlp_dropout(y_TD, numbers_T, x_TD))
 
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """Attention; with recompute = "selective" its backward recomputes scores and
@@ -128,7 +134,10 @@ class Stage(nn.Module):
             x_TD = self.embedding_dropout(self._embed(inputs), numbers_T)
         for block in self.blocks.values():
             x_TD = block(x_TD, inputs, numbers_T)
-        return self.final_norm(x_TD) if self.is_last and self.model.norm_order == "pre" else x_TD
+        if self.is_last and self.model.norm_order == "pre":
+            x_TD = self.final_norm(x_TD)
+        # logits are linear in what they are made of
+        return _scaled(x_TD, self.model.logit_scale) if self.is_last else x_TD
 
     def losses(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """The last stage's weighted losses, such as the cross entropy of each label [T]; losses
@@ -149,7 +158,7 @@ class Stage(nn.Module):
         return cast(Head, self.next_tokens if self.model.head == "lm" else self.head)
 
     def _embed(self, inputs: Inputs) -> Tensor:
-        x_TD = self.embedding(inputs.tokens.flatten())
+        x_TD = _scaled(self.embedding(inputs.tokens.flatten()), self.model.embedding_scale)
         if self.model.position == "learned":
             positions_T = self.build.activation_rows(inputs.positions.flatten())
             table = cast(Tensor, self.position_embedding.weight)
@@ -161,6 +170,10 @@ class Stage(nn.Module):
             table = cast(Tensor, self.token_type_embedding.weight)
             x_TD = x_TD + self.build.lookup(types_T, table)
         return cast(Tensor, self.embedding_norm(x_TD) if self.model.norm_order == "post" else x_TD)
+
+
+def _scaled(x_TD: Tensor, factor: float) -> Tensor:
+    return x_TD if factor == 1.0 else x_TD * factor
 
 
 def _norm_of_sum(

@@ -154,6 +154,9 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["model.position=rope", "model.rope_scaling.low_freq_factor=4"], 1,
         "model.rope_scaling.low_freq_factor",
         "low_freq_factor=4 is not below high_freq_factor=4", "below 4, as 1 and 4"),
+    "_logits_are_scaled": (
+        ["model.head=mlm", "model.logit_scale=2"], 1, "model.logit_scale",
+        "logit_scale=2 with head='mlm', which scales none", "1, or model.head = 'lm'"),
     "_windows_have_layers": (
         ["model.window_pattern=LG"], 1, "model.window_pattern",
         "window_pattern='LG' with window=0, which limits no layer", "model.window of 1 or more"),

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from mtcli.core.checkpoint.huggingface.bert import BERTS
 from mtcli.core.checkpoint.huggingface.family import Family, Field, Table
 from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
+from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
@@ -21,7 +22,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
-    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE),
+    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE),
     *BERTS,
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
@@ -99,6 +100,8 @@ def model_of(table: Table, path: Path, tensors: Collection[str] = ()) -> ModelCo
     named = {family.aliases.get(name, name): value for name, value in table.items()}
     table = {**family.defaults, **named}
     required = UNSUPPORTED | {entry.theirs: entry.values for entry in family.required}
+    for name in (*family.supports, *(field.theirs for field in family.fields)):
+        required.pop(name, None)
     problems += [
         _unmet(name, table.get(name), values)
         for name, values in required.items()

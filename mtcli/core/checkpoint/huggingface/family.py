@@ -87,6 +87,8 @@ class Family:
     """fields of config.json by the other name that transformers has for them (attribute_map)"""
     window: WindowRule | None = None
     """how it says which layers have a window; None: it has none"""
+    supports: tuple[str, ...] = ()
+    """fields that `read_more` reads, and the other families refuse"""
     tied_head: str = "lm_head.weight"
     """what some folders call a copy of the embedding that the head shares"""
     told_by: str = ""

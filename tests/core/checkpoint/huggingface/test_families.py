@@ -29,6 +29,7 @@ LLAMA3 = {
     "rope_theta": 777.0,
 }
 
+SCALES = st.sampled_from([0.22, 1.0, 1.5])
 WINDOWS = st.sampled_from([None, 2, 5, 7])
 
 
@@ -93,6 +94,16 @@ def llama(draw):
     return LlamaConfig(**sizes(draw), **biases)
 
 
+def granite(draw):
+    """Multipliers of every kind."""
+    from transformers import GraniteConfig
+
+    multipliers = {f"{name}_multiplier": draw(SCALES) for name in ("embedding", "residual")}
+    multipliers |= {"attention_multiplier": draw(SCALES), "logits_scaling": draw(SCALES)}
+    biases = {name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias")}
+    return GraniteConfig(**sizes(draw), **biases, **multipliers)
+
+
 def mixtral(draw):
     """Mixtral has no narrower experts than its MLP."""
     from transformers import MixtralConfig
@@ -150,6 +161,7 @@ def qwen3_moe(draw):
 FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
     "llama": (llama, "tp=TP,pp=PP"),
+    "granite": (granite, "tp=TP,pp=PP"),
     "mistral": (mistral, "tp=TP,dp=2"),
     "qwen2": (qwen2, "tp=TP,pp=PP"),
     "mixtral": (mixtral, "ep=EP,dp=EP,pp=PP"),

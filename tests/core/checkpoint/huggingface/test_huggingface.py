@@ -42,6 +42,7 @@ LAYOUTS = {
     "qwen2": "tp=2",
     "mixtral": "ep=3,dp=3,pp=2",
     "qwen2_moe": "tp=2,etp=2",
+    "granite": "tp=2",
     "qwen3": "tp=2,pp=2",
     "qwen3_moe": "ep=3,dp=3",
 }
