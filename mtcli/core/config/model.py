@@ -61,16 +61,31 @@ OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_expe
 
 
 class RopeScaling(Section):
-    """Llama 3's frequency scaling of rotary positions."""
+    """How rotary frequencies are scaled to a longer context than the one trained first."""
 
+    kind: Literal["llama3", "linear", "yarn"] = "llama3"
+    """Llama 3's, position interpolation (arXiv:2306.15595), or YaRN (arXiv:2309.00071)"""
     factor: Annotated[Real, Field(ge=1.0, le=1e6)] = 8.0
     """how many times longer the context is than the one trained first"""
-    low_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 1.0
-    """wavelengths longer than original_max_seq_len / this are divided by factor"""
-    high_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 4.0
-    """wavelengths shorter than original_max_seq_len / this are kept"""
     original_max_seq_len: Positive = 8192
-    """the context length trained first"""
+    """llama3, yarn: the context length trained first"""
+    low_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 1.0
+    """llama3: wavelengths longer than original_max_seq_len / this are divided by factor"""
+    high_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 4.0
+    """llama3: wavelengths shorter than original_max_seq_len / this are kept"""
+    beta_fast: Annotated[Real, Field(ge=1e-3, le=1e6)] = 32.0
+    """yarn: pairs that turn more often than this in the original context are kept"""
+    beta_slow: Annotated[Real, Field(ge=1e-3, le=1e6)] = 1.0
+    """yarn: frequencies of pairs that turn less often than this are divided by factor"""
+    truncate: bool = True
+    """yarn: the range between the two ends at whole pairs"""
+    attention_factor: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
+    """yarn: multiplies rotated queries and keys [0.1 * mscale * ln(factor) + 1, over the same of
+    mscale_all_dim; without these 0.1 * ln(factor) + 1]"""
+    mscale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
+    """yarn: DeepSeek's weight of ln(factor) in attention_factor"""
+    mscale_all_dim: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
+    """yarn: the same in what attention_factor is divided by"""
 
 
 class ModelConfig(Section):
@@ -115,7 +130,7 @@ class ModelConfig(Section):
     rope_theta: Annotated[Real, Field(ge=1.0, le=1e12)] = 10000.0
     """base of the rotary frequencies"""
     rope_scaling: RopeScaling | None = None
-    """Llama 3's scaling of the rotary frequencies"""
+    """scaling of the rotary frequencies"""
     causal: bool = True
     """false: tokens attend to all of their sequence, as in encoders; not with head = lm"""
     window: Whole = 0

@@ -406,13 +406,16 @@ def _windows_have_layers(config: RunConfig, world: int) -> Iterator[Problem]:
 
 def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]:
     scaling = config.model.rope_scaling
-    if scaling and scaling.low_freq_factor >= scaling.high_freq_factor:
-        yield Problem(
-            f"low_freq_factor={scaling.low_freq_factor:g} is not below "
-            f"high_freq_factor={scaling.high_freq_factor:g}",
-            f"below {scaling.high_freq_factor:g}, as 1 and 4",
-            "model.rope_scaling.low_freq_factor",
-        )
+    ends = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+    if scaling and (names := ends.get(scaling.kind)):
+        low, high = (getattr(scaling, name) for name in names)
+        if low >= high:
+            message = f"{names[0]}={low:g} is not below {names[1]}={high:g}"
+            usual = "as 1 and 4" if scaling.kind == "llama3" else "as 1 and 32"
+            hint = f"below {high:g}, {usual}"
+            yield Problem(message, hint, f"model.rope_scaling.{names[0]}")
+    if scaling and scaling.kind == "yarn" and config.model.rope_theta == 1.0:
+        yield Problem("rope_theta=1 turns all pairs alike", "above 1", "model.rope_theta")
 
 
 FORMATS = {  # by head

@@ -25,20 +25,60 @@ def rotary_table(model: ModelConfig, positions_bs: Tensor, dtype: torch.dtype) -
     """The cosines and sines of each position, with angles in float32 as Hugging Face's are."""
     angles = positions_bs[:, None, :, None].float() * frequencies(model, positions_bs.device)
     angles = torch.cat([angles, angles], -1)
-    return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype))
+    cos, sin, factor = angles.cos(), angles.sin(), _attention_factor(model.rope_scaling)
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
+    return RotaryTable(cos.to(dtype), sin.to(dtype))
 
 
 def frequencies(model: ModelConfig, device: torch.device) -> Tensor:
     """Radians per position of each pair of dimensions, float32 [head_dim / 2]."""
     exponents = torch.arange(0, model.head_dim, 2, device=device).float() / model.head_dim
-    plain = 1.0 / model.rope_theta**exponents
-    return plain if model.rope_scaling is None else _scaled(plain, model.rope_scaling)
+    plain, scaling = 1.0 / model.rope_theta**exponents, model.rope_scaling
+    if scaling is None:
+        return plain
+    share_of = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[scaling.kind]
+    share = share_of(plain, model, scaling)
+    return share * plain + (1.0 - share) * plain / scaling.factor
 
 
-def _scaled(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3's scaling: divides the frequencies of long wavelengths by the factor, keeps those of
-    short ones, and interpolates in between."""
+def _linear(plain: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
+    """The share of each frequency [head_dim / 2] that is kept, where the rest is divided by the
+    factor: none."""
+    return torch.zeros_like(plain)
+
+
+def _llama3(plain: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
+    """The same: all of those of short wavelengths, none of long ones, some in between."""
     turns = scaling.original_max_seq_len * plain / (2.0 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1.0 - blend) * plain / scaling.factor + blend * plain
+    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _yarn(plain: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
+    """The same, falling evenly with the pair's number (arXiv:2309.00071, section 3.2)."""
+
+    def pair(turns: float) -> float:
+        """The pair that turns so often in the original context."""
+        wavelengths = scaling.original_max_seq_len / (turns * 2.0 * math.pi)
+        return model.head_dim * math.log(wavelengths) / (2.0 * math.log(model.rope_theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, model.head_dim - 1)
+    width = last - first or 0.001
+    pairs = torch.arange(len(plain), dtype=torch.float32, device=plain.device)
+    return 1.0 - ((pairs - first) / width).clamp(0.0, 1.0)
+
+
+def _attention_factor(scaling: RopeScaling | None) -> float:
+    """What YaRN multiplies rotated queries and keys by (arXiv:2309.00071, section 3.4)."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    if scaling.attention_factor:
+        return scaling.attention_factor
+    growth = 0.1 * math.log(scaling.factor)
+    if scaling.mscale and scaling.mscale_all_dim:
+        return (scaling.mscale * growth + 1.0) / (scaling.mscale_all_dim * growth + 1.0)
+    return growth + 1.0

@@ -49,7 +49,15 @@ def gpt2(draw):
     )
 
 
-def sizes(draw, tied=(False, True), ropes=({"rope_type": "default", "rope_theta": 99.0}, LLAMA3)):
+LINEAR = {"rope_type": "linear", "factor": 2.5, "rope_theta": 99.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 9}
+YARN |= {"rope_theta": 99.0, "beta_fast": 2.0, "beta_slow": 0.5}
+DEEPSEEK = YARN | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 0.9}
+ROPES = ({"rope_type": "default", "rope_theta": 99.0}, LLAMA3, LINEAR, YARN, DEEPSEEK)
+ROPES += (YARN | {"attention_factor": 1.3},)
+
+
+def sizes(draw, tied=(False, True), ropes=ROPES):
     """Sizes of a model with rotary positions: few key heads, wide or narrow heads, tied or not."""
     kv = draw(st.integers(1, 3))
     heads = kv * draw(st.integers(1, 3))

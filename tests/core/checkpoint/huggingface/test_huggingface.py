@@ -24,7 +24,7 @@ from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config, preset_names
-from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.model import ModelConfig, RopeScaling
 from mtcli.core.convert import to_mtcli as conversion
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_huggingface import to_hf
@@ -153,12 +153,8 @@ def test_what_the_config_says_is_what_transformers_has(hf_folders, hf_models):
     llama, gpt2 = (open_checkpoint(hf_folders[name]).model for name in ("llama", "gpt2"))
     assert (llama.num_heads, llama.num_kv_heads, llama.head_dim) == (4, 2, 10)
     assert (llama.rope_theta, llama.norm_eps, llama.max_seq_len) == (5000.0, 1e-5, 40)
-    assert llama.rope_scaling.model_dump() == {
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 3.0,
-        "original_max_seq_len": 16,
-    }
+    sizes = {"low_freq_factor": 1.0, "high_freq_factor": 3.0, "original_max_seq_len": 16}
+    assert llama.rope_scaling == RopeScaling(kind="llama3", factor=4.0, **sizes)
     assert (gpt2.activation, gpt2.ffn_hidden_size, gpt2.max_seq_len) == ("gelu_tanh", 27, 17)
     assert gpt2.norm_eps == 1e-3
     assert (gpt2.dropout, gpt2.attention_dropout, gpt2.tie_embeddings) == (0.1, 0.1, True)
@@ -289,7 +285,8 @@ CONFIGS = [
     ("gpt2", {"n_embd": -16}, "n_embd: -16 should be at least 1"),
     ("llama", {"attention_bias": 2}, "attention_bias: 2 should be true or false"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+    ("llama", {"rope_parameters": {"rope_type": "ntk"}}, "rope_type='ntk'"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn' has no factor"),
     ("llama", {"rope_parameters": [1]}, "rope_scaling is [1], which is not a table"),
     ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "'llama3' has no factor"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
@@ -297,7 +294,7 @@ CONFIGS = [
     ("mistral", {"sliding_window": 9, "layer_types": ["full_attention"] * 2}, "layer_types=['fu"),
     ("qwen2_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] cannot be represented"),
     ("gpt2", {"num_attention_heads": 4}, "num_attention_heads=4 and n_head=3 differ"),
-    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
     ("llama", {"rope_parameters": {"full_attention": {}}}, "rope_parameters of 'full_attention'"),
     ("llama", {"original_max_position_embeddings": 9}, "is 16 in rope_scaling and 9 beside it"),
     ("llama", {"sliding_window": 39}, "sliding_window=39 is shorter than max_position_embed"),
