@@ -151,9 +151,9 @@ class ModelConfig(Section):
     """biases of the linear layers, where the fields of their kinds say nothing else"""
     qkv_bias: bool
     """bias of the query, key and value projection"""
-    out_bias: bool
+    out_bias: bool | None = None
     """bias of attention's output projection [bias]"""
-    mlp_bias: bool
+    mlp_bias: bool | None = None
     """biases of the MLP; experts have none [bias]"""
     qk_norm: Literal["none", "head"] = "none"
     """a norm of each query and key head before rotation, with a weight that all heads share"""
@@ -206,6 +206,14 @@ class ModelConfig(Section):
         return self.router_biases or self.router_bias_update_rate > 0.0
 
     @property
+    def has_out_bias(self) -> bool:
+        return self.bias if self.out_bias is None else self.out_bias
+
+    @property
+    def has_mlp_bias(self) -> bool:
+        return self.bias if self.mlp_bias is None else self.mlp_bias
+
+    @property
     def is_gated(self) -> bool:
         """True where an MLP's first GEMM has a gate column for each column of the inner width."""
         return self.activation == "swiglu"
@@ -240,8 +248,6 @@ def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
         filled |= {"tie_embeddings": False, "sentence_order": False} | values
     if filled.get("head") == "classification":
         filled.setdefault("num_labels", 2)
-    for kind in ("out_bias", "mlp_bias"):
-        filled.setdefault(kind, filled.get("bias") is True)
     heads, hidden = filled.get("num_heads"), filled.get("hidden_size")
     if type(heads) is int and heads > 0:
         filled.setdefault("num_kv_heads", heads)

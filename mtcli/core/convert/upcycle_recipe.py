@@ -105,9 +105,10 @@ def _is_copied(dense: ModelConfig) -> Iterator[Problem]:
     if dense.num_experts:
         message = f"the model is a mixture of {dense.num_experts} experts already"
         yield Problem(message, "upcycle the dense model", FLAG)
-    elif dense.mlp_bias:
-        hint = "of a gpt-like model, one that was trained with model.mlp_bias = false"
-        message = "the MLP has biases (model.mlp_bias = true), and experts have none"
+    elif dense.has_mlp_bias:
+        hint = "of a gpt-like model, one that was trained with model.bias = false"
+        field = "bias" if dense.mlp_bias is None else "mlp_bias"
+        message = f"the MLP has biases (model.{field} = true), and experts have none"
         yield Problem(message, hint, FLAG)
 
 

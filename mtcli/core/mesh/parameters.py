@@ -215,7 +215,7 @@ def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]
             yield from _norm_of(model, f"{name}.{norm}", layer, model.head_dim, None)
     shape = (hidden, model.num_heads * model.head_dim)
     yield _linear(f"{name}.out", shape, ("tp_row", "tp"), layer, Matrix("output"))
-    if model.out_bias:
+    if model.has_out_bias:
         yield Parameter(f"{name}.out.bias", (hidden,), ("tp_columns",), "zeros", layer)
 
 
@@ -225,10 +225,10 @@ def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterat
     shape, axes = ((2, ffn), (None, "tp")) if gated else ((ffn,), ("tp",))
     slots = (Matrix("gate", 0, 0), Matrix("up", 0, 1)) if gated else (Matrix("up"),)
     yield _linear(f"{name}.{up}", (*shape, hidden), (*axes, "tp_row"), layer, *slots)
-    if model.mlp_bias:
+    if model.has_mlp_bias:
         yield Parameter(f"{name}.{up}.bias", shape, axes, "zeros", layer)
     yield _linear(f"{name}.down", (hidden, ffn), ("tp_row", "tp"), layer, Matrix("down"))
-    if model.mlp_bias:
+    if model.has_mlp_bias:
         yield Parameter(f"{name}.down.bias", (hidden,), ("tp_columns",), "zeros", layer)
 
 

@@ -112,7 +112,7 @@ def refused(text, dense):
 
 def test_biases_and_mixtures_are_refused():
     (problem,) = refused("num_experts=8,top_k=2", ModelConfig(**GPT))
-    assert problem.message == "the MLP has biases (model.mlp_bias = true), and experts have none"
+    assert problem.message == "the MLP has biases (model.bias = true), and experts have none"
     (problem,) = refused("num_experts=8,top_k=2", ModelConfig(**MOE))
     assert problem.message == "the model is a mixture of 4 experts already"
 
@@ -124,7 +124,7 @@ def test_all_problems_come_at_once():
         "unknown option 'num_expert'",
         "granularity=x",
         "'tanh' should be 'softmax' or 'sigmoid'",
-        "the MLP has biases (model.mlp_bias = true), and experts have none",
+        "the MLP has biases (model.bias = true), and experts have none",
         "num_experts is missing",
         "top_k is missing",
     ]

@@ -133,7 +133,7 @@ def config_to_hf(model: ModelConfig, family: Family) -> Table:
     """
     table: Table = {"architectures": [family.architecture], "model_type": family.model_type}
     for field in family.fields:
-        value = getattr(model, field.ours)
+        value = getattr(model, field.written or field.ours)
         if field.values is not None:
             names = [theirs for theirs, ours in field.values.items() if ours == value]
             value = (names or list(field.values))[0]
@@ -181,7 +181,8 @@ def _function(model: ModelConfig) -> Table:
     unread = {"ffn_hidden_size"} if model.num_experts else EXPERTS
     unread |= set() if model.position == "rope" else {"rope_theta", "rope_scaling"}
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
-    return model.model_dump(exclude=TRAINING | unread | {"window_pattern"}) | {"windows": windows}
+    derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
+    return model.model_dump(exclude=TRAINING | unread | {"window_pattern"}) | derived
 
 
 def _alias_problems(table: Table, family: Family) -> list[Problem]:

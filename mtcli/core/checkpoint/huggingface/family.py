@@ -33,6 +33,7 @@ class Field(NamedTuple):
     theirs: str
     default: Any = None
     values: Mapping[str, str] | None = None
+    written: str = ""  # a property of ModelConfig, where `ours` may be None
 
 
 class RequiredValue(NamedTuple):

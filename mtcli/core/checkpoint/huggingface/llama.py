@@ -36,7 +36,7 @@ CONSTANTS = {"architecture": "llama", "norm": "rmsnorm", "position": "rope", "dr
 CONSTANTS |= {"bias": False, "qkv_bias": False}
 ATTENTION_BIAS = (
     Field("qkv_bias", "attention_bias", False),
-    Field("out_bias", "attention_bias", False),
+    Field("out_bias", "attention_bias", False, written="has_out_bias"),
 )
 ROTARY = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
 
@@ -63,7 +63,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     base="model.",
     block="model.layers.{layer}.",
-    fields=(*SIZES, *ATTENTION_BIAS, Field("mlp_bias", "mlp_bias", False)),
+    fields=(*SIZES, *ATTENTION_BIAS, Field("mlp_bias", "mlp_bias", False, written="has_mlp_bias")),
     defaults=DEFAULTS,
     constants=CONSTANTS,
     required=(),
