@@ -67,7 +67,8 @@ def write_window(model: ModelConfig, rule: WindowRule | None) -> Table:
     if rule.by_layer:
         windows = [model.layer_window(layer) for layer in range(model.num_layers)]
         kinds = [KINDS["L" if window else "G"] for window in windows]
-        table |= {"max_window_layers": 0, "layer_types": kinds}
+        first = next((layer for layer, window in enumerate(windows) if window), len(windows))
+        table |= {"max_window_layers": first, "layer_types": kinds}
     return table
 
 
