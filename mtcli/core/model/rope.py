@@ -37,29 +37,26 @@ def frequencies(model: ModelConfig, device: torch.device) -> Tensor:
     plain, scaling = 1.0 / model.rope_theta**exponents, model.rope_scaling
     if scaling is None:
         return plain
-    share_of = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}[scaling.kind]
-    share = share_of(plain, model, scaling)
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    share = _llama3(plain, scaling) if scaling.kind == "llama3" else _yarn(plain, model, scaling)
     return share * plain + (1.0 - share) * plain / scaling.factor
 
 
-def _linear(plain: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """The share of each frequency [head_dim / 2] that is kept, where the rest is divided by the
-    factor: none."""
-    return torch.zeros_like(plain)
-
-
-def _llama3(plain: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """The same: all of those of short wavelengths, none of long ones, some in between."""
+def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """The share of each frequency [head_dim / 2] that is kept, beside the share that is divided by
+    the factor: 1 for short wavelengths, 0 for long ones, and linear in between (Llama 3.1)."""
     turns = scaling.original_max_seq_len * plain / (2.0 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _yarn(plain: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """The same, falling evenly with the pair's number (arXiv:2309.00071, section 3.2)."""
+    """The share of each frequency [head_dim / 2] that is kept: it falls linearly with the number of
+    the pair, from 1 at beta_fast to 0 at beta_slow (arXiv:2309.00071, section 3.2)."""
 
     def pair(turns: float) -> float:
-        """The pair that turns so often in the original context."""
+        """The number of the pair, a fraction, that makes so many turns in the original context."""
         wavelengths = scaling.original_max_seq_len / (turns * 2.0 * math.pi)
         return model.head_dim * math.log(wavelengths) / (2.0 * math.log(model.rope_theta))
 
@@ -73,7 +70,7 @@ def _yarn(plain: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
 
 
 def _attention_factor(scaling: RopeScaling | None) -> float:
-    """What YaRN multiplies rotated queries and keys by (arXiv:2309.00071, section 3.4)."""
+    """The factor of rotated queries and keys, which YaRN scales (arXiv:2309.00071, section 3.4)."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor:

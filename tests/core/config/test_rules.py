@@ -557,5 +557,31 @@ def test_a_batch_is_divided_over_the_data_ranks_alone():
     assert problems(load_config("tiny", ["parallel.tp=4", *batch]), 8) == []  # dp=2
 
 
+ROPE = ["model.position=rope", "model.rope_scaling.kind=yarn"]
+OTHER_BREAKS = [
+    (["model.window=4", "model.window_pattern=G"], "model.window_pattern",
+     "window=4 with window_pattern='G': no layer is local"),
+    # the letter of the only layer is G
+    (["model.num_layers=1", "model.window=4", "model.window_pattern=GL"], "model.window_pattern",
+     "window=4 with window_pattern='GL': no layer is local"),
+    ([*ROPE, "model.rope_scaling.beta_slow=32"], "model.rope_scaling.beta_slow",
+     "beta_slow=32 is not below beta_fast=32"),
+    ([*ROPE, "model.rope_theta=1"], "model.rope_theta", "rope_theta=1 turns all pairs alike"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "field", "message"), OTHER_BREAKS)
+def test_a_rule_of_windows_or_rotation_is_broken_in_its_other_ways(overrides, field, message):
+    (problem,) = problems(load_config("tiny", overrides), 1)
+    assert (problem.field, problem.message) == (field, message)
+
+
+@pytest.mark.parametrize(
+    "overrides", [["model.window=4", "model.window_pattern=GL"], ROPE, [*ROPE, "model.window=1"]]
+)
+def test_legal_windows_and_scalings_have_no_problems(overrides):
+    assert problems(load_config("tiny", overrides), 1) == []
+
+
 def test_a_warm_up_may_be_all_of_a_run():
     assert problems(load_config("tiny", ["train.steps=5", "optimizer.warmup_steps=5"]), 1) == []
