@@ -15,6 +15,19 @@ from mtcli.core.checkpoint.huggingface.family import (
 from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, MLP, SIZES
 from mtcli.core.checkpoint.huggingface.window import alternating_local, last_local
 
+EXPERTS = (
+    Field("moe_ffn_hidden_size", "moe_intermediate_size"),
+    Field("num_experts", "num_experts"),
+    Field("top_k", "num_experts_per_tok"),
+    Field("normalize_top_k", "norm_topk_prob", False),
+)
+IN_EVERY_LAYER = (
+    RequiredValue("decoder_sparse_step", (1, None)),
+    RequiredValue("mlp_only_layers", ([], None)),
+)
+ROUTED = {"mlp.router.weight": same("mlp.gate.weight")}
+ROUTED |= gated_mlp("mlp.experts", "mlp.experts.{expert}")
+
 QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
@@ -34,11 +47,8 @@ QWEN2_MOE = replace(
     architecture="Qwen2MoeForCausalLM",
     fields=(
         *SIZES,
-        Field("moe_ffn_hidden_size", "moe_intermediate_size"),
+        *EXPERTS,
         Field("shared_expert_ffn_hidden_size", "shared_expert_intermediate_size"),
-        Field("num_experts", "num_experts"),
-        Field("top_k", "num_experts_per_tok"),
-        Field("normalize_top_k", "norm_topk_prob", False),
     ),
     defaults={**QWEN2.defaults, "num_hidden_layers": 24, "hidden_size": 2048}
     | {"num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 5632}
@@ -46,17 +56,10 @@ QWEN2_MOE = replace(
     | {"num_experts": 60, "num_experts_per_tok": 4},
     constants=CONSTANTS
     | {"architecture": "qwen2-moe", "qkv_bias": True, "shared_expert_gate": True},
-    required=(
-        RequiredValue("qkv_bias", (True, None)),
-        RequiredValue("decoder_sparse_step", (1, None)),
-        RequiredValue("mlp_only_layers", ([], None)),
-    ),
+    required=(RequiredValue("qkv_bias", (True, None)), *IN_EVERY_LAYER),
     window=WindowRule(alternating_local, switched=True, by_layer=True),
     inner=ATTENTION
-    | {
-        "mlp.router.weight": same("mlp.gate.weight"),
-        "mlp.shared_expert_gate.weight": same("mlp.shared_expert_gate.weight"),
-    }
-    | gated_mlp("mlp.experts", "mlp.experts.{expert}")
+    | ROUTED
+    | {"mlp.shared_expert_gate.weight": same("mlp.shared_expert_gate.weight")}
     | gated_mlp("mlp.shared_expert", "mlp.shared_expert"),
 )

@@ -2,13 +2,7 @@
 
 from dataclasses import replace
 
-from mtcli.core.checkpoint.huggingface.family import (
-    Field,
-    RequiredValue,
-    WindowRule,
-    gated_mlp,
-    same,
-)
+from mtcli.core.checkpoint.huggingface.family import WindowRule, same
 from mtcli.core.checkpoint.huggingface.llama import (
     ATTENTION,
     ATTENTION_BIAS,
@@ -16,7 +10,12 @@ from mtcli.core.checkpoint.huggingface.llama import (
     MLP,
     SIZES,
 )
-from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2
+from mtcli.core.checkpoint.huggingface.qwen2 import (
+    EXPERTS,
+    IN_EVERY_LAYER,
+    QWEN2,
+    ROUTED,
+)
 from mtcli.core.checkpoint.huggingface.window import all_local
 
 QK_NORM = {f"attention.{x}_norm.weight": same(f"self_attn.{x}_norm.weight") for x in "qk"}
@@ -35,26 +34,13 @@ QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    fields=(
-        *SIZES,
-        *ATTENTION_BIAS,
-        Field("moe_ffn_hidden_size", "moe_intermediate_size"),
-        Field("num_experts", "num_experts"),
-        Field("top_k", "num_experts_per_tok"),
-        Field("normalize_top_k", "norm_topk_prob", False),
-    ),
+    fields=(*SIZES, *ATTENTION_BIAS, *EXPERTS),
     defaults={**QWEN2.defaults, "num_hidden_layers": 24, "hidden_size": 2048}
     | {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144}
     | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
     constants=CONSTANTS | {"architecture": "mixtral", "qk_norm": "head"},
-    required=(
-        RequiredValue("decoder_sparse_step", (1, None)),
-        RequiredValue("mlp_only_layers", ([], None)),
-    ),
+    required=IN_EVERY_LAYER,
     aliases={"num_local_experts": "num_experts"},
     window=WindowRule(all_local, switched=True),
-    inner=ATTENTION
-    | QK_NORM
-    | {"mlp.router.weight": same("mlp.gate.weight")}
-    | gated_mlp("mlp.experts", "mlp.experts.{expert}"),
+    inner=ATTENTION | QK_NORM | ROUTED,
 )
