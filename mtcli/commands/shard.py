@@ -172,7 +172,7 @@ def _read(words: list[str]) -> list[str]:
 
 
 def _verb(words: list[str], context: typer.Context) -> str:
-    """What to do: convert, or `inspect` or `verify`, which no flag selects."""
+    """Reads the verb, convert, inspect or verify; refuses flags that belong to another one."""
     verb = words[0] if words[0] in COUNTS else "convert"
     if flags := given_flags(context, REFUSED[verb]):
         raise MtcliError(*(Problem(f"{f} with {verb}", "it goes with SRC DST") for f in flags))

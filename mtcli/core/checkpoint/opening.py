@@ -1,7 +1,7 @@
 """Opens a checkpoint, ours, Hugging Face's or Megatron's, on one rank or the same one on all.
 
 Rank 0 reads and checks our manifest and broadcasts it. Each rank checks sizes, headers and hashes
-of its share of the files, and opens those that hold its boxes. Machines may see different folders,
+of its share of the files, and opens the files with its boxes. Machines may see different folders,
 through a stale directory cache or on a local disk, and would train from mixed weights. So before
 the first step, ranks check that errors, the checkpoint and the data are the same on all.
 """

@@ -1,4 +1,4 @@
-"""Prunes a run's checkpoints, and locks those that are being read.
+"""Prunes a run's checkpoints, but none that a reader has locked.
 
 A reader holds a shared lock on the manifest, released when the `Checkpoint` is closed or collected,
 and with the process. Pruning takes an exclusive lock, and skips a checkpoint where it cannot.

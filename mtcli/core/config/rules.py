@@ -122,8 +122,7 @@ def of_training(field: str) -> Problem:
 
 
 def require_causal(path: str, model: ModelConfig) -> None:
-    """Raises MtcliError where a checkpoint does not predict next tokens, or its tokens attend to
-    those that they would predict."""
+    """Raises MtcliError where a checkpoint does not predict next tokens, or is not causal."""
     if model.head != "lm":
         message = f"{path} has head={model.head!r}, and predicts no next token"
         raise wrong(message, "mtcli eval takes it: --task mlm=, race= or classification=PATH")

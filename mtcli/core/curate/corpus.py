@@ -1,5 +1,4 @@
-"""Joins all parts of a pass into one corpus: documents by number, and a mask of those that are
-alive.
+"""Joins all parts of a pass into one corpus: documents by number, and a mask of the live ones.
 
 Number 0 is the first document of the first part. The numbering follows from the names and sizes of
 the input files alone.

@@ -22,7 +22,7 @@ class BlendOrder(NamedTuple):
 
 
 def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
-    """Chooses the dataset of each of `size` samples, and its sample of that dataset.
+    """Chooses a dataset for each of `size` samples, and the index of the sample in the dataset.
 
     Sample i goes to the dataset that is furthest behind its share: argmax of w * max(i, 1) - drawn,
     the first where equal, in float64. A dataset of weight 0 is never chosen. Each pick depends on

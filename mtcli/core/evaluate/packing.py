@@ -85,7 +85,7 @@ class PackingPlan:
 
     @property
     def num_passes(self) -> int:
-        """The forward passes, those that read a prefix included."""
+        """The number of forward passes: one for each batch and each prefix."""
         return len(self.batches) + len(self.prefixes)
 
     def length(self, prefix: int | None) -> int:

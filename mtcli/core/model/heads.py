@@ -24,7 +24,7 @@ class Head(Protocol):
     table's."""
 
     def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss | None) -> Tensor:
-        """The weighted losses; those that cp ranks share are on the first of them alone."""
+        """The weighted losses; a loss that cp ranks share counts on the first of the ranks alone."""
 
     def loss(
         self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss | None

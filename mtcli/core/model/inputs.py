@@ -80,7 +80,7 @@ class Inputs:
         return self.tokens.shape[0], self.tokens.shape[1]
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that a training step reads, in a fixed order, without those that are None."""
+        """The tensors that a training step reads, in a fixed order; fields of None are left out."""
         rows = self.documents and self.documents.rows
         optional = self.labels, self.weights, self.padding, self.numbers, rows
         given = (self.tokens, self.positions, *optional, *(self.rotation or ()))

@@ -83,8 +83,8 @@ class AttentionMask:
         return False, self.between(q, positions, positions)
 
     def of_paths(self, paths: Tensor, positions: Tensor) -> Tensor:
-        """The mask bool [b, 1, s, s] of packed rows: `paths` [b, s, s] is True from a token to
-        those that precede it on its path, and `positions` [b, s] count along paths."""
+        """The mask bool [b, 1, s, s] of packed rows: `paths` [b, s, s] is True from a token to the
+        tokens before it on its path, and `positions` [b, s] count along paths."""
         left = self.visibility.left
         if left is None:
             return paths[:, None]

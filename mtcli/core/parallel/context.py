@@ -138,7 +138,7 @@ def _band_block(widest: int) -> int:
 
 def _banded(q: Tensor, k: Tensor, v: Tensor, first: int, masking: AttentionMask) -> Tensor:
     """Attention of queries [b, h, n, d] at `first` and after to a row's keys [b, g, s, d], each
-    block of queries to those that a window shows it."""
+    block of queries to the keys in its window."""
     return _Banded.apply(q, k, v, first, masking)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 

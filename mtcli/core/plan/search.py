@@ -59,7 +59,7 @@ class SearchResult:
     best: tuple[Candidate, ...]
     tried: int
     too_large: int
-    nearest: Workload | None  # the layout that needs least memory, of those that are too large
+    nearest: Workload | None  # of the layouts that are too large, the one that needs least memory
     works: tuple[Workload, ...] = ()  # everything that was tried, and squares of ranks
 
 
@@ -231,7 +231,7 @@ def choices(
 ) -> Iterator[AxisSizes]:
     """Yields every layout worth trying.
 
-    Left out are those that another beats in time and in memory: gpipe (by 1f1b), zero=0 (by zero=1
+    Omits what another choice beats in time and in memory: gpipe (by 1f1b), zero=0 (by zero=1
     where dp > 1), selective recompute under flash attention (by none), and no sequence parallelism
     where tp divides a micro-batch's tokens; also cp ranks of fewer than SMALLEST_CONTEXT tokens.
     """
@@ -297,7 +297,7 @@ def _chunks(num_layers: int, pp: int) -> list[int]:
 
 
 def legal_works(config: RunConfig, world: int, pinned: frozenset[str]) -> list[Workload]:
-    """The workload of every choice, without those that a pinned value makes illegal."""
+    """The workload of every choice that the pinned values allow."""
     start = Workload.of(config, world)
     parallel = config.parallel
     works = [_with(start, choice, parallel) for choice in choices(config, world, pinned)]

@@ -1,4 +1,4 @@
-"""Compares the best layout with those that differ from it in one field."""
+"""Compares the best layout with layouts that differ from it in one field."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -192,7 +192,7 @@ def summary_rows(answer: PlanAnswer) -> Rows:
 
 
 def summary(p: Prediction) -> list[tuple[str, str]]:
-    """Rows on one prediction, without those that have no text."""
+    """Rows on one prediction; rows without text are left out."""
     work, m, device = p.work, p.work.model, p.device
     tokens = work.tokens_per_step
     margin = f"{gib(device.memory_bytes - device.usable_bytes)} left to fragmentation"

@@ -59,7 +59,7 @@ class Attempt(NamedTuple):
 
 
 class Join(NamedTuple):
-    """What a rank publishes when it joins."""
+    """The record that a rank publishes when it joins."""
 
     token: str  # random
     restarts: int

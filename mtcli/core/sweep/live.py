@@ -158,7 +158,7 @@ class LiveArray:
         save(self.live.seats, self.live.saves)
 
     def finish_saves(self) -> None:
-        """Waits for the saves of all models, including those that left the array.
+        """Waits for the saves of all models, also of models that left the array.
 
         Raises MtcliError for all models whose last save failed.
         """

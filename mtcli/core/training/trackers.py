@@ -23,7 +23,7 @@ PROJECT = "mtcli"
 
 
 def open_trackers(config: RunConfig, step: int) -> list["Tracker"]:
-    """Opens train.trackers, of a run that has made `step` steps; skips those that do not start."""
+    """Opens train.trackers, of a run that has made `step` steps; skips one that does not start."""
     trackers, path = [], Path(config.train.output) / IDS
     saved_ids = _known(path) if step else {}
     ids = dict(saved_ids)

@@ -206,10 +206,10 @@ def factors(parameter: Parameter, shape: tuple[int, ...]) -> Factors:
 
 
 def factored_boxes(box: Box, lead: tuple[int, ...], inner: Factors) -> Iterator[tuple[int, Box]]:
-    """Maps a chunk of their tensor to boxes of ours, each with its first element in the chunk.
+    """Maps a chunk of Megatron's tensor to boxes of ours, each with its first element in the chunk.
 
-    `lead` selects one index of each of their leading dimensions; the other dimensions are products
-    of `inner`. Yields nothing where the chunk does not contain that index. Raises MtcliError where
+    `lead` is an index into the tensor's leading dimensions; the other dimensions are products of
+    `inner`. Yields nothing where the chunk does not contain that index. Raises MtcliError where
     the chunk's elements of a box are not consecutive.
     """
     first = 0
