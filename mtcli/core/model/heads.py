@@ -24,7 +24,7 @@ class Head(Protocol):
     table's."""
 
     def losses(self, x_TD: Tensor, inputs: Inputs, output: TokenLoss | None) -> Tensor:
-        """The weighted losses; a loss that cp ranks share counts on the first of the ranks alone."""
+        """The weighted losses; a loss that cp ranks share counts on the first rank alone."""
 
     def loss(
         self, x_TD: Tensor, inputs: Inputs, scale: Scale, output: TokenLoss | None
