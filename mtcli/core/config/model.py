@@ -155,8 +155,8 @@ class ModelConfig(Section):
     """bias of attention's output projection [bias]"""
     mlp_bias: bool | None = None
     """biases of the MLP; experts have none [bias]"""
-    qk_norm: Literal["none", "head"] = "none"
-    """a norm of each query and key head before rotation, with a weight that all heads share"""
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
     dropout: Fraction = 0.0
     """after the embedding, attention and MLP outputs"""
     attention_dropout: Fraction = 0.0

@@ -90,7 +90,7 @@ class Block(nn.Module):
         """Attention; with recompute = "selective" its backward recomputes scores and
         probabilities."""
         if self.recompute == "selective" and torch.is_grad_enabled():
-            qkv = self.attention.qkv(x_TD, numbers=inputs.numbers)
+            qkv = self.attention.project(x_TD, inputs)
             mixed = _recomputed(self.attention.mix, qkv, inputs)
             return cast(Tensor, self.attention.out(mixed, numbers=inputs.numbers))
         return cast(Tensor, self.attention(x_TD, inputs))
