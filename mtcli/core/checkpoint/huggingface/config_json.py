@@ -38,7 +38,7 @@ TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispa
 TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
 EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
-EXPERTS |= {"router_bias_update_rate", "router_biases"}
+EXPERTS |= {"router_bias_update_rate", "router_biases", "first_dense_layers", "routed_scale"}
 # Fields by which related models compute something that no family here does. transformers ignores
 # some of them in these families and reads others (`is_causal`). Whoever wrote one meant it, so each
 # is refused unless its value changes nothing.
@@ -179,7 +179,9 @@ def _lost(model: ModelConfig, family: Family) -> list[str]:
 
 
 def _function(model: ModelConfig) -> Table:
-    unread = {"ffn_hidden_size"} if model.num_experts else EXPERTS
+    unread = EXPERTS
+    if model.num_experts:
+        unread = set() if model.first_dense_layers else {"ffn_hidden_size"}
     unread |= set() if model.position == "rope" else {"rope_theta", "rope_scaling"}
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
