@@ -78,7 +78,8 @@ def rehearse(rehearsal: Rehearsal) -> RankBytes:
     """Runs a step of a pipeline rank; returns its bytes besides the state."""
     planned, world, pp_rank, on_cpu, widens = rehearsal
     work = Workload.of(planned, world)
-    passes = 2 if work.zero == 3 or work.layout.tp_rows > 1 else 1
+    again = work.zero == 3 or work.layout.tp_rows > 1 or _casts_gradients(work, on_cpu)
+    passes = 1 + again
     rank, chosen = work.layout.attention.rank(pp=pp_rank), _chosen(work, pp_rank)
     config = _short(planned, work, chosen, passes)
     with fake_trainer(config, world, rank, on_cpu, widens) as (trainer, live):
@@ -94,6 +95,11 @@ def rehearse(rehearsal: Rehearsal) -> RankBytes:
         trace.mark("update", -1)
     more = gathered_bytes(work, pp_rank) - gathered_bytes(Workload.of(config, world), pp_rank)
     return _rank_bytes(work, trace.marks, pp_rank, more)
+
+
+def _casts_gradients(work: Workload, on_cpu: bool) -> bool:
+    """Whether a second micro-batch takes more: a CPU casts a gradient to add it to a wider one."""
+    return on_cpu and work.num_micro_batches > 1 and work.sizes.gradient > work.sizes.weight
 
 
 def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int) -> RunConfig:
