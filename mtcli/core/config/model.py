@@ -58,6 +58,9 @@ OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_expe
     *("aux_loss_coeff", "sequence_aux_loss_coeff", "router_bias_update_rate"),
     *("router_biases", "z_loss_coeff"),
 )
+OF_ROPE = (  # the fields that a model without rotary positions has no use for
+    *("rope_theta", "rope_scaling", "rope_local_theta", "rope_pattern", "rotary_fraction"),
+)
 
 
 class RopeScaling(Section):
@@ -131,6 +134,12 @@ class ModelConfig(Section):
     """base of the rotary frequencies"""
     rope_scaling: RopeScaling | None = None
     """scaling of the rotary frequencies"""
+    rope_local_theta: Annotated[Real, Field(ge=0.0, le=1e12)] = 0.0
+    """base of the layers with a window, which are not scaled [rope_theta, scaled]"""
+    rope_pattern: Annotated[str, Field(pattern=rf"^[RN]{{0,{MAX_LAYERS}}}$")] = ""
+    """letters of the layers, repeated: R rotates queries and keys, N does not [R]"""
+    rotary_fraction: Annotated[Real, Field(ge=1e-6, le=1.0)] = 1.0
+    """share of a head that rotates: its first int(head_dim * this) dimensions"""
     causal: bool = True
     """false: tokens attend to all of their sequence, as in encoders; not with head = lm"""
     window: Whole = 0
@@ -227,6 +236,21 @@ class ModelConfig(Section):
         """The window of a layer, numbered over all stages; 0 where its queries see all."""
         letters = self.window_pattern or "L"
         return self.window if letters[layer % len(letters)] == "L" else 0
+
+    @property
+    def rotary_dim(self) -> int:
+        """The dimensions of a head that rotate, where its layer does."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def rotating_share(self) -> float:
+        """The share of the layers that rotate queries and keys."""
+        return sum(map(self.layer_rotates, range(self.num_layers))) / self.num_layers
+
+    def layer_rotates(self, layer: int) -> bool:
+        """True where a layer, numbered over all stages, rotates its queries and keys."""
+        letters = self.rope_pattern or "R"
+        return self.position == "rope" and letters[layer % len(letters)] == "R"
 
     @property
     def dense_ffn_hidden_size(self) -> int:

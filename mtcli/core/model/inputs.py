@@ -1,13 +1,14 @@
 """The inputs of a stage besides activations: a micro-batch's tokens, positions, labels, masks."""
 
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.model.rope import RotaryTable, rotary_table
+from mtcli.core.model.rope import RotaryTable, rotary_tables
 from mtcli.core.parallel.attention_mask import Documents, restarted
 from mtcli.core.parallel.factory import Scale
 
@@ -69,7 +70,7 @@ class Inputs:
     paths: Tensor | None = None  # [b, s, s] bool, True from a token to earlier ones on its path
     token_types: Tensor | None = None  # [b, s] int64; None is 0 each
     sentences: Sentences | None = None
-    rotation: RotaryTable | None = None
+    rotations: tuple[RotaryTable, ...] = ()  # by `layer_table` of model/rope.py
     cache: KVCache | None = None
     prefix: KVCache | None = None  # of one sequence that precedes each of the b; not extended
     aux_scale: Scale = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
@@ -83,7 +84,7 @@ class Inputs:
         """The tensors that a training step reads, in a fixed order; fields of None are left out."""
         rows = self.documents and self.documents.rows
         optional = self.labels, self.weights, self.padding, self.numbers, rows
-        given = (self.tokens, self.positions, *optional, *(self.rotation or ()))
+        given = (self.tokens, self.positions, *optional, *chain(*self.rotations))
         return [x for x in given if x is not None]
 
     def clone(self) -> "Inputs":
@@ -99,7 +100,7 @@ class Inputs:
             padding=padding,
             numbers=numbers,
             documents=self.documents and Documents(self.documents.rows.clone()),
-            rotation=self.rotation and RotaryTable(*(x.clone() for x in self.rotation)),
+            rotations=tuple(RotaryTable(*(x.clone() for x in pair)) for pair in self.rotations),
         )
 
 
@@ -119,14 +120,14 @@ def make_inputs(
     attended: bool = True,
     **fields: Any,
 ) -> Inputs:
-    """The inputs of tokens [b, s], with positions 0 .. s - 1 by default, and their rotary table.
+    """The inputs of tokens [b, s], with positions 0 .. s - 1 by default, and their rotary tables.
 
     `documents` [b, s of full rows] restrict attention to a token's own document. On a rank without
-    blocks nothing is `attended`, and there is no rotary table. `fields` are others of `Inputs`.
+    blocks nothing is `attended`, and there are no rotary tables. `fields` are others of `Inputs`.
     """
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     turned = attended and model.position == "rope"
-    turns = rotary_table(model, positions, dtype) if turned else None
+    tables = rotary_tables(model, positions, dtype) if turned else ()
     apart = None if documents is None else Documents(documents)
-    return Inputs(tokens, positions, rotation=turns, documents=apart, **fields)
+    return Inputs(tokens, positions, rotations=tables, documents=apart, **fields)

@@ -160,6 +160,11 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_windows_have_layers": (
         ["model.window_pattern=LG"], 1, "model.window_pattern",
         "window_pattern='LG' with window=0, which limits no layer", "model.window of 1 or more"),
+    "_pairs_rotate": (
+        ["model.position=rope", "model.head_dim=32", "model.rotary_fraction=0.1"], 1,
+        "model.rotary_fraction",
+        "rotary_fraction=0.1 rotates 3 of head_dim=32 dimensions, which are no pairs",
+        "a multiple of 2 / head_dim = 0.0625"),
     "data_is_shared_out": (
         ["data.split=-1,2,3"], 1, "data.split",
         'split "-1,2,3" is not up to three numbers >= 0 with a sum > 0',
@@ -564,6 +569,14 @@ OTHER_BREAKS = [
     # the letter of the only layer is G
     (["model.num_layers=1", "model.window=4", "model.window_pattern=GL"], "model.window_pattern",
      "window=4 with window_pattern='GL': no layer is local"),
+    (["model.position=rope", "model.rotary_fraction=0.01"], "model.rotary_fraction",
+     "rotary_fraction=0.01 rotates 0 of head_dim=64 dimensions, which are no pairs"),
+    (["model.position=rope", "model.num_layers=1", "model.rope_pattern=NR"], "model.rope_pattern",
+     "rope_pattern='NR': no layer rotates"),
+    (["model.position=rope", "model.rope_local_theta=9"], "model.rope_local_theta",
+     "rope_local_theta=9.0 with window=0, which no layer has"),
+    (["model.rope_pattern=RN"], "model.rope_pattern",
+     "rope_pattern='RN' with position='learned', which turns nothing"),
     ([*ROPE, "model.rope_scaling.beta_slow=32"], "model.rope_scaling.beta_slow",
      "beta_slow=32 is not below beta_fast=32"),
     ([*ROPE, "model.rope_theta=1"], "model.rope_theta", "rope_theta=1 turns all pairs alike"),
@@ -577,7 +590,14 @@ def test_a_rule_of_windows_or_rotation_is_broken_in_its_other_ways(overrides, fi
 
 
 @pytest.mark.parametrize(
-    "overrides", [["model.window=4", "model.window_pattern=GL"], ROPE, [*ROPE, "model.window=1"]]
+    "overrides",
+    [
+        ["model.window=4", "model.window_pattern=GL"],
+        ROPE,
+        [*ROPE, "model.window=1"],
+        [*ROPE, "model.window=4", "model.rope_local_theta=9", "model.rope_pattern=RN"],
+        [*ROPE, "model.head_dim=33", "model.rotary_fraction=0.5"],
+    ],
 )
 def test_legal_windows_and_scalings_have_no_problems(overrides):
     assert problems(load_config("tiny", overrides), 1) == []
