@@ -231,6 +231,7 @@ WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
 ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
+SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -281,6 +282,15 @@ MORE_ROWS = [
            model=WINDOW | ROTATION),
     row_of({"model": "llama", "pipeline": "interleaved", "recompute": "selective", "dp": "2"},
            model={"rope_pattern": "RNN"}),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
+           model=SANDWICH),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=SANDWICH | {"residual_scale": 0.4}),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "full"},
+           model=SANDWICH),
+    row_of({"model": "gpt", "tp": "2", "pipeline": "interleaved", "recompute": "selective"},
+           model=AFTER),
+    row_of({"model": "bert", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"}, model=AFTER),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

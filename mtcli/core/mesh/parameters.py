@@ -52,15 +52,8 @@ def parameters(model: ModelConfig) -> dict[str, Parameter]:
     if model.norm_order == "post":
         table += _norm(model, "embedding_norm", "first")
     for layer in range(model.num_layers):
-        block = f"blocks.{layer}"
-        table += _norm(model, f"{block}.attention_norm", layer)
-        table += _attention(model, f"{block}.attention", layer)
-        table += _norm(model, f"{block}.mlp_norm", layer)
-        if model.num_experts:
-            table += _experts(model, f"{block}.mlp", layer)
-        else:
-            table += _feed_forward(model, f"{block}.mlp", layer, model.ffn_hidden_size)
-    if model.norm_order == "pre":
+        table += _block(model, f"blocks.{layer}", layer)
+    if model.norm_order != "post":
         table += _norm(model, "final_norm", "last")
     table += _head(model)
     return {parameter.name: parameter for parameter in table}
@@ -140,6 +133,20 @@ def training_flops(
 def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False) -> Parameter:
     shape = (model.vocab_size, model.hidden_size)
     return Parameter(name, shape, ("tp", "tp_row"), "normal", layer, padded=0, tied=tied)
+
+
+def _block(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
+    for part in ("attention", "mlp"):
+        if model.norm_order != "after":
+            yield from _norm(model, f"{name}.{part}_norm", layer)
+        if part == "attention":
+            yield from _attention(model, f"{name}.{part}", layer)
+        elif model.num_experts:
+            yield from _experts(model, f"{name}.{part}", layer)
+        else:
+            yield from _feed_forward(model, f"{name}.{part}", layer, model.ffn_hidden_size)
+        if model.norms_outputs:
+            yield from _norm(model, f"{name}.{part}_post_norm", layer)
 
 
 def _head(model: ModelConfig) -> Iterator[Parameter]:

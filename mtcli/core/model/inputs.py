@@ -82,7 +82,7 @@ class Inputs:
 
     def tensors(self) -> list[Tensor]:
         """The tensors that a training step reads, in a fixed order; fields of None are left out."""
-        rows = self.documents and self.documents.rows
+        rows = None if self.documents is None else self.documents.rows
         optional = self.labels, self.weights, self.padding, self.numbers, rows
         given = (self.tokens, self.positions, *optional, *chain(*self.rotations))
         return [x for x in given if x is not None]
