@@ -66,12 +66,13 @@ OF_ROPE = (  # the fields that a model without rotary positions has no use for
 class RopeScaling(Section):
     """How rotary frequencies are scaled to a longer context than the one trained first."""
 
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
-    """Llama 3's, position interpolation (arXiv:2306.15595), or YaRN (arXiv:2309.00071)"""
+    kind: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
+    """Llama 3's, position interpolation (arXiv:2306.15595), dynamic NTK, which stretches the base,
+    YaRN (arXiv:2309.00071), or LongRoPE (arXiv:2402.13753)"""
     factor: Annotated[Real, Field(ge=1.0, le=1e6)] = 8.0
     """how many times longer the context is than the one trained first"""
     original_max_seq_len: Positive = 8192
-    """llama3, yarn: the context length trained first"""
+    """all but linear: the context length trained first"""
     low_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 1.0
     """llama3: wavelengths longer than original_max_seq_len / this are divided by factor"""
     high_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 4.0
@@ -83,12 +84,18 @@ class RopeScaling(Section):
     truncate: bool = True
     """yarn: the range between the two ends at whole pairs"""
     attention_factor: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
-    """yarn: multiplies rotated queries and keys [0.1 * mscale * ln(factor) + 1, over the same of
-    mscale_all_dim; without these 0.1 * ln(factor) + 1]"""
+    """yarn, longrope: multiplies rotated queries and keys [0.1 * mscale * ln(factor) + 1, over the
+    same of mscale_all_dim; without these 0.1 * ln(factor) + 1; longrope: sqrt(1 + ln(factor) /
+    ln(original_max_seq_len))]"""
     mscale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
     """yarn: DeepSeek's weight of ln(factor) in attention_factor"""
     mscale_all_dim: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
     """yarn: the same in what attention_factor is divided by"""
+    short_factors: tuple[Multiplier, ...] = ()
+    """longrope: what divides the frequency of each pair, where batch.seq_len, or max_seq_len in
+    eval and generate, is at most original_max_seq_len"""
+    long_factors: tuple[Multiplier, ...] = ()
+    """longrope: the same where it is longer"""
 
 
 class ModelConfig(Section):

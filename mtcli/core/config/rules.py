@@ -430,6 +430,21 @@ def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]
         yield Problem("rope_theta=1 turns all pairs alike", "above 1", "model.rope_theta")
 
 
+def _rope_scaling_fits_heads(config: RunConfig, world: int) -> Iterator[Problem]:
+    m, scaling = config.model, config.model.rope_scaling
+    if scaling and scaling.kind == "longrope":
+        if scaling.original_max_seq_len == 1:
+            field = "model.rope_scaling.original_max_seq_len"
+            yield Problem("longrope with original_max_seq_len=1", "2 or more", field)
+        for name in ("short_factors", "long_factors"):
+            if len(numbers := getattr(scaling, name)) != m.rotary_dim // 2:
+                message = f"{len(numbers)} {name} for heads of {m.rotary_dim // 2} pairs"
+                yield Problem(message, "a factor for each", f"model.rope_scaling.{name}")
+    if scaling and scaling.kind == "dynamic" and m.rotary_dim == 2:
+        message = "kind='dynamic' has no base for heads of one pair"
+        yield Problem(message, "more dimensions that rotate", "model.rope_scaling.kind")
+
+
 FORMATS = {  # by head
     "lm": ("tokens", "conversations"),
     "mlm": ("tokens",),
@@ -554,6 +569,7 @@ RULES: tuple[Rule, ...] = (
     _windows_have_layers,
     _pairs_rotate,
     _rope_scaling_is_a_range,
+    _rope_scaling_fits_heads,
     _curve_fits,
     _run_has_a_length,
     _trust_bounds_are_a_range,

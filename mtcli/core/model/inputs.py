@@ -117,17 +117,19 @@ def make_inputs(
     *,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
-    attended: bool = True,
+    context: int | None = None,
     **fields: Any,
 ) -> Inputs:
     """The inputs of tokens [b, s], with positions 0 .. s - 1 by default, and their rotary tables.
 
-    `documents` [b, s of full rows] restrict attention to a token's own document. On a rank without
-    blocks nothing is `attended`, and there are no rotary tables. `fields` are others of `Inputs`.
+    `documents` [b, s of full rows] restrict attention to a token's own document. Some scalings of
+    rotary positions depend on `context`, by default the model's; it is 0 on a rank without blocks,
+    which has no tables. `fields` are others of `Inputs`.
     """
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    turned = attended and model.position == "rope"
-    tables = rotary_tables(model, positions, dtype) if turned else ()
+    context = model.max_seq_len if context is None else context
+    turned = context > 0 and model.position == "rope"
+    tables = rotary_tables(model, positions, dtype, context) if turned else ()
     apart = None if documents is None else Documents(documents)
     return Inputs(tokens, positions, rotations=tables, documents=apart, **fields)

@@ -37,36 +37,48 @@ def layer_table(model: ModelConfig, layer: int) -> int | None:
 
 
 def rotary_tables(
-    model: ModelConfig, positions_bs: Tensor, dtype: torch.dtype
+    model: ModelConfig, positions_bs: Tensor, dtype: torch.dtype, context: int
 ) -> tuple[RotaryTable, ...]:
-    """The table of the layers, and that of local ones where these have a base of their own."""
+    """The table of the layers, and that of local ones where these have a base of their own.
+
+    Scalings that depend on the length of sequences read `context`, which is the same for all
+    micro-batches of a run.
+    """
     bases = [(model.rope_theta, model.rope_scaling)]
     if model.rope_local_theta > 0.0:
         bases.append((model.rope_local_theta, None))
-    dim, positions = model.rotary_dim, positions_bs[:, None, :, None]
-    return tuple(_table(dim, *base, positions, dtype) for base in bases)
+    dim, tables = model.rotary_dim, []
+    for theta, scaling in bases:
+        radians = frequencies(dim, theta, scaling, context, positions_bs.device)
+        angles = positions_bs[:, None, :, None].float() * radians
+        tables.append(_table(angles, _attention_factor(scaling), dtype))
+    return tuple(tables)
 
 
-def _table(
-    dim: int, theta: float, scaling: RopeScaling | None, positions: Tensor, dtype: torch.dtype
-) -> RotaryTable:
-    """The cosines and sines of each position, with angles in float32 as Hugging Face's are."""
-    angles = positions.float() * frequencies(dim, theta, scaling, positions.device)
+def _table(angles: Tensor, factor: float, dtype: torch.dtype) -> RotaryTable:
+    """The cosines and sines of angles [b, 1, s, r / 2] in float32, as Hugging Face's are."""
     angles = torch.cat([angles, angles], -1)
-    cos, sin, factor = angles.cos(), angles.sin(), _attention_factor(scaling)
+    cos, sin = angles.cos(), angles.sin()
     if factor != 1.0:
         cos, sin = cos * factor, sin * factor
     return RotaryTable(cos.to(dtype), sin.to(dtype))
 
 
 def frequencies(
-    dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
+    dim: int, theta: float, scaling: RopeScaling | None, context: int, device: torch.device
 ) -> Tensor:
     """Radians per position of each pair of the dimensions, float32 [r / 2]."""
     exponents = torch.arange(0, dim, 2, device=device).float() / dim
+    if scaling is not None and scaling.kind == "dynamic":
+        growth = scaling.factor * context / scaling.original_max_seq_len - (scaling.factor - 1.0)
+        theta *= max(1.0, growth) ** (dim / (dim - 2))
     plain = 1.0 / theta**exponents
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":
         return plain
+    if scaling.kind == "longrope":
+        is_long = context > scaling.original_max_seq_len
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        return 1.0 / (torch.tensor(factors, device=device) * theta**exponents)
     if scaling.kind == "linear":
         return plain / scaling.factor
     share = _llama3(plain, scaling) if scaling.kind == "llama3" else _yarn(plain, theta, scaling)
@@ -101,11 +113,14 @@ def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def _attention_factor(scaling: RopeScaling | None) -> float:
-    """The factor of rotated queries and keys, which YaRN scales (arXiv:2309.00071, section 3.4)."""
-    if scaling is None or scaling.kind != "yarn":
+    """The factor of rotated queries and keys, which YaRN and LongRoPE scale (arXiv:2309.00071,
+    section 3.4; arXiv:2402.13753)."""
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor:
         return scaling.attention_factor
+    if scaling.kind == "longrope":
+        return math.sqrt(1.0 + math.log(scaling.factor) / math.log(scaling.original_max_seq_len))
     growth = 0.1 * math.log(scaling.factor)
     if scaling.mscale and scaling.mscale_all_dim:
         return (scaling.mscale * growth + 1.0) / (scaling.mscale_all_dim * growth + 1.0)
