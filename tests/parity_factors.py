@@ -229,6 +229,7 @@ def row_of(levels, **more):
 SIXES = {"hidden_size": 24, "num_heads": 6}
 WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
+ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
@@ -277,6 +278,12 @@ MORE_ROWS = [
            model=QK_NORM | {"norm": "layernorm"}),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
            model=QK_NORM),
+    row_of({"model": "llama", "cp": "a2a", "pipeline": "zero_bubble", "zero": "1", "dp": "2"},
+           model=WINDOW | ROTATION),
+    row_of({"model": "one key head", "tp": "4", "cp": "ring", "samples": "documents"},
+           model=WINDOW | ROTATION),
+    row_of({"model": "llama", "pipeline": "interleaved", "recompute": "selective", "dp": "2"},
+           model={"rope_pattern": "RNN"}),
     row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
            model=SANDWICH),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},

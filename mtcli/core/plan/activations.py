@@ -43,7 +43,7 @@ def _stage(work: Workload, on_cpu: bool, stage: int) -> StageBytes:
     """Adds up a stage: its blocks, the working memory of one block, and embedding or head."""
     first, last = stage == 0, stage == work.layout.num_stages - 1
     counts, stream = work.block_counts([stage]), _stream(work)
-    blocks = [(counts.others, _block(work, on_cpu))]
+    blocks = [(counts.mixed, _block(work, on_cpu))]
     if counts.dense:
         dense = replace(work, model=work.model.of_first_layers)
         blocks.append((counts.dense, _block(dense, on_cpu)))
@@ -137,7 +137,7 @@ def _attention(work: Workload, on_cpu: bool) -> PartBytes:
     scores *= 4 if on_cpu else 2
     saved, moving = _entered(work) + heads + mixed, heads + mixed + scores
     if work.recompute != "selective":
-        copies = (m.position == "rope") + (m.qk_norm != "none")  # of queries and keys
+        copies = m.rotating_share + (m.qk_norm != "none")  # of queries and keys
         saved += (mixed + keys / 2) * copies + queries * WIDE + scores
     if work.layout.cp > 1:
         moving += 2 * heads  # another rank's, in flight

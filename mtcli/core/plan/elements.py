@@ -150,7 +150,7 @@ def parameter_copies(
 ) -> Iterable[tuple[Parameter, int]]:
     """Yields (parameter, number of copies) of a pipeline rank, as blocks of a kind are alike."""
     (first, last), (model, lora) = ends, run
-    kinds = blocks if model.first_dense_layers else (blocks.others,)
+    kinds = blocks if model.first_dense_layers else (blocks.mixed,)
     short = {"num_layers": len(kinds), "first_dense_layers": len(kinds) - 1}
     for parameter in run_parameters(model.model_copy(update=short), lora).values():
         if parameter.layer == "first":

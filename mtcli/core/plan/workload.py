@@ -41,10 +41,10 @@ UNEVEN_ROUNDS = 8  # of pp micro-batches, after which uneven stages have a stead
 
 
 class BlockCounts(NamedTuple):
-    """How many blocks some stages have: first ones of a mixture without experts, and others."""
+    """How many blocks some stages have: first ones of a mixture without experts, and the rest."""
 
     dense: int
-    others: int
+    mixed: int
 
 
 @dataclass(frozen=True)

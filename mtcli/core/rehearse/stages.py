@@ -107,11 +107,11 @@ def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int
     most = SHARDED_BLOCKS if work.zero == 3 else BLOCKS
     kept_counts = []
     for stage in range(work.layout.num_stages):
-        dense, others = work.block_counts([stage])
+        dense, mixed = work.block_counts([stage])
         if stage not in chosen:
-            kept_counts.append((min(dense, 1), min(others, 1 - min(dense, 1))))
-        elif others:  # the middle one of those that run has experts
-            kept_counts.append((dense, min(others, most + dense)))
+            kept_counts.append((min(dense, 1), min(mixed, 1 - min(dense, 1))))
+        elif mixed:  # the middle one of those that run has experts
+            kept_counts.append((dense, min(mixed, most + dense)))
         else:
             kept_counts.append((min(dense, most), 0))
     layers = tuple(map(sum, kept_counts))

@@ -19,7 +19,7 @@ from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
 from mtcli.core.checkpoint.huggingface.window import read_window, write_window
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
-from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.model import OF_ROPE, ModelConfig
 from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
@@ -179,13 +179,16 @@ def _lost(model: ModelConfig, family: Family) -> list[str]:
 
 
 def _function(model: ModelConfig) -> Table:
-    unread = EXPERTS
-    if model.num_experts:
-        unread = set() if model.first_dense_layers else {"ffn_hidden_size"}
-    unread |= set() if model.position == "rope" else {"rope_theta", "rope_scaling"}
+    unread = set() if model.position == "rope" else set(OF_ROPE)
+    if not model.num_experts:
+        unread |= EXPERTS
+    elif not model.first_dense_layers:
+        unread.add("ffn_hidden_size")
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
-    return model.model_dump(exclude=TRAINING | unread | {"window_pattern"}) | derived
+    derived |= {"rotating": [model.layer_rotates(layer) for layer in range(model.num_layers)]}
+    unread |= {"window_pattern", "rope_pattern"}
+    return model.model_dump(exclude=TRAINING | unread) | derived
 
 
 def _alias_problems(table: Table, family: Family) -> list[Problem]:
