@@ -229,6 +229,7 @@ def row_of(levels, **more):
 SIXES = {"hidden_size": 24, "num_heads": 6}
 WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
+GEGLU = {"activation": "geglu_tanh"}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
@@ -274,6 +275,11 @@ MORE_ROWS = [
            model=QK_NORM | {"norm": "layernorm"}),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
            model=QK_NORM),
+    row_of({"model": "llama", "tp": "2", "pipeline": "zero_bubble", "dp": "2"}, model=GEGLU),
+    row_of({"model": "moe", "tp": "2x2", "experts": "etp", "micro_batch_size": "2"},
+           model=GEGLU | {"activation": "geglu"}),
+    row_of({"model": "gpt", "tp": "2 no sp", "pipeline": "1f1b", "zero": "3", "dp": "2"},
+           model={"activation": "relu2"}),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

@@ -47,6 +47,7 @@ ARCHITECTURES["bert"] = ARCHITECTURES["gpt"] | {
     "causal": False,
     "sentence_order": True,
 }
+GATED = ("swiglu", "geglu", "geglu_tanh")  # activations that multiply by a second projection
 # Heads that classify sequences from their first token, and read no vocabulary.
 CLASSIFIERS = ("classification", "multiple_choice")
 SEQUENCES = {"multiple_choice": 4}  # of a row, by head, that share a label; of the others 1
@@ -115,8 +116,8 @@ class ModelConfig(Section):
     """number of token ids; padding is derived from tp and never leaks"""
     max_seq_len: Positive
     """longest sequence of learned positions; also the longest context in eval"""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"]
-    """MLP activation"""
+    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]
+    """activation of MLPs and experts; geglu is GELU with a gate, relu2 the square of ReLU"""
     norm: Literal["layernorm", "rmsnorm"]
     """normalisation before attention, MLP and head"""
     norm_order: Literal["pre", "post"] = "pre"
@@ -216,7 +217,7 @@ class ModelConfig(Section):
     @property
     def is_gated(self) -> bool:
         """True where an MLP's first GEMM has a gate column for each column of the inner width."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
 
     @property
     def up_factor(self) -> int:
@@ -253,7 +254,7 @@ def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
         filled.setdefault("num_kv_heads", heads)
     if type(heads) is int and type(hidden) is int and heads > 0 and hidden % heads == 0:
         filled.setdefault("head_dim", hidden // heads)
-    if type(hidden) is int and filled.get("activation") != "swiglu":
+    if type(hidden) is int and filled.get("activation") not in GATED:
         filled.setdefault("ffn_hidden_size", 4 * hidden)
     if filled.get("num_experts"):
         if width := filled.get("moe_ffn_hidden_size"):

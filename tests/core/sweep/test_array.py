@@ -162,6 +162,7 @@ CASES = {
     "llama fp16": (LLAMA, {"precision": "fp16"}),
     "sgd and post norm": (GPT | {"norm_order": "post"}, {"optimizers": SGD}),
     "lamb": (LLAMA, {"optimizers": LAMB}),
+    "gated by GELU": (SHARED | {"activation": "geglu"}, {}),
     "dropout": (GPT | DROPPING, {}),
     "documents": (LLAMA, {"data": DOCUMENTS}),
     "several sequences, recomputed": (
