@@ -231,6 +231,8 @@ WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
 GEGLU = {"activation": "geglu_tanh"}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
+SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
+OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -280,6 +282,21 @@ MORE_ROWS = [
            model=GEGLU | {"activation": "geglu"}),
     row_of({"model": "gpt", "tp": "2 no sp", "pipeline": "1f1b", "zero": "3", "dp": "2"},
            model={"activation": "relu2"}),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
+           model=SANDWICH),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=SANDWICH | {"residual_scale": 0.4}),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "full"},
+           model=SANDWICH),
+    row_of({"model": "gpt", "tp": "2", "pipeline": "interleaved", "recompute": "selective"},
+           model=AFTER),
+    row_of({"model": "bert", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"}, model=AFTER),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "zero": "1"}, model=OLMO),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "selective"},
+           model=OLMO | {"norm": "layernorm"}),
+    row_of({"model": "one key head", "tp": "4", "dp": "2", "zero": "3"}, model=OLMO),
+    row_of({"model": "moe", "tp": "2", "cp": "a2a", "experts": "ep etp", "dropout": "yes"},
+           model=OLMO),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

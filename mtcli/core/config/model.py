@@ -120,8 +120,8 @@ class ModelConfig(Section):
     """activation of MLPs and experts; geglu is GELU with a gate, relu2 the square of ReLU"""
     norm: Literal["layernorm", "rmsnorm"]
     """normalisation before attention, MLP and head"""
-    norm_order: Literal["pre", "post"] = "pre"
-    """norms before attention, MLP and head, or after each residual add and the embedding"""
+    norm_order: Literal["pre", "post", "sandwich", "after"] = "pre"
+    """norms: before a sublayer and the head, after its residual add, around it, or of its output"""
     norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)]
     """added to the variance"""
     position: Literal["learned", "rope"]
@@ -156,8 +156,8 @@ class ModelConfig(Section):
     """bias of attention's output projection [bias]"""
     mlp_bias: bool | None = None
     """biases of the MLP; experts have none [bias]"""
-    qk_norm: Literal["none", "head"] = "none"
-    """a norm of each query and key head before rotation, with a weight that all heads share"""
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
     dropout: Fraction = 0.0
     """after the embedding, attention and MLP outputs"""
     attention_dropout: Fraction = 0.0
@@ -205,6 +205,15 @@ class ModelConfig(Section):
     def has_router_biases(self) -> bool:
         """True where the choice of experts has a bias for each expert."""
         return self.router_biases or self.router_bias_update_rate > 0.0
+
+    @property
+    def norms_outputs(self) -> bool:
+        """True where attention's and the MLP's outputs have norms ahead of the residual add."""
+        return self.norm_order in ("sandwich", "after")
+
+    @property
+    def norms_per_block(self) -> int:
+        return 4 if self.norm_order == "sandwich" else 2
 
     @property
     def has_out_bias(self) -> bool:

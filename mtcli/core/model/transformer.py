@@ -22,8 +22,9 @@ from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) (arXiv:1909.08053, figure 7b); with norm order
-    "post", norm(x + attention(x)), then norm(x + mlp(x)) (figure 7a)."""
+    """x + f(norm(x)) for attention, then MLP (arXiv:1909.08053, figure 7b). Other norm orders:
+    "post", norm(x + f(x)) (figure 7a); "sandwich", x + norm(f(norm(x))); "after", x + norm(f(x))
+    (arXiv:2501.00656, section 3.3)."""
 
     def __init__(
         self, layer: int, model: ModelConfig, build: LayerFactory, seed: int, recompute: str
@@ -33,16 +34,24 @@ class Block(nn.Module):
         mlp: type[Mlp | GatedMlp | MixtureOfExperts] = GatedMlp if model.is_gated else Mlp
         if model.num_experts:
             mlp = MixtureOfExperts
-        is_post = model.norm_order == "post"
-        attention_norm = build.add_norm if is_post else build.norm
+        norms: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
+            "pre": (build.norm, build.add_norm),
+            "post": (build.add_norm, build.add_norm),
+            "sandwich": (build.norm, build.norm),
+            "after": (nn.Identity, nn.Identity),
+        }
+        attention_norm, mlp_norm = norms[model.norm_order]
         self.attention_norm = attention_norm(f"{name}.attention_norm", model)
         self.attention = Attention(layer, model, build, seed)
-        self.mlp_norm = build.add_norm(f"{name}.mlp_norm", model)
+        self.mlp_norm = mlp_norm(f"{name}.mlp_norm", model)
         self.mlp = mlp(f"{name}.mlp", model, build)
+        if model.norms_outputs:
+            self.attention_post_norm = build.norm(f"{name}.attention_post_norm", model)
+            self.mlp_post_norm = build.norm(f"{name}.mlp_post_norm", model)
         self.attention_dropout = Dropout(build.dropout(f"{name}.attention", model.dropout, seed))
         self.mlp_dropout = Dropout(build.dropout(f"{name}.mlp", model.dropout, seed))
-        self.recompute, self.is_post = recompute, is_post
-        self.residual_scale = model.residual_scale
+        self.recompute, self.norm_order = recompute, model.norm_order
+        self.norms_outputs, self.residual_scale = model.norms_outputs, model.residual_scale
 
     def forward(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         """x_TD -> x_TD; with recompute = "full" it saves only its input for backward."""
@@ -51,7 +60,9 @@ class Block(nn.Module):
         return self._run(x_TD, inputs, numbers_T)
 
     def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
-        if self.is_post:
+        if self.norms_outputs:
+            return self._run_with_post_norms(x_TD, inputs, numbers_T)
+        if self.norm_order == "post":
             norm, drop = self.attention_norm, self.attention_dropout
             attended_TD = _scaled(self._attention(x_TD, inputs), self.residual_scale)
             x_TD = _norm_of_sum(norm, drop, x_TD, attended_TD, numbers_T)
@@ -67,11 +78,19 @@ class Block(nn.Module):
         y_TD = _scaled(self.mlp(y_TD, inputs), self.residual_scale)
         return cast(Tensor, self.mlp_dropout(y_TD, numbers_T, x_TD))
 
+    def _run_with_post_norms(
+        self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None
+    ) -> Tensor:
+        y_TD = self.attention_post_norm(self._attention(self.attention_norm(x_TD), inputs))
+        x_TD = self.attention_dropout(_scaled(y_TD, self.residual_scale), numbers_T, x_TD)
+        y_TD = self.mlp_post_norm(self.mlp(self.mlp_norm(x_TD), inputs))
+        return cast(Tensor, self.mlp_dropout(_scaled(y_TD, self.residual_scale), numbers_T, x_TD))
+
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """Attention; with recompute = "selective" its backward recomputes scores and
         probabilities."""
         if self.recompute == "selective" and torch.is_grad_enabled():
-            qkv = self.attention.qkv(x_TD, numbers=inputs.numbers)
+            qkv = self.attention.project(x_TD, inputs)
             mixed = _recomputed(self.attention.mix, qkv, inputs)
             return cast(Tensor, self.attention.out(mixed, numbers=inputs.numbers))
         return cast(Tensor, self.attention(x_TD, inputs))
@@ -107,7 +126,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleDict(
             {str(i): Block(i, model, build, seed, recompute) for i in layers}
         )
-        if self.is_last and model.norm_order == "pre":
+        if self.is_last and model.norm_order != "post":
             self.final_norm = build.norm("final_norm", model)
         if self.is_last and (model.head != "lm" or not tied):
             self.head = HEADS[model.head](model, build, seed)
@@ -134,7 +153,7 @@ class Stage(nn.Module):
             x_TD = self.embedding_dropout(self._embed(inputs), numbers_T)
         for block in self.blocks.values():
             x_TD = block(x_TD, inputs, numbers_T)
-        if self.is_last and self.model.norm_order == "pre":
+        if self.is_last and self.model.norm_order != "post":
             x_TD = self.final_norm(x_TD)
         # logits are linear in what they are made of
         return _scaled(x_TD, self.model.logit_scale) if self.is_last else x_TD

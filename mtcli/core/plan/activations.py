@@ -99,7 +99,7 @@ class HeadBytes(NamedTuple):
 
 
 def _block(work: Workload, on_cpu: bool) -> BlockBytes:
-    """Adds up a block: two norms' inputs, attention, and an MLP, experts, or both.
+    """Adds up a block: its norms' inputs, attention, and an MLP, experts, or both.
 
     A recomputed block saves its input alone and makes the other tensors in its backward. W needs
     the input of each GEMM and the gradient of its output (arXiv:2401.10241).
@@ -108,7 +108,7 @@ def _block(work: Workload, on_cpu: bool) -> BlockBytes:
     parts = [_attention(work, on_cpu)]
     parts += [_mlp(work, on_cpu)] if m.dense_ffn_hidden_size else []
     parts += [_experts(work)] if m.num_experts else []
-    saved = work.block_bytes or 2 * stream + sum(part.saved for part in parts)
+    saved = work.block_bytes or m.norms_per_block * stream + sum(part.saved for part in parts)
     forward = max(part.forward for part in parts) + entered + 2 * stream
     backward = max(part.backward for part in parts) + entered + 2 * stream
     halves = 2 * entered * work.sharded_halves + _inner(work) * (m.up_factor + 1)

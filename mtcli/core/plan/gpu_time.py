@@ -174,7 +174,7 @@ def gemm_seconds(shape: GemmShape, work: Workload, device: Device, copies: int =
 def elementwise_bytes(work: Workload, device: Device) -> float:
     """Bytes that norms, residuals, dropout, activation and rotation read and write."""
     m, tp = work.model, work.layout.tp
-    shared = 10.0 * m.hidden_size / (tp if work.sequence_parallel else 1)
+    shared = (6.0 + 2.0 * m.norms_per_block) * m.hidden_size / (tp if work.sequence_parallel else 1)
     per_width = 1 + m.up_factor
     rotated = 2.0 * (m.num_heads + work.kv_heads) * m.head_dim / tp * (m.position == "rope")
     if m.num_experts:
