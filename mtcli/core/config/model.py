@@ -124,6 +124,8 @@ class ModelConfig(Section):
     """norms: before a sublayer and the head, after its residual add, around it, or of its output"""
     norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)]
     """added to the variance"""
+    norm_offset: Annotated[Real, Field(ge=0.0, le=1.0)] = 0.0
+    """added to norms' weights, which begin at 1 minus this: 1 as in Gemma, or 0"""
     position: Literal["learned", "rope"]
     """position information"""
     token_types: Whole = 0
@@ -156,6 +158,8 @@ class ModelConfig(Section):
     """bias of attention's output projection [bias]"""
     mlp_bias: bool | None = None
     """biases of the MLP; experts have none [bias]"""
+    norm_bias: bool | None = None
+    """biases of layernorm; rmsnorm has none [true]"""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
     dropout: Fraction = 0.0
@@ -214,6 +218,10 @@ class ModelConfig(Section):
     @property
     def norms_per_block(self) -> int:
         return 4 if self.norm_order == "sandwich" else 2
+
+    @property
+    def has_norm_bias(self) -> bool:
+        return self.norm == "layernorm" and self.norm_bias is not False
 
     @property
     def has_out_bias(self) -> bool:

@@ -183,6 +183,7 @@ def _function(model: ModelConfig) -> Table:
     unread |= set() if model.position == "rope" else {"rope_theta", "rope_scaling"}
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
+    derived["norm_bias"] = model.has_norm_bias
     return model.model_dump(exclude=TRAINING | unread | {"window_pattern"}) | derived
 
 
