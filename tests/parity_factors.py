@@ -230,7 +230,9 @@ SIXES = {"hidden_size": 24, "num_heads": 6}
 WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
 ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
+GEGLU = {"activation": "geglu_tanh"}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
+OFFSET = {"norm_offset": 1.0, "qk_norm": "head"}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
 FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
@@ -284,6 +286,16 @@ MORE_ROWS = [
            model=WINDOW | ROTATION),
     row_of({"model": "llama", "pipeline": "interleaved", "recompute": "selective", "dp": "2"},
            model={"rope_pattern": "RNN"}),
+    row_of({"model": "llama", "tp": "2", "pipeline": "zero_bubble", "dp": "2"}, model=GEGLU),
+    row_of({"model": "moe", "tp": "2x2", "experts": "etp", "micro_batch_size": "2"},
+           model=GEGLU | {"activation": "geglu"}),
+    row_of({"model": "gpt", "tp": "2 no sp", "pipeline": "1f1b", "zero": "3", "dp": "2"},
+           model={"activation": "relu2"}),
+    row_of({"model": "llama", "tp": "2", "cp": "ring", "zero": "3"}, model=OFFSET),
+    row_of({"model": "gpt", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"},
+           model={"norm_offset": 1.0}),
+    row_of({"model": "gpt", "tp": "2x2", "micro_batch_size": "2"}, model={"norm_bias": False}),
+    row_of({"model": "bert", "tp": "2", "update": "lamb"}, model={"norm_bias": False}),
     row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
            model=SANDWICH),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},

@@ -47,6 +47,7 @@ ARCHITECTURES["bert"] = ARCHITECTURES["gpt"] | {
     "causal": False,
     "sentence_order": True,
 }
+GATED = ("swiglu", "geglu", "geglu_tanh")  # activations that multiply by a second projection
 # Heads that classify sequences from their first token, and read no vocabulary.
 CLASSIFIERS = ("classification", "multiple_choice")
 SEQUENCES = {"multiple_choice": 4}  # of a row, by head, that share a label; of the others 1
@@ -126,14 +127,16 @@ class ModelConfig(Section):
     """number of token ids; padding is derived from tp and never leaks"""
     max_seq_len: Positive
     """longest sequence of learned positions; also the longest context in eval"""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"]
-    """MLP activation"""
+    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]
+    """activation of MLPs and experts; geglu is GELU with a gate, relu2 the square of ReLU"""
     norm: Literal["layernorm", "rmsnorm"]
     """normalisation before attention, MLP and head"""
     norm_order: Literal["pre", "post", "sandwich", "after"] = "pre"
     """norms: before a sublayer and the head, after its residual add, around it, or of its output"""
     norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)]
     """added to the variance"""
+    norm_offset: Annotated[Real, Field(ge=0.0, le=1.0)] = 0.0
+    """added to norms' weights, which begin at 1 minus this: 1 as in Gemma, or 0"""
     position: Literal["learned", "rope"]
     """position information"""
     token_types: Whole = 0
@@ -172,6 +175,8 @@ class ModelConfig(Section):
     """bias of attention's output projection [bias]"""
     mlp_bias: bool | None = None
     """biases of the MLP; experts have none [bias]"""
+    norm_bias: bool | None = None
+    """biases of layernorm; rmsnorm has none [true]"""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
     dropout: Fraction = 0.0
@@ -236,6 +241,10 @@ class ModelConfig(Section):
         return 4 if self.norm_order == "sandwich" else 2
 
     @property
+    def has_norm_bias(self) -> bool:
+        return self.norm == "layernorm" and self.norm_bias is not False
+
+    @property
     def has_out_bias(self) -> bool:
         return self.bias if self.out_bias is None else self.out_bias
 
@@ -246,7 +255,7 @@ class ModelConfig(Section):
     @property
     def is_gated(self) -> bool:
         """True where an MLP's first GEMM has a gate column for each column of the inner width."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
 
     @property
     def up_factor(self) -> int:
@@ -309,7 +318,7 @@ def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
         filled.setdefault("num_kv_heads", heads)
     if type(heads) is int and type(hidden) is int and heads > 0 and hidden % heads == 0:
         filled.setdefault("head_dim", hidden // heads)
-    if type(hidden) is int and filled.get("activation") != "swiglu":
+    if type(hidden) is int and filled.get("activation") not in GATED:
         filled.setdefault("ffn_hidden_size", 4 * hidden)
     if filled.get("num_experts"):
         if width := filled.get("moe_ffn_hidden_size"):

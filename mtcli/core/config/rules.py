@@ -410,6 +410,16 @@ def _logits_are_scaled(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "1, or model.head = 'lm'", "model.logit_scale")
 
 
+def _norms_have_their_parts(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.norm_offset not in (0.0, 1.0):
+        message = f"norm_offset={m.norm_offset:g}: weights begin at 0 or 1, and gains at 1"
+        yield Problem(message, "0 or 1", "model.norm_offset")
+    if m.norm_bias and not m.has_norm_bias:
+        message = f"norm_bias=true with norm={m.norm!r}, which has none"
+        yield Problem(message, "model.norm = 'layernorm', or leave it out", "model.norm_bias")
+
+
 def _windows_have_layers(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.window_pattern and not m.window:
@@ -570,6 +580,7 @@ RULES: tuple[Rule, ...] = (
     _sequence_fits,
     next_tokens_are_hidden,
     _logits_are_scaled,
+    _norms_have_their_parts,
     _windows_have_layers,
     _pairs_rotate,
     _rope_scaling_is_a_range,

@@ -190,8 +190,8 @@ def _norm_of(
     axes: tuple[str | None, ...],
 ) -> list[Parameter]:
     """A norm over columns that axes shard; without axes, of heads, of which tp ranks have some."""
-    kinds: list[tuple[str, Init]] = [("weight", "ones")]
-    if model.norm == "layernorm":
+    kinds: list[tuple[str, Init]] = [("weight", "zeros" if model.norm_offset else "ones")]
+    if model.has_norm_bias:
         kinds.append(("bias", "zeros"))
     partial = axes == (None,)
     return [

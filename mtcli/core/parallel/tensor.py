@@ -165,8 +165,8 @@ class RowLinear(nn.Module):
         inner_bias: Tensor | None = None,
         numbers: Tensor | None = None,
     ) -> Tensor:
-        """Returns the output for activation(x + inner_bias), with x [T, F/tp], or [T, 2F/tp] for
-        SwiGLU."""
+        """Returns the output for activation(x + inner_bias), with x [T, F/tp], or [T, 2F/tp] where
+        it is gated."""
         if self.adapter is not None:  # the adapter reads the activation too
             return cast(Tensor, self(activation.forward(x, inner_bias), numbers=numbers))
         return self._summed(self.activated(activation, x, inner_bias, self.weight))

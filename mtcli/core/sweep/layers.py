@@ -22,7 +22,7 @@ from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.dropout import DropoutStream, dropout, dropout_stream
 from mtcli.kernels.gemm import linear, matmul, runs_in_float32
-from mtcli.kernels.norm import add_norm, norm
+from mtcli.kernels.norm import add_norm, gain, norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,13 @@ class ArrayNorm(Norm):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x normalised and scaled; same shape."""
-        return self._scaled(norm(x_TD, *self.vectors, eps=self.eps, centred=self.centred))
+        return self._scaled(norm(x_TD, *self.vectors, **self.options))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The kernel's keyword arguments; the weights of several models get their offset later."""
+        several = {"offset": 0.0} if len(self.weight) > 1 else {}
+        return super().options | several
 
     @property
     def vectors(self) -> tuple[Tensor, Tensor | None]:
@@ -206,6 +212,10 @@ class ArrayNorm(Norm):
         if len(self.weight) == 1:
             return x_TD
         x_BTD, weight_B1D = by_model(x_TD, self.weight), self.weight.flatten(1)[:, None]
+        if self.offset:
+            y_BTD = x_BTD * gain(weight_B1D, self.offset)
+            y_BTD = y_BTD if self.bias is None else y_BTD + self.bias.flatten(1)[:, None]
+            return y_BTD.flatten(0, 1).to(x_TD.dtype)
         if self.bias is None:
             return (x_BTD * weight_B1D).flatten(0, 1)
         return torch.addcmul(self.bias.flatten(1)[:, None], x_BTD, weight_B1D).flatten(0, 1)
@@ -218,7 +228,7 @@ class ArrayAddNorm(ArrayNorm):
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
-        total, normal = add_norm(x_TD, y_TD, *self.vectors, eps=self.eps, centred=self.centred)
+        total, normal = add_norm(x_TD, y_TD, *self.vectors, **self.options)
         return total, self._scaled(normal)
 
 

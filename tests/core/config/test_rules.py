@@ -162,6 +162,10 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
     "_logits_are_scaled": (
         ["model.head=mlm", "model.logit_scale=2"], 1, "model.logit_scale",
         "logit_scale=2 with head='mlm', which scales none", "1, or model.head = 'lm'"),
+    "_norms_have_their_parts": (
+        ["model.norm=rmsnorm", "model.norm_bias=true"], 1, "model.norm_bias",
+        "norm_bias=true with norm='rmsnorm', which has none",
+        "model.norm = 'layernorm', or leave it out"),
     "_windows_have_layers": (
         ["model.window_pattern=LG"], 1, "model.window_pattern",
         "window_pattern='LG' with window=0, which limits no layer", "model.window of 1 or more"),

@@ -167,6 +167,9 @@ CASES = {
         {"precision": "fp32"},
     ),
     "lamb": (LLAMA, {"optimizers": LAMB}),
+    "gated by GELU": (SHARED | {"activation": "geglu"}, {}),
+    "norms with an offset": (GPT | {"norm_offset": 1.0}, {}),
+    "norms without biases": (GPT | {"norm_bias": False}, {}),
     "dropout": (GPT | DROPPING, {}),
     "documents": (LLAMA, {"data": DOCUMENTS}),
     "several sequences, recomputed": (

@@ -187,6 +187,7 @@ def _function(model: ModelConfig) -> Table:
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
     derived |= {"rotating": [model.layer_rotates(layer) for layer in range(model.num_layers)]}
+    derived["norm_bias"] = model.has_norm_bias
     unread |= {"window_pattern", "rope_pattern"}
     return model.model_dump(exclude=TRAINING | unread) | derived
 
