@@ -236,6 +236,10 @@ OFFSET = {"norm_offset": 1.0, "qk_norm": "head"}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
 FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
+MLA = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_dim": 7},
+       "num_kv_heads": 4, "head_dim": 5, "qkv_bias": True}  # fmt: skip
+MLA_PLAIN = {"mla": {"kv_rank": 3, "nope_dim": 4, "rope_dim": 2, "value_dim": 3},
+             "num_kv_heads": 4, "head_dim": 6}  # fmt: skip
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -315,6 +319,12 @@ MORE_ROWS = [
            model=FIRST_DENSE),
     row_of({"model": "moe biased", "pipeline": "interleaved", "experts": "ep", "dp": "2"},
            model=FIRST_DENSE),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
+           model=MLA),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"}, model=MLA),
+    row_of({"model": "llama", "tp": "2", "cp": "a2a", "recompute": "selective"}, model=MLA_PLAIN),
+    row_of({"model": "llama", "tp": "4", "dp": "2", "zero": "1", "adapters": "lora"},
+           model=MLA_PLAIN),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

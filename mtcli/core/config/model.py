@@ -1,8 +1,9 @@
 """Defines the model section: shapes, and the defaults of each architecture."""
 
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mtcli.core.config.fields import Fraction, Int, Positive, Real, Section, Whole
 
@@ -100,6 +101,23 @@ class RopeScaling(Section):
     """longrope: the same where it is longer"""
 
 
+class Mla(Section):
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): widths of latents and heads."""
+
+    q_rank: Whole = 0
+    """width of the queries' latent; 0 is none: queries come from the residual stream"""
+    kv_rank: Positive = 512
+    """width of the latent that keys and values are made from, and a cache keeps"""
+    nope_dim: Positive = 128
+    """dimensions of a query or key head that do not rotate"""
+    rope_dim: Positive = 64
+    """further dimensions that do, which all key heads share"""
+    value_dim: Positive = 128
+    """width of a value head"""
+    norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)] = 1e-6
+    """added to the variance of latents"""
+
+
 class ModelConfig(Section):
     """Shapes of the transformer. Sizes are exact: nothing is rounded silently."""
 
@@ -179,6 +197,8 @@ class ModelConfig(Section):
     """biases of layernorm; rmsnorm has none [true]"""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
+    mla: Mla | None = None
+    """multi-head latent attention, in place of the query, key and value projection"""
     dropout: Fraction = 0.0
     """after the embedding, attention and MLP outputs"""
     attention_dropout: Fraction = 0.0
@@ -281,7 +301,17 @@ class ModelConfig(Section):
     @property
     def rotary_dim(self) -> int:
         """The dimensions of a head that rotate, where its layer does."""
-        return int(self.head_dim * self.rotary_fraction)
+        return self.mla.rope_dim if self.mla else int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value head; of a query or key head it is head_dim."""
+        return self.mla.value_dim if self.mla else self.head_dim
+
+    @property
+    def padded_head_dim(self) -> int:
+        """The width at which attention's kernels see queries, keys and values."""
+        return max(self.head_dim, self.value_dim)
 
     @property
     def rotating_share(self) -> float:
@@ -314,6 +344,10 @@ def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
     if filled.get("head") == "classification":
         filled.setdefault("num_labels", 2)
     heads, hidden = filled.get("num_heads"), filled.get("hidden_size")
+    if isinstance(filled.get("mla"), dict):
+        with suppress(ValidationError):  # which is reported with the others
+            mla = Mla.model_validate(filled["mla"])
+            filled.setdefault("head_dim", mla.nope_dim + mla.rope_dim)
     if type(heads) is int and heads > 0:
         filled.setdefault("num_kv_heads", heads)
     if type(heads) is int and type(hidden) is int and heads > 0 and hidden % heads == 0:

@@ -176,6 +176,30 @@ def _pairs_rotate(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "a pattern with an R", "model.rope_pattern")
 
 
+def _latents_have_heads(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that multi-head latent attention has no setting of a query, key and value
+    projection."""
+    m, p, mla = config.model, config.parallel, config.model.mla
+    if mla is None:
+        return
+    width = mla.nope_dim + mla.rope_dim
+    fixed = {
+        "position": "rope", "num_kv_heads": m.num_heads, "head_dim": width, "qk_norm": "none",
+        "rotary_fraction": 1.0,
+    }  # fmt: skip
+    for name, value in fixed.items():
+        if (given := getattr(m, name)) != value:
+            message = f"{name}={given!r} with model.mla, whose heads come from latents"
+            yield Problem(message, f"{name} = {value!r}, or leave it out", f"model.{name}")
+    if mla.rope_dim % 2:
+        message = f"rope_dim={mla.rope_dim} is odd and rotary positions turn pairs"
+        hint = f"{mla.rope_dim - 1} or {mla.rope_dim + 1}"
+        yield Problem(message, hint, "model.mla.rope_dim")
+    if p.grid_rows > 1:
+        message = f"{p.grid_rows} rows of tp ranks with model.mla, whose latents are not sharded"
+        yield Problem(message, "parallel.tp_mode = '1d'", "parallel.tp_mode")
+
+
 def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.top_k > m.num_experts or (m.num_experts and not m.top_k):
@@ -583,6 +607,7 @@ RULES: tuple[Rule, ...] = (
     _norms_have_their_parts,
     _windows_have_layers,
     _pairs_rotate,
+    _latents_have_heads,
     _rope_scaling_is_a_range,
     _rope_scaling_fits_heads,
     _curve_fits,

@@ -16,6 +16,7 @@ from mtcli.core.model.attention import Attention
 from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.heads import HEADS, Head, NextTokens
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.latent_attention import LatentAttention
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss
@@ -42,7 +43,8 @@ class Block(nn.Module):
         }
         attention_norm, mlp_norm = norms[model.norm_order]
         self.attention_norm = attention_norm(f"{name}.attention_norm", model)
-        self.attention = Attention(layer, model, build, seed)
+        attention = LatentAttention if model.mla else Attention
+        self.attention = attention(layer, model, build, seed)
         self.mlp_norm = mlp_norm(f"{name}.mlp_norm", model)
         self.mlp = mlp(f"{name}.mlp", model, build)
         if model.norms_outputs:
