@@ -229,6 +229,7 @@ def row_of(levels, **more):
 SIXES = {"hidden_size": 24, "num_heads": 6}
 WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
+ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
 GEGLU = {"activation": "geglu_tanh"}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
 OFFSET = {"norm_offset": 1.0, "qk_norm": "head"}
@@ -236,6 +237,7 @@ OFFSET = {"norm_offset": 1.0, "qk_norm": "head"}
 CAPS = {"attention_softcap": 0.3, "logit_softcap": 0.2, "init_std": 0.2}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
+FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -280,6 +282,12 @@ MORE_ROWS = [
            model=QK_NORM | {"norm": "layernorm"}),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
            model=QK_NORM),
+    row_of({"model": "llama", "cp": "a2a", "pipeline": "zero_bubble", "zero": "1", "dp": "2"},
+           model=WINDOW | ROTATION),
+    row_of({"model": "one key head", "tp": "4", "cp": "ring", "samples": "documents"},
+           model=WINDOW | ROTATION),
+    row_of({"model": "llama", "pipeline": "interleaved", "recompute": "selective", "dp": "2"},
+           model={"rope_pattern": "RNN"}),
     row_of({"model": "llama", "tp": "2", "pipeline": "zero_bubble", "dp": "2"}, model=GEGLU),
     row_of({"model": "moe", "tp": "2x2", "experts": "etp", "micro_batch_size": "2"},
            model=GEGLU | {"activation": "geglu"}),
@@ -312,6 +320,10 @@ MORE_ROWS = [
     row_of({"model": "one key head", "tp": "4", "dp": "2", "zero": "3"}, model=OLMO),
     row_of({"model": "moe", "tp": "2", "cp": "a2a", "experts": "ep etp", "dropout": "yes"},
            model=OLMO),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=FIRST_DENSE),
+    row_of({"model": "moe biased", "pipeline": "interleaved", "experts": "ep", "dp": "2"},
+           model=FIRST_DENSE),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

@@ -54,23 +54,28 @@ CLASSIFIERS = ("classification", "multiple_choice")
 SEQUENCES = {"multiple_choice": 4}  # of a row, by head, that share a label; of the others 1
 MASKED_SHARE = 0.15  # of its tokens mlm predicts, special ones aside (arXiv:1810.04805, 3.1)
 OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_experts and top_k
+    *("first_dense_layers", "routed_scale"),
     *("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"),
     *("normalize_top_k", "router_score", "router_groups", "router_top_groups"),
     *("capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"),
     *("aux_loss_coeff", "sequence_aux_loss_coeff", "router_bias_update_rate"),
     *("router_biases", "z_loss_coeff"),
 )
+OF_ROPE = (  # the fields that a model without rotary positions has no use for
+    *("rope_theta", "rope_scaling", "rope_local_theta", "rope_pattern", "rotary_fraction"),
+)
 
 
 class RopeScaling(Section):
     """How rotary frequencies are scaled to a longer context than the one trained first."""
 
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
-    """Llama 3's, position interpolation (arXiv:2306.15595), or YaRN (arXiv:2309.00071)"""
+    kind: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
+    """Llama 3's, position interpolation (arXiv:2306.15595), dynamic NTK, which stretches the base,
+    YaRN (arXiv:2309.00071), or LongRoPE (arXiv:2402.13753)"""
     factor: Annotated[Real, Field(ge=1.0, le=1e6)] = 8.0
     """how many times longer the context is than the one trained first"""
     original_max_seq_len: Positive = 8192
-    """llama3, yarn: the context length trained first"""
+    """all but linear: the context length trained first"""
     low_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 1.0
     """llama3: wavelengths longer than original_max_seq_len / this are divided by factor"""
     high_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 4.0
@@ -82,12 +87,18 @@ class RopeScaling(Section):
     truncate: bool = True
     """yarn: the range between the two ends at whole pairs"""
     attention_factor: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
-    """yarn: multiplies rotated queries and keys [0.1 * mscale * ln(factor) + 1, over the same of
-    mscale_all_dim; without these 0.1 * ln(factor) + 1]"""
+    """yarn, longrope: multiplies rotated queries and keys [0.1 * mscale * ln(factor) + 1, over the
+    same of mscale_all_dim; without these 0.1 * ln(factor) + 1; longrope: sqrt(1 + ln(factor) /
+    ln(original_max_seq_len))]"""
     mscale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
     """yarn: DeepSeek's weight of ln(factor) in attention_factor"""
     mscale_all_dim: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
     """yarn: the same in what attention_factor is divided by"""
+    short_factors: tuple[Multiplier, ...] = ()
+    """longrope: what divides the frequency of each pair, where batch.seq_len, or max_seq_len in
+    eval and generate, is at most original_max_seq_len"""
+    long_factors: tuple[Multiplier, ...] = ()
+    """longrope: the same where it is longer"""
 
 
 class ModelConfig(Section):
@@ -135,6 +146,12 @@ class ModelConfig(Section):
     """base of the rotary frequencies"""
     rope_scaling: RopeScaling | None = None
     """scaling of the rotary frequencies"""
+    rope_local_theta: Annotated[Real, Field(ge=0.0, le=1e12)] = 0.0
+    """base of the layers with a window, which are not scaled [rope_theta, scaled]"""
+    rope_pattern: Annotated[str, Field(pattern=rf"^[RN]{{0,{MAX_LAYERS}}}$")] = ""
+    """letters of the layers, repeated: R rotates queries and keys, N does not [R]"""
+    rotary_fraction: Annotated[Real, Field(ge=1e-6, le=1.0)] = 1.0
+    """share of a head that rotates: its first int(head_dim * this) dimensions"""
     causal: bool = True
     """false: tokens attend to all of their sequence, as in encoders; not with head = lm"""
     window: Whole = 0
@@ -177,6 +194,8 @@ class ModelConfig(Section):
     """experts of each MLP; 0 is a dense model"""
     top_k: Annotated[Int, Field(ge=0, le=MAX_EXPERTS)] = 0
     """experts that each token visits"""
+    first_dense_layers: Annotated[Int, Field(ge=0, le=MAX_LAYERS)] = 0
+    """first layers without experts, whose MLP is ffn_hidden_size wide"""
     moe_ffn_hidden_size: Whole = 0
     """inner width of an expert [ffn_hidden_size]"""
     shared_expert_ffn_hidden_size: Whole = 0
@@ -185,6 +204,8 @@ class ModelConfig(Section):
     """the shared expert's output is scaled by a sigmoid gate"""
     normalize_top_k: bool = True
     """the chosen experts' weights are rescaled to sum to 1"""
+    routed_scale: Multiplier = 1.0
+    """multiplies the weighted sum of the chosen experts, without the shared one"""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """turns router logits into experts' weights, in float32"""
     router_groups: Annotated[Int, Field(ge=1, le=MAX_EXPERTS)] = 1
@@ -250,6 +271,32 @@ class ModelConfig(Section):
         """The window of a layer, numbered over all stages; 0 where its queries see all."""
         letters = self.window_pattern or "L"
         return self.window if letters[layer % len(letters)] == "L" else 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Says whether a layer, numbered over all stages, has experts."""
+        return self.num_experts > 0 and layer >= self.first_dense_layers
+
+    @property
+    def of_first_layers(self) -> "ModelConfig":
+        """The dense model whose blocks are the first ones of this mixture."""
+        no_experts = dict.fromkeys(("num_experts", "top_k", "first_dense_layers"), 0)
+        widths = dict.fromkeys(("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size"), 0)
+        return self.model_copy(update=no_experts | widths | {"shared_expert_gate": False})
+
+    @property
+    def rotary_dim(self) -> int:
+        """The dimensions of a head that rotate, where its layer does."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def rotating_share(self) -> float:
+        """The share of the layers that rotate queries and keys."""
+        return sum(map(self.layer_rotates, range(self.num_layers))) / self.num_layers
+
+    def layer_rotates(self, layer: int) -> bool:
+        """True where a layer, numbered over all stages, rotates its queries and keys."""
+        letters = self.rope_pattern or "R"
+        return self.position == "rope" and letters[layer % len(letters)] == "R"
 
     @property
     def dense_ffn_hidden_size(self) -> int:

@@ -27,7 +27,7 @@ from mtcli.core.config.layout_rules import (
 )
 from mtcli.core.config.loading import Table, read_config, validate, with_overrides
 from mtcli.core.config.lora import lora_targets
-from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, ModelConfig
+from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, OF_ROPE, ModelConfig
 from mtcli.core.config.schema import HEAD_OF_FORMAT, ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
 from mtcli.core.config.sync_rules import READ_BY, SYNC_RULES
@@ -158,9 +158,22 @@ def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.num_heads % m.num_kv_heads:
         message = f"num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}"
         yield Problem(message, listing(divisors(m.num_heads)), "model.num_kv_heads")
-    if m.position == "rope" and m.head_dim % 2:
+    if m.position == "rope" and m.rotary_fraction == 1.0 and m.head_dim % 2:
         message = f"head_dim={m.head_dim} is odd and rotary positions turn pairs"
         yield Problem(message, f"{m.head_dim - 1} or {m.head_dim + 1}", "model.head_dim")
+
+
+def _pairs_rotate(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a fraction of a head is pairs of dimensions, and that some layer rotates them."""
+    m = config.model
+    if m.rotary_fraction != 1.0 and (m.rotary_dim % 2 or not m.rotary_dim):
+        dims = f"{m.rotary_dim} of head_dim={m.head_dim} dimensions"
+        message = f"rotary_fraction={m.rotary_fraction:g} rotates {dims}, which are no pairs"
+        hint = f"a multiple of 2 / head_dim = {2 / m.head_dim:g}"
+        yield Problem(message, hint, "model.rotary_fraction")
+    if m.position == "rope" and not m.rotating_share:
+        message = f"rope_pattern={m.rope_pattern!r}: no layer rotates"
+        yield Problem(message, "a pattern with an R", "model.rope_pattern")
 
 
 def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -169,6 +182,10 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
         message = f"top_k={m.top_k} of num_experts={m.num_experts} experts"
         hint = f"1 to {m.num_experts}" if m.num_experts else "0 where there are no experts"
         yield Problem(message, hint, "model.top_k")
+    if m.num_experts and m.first_dense_layers >= m.num_layers:
+        message = f"first_dense_layers={m.first_dense_layers} of num_layers={m.num_layers}"
+        hint = f"at most {m.num_layers - 1}, or num_experts = 0"
+        yield Problem(f"{message}: no layer has experts", hint, "model.first_dense_layers")
     if m.num_experts:
         yield from divides("model.router_groups", m.router_groups, "num_experts", m.num_experts)
     if m.router_top_groups > m.router_groups:
@@ -430,6 +447,21 @@ def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]
         yield Problem("rope_theta=1 turns all pairs alike", "above 1", "model.rope_theta")
 
 
+def _rope_scaling_fits_heads(config: RunConfig, world: int) -> Iterator[Problem]:
+    m, scaling = config.model, config.model.rope_scaling
+    if scaling and scaling.kind == "longrope":
+        if scaling.original_max_seq_len == 1:
+            field = "model.rope_scaling.original_max_seq_len"
+            yield Problem("longrope with original_max_seq_len=1", "2 or more", field)
+        for name in ("short_factors", "long_factors"):
+            if len(numbers := getattr(scaling, name)) != m.rotary_dim // 2:
+                message = f"{len(numbers)} {name} for heads of {m.rotary_dim // 2} pairs"
+                yield Problem(message, "a factor for each", f"model.rope_scaling.{name}")
+    if scaling and scaling.kind == "dynamic" and m.rotary_dim == 2:
+        message = "kind='dynamic' has no base for heads of one pair"
+        yield Problem(message, "more dimensions that rotate", "model.rope_scaling.kind")
+
+
 FORMATS = {  # by head
     "lm": ("tokens", "conversations"),
     "mlm": ("tokens",),
@@ -451,11 +483,12 @@ class Need(NamedTuple):
 NEEDS = (
     Need(tuple(f"model.{name}" for name in OF_EXPERTS), "model.num_experts", (), "a dense model"),
     Need(
-        ("model.rope_theta", "model.rope_scaling"),
+        tuple(f"model.{name}" for name in OF_ROPE),
         "model.position",
         ("rope",),
         "which turns nothing",
     ),
+    Need(("model.rope_local_theta",), "model.window", (), "which no layer has"),
     Need(("parallel.tp_rows",), "parallel.tp_mode", ("2d",), "which has no rows"),
     Need(("model.sentence_order",), "model.head", ("mlm",), "which predicts no order"),
     Need(("model.num_labels",), "model.head", ("classification",), "which has no classes"),
@@ -552,7 +585,9 @@ RULES: tuple[Rule, ...] = (
     _logits_are_of_tokens,
     _norms_have_their_parts,
     _windows_have_layers,
+    _pairs_rotate,
     _rope_scaling_is_a_range,
+    _rope_scaling_fits_heads,
     _curve_fits,
     _run_has_a_length,
     _trust_bounds_are_a_range,

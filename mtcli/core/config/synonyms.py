@@ -40,6 +40,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ("rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon", "model.norm_eps"),
             ("position_embedding_type positions", "model.position"),
             ("rope_base rotary_base", "model.rope_theta"),
+            ("rope_local_base_freq local_rope_theta", "model.rope_local_theta"),
+            ("partial_rotary_factor rotary_pct rotary_percent", "model.rotary_fraction"),
             ("tie_word_embeddings", "model.tie_embeddings"),
             ("initializer_range init_method_std", "model.init_std"),
             ("experts n_experts num_local_experts n_routed_experts", "model.num_experts"),

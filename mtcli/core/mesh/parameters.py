@@ -141,7 +141,7 @@ def _block(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
             yield from _norm(model, f"{name}.{part}_norm", layer)
         if part == "attention":
             yield from _attention(model, f"{name}.{part}", layer)
-        elif model.num_experts:
+        elif model.has_experts(layer):
             yield from _experts(model, f"{name}.{part}", layer)
         else:
             yield from _feed_forward(model, f"{name}.{part}", layer, model.ffn_hidden_size)

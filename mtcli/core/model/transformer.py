@@ -32,7 +32,7 @@ class Block(nn.Module):
         super().__init__()
         name = f"blocks.{layer}"
         mlp: type[Mlp | GatedMlp | MixtureOfExperts] = GatedMlp if model.is_gated else Mlp
-        if model.num_experts:
+        if model.has_experts(layer):
             mlp = MixtureOfExperts
         norms: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
             "pre": (build.norm, build.add_norm),

@@ -179,7 +179,7 @@ def elementwise_bytes(work: Workload, device: Device) -> float:
     m, tp = work.model, work.layout.tp
     shared = (6.0 + 2.0 * m.norms_per_block) * m.hidden_size / (tp if work.sequence_parallel else 1)
     per_width = 1 + m.up_factor
-    rotated = 2.0 * (m.num_heads + work.kv_heads) * m.head_dim / tp * (m.position == "rope")
+    rotated = 2.0 * (m.num_heads + work.kv_heads) * m.head_dim / tp * m.rotating_share
     if m.num_experts:
         widths = m.top_k * m.moe_ffn_hidden_size + m.shared_expert_ffn_hidden_size
         routed = 8.0 * m.top_k * m.hidden_size / tp  # permute, unpermute, weigh and sum

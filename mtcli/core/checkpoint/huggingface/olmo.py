@@ -25,7 +25,7 @@ OLMO2 = replace(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
     fields=(*SIZES, *ATTENTION_BIAS),
-    defaults=LLAMA.defaults | {"vocab_size": 50304, "rms_norm_eps": 1e-5},
+    defaults={**LLAMA.defaults, "vocab_size": 50304, "rms_norm_eps": 1e-5},
     constants=CONSTANTS | {"norm_order": "after", "qk_norm": "projection"},
     inner=LAYER,
 )

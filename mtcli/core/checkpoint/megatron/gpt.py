@@ -41,7 +41,6 @@ POSITIONS = {"learned_absolute": "learned", "rope": "rope"}
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm", None),
     "position_embedding_type": ("learned_absolute", "rope", None),
-    "rotary_percent": (1.0, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "no_rope_freq": (None,),
     "window_size": (None,),
@@ -138,6 +137,7 @@ def _attention(arguments: Arguments) -> Arguments:
         "qkv_bias": bias or bool(arguments.get("add_qkv_bias")),
         "position": POSITIONS[arguments.get("position_embedding_type") or "learned_absolute"],
         "rope_theta": arguments.get("rotary_base") or 10000.0,
+        "rotary_fraction": arguments.get("rotary_percent") or 1.0,
     } | ({"head_dim": arguments["kv_channels"]} if arguments.get("kv_channels") else {})
 
 

@@ -54,13 +54,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 YARN |= {"rope_theta": 99.0, "beta_fast": 2.0, "beta_slow": 0.5}
 DEEPSEEK = YARN | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 0.9}
 ROPES = ({"rope_type": "default", "rope_theta": 99.0}, LLAMA3, LINEAR, YARN, DEEPSEEK)
-ROPES += (YARN | {"attention_factor": 1.3},)
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 99.0}
+ROPES += (YARN | {"attention_factor": 1.3}, DYNAMIC)
 
 
 def sizes(draw, tied=(False, True), ropes=ROPES):
     """Sizes of a model with rotary positions: few key heads, wide or narrow heads, tied or not."""
     kv = draw(st.integers(1, 3))
-    heads = kv * draw(st.integers(1, 3))
+    heads, rope = kv * draw(st.integers(1, 3)), dict(draw(st.sampled_from(ropes)))
+    # transformers divides by 0 for one pair
+    widths = [6, 14] if rope["rope_type"] == "dynamic" else [2, 6, 14]
     return {
         "vocab_size": draw(st.integers(30, 61)),
         "hidden_size": heads * draw(st.sampled_from([5, 7, 9])),
@@ -68,10 +71,10 @@ def sizes(draw, tied=(False, True), ropes=ROPES):
         "num_hidden_layers": draw(st.integers(1, 3)),
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
-        "head_dim": draw(st.sampled_from([2, 6, 14])),
+        "head_dim": draw(st.sampled_from(widths)),
         "max_position_embeddings": 23,
         "tie_word_embeddings": draw(st.sampled_from(tied)),
-        "rope_parameters": dict(draw(st.sampled_from(ropes))),
+        "rope_parameters": rope,
         "rms_norm_eps": draw(st.sampled_from([1e-3, 1e-6])),
     }
 

@@ -295,7 +295,7 @@ CONFIGS = [
     ("mistral", {"sliding_window": 9, "layer_types": ["full_attention"] * 2}, "layer_types=['fu"),
     ("qwen2_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] cannot be represented"),
     ("gpt2", {"num_attention_heads": 4}, "num_attention_heads=4 and n_head=3 differ"),
-    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+    ("llama", {"rope_scaling": {"type": "su", "factor": 2.0}}, "rope_type='su'"),
     ("llama", {"rope_parameters": {"full_attention": {}}}, "rope_parameters of 'full_attention'"),
     ("llama", {"original_max_position_embeddings": 9}, "is 16 in rope_scaling and 9 beside it"),
     ("llama", {"sliding_window": 39}, "sliding_window=39 is shorter than max_position_embed"),
