@@ -233,6 +233,8 @@ ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0
 GEGLU = {"activation": "geglu_tanh"}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
 OFFSET = {"norm_offset": 1.0, "qk_norm": "head"}
+# Scores and logits of these models are small, so caps that bend them are too.
+CAPS = {"attention_softcap": 0.3, "logit_softcap": 0.2, "init_std": 0.2}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
 FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
@@ -300,6 +302,13 @@ MORE_ROWS = [
            model={"norm_offset": 1.0}),
     row_of({"model": "gpt", "tp": "2x2", "micro_batch_size": "2"}, model={"norm_bias": False}),
     row_of({"model": "bert", "tp": "2", "update": "lamb"}, model={"norm_bias": False}),
+    row_of({"model": "llama", "tp": "2", "cp": "ring", "samples": "documents"}, model=CAPS),
+    row_of({"model": "llama", "cp": "all_gather", "pipeline": "1f1b", "zero": "3"}, model=CAPS),
+    row_of({"model": "llama", "cp": "a2a", "dp": "2", "recompute": "selective"},
+           model=CAPS | WINDOW),
+    row_of({"model": "moe", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"}, model=CAPS),
+    row_of({"model": "llama", "cp": "ring", "recompute": "full", "samples": "documents"},
+           model=CAPS | WINDOW),
     row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
            model=SANDWICH),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},

@@ -9,6 +9,7 @@ from mtcli.core.config.fields import Fraction, Int, Positive, Real, Section, Who
 
 MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 10_000, 65_536, 1_000_000
 Multiplier = Annotated[Real, Field(ge=1e-6, le=1e6)]
+Softcap = Annotated[Real, Field(ge=0.0, le=1e6)]
 Coefficient = Annotated[Real, Field(ge=0.0, le=1000.0)]
 
 # What an architecture's name says: defaults of the fields below, each of which may be set.
@@ -183,6 +184,10 @@ class ModelConfig(Section):
     """multiplies the outputs of attention and MLP before they are added"""
     logit_scale: Multiplier = 1.0
     """lm: multiplies the logits"""
+    attention_softcap: Softcap = 0.0
+    """replaces scores x, ahead of the mask, by this * tanh(x / this); 0 caps none"""
+    logit_softcap: Softcap = 0.0
+    """lm: the same of logits, after logit_scale"""
     tie_embeddings: bool
     """the head shares the token embedding's weight [false for heads that read no vocabulary]"""
     bias: bool

@@ -427,11 +427,14 @@ def _trackers_differ(config: RunConfig, world: int) -> Iterator[Problem]:
             )
 
 
-def _logits_are_scaled(config: RunConfig, world: int) -> Iterator[Problem]:
+def _logits_are_of_tokens(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.logit_scale != 1.0 and m.head != "lm":
         message = f"logit_scale={m.logit_scale:g} with head={m.head!r}, which scales none"
         yield Problem(message, "1, or model.head = 'lm'", "model.logit_scale")
+    if m.logit_softcap and m.head != "lm":
+        message = f"logit_softcap={m.logit_softcap:g} with head={m.head!r}, which caps none"
+        yield Problem(message, "0, or model.head = 'lm'", "model.logit_softcap")
 
 
 def _norms_have_their_parts(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -603,7 +606,7 @@ RULES: tuple[Rule, ...] = (
     *SYNC_RULES,
     _sequence_fits,
     next_tokens_are_hidden,
-    _logits_are_scaled,
+    _logits_are_of_tokens,
     _norms_have_their_parts,
     _windows_have_layers,
     _pairs_rotate,

@@ -142,7 +142,8 @@ class Stage(nn.Module):
             return None
         if self.model.head == "mlm":
             return self.build.loss(self.embedding, cast(nn.Parameter, self.head.bias))
-        return self.build.loss(self.embedding if self.model.tie_embeddings else self.head)
+        table = self.embedding if self.model.tie_embeddings else self.head
+        return self.build.loss(table, cap=self.model.logit_softcap)
 
     def forward(self, x_TD: Tensor | None, inputs: Inputs) -> Tensor:
         """The previous stage's activations (None on the first) -> this stage's."""

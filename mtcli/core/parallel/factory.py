@@ -123,8 +123,9 @@ class LayerFactory(ABC):
         """Layer(x_TD, y_TD or None) -> (x + y, the sum normalised and scaled)."""
 
     @abstractmethod
-    def loss(self, table: Any, bias: nn.Parameter | None = None) -> TokenLoss:
-        """The loss over the table of an `embedding`, with an optional bias of its logits."""
+    def loss(self, table: Any, bias: nn.Parameter | None = None, cap: float = 0.0) -> TokenLoss:
+        """The loss over the table of an `embedding`, with an optional bias and a soft cap of its
+        logits; a cap of 0 is none."""
 
     def dense(self, name: str) -> "Dense":
         """Layer(x_TD) -> x_TD: a square linear layer of a head, on the tokens of this rank."""

@@ -74,9 +74,11 @@ class TensorParallelLayers(LayerFactory):
         """A residual sum and its norm, which tp ranks replicate."""
         return AddNorm(name, model, self)
 
-    def loss(self, table: VocabEmbedding, bias: nn.Parameter | None = None) -> VocabLoss:
+    def loss(
+        self, table: VocabEmbedding, bias: nn.Parameter | None = None, cap: float = 0.0
+    ) -> VocabLoss:
         """Cross entropy over a vocabulary sharded over tp."""
-        return VocabLoss(table, bias)
+        return VocabLoss(table, bias, cap)
 
 
 class ColumnLinear(nn.Module):

@@ -85,7 +85,10 @@ def attention_seconds(work: Workload, device: Device) -> Pass:
     the backward has 5 GEMMs for the forward's 2."""
     flops = attention_flops(work, mean_keys(work.model, work.seq_len))
     seconds = flops / (attention_rate(work, device) * device.physics.attention)
-    return Pass(seconds, 2.5 * seconds)
+    # a soft cap computes a tanh for each score, again in the backward
+    scores = flops / (4.0 * work.model.head_dim) * (work.model.attention_softcap > 0)
+    capped = scores * device.physics.element
+    return Pass(seconds + capped, 2.5 * seconds + capped)
 
 
 def attention_flops(work: Workload, keys: float) -> float:

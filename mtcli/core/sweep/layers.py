@@ -23,6 +23,7 @@ from mtcli.kernels.activation import Activation
 from mtcli.kernels.dropout import DropoutStream, dropout, dropout_stream
 from mtcli.kernels.gemm import linear, matmul, runs_in_float32
 from mtcli.kernels.norm import add_norm, gain, norm
+from mtcli.kernels.softcap import softcap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +56,11 @@ class ArrayLayers(LayerFactory):
         """A norm of a sum."""
         return ArrayAddNorm(name, model, self)
 
-    def loss(self, table: "ArrayEmbedding", bias: nn.Parameter | None = None) -> "ArrayLoss":
+    def loss(
+        self, table: "ArrayEmbedding", bias: nn.Parameter | None = None, cap: float = 0.0
+    ) -> "ArrayLoss":
         """Cross entropy of each model."""
-        return ArrayLoss(table, bias, self)
+        return ArrayLoss(table, bias, cap, self)
 
     def replicated_linear(self, x_TD: Tensor, weight: Tensor) -> Tensor:
         """The GEMM of each model."""
@@ -240,15 +243,15 @@ class ArrayLoss(TokenLoss):
     """Cross entropy of each model's logits, over its token table and maybe a bias [B, V]."""
 
     def __init__(
-        self, table: ArrayEmbedding, bias: nn.Parameter | None, build: ArrayLayers
+        self, table: ArrayEmbedding, bias: nn.Parameter | None, cap: float, build: ArrayLayers
     ) -> None:
         described = build.table["embedding.weight"]
-        self.table, self.bias = table, bias
+        self.table, self.bias, self.cap = table, bias, cap
         self.shard = VocabShard(0, described.shape[0], build.groups.tp)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """x -> logits [B * T, V], padding columns included."""
-        return array_linear(x_TD, self.table.weight, self.bias)
+        """x -> capped logits [B * T, V], padding columns included."""
+        return softcap(array_linear(x_TD, self.table.weight, self.bias), self.cap)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [B * T], float32 (float64 for float64 logits)."""

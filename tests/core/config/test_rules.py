@@ -160,9 +160,9 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
          "model.rope_scaling.short_factors=" + str([1.5] * 16)], 1,
         "model.rope_scaling.long_factors",
         "0 long_factors for heads of 16 pairs", "a factor for each"),
-    "_logits_are_scaled": (
-        ["model.head=mlm", "model.logit_scale=2"], 1, "model.logit_scale",
-        "logit_scale=2 with head='mlm', which scales none", "1, or model.head = 'lm'"),
+    "_logits_are_of_tokens": (
+        ["model.head=mlm", "model.logit_softcap=2"], 1, "model.logit_softcap",
+        "logit_softcap=2 with head='mlm', which caps none", "0, or model.head = 'lm'"),
     "_norms_have_their_parts": (
         ["model.norm=rmsnorm", "model.norm_bias=true"], 1, "model.norm_bias",
         "norm_bias=true with norm='rmsnorm', which has none",
