@@ -231,6 +231,7 @@ WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
 ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
+PARALLEL = {"parallel_residual": True}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
@@ -291,6 +292,14 @@ MORE_ROWS = [
     row_of({"model": "gpt", "tp": "2", "pipeline": "interleaved", "recompute": "selective"},
            model=AFTER),
     row_of({"model": "bert", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"}, model=AFTER),
+    row_of({"model": "gpt", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
+           model=PARALLEL),
+    row_of({"model": "llama", "tp": "2", "cp": "ring", "recompute": "selective", "zero": "1"},
+           model=PARALLEL | {"parallel_norms": 1, "residual_scale": 0.4}),
+    row_of({"model": "moe", "tp": "2", "experts": "ep etp", "zero": "3", "dp": "2"},
+           model=PARALLEL | {"parallel_norms": 1}),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "full"},
+           model=PARALLEL | {"parallel_norms": 1}),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

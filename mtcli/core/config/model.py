@@ -131,6 +131,10 @@ class ModelConfig(Section):
     """normalisation before attention, MLP and head"""
     norm_order: Literal["pre", "post", "sandwich", "after"] = "pre"
     """norms: before a sublayer and the head, after its residual add, around it, or of its output"""
+    parallel_residual: bool = False
+    """attention and MLP read the same residual stream, and both are added to it"""
+    parallel_norms: Annotated[Int, Field(ge=1, le=2)] = 2
+    """norms of a block with parallel_residual: 1 is of both attention and MLP"""
     norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)]
     """added to the variance"""
     position: Literal["learned", "rope"]
@@ -228,7 +232,7 @@ class ModelConfig(Section):
 
     @property
     def norms_per_block(self) -> int:
-        return 4 if self.norm_order == "sandwich" else 2
+        return 4 if self.norm_order == "sandwich" else self.parallel_norms
 
     @property
     def has_out_bias(self) -> bool:

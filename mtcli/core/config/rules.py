@@ -406,6 +406,18 @@ def _logits_are_scaled(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "1, or model.head = 'lm'", "model.logit_scale")
 
 
+def _parallel_residual_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.parallel_residual and m.norm_order != "pre":
+        message = f"parallel_residual=true with norm_order={m.norm_order!r}"
+        hint = "model.norm_order = 'pre', or model.parallel_residual = false"
+        yield Problem(f"{message}, which norms more than inputs", hint, "model.parallel_residual")
+    if m.parallel_norms == 1 and not m.parallel_residual:
+        message = "parallel_norms=1 with parallel_residual=false: the MLP's input is another"
+        hint = "model.parallel_residual = true, or leave parallel_norms out"
+        yield Problem(message, hint, "model.parallel_norms")
+
+
 def _windows_have_layers(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.window_pattern and not m.window:
@@ -566,6 +578,7 @@ RULES: tuple[Rule, ...] = (
     _sequence_fits,
     next_tokens_are_hidden,
     _logits_are_scaled,
+    _parallel_residual_fits,
     _windows_have_layers,
     _pairs_rotate,
     _rope_scaling_is_a_range,

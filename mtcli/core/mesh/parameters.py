@@ -137,7 +137,8 @@ def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False)
 
 def _block(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     for part in ("attention", "mlp"):
-        if model.norm_order != "after":
+        is_shared = part == "mlp" and model.parallel_norms == 1
+        if model.norm_order != "after" and not is_shared:
             yield from _norm(model, f"{name}.{part}_norm", layer)
         if part == "attention":
             yield from _attention(model, f"{name}.{part}", layer)

@@ -24,7 +24,8 @@ from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss
 class Block(nn.Module):
     """x + f(norm(x)) for attention, then MLP (arXiv:1909.08053, figure 7b). Other norm orders:
     "post", norm(x + f(x)) (figure 7a); "sandwich", x + norm(f(norm(x))); "after", x + norm(f(x))
-    (arXiv:2501.00656, section 3.3)."""
+    (arXiv:2501.00656, section 3.3). With parallel_residual, x + attention(norm(x)) + mlp(norm(x)),
+    of two norms or one."""
 
     def __init__(
         self, layer: int, model: ModelConfig, build: LayerFactory, seed: int, recompute: str
@@ -39,8 +40,12 @@ class Block(nn.Module):
             "post": (build.add_norm, build.add_norm),
             "sandwich": (build.norm, build.norm),
             "after": (nn.Identity, nn.Identity),
+            "parallel2": (build.norm, build.norm),
+            "parallel1": (build.norm, nn.Identity),
         }
-        attention_norm, mlp_norm = norms[model.norm_order]
+        self.num_parallel_norms = model.parallel_residual * model.parallel_norms
+        order = f"parallel{model.parallel_norms}" if model.parallel_residual else model.norm_order
+        attention_norm, mlp_norm = norms[order]
         self.attention_norm = attention_norm(f"{name}.attention_norm", model)
         self.attention = Attention(layer, model, build, seed)
         self.mlp_norm = mlp_norm(f"{name}.mlp_norm", model)
@@ -62,6 +67,8 @@ class Block(nn.Module):
     def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         if self.norms_outputs:
             return self._run_with_post_norms(x_TD, inputs, numbers_T)
+        if self.num_parallel_norms:
+            return self._run_in_parallel(x_TD, inputs, numbers_T)
         if self.norm_order == "post":
             norm, drop = self.attention_norm, self.attention_dropout
             attended_TD = _scaled(self._attention(x_TD, inputs), self.residual_scale)
@@ -85,6 +92,14 @@ class Block(nn.Module):
         x_TD = self.attention_dropout(_scaled(y_TD, self.residual_scale), numbers_T, x_TD)
         y_TD = self.mlp_post_norm(self.mlp(self.mlp_norm(x_TD), inputs))
         return cast(Tensor, self.mlp_dropout(_scaled(y_TD, self.residual_scale), numbers_T, x_TD))
+
+    def _run_in_parallel(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
+        normed_TD = self.attention_norm(x_TD)
+        attended_TD = _scaled(self._attention(normed_TD, inputs), self.residual_scale)
+        normed_TD = normed_TD if self.num_parallel_norms == 1 else self.mlp_norm(x_TD)
+        mlp_TD = _scaled(self.mlp(normed_TD, inputs), self.residual_scale)
+        x_TD = self.attention_dropout(attended_TD, numbers_T, x_TD)
+        return cast(Tensor, self.mlp_dropout(mlp_TD, numbers_T, x_TD))
 
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """Attention; with recompute = "selective" its backward recomputes scores and
