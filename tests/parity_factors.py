@@ -233,6 +233,8 @@ ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
 PARALLEL = {"parallel_residual": True}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
+OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
+FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -300,6 +302,16 @@ MORE_ROWS = [
            model=PARALLEL | {"parallel_norms": 1}),
     row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "full"},
            model=PARALLEL | {"parallel_norms": 1}),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "zero": "1"}, model=OLMO),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "selective"},
+           model=OLMO | {"norm": "layernorm"}),
+    row_of({"model": "one key head", "tp": "4", "dp": "2", "zero": "3"}, model=OLMO),
+    row_of({"model": "moe", "tp": "2", "cp": "a2a", "experts": "ep etp", "dropout": "yes"},
+           model=OLMO),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=FIRST_DENSE),
+    row_of({"model": "moe biased", "pipeline": "interleaved", "experts": "ep", "dp": "2"},
+           model=FIRST_DENSE),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

@@ -51,6 +51,7 @@ def configs():
             shared_expert_intermediate_size=16,
         ),
         "granite": t.GraniteConfig(**SIZES, **MULTIPLIERS, logits_scaling=4.0),
+        "olmo2": t.Olmo2Config(**SIZES, rms_norm_eps=1e-3),
         "qwen3": t.Qwen3Config(**SIZES, head_dim=10, **WINDOW),
         "qwen3_moe": t.Qwen3MoeConfig(
             **SIZES, **experts, head_dim=10, num_experts=3, moe_intermediate_size=12
@@ -59,4 +60,4 @@ def configs():
 
 
 FAMILIES = ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen2_moe")
-FAMILIES += ("granite", "qwen3", "qwen3_moe")
+FAMILIES += ("granite", "olmo2", "qwen3", "qwen3_moe")

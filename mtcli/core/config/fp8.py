@@ -27,9 +27,13 @@ def weight_sizes(model: ModelConfig, tp: int) -> LayerSizes:
     qkv = heads + 2 * model.num_kv_heads * model.head_dim
     up, rows = ("gate_up", 2) if model.is_gated else ("up", 1)
     sizes = {"attention.qkv": (-(-qkv // tp), hidden), "attention.out": (hidden, -(-heads // tp))}
-    name = "mlp.shared_expert" if model.num_experts else "mlp"
-    if ffn := model.dense_ffn_hidden_size:
+    widths = {"mlp.shared_expert" if model.num_experts else "mlp": model.dense_ffn_hidden_size}
+    if model.first_dense_layers:
+        widths["mlp"] = model.ffn_hidden_size
+    for name, ffn in widths.items():
         columns = -(-ffn // tp)
+        if not ffn:
+            continue
         sizes |= {f"{name}.{up}": (rows * columns, hidden), f"{name}.down": (hidden, columns)}
     return sizes
 

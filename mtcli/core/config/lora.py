@@ -20,7 +20,7 @@ def lora_targets(model: ModelConfig) -> tuple[str, ...]:
     its blocks. Routed experts, which are arrays there, are not targets; a shared expert is."""
     layers = layer_targets(model)
     names = [*layers.pop("qkv"), *layers.pop("out")]
-    if model.dense_ffn_hidden_size:
-        prefix = "shared_expert." if model.num_experts else ""
+    prefixes = ["shared_expert." if model.num_experts else ""] * (model.dense_ffn_hidden_size > 0)
+    for prefix in prefixes + [""] * (model.first_dense_layers > 0):
         names += [prefix + name for layer in layers.values() for name in layer]
     return tuple(dict.fromkeys(names))

@@ -52,6 +52,7 @@ CLASSIFIERS = ("classification", "multiple_choice")
 SEQUENCES = {"multiple_choice": 4}  # of a row, by head, that share a label; of the others 1
 MASKED_SHARE = 0.15  # of its tokens mlm predicts, special ones aside (arXiv:1810.04805, 3.1)
 OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_experts and top_k
+    *("first_dense_layers", "routed_scale"),
     *("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"),
     *("normalize_top_k", "router_score", "router_groups", "router_top_groups"),
     *("capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"),
@@ -175,8 +176,8 @@ class ModelConfig(Section):
     """bias of attention's output projection [bias]"""
     mlp_bias: bool | None = None
     """biases of the MLP; experts have none [bias]"""
-    qk_norm: Literal["none", "head"] = "none"
-    """a norm of each query and key head before rotation, with a weight that all heads share"""
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
     dropout: Fraction = 0.0
     """after the embedding, attention and MLP outputs"""
     attention_dropout: Fraction = 0.0
@@ -187,6 +188,8 @@ class ModelConfig(Section):
     """experts of each MLP; 0 is a dense model"""
     top_k: Annotated[Int, Field(ge=0, le=MAX_EXPERTS)] = 0
     """experts that each token visits"""
+    first_dense_layers: Annotated[Int, Field(ge=0, le=MAX_LAYERS)] = 0
+    """first layers without experts, whose MLP is ffn_hidden_size wide"""
     moe_ffn_hidden_size: Whole = 0
     """inner width of an expert [ffn_hidden_size]"""
     shared_expert_ffn_hidden_size: Whole = 0
@@ -195,6 +198,8 @@ class ModelConfig(Section):
     """the shared expert's output is scaled by a sigmoid gate"""
     normalize_top_k: bool = True
     """the chosen experts' weights are rescaled to sum to 1"""
+    routed_scale: Multiplier = 1.0
+    """multiplies the weighted sum of the chosen experts, without the shared one"""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """turns router logits into experts' weights, in float32"""
     router_groups: Annotated[Int, Field(ge=1, le=MAX_EXPERTS)] = 1
@@ -256,6 +261,17 @@ class ModelConfig(Section):
         """The window of a layer, numbered over all stages; 0 where its queries see all."""
         letters = self.window_pattern or "L"
         return self.window if letters[layer % len(letters)] == "L" else 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Says whether a layer, numbered over all stages, has experts."""
+        return self.num_experts > 0 and layer >= self.first_dense_layers
+
+    @property
+    def of_first_layers(self) -> "ModelConfig":
+        """The dense model whose blocks are the first ones of this mixture."""
+        no_experts = dict.fromkeys(("num_experts", "top_k", "first_dense_layers"), 0)
+        widths = dict.fromkeys(("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size"), 0)
+        return self.model_copy(update=no_experts | widths | {"shared_expert_gate": False})
 
     @property
     def rotary_dim(self) -> int:

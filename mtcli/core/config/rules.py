@@ -182,6 +182,10 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
         message = f"top_k={m.top_k} of num_experts={m.num_experts} experts"
         hint = f"1 to {m.num_experts}" if m.num_experts else "0 where there are no experts"
         yield Problem(message, hint, "model.top_k")
+    if m.num_experts and m.first_dense_layers >= m.num_layers:
+        message = f"first_dense_layers={m.first_dense_layers} of num_layers={m.num_layers}"
+        hint = f"at most {m.num_layers - 1}, or num_experts = 0"
+        yield Problem(f"{message}: no layer has experts", hint, "model.first_dense_layers")
     if m.num_experts:
         yield from divides("model.router_groups", m.router_groups, "num_experts", m.num_experts)
     if m.router_top_groups > m.router_groups:

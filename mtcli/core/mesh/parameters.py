@@ -142,7 +142,7 @@ def _block(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
             yield from _norm(model, f"{name}.{part}_norm", layer)
         if part == "attention":
             yield from _attention(model, f"{name}.{part}", layer)
-        elif model.num_experts:
+        elif model.has_experts(layer):
             yield from _experts(model, f"{name}.{part}", layer)
         else:
             yield from _feed_forward(model, f"{name}.{part}", layer, model.ffn_hidden_size)
@@ -180,19 +180,23 @@ def _dense(name: str, hidden: int) -> Iterator[Parameter]:
 
 
 def _norm(model: ModelConfig, name: str, layer: Layer) -> list[Parameter]:
-    return _norm_of(model, name, layer, model.hidden_size, "tp_columns")
+    return _norm_of(model, name, layer, (model.hidden_size,), ("tp_columns",))
 
 
 def _norm_of(
-    model: ModelConfig, name: str, layer: Layer, width: int, axis: str | None
+    model: ModelConfig,
+    name: str,
+    layer: Layer,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
 ) -> list[Parameter]:
-    """A norm of a width that an axis shards; without one, of heads, of which tp ranks have some."""
+    """A norm over columns that axes shard; without axes, of heads, of which tp ranks have some."""
     kinds: list[tuple[str, Init]] = [("weight", "ones")]
     if model.norm == "layernorm":
         kinds.append(("bias", "zeros"))
-    partial = axis is None
+    partial = axes == (None,)
     return [
-        Parameter(f"{name}.{kind}", (width,), (axis,), init, layer, partial_over_tp=partial)
+        Parameter(f"{name}.{kind}", shape, axes, init, layer, partial_over_tp=partial)
         for kind, init in kinds
     ]
 
@@ -218,9 +222,10 @@ def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]
     yield _linear(f"{name}.qkv", (*fused, hidden), (*axes, "tp_row"), layer, *slots)
     if model.qkv_bias:
         yield Parameter(f"{name}.qkv.bias", fused, axes, "zeros", layer)
-    if model.qk_norm == "head":
-        for norm in ("q_norm", "k_norm"):
-            yield from _norm_of(model, f"{name}.{norm}", layer, model.head_dim, None)
+    of_heads = model.qk_norm == "head"
+    for norm, heads in (("q_norm", queries), ("k_norm", 1)) if model.qk_norm != "none" else ():
+        normed = (model.head_dim,) if of_heads else (groups, heads, model.head_dim)
+        yield from _norm_of(model, f"{name}.{norm}", layer, normed, (None,) if of_heads else axes)
     shape = (hidden, model.num_heads * model.head_dim)
     yield _linear(f"{name}.out", shape, ("tp_row", "tp"), layer, Matrix("output"))
     if model.has_out_bias:

@@ -3,6 +3,7 @@
 b sequences of s tokens, T = b * s; h query heads and g key-value groups of this rank, r = h / g.
 """
 
+from math import prod
 from typing import cast
 
 import torch
@@ -29,11 +30,14 @@ class Attention(nn.Module):
     def __init__(self, layer: int, model: ModelConfig, build: LayerFactory, seed: int) -> None:
         super().__init__()
         name = f"blocks.{layer}.attention"
-        self.qkv = build.heads_linear(f"{name}.qkv")
+        self.qkv = build.column_linear(f"{name}.qkv")
+        self.share_heads = build.share_heads(f"{name}.qkv")
         self.out = build.row_linear(f"{name}.out")
-        self.has_qk_norm = model.qk_norm == "head"
-        if self.has_qk_norm:
+        self.qk_norm = model.qk_norm
+        if self.qk_norm != "none":
             self.q_norm, self.k_norm = (build.norm(f"{name}.{x}_norm", model) for x in "qk")
+        local = build.table[f"{name}.qkv.weight"].local_shape(build.groups.layout)
+        self.columns = local[:-1]  # [g, r + 2, d], or of shared heads fewer columns of more queries
         self.layer, self.head_dim = layer, model.head_dim
         self.visibility, self.table = layer_visibility(model, layer), layer_table(model, layer)
         # kernels multiply scores by 1 / sqrt(head_dim)
@@ -48,8 +52,17 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        qkv_TF = self.qkv(x_TD, numbers=inputs.numbers)
+        qkv_TF = self.project(x_TD, inputs)
         return cast(Tensor, self.out(self.mix(qkv_TF, inputs), numbers=inputs.numbers))
+
+    def project(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        """x_TD [T/tp, D] -> query, key and value of this rank's heads [T, g * (r + 2) * d]."""
+        qkv_TF = self.qkv(x_TD, numbers=inputs.numbers)
+        if self.qk_norm == "projection":  # here every column of a shared head is on one rank
+            q, k, v = qkv_TF.view(-1, *self.columns).split([self.columns[1] - 2, 1, 1], 2)
+            q, k = _normed(self.q_norm, q, 1), _normed(self.k_norm, k, 1)
+            qkv_TF = torch.cat([q, k, v], 2).flatten(1)
+        return cast(Tensor, self.share_heads(qkv_TF))
 
     def mix(self, qkv_TF: Tensor, inputs: Inputs) -> Tensor:
         """Fused projections [T, g * (r + 2) * head_dim] -> attended values [T, h * head_dim]."""
@@ -57,8 +70,8 @@ class Attention(nn.Module):
         r, d = self.queries_per_group, self.head_dim
         # split, not slices: its backward is one concatenation instead of three padded sums
         q, k, v = qkv_TF.view(b, s, -1, r + 2, d).split([r, 1, 1], 3)
-        if self.has_qk_norm:
-            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        if self.qk_norm == "head":
+            q, k = _normed(self.q_norm, q, -1), _normed(self.k_norm, k, -1)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
         if self.table is not None:
             q, k = inputs.rotations[self.table](q, k)
@@ -98,9 +111,9 @@ class Attention(nn.Module):
         return matmul(masked_softmax(scores, mask, dropout), v)
 
 
-def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """The norm of each head of x [b, s, g, r, d]."""
-    return cast(Tensor, norm(x.reshape(-1, x.shape[-1]))).view(x.shape)
+def _normed(norm: nn.Module, x: Tensor, first: int) -> Tensor:
+    """The norm of x over its dimensions from `first` on, as one."""
+    return cast(Tensor, norm(x.reshape(-1, prod(x.shape[first:])))).view(x.shape)
 
 
 def attend_after(

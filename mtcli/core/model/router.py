@@ -48,6 +48,8 @@ class Router(nn.Module):
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         logits_TE = self.build.replicated_linear(x_TD.to(wide), self.weight.to(wide))
         scores_TE, weights, experts = route(logits_TE, self.bias, self.choice)
+        if self.model.routed_scale != 1.0:
+            weights = weights * self.model.routed_scale
         real_T = None
         if inputs.padding is not None:
             real_T = ~self.build.my_tokens(inputs.padding.flatten())

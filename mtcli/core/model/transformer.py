@@ -33,7 +33,7 @@ class Block(nn.Module):
         super().__init__()
         name = f"blocks.{layer}"
         mlp: type[Mlp | GatedMlp | MixtureOfExperts] = GatedMlp if model.is_gated else Mlp
-        if model.num_experts:
+        if model.has_experts(layer):
             mlp = MixtureOfExperts
         norms: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
             "pre": (build.norm, build.add_norm),
@@ -105,7 +105,7 @@ class Block(nn.Module):
         """Attention; with recompute = "selective" its backward recomputes scores and
         probabilities."""
         if self.recompute == "selective" and torch.is_grad_enabled():
-            qkv = self.attention.qkv(x_TD, numbers=inputs.numbers)
+            qkv = self.attention.project(x_TD, inputs)
             mixed = _recomputed(self.attention.mix, qkv, inputs)
             return cast(Tensor, self.attention.out(mixed, numbers=inputs.numbers))
         return cast(Tensor, self.attention(x_TD, inputs))

@@ -86,13 +86,13 @@ class LayerFactory(ABC):
     def column_linear(self, name: str) -> Any:
         """Layer(x_TD, with_bias=True) -> [T, F/tp], with a `flat_bias` [F/tp] or None.
 
-        Like `heads_linear` and `row_linear` it also takes `numbers` [T], for the dropout of
-        adapters.
+        Like `row_linear` it also takes `numbers` [T], for the dropout of adapters.
         """
 
-    @abstractmethod
-    def heads_linear(self, name: str) -> Any:
-        """Layer(x_TD) -> query, key and value of this rank's heads [T, g * (q + 2) * d]."""
+    def share_heads(self, name: str) -> nn.Module:
+        """Layer(y_TF) -> query, key and value of this rank's heads [T, g * (q + 2) * d], from the
+        columns that its `column_linear` computes."""
+        return nn.Identity()
 
     @abstractmethod
     def row_linear(self, name: str) -> Any:

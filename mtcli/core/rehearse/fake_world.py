@@ -24,6 +24,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.model import build
 from mtcli.core.parallel.collectives import Pending
+from mtcli.core.rehearse.cpu_kernels import CpuKernels, gathered, scattered
 from mtcli.core.rehearse.live_memory import LiveMemory
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.step import Trainer
@@ -101,7 +102,7 @@ def fake_world(
             stack.enter_context(patch.object(limits, "row_slices", _some_slices))
             stack.enter_context(patch.object(Pending, "is_completed", lambda pending: True))
             stack.enter_context(fake_gpu() if on_gpu else nullcontext())
-            for mode in (Answers(model), watching):
+            for mode in (Answers(model), watching, nullcontext() if on_gpu else CpuKernels()):
                 stack.enter_context(mode)
             yield
     finally:
@@ -116,9 +117,14 @@ def fake_shards(where: torch.device) -> Iterator[None]:
     FSDP2 asks the device for streams, which `meta` lacks and a CPU fakes. It refuses to train
     parameters on meta, and reads the address of what `to_empty` moves, which fake tensors lack.
     """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fully_shard
+    from torch.distributed.fsdp._fully_shard import (
+        _fsdp_collectives,
+        _fsdp_param,
+        _fsdp_param_group,
+        _fully_shard,
+    )
 
-    replaced = (
+    replaced = [
         (torch, "meta", torch.cpu),
         (build, "META", where),
         (_fully_shard, "_get_device_from_mesh", lambda mesh: where),
@@ -126,7 +132,12 @@ def fake_shards(where: torch.device) -> Iterator[None]:
         (_fsdp_param.FSDPParam, "reset_sharded_param", lambda parameter: None),
         (_fsdp_param, "_chunk_with_empty", FakeChunks),
         (nn.Module, "to_empty", lambda module, device: module),
-    )
+    ]
+    if where.type == "cpu":
+        replaced += [
+            (_fsdp_collectives.DefaultAllGather, "__call__", gathered),
+            (_fsdp_collectives.DefaultReduceScatter, "__call__", scattered),
+        ]
     with ExitStack() as stack:
         for owner, name, instead in replaced:
             stack.enter_context(patch.object(owner, name, instead, create=name == "meta"))

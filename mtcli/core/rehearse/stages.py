@@ -78,7 +78,8 @@ def rehearse(rehearsal: Rehearsal) -> RankBytes:
     """Runs a step of a pipeline rank; returns its bytes besides the state."""
     planned, world, pp_rank, on_cpu, widens = rehearsal
     work = Workload.of(planned, world)
-    passes = 2 if work.zero == 3 or work.layout.tp_rows > 1 else 1
+    again = work.zero == 3 or work.layout.tp_rows > 1 or _casts_gradients(work, on_cpu)
+    passes = 1 + again
     rank, chosen = work.layout.attention.rank(pp=pp_rank), _chosen(work, pp_rank)
     config = _short(planned, work, chosen, passes)
     with fake_trainer(config, world, rank, on_cpu, widens) as (trainer, live):
@@ -96,14 +97,29 @@ def rehearse(rehearsal: Rehearsal) -> RankBytes:
     return _rank_bytes(work, trace.marks, pp_rank, more)
 
 
+def _casts_gradients(work: Workload, on_cpu: bool) -> bool:
+    """Whether a second micro-batch takes more: a CPU casts a gradient to add it to a wider one."""
+    return on_cpu and work.num_micro_batches > 1 and work.sizes.gradient > work.sizes.weight
+
+
 def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int) -> RunConfig:
     """The config with `passes` micro-batches, and a few blocks of the stages that run."""
     most = SHARDED_BLOCKS if work.zero == 3 else BLOCKS
-    layers = tuple(
-        min(count, most if stage in chosen else 1)
-        for stage, count in enumerate(work.layers_of_stage)
-    )
-    model = config.model.model_copy(update={"num_layers": sum(layers)})
+    kept_counts = []
+    for stage in range(work.layout.num_stages):
+        dense, mixed = work.block_counts([stage])
+        if stage not in chosen:
+            kept_counts.append((min(dense, 1), min(mixed, 1 - min(dense, 1))))
+        elif mixed:  # the middle one of those that run has experts
+            kept_counts.append((dense, min(mixed, most + dense)))
+        else:
+            kept_counts.append((min(dense, most), 0))
+    layers = tuple(map(sum, kept_counts))
+    sizes = {
+        "num_layers": sum(layers),
+        "first_dense_layers": sum(dense for dense, _ in kept_counts),
+    }
+    model = config.model.model_copy(update=sizes)
     parallel = config.parallel.model_copy(update={"stage_layers": layers})
     short = config.model_copy(update={"model": model, "parallel": parallel})
     return with_batch(short, passes * work.micro_batch_size * work.layout.batch_shards)

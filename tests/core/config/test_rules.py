@@ -321,6 +321,10 @@ ALSO = {  # further branches of the same rules
     "groups that do not divide the experts": (
         [*MOE, "model.router_groups=3"], 1, "model.router_groups",
         "router_groups=3 does not divide num_experts=8", "1, 2, 4 or 8"),
+    "no layer with experts": (
+        [*MOE, "model.first_dense_layers=2", "model.num_layers=2"], 1, "model.first_dense_layers",
+        "first_dense_layers=2 of num_layers=2: no layer has experts",
+        "at most 1, or num_experts = 0"),
     "more groups than there are": (
         [*MOE, "model.router_groups=2", "model.router_top_groups=4"], 1,
         "model.router_top_groups",
@@ -523,6 +527,7 @@ def test_a_split_that_makes_no_sense_needs_no_data_to_be_refused():
 
 def test_every_field_of_experts_is_refused_on_a_dense_model():
     given = {
+        "first_dense_layers": 1, "routed_scale": 2.0,
         "moe_ffn_hidden_size": 64, "shared_expert_ffn_hidden_size": 64, "shared_expert_gate": True,
         "normalize_top_k": False, "router_score": "sigmoid", "router_groups": 2,
         "router_top_groups": 2, "capacity_factor": 1.0, "drop_policy": "position",

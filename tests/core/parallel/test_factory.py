@@ -27,7 +27,7 @@ class DenseLayers(LayerFactory):
     def column_linear(self, name):
         return Dense(self, name)
 
-    heads_linear = row_linear = column_linear
+    row_linear = column_linear
 
     def embedding(self, name):
         return Dense(self, name)

@@ -161,6 +161,11 @@ CASES = {
     "gpt bf16": (GPT, {"precision": "bf16"}),
     "llama fp16": (LLAMA, {"precision": "fp16"}),
     "sgd and post norm": (GPT | {"norm_order": "post"}, {"optimizers": SGD}),
+    "norms of heads around": (LLAMA | {"norm_order": "sandwich", "qk_norm": "head"}, {}),
+    "norms of outputs": (
+        LLAMA | {"norm": "layernorm", "norm_order": "after", "qk_norm": "projection"},
+        {"precision": "fp32"},
+    ),
     "lamb": (LLAMA, {"optimizers": LAMB}),
     "dropout": (GPT | DROPPING, {}),
     "documents": (LLAMA, {"data": DOCUMENTS}),

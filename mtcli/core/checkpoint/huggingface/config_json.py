@@ -13,6 +13,7 @@ from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
 from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
+from mtcli.core.checkpoint.huggingface.olmo import OLMO2
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
 from mtcli.core.checkpoint.huggingface.window import read_window, write_window
@@ -22,7 +23,7 @@ from mtcli.core.config.model import OF_ROPE, ModelConfig
 from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
-    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE),
+    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2),
     *BERTS,
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
@@ -37,7 +38,7 @@ TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispa
 TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
 EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
-EXPERTS |= {"router_bias_update_rate", "router_biases"}
+EXPERTS |= {"router_bias_update_rate", "router_biases", "first_dense_layers", "routed_scale"}
 # Fields by which related models compute something that no family here does. transformers ignores
 # some of them in these families and reads others (`is_causal`). Whoever wrote one meant it, so each
 # is refused unless its value changes nothing.
@@ -178,8 +179,11 @@ def _lost(model: ModelConfig, family: Family) -> list[str]:
 
 
 def _function(model: ModelConfig) -> Table:
-    unread = {"ffn_hidden_size"} if model.num_experts else EXPERTS
-    unread |= set() if model.position == "rope" else set(OF_ROPE)
+    unread = set() if model.position == "rope" else set(OF_ROPE)
+    if not model.num_experts:
+        unread |= EXPERTS
+    elif not model.first_dense_layers:
+        unread.add("ffn_hidden_size")
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
     derived |= {"rotating": [model.layer_rotates(layer) for layer in range(model.num_layers)]}

@@ -117,6 +117,15 @@ def same(name: str) -> TensorRule:
     return stacked(name)
 
 
+def flattened(name: str) -> TensorRule:
+    """Maps a tensor that is stored as a vector, such as a norm of all heads [K, Q, D]."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        return [_in_order(name, (parameter.numel,), parameter.shape)]
+
+    return rule
+
+
 def transposed(name: str) -> TensorRule:
     """Maps GPT-2's Conv1D: ours [out, in] is stored as [in, out]."""
 

@@ -115,6 +115,13 @@ def granite(draw):
     return GraniteConfig(**sizes(draw), **biases, **multipliers)
 
 
+def olmo2(draw):
+    """Norms of outputs, and of the whole query and key."""
+    from transformers import Olmo2Config
+
+    return Olmo2Config(**sizes(draw), attention_bias=draw(st.booleans()))
+
+
 def mixtral(draw):
     """Mixtral has no narrower experts than its MLP."""
     from transformers import MixtralConfig
@@ -173,6 +180,7 @@ FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
     "llama": (llama, "tp=TP,pp=PP"),
     "granite": (granite, "tp=TP,pp=PP"),
+    "olmo2": (olmo2, "tp=TP,pp=PP"),
     "mistral": (mistral, "tp=TP,dp=2"),
     "qwen2": (qwen2, "tp=TP,pp=PP"),
     "mixtral": (mixtral, "ep=EP,dp=EP,pp=PP"),

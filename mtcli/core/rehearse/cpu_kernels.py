@@ -1,0 +1,75 @@
+"""Allocates, next to fake tensors, what a CPU's kernels allocate besides their results.
+
+Fake kernels allocate results alone. On a CPU some real ones take more memory while they run:
+
+- pointwise kernels cast floating-point operands of other dtypes to the widest of them, whole
+  (TensorIterator::compute_types): adding bfloat16 [N] to float32 [N] takes 4 N bytes. A narrower
+  output is computed in a temporary of the widest dtype;
+- mtcli's own operators run in plain torch, whose intermediate results take memory;
+- gloo copies the output of an all-gather and the input of a reduce-scatter, which FSDP2 uses.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GATHER, SCATTER = fsdp.DefaultAllGather.__call__, fsdp.DefaultReduceScatter.__call__
+
+
+class CpuKernels(TorchDispatchMode):
+    """Has each operation allocate a CPU kernel's temporaries, for a mode below that counts them."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs an operation while its temporaries are alive."""
+        given = dict(kwargs or {})
+        if func.namespace == "mtcli":
+            return func._op_dk(torch._C.DispatchKey.CPU, *args, **given)
+        temporaries = casts(func, args, given)
+        result = func(*args, **given)
+        del temporaries
+        return result
+
+
+def casts(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> list[Tensor]:
+    """Allocates the casts of a pointwise operation's operands, and of a narrower output."""
+    if torch.Tag.pointwise not in func.tags:
+        return []
+    tensors = [x for x in tree_leaves((args, given)) if isinstance(x, Tensor)]
+    operands = [x for x in tensors if x.is_floating_point()]
+    if len({x.dtype for x in operands}) < 2:
+        return []
+    # A tensor without dimensions does not widen others.
+    dtypes = [x.dtype for x in operands if x.dim()] or [x.dtype for x in operands]
+    wide = reduce(torch.promote_types, dtypes)
+    cast = [x for x in operands if x.dtype != wide]
+    if func._schema.is_mutable and args[0].dtype != wide:  # read in one temporary, then written
+        cast.append(args[0])
+    return [torch.empty_like(x, dtype=wide) for x in cast]
+
+
+def gathered(collective: Any, out: Tensor, *inputs: Any, **given: Any) -> Any:
+    """Replaces FSDP2's all-gather, by one with the copy that gloo makes of its output."""
+    copy = torch.empty_like(out)
+    work = GATHER(collective, out, *inputs, **given)
+    del copy
+    return work
+
+
+def scattered(collective: Any, out: Tensor, x: Tensor, *inputs: Any, **given: Any) -> Any:
+    """Replaces FSDP2's reduce-scatter, by one with the copy that gloo makes of its input."""
+    copy = torch.empty_like(x)
+    work = SCATTER(collective, out, x, *inputs, **given)
+    del copy
+    return work
