@@ -231,7 +231,7 @@ WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
 ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
-PARALLEL = {"parallel_residual": True}
+PARALLEL, HEAD_BIAS = {"parallel_residual": True}, {"head_bias": True}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
 FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
@@ -302,6 +302,13 @@ MORE_ROWS = [
            model=PARALLEL | {"parallel_norms": 1}),
     row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "full"},
            model=PARALLEL | {"parallel_norms": 1}),
+    row_of({"model": "llama", "tp": "2", "cp": "all_gather", "recompute": "selective"},
+           model={"rope_interleaved": True}),
+    row_of({"model": "llama", "tp": "2", "pipeline": "zero_bubble", "zero": "1"}, model=HEAD_BIAS),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "samples": "weights"},
+           model=HEAD_BIAS),
+    row_of({"model": "llama", "cp": "ring", "zero": "3", "dp": "2", "update": "lamb"},
+           model=HEAD_BIAS),
     row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "zero": "1"}, model=OLMO),
     row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "selective"},
            model=OLMO | {"norm": "layernorm"}),

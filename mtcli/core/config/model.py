@@ -61,6 +61,7 @@ OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_expe
 )
 OF_ROPE = (  # the fields that a model without rotary positions has no use for
     *("rope_theta", "rope_scaling", "rope_local_theta", "rope_pattern", "rotary_fraction"),
+    "rope_interleaved",
 )
 
 
@@ -152,6 +153,8 @@ class ModelConfig(Section):
     """letters of the layers, repeated: R rotates queries and keys, N does not [R]"""
     rotary_fraction: Annotated[Real, Field(ge=1e-6, le=1.0)] = 1.0
     """share of a head that rotates: its first int(head_dim * this) dimensions"""
+    rope_interleaved: bool = False
+    """rotary pairs are neighbours, dimensions 2i and 2i + 1, and not i and i + half of them"""
     causal: bool = True
     """false: tokens attend to all of their sequence, as in encoders; not with head = lm"""
     window: Whole = 0
@@ -176,6 +179,8 @@ class ModelConfig(Section):
     """bias of attention's output projection [bias]"""
     mlp_bias: bool | None = None
     """biases of the MLP; experts have none [bias]"""
+    head_bias: bool = False
+    """lm: bias of the logits, where the head has a weight of its own"""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
     dropout: Fraction = 0.0

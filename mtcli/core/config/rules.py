@@ -334,6 +334,11 @@ def _head_has_its_layers(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.head == "mlm" and not m.tie_embeddings:
         message = "head='mlm' with tie_embeddings=false: it predicts by the token embedding"
         yield Problem(message, "model.tie_embeddings = true", "model.tie_embeddings")
+    if m.head_bias and (m.head != "lm" or m.tie_embeddings):
+        has = f"head={m.head!r}" if m.head != "lm" else "tie_embeddings=true"
+        message = f"head_bias=true with {has}"
+        hint = "a language model with tie_embeddings=false, or leave head_bias out"
+        yield Problem(f"{message}, whose head has no layer of that kind", hint, "model.head_bias")
     if m.head in CLASSIFIERS and m.tie_embeddings:
         message = f"head={m.head!r} with tie_embeddings=true, and it reads no vocabulary"
         yield Problem(message, "leave model.tie_embeddings out", "model.tie_embeddings")
@@ -408,6 +413,9 @@ def _logits_are_scaled(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.logit_scale != 1.0 and m.head != "lm":
         message = f"logit_scale={m.logit_scale:g} with head={m.head!r}, which scales none"
         yield Problem(message, "1, or model.head = 'lm'", "model.logit_scale")
+    if m.logit_scale != 1.0 and m.head_bias:
+        message = f"logit_scale={m.logit_scale:g} with head_bias=true, which it would not multiply"
+        yield Problem(message, "logit_scale = 1, or head_bias = false", "model.logit_scale")
 
 
 def _parallel_residual_fits(config: RunConfig, world: int) -> Iterator[Problem]:

@@ -156,11 +156,13 @@ def _head(model: ModelConfig) -> Iterator[Parameter]:
     if model.head == "lm":
         if not model.tie_embeddings:
             yield _vocabulary(model, "head.weight", "last")
+        if model.head_bias:
+            yield _bias_of_logits(model)
         return
     if model.head == "mlm":
         yield from _dense("head.transform", hidden)
         yield from _norm(model, "head.norm", "last")
-        yield Parameter("head.bias", (model.vocab_size,), ("tp",), "zeros", "last", padded=0)
+        yield _bias_of_logits(model)
         if not model.sentence_order:
             return
     outputs = {"mlm": 2, "classification": model.num_labels, "multiple_choice": 1}[model.head]
@@ -170,6 +172,10 @@ def _head(model: ModelConfig) -> Iterator[Parameter]:
     shape, axes = (outputs, hidden), (None, "tp_columns")
     yield Parameter(f"{name}.weight", shape, axes, "normal", "last")
     yield Parameter(f"{name}.bias", (outputs,), (None,), "zeros", "last")
+
+
+def _bias_of_logits(model: ModelConfig) -> Parameter:
+    return Parameter("head.bias", (model.vocab_size,), ("tp",), "zeros", "last", padded=0)
 
 
 def _dense(name: str, hidden: int) -> Iterator[Parameter]:

@@ -145,6 +145,8 @@ class Stage(nn.Module):
             self.final_norm = build.norm("final_norm", model)
         if self.is_last and (model.head != "lm" or not tied):
             self.head = HEADS[model.head](model, build, seed)
+            if model.head_bias:
+                self.head.bias = build.parameter("head.bias")
         self.next_tokens = NextTokens(build)
 
     @property
@@ -153,9 +155,9 @@ class Stage(nn.Module):
         for a head without a vocabulary."""
         if self.model.head in CLASSIFIERS:
             return None
-        if self.model.head == "mlm":
-            return self.build.loss(self.embedding, cast(nn.Parameter, self.head.bias))
-        return self.build.loss(self.embedding if self.model.tie_embeddings else self.head)
+        has_bias = self.model.head == "mlm" or self.model.head_bias
+        bias = cast(nn.Parameter, self.head.bias) if has_bias else None
+        return self.build.loss(self.embedding if self.model.tie_embeddings else self.head, bias)
 
     def forward(self, x_TD: Tensor | None, inputs: Inputs) -> Tensor:
         """The previous stage's activations (None on the first) -> this stage's."""
