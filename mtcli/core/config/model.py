@@ -64,6 +64,7 @@ OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_expe
 )
 OF_ROPE = (  # the fields that a model without rotary positions has no use for
     *("rope_theta", "rope_scaling", "rope_local_theta", "rope_pattern", "rotary_fraction"),
+    "rope_interleaved",
 )
 
 
@@ -152,6 +153,10 @@ class ModelConfig(Section):
     """normalisation before attention, MLP and head"""
     norm_order: Literal["pre", "post", "sandwich", "after"] = "pre"
     """norms: before a sublayer and the head, after its residual add, around it, or of its output"""
+    parallel_residual: bool = False
+    """attention and MLP read the same residual stream, and both are added to it"""
+    parallel_norms: Annotated[Int, Field(ge=1, le=2)] = 2
+    """norms of a block with parallel_residual: 1 is of both attention and MLP"""
     norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)]
     """added to the variance"""
     norm_offset: Annotated[Real, Field(ge=0.0, le=1.0)] = 0.0
@@ -170,6 +175,8 @@ class ModelConfig(Section):
     """letters of the layers, repeated: R rotates queries and keys, N does not [R]"""
     rotary_fraction: Annotated[Real, Field(ge=1e-6, le=1.0)] = 1.0
     """share of a head that rotates: its first int(head_dim * this) dimensions"""
+    rope_interleaved: bool = False
+    """rotary pairs are neighbours, dimensions 2i and 2i + 1, and not i and i + half of them"""
     causal: bool = True
     """false: tokens attend to all of their sequence, as in encoders; not with head = lm"""
     window: Whole = 0
@@ -200,6 +207,8 @@ class ModelConfig(Section):
     """biases of the MLP; experts have none [bias]"""
     norm_bias: bool | None = None
     """biases of layernorm; rmsnorm has none [true]"""
+    head_bias: bool = False
+    """lm: bias of the logits, where the head has a weight of its own"""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
     mla: Mla | None = None
@@ -263,7 +272,7 @@ class ModelConfig(Section):
 
     @property
     def norms_per_block(self) -> int:
-        return 4 if self.norm_order == "sandwich" else 2
+        return 4 if self.norm_order == "sandwich" else self.parallel_norms
 
     @property
     def has_norm_bias(self) -> bool:

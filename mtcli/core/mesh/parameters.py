@@ -138,7 +138,8 @@ def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False)
 
 def _block(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     for part in ("attention", "mlp"):
-        if model.norm_order != "after":
+        is_shared = part == "mlp" and model.parallel_norms == 1
+        if model.norm_order != "after" and not is_shared:
             yield from _norm(model, f"{name}.{part}_norm", layer)
         if part == "attention" and model.mla:
             yield from _latent_attention(model, model.mla, f"{name}.{part}", layer)
@@ -158,11 +159,13 @@ def _head(model: ModelConfig) -> Iterator[Parameter]:
     if model.head == "lm":
         if not model.tie_embeddings:
             yield _vocabulary(model, "head.weight", "last")
+        if model.head_bias:
+            yield _bias_of_logits(model)
         return
     if model.head == "mlm":
         yield from _dense("head.transform", hidden)
         yield from _norm(model, "head.norm", "last")
-        yield Parameter("head.bias", (model.vocab_size,), ("tp",), "zeros", "last", padded=0)
+        yield _bias_of_logits(model)
         if not model.sentence_order:
             return
     outputs = {"mlm": 2, "classification": model.num_labels, "multiple_choice": 1}[model.head]
@@ -172,6 +175,10 @@ def _head(model: ModelConfig) -> Iterator[Parameter]:
     shape, axes = (outputs, hidden), (None, "tp_columns")
     yield Parameter(f"{name}.weight", shape, axes, "normal", "last")
     yield Parameter(f"{name}.bias", (outputs,), (None,), "zeros", "last")
+
+
+def _bias_of_logits(model: ModelConfig) -> Parameter:
+    return Parameter("head.bias", (model.vocab_size,), ("tp",), "zeros", "last", padded=0)
 
 
 def _dense(name: str, hidden: int) -> Iterator[Parameter]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.visibility import layer_visibility
 from mtcli.core.model.inputs import Inputs
-from mtcli.core.model.rope import layer_table
+from mtcli.core.model.rope import halves, layer_table
 from mtcli.core.parallel.attention_mask import AttentionMask
 from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.factory import LayerFactory
@@ -35,6 +35,7 @@ class Attention(nn.Module):
         self.out = build.row_linear(f"{name}.out")
         self.layer, self.head_dim = layer, model.head_dim
         self.visibility, self.table = layer_visibility(model, layer), layer_table(model, layer)
+        self.num_interleaved = model.rotary_dim * model.rope_interleaved
         # kernels multiply scores by 1 / sqrt(head_dim)
         self.query_scale = model.attention_scale * model.head_dim**0.5 or 1.0
         tp = build.groups.tp
@@ -79,6 +80,8 @@ class Attention(nn.Module):
             q, k = _normed(self.q_norm, q, -1), _normed(self.k_norm, k, -1)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
         if self.table is not None:
+            if self.num_interleaved:
+                q, k = (halves(x, self.num_interleaved) for x in (q, k))
             q, k = inputs.rotations[self.table](q, k)
         if self.query_scale != 1.0:
             q = q * self.query_scale
