@@ -8,7 +8,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtcli.core.checkpoint.huggingface.bert import BERTS
+from mtcli.core.checkpoint.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from mtcli.core.checkpoint.huggingface.family import Family, Field, Table
+from mtcli.core.checkpoint.huggingface.glm4_moe import GLM4_MOE
 from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
 from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
@@ -24,6 +26,7 @@ from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2),
+    *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE),
     *BERTS,
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
@@ -35,10 +38,16 @@ MAX_BYTES = 16 << 20
 # other field counts, so that a new one is refused until a family can say it.
 TRAINING = {"architecture", "bias", "dropout", "attention_dropout", "init_std"}
 TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispatcher"}
-TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
+TRAINING |= {
+    "router_bias_update_rate",
+    "capacity_factor",
+    "drop_policy",
+    "drop_scope",
+    "pad_to_capacity",
+}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
 EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
-EXPERTS |= {"router_bias_update_rate", "router_biases", "first_dense_layers", "routed_scale"}
+EXPERTS |= {"router_biases", "first_dense_layers", "routed_scale"}
 # Fields by which related models compute something that no family here does. transformers ignores
 # some of them in these families and reads others (`is_causal`). Whoever wrote one meant it, so each
 # is refused unless its value changes nothing.
@@ -187,6 +196,8 @@ def _function(model: ModelConfig) -> Table:
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
     derived |= {"rotating": [model.layer_rotates(layer) for layer in range(model.num_layers)]}
+    if model.num_experts:
+        derived["router_biases"] = model.has_router_biases
     derived["norm_bias"] = model.has_norm_bias
     unread |= {"window_pattern", "rope_pattern"}
     return model.model_dump(exclude=TRAINING | unread) | derived

@@ -122,6 +122,58 @@ def olmo2(draw):
     return Olmo2Config(**sizes(draw), attention_bias=draw(st.booleans()))
 
 
+def latents(draw):
+    """Sizes of a mixture with first dense layers and a shared expert, and of latents; rotary widths
+    and what holds them are even, as transformers asks."""
+    config, count = sizes(draw), draw(st.integers(1, 2))
+    del config["head_dim"]
+    config |= {"num_hidden_layers": count + draw(st.integers(1, 2)), "first_k_dense_replace": count}
+    ranks = {f"{name}_lora_rank": draw(st.sampled_from([2, 6])) for name in ("q", "kv")}
+    groups = draw(st.integers(1, 2))
+    return config | ranks | {
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_nope_head_dim": draw(st.sampled_from([2, 6])),
+        "qk_rope_head_dim": draw(st.sampled_from([4, 6])),
+        "v_head_dim": draw(st.sampled_from([4, 10])),
+        "moe_intermediate_size": draw(st.sampled_from([4, 6])),
+        "n_routed_experts": 3 * groups,
+        "num_experts_per_tok": draw(st.integers(1, 3)),
+        "n_shared_experts": draw(st.integers(1, 2)),
+        "n_group": groups,
+        "topk_group": 1,
+        "routed_scaling_factor": draw(SCALES),
+        "attention_bias": draw(st.booleans()),
+    }  # fmt: skip
+
+
+def deepseek_v3(draw):
+    """Latents, a biased choice among groups of experts, first dense layers."""
+    from transformers import DeepseekV3Config
+
+    flags = {name: draw(st.booleans()) for name in ("norm_topk_prob", "rope_interleave")}
+    return DeepseekV3Config(**latents(draw), **flags)
+
+
+def deepseek_v2(draw):
+    """Latents, with one of queries or without, and a choice of one group or of all experts."""
+    from transformers import DeepseekV2Config
+
+    config = latents(draw) | {
+        "topk_method": draw(st.sampled_from(["greedy", "group_limited_greedy"]))
+    }
+    config["q_lora_rank"] = draw(st.sampled_from([None, config["q_lora_rank"]]))
+    return DeepseekV2Config(**config)
+
+
+def glm4_moe(draw):
+    """Half of a head rotates, and maybe each head has a norm."""
+    from transformers import Glm4MoeConfig
+
+    config = latents(draw) | {"use_qk_norm": draw(st.booleans()), "head_dim": 8}
+    config["num_key_value_heads"] = 1
+    return Glm4MoeConfig(**config)
+
+
 def mixtral(draw):
     """Mixtral has no narrower experts than its MLP."""
     from transformers import MixtralConfig
@@ -180,6 +232,9 @@ FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
     "llama": (llama, "tp=TP,pp=PP"),
     "granite": (granite, "tp=TP,pp=PP"),
+    "deepseek_v3": (deepseek_v3, "ep=EP,dp=EP,pp=PP"),
+    "deepseek_v2": (deepseek_v2, "ep=EP,dp=EP,pp=PP"),
+    "glm4_moe": (glm4_moe, "ep=EP,dp=EP"),
     "olmo2": (olmo2, "tp=TP,pp=PP"),
     "mistral": (mistral, "tp=TP,dp=2"),
     "qwen2": (qwen2, "tp=TP,pp=PP"),
@@ -228,6 +283,9 @@ def saved(config, folder, seed):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).eval()
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer += torch.randn(buffer.shape)
     model.save_pretrained(folder)
     return model
 

@@ -44,6 +44,9 @@ LAYOUTS = {
     "qwen2_moe": "tp=2,etp=2",
     "granite": "tp=2",
     "olmo2": "tp=4,pp=2",
+    "glm4_moe": "tp=2,pp=3",
+    "deepseek_v2": "tp=2,ep=4,etp=1,dp=2",
+    "deepseek_v3": "tp=4,pp=3",
     "qwen3": "tp=2,pp=2",
     "qwen3_moe": "ep=3,dp=3",
 }
