@@ -9,7 +9,7 @@ Fake kernels allocate results alone. On a CPU some real ones take more memory wh
 - gloo copies the output of an all-gather and the input of a reduce-scatter, which FSDP2 uses.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -25,9 +25,12 @@ GATHER, SCATTER = fsdp.DefaultAllGather.__call__, fsdp.DefaultReduceScatter.__ca
 class CpuKernels(TorchDispatchMode):
     """Has each operation allocate a CPU kernel's temporaries, for a mode below that counts them."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,

@@ -72,6 +72,4 @@ def counted(operation):
 
 
 def tensors():
-    return {
-        name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()
-    }
+    return {name: torch.ones(shape, dtype=dtype) for name, (shape, dtype) in SHAPES.items()}
