@@ -5,6 +5,7 @@ that no benchmark measures stand at the end.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import elementwise
@@ -17,6 +18,8 @@ from harness import Entry, leaf
 from mtcli.kernels.attention.softmax import masked_softmax
 from mtcli.kernels.cross_entropy import logits_gradient_, row_parts
 from mtcli.kernels.permute import sort_copies
+from mtcli.kernels.relu2 import relu2, relu2_backward_
+from mtcli.kernels.swiglu import swiglu, swiglu_backward_
 from mtcli.kernels.top_k import TopKRouting, route
 
 HEADS = (16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
@@ -125,6 +128,11 @@ SHAPES = {
     # Not measured.
     "cross_entropy_padded": last(*VOCABULARIES),
     "softmax_of_all": Shapes(tuple, lambda n: (1, 2, n), ((1024,),)),
+    "geglu": last(768, 9216, 14336),
+    "geglu_tanh": last(768, 9216, 14336),
+    "geglu_again": last(768, 9216, 14336),
+    "relu2": last(9216, 24576),
+    "relu2_again": last(9216, 24576),
     "route_groups": experts_and_k((64, 6), (256, 8)),
     "sort_with_capacity": experts_and_k((8, 2)),
 }
@@ -156,6 +164,14 @@ def scores_of_all(device, dtype, b, h, n):
     return leaf((b, h, n, n), dtype, device), None, torch.arange(b * n).view(b, n)
 
 
+def geglu_again(mine, grad, gate_up):
+    return swiglu_backward_(mine, gate_up, "gelu")
+
+
+def relu2_again(mine, grad, x, bias):
+    return relu2_backward_(mine, x, None)
+
+
 def unmeasured(name: str, ours: Callable[..., Any], make, **passes) -> Entry:
     return Entry(name, ours, {}, make, (), (), **passes)
 
@@ -170,6 +186,13 @@ UNMEASURED = [
     unmeasured(
         "route_groups", choose_within_groups, mixture.router, dtypes=(torch.float32,), **BACKWARD
     ),
+    *(
+        unmeasured(name, partial(swiglu, gate=gate), elementwise.gates, **BACKWARD)
+        for name, gate in (("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"))
+    ),
+    unmeasured("geglu_again", geglu_again, elementwise.gated),
+    unmeasured("relu2", relu2, elementwise.rows_and(0), **BACKWARD),
+    unmeasured("relu2_again", relu2_again, elementwise.biased),
     unmeasured("sort_with_capacity", sort_with_capacity, mixture.unsorted),
 ]
 

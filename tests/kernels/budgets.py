@@ -22,6 +22,7 @@ EXPERTS = ("8x2", "16x4", "60x4", "64x6", "128x8", "256x8")
 NORM, LONG_NORM = (("norm._forward", f"norm._backward{way}") for way in ("", "_in_chunks"))
 NORMS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
 GELU, SWIGLU = ("gelu._forward", "gelu._backward"), ("swiglu._forward", "swiglu._backward")
+RELU2 = ("relu2._forward", "relu2._backward")
 FLASH = ("flash_forward._forward", "flash_backward._dq", "flash_backward._dkv")
 LOSS = ("cross_entropy._row_parts", "cross_entropy._logits_gradient")
 LAMB = ("lamb._moments", "lamb._totals", "lamb._step")
@@ -44,6 +45,10 @@ BF16 = [
     ("gelu_again", (3072, 4096, 16384), GELU[1:]),
     ("swiglu", (768, 5632, 14336, 28672), SWIGLU),
     ("swiglu_again", (768, 5632, 14336, 28672), SWIGLU[1:]),
+    *((name, (768, 9216, 14336), SWIGLU) for name in ("geglu", "geglu_tanh")),
+    ("geglu_again", (768, 9216, 14336), SWIGLU[1:]),
+    ("relu2", (9216, 24576), RELU2),
+    ("relu2_again", (9216, 24576), RELU2[1:]),
     ("dropout_add", (768, 1600, 4096), ("dropout._dropout",)),
     ("rotate", ("32x8x128", "12x12x64", "16x16x72"), ("rope._rotate",)),
     ("masked_softmax", (1024, 4096), SOFTMAX),
@@ -83,6 +88,8 @@ FP32 = [
     ("layer_norm", (4096,), NORM),
     ("gelu", (4096,), GELU),
     ("swiglu", (5632,), SWIGLU),
+    ("geglu", (9216,), SWIGLU),
+    ("relu2", (9216,), RELU2),
     ("rotate", ("32x8x128",), ("rope._rotate",)),
     ("cross_entropy_padded", VOCABULARIES, LOSS),
     ("route", EXPERTS, ROUTE),

@@ -1,13 +1,15 @@
 """Defines the model section: shapes, and the defaults of each architecture."""
 
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mtcli.core.config.fields import Fraction, Int, Positive, Real, Section, Whole
 
 MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 10_000, 65_536, 1_000_000
 Multiplier = Annotated[Real, Field(ge=1e-6, le=1e6)]
+Softcap = Annotated[Real, Field(ge=0.0, le=1e6)]
 Coefficient = Annotated[Real, Field(ge=0.0, le=1000.0)]
 
 # What an architecture's name says: defaults of the fields below, each of which may be set.
@@ -47,6 +49,7 @@ ARCHITECTURES["bert"] = ARCHITECTURES["gpt"] | {
     "causal": False,
     "sentence_order": True,
 }
+GATED = ("swiglu", "geglu", "geglu_tanh")  # activations that multiply by a second projection
 # Heads that classify sequences from their first token, and read no vocabulary.
 CLASSIFIERS = ("classification", "multiple_choice")
 SEQUENCES = {"multiple_choice": 4}  # of a row, by head, that share a label; of the others 1
@@ -100,6 +103,23 @@ class RopeScaling(Section):
     """longrope: the same where it is longer"""
 
 
+class Mla(Section):
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): widths of latents and heads."""
+
+    q_rank: Whole = 0
+    """width of the queries' latent; 0 is none: queries come from the residual stream"""
+    kv_rank: Positive = 512
+    """width of the latent that keys and values are made from, and a cache keeps"""
+    nope_dim: Positive = 128
+    """dimensions of a query or key head that do not rotate"""
+    rope_dim: Positive = 64
+    """further dimensions that do, which all key heads share"""
+    value_dim: Positive = 128
+    """width of a value head"""
+    norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)] = 1e-6
+    """added to the variance of latents"""
+
+
 class ModelConfig(Section):
     """Shapes of the transformer. Sizes are exact: nothing is rounded silently."""
 
@@ -127,8 +147,8 @@ class ModelConfig(Section):
     """number of token ids; padding is derived from tp and never leaks"""
     max_seq_len: Positive
     """longest sequence of learned positions; also the longest context in eval"""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"]
-    """MLP activation"""
+    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]
+    """activation of MLPs and experts; geglu is GELU with a gate, relu2 the square of ReLU"""
     norm: Literal["layernorm", "rmsnorm"]
     """normalisation before attention, MLP and head"""
     norm_order: Literal["pre", "post", "sandwich", "after"] = "pre"
@@ -139,6 +159,8 @@ class ModelConfig(Section):
     """norms of a block with parallel_residual: 1 is of both attention and MLP"""
     norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)]
     """added to the variance"""
+    norm_offset: Annotated[Real, Field(ge=0.0, le=1.0)] = 0.0
+    """added to norms' weights, which begin at 1 minus this: 1 as in Gemma, or 0"""
     position: Literal["learned", "rope"]
     """position information"""
     token_types: Whole = 0
@@ -169,6 +191,10 @@ class ModelConfig(Section):
     """multiplies the outputs of attention and MLP before they are added"""
     logit_scale: Multiplier = 1.0
     """lm: multiplies the logits"""
+    attention_softcap: Softcap = 0.0
+    """replaces scores x, ahead of the mask, by this * tanh(x / this); 0 caps none"""
+    logit_softcap: Softcap = 0.0
+    """lm: the same of logits, after logit_scale"""
     tie_embeddings: bool
     """the head shares the token embedding's weight [false for heads that read no vocabulary]"""
     bias: bool
@@ -179,10 +205,14 @@ class ModelConfig(Section):
     """bias of attention's output projection [bias]"""
     mlp_bias: bool | None = None
     """biases of the MLP; experts have none [bias]"""
+    norm_bias: bool | None = None
+    """biases of layernorm; rmsnorm has none [true]"""
     head_bias: bool = False
     """lm: bias of the logits, where the head has a weight of its own"""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
+    mla: Mla | None = None
+    """multi-head latent attention, in place of the query, key and value projection"""
     dropout: Fraction = 0.0
     """after the embedding, attention and MLP outputs"""
     attention_dropout: Fraction = 0.0
@@ -245,6 +275,10 @@ class ModelConfig(Section):
         return 4 if self.norm_order == "sandwich" else self.parallel_norms
 
     @property
+    def has_norm_bias(self) -> bool:
+        return self.norm == "layernorm" and self.norm_bias is not False
+
+    @property
     def has_out_bias(self) -> bool:
         return self.bias if self.out_bias is None else self.out_bias
 
@@ -255,7 +289,7 @@ class ModelConfig(Section):
     @property
     def is_gated(self) -> bool:
         """True where an MLP's first GEMM has a gate column for each column of the inner width."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
 
     @property
     def up_factor(self) -> int:
@@ -281,7 +315,17 @@ class ModelConfig(Section):
     @property
     def rotary_dim(self) -> int:
         """The dimensions of a head that rotate, where its layer does."""
-        return int(self.head_dim * self.rotary_fraction)
+        return self.mla.rope_dim if self.mla else int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value head; of a query or key head it is head_dim."""
+        return self.mla.value_dim if self.mla else self.head_dim
+
+    @property
+    def padded_head_dim(self) -> int:
+        """The width at which attention's kernels see queries, keys and values."""
+        return max(self.head_dim, self.value_dim)
 
     @property
     def rotating_share(self) -> float:
@@ -314,11 +358,15 @@ def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
     if filled.get("head") == "classification":
         filled.setdefault("num_labels", 2)
     heads, hidden = filled.get("num_heads"), filled.get("hidden_size")
+    if isinstance(filled.get("mla"), dict):
+        with suppress(ValidationError):  # which is reported with the others
+            mla = Mla.model_validate(filled["mla"])
+            filled.setdefault("head_dim", mla.nope_dim + mla.rope_dim)
     if type(heads) is int and heads > 0:
         filled.setdefault("num_kv_heads", heads)
     if type(heads) is int and type(hidden) is int and heads > 0 and hidden % heads == 0:
         filled.setdefault("head_dim", hidden // heads)
-    if type(hidden) is int and filled.get("activation") != "swiglu":
+    if type(hidden) is int and filled.get("activation") not in GATED:
         filled.setdefault("ffn_hidden_size", 4 * hidden)
     if filled.get("num_experts"):
         if width := filled.get("moe_ffn_hidden_size"):

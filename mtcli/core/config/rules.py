@@ -176,6 +176,30 @@ def _pairs_rotate(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "a pattern with an R", "model.rope_pattern")
 
 
+def _latents_have_heads(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that multi-head latent attention has no setting of a query, key and value
+    projection."""
+    m, p, mla = config.model, config.parallel, config.model.mla
+    if mla is None:
+        return
+    width = mla.nope_dim + mla.rope_dim
+    fixed = {
+        "position": "rope", "num_kv_heads": m.num_heads, "head_dim": width, "qk_norm": "none",
+        "rotary_fraction": 1.0,
+    }  # fmt: skip
+    for name, value in fixed.items():
+        if (given := getattr(m, name)) != value:
+            message = f"{name}={given!r} with model.mla, whose heads come from latents"
+            yield Problem(message, f"{name} = {value!r}, or leave it out", f"model.{name}")
+    if mla.rope_dim % 2:
+        message = f"rope_dim={mla.rope_dim} is odd and rotary positions turn pairs"
+        hint = f"{mla.rope_dim - 1} or {mla.rope_dim + 1}"
+        yield Problem(message, hint, "model.mla.rope_dim")
+    if p.grid_rows > 1:
+        message = f"{p.grid_rows} rows of tp ranks with model.mla, whose latents are not sharded"
+        yield Problem(message, "parallel.tp_mode = '1d'", "parallel.tp_mode")
+
+
 def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.top_k > m.num_experts or (m.num_experts and not m.top_k):
@@ -408,14 +432,27 @@ def _trackers_differ(config: RunConfig, world: int) -> Iterator[Problem]:
             )
 
 
-def _logits_are_scaled(config: RunConfig, world: int) -> Iterator[Problem]:
+def _logits_are_of_tokens(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.logit_scale != 1.0 and m.head != "lm":
         message = f"logit_scale={m.logit_scale:g} with head={m.head!r}, which scales none"
         yield Problem(message, "1, or model.head = 'lm'", "model.logit_scale")
+    if m.logit_softcap and m.head != "lm":
+        message = f"logit_softcap={m.logit_softcap:g} with head={m.head!r}, which caps none"
+        yield Problem(message, "0, or model.head = 'lm'", "model.logit_softcap")
     if m.logit_scale != 1.0 and m.head_bias:
         message = f"logit_scale={m.logit_scale:g} with head_bias=true, which it would not multiply"
         yield Problem(message, "logit_scale = 1, or head_bias = false", "model.logit_scale")
+
+
+def _norms_have_their_parts(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.norm_offset not in (0.0, 1.0):
+        message = f"norm_offset={m.norm_offset:g}: weights begin at 0 or 1, and gains at 1"
+        yield Problem(message, "0 or 1", "model.norm_offset")
+    if m.norm_bias and not m.has_norm_bias:
+        message = f"norm_bias=true with norm={m.norm!r}, which has none"
+        yield Problem(message, "model.norm = 'layernorm', or leave it out", "model.norm_bias")
 
 
 def _parallel_residual_fits(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -589,10 +626,12 @@ RULES: tuple[Rule, ...] = (
     *SYNC_RULES,
     _sequence_fits,
     next_tokens_are_hidden,
-    _logits_are_scaled,
+    _logits_are_of_tokens,
+    _norms_have_their_parts,
     _parallel_residual_fits,
     _windows_have_layers,
     _pairs_rotate,
+    _latents_have_heads,
     _rope_scaling_is_a_range,
     _rope_scaling_fits_heads,
     _curve_fits,

@@ -93,7 +93,11 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **dict.fromkeys(("moe", "mistral-moe"), "mixtral"),
             **dict.fromkeys(("qwen2_moe", "qwen-moe"), "qwen2-moe"),
         },
-        "model.activation": {"gelu_new": "gelu_tanh", "silu": "swiglu", "swish": "swiglu"},
+        "model.activation": {
+            **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), "gelu_tanh"),
+            **dict.fromkeys(("silu", "swish"), "swiglu"),
+            **dict.fromkeys(("relu_squared", "squared_relu"), "relu2"),
+        },
         "model.norm": {"rms_norm": "rmsnorm", "layer_norm": "layernorm"},
         "model.position": {"rotary": "rope", "learned_absolute": "learned", "absolute": "learned"},
         "parallel.schedule": {

@@ -20,6 +20,7 @@ from mtcli.kernels.attention.attention import attention, masked_sdpa
 from mtcli.kernels.attention.merge import merge_
 from mtcli.kernels.attention.softmax import ScoreDropout, masked_softmax
 from mtcli.kernels.gemm import matmul
+from mtcli.kernels.softcap import softcap
 
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 
@@ -30,14 +31,8 @@ class Attention(nn.Module):
     def __init__(self, layer: int, model: ModelConfig, build: LayerFactory, seed: int) -> None:
         super().__init__()
         name = f"blocks.{layer}.attention"
-        self.qkv = build.column_linear(f"{name}.qkv")
-        self.share_heads = build.share_heads(f"{name}.qkv")
+        self.make_projections(name, model, build)
         self.out = build.row_linear(f"{name}.out")
-        self.qk_norm = model.qk_norm
-        if self.qk_norm != "none":
-            self.q_norm, self.k_norm = (build.norm(f"{name}.{x}_norm", model) for x in "qk")
-        local = build.table[f"{name}.qkv.weight"].local_shape(build.groups.layout)
-        self.columns = local[:-1]  # [g, r + 2, d], or of shared heads fewer columns of more queries
         self.layer, self.head_dim = layer, model.head_dim
         self.visibility, self.table = layer_visibility(model, layer), layer_table(model, layer)
         self.num_interleaved = model.rotary_dim * model.rope_interleaved
@@ -46,10 +41,20 @@ class Attention(nn.Module):
         tp = build.groups.tp
         # of more ranks than key-value heads each has one, with fewer of its query heads
         self.queries_per_group = model.num_heads // max(model.num_kv_heads, tp.size)
-        self.num_heads = model.num_heads
+        self.num_heads, self.cap = model.num_heads, model.attention_softcap
         self.stream = build.dropout(f"{name}.probabilities", model.attention_dropout, seed)
         self.tp_rank, self.cp = tp.rank, build.groups.cp
         self.attend = attention_over(build.cp_mode)
+
+    def make_projections(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
+        """Makes the fused projection to queries, keys and values, and their norms."""
+        self.qkv = build.column_linear(f"{name}.qkv")
+        self.share_heads = build.share_heads(f"{name}.qkv")
+        self.qk_norm = model.qk_norm
+        if self.qk_norm != "none":
+            self.q_norm, self.k_norm = (build.norm(f"{name}.{x}_norm", model) for x in "qk")
+        local = build.table[f"{name}.qkv.weight"].local_shape(build.groups.layout)
+        self.columns = local[:-1]  # [g, r + 2, d], or of shared heads fewer columns of more queries
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
@@ -85,16 +90,22 @@ class Attention(nn.Module):
         mixed = self._attend(q, k, v, inputs)
         return mixed.transpose(1, 2).reshape(b * s, -1)
 
+    def expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What a cache keeps of a layer -> keys and values of this rank's heads: the same."""
+        return k, v
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        masking, paths = AttentionMask(self.visibility, inputs.documents), inputs.paths
+        masking = AttentionMask(self.visibility, inputs.documents, self.cap)
+        paths, cap = inputs.paths, self.cap
         if self.stream.active and inputs.numbers is not None:
             return self._attend_with_dropout((q, k, v), inputs.numbers, masking)
         if inputs.prefix is not None:
-            return attend_after(inputs.prefix.layers[self.layer], (q, k, v), masking, inputs)
+            prefix = self.expanded(*inputs.prefix.layers[self.layer])
+            return attend_after(prefix, (q, k, v), masking, inputs)
         if paths is not None:
-            return masked_sdpa(q, k, v, masking.of_paths(paths, inputs.positions))
+            return masked_sdpa(q, k, v, masking.of_paths(paths, inputs.positions), cap)
         if q.shape[2] < k.shape[2]:
-            return masked_sdpa(q, k, v, masking.of_cached(q, k.shape[2]))
+            return masked_sdpa(q, k, v, masking.of_cached(q, k.shape[2]), cap)
         return self.attend(q, k, v, self.cp, masking)
 
     def _attend_with_dropout(self, qkv: Heads, numbers: Tensor, masking: AttentionMask) -> Tensor:
@@ -110,7 +121,8 @@ class Attention(nn.Module):
         first_head = self.tp_rank * q.shape[1]
         stream = self.stream.per_sequence(len(q))
         dropout = ScoreDropout(numbers, self.num_heads, first_head, *stream)
-        scores, mask = matmul(q, k.transpose(-1, -2)), masking.mask(positions, keys)
+        scores = softcap(matmul(q, k.transpose(-1, -2)), self.cap)
+        mask = masking.mask(positions, keys)
         return matmul(masked_softmax(scores, mask, dropout), v)
 
 
@@ -132,11 +144,11 @@ def attend_after(
     wide = torch.promote_types(q.dtype, torch.float32)
     joined = q.transpose(0, 1).reshape(1, h, b * s, d)
     mask = masking.of_prefix(joined, inputs.positions, prefix[0].shape[2])
-    out, lse = attention(joined, *prefix, False, mask)
+    out, lse = attention(joined, *prefix, False, mask, masking.cap)
     out = out.view(h, b, s, d).transpose(0, 1).to(wide).contiguous()
     lse = lse.view(h, b, s).transpose(0, 1).contiguous()
     causal, mask = masking.of_rows(q)
     if inputs.paths is not None:
         causal, mask = False, masking.of_paths(inputs.paths, inputs.positions)
-    merge_(out, lse, *attention(q, k, v, causal, mask))
+    merge_(out, lse, *attention(q, k, v, causal, mask, masking.cap))
     return out.to(q.dtype)

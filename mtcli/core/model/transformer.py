@@ -16,6 +16,7 @@ from mtcli.core.model.attention import Attention
 from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.heads import HEADS, Head, NextTokens
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.latent_attention import LatentAttention
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss
@@ -47,7 +48,8 @@ class Block(nn.Module):
         order = f"parallel{model.parallel_norms}" if model.parallel_residual else model.norm_order
         attention_norm, mlp_norm = norms[order]
         self.attention_norm = attention_norm(f"{name}.attention_norm", model)
-        self.attention = Attention(layer, model, build, seed)
+        attention = LatentAttention if model.mla else Attention
+        self.attention = attention(layer, model, build, seed)
         self.mlp_norm = mlp_norm(f"{name}.mlp_norm", model)
         self.mlp = mlp(f"{name}.mlp", model, build)
         if model.norms_outputs:
@@ -157,7 +159,8 @@ class Stage(nn.Module):
             return None
         has_bias = self.model.head == "mlm" or self.model.head_bias
         bias = cast(nn.Parameter, self.head.bias) if has_bias else None
-        return self.build.loss(self.embedding if self.model.tie_embeddings else self.head, bias)
+        table = self.embedding if self.model.tie_embeddings else self.head
+        return self.build.loss(table, bias, cap=self.model.logit_softcap)
 
     def forward(self, x_TD: Tensor | None, inputs: Inputs) -> Tensor:
         """The previous stage's activations (None on the first) -> this stage's."""

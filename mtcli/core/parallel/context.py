@@ -102,7 +102,7 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMas
         return torch.cat([_banded(part, k, v, chunk.first, masking) for part, chunk in parts], 2)
     queries = zigzag(size, axis.size, axis.rank, q.device)
     keys = torch.arange(size, device=q.device)
-    return masked_sdpa(q, k, v, masking.between(q, queries, keys))
+    return masked_sdpa(q, k, v, masking.between(q, queries, keys), masking.cap)
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
@@ -120,9 +120,11 @@ def _local(q: Tensor, k: Tensor, v: Tensor, masking: AttentionMask) -> Tensor:
     kind = masking.visibility.kind(q.shape[2])
     if masking.documents is not None and kind != "band" and not runs_triton(q):
         lengths = [length for row in masking.documents.lengths for length in row]
-        return document_sdpa(q, k, v, kind == "causal", lengths)
+        return document_sdpa(q, k, v, kind == "causal", lengths, masking.cap)
     causal, mask = masking.of_rows(q)
-    return sdpa(q, k, v, causal) if mask is None else masked_sdpa(q, k, v, mask)
+    if mask is None:
+        return sdpa(q, k, v, causal, masking.cap)
+    return masked_sdpa(q, k, v, mask, masking.cap)
 
 
 def _is_narrow(q: Tensor, length: int, visibility: Visibility) -> bool:
@@ -153,11 +155,12 @@ class _Banded(torch.autograd.Function):
         """q [b, h, n, d], k and v [b, g, s, d] -> [b, h, n, d]."""
         ctx.blocks = list(_band_blocks(q, k.shape[2], first, masking))
         parts = [
-            attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], False, mask)
+            attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], False, mask, masking.cap)
             for queries, keys, mask in ctx.blocks
         ]
         out, lse = (torch.cat(blocks, 2) for blocks in zip(*parts, strict=True))
         ctx.save_for_backward(q, k, v, out, lse)
+        ctx.cap = masking.cap
         return out
 
     @staticmethod
@@ -167,7 +170,8 @@ class _Banded(torch.autograd.Function):
         dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
         for queries, keys, mask in ctx.blocks:
             block = q[:, :, queries], k[:, :, keys], v[:, :, keys], out[:, :, queries]
-            grads = attention_backward(grad[:, :, queries], block, lse[:, :, queries], False, mask)
+            given = grad[:, :, queries], block, lse[:, :, queries], False, mask
+            grads = attention_backward(*given, ctx.cap)
             dq[:, :, queries] = grads[0]
             dk[:, :, keys] += grads[1]
             dv[:, :, keys] += grads[2]
@@ -226,7 +230,7 @@ class _Ring(torch.autograd.Function):
             if block := _block(q, step, axis, masking):
                 queries, keys, causal, mask = block
                 k, v = received[:, :, :, keys]
-                part, part_lse = attention(q[:, :, queries], k, v, causal, mask)
+                part, part_lse = attention(q[:, :, queries], k, v, causal, mask, masking.cap)
                 merge_(mixed[:, :, queries], lse[:, :, queries], part, part_lse)
             received = shift.wait() if shift else received
         out = mixed.to(q.dtype)
@@ -248,7 +252,8 @@ class _Ring(torch.autograd.Function):
                 queries, keys, causal, mask = block
                 saved = q[:, :, queries], *received[:, :, :, keys], out[:, :, queries]
                 own_grad, own_lse = grad[:, :, queries], lse[:, :, queries]
-                parts = attention_backward(own_grad, saved, own_lse, causal, mask)
+                options = causal, mask, ctx.masking.cap
+                parts = attention_backward(own_grad, saved, own_lse, *options)
                 dq[:, :, queries] += parts[0]
                 dkv[:, :, :, keys] += torch.stack(parts[1:])
                 del parts  # before the next step's are there

@@ -12,7 +12,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.parallel.collectives import all_gather, all_reduce
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import Axis
-from mtcli.kernels.norm import add_norm, norm
+from mtcli.kernels.norm import add_norm, gain, norm
 
 
 class Norm(nn.Module):
@@ -23,10 +23,16 @@ class Norm(nn.Module):
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
         self.eps, self.centred = model.norm_eps, model.norm == "layernorm"
+        self.offset = model.norm_offset
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Returns x_TD normalised and scaled, in its shape."""
-        return norm(x_TD, *self.vectors, eps=self.eps, centred=self.centred)
+        return norm(x_TD, *self.vectors, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The kernel's keyword arguments."""
+        return {"eps": self.eps, "centred": self.centred, "offset": self.offset}
 
     @property
     def vectors(self) -> tuple[Tensor, Tensor | None]:
@@ -41,7 +47,7 @@ class AddNorm(Norm):
         """(x + y, the sum normalised and scaled); y of None is zero."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
-        return add_norm(x_TD, y_TD, *self.vectors, eps=self.eps, centred=self.centred)
+        return add_norm(x_TD, y_TD, *self.vectors, **self.options)
 
 
 class ShardedNorm(Norm):
@@ -53,7 +59,8 @@ class ShardedNorm(Norm):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Returns x_TD normalised and scaled, in its shape."""
-        return _RowNorm.apply(x_TD, *self.vectors, self.eps, self.centred, self.tp)  # type: ignore[no-untyped-call, no-any-return]  # torch
+        options = (*self.options.values(), self.tp)
+        return _RowNorm.apply(x_TD, *self.vectors, *options)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 class _RowNorm(torch.autograd.Function):
@@ -71,6 +78,7 @@ class _RowNorm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         centred: bool,
+        offset: float,
         axis: Axis,
     ) -> Tensor:
         wide = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
@@ -86,7 +94,8 @@ class _RowNorm(torch.autograd.Function):
         ctx.scale, ctx.mean = (variance + eps).rsqrt()[:, None], mean[:, None]
         ctx.save_for_backward(x_TD, weight)
         ctx.centred, ctx.axis, ctx.has_bias = centred, axis, bias is not None
-        y = (wide - ctx.mean) * ctx.scale * weight
+        ctx.offset = offset
+        y = (wide - ctx.mean) * ctx.scale * gain(weight, offset)
         return cast(Tensor, y if bias is None else y + bias).to(x_TD.dtype)
 
     @staticmethod
@@ -94,11 +103,11 @@ class _RowNorm(torch.autograd.Function):
         x_TD, weight = ctx.saved_tensors
         normed = (x_TD.to(ctx.mean.dtype) - ctx.mean) * ctx.scale
         wide = grad.to(normed.dtype)
-        of_normed, columns = wide * weight, x_TD.shape[1] * ctx.axis.size
+        of_normed, columns = wide * gain(weight, ctx.offset), x_TD.shape[1] * ctx.axis.size
         sums = [(of_normed * normed).sum(1), *([of_normed.sum(1)] if ctx.centred else [])]
         means = all_reduce(torch.stack(sums), ctx.axis).div_(columns)[..., None]
         of_x = of_normed.addcmul_(normed, means[0], value=-1)
         of_x = (of_x.sub_(means[1]) if ctx.centred else of_x).mul_(ctx.scale)
         of_bias = wide.sum(0).to(weight.dtype) if ctx.has_bias else None
         of_weight = (wide * normed).sum(0).to(weight.dtype)
-        return of_x.to(x_TD.dtype), of_weight, of_bias, None, None, None
+        return of_x.to(x_TD.dtype), of_weight, of_bias, None, None, None, None

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.parallel.collectives import all_to_all, copy_in, gather_in, scatter_out, sum_out
-from mtcli.core.parallel.factory import LayerFactory
-from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.factory import Exchange, LayerFactory
 from mtcli.core.parallel.norms import AddNorm, Norm, ShardedNorm
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
-
-Exchange = Callable[[Tensor, Axis], Tensor]
 
 
 class TensorParallelLayers(LayerFactory):
@@ -77,9 +74,11 @@ class TensorParallelLayers(LayerFactory):
         """A residual sum and its norm, which tp ranks replicate."""
         return AddNorm(name, model, self)
 
-    def loss(self, table: VocabEmbedding, bias: nn.Parameter | None = None) -> VocabLoss:
+    def loss(
+        self, table: VocabEmbedding, bias: nn.Parameter | None = None, cap: float = 0.0
+    ) -> VocabLoss:
         """Cross entropy over a vocabulary sharded over tp."""
-        return VocabLoss(table, bias)
+        return VocabLoss(table, bias, cap)
 
 
 class ColumnLinear(nn.Module):
@@ -102,13 +101,19 @@ class ColumnLinear(nn.Module):
         return None if self.bias is None else self.bias.flatten()
 
     def forward(
-        self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        with_bias: bool = True,
+        numbers: Tensor | None = None,
+        has_entered: bool = False,
     ) -> Tensor:
         """Returns this rank's columns of y, without the bias if the caller adds it.
 
-        `numbers` [T] index the dropout mask of adapters.
+        `numbers` [T] index the dropout mask of adapters. `x_TD` is all tokens [T, D] if it
+        `has_entered`.
         """
-        bias, x_TD = self.flat_bias if with_bias else None, self.enter(x_TD, self.tp)
+        bias = self.flat_bias if with_bias else None
+        x_TD = x_TD if has_entered else self.enter(x_TD, self.tp)
         y_TF = self.linear(x_TD, self.weight, bias)
         return y_TF if self.adapter is None else self.adapter(x_TD, y_TF, numbers)
 
@@ -165,8 +170,8 @@ class RowLinear(nn.Module):
         inner_bias: Tensor | None = None,
         numbers: Tensor | None = None,
     ) -> Tensor:
-        """Returns the output for activation(x + inner_bias), with x [T, F/tp], or [T, 2F/tp] for
-        SwiGLU."""
+        """Returns the output for activation(x + inner_bias), with x [T, F/tp], or [T, 2F/tp] where
+        it is gated."""
         if self.adapter is not None:  # the adapter reads the activation too
             return cast(Tensor, self(activation.forward(x, inner_bias), numbers=numbers))
         return self._summed(self.activated(activation, x, inner_bias, self.weight))

@@ -27,11 +27,10 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
     sum_out,
 )
-from mtcli.core.parallel.factory import Dense
-from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.factory import Dense, Exchange, as_it_is
 from mtcli.core.parallel.norms import ShardedNorm
 from mtcli.core.parallel.summa import TensorGrid, gemm, gemm_transposed
-from mtcli.core.parallel.tensor import Exchange, TensorParallelLayers
+from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
 
@@ -47,7 +46,7 @@ class GridLayers(TensorParallelLayers):
     @property
     def enter(self) -> Exchange:
         """The identity: the GEMM itself exchanges."""
-        return _as_it_is
+        return as_it_is
 
     leave = enter
 
@@ -74,9 +73,11 @@ class GridLayers(TensorParallelLayers):
         """A residual sum and its norm, over the columns of a row's ranks."""
         return GridAddNorm(name, model, self)
 
-    def loss(self, table: VocabEmbedding, bias: nn.Parameter | None = None) -> "GridLoss":
+    def loss(
+        self, table: VocabEmbedding, bias: nn.Parameter | None = None, cap: float = 0.0
+    ) -> "GridLoss":
         """Cross entropy over a vocabulary sharded over tp."""
-        return GridLoss(table, bias, self)
+        return GridLoss(table, bias, cap, self)
 
     def dense(self, name: str) -> Dense:
         """Layer(x_TD) -> x_TD: a GEMM of the grid."""
@@ -145,12 +146,14 @@ class GridEmbedding(VocabEmbedding):
 class GridLoss(VocabLoss):
     """The cross entropy of logits [T, V/c], all in memory: 1/(r c) of the micro-batch's logits."""
 
-    def __init__(self, table: VocabEmbedding, bias: Tensor | None, build: GridLayers) -> None:
-        super().__init__(table, bias)
+    def __init__(
+        self, table: VocabEmbedding, bias: Tensor | None, cap: float, build: GridLayers
+    ) -> None:
+        super().__init__(table, bias, cap)
         self.grid = build.grid
 
-    def logits(self, x_TD: Tensor) -> Tensor:
-        """x_TD [T, D/c] -> logits [T, V/c], padding columns included.
+    def uncapped(self, x_TD: Tensor) -> Tensor:
+        """x_TD [T, D/c] -> logits [T, V/c] without the cap, padding columns included.
 
         Both gradients are computed in one sweep: a deferred one would keep the logits' gradient
         alive.
@@ -161,7 +164,3 @@ class GridLoss(VocabLoss):
     def _in_chunks(self, x_TD: Tensor) -> bool:
         """Returns False: a sweep over the panels makes all logits."""
         return False
-
-
-def _as_it_is(x: Tensor, axis: Axis) -> Tensor:
-    return x

@@ -176,7 +176,7 @@ def _experts(work: Workload) -> PartBytes:
 
 def _mixed(work: Workload) -> float:
     """Bytes of attention's output ahead of its projection; the queries take as many."""
-    heads = work.model.num_heads * work.model.head_dim
+    heads = work.model.num_heads * work.model.padded_head_dim
     return work.row_tokens * heads / work.columns * work.sizes.weight
 
 
@@ -202,7 +202,7 @@ def _head(work: Workload, on_cpu: bool) -> HeadBytes:
     columns = -(-m.vocab_size // (VOCAB_MULTIPLE * work.columns)) * VOCAB_MULTIPLE
     if on_cpu or size > WIDE or work.layout.tp_rows > 1:
         logits = tokens * columns * size
-        saved = stream + entered + logits
+        saved = stream + entered + logits * (1 + (m.logit_softcap > 0))
         return HeadBytes(saved, saved + entered + _wide(work, logits))
     rows = min(tokens, chunk_rows(columns * size))
     table = columns * m.hidden_size * (work.lora.rank == 0)

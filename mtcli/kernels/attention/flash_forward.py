@@ -12,7 +12,6 @@ import torch
 
 from mtcli.kernels.attention.flash_backward import flash_backward
 from mtcli.kernels.attention.tiles import (
-    LOG2_E,
     RANGES,
     config,
     contiguous_rows,
@@ -25,11 +24,13 @@ from mtcli.kernels.attention.tiles import (
     offset_of,
     program_of,
     range_arguments,
+    score_scales,
     sizes_and_flags,
     store_tile,
     strides,
 )
 from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.softcap import bent
 from mtcli.kernels.triton_launch import kernel
 
 if TYPE_CHECKING:
@@ -59,17 +60,19 @@ def forward_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
 @kernel()
 def _add_keys(
     top, sums, mixed, q, k_ptr, v_ptr, k_stride, v_stride, start, stop, inner, outer, m, d, first,
-    end, scale, MASKED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    end, scale, bend, MASKED: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys start .. stop - 1; MASKED where ranges end among them.
 
+    CAPPED where scores are tanh(bend * q k^T), and else q k^T; they are multiplied by `scale`.
     Of wide heads only tiles outside inner .. outer - 1 are masked then, by a branch.
     """
     for begin in range(start, stop, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         k = load_tile(k_ptr, k_stride, column, m, d, MASKED, UNIT, WIDTH)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = bent(scores, bend, CAPPED)
         hidden = MASKED
         if MASKED and WIDTH > 128:
             hidden = (begin < inner) | (begin >= outer)
@@ -90,8 +93,8 @@ def _add_keys(
 @kernel(CONFIGS, key=["d", "itemsize", "MASK"], default=forward_config)
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, first_ptr, end_ptr, h, g, n, m, d, itemsize, range_b,
-    scale, qb: tl.int64, qh: tl.int64, qn, kb: tl.int64, kh: tl.int64, kn,
-    vb: tl.int64, vh: tl.int64, vn, MASK: tl.constexpr, UNIT: tl.constexpr,
+    scale, bend, qb: tl.int64, qh: tl.int64, qn, kb: tl.int64, kh: tl.int64, kn,
+    vb: tl.int64, vh: tl.int64, vn, MASK: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out [b, n, h, d], lse [b, h, n]; `range_b` is 0 where all sequences share their ranges."""
@@ -109,20 +112,20 @@ def _forward(
     if WIDTH > 128:
         top, sums, mixed = _add_keys(
             top, sums, mixed, q, k_ptr, v_ptr, kn, vn, start, stop, inner, outer, m, d, first, end,
-            scale, True, UNIT, PRECISION, WIDTH, COLUMNS,
+            scale, bend, True, CAPPED, UNIT, PRECISION, WIDTH, COLUMNS,
         )  # fmt: skip
     else:
         top, sums, mixed = _add_keys(
             top, sums, mixed, q, k_ptr, v_ptr, kn, vn, start, inner, inner, outer, m, d, first, end,
-            scale, True, UNIT, PRECISION, WIDTH, COLUMNS,
+            scale, bend, True, CAPPED, UNIT, PRECISION, WIDTH, COLUMNS,
         )  # fmt: skip
         top, sums, mixed = _add_keys(
             top, sums, mixed, q, k_ptr, v_ptr, kn, vn, inner, outer, inner, outer, m, d, first, end,
-            scale, False, UNIT, PRECISION, WIDTH, COLUMNS,
+            scale, bend, False, CAPPED, UNIT, PRECISION, WIDTH, COLUMNS,
         )  # fmt: skip
         top, sums, mixed = _add_keys(
             top, sums, mixed, q, k_ptr, v_ptr, kn, vn, outer, stop, inner, outer, m, d, first, end,
-            scale, True, UNIT, PRECISION, WIDTH, COLUMNS,
+            scale, bend, True, CAPPED, UNIT, PRECISION, WIDTH, COLUMNS,
         )  # fmt: skip
     some = sums > 0.0
     lse = tl.where(some, (top + tl.log2(tl.where(some, sums, 1.0))) * 0.6931471805599453, top)
@@ -133,14 +136,15 @@ def _forward(
 
 
 @custom_op(
-    "flash(Tensor q, Tensor k, Tensor v, bool causal, Tensor? first, Tensor? end)"
+    "flash(Tensor q, Tensor k, Tensor v, bool causal, Tensor? first, Tensor? end, float cap=0.0)"
     " -> (Tensor, Tensor)",
     fake=lambda q, *inputs: (empty_by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
-    saved=lambda outputs, q, k, v, causal, first, end: (q, k, v, *outputs, causal, first, end),
+    saved=lambda outputs, q, k, v, *options: (q, k, v, *outputs, *options),
     backward=lambda grad, _, *saved: flash_backward(grad, *saved),
 )
-def flash(q, k, v, causal, first, end):
-    """(output [b, h, n, d], log-sum-exp [b, h, n]) of attention; `first` and `end` are key ranges.
+def flash(q, k, v, causal, first, end, cap=0.0):
+    """(output [b, h, n, d], log-sum-exp [b, h, n]) of attention; `first` and `end` are key ranges,
+    and a `cap` above 0 caps scores.
 
     Scores and probabilities are never in memory: q, k, v, output and log-sum-exp are saved for
     backward.
@@ -153,6 +157,6 @@ def flash(q, k, v, causal, first, end):
     pointers = (q, k, v, out, lse, *ranges)
     layout = (*strides(q), *strides(k), *strides(v))
     _forward[head_grid(n, b * h)](
-        *pointers, *sizes, range_b, d**-0.5 * LOG2_E, *layout, mask, **flags
+        *pointers, *sizes, range_b, *score_scales(d, cap), *layout, mask, cap > 0, **flags
     )
     return out, lse

@@ -11,6 +11,7 @@ from mtcli.core.config.rules import RULES, load_checked, problems, require
 LLAMA = ("model.architecture=llama", "model.num_heads=12", "model.ffn_hidden_size=96")
 GPT = ("model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32")
 MOE = ("model.num_experts=8", "model.top_k=2", "model.moe_ffn_hidden_size=96")
+MLA = ("model.mla.kv_rank=64", "model.head_dim=192", "model.position=rope")
 LSGD = ("sync.method=lsgd", "optimizer.name=sgd")
 SGD = ("optimizer.name=sgd", "optimizer.momentum=0.9")
 # fmt: off
@@ -164,9 +165,17 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
          "model.rope_scaling.short_factors=" + str([1.5] * 16)], 1,
         "model.rope_scaling.long_factors",
         "0 long_factors for heads of 16 pairs", "a factor for each"),
-    "_logits_are_scaled": (
-        ["model.head=mlm", "model.logit_scale=2"], 1, "model.logit_scale",
-        "logit_scale=2 with head='mlm', which scales none", "1, or model.head = 'lm'"),
+    "_logits_are_of_tokens": (
+        ["model.head=mlm", "model.logit_softcap=2"], 1, "model.logit_softcap",
+        "logit_softcap=2 with head='mlm', which caps none", "0, or model.head = 'lm'"),
+    "_norms_have_their_parts": (
+        ["model.norm=rmsnorm", "model.norm_bias=true"], 1, "model.norm_bias",
+        "norm_bias=true with norm='rmsnorm', which has none",
+        "model.norm = 'layernorm', or leave it out"),
+    "_latents_have_heads": (
+        [*MLA, "model.num_kv_heads=2"], 1, "model.num_kv_heads",
+        "num_kv_heads=2 with model.mla, whose heads come from latents",
+        "num_kv_heads = 8, or leave it out"),
     "_windows_have_layers": (
         ["model.window_pattern=LG"], 1, "model.window_pattern",
         "window_pattern='LG' with window=0, which limits no layer", "model.window of 1 or more"),
@@ -321,6 +330,17 @@ ALSO = {  # further branches of the same rules
     "groups that do not divide the experts": (
         [*MOE, "model.router_groups=3"], 1, "model.router_groups",
         "router_groups=3 does not divide num_experts=8", "1, 2, 4 or 8"),
+    "an odd part of heads that rotates": (
+        [*MLA, "model.mla.rope_dim=15", "model.head_dim=143"], 1, "model.mla.rope_dim",
+        "rope_dim=15 is odd and rotary positions turn pairs", "14 or 16"),
+    "latents on a grid": (
+        [*MLA, "parallel.tp=4", "parallel.tp_mode=2d", "batch.micro_batch_size=2"], 4,
+        "parallel.tp_mode",
+        "2 rows of tp ranks with model.mla, whose latents are not sharded",
+        "parallel.tp_mode = '1d'"),
+    "more tp ranks than heads with latents": (
+        [*MLA, "parallel.tp=16"], 16, "parallel.tp", "tp=16 does not divide num_heads=8",
+        "1, 2, 4 or 8"),
     "no layer with experts": (
         [*MOE, "model.first_dense_layers=2", "model.num_layers=2"], 1, "model.first_dense_layers",
         "first_dense_layers=2 of num_layers=2: no layer has experts",

@@ -167,6 +167,10 @@ CASES = {
         {"precision": "fp32"},
     ),
     "lamb": (LLAMA, {"optimizers": LAMB}),
+    "gated by GELU": (SHARED | {"activation": "geglu"}, {}),
+    "capped": (LLAMA | {"attention_softcap": 0.3, "logit_softcap": 0.2}, {}),
+    "norms with an offset": (GPT | {"norm_offset": 1.0}, {}),
+    "norms without biases": (GPT | {"norm_bias": False}, {}),
     "dropout": (GPT | DROPPING, {}),
     "documents": (LLAMA, {"data": DOCUMENTS}),
     "several sequences, recomputed": (

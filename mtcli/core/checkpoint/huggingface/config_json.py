@@ -193,6 +193,7 @@ def _function(model: ModelConfig) -> Table:
         unread.add("ffn_hidden_size")
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
+    derived["norm_bias"] = model.has_norm_bias
     if model.position == "rope":
         derived["rotating"] = [model.layer_rotates(layer) for layer in range(model.num_layers)]
     unread |= {"window_pattern", "rope_pattern"}
