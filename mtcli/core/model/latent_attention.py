@@ -73,8 +73,7 @@ class LatentAttention(Attention):
         q = q.unflatten(2, (-1, mla.nope_dim + mla.rope_dim)).transpose(1, 2)
         q, rotated = q.split([mla.nope_dim, mla.rope_dim], -1)
         latent, common = latent[:, None], common[:, None]  # [b, 1, s, width]
-        if self.table is not None:
-            rotated, common = inputs.rotations[self.table](rotated, common)
+        rotated, common = self.rotated(rotated, common, inputs)
         q = self._padded(torch.cat([q, rotated], -1))
         if self.query_scale != 1.0:
             q = q * self.query_scale
