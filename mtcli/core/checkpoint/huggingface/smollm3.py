@@ -17,15 +17,16 @@ def rotating(theirs: Table) -> str:
     if type(layers) is not int or not 0 < layers <= MAX_LAYERS:
         return ""  # refused elsewhere
     if given is None:
-        every = theirs.get("no_rope_layer_interval", 4)
-        if type(every) is not int or every < 1:
+        interval = theirs.get("no_rope_layer_interval", 4)
+        if type(interval) is not int or interval < 1:
             hint = "a number of layers, such as 4"
-            raise wrong(f"no_rope_layer_interval={shown(every)} is no number of layers", hint)
-        given = [int((layer + 1) % every != 0) for layer in range(layers)]
-    if not isinstance(given, list) or len(given) < layers or any(x not in (0, 1) for x in given):
+            raise wrong(f"no_rope_layer_interval={shown(interval)} is no number of layers", hint)
+        given = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    flags = given[:layers] if isinstance(given, list) else []
+    if len(flags) < layers or any(type(flag) is not int or not 0 <= flag <= 1 for flag in flags):
         message = f"no_rope_layers={shown(given)} is not a 0 or 1 for each of {layers} layers"
         raise wrong(message, "1 where a layer rotates")
-    return "".join("NR"[x] for x in given[:layers])
+    return "".join("NR"[flag] for flag in flags)
 
 
 def unrotated_local(theirs: Table) -> str:
@@ -35,7 +36,8 @@ def unrotated_local(theirs: Table) -> str:
 
 def read_unrotated(theirs: Table) -> Table:
     """Reads rotary positions and the layers without. Raises MtcliError for other lists."""
-    return read_rope(theirs) | {"rope_pattern": shortest(rotating(theirs))}
+    letters = rotating(theirs)
+    return read_rope(theirs) | {"rope_pattern": shortest(letters) if letters else ""}
 
 
 def write_unrotated(model: ModelConfig) -> Table:

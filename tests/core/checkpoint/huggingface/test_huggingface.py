@@ -314,6 +314,17 @@ CONFIGS = [
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=['full_"),
     ("qwen2", {"is_causal": False}, "is_causal=false cannot be represented"),
     ("qwen2_moe", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} cannot"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] is not a 0 or 1 for each of 3"),
+    ("smollm3", {"no_rope_layers": [1, 0, 1.0]}, "is not a 0 or 1 for each of 3 layers"),
+    ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "interval=0 is no number"),
+    ("smollm3", {"num_hidden_layers": 0}, "num_hidden_layers: 0 should be at least 1"),
+    ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+    ("phi3", {"rope_parameters": {"type": "su", "short_factor": [1.0]}}, "has no long_factor"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm=true cannot be represented"),
+    ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 1.0}, "rotary_pct=0.5 and partial"),
+    ("falcon-7b", {"alibi": True}, "alibi=true cannot be represented"),
+    ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 with parallel_attn=t"),
+    ("falcon-40b", {"parallel_attn": False}, "num_ln_in_parallel_attn=2 with parallel_attn=false"),
 ]
 CONFIGS += [
     ("llama", {field: value}, f"{field}={json.dumps(value)} cannot be represented")
