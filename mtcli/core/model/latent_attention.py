@@ -16,7 +16,7 @@ from torch import Tensor
 from mtcli.core.config.model import Mla, ModelConfig
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.inputs import Inputs
-from mtcli.core.model.rope import halves, score_growth
+from mtcli.core.model.rope import score_growth
 from mtcli.core.parallel.factory import LayerFactory
 
 
@@ -75,10 +75,7 @@ class LatentAttention(Attention):
         q = q.unflatten(2, (-1, mla.nope_dim + mla.rope_dim)).transpose(1, 2)
         q, rotated = q.split([mla.nope_dim, mla.rope_dim], -1)
         latent, common = latent[:, None], common[:, None]  # [b, 1, s, width]
-        if self.table is not None:
-            if self.num_interleaved:
-                rotated, common = (halves(x, self.num_interleaved) for x in (rotated, common))
-            rotated, common = inputs.rotations[self.table](rotated, common)
+        rotated, common = self.rotated(rotated, common, inputs)
         q = self._padded(torch.cat([q, rotated], -1))
         if self.query_scale != 1.0:
             q = q * self.query_scale

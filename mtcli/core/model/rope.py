@@ -32,8 +32,8 @@ class RotaryTable(NamedTuple):
 def halves(x_bhsd: Tensor, r: int) -> Tensor:
     """Reorders the first r dimensions so that the pairs 2i and 2i + 1 are i and i + r / 2. Scores
     stay the same, as queries and keys are reordered alike."""
-    pairs, rest = x_bhsd.split([r, x_bhsd.shape[-1] - r], -1)
-    return torch.cat([pairs[..., ::2], pairs[..., 1::2], rest], -1)
+    pairs, unrotated = x_bhsd.split([r, x_bhsd.shape[-1] - r], -1)
+    return torch.cat([pairs[..., ::2], pairs[..., 1::2], unrotated], -1)
 
 
 def layer_table(model: ModelConfig, layer: int) -> int | None:

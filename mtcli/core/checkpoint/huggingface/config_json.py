@@ -9,15 +9,21 @@ from pydantic import ValidationError
 
 from mtcli.core.checkpoint.huggingface.bert import BERTS
 from mtcli.core.checkpoint.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from mtcli.core.checkpoint.huggingface.falcon import FALCON
 from mtcli.core.checkpoint.huggingface.family import Family, Field, Table
+from mtcli.core.checkpoint.huggingface.glm4 import GLM4
 from mtcli.core.checkpoint.huggingface.glm4_moe import GLM4_MOE
 from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
+from mtcli.core.checkpoint.huggingface.gpt_neox import GPT_NEOX
 from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
 from mtcli.core.checkpoint.huggingface.olmo import OLMO2
+from mtcli.core.checkpoint.huggingface.phi3 import PHI3
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
+from mtcli.core.checkpoint.huggingface.smollm3 import SMOLLM3
+from mtcli.core.checkpoint.huggingface.stablelm import STABLELM
 from mtcli.core.checkpoint.huggingface.window import read_window, write_window
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
@@ -26,6 +32,7 @@ from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2),
+    *(SMOLLM3, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
     *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE),
     *BERTS,
 )
@@ -195,10 +202,11 @@ def _function(model: ModelConfig) -> Table:
         unread.add("ffn_hidden_size")
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
-    derived |= {"rotating": [model.layer_rotates(layer) for layer in range(model.num_layers)]}
     if model.num_experts:
         derived["router_biases"] = model.has_router_biases
     derived["norm_bias"] = model.has_norm_bias
+    if model.position == "rope":
+        derived["rotating"] = [model.layer_rotates(layer) for layer in range(model.num_layers)]
     unread |= {"window_pattern", "rope_pattern"}
     return model.model_dump(exclude=TRAINING | unread) | derived
 

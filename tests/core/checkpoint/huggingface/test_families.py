@@ -228,6 +228,103 @@ def qwen3_moe(draw):
     )  # fmt: skip
 
 
+def fixed_width(draw, config):
+    """The sizes of a family whose heads are as wide as they are many, and 4 dimensions or more."""
+    config.pop("head_dim")
+    config["hidden_size"] = config["num_attention_heads"] * draw(st.sampled_from([8, 14]))
+    return config
+
+
+def smollm3(draw):
+    """Layers that do not rotate, listed or every n-th, and windows of these or those listed."""
+    from transformers import SmolLM3Config
+
+    config = windowed(draw, fixed_width(draw, sizes(draw)))
+    config.pop("max_window_layers")
+    layers = config["num_hidden_layers"]
+    if draw(st.booleans()):
+        later = draw(st.lists(st.integers(0, 1), min_size=layers - 1, max_size=layers))
+        config["no_rope_layers"] = [1, *later]
+    elif layers > 1:
+        config["no_rope_layer_interval"] = draw(st.sampled_from([2, 3]))
+    biases = {name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias")}
+    return SmolLM3Config(**config, **biases, pad_token_id=0)
+
+
+def partial(draw, width):
+    """Rotary positions of a part of heads of a width: whole pairs of them."""
+    dims = draw(st.sampled_from([d for d in (2, 4, 6, 8, width) if d <= width]))
+    return {"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": dims / width}
+
+
+def phi3(draw):
+    """Grouped queries in one tensor with keys and values, windows, and both lists of LongRoPE."""
+    from transformers import Phi3Config
+
+    config = fixed_width(draw, sizes(draw))
+    width = config["hidden_size"] // config["num_attention_heads"]
+    rope = partial(draw, width)
+    if draw(st.booleans()):
+        pairs = int(width * rope["partial_rotary_factor"]) // 2
+        factors = st.lists(st.sampled_from([1.0, 1.5, 7.0]), min_size=pairs, max_size=pairs)
+        rope |= {f"{kind}_factor": draw(factors) for kind in ("short", "long")}
+        rope |= {"rope_type": "longrope"} | draw(st.sampled_from([{}, {"attention_factor": 1.3}]))
+    return Phi3Config(
+        **config | {"rope_parameters": rope}, pad_token_id=0, sliding_window=draw(WINDOWS),
+        original_max_position_embeddings=draw(st.sampled_from([9, 30])),
+    )  # fmt: skip
+
+
+def stablelm(draw):
+    """Blocks one after the other, or of one norm."""
+    from transformers import StableLmConfig
+
+    config = fixed_width(draw, sizes(draw))
+    config["layer_norm_eps"] = config.pop("rms_norm_eps")
+    width = config["hidden_size"] // config["num_attention_heads"]
+    flags = {name: draw(st.booleans()) for name in ("use_qkv_bias", "use_parallel_residual")}
+    return StableLmConfig(**config | {"rope_parameters": partial(draw, width)}, **flags)
+
+
+def glm4(draw):
+    """Neighbours of a part of each head rotate, and heads of any width."""
+    from transformers import Glm4Config
+
+    config = sizes(draw)
+    rope = partial(draw, config["head_dim"])
+    return Glm4Config(
+        **config | {"rope_parameters": rope}, pad_token_id=0, attention_bias=draw(st.booleans())
+    )
+
+
+def gpt_neox(draw):
+    """Blocks one after the other or of two norms, and biases of attention or none."""
+    from transformers import GPTNeoXConfig
+
+    config = fixed_width(draw, sizes(draw))
+    config.pop("num_key_value_heads")
+    config["layer_norm_eps"] = config.pop("rms_norm_eps")
+    width = config["hidden_size"] // config["num_attention_heads"]
+    flags = {name: draw(st.booleans()) for name in ("attention_bias", "use_parallel_residual")}
+    act = draw(st.sampled_from(["gelu", "gelu_new"]))
+    rope = partial(draw, width)
+    return GPTNeoXConfig(**config | {"rope_parameters": rope}, **flags, hidden_act=act)
+
+
+def falcon(draw):
+    """7B's blocks, 40B's with one norm or two, those of the first Falcon, and one after another."""
+    from transformers import FalconConfig
+
+    config = fixed_width(draw, sizes(draw))
+    heads = config.pop("num_key_value_heads")
+    config["layer_norm_epsilon"] = config.pop("rms_norm_eps")
+    config["ffn_hidden_size"] = config.pop("intermediate_size")
+    new = {"new_decoder_architecture": True, "num_kv_heads": heads}
+    plain = [{"multi_query": x, "parallel_attn": y} for x in (True, False) for y in (True, False)]
+    forms = [new, new | {"num_ln_in_parallel_attn": 1}, *plain]
+    return FalconConfig(**config, **draw(st.sampled_from(forms)), bias=draw(st.booleans()))
+
+
 FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
     "llama": (llama, "tp=TP,pp=PP"),
@@ -241,6 +338,12 @@ FAMILIES = {
     "mixtral": (mixtral, "ep=EP,dp=EP,pp=PP"),
     "qwen2_moe": (qwen2_moe, "ep=EP,dp=EP"),
     "qwen3": (qwen3, "tp=TP,pp=PP"),
+    "smollm3": (smollm3, "tp=TP,pp=PP"),
+    "phi3": (phi3, "tp=TP,pp=PP"),
+    "stablelm": (stablelm, "tp=TP,dp=2"),
+    "glm4": (glm4, "tp=TP,pp=PP"),
+    "gpt_neox": (gpt_neox, "tp=TP,pp=PP"),
+    "falcon": (falcon, "tp=TP,pp=PP"),
     "qwen3_moe": (qwen3_moe, "ep=EP,dp=EP,pp=PP"),
 }
 
