@@ -178,7 +178,11 @@ class Stage(nn.Module):
         return cast(Head, self.next_tokens if self.model.head == "lm" else self.head)
 
     def _embed(self, inputs: Inputs) -> Tensor:
-        x_TD = _scaled(self.embedding(inputs.tokens.flatten()), self.model.embedding_scale)
+        x_TD = self.embedding(inputs.tokens.flatten())
+        scale = self.model.embedding_scale
+        if scale == self.model.hidden_size**0.5:
+            scale = float(torch.tensor(scale, dtype=x_TD.dtype))
+        x_TD = _scaled(x_TD, scale)
         if self.model.position == "learned":
             positions_T = self.build.activation_rows(inputs.positions.flatten())
             table = cast(Tensor, self.position_embedding.weight)

@@ -9,13 +9,16 @@ from pydantic import ValidationError
 
 from mtcli.core.checkpoint.huggingface.bert import BERTS
 from mtcli.core.checkpoint.huggingface.family import Family, Field, Table
+from mtcli.core.checkpoint.huggingface.gemma import GEMMA2, GEMMA3
 from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
 from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
+from mtcli.core.checkpoint.huggingface.nemotron import NEMOTRON
 from mtcli.core.checkpoint.huggingface.olmo import OLMO2
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
+from mtcli.core.checkpoint.huggingface.starcoder2 import STARCODER2
 from mtcli.core.checkpoint.huggingface.window import read_window, write_window
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
@@ -24,6 +27,7 @@ from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2),
+    *(GEMMA2, GEMMA3, STARCODER2, NEMOTRON),
     *BERTS,
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
@@ -188,6 +192,7 @@ def _function(model: ModelConfig) -> Table:
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
     derived |= {"rotating": [model.layer_rotates(layer) for layer in range(model.num_layers)]}
     derived["norm_bias"] = model.has_norm_bias
+    derived["attention_scale"] = model.attention_scale or model.head_dim**-0.5
     unread |= {"window_pattern", "rope_pattern"}
     return model.model_dump(exclude=TRAINING | unread) | derived
 

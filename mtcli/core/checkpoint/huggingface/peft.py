@@ -93,8 +93,12 @@ def peft_config(source: Checkpoint) -> dict[str, Any]:
     """Builds the adapter_config.json of a checkpoint's adapters."""
     assert source.adapters is not None, f"{source.folder} holds no adapters"
     _, base, lora = source.adapters
-    weights = parameters(base.model).values()
-    targets = {t.name for weight in weights for t in chosen_targets(weight, base.model, lora)}
+    family = family_of(base.model)
+    targets = {
+        _family_name(base.model, family, weight, target.name)
+        for weight in parameters(base.model).values()
+        for target in chosen_targets(weight, base.model, lora)
+    }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -146,6 +150,12 @@ def _module(model: ModelConfig, family: Family, weight: Parameter, target: str) 
     boxes = family.boxes(weight, model)
     numbers = [lora_target.name for lora_target in targets_of(weight, model)]
     return PREFIX + boxes[numbers.index(target)].key.removesuffix(".weight")
+
+
+def _family_name(model: ModelConfig, family: Family, weight: Parameter, target: str) -> str:
+    """Returns a target's name in the family's modules, such as StarCoder 2's c_fc for up_proj."""
+    module = _module(model, family, weight, target).rpartition(".")[2]
+    return ".".join([*target.split(".")[:-1], module])
 
 
 def _target_of(model: ModelConfig, adapter: str) -> str:
