@@ -235,9 +235,14 @@ SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4,
 OFFSET = {"norm_offset": 1.0, "qk_norm": "head"}
 # Scores and logits of these models are small, so caps that bend them are too.
 CAPS = {"attention_softcap": 0.3, "logit_softcap": 0.2, "init_std": 0.2}
+PARALLEL, HEAD_BIAS = {"parallel_residual": True}, {"head_bias": True}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
 FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
+MLA = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_dim": 7},
+       "num_kv_heads": 4, "head_dim": 5, "qkv_bias": True}  # fmt: skip
+MLA_PLAIN = {"mla": {"kv_rank": 3, "nope_dim": 4, "rope_dim": 2, "value_dim": 3},
+             "num_kv_heads": 4, "head_dim": 6}  # fmt: skip
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -314,6 +319,21 @@ MORE_ROWS = [
     row_of({"model": "gpt", "tp": "2", "pipeline": "interleaved", "recompute": "selective"},
            model=AFTER),
     row_of({"model": "bert", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"}, model=AFTER),
+    row_of({"model": "gpt", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
+           model=PARALLEL),
+    row_of({"model": "llama", "tp": "2", "cp": "ring", "recompute": "selective", "zero": "1"},
+           model=PARALLEL | {"parallel_norms": 1, "residual_scale": 0.4}),
+    row_of({"model": "moe", "tp": "2", "experts": "ep etp", "zero": "3", "dp": "2"},
+           model=PARALLEL | {"parallel_norms": 1}),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "full"},
+           model=PARALLEL | {"parallel_norms": 1}),
+    row_of({"model": "llama", "tp": "2", "cp": "all_gather", "recompute": "selective"},
+           model={"rope_interleaved": True}),
+    row_of({"model": "llama", "tp": "2", "pipeline": "zero_bubble", "zero": "1"}, model=HEAD_BIAS),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "samples": "weights"},
+           model=HEAD_BIAS),
+    row_of({"model": "llama", "cp": "ring", "zero": "3", "dp": "2", "update": "lamb"},
+           model=HEAD_BIAS),
     row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "zero": "1"}, model=OLMO),
     row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "selective"},
            model=OLMO | {"norm": "layernorm"}),
@@ -324,6 +344,12 @@ MORE_ROWS = [
            model=FIRST_DENSE),
     row_of({"model": "moe biased", "pipeline": "interleaved", "experts": "ep", "dp": "2"},
            model=FIRST_DENSE),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
+           model=MLA),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"}, model=MLA),
+    row_of({"model": "llama", "tp": "2", "cp": "a2a", "recompute": "selective"}, model=MLA_PLAIN),
+    row_of({"model": "llama", "tp": "4", "dp": "2", "zero": "1", "adapters": "lora"},
+           model=MLA_PLAIN),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

@@ -149,6 +149,8 @@ def uneven_heads(model: ModelConfig, tp: int, name: str = "tp") -> str:
     m = model
     if m.num_kv_heads % tp == 0:
         return ""
+    if m.mla:
+        return f"{name}={tp} does not divide num_heads={m.num_heads}"
     if tp % m.num_kv_heads:
         return f"{name}={tp} does not divide num_kv_heads={m.num_kv_heads}"
     if m.num_heads % tp:

@@ -1,8 +1,9 @@
 """Defines the model section: shapes, and the defaults of each architecture."""
 
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mtcli.core.config.fields import Fraction, Int, Positive, Real, Section, Whole
 
@@ -63,6 +64,7 @@ OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_expe
 )
 OF_ROPE = (  # the fields that a model without rotary positions has no use for
     *("rope_theta", "rope_scaling", "rope_local_theta", "rope_pattern", "rotary_fraction"),
+    "rope_interleaved",
 )
 
 
@@ -101,6 +103,23 @@ class RopeScaling(Section):
     """longrope: the same where it is longer"""
 
 
+class Mla(Section):
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): widths of latents and heads."""
+
+    q_rank: Whole = 0
+    """width of the queries' latent; 0 is none: queries come from the residual stream"""
+    kv_rank: Positive = 512
+    """width of the latent that keys and values are made from, and a cache keeps"""
+    nope_dim: Positive = 128
+    """dimensions of a query or key head that do not rotate"""
+    rope_dim: Positive = 64
+    """further dimensions that do, which all key heads share"""
+    value_dim: Positive = 128
+    """width of a value head"""
+    norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)] = 1e-6
+    """added to the variance of latents"""
+
+
 class ModelConfig(Section):
     """Shapes of the transformer. Sizes are exact: nothing is rounded silently."""
 
@@ -134,6 +153,10 @@ class ModelConfig(Section):
     """normalisation before attention, MLP and head"""
     norm_order: Literal["pre", "post", "sandwich", "after"] = "pre"
     """norms: before a sublayer and the head, after its residual add, around it, or of its output"""
+    parallel_residual: bool = False
+    """attention and MLP read the same residual stream, and both are added to it"""
+    parallel_norms: Annotated[Int, Field(ge=1, le=2)] = 2
+    """norms of a block with parallel_residual: 1 is of both attention and MLP"""
     norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)]
     """added to the variance"""
     norm_offset: Annotated[Real, Field(ge=0.0, le=1.0)] = 0.0
@@ -152,6 +175,8 @@ class ModelConfig(Section):
     """letters of the layers, repeated: R rotates queries and keys, N does not [R]"""
     rotary_fraction: Annotated[Real, Field(ge=1e-6, le=1.0)] = 1.0
     """share of a head that rotates: its first int(head_dim * this) dimensions"""
+    rope_interleaved: bool = False
+    """rotary pairs are neighbours, dimensions 2i and 2i + 1, and not i and i + half of them"""
     causal: bool = True
     """false: tokens attend to all of their sequence, as in encoders; not with head = lm"""
     window: Whole = 0
@@ -183,8 +208,12 @@ class ModelConfig(Section):
     """biases of the MLP; experts have none [bias]"""
     norm_bias: bool | None = None
     """biases of layernorm; rmsnorm has none [true]"""
+    head_bias: bool = False
+    """lm: bias of the logits, where the head has a weight of its own"""
     qk_norm: Literal["none", "head", "projection"] = "none"
     """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
+    mla: Mla | None = None
+    """multi-head latent attention, in place of the query, key and value projection"""
     dropout: Fraction = 0.0
     """after the embedding, attention and MLP outputs"""
     attention_dropout: Fraction = 0.0
@@ -244,7 +273,7 @@ class ModelConfig(Section):
 
     @property
     def norms_per_block(self) -> int:
-        return 4 if self.norm_order == "sandwich" else 2
+        return 4 if self.norm_order == "sandwich" else self.parallel_norms
 
     @property
     def has_norm_bias(self) -> bool:
@@ -287,7 +316,17 @@ class ModelConfig(Section):
     @property
     def rotary_dim(self) -> int:
         """The dimensions of a head that rotate, where its layer does."""
-        return int(self.head_dim * self.rotary_fraction)
+        return self.mla.rope_dim if self.mla else int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value head; of a query or key head it is head_dim."""
+        return self.mla.value_dim if self.mla else self.head_dim
+
+    @property
+    def padded_head_dim(self) -> int:
+        """The width at which attention's kernels see queries, keys and values."""
+        return max(self.head_dim, self.value_dim)
 
     @property
     def rotating_share(self) -> float:
@@ -320,6 +359,10 @@ def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
     if filled.get("head") == "classification":
         filled.setdefault("num_labels", 2)
     heads, hidden = filled.get("num_heads"), filled.get("hidden_size")
+    if isinstance(filled.get("mla"), dict):
+        with suppress(ValidationError):  # which is reported with the others
+            mla = Mla.model_validate(filled["mla"])
+            filled.setdefault("head_dim", mla.nope_dim + mla.rope_dim)
     if type(heads) is int and heads > 0:
         filled.setdefault("num_kv_heads", heads)
     if type(heads) is int and type(hidden) is int and heads > 0 and hidden % heads == 0:

@@ -176,6 +176,30 @@ def _pairs_rotate(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, "a pattern with an R", "model.rope_pattern")
 
 
+def _latents_have_heads(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that multi-head latent attention has no setting of a query, key and value
+    projection."""
+    m, p, mla = config.model, config.parallel, config.model.mla
+    if mla is None:
+        return
+    width = mla.nope_dim + mla.rope_dim
+    fixed = {
+        "position": "rope", "num_kv_heads": m.num_heads, "head_dim": width, "qk_norm": "none",
+        "rotary_fraction": 1.0,
+    }  # fmt: skip
+    for name, value in fixed.items():
+        if (given := getattr(m, name)) != value:
+            message = f"{name}={given!r} with model.mla, whose heads come from latents"
+            yield Problem(message, f"{name} = {value!r}, or leave it out", f"model.{name}")
+    if mla.rope_dim % 2:
+        message = f"rope_dim={mla.rope_dim} is odd and rotary positions turn pairs"
+        hint = f"{mla.rope_dim - 1} or {mla.rope_dim + 1}"
+        yield Problem(message, hint, "model.mla.rope_dim")
+    if p.grid_rows > 1:
+        message = f"{p.grid_rows} rows of tp ranks with model.mla, whose latents are not sharded"
+        yield Problem(message, "parallel.tp_mode = '1d'", "parallel.tp_mode")
+
+
 def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.top_k > m.num_experts or (m.num_experts and not m.top_k):
@@ -334,6 +358,11 @@ def _head_has_its_layers(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.head == "mlm" and not m.tie_embeddings:
         message = "head='mlm' with tie_embeddings=false: it predicts by the token embedding"
         yield Problem(message, "model.tie_embeddings = true", "model.tie_embeddings")
+    if m.head_bias and (m.head != "lm" or m.tie_embeddings):
+        has = f"head={m.head!r}" if m.head != "lm" else "tie_embeddings=true"
+        message = f"head_bias=true with {has}"
+        hint = "a language model with tie_embeddings=false, or leave head_bias out"
+        yield Problem(f"{message}, whose head has no layer of that kind", hint, "model.head_bias")
     if m.head in CLASSIFIERS and m.tie_embeddings:
         message = f"head={m.head!r} with tie_embeddings=true, and it reads no vocabulary"
         yield Problem(message, "leave model.tie_embeddings out", "model.tie_embeddings")
@@ -411,6 +440,9 @@ def _logits_are_of_tokens(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.logit_softcap and m.head != "lm":
         message = f"logit_softcap={m.logit_softcap:g} with head={m.head!r}, which caps none"
         yield Problem(message, "0, or model.head = 'lm'", "model.logit_softcap")
+    if m.logit_scale != 1.0 and m.head_bias:
+        message = f"logit_scale={m.logit_scale:g} with head_bias=true, which it would not multiply"
+        yield Problem(message, "logit_scale = 1, or head_bias = false", "model.logit_scale")
 
 
 def _norms_have_their_parts(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -421,6 +453,18 @@ def _norms_have_their_parts(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.norm_bias and not m.has_norm_bias:
         message = f"norm_bias=true with norm={m.norm!r}, which has none"
         yield Problem(message, "model.norm = 'layernorm', or leave it out", "model.norm_bias")
+
+
+def _parallel_residual_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.parallel_residual and m.norm_order != "pre":
+        message = f"parallel_residual=true with norm_order={m.norm_order!r}"
+        hint = "model.norm_order = 'pre', or model.parallel_residual = false"
+        yield Problem(f"{message}, which norms more than inputs", hint, "model.parallel_residual")
+    if m.parallel_norms == 1 and not m.parallel_residual:
+        message = "parallel_norms=1 with parallel_residual=false: the MLP's input is another"
+        hint = "model.parallel_residual = true, or leave parallel_norms out"
+        yield Problem(message, hint, "model.parallel_norms")
 
 
 def _windows_have_layers(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -584,8 +628,10 @@ RULES: tuple[Rule, ...] = (
     next_tokens_are_hidden,
     _logits_are_of_tokens,
     _norms_have_their_parts,
+    _parallel_residual_fits,
     _windows_have_layers,
     _pairs_rotate,
+    _latents_have_heads,
     _rope_scaling_is_a_range,
     _rope_scaling_fits_heads,
     _curve_fits,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
-from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.model import Mla, ModelConfig
 from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.adapters import adapter_parameters
 from mtcli.core.mesh.layout import ParallelLayout
@@ -100,9 +100,9 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     """FLOPs of one token's forward pass at a sequence length.
 
     2 per weight of every matrix that multiplies the token (the head, but not the embedding lookup),
-    plus 4 * keys * heads * head_dim per layer for scores and values. `keys` is seq_len, the full
-    square; with `causal` the mean number of keys that a query sees, half of them in a causal layer.
-    Adapters are not counted.
+    plus 2 * keys * heads * (head_dim + value_dim) per layer for scores and values. `keys` is
+    seq_len, the full square; with `causal` the mean number of keys that a query sees, half of them
+    in a causal layer. Adapters are not counted.
     """
     tables = ("embedding.weight", "position_embedding.weight", TOKEN_TYPES)
     matrices = (p for p in parameters(model).values() if p.init in ("normal", "residual"))
@@ -110,7 +110,8 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     weights -= count_parameters(model) - count_active(model)
     weights += model.vocab_size * model.hidden_size * model.tie_embeddings
     keys = mean_keys(model, seq_len, full_square=not causal)
-    attention = 4.0 * keys * model.num_heads * model.head_dim * model.num_layers
+    widths = model.head_dim + model.value_dim
+    attention = 2.0 * keys * model.num_heads * widths * model.num_layers
     return 2.0 * weights + attention
 
 
@@ -137,9 +138,12 @@ def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False)
 
 def _block(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     for part in ("attention", "mlp"):
-        if model.norm_order != "after":
+        is_shared = part == "mlp" and model.parallel_norms == 1
+        if model.norm_order != "after" and not is_shared:
             yield from _norm(model, f"{name}.{part}_norm", layer)
-        if part == "attention":
+        if part == "attention" and model.mla:
+            yield from _latent_attention(model, model.mla, f"{name}.{part}", layer)
+        elif part == "attention":
             yield from _attention(model, f"{name}.{part}", layer)
         elif model.has_experts(layer):
             yield from _experts(model, f"{name}.{part}", layer)
@@ -155,11 +159,13 @@ def _head(model: ModelConfig) -> Iterator[Parameter]:
     if model.head == "lm":
         if not model.tie_embeddings:
             yield _vocabulary(model, "head.weight", "last")
+        if model.head_bias:
+            yield _bias_of_logits(model)
         return
     if model.head == "mlm":
         yield from _dense("head.transform", hidden)
         yield from _norm(model, "head.norm", "last")
-        yield Parameter("head.bias", (model.vocab_size,), ("tp",), "zeros", "last", padded=0)
+        yield _bias_of_logits(model)
         if not model.sentence_order:
             return
     outputs = {"mlm": 2, "classification": model.num_labels, "multiple_choice": 1}[model.head]
@@ -169,6 +175,10 @@ def _head(model: ModelConfig) -> Iterator[Parameter]:
     shape, axes = (outputs, hidden), (None, "tp_columns")
     yield Parameter(f"{name}.weight", shape, axes, "normal", "last")
     yield Parameter(f"{name}.bias", (outputs,), (None,), "zeros", "last")
+
+
+def _bias_of_logits(model: ModelConfig) -> Parameter:
+    return Parameter("head.bias", (model.vocab_size,), ("tp",), "zeros", "last", padded=0)
 
 
 def _dense(name: str, hidden: int) -> Iterator[Parameter]:
@@ -225,10 +235,36 @@ def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]
     for norm, heads in (("q_norm", queries), ("k_norm", 1)) if model.qk_norm != "none" else ():
         normed = (model.head_dim,) if of_heads else (groups, heads, model.head_dim)
         yield from _norm_of(model, f"{name}.{norm}", layer, normed, (None,) if of_heads else axes)
-    shape = (hidden, model.num_heads * model.head_dim)
+    yield from _output(model, name, layer)
+
+
+def _latent_attention(model: ModelConfig, mla: Mla, name: str, layer: int) -> Iterator[Parameter]:
+    """Down-projections, which tp ranks replicate, and up-projections, whose heads they shard. A
+    bias is one of a down-projection."""
+    heads, hidden, turned = model.num_heads, model.hidden_size, mla.nope_dim + mla.rope_dim
+    latents = [("q_down", mla.q_rank, "q_norm", mla.q_rank)] if mla.q_rank else []
+    latents.append(("kv_down", mla.kv_rank + mla.rope_dim, "kv_norm", mla.kv_rank))
+    for linear, width, norm, rank in latents:
+        down = f"{name}.{linear}"
+        yield Parameter(f"{down}.weight", (width, hidden), (None, None), "normal", layer)
+        if model.qkv_bias:
+            yield Parameter(f"{down}.bias", (width,), (None,), "zeros", layer)
+        init: Init = "zeros" if model.norm_offset else "ones"
+        yield Parameter(f"{name}.{norm}.weight", (rank,), (None,), init, layer)
+    axes, query = ("tp", None, None), "q_up" if mla.q_rank else "q"
+    shape = (heads, turned, mla.q_rank or hidden)
+    yield _linear(f"{name}.{query}", shape, axes, layer, Matrix("query"))
+    shape = (heads, mla.nope_dim + mla.value_dim, mla.kv_rank)
+    slots = Matrix("key", 1, 0, mla.nope_dim), Matrix("value", 1, mla.nope_dim, mla.value_dim)
+    yield _linear(f"{name}.kv_up", shape, axes, layer, *slots)
+    yield from _output(model, name, layer)
+
+
+def _output(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
+    shape = (model.hidden_size, model.num_heads * model.value_dim)
     yield _linear(f"{name}.out", shape, ("tp_row", "tp"), layer, Matrix("output"))
     if model.has_out_bias:
-        yield Parameter(f"{name}.out.bias", (hidden,), ("tp_columns",), "zeros", layer)
+        yield Parameter(f"{name}.out.bias", shape[:1], ("tp_columns",), "zeros", layer)
 
 
 def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterator[Parameter]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.visibility import layer_visibility
 from mtcli.core.model.inputs import Inputs
-from mtcli.core.model.rope import layer_table
+from mtcli.core.model.rope import halves, layer_table
 from mtcli.core.parallel.attention_mask import AttentionMask
 from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.factory import LayerFactory
@@ -31,16 +31,11 @@ class Attention(nn.Module):
     def __init__(self, layer: int, model: ModelConfig, build: LayerFactory, seed: int) -> None:
         super().__init__()
         name = f"blocks.{layer}.attention"
-        self.qkv = build.column_linear(f"{name}.qkv")
-        self.share_heads = build.share_heads(f"{name}.qkv")
+        self.make_projections(name, model, build)
         self.out = build.row_linear(f"{name}.out")
-        self.qk_norm = model.qk_norm
-        if self.qk_norm != "none":
-            self.q_norm, self.k_norm = (build.norm(f"{name}.{x}_norm", model) for x in "qk")
-        local = build.table[f"{name}.qkv.weight"].local_shape(build.groups.layout)
-        self.columns = local[:-1]  # [g, r + 2, d], or of shared heads fewer columns of more queries
         self.layer, self.head_dim = layer, model.head_dim
         self.visibility, self.table = layer_visibility(model, layer), layer_table(model, layer)
+        self.num_interleaved = model.rotary_dim * model.rope_interleaved
         # kernels multiply scores by 1 / sqrt(head_dim)
         self.query_scale = model.attention_scale * model.head_dim**0.5 or 1.0
         tp = build.groups.tp
@@ -50,6 +45,16 @@ class Attention(nn.Module):
         self.stream = build.dropout(f"{name}.probabilities", model.attention_dropout, seed)
         self.tp_rank, self.cp = tp.rank, build.groups.cp
         self.attend = attention_over(build.cp_mode)
+
+    def make_projections(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
+        """Makes the fused projection to queries, keys and values, and their norms."""
+        self.qkv = build.column_linear(f"{name}.qkv")
+        self.share_heads = build.share_heads(f"{name}.qkv")
+        self.qk_norm = model.qk_norm
+        if self.qk_norm != "none":
+            self.q_norm, self.k_norm = (build.norm(f"{name}.{x}_norm", model) for x in "qk")
+        local = build.table[f"{name}.qkv.weight"].local_shape(build.groups.layout)
+        self.columns = local[:-1]  # [g, r + 2, d], or of shared heads fewer columns of more queries
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
@@ -75,6 +80,8 @@ class Attention(nn.Module):
             q, k = _normed(self.q_norm, q, -1), _normed(self.k_norm, k, -1)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
         if self.table is not None:
+            if self.num_interleaved:
+                q, k = (halves(x, self.num_interleaved) for x in (q, k))
             q, k = inputs.rotations[self.table](q, k)
         if self.query_scale != 1.0:
             q = q * self.query_scale
@@ -83,13 +90,18 @@ class Attention(nn.Module):
         mixed = self._attend(q, k, v, inputs)
         return mixed.transpose(1, 2).reshape(b * s, -1)
 
+    def expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What a cache keeps of a layer -> keys and values of this rank's heads: the same."""
+        return k, v
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
         masking = AttentionMask(self.visibility, inputs.documents, self.cap)
         paths, cap = inputs.paths, self.cap
         if self.stream.active and inputs.numbers is not None:
             return self._attend_with_dropout((q, k, v), inputs.numbers, masking)
         if inputs.prefix is not None:
-            return attend_after(inputs.prefix.layers[self.layer], (q, k, v), masking, inputs)
+            prefix = self.expanded(*inputs.prefix.layers[self.layer])
+            return attend_after(prefix, (q, k, v), masking, inputs)
         if paths is not None:
             return masked_sdpa(q, k, v, masking.of_paths(paths, inputs.positions), cap)
         if q.shape[2] < k.shape[2]:

@@ -29,6 +29,13 @@ class RotaryTable(NamedTuple):
         return torch.cat([q, q_rest], -1), torch.cat([k, k_rest], -1)
 
 
+def halves(x_bhsd: Tensor, r: int) -> Tensor:
+    """Reorders the first r dimensions so that the pairs 2i and 2i + 1 are i and i + r / 2. Scores
+    stay the same, as queries and keys are reordered alike."""
+    pairs, rest = x_bhsd.split([r, x_bhsd.shape[-1] - r], -1)
+    return torch.cat([pairs[..., ::2], pairs[..., 1::2], rest], -1)
+
+
 def layer_table(model: ModelConfig, layer: int) -> int | None:
     """The number of a layer's table in `rotary_tables`; None where it rotates nothing."""
     if not model.layer_rotates(layer):

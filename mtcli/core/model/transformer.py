@@ -16,6 +16,7 @@ from mtcli.core.model.attention import Attention
 from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.heads import HEADS, Head, NextTokens
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.latent_attention import LatentAttention
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss
@@ -24,7 +25,8 @@ from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss
 class Block(nn.Module):
     """x + f(norm(x)) for attention, then MLP (arXiv:1909.08053, figure 7b). Other norm orders:
     "post", norm(x + f(x)) (figure 7a); "sandwich", x + norm(f(norm(x))); "after", x + norm(f(x))
-    (arXiv:2501.00656, section 3.3)."""
+    (arXiv:2501.00656, section 3.3). With parallel_residual, x + attention(norm(x)) + mlp(norm(x)),
+    of two norms or one."""
 
     def __init__(
         self, layer: int, model: ModelConfig, build: LayerFactory, seed: int, recompute: str
@@ -39,10 +41,15 @@ class Block(nn.Module):
             "post": (build.add_norm, build.add_norm),
             "sandwich": (build.norm, build.norm),
             "after": (nn.Identity, nn.Identity),
+            "parallel2": (build.norm, build.norm),
+            "parallel1": (build.norm, nn.Identity),
         }
-        attention_norm, mlp_norm = norms[model.norm_order]
+        self.num_parallel_norms = model.parallel_residual * model.parallel_norms
+        order = f"parallel{model.parallel_norms}" if model.parallel_residual else model.norm_order
+        attention_norm, mlp_norm = norms[order]
         self.attention_norm = attention_norm(f"{name}.attention_norm", model)
-        self.attention = Attention(layer, model, build, seed)
+        attention = LatentAttention if model.mla else Attention
+        self.attention = attention(layer, model, build, seed)
         self.mlp_norm = mlp_norm(f"{name}.mlp_norm", model)
         self.mlp = mlp(f"{name}.mlp", model, build)
         if model.norms_outputs:
@@ -62,6 +69,8 @@ class Block(nn.Module):
     def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         if self.norms_outputs:
             return self._run_with_post_norms(x_TD, inputs, numbers_T)
+        if self.num_parallel_norms:
+            return self._run_in_parallel(x_TD, inputs, numbers_T)
         if self.norm_order == "post":
             norm, drop = self.attention_norm, self.attention_dropout
             attended_TD = _scaled(self._attention(x_TD, inputs), self.residual_scale)
@@ -85,6 +94,14 @@ class Block(nn.Module):
         x_TD = self.attention_dropout(_scaled(y_TD, self.residual_scale), numbers_T, x_TD)
         y_TD = self.mlp_post_norm(self.mlp(self.mlp_norm(x_TD), inputs))
         return cast(Tensor, self.mlp_dropout(_scaled(y_TD, self.residual_scale), numbers_T, x_TD))
+
+    def _run_in_parallel(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
+        normed_TD = self.attention_norm(x_TD)
+        attended_TD = _scaled(self._attention(normed_TD, inputs), self.residual_scale)
+        normed_TD = normed_TD if self.num_parallel_norms == 1 else self.mlp_norm(x_TD)
+        mlp_TD = _scaled(self.mlp(normed_TD, inputs), self.residual_scale)
+        x_TD = self.attention_dropout(attended_TD, numbers_T, x_TD)
+        return cast(Tensor, self.mlp_dropout(mlp_TD, numbers_T, x_TD))
 
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """Attention; with recompute = "selective" its backward recomputes scores and
@@ -130,6 +147,8 @@ class Stage(nn.Module):
             self.final_norm = build.norm("final_norm", model)
         if self.is_last and (model.head != "lm" or not tied):
             self.head = HEADS[model.head](model, build, seed)
+            if model.head_bias:
+                self.head.bias = build.parameter("head.bias")
         self.next_tokens = NextTokens(build)
 
     @property
@@ -138,10 +157,10 @@ class Stage(nn.Module):
         for a head without a vocabulary."""
         if self.model.head in CLASSIFIERS:
             return None
-        if self.model.head == "mlm":
-            return self.build.loss(self.embedding, cast(nn.Parameter, self.head.bias))
+        has_bias = self.model.head == "mlm" or self.model.head_bias
+        bias = cast(nn.Parameter, self.head.bias) if has_bias else None
         table = self.embedding if self.model.tie_embeddings else self.head
-        return self.build.loss(table, cap=self.model.logit_softcap)
+        return self.build.loss(table, bias, cap=self.model.logit_softcap)
 
     def forward(self, x_TD: Tensor | None, inputs: Inputs) -> Tensor:
         """The previous stage's activations (None on the first) -> this stage's."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.adapters import adapter_name, targets_of
 from mtcli.core.mesh.sharding import Parameter
-from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.lora import Adapter, AdapterSettings, AdapterSides, AdapterSite
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.activation import ActivatedLinear, Activation
@@ -28,6 +28,7 @@ from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.random import stream_key
 from mtcli.kernels.triton_launch import runs_triton
 
+Exchange = Callable[[Tensor, Axis], Tensor]
 Scale = float | Tensor  # on a loss; in an array of models a tensor, a number for each
 
 
@@ -42,6 +43,11 @@ def weighted_sum(losses_T: Tensor, weights_T: Tensor | None, scale: Scale) -> tu
         return sums_B.detach(), (sums_B * scale).sum()
     total = losses_T.sum()
     return total.detach(), total * scale
+
+
+def as_it_is(x: Tensor, axis: Axis) -> Tensor:
+    """Returns x: the exchange of ranks that exchange nothing."""
+    return x
 
 
 class TokenLoss(Protocol):
@@ -82,9 +88,15 @@ class LayerFactory(ABC):
     adapters: AdapterSettings | None = None  # where adapters are trained
     num_models: int = 1  # whose activations follow each other in those of all: [models * T, D]
 
+    @property
+    def enter(self) -> Exchange:
+        """The collective on activations ahead of a layer whose outputs tp shards; here none."""
+        return as_it_is
+
     @abstractmethod
     def column_linear(self, name: str) -> Any:
-        """Layer(x_TD, with_bias=True) -> [T, F/tp], with a `flat_bias` [F/tp] or None.
+        """Layer(x_TD, with_bias=True) -> [T, F/tp], with a `flat_bias` [F/tp] or None. `x_TD` may
+        have entered.
 
         Like `row_linear` it also takes `numbers` [T], for the dropout of adapters.
         """
@@ -273,13 +285,13 @@ class LayerFactory(ABC):
 
 
 class Dense(nn.Module):
-    """y = x W^T + b of a head, by an engine's `linear`. One-dimensional tp replicates it: only
-    heads use it, and they are small."""
+    """y = x W^T + b by an engine's `linear`, which one-dimensional tp replicates: of a head, or
+    down to a narrow latent."""
 
     def __init__(self, name: str, build: LayerFactory, linear: Callable[..., Tensor]) -> None:
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
-        self.bias = build.parameter(f"{name}.bias")
+        self.bias = build.optional(f"{name}.bias")
         self.linear = linear
 
     def forward(self, x_TD: Tensor) -> Tensor:

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.parallel.collectives import all_to_all, copy_in, gather_in, scatter_out, sum_out
-from mtcli.core.parallel.factory import LayerFactory
-from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.factory import Exchange, LayerFactory
 from mtcli.core.parallel.norms import AddNorm, Norm, ShardedNorm
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
-
-Exchange = Callable[[Tensor, Axis], Tensor]
 
 
 class TensorParallelLayers(LayerFactory):
@@ -104,13 +101,19 @@ class ColumnLinear(nn.Module):
         return None if self.bias is None else self.bias.flatten()
 
     def forward(
-        self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        with_bias: bool = True,
+        numbers: Tensor | None = None,
+        has_entered: bool = False,
     ) -> Tensor:
         """Returns this rank's columns of y, without the bias if the caller adds it.
 
-        `numbers` [T] index the dropout mask of adapters.
+        `numbers` [T] index the dropout mask of adapters. `x_TD` is all tokens [T, D] if it
+        `has_entered`.
         """
-        bias, x_TD = self.flat_bias if with_bias else None, self.enter(x_TD, self.tp)
+        bias = self.flat_bias if with_bias else None
+        x_TD = x_TD if has_entered else self.enter(x_TD, self.tp)
         y_TF = self.linear(x_TD, self.weight, bias)
         return y_TF if self.adapter is None else self.adapter(x_TD, y_TF, numbers)
 

@@ -27,11 +27,10 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
     sum_out,
 )
-from mtcli.core.parallel.factory import Dense
-from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.factory import Dense, Exchange, as_it_is
 from mtcli.core.parallel.norms import ShardedNorm
 from mtcli.core.parallel.summa import TensorGrid, gemm, gemm_transposed
-from mtcli.core.parallel.tensor import Exchange, TensorParallelLayers
+from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
 
@@ -47,7 +46,7 @@ class GridLayers(TensorParallelLayers):
     @property
     def enter(self) -> Exchange:
         """The identity: the GEMM itself exchanges."""
-        return _as_it_is
+        return as_it_is
 
     leave = enter
 
@@ -165,7 +164,3 @@ class GridLoss(VocabLoss):
     def _in_chunks(self, x_TD: Tensor) -> bool:
         """Returns False: a sweep over the panels makes all logits."""
         return False
-
-
-def _as_it_is(x: Tensor, axis: Axis) -> Tensor:
-    return x

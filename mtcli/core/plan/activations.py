@@ -176,7 +176,7 @@ def _experts(work: Workload) -> PartBytes:
 
 def _mixed(work: Workload) -> float:
     """Bytes of attention's output ahead of its projection; the queries take as many."""
-    heads = work.model.num_heads * work.model.head_dim
+    heads = work.model.num_heads * work.model.padded_head_dim
     return work.row_tokens * heads / work.columns * work.sizes.weight
 
 

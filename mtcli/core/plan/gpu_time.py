@@ -94,7 +94,7 @@ def attention_seconds(work: Workload, device: Device) -> Pass:
 def attention_flops(work: Workload, keys: float) -> float:
     """FLOPs of both GEMMs of a rank's heads, with `keys` keys per query."""
     heads = work.model.num_heads / work.layout.tp
-    return 4.0 * work.tokens * keys * heads * work.model.head_dim
+    return 4.0 * work.tokens * keys * heads * work.model.padded_head_dim
 
 
 def attention_rate(work: Workload, device: Device) -> float:
@@ -107,9 +107,18 @@ def dense_gemms(work: Workload) -> list[GemmShape]:
     """Shapes (M, N, K) of a block's unsharded GEMMs [M, K] @ [K, N] outside of routed experts;
     tensor parallelism shards N of those with even index and K of those with odd index."""
     m = work.model
-    queries = m.num_heads * m.head_dim
-    fused = queries + 2 * m.num_kv_heads * m.head_dim
-    shapes = [(work.tokens, fused, m.hidden_size), (work.tokens, m.hidden_size, queries)]
+    values = m.num_heads * m.value_dim
+    if m.mla:  # a down-projection, of which a rank computes its tokens, counts as sharded
+        down, kv = m.mla.q_rank + m.mla.kv_rank + m.mla.rope_dim, m.num_heads * m.mla.nope_dim
+        shapes = [
+            (work.tokens, down, m.hidden_size),
+            (work.tokens, m.num_heads * m.head_dim, m.mla.q_rank or m.hidden_size),
+            (work.tokens, kv + values, m.mla.kv_rank),
+        ]
+    else:
+        fused = values + 2 * m.num_kv_heads * m.head_dim
+        shapes = [(work.tokens, fused, m.hidden_size)]
+    shapes.append((work.tokens, m.hidden_size, values))
     inner = m.dense_ffn_hidden_size
     up = (work.tokens, m.up_factor * inner, m.hidden_size)
     return [*shapes, up, (work.tokens, m.hidden_size, inner)] if inner else shapes

@@ -174,7 +174,9 @@ class Workload:
     def head_bytes(self) -> float:
         """Bytes of queries, keys and values of a rank's heads."""
         heads = self.model.num_heads + 2 * self.kv_heads
-        return self.row_tokens * heads * self.model.head_dim / self.columns * self.sizes.weight
+        return (
+            self.row_tokens * heads * self.model.padded_head_dim / self.columns * self.sizes.weight
+        )
 
     @property
     def routed_bytes(self) -> float:

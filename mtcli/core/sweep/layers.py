@@ -127,7 +127,11 @@ class ArrayLinear(nn.Module):
         self.adapter = build.adapter(name)
 
     def forward(
-        self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        with_bias: bool = True,
+        numbers: Tensor | None = None,
+        has_entered: bool = False,
     ) -> Tensor:
         """x W^T + b, always with the bias, and what adapters add."""
         y_TF = array_linear(x_TD, self.weight, self.bias)

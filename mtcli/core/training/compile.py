@@ -17,6 +17,7 @@ from mtcli.core.config.errors import failed
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.latent_attention import LatentAttention
 from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.model.transformer import Block, Stage
 from mtcli.core.parallel.compiled_collectives import in_graph
@@ -118,6 +119,8 @@ def _first_complaint(output: str) -> str:
 def _keep_collectives(module: nn.Module) -> None:
     """Makes the collectives of tensor parallel layers nodes of their block's graph."""
     match module:
+        case LatentAttention():
+            module.enter = in_graph(module.enter, module.tp)
         case HeadExchange():
             module.exchange = in_graph(module.exchange, module.tp)
         case ColumnLinear():

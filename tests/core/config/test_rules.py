@@ -11,6 +11,7 @@ from mtcli.core.config.rules import RULES, load_checked, problems, require
 LLAMA = ("model.architecture=llama", "model.num_heads=12", "model.ffn_hidden_size=96")
 GPT = ("model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32")
 MOE = ("model.num_experts=8", "model.top_k=2", "model.moe_ffn_hidden_size=96")
+MLA = ("model.mla.kv_rank=64", "model.head_dim=192", "model.position=rope")
 LSGD = ("sync.method=lsgd", "optimizer.name=sgd")
 SGD = ("optimizer.name=sgd", "optimizer.momentum=0.9")
 # fmt: off
@@ -154,6 +155,11 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["model.position=rope", "model.rope_scaling.low_freq_factor=4"], 1,
         "model.rope_scaling.low_freq_factor",
         "low_freq_factor=4 is not below high_freq_factor=4", "below 4, as 1 and 4"),
+    "_parallel_residual_fits": (
+        ["model.parallel_residual=true", "model.norm_order=sandwich"], 1,
+        "model.parallel_residual",
+        "parallel_residual=true with norm_order='sandwich', which norms more than inputs",
+        "model.norm_order = 'pre', or model.parallel_residual = false"),
     "_rope_scaling_fits_heads": (
         ["model.position=rope", "model.rope_scaling.kind=longrope",
          "model.rope_scaling.short_factors=" + str([1.5] * 16)], 1,
@@ -166,6 +172,10 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["model.norm=rmsnorm", "model.norm_bias=true"], 1, "model.norm_bias",
         "norm_bias=true with norm='rmsnorm', which has none",
         "model.norm = 'layernorm', or leave it out"),
+    "_latents_have_heads": (
+        [*MLA, "model.num_kv_heads=2"], 1, "model.num_kv_heads",
+        "num_kv_heads=2 with model.mla, whose heads come from latents",
+        "num_kv_heads = 8, or leave it out"),
     "_windows_have_layers": (
         ["model.window_pattern=LG"], 1, "model.window_pattern",
         "window_pattern='LG' with window=0, which limits no layer", "model.window of 1 or more"),
@@ -320,6 +330,17 @@ ALSO = {  # further branches of the same rules
     "groups that do not divide the experts": (
         [*MOE, "model.router_groups=3"], 1, "model.router_groups",
         "router_groups=3 does not divide num_experts=8", "1, 2, 4 or 8"),
+    "an odd part of heads that rotates": (
+        [*MLA, "model.mla.rope_dim=15", "model.head_dim=143"], 1, "model.mla.rope_dim",
+        "rope_dim=15 is odd and rotary positions turn pairs", "14 or 16"),
+    "latents on a grid": (
+        [*MLA, "parallel.tp=4", "parallel.tp_mode=2d", "batch.micro_batch_size=2"], 4,
+        "parallel.tp_mode",
+        "2 rows of tp ranks with model.mla, whose latents are not sharded",
+        "parallel.tp_mode = '1d'"),
+    "more tp ranks than heads with latents": (
+        [*MLA, "parallel.tp=16"], 16, "parallel.tp", "tp=16 does not divide num_heads=8",
+        "1, 2, 4 or 8"),
     "no layer with experts": (
         [*MOE, "model.first_dense_layers=2", "model.num_layers=2"], 1, "model.first_dense_layers",
         "first_dense_layers=2 of num_layers=2: no layer has experts",
@@ -597,6 +618,12 @@ OTHER_BREAKS = [
      "model.rope_scaling.short_factors", "32 short_factors for heads of 16 pairs"),
     ([*ROPE[:1], "model.rope_scaling.kind=dynamic", "model.head_dim=2"], "model.rope_scaling.kind",
      "kind='dynamic' has no base for heads of one pair"),
+    (["model.head_bias=true"], "model.head_bias",
+     "head_bias=true with tie_embeddings=true, whose head has no layer of that kind"),
+    (["model.head_bias=true", "model.tie_embeddings=false", "model.logit_scale=2"],
+     "model.logit_scale", "logit_scale=2 with head_bias=true, which it would not multiply"),
+    (["model.parallel_norms=1"], "model.parallel_norms",
+     "parallel_norms=1 with parallel_residual=false: the MLP's input is another"),
     (["model.rope_pattern=RN"], "model.rope_pattern",
      "rope_pattern='RN' with position='learned', which turns nothing"),
     ([*ROPE, "model.rope_scaling.beta_slow=32"], "model.rope_scaling.beta_slow",
@@ -619,6 +646,9 @@ def test_a_rule_of_windows_or_rotation_is_broken_in_its_other_ways(overrides, fi
         [*ROPE, "model.window=1"],
         [*ROPE, "model.window=4", "model.rope_local_theta=9", "model.rope_pattern=RN"],
         [*ROPE, "model.head_dim=33", "model.rotary_fraction=0.5"],
+        ["model.parallel_residual=true"],
+        ["model.head_bias=true", "model.tie_embeddings=false"],
+        ["model.parallel_residual=true", "model.parallel_norms=1"],
         [*ROPE[:1], *LONG],
         [*ROPE[:1], "model.rope_scaling.kind=dynamic"],
     ],

@@ -8,7 +8,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.inputs import make_inputs
-from mtcli.core.model.rope import frequencies, layer_table, rotary_tables
+from mtcli.core.model.rope import frequencies, halves, layer_table, rotary_tables
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.tensor import TensorParallelLayers
 
@@ -33,6 +33,20 @@ def test_the_first_dimensions_of_a_head_rotate_and_the_others_pass(fraction, dim
     (table,) = rotary_tables(model, torch.arange(S).expand(B, S), torch.float64, S)
     for found, x in zip(table(q, k), (q, k), strict=True):
         torch.testing.assert_close(found, turned(x, dim, 100.0), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("r", [2, 6, 10])
+def test_neighbours_rotate_as_pairs_where_they_are_interleaved(r):
+    q, k = (torch.randn(B, heads, S, 10, dtype=torch.float64) for heads in (4, 4))
+    model = run_config(SIZES | {"rotary_fraction": r / 10, "rope_interleaved": True}).model
+    (table,) = rotary_tables(model, torch.arange(S).expand(B, S), torch.float64, S)
+    found = [x @ y.mT for x, y in [table(halves(q, r), halves(k, r))]]
+    angles = torch.arange(S).double()[:, None] * 100.0 ** (-torch.arange(0, r, 2).double() / r)
+    turns = torch.polar(torch.ones_like(angles), angles)
+    pairs = [torch.view_as_complex(x[..., :r].unflatten(-1, (-1, 2)).contiguous()) for x in (q, k)]
+    q_r, k_r = (x * turns for x in pairs)
+    expected = (q_r @ k_r.mH).real + q[..., r:] @ k[..., r:].mT
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
 
 
 # layers 0 and 2 are local

@@ -2,7 +2,8 @@
 
 A family has `Field`s that are read and written, constants, required values of fields that we cannot
 represent otherwise, and for each of our parameters a rule that maps Hugging Face tensors to boxes
-of the parameter: a reshape, a permutation and a start. Reading and writing use the same rules.
+of the parameter: a part, a reshape, a permutation and a start. Reading and writing use the same
+rules.
 
 Shapes: K key-value heads, Q query heads per key-value head, D head_dim, H hidden, F inner width, E
 experts.
@@ -11,6 +12,7 @@ experts.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 from mtcli.core.checkpoint.safetensors_file import StoredBox
@@ -164,6 +166,33 @@ def separate_qkv(template: str, names: Sequence[str] = "qkv") -> TensorRule:
             view = (groups, count, dim, *hidden)
             shape = (groups * count * dim, *hidden)
             boxes.append(_in_order(template.format(name), shape, view, (0, first)))
+        return boxes
+
+    return rule
+
+
+def joined(name: str) -> TensorRule:
+    """Maps a tensor whose rows are ours in our order: GPT-NeoX's query_key_value [K * (Q + 2) * D,
+    H], its bias, and Phi-3's gate_up_proj [2 * F, H]."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        inner = () if parameter.name.endswith(".bias") else parameter.shape[-1:]
+        rows = prod(parameter.shape) // prod(inner)
+        return [_in_order(name, (rows, *inner), parameter.shape)]
+
+    return rule
+
+
+def queries_keys_values(name: str) -> TensorRule:
+    """Maps Phi-3's qkv_proj, whose rows are all queries, all keys and all values."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        groups, slots, dim, *hidden = parameter.shape
+        shape, boxes, first = (groups * slots * dim, *hidden), [], 0
+        for slot, count in ((0, slots - 2), (slots - 2, 1), (slots - 1, 1)):
+            view = (groups, count, dim, *hidden)
+            boxes.append(_in_order(name, shape, view, (0, slot))._replace(first=first))
+            first += prod(view)
         return boxes
 
     return rule
