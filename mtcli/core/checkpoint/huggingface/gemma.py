@@ -50,9 +50,10 @@ def write_scales(model: ModelConfig) -> Table:
     shorter."""
     scale = model.attention_scale or model.head_dim**-0.5
     scalar = scale**-2
-    whole = round(scalar)
+    nearest = round(scalar)
     table = {name: getattr(model, ours) or None for name, ours in OURS.items()}
-    table[SCALAR] = whole if whole > 0 and whole**-0.5 == scale else scalar
+    is_exact = nearest > 0 and nearest**-0.5 == scale
+    table[SCALAR] = nearest if is_exact else scalar
     return table | {"sliding_window": model.window or model.max_seq_len}
 
 
