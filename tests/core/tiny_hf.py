@@ -20,6 +20,8 @@ LLAMA3 = {
     "rope_theta": 5000.0,
 }
 MULTIPLIERS = {f"{name}_multiplier": 0.4 for name in ("embedding", "attention", "residual")}
+GEMMA = {"head_dim": 10, "sliding_window": 7, "query_pre_attn_scalar": 12}
+GEMMA |= {"final_logit_softcapping": 0.4}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 LATENT = SIZES | {
@@ -113,6 +115,10 @@ def configs():
             topk_method="greedy",
         ),
         "qwen3": t.Qwen3Config(**SIZES, head_dim=10, **WINDOW),
+        "gemma2": t.Gemma2Config(**SIZES, **GEMMA, attn_logit_softcapping=0.3),
+        "gemma3_text": t.Gemma3TextConfig(**SIZES, **GEMMA, sliding_window_pattern=2),
+        "starcoder2": t.Starcoder2Config(**SIZES, sliding_window=7),
+        "nemotron": t.NemotronConfig(**SIZES, head_dim=12),
         "qwen3_moe": t.Qwen3MoeConfig(
             **SIZES, **experts, head_dim=10, num_experts=3, moe_intermediate_size=12
         ),
@@ -124,3 +130,4 @@ FAMILIES += ("gpt_neox-sequential", "falcon-7b", "falcon-40b", "falcon-heads")
 FAMILIES += ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen2_moe")
 FAMILIES += ("deepseek_v2", "deepseek_v3", "glm4_moe")
 FAMILIES += ("granite", "olmo2", "qwen3", "qwen3_moe")
+FAMILIES += ("gemma2", "gemma3_text", "starcoder2", "nemotron")

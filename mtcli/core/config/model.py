@@ -186,7 +186,7 @@ class ModelConfig(Section):
     attention_scale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
     """multiplies scores before the softmax [1 / sqrt(head_dim), with mla also YaRN's growth]"""
     embedding_scale: Multiplier = 1.0
-    """multiplies token embeddings"""
+    """multiplies token embeddings; sqrt(hidden_size) is rounded to their dtype first (Gemma)"""
     residual_scale: Multiplier = 1.0
     """multiplies the outputs of attention and MLP before they are added"""
     logit_scale: Multiplier = 1.0

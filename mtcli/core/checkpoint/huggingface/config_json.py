@@ -11,6 +11,7 @@ from mtcli.core.checkpoint.huggingface.bert import BERTS
 from mtcli.core.checkpoint.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from mtcli.core.checkpoint.huggingface.falcon import FALCON
 from mtcli.core.checkpoint.huggingface.family import Family, Field, Table
+from mtcli.core.checkpoint.huggingface.gemma import GEMMA2, GEMMA3
 from mtcli.core.checkpoint.huggingface.glm4 import GLM4
 from mtcli.core.checkpoint.huggingface.glm4_moe import GLM4_MOE
 from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
@@ -18,12 +19,14 @@ from mtcli.core.checkpoint.huggingface.gpt_neox import GPT_NEOX
 from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
+from mtcli.core.checkpoint.huggingface.nemotron import NEMOTRON
 from mtcli.core.checkpoint.huggingface.olmo import OLMO2
 from mtcli.core.checkpoint.huggingface.phi3 import PHI3
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
 from mtcli.core.checkpoint.huggingface.smollm3 import SMOLLM3
 from mtcli.core.checkpoint.huggingface.stablelm import STABLELM
+from mtcli.core.checkpoint.huggingface.starcoder2 import STARCODER2
 from mtcli.core.checkpoint.huggingface.window import read_window, write_window
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
@@ -34,6 +37,7 @@ FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2),
     *(SMOLLM3, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
     *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE),
+    *(GEMMA2, GEMMA3, STARCODER2, NEMOTRON),
     *BERTS,
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
@@ -207,6 +211,7 @@ def _function(model: ModelConfig) -> Table:
     derived["norm_bias"] = model.has_norm_bias
     if model.position == "rope":
         derived["rotating"] = [model.layer_rotates(layer) for layer in range(model.num_layers)]
+    derived["attention_scale"] = model.attention_scale or model.head_dim**-0.5
     unread |= {"window_pattern", "rope_pattern"}
     return model.model_dump(exclude=TRAINING | unread) | derived
 

@@ -216,6 +216,67 @@ def qwen3(draw):
     return Qwen3Config(**windowed(draw, sizes(draw)), attention_bias=draw(st.booleans()))
 
 
+def gemma(draw):
+    """Caps, a window of some layers, and scores of any scale."""
+    layers, window = {}, draw(st.sampled_from([2, 5, 23]))
+    config = sizes(draw)
+    count = config["num_hidden_layers"]
+    if draw(st.booleans()):
+        kinds = st.sampled_from(["sliding_attention", "full_attention"])
+        layers["layer_types"] = draw(st.lists(kinds, min_size=count, max_size=count))
+    return config | layers | {
+        "sliding_window": window,
+        "query_pre_attn_scalar": draw(st.sampled_from([3, 8, 144])),
+        "hidden_activation": draw(st.sampled_from(["gelu_pytorch_tanh", "gelu"])),
+        "final_logit_softcapping": draw(st.sampled_from([None, 2.5])),
+        "attention_bias": draw(st.booleans()),
+    }  # fmt: skip
+
+
+def gemma2(draw):
+    from transformers import Gemma2Config
+
+    return Gemma2Config(**gemma(draw), attn_logit_softcapping=draw(st.sampled_from([None, 0.5])))
+
+
+def gemma3_text(draw):
+    """The layers without a window are scaled alone."""
+    from transformers import Gemma3TextConfig
+
+    config = gemma(draw)
+    scaled = draw(
+        st.sampled_from([{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5}])
+    )
+    config["rope_parameters"] = {
+        "full_attention": scaled | {"rope_theta": 99.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+    }
+    return Gemma3TextConfig(**config, sliding_window_pattern=draw(st.sampled_from([2, 6])))
+
+
+def starcoder2(draw):
+    """Biases everywhere or nowhere, and a window of all layers or none."""
+    from transformers import Starcoder2Config
+
+    config = sizes(draw)
+    config["norm_epsilon"] = config.pop("rms_norm_eps")
+    config["hidden_act"] = draw(st.sampled_from(["gelu", "gelu_pytorch_tanh"]))
+    window = draw(WINDOWS)
+    return Starcoder2Config(**config, sliding_window=window, use_bias=draw(st.booleans()))
+
+
+def nemotron(draw):
+    """A share of each head that rotates."""
+    from transformers import NemotronConfig
+
+    config = sizes(draw, ropes=[{"rope_type": "default", "rope_theta": 99.0}])
+    config["head_dim"] = draw(st.sampled_from([8, 12]))
+    config["norm_eps"] = config.pop("rms_norm_eps")
+    biases = {name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias")}
+    fraction = draw(st.sampled_from([0.5, 1.0]))
+    return NemotronConfig(**config, **biases, partial_rotary_factor=fraction)
+
+
 def qwen3_moe(draw):
     """Small experts, and a norm of each head."""
     from transformers import Qwen3MoeConfig
@@ -345,6 +406,10 @@ FAMILIES = {
     "gpt_neox": (gpt_neox, "tp=TP,pp=PP"),
     "falcon": (falcon, "tp=TP,pp=PP"),
     "qwen3_moe": (qwen3_moe, "ep=EP,dp=EP,pp=PP"),
+    "gemma2": (gemma2, "tp=TP,pp=PP"),
+    "gemma3_text": (gemma3_text, "tp=TP,pp=PP"),
+    "starcoder2": (starcoder2, "tp=TP,dp=2"),
+    "nemotron": (nemotron, "tp=TP,pp=PP"),
 }
 
 
