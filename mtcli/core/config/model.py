@@ -195,6 +195,8 @@ class ModelConfig(Section):
     """replaces scores x, ahead of the mask, by this * tanh(x / this); 0 caps none"""
     logit_softcap: Softcap = 0.0
     """lm: the same of logits, after logit_scale"""
+    attention_sinks: bool = False
+    """a trained logit of each query head joins its softmaxes, and has no value"""
     tie_embeddings: bool
     """the head shares the token embedding's weight [false for heads that read no vocabulary]"""
     bias: bool

@@ -261,6 +261,10 @@ def _latent_attention(model: ModelConfig, mla: Mla, name: str, layer: int) -> It
 
 
 def _output(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
+    if model.attention_sinks:  # of the queries of qkv, as its first two dims
+        groups = model.num_heads if model.mla else model.num_kv_heads
+        heads = (groups, model.num_heads // groups)
+        yield Parameter(f"{name}.sinks", heads, ("tp", "tp"), "normal_vector", layer)
     shape = (model.hidden_size, model.num_heads * model.value_dim)
     yield _linear(f"{name}.out", shape, ("tp_row", "tp"), layer, Matrix("output"))
     if model.has_out_bias:

@@ -122,6 +122,12 @@ def test_a_causal_mask_halves_the_attention_part():
     assert full - half == 2 * 16 * 32 * 4  # 2 s h per layer, of 4 s h
 
 
+def test_sinks_are_no_matrices():
+    with_sinks = GPT.model_copy(update={"attention_sinks": True})
+    assert count_parameters(with_sinks) == count_parameters(GPT) + 4 * 4
+    assert forward_flops(with_sinks, 16) == forward_flops(GPT, 16)
+
+
 def test_idle_experts_cost_no_operations():
     moe = load_config("mixtral-8x7b").model
     # a dense model whose MLP is two experts wide, plus the router's 4096 x 8 in each layer

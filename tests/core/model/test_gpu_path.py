@@ -34,6 +34,7 @@ CALLED = {
     "geglu": {"swiglu", "swiglu_backward_with_output"},
     "relu2": {"relu2", "relu2_backward_with_output"},
     "capped": {"flash", "flash_backward"} | SHARED,
+    "sinks": {"flash", "flash_backward"} | SHARED,
     "mixtral within capacity": ROUTED - {"grouped_linear", "grouped_outer"} | SHARED,
     "mixtral of groups": ROUTED | SHARED,
 }
@@ -44,6 +45,7 @@ MODELS = {
     "geglu": LLAMA | {"activation": "geglu_tanh"},
     "relu2": GPT | {"activation": "relu2"},
     "capped": LLAMA | {"attention_softcap": 0.5, "logit_softcap": 0.3, "init_std": 0.2},
+    "sinks": LLAMA | {"attention_sinks": True, "init_std": 0.2},
     "mixtral within capacity": MOE | {"capacity_factor": 0.75, "pad_to_capacity": True},
     "mixtral of groups": BIASED,
 }

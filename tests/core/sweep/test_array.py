@@ -169,6 +169,7 @@ CASES = {
     "lamb": (LLAMA, {"optimizers": LAMB}),
     "gated by GELU": (SHARED | {"activation": "geglu"}, {}),
     "capped": (LLAMA | {"attention_softcap": 0.3, "logit_softcap": 0.2}, {}),
+    "sinks": (LLAMA | {"attention_sinks": True, "attention_dropout": 0.1}, {}),
     "norms with an offset": (GPT | {"norm_offset": 1.0}, {}),
     "norms without biases": (GPT | {"norm_bias": False}, {}),
     "dropout": (GPT | DROPPING, {}),
