@@ -236,6 +236,8 @@ OFFSET = {"norm_offset": 1.0, "qk_norm": "head"}
 # Scores and logits of these models are small, so caps that bend them are too.
 CAPS = {"attention_softcap": 0.3, "logit_softcap": 0.2, "init_std": 0.2}
 PARALLEL, HEAD_BIAS = {"parallel_residual": True}, {"head_bias": True}
+# A limit that about half of the gates and ups of these models pass.
+CLAMPED = {"activation": "swiglu_clamped", "activation_limit": 0.3, "init_std": 0.2}
 SINKS = {"attention_sinks": True, "init_std": 0.2}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
@@ -319,6 +321,8 @@ MORE_ROWS = [
     row_of({"model": "llama", "tp": "4", "zero": "3", "dp": "2", "update": "lamb"}, model=SINKS),
     row_of({"model": "moe", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"}, model=SINKS),
     row_of({"model": "llama", "tp": "2", "pipeline": "1f1b"}, model=MLA | SINKS),
+    row_of({"model": "llama", "tp": "2", "pipeline": "zero_bubble"}, model=CLAMPED),
+    row_of({"model": "moe", "tp": "2x2", "micro_batch_size": "2"}, model=CLAMPED),
     row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
            model=SANDWICH),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},

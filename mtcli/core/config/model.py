@@ -49,7 +49,8 @@ ARCHITECTURES["bert"] = ARCHITECTURES["gpt"] | {
     "causal": False,
     "sentence_order": True,
 }
-GATED = ("swiglu", "geglu", "geglu_tanh")  # activations that multiply by a second projection
+# activations that multiply by a second projection
+GATED = ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh")
 # Heads that classify sequences from their first token, and read no vocabulary.
 CLASSIFIERS = ("classification", "multiple_choice")
 SEQUENCES = {"multiple_choice": 4}  # of a row, by head, that share a label; of the others 1
@@ -147,8 +148,14 @@ class ModelConfig(Section):
     """number of token ids; padding is derived from tp and never leaks"""
     max_seq_len: Positive
     """longest sequence of learned positions; also the longest context in eval"""
-    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]
-    """activation of MLPs and experts; geglu is GELU with a gate, relu2 the square of ReLU"""
+    activation: Literal[
+        "gelu", "gelu_tanh", "relu2", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh"
+    ]
+    """of MLPs and experts; geglu is GELU with a gate, relu2 ReLU's square, clamped as in gpt-oss"""
+    activation_limit: Annotated[Real, Field(ge=1e-3, le=1e6)] = 7.0
+    """swiglu_clamped: gates are clamped to at most this, and ups to within plus or minus this"""
+    activation_alpha: Annotated[Real, Field(ge=1e-3, le=1e3)] = 1.702
+    """swiglu_clamped: multiplies the gate in the sigmoid"""
     norm: Literal["layernorm", "rmsnorm"]
     """normalisation before attention, MLP and head"""
     norm_order: Literal["pre", "post", "sandwich", "after"] = "pre"
@@ -292,6 +299,11 @@ class ModelConfig(Section):
     def is_gated(self) -> bool:
         """True where an MLP's first GEMM has a gate column for each column of the inner width."""
         return self.activation in GATED
+
+    @property
+    def activation_clamp(self) -> tuple[float, float]:
+        """(limit, alpha) of swiglu_clamped."""
+        return self.activation_limit, self.activation_alpha
 
     @property
     def up_factor(self) -> int:

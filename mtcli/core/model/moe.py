@@ -17,7 +17,7 @@ from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.router import Router
 from mtcli.core.parallel.expert import dispatch
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.kernels.activation import ACTIVATIONS
+from mtcli.kernels.activation import activation_of
 from mtcli.kernels.grouped_gemm import grouped_linear, split_rows
 from mtcli.kernels.triton_launch import runs_triton
 
@@ -33,7 +33,7 @@ class ExpertArray(nn.Module):
         self.add_module(self.up_name, build.weight(f"{name}.{self.up_name}"))
         self.down = build.weight(f"{name}.down")
         self.count = model.num_experts // build.groups.axes["ep"].size
-        self.activation, self.build = ACTIVATIONS[model.activation], build
+        self.activation, self.build = activation_of(model.activation, model.activation_clamp), build
 
     def forward(self, x_ND: Tensor, counts_E: Tensor | None) -> Tensor:
         """Rows sorted by local expert -> results [N, D], partial sums over etp.

@@ -32,6 +32,7 @@ CALLED = {
     | {"rotate"}
     | SHARED,
     "geglu": {"swiglu", "swiglu_backward_with_output"},
+    "clamped": {"swiglu", "swiglu_backward_with_output"},
     "relu2": {"relu2", "relu2_backward_with_output"},
     "capped": {"flash", "flash_backward"} | SHARED,
     "sinks": {"flash", "flash_backward"} | SHARED,
@@ -43,6 +44,7 @@ MODELS = {
     "gpt with dropout": GPT | {"dropout": 0.2, "attention_dropout": 0.1},
     "llama": LLAMA,
     "geglu": LLAMA | {"activation": "geglu_tanh"},
+    "clamped": LLAMA | {"activation": "swiglu_clamped"},
     "relu2": GPT | {"activation": "relu2"},
     "capped": LLAMA | {"attention_softcap": 0.5, "logit_softcap": 0.3, "init_std": 0.2},
     "sinks": LLAMA | {"attention_sinks": True, "init_std": 0.2},

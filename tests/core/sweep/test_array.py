@@ -168,6 +168,10 @@ CASES = {
     ),
     "lamb": (LLAMA, {"optimizers": LAMB}),
     "gated by GELU": (SHARED | {"activation": "geglu"}, {}),
+    "gated and clamped": (
+        SHARED | {"activation": "swiglu_clamped", "activation_limit": 0.05, "init_std": 0.2},
+        {},
+    ),
     "capped": (LLAMA | {"attention_softcap": 0.3, "logit_softcap": 0.2}, {}),
     "sinks": (LLAMA | {"attention_sinks": True, "attention_dropout": 0.1}, {}),
     "norms with an offset": (GPT | {"norm_offset": 1.0}, {}),
