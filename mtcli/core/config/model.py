@@ -61,7 +61,7 @@ OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_expe
     *("normalize_top_k", "router_score", "router_groups", "router_top_groups"),
     *("capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"),
     *("aux_loss_coeff", "sequence_aux_loss_coeff", "router_bias_update_rate"),
-    *("router_biases", "z_loss_coeff"),
+    *("router_biases", "z_loss_coeff", "expert_bias", "router_bias"),
 )
 OF_ROPE = (  # the fields that a model without rotary positions has no use for
     *("rope_theta", "rope_scaling", "rope_local_theta", "rope_pattern", "rotary_fraction"),
@@ -213,7 +213,11 @@ class ModelConfig(Section):
     out_bias: bool | None = None
     """bias of attention's output projection [bias]"""
     mlp_bias: bool | None = None
-    """biases of the MLP; experts have none [bias]"""
+    """biases of the MLP; those of routed experts are expert_bias [bias]"""
+    expert_bias: bool = False
+    """biases of routed experts, which their tokens' weights multiply too"""
+    router_bias: bool = False
+    """a trained bias of the router's logits; router_biases are of the choice alone"""
     norm_bias: bool | None = None
     """biases of layernorm; rmsnorm has none [true]"""
     head_bias: bool = False

@@ -187,6 +187,7 @@ CASES = {
     "masked tokens and order": (BERT | DROPPING, {"batch": {"micro_batch_size": 2}}),
     "classes": (BERT | DROPPING | CLASSIFYING, {}),
     "choices": (BERT | CHOOSING | {"norm_order": "post"}, {"batch": {"micro_batch_size": 2}}),
+    "mixture with biases": (MOE | {"expert_bias": True, "router_bias": True}, {}),
     "mixture with a shared expert": (SHARED | {"drop_policy": "position"}, {}),
 }
 
