@@ -44,6 +44,10 @@ DEEPSEEK = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embedding
 DEEPSEEK |= {"rope_theta": 99.0, "mscale": 0.7, "mscale_all_dim": 0.9}
 
 
+OLMO3_ROPES = {
+    "full_attention": DEEPSEEK,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 99.0},
+}
 WIDE = {"hidden_size": 32}
 NO_PAD = {"pad_token_id": None}
 UNROTATED = {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 7}
@@ -95,6 +99,9 @@ def configs():
         "falcon-heads": t.FalconConfig(**FALCON, multi_query=False, bias=True),
         "granite": t.GraniteConfig(**SIZES, **MULTIPLIERS, logits_scaling=4.0),
         "olmo2": t.Olmo2Config(**SIZES, rms_norm_eps=1e-3),
+        "olmo3": t.Olmo3Config(
+            **SIZES | {"num_hidden_layers": 4}, sliding_window=7, rope_parameters=OLMO3_ROPES
+        ),
         "deepseek_v3": t.DeepseekV3Config(
             **LATENT,
             n_group=2,
@@ -129,5 +136,5 @@ FAMILIES = ("smollm3", "phi3", "stablelm", "stablelm-parallel", "glm4", "gpt_neo
 FAMILIES += ("gpt_neox-sequential", "falcon-7b", "falcon-40b", "falcon-heads")
 FAMILIES += ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen2_moe")
 FAMILIES += ("deepseek_v2", "deepseek_v3", "glm4_moe")
-FAMILIES += ("granite", "olmo2", "qwen3", "qwen3_moe")
+FAMILIES += ("granite", "olmo2", "olmo3", "qwen3", "qwen3_moe")
 FAMILIES += ("gemma2", "gemma3_text", "starcoder2", "nemotron")
