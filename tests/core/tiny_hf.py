@@ -61,6 +61,7 @@ def configs():
             shared_expert_intermediate_size=16,
         ),
         "smollm3": t.SmolLM3Config(**SIZES | {"num_hidden_layers": 3}, **NO_PAD, **UNROTATED),
+        "phi": t.PhiConfig(**SIZES | WIDE),
         "phi3": t.Phi3Config(**SIZES, **NO_PAD, **PHI3),
         "stablelm": t.StableLmConfig(**SIZES | WIDE, use_qkv_bias=True),
         "stablelm-parallel": t.StableLmConfig(**SIZES | WIDE, use_parallel_residual=True),
@@ -81,7 +82,7 @@ def configs():
     }
 
 
-FAMILIES = ("smollm3", "phi3", "stablelm", "stablelm-parallel", "glm4", "gpt_neox")
+FAMILIES = ("smollm3", "phi", "phi3", "stablelm", "stablelm-parallel", "glm4", "gpt_neox")
 FAMILIES += ("gpt_neox-sequential", "falcon-7b", "falcon-40b", "falcon-heads")
 FAMILIES += ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen2_moe")
 FAMILIES += ("granite", "olmo2", "qwen3", "qwen3_moe")

@@ -17,6 +17,7 @@ from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
 from mtcli.core.checkpoint.huggingface.olmo import OLMO2
+from mtcli.core.checkpoint.huggingface.phi import PHI
 from mtcli.core.checkpoint.huggingface.phi3 import PHI3
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
@@ -30,7 +31,7 @@ from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2),
-    *(SMOLLM3, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
+    *(SMOLLM3, PHI, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
     *BERTS,
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
