@@ -172,6 +172,13 @@ def save_model(folder, kind="llama", template=MARKED, **sizes):
         experts = {"num_experts": 4, "moe_intermediate_size": 16}
         experts |= {"shared_expert_intermediate_size": 24, "num_experts_per_tok": 2}
         config = t.Qwen2MoeConfig(**(shape | experts | sizes), **ids)
+    elif kind == "gemma2":
+        caps = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 4.0}
+        config = t.Gemma2Config(
+            **(shape | caps | {"head_dim": 8, "sliding_window": 9} | sizes), **ids
+        )
+    elif kind == "starcoder2":
+        config = t.Starcoder2Config(**(shape | sizes), **ids)
     else:
         config = t.LlamaConfig(**(shape | sizes), **ids)
     model = t.AutoModelForCausalLM.from_config(config).eval()

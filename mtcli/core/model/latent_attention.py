@@ -16,6 +16,7 @@ from torch import Tensor
 from mtcli.core.config.model import Mla, ModelConfig
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.rope import score_growth
 from mtcli.core.parallel.factory import LayerFactory
 
 
@@ -31,7 +32,8 @@ class LatentAttention(Attention):
     def __init__(self, layer: int, model: ModelConfig, build: LayerFactory, seed: int) -> None:
         super().__init__(layer, model, build, seed)
         self.head_dim = model.padded_head_dim
-        scale = model.attention_scale or model.head_dim**-0.5
+        grown = model.head_dim**-0.5 * score_growth(model.rope_scaling) ** 2
+        scale = model.attention_scale or grown
         self.query_scale = scale * self.head_dim**0.5
         self.enter, self.tp = build.enter, build.groups.tp
 

@@ -119,6 +119,14 @@ def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     return 1.0 - ((pairs - first) / width).clamp(0.0, 1.0)
 
 
+def score_growth(scaling: RopeScaling | None) -> float:
+    """What YaRN multiplies queries and keys of latent attention by, in all their dimensions
+    (DeepSeek's mscale_all_dim)."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return scaling.mscale_all_dim * 0.1 * math.log(scaling.factor) + 1.0
+
+
 def _attention_factor(scaling: RopeScaling | None) -> float:
     """The factor of rotated queries and keys, which YaRN and LongRoPE scale (arXiv:2309.00071,
     section 3.4; arXiv:2402.13753)."""

@@ -172,7 +172,8 @@ def _module(model: ModelConfig, family: Family, weight: Parameter, target: str) 
 def _suffix(module: str) -> str:
     """Returns what peft calls a target: a module's name, with that of a shared expert's."""
     prefix, _, name = module.rpartition(".")
-    return f"shared_expert.{name}" if prefix.endswith(".shared_expert") else name
+    parent = prefix.rpartition(".")[2]
+    return f"{parent}.{name}" if parent.startswith("shared_expert") else name
 
 
 def _target_of(model: ModelConfig, adapter: str) -> str:

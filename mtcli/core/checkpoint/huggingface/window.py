@@ -21,6 +21,16 @@ def last_local(theirs: Table) -> str:
     return ("G" * first + "L" * layers)[:layers]
 
 
+def alternating(theirs: Table, period: int) -> str:
+    """Gives the window to all layers but each `period`-th, as Gemma."""
+    return "".join("LG"[layer % period == 0] for layer in _layers(theirs))
+
+
+def _layers(theirs: Table) -> range:
+    """The numbers of the layers, from 1 on."""
+    return range(1, _number(theirs, "num_hidden_layers") + 1)
+
+
 def alternating_local(theirs: Table) -> str:
     """Gives the window to the first layer and every other one below max_window_layers, as
     Qwen2-MoE."""

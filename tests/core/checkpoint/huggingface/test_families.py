@@ -122,6 +122,58 @@ def olmo2(draw):
     return Olmo2Config(**sizes(draw), attention_bias=draw(st.booleans()))
 
 
+def latents(draw):
+    """Sizes of a mixture with first dense layers and a shared expert, and of latents; rotary widths
+    and what holds them are even, as transformers asks."""
+    config, count = sizes(draw), draw(st.integers(1, 2))
+    del config["head_dim"]
+    config |= {"num_hidden_layers": count + draw(st.integers(1, 2)), "first_k_dense_replace": count}
+    ranks = {f"{name}_lora_rank": draw(st.sampled_from([2, 6])) for name in ("q", "kv")}
+    groups = draw(st.integers(1, 2))
+    return config | ranks | {
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_nope_head_dim": draw(st.sampled_from([2, 6])),
+        "qk_rope_head_dim": draw(st.sampled_from([4, 6])),
+        "v_head_dim": draw(st.sampled_from([4, 10])),
+        "moe_intermediate_size": draw(st.sampled_from([4, 6])),
+        "n_routed_experts": 3 * groups,
+        "num_experts_per_tok": draw(st.integers(1, 3)),
+        "n_shared_experts": draw(st.integers(1, 2)),
+        "n_group": groups,
+        "topk_group": 1,
+        "routed_scaling_factor": draw(SCALES),
+        "attention_bias": draw(st.booleans()),
+    }  # fmt: skip
+
+
+def deepseek_v3(draw):
+    """Latents, a biased choice among groups of experts, first dense layers."""
+    from transformers import DeepseekV3Config
+
+    flags = {name: draw(st.booleans()) for name in ("norm_topk_prob", "rope_interleave")}
+    return DeepseekV3Config(**latents(draw), **flags)
+
+
+def deepseek_v2(draw):
+    """Latents, with one of queries or without, and a choice of one group or of all experts."""
+    from transformers import DeepseekV2Config
+
+    config = latents(draw) | {
+        "topk_method": draw(st.sampled_from(["greedy", "group_limited_greedy"]))
+    }
+    config["q_lora_rank"] = draw(st.sampled_from([None, config["q_lora_rank"]]))
+    return DeepseekV2Config(**config)
+
+
+def glm4_moe(draw):
+    """Half of a head rotates, and maybe each head has a norm."""
+    from transformers import Glm4MoeConfig
+
+    config = latents(draw) | {"use_qk_norm": draw(st.booleans()), "head_dim": 8}
+    config["num_key_value_heads"] = 1
+    return Glm4MoeConfig(**config)
+
+
 def mixtral(draw):
     """Mixtral has no narrower experts than its MLP."""
     from transformers import MixtralConfig
@@ -162,6 +214,67 @@ def qwen3(draw):
     from transformers import Qwen3Config
 
     return Qwen3Config(**windowed(draw, sizes(draw)), attention_bias=draw(st.booleans()))
+
+
+def gemma(draw):
+    """Caps, a window of some layers, and scores of any scale."""
+    layers, window = {}, draw(st.sampled_from([2, 5, 23]))
+    config = sizes(draw)
+    count = config["num_hidden_layers"]
+    if draw(st.booleans()):
+        kinds = st.sampled_from(["sliding_attention", "full_attention"])
+        layers["layer_types"] = draw(st.lists(kinds, min_size=count, max_size=count))
+    return config | layers | {
+        "sliding_window": window,
+        "query_pre_attn_scalar": draw(st.sampled_from([3, 8, 144])),
+        "hidden_activation": draw(st.sampled_from(["gelu_pytorch_tanh", "gelu"])),
+        "final_logit_softcapping": draw(st.sampled_from([None, 2.5])),
+        "attention_bias": draw(st.booleans()),
+    }  # fmt: skip
+
+
+def gemma2(draw):
+    from transformers import Gemma2Config
+
+    return Gemma2Config(**gemma(draw), attn_logit_softcapping=draw(st.sampled_from([None, 0.5])))
+
+
+def gemma3_text(draw):
+    """The layers without a window are scaled alone."""
+    from transformers import Gemma3TextConfig
+
+    config = gemma(draw)
+    scaled = draw(
+        st.sampled_from([{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5}])
+    )
+    config["rope_parameters"] = {
+        "full_attention": scaled | {"rope_theta": 99.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+    }
+    return Gemma3TextConfig(**config, sliding_window_pattern=draw(st.sampled_from([2, 6])))
+
+
+def starcoder2(draw):
+    """Biases everywhere or nowhere, and a window of all layers or none."""
+    from transformers import Starcoder2Config
+
+    config = sizes(draw)
+    config["norm_epsilon"] = config.pop("rms_norm_eps")
+    config["hidden_act"] = draw(st.sampled_from(["gelu", "gelu_pytorch_tanh"]))
+    window = draw(WINDOWS)
+    return Starcoder2Config(**config, sliding_window=window, use_bias=draw(st.booleans()))
+
+
+def nemotron(draw):
+    """A share of each head that rotates."""
+    from transformers import NemotronConfig
+
+    config = sizes(draw, ropes=[{"rope_type": "default", "rope_theta": 99.0}])
+    config["head_dim"] = draw(st.sampled_from([8, 12]))
+    config["norm_eps"] = config.pop("rms_norm_eps")
+    biases = {name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias")}
+    fraction = draw(st.sampled_from([0.5, 1.0]))
+    return NemotronConfig(**config, **biases, partial_rotary_factor=fraction)
 
 
 def qwen3_moe(draw):
@@ -287,6 +400,9 @@ FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
     "llama": (llama, "tp=TP,pp=PP"),
     "granite": (granite, "tp=TP,pp=PP"),
+    "deepseek_v3": (deepseek_v3, "ep=EP,dp=EP,pp=PP"),
+    "deepseek_v2": (deepseek_v2, "ep=EP,dp=EP,pp=PP"),
+    "glm4_moe": (glm4_moe, "ep=EP,dp=EP"),
     "olmo2": (olmo2, "tp=TP,pp=PP"),
     "mistral": (mistral, "tp=TP,dp=2"),
     "qwen2": (qwen2, "tp=TP,pp=PP"),
@@ -301,6 +417,10 @@ FAMILIES = {
     "gpt_neox": (gpt_neox, "tp=TP,pp=PP"),
     "falcon": (falcon, "tp=TP,pp=PP"),
     "qwen3_moe": (qwen3_moe, "ep=EP,dp=EP,pp=PP"),
+    "gemma2": (gemma2, "tp=TP,pp=PP"),
+    "gemma3_text": (gemma3_text, "tp=TP,pp=PP"),
+    "starcoder2": (starcoder2, "tp=TP,dp=2"),
+    "nemotron": (nemotron, "tp=TP,pp=PP"),
 }
 
 
@@ -342,6 +462,9 @@ def saved(config, folder, seed):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).eval()
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer += torch.randn(buffer.shape)
     model.save_pretrained(folder)
     return model
 
