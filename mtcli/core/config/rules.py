@@ -532,6 +532,12 @@ NEEDS = (
         ("rope",),
         "which turns nothing",
     ),
+    Need(
+        ("model.activation_limit", "model.activation_alpha"),
+        "model.activation",
+        ("swiglu_clamped",),
+        "which clamps nothing",
+    ),
     Need(("model.rope_local_theta",), "model.window", (), "which no layer has"),
     Need(("parallel.tp_rows",), "parallel.tp_mode", ("2d",), "which has no rows"),
     Need(("model.sentence_order",), "model.head", ("mlm",), "which predicts no order"),

@@ -170,7 +170,12 @@ CASES = {
     ),
     "lamb": (LLAMA, {"optimizers": LAMB}),
     "gated by GELU": (SHARED | {"activation": "geglu"}, {}),
+    "gated and clamped": (
+        SHARED | {"activation": "swiglu_clamped", "activation_limit": 0.05, "init_std": 0.2},
+        {},
+    ),
     "capped": (LLAMA | {"attention_softcap": 0.3, "logit_softcap": 0.2}, {}),
+    "sinks": (LLAMA | {"attention_sinks": True, "attention_dropout": 0.1}, {}),
     "norms with an offset": (GPT | {"norm_offset": 1.0}, {}),
     "parallel blocks of one norm": (LLAMA | ROTATION | {"parallel_norms": 1}, {"data": DOCUMENTS}),
     "norms without biases": (GPT | {"norm_bias": False}, {}),
@@ -185,6 +190,7 @@ CASES = {
     "masked tokens and order": (BERT | DROPPING, {"batch": {"micro_batch_size": 2}}),
     "classes": (BERT | DROPPING | CLASSIFYING, {}),
     "choices": (BERT | CHOOSING | {"norm_order": "post"}, {"batch": {"micro_batch_size": 2}}),
+    "mixture with biases": (MOE | {"expert_bias": True, "router_bias": True}, {}),
     "mixture with a shared expert": (SHARED | {"drop_policy": "position"}, {}),
 }
 

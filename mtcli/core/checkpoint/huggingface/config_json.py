@@ -212,7 +212,8 @@ def _function(model: ModelConfig) -> Table:
     derived["norm_bias"] = model.has_norm_bias
     if model.position == "rope":
         derived["rotating"] = [model.layer_rotates(layer) for layer in range(model.num_layers)]
-    derived["attention_scale"] = model.attention_scale or model.head_dim**-0.5
+    if model.attention_scale == model.head_dim**-0.5:
+        derived["attention_scale"] = 0.0  # which is the same
     unread |= {"window_pattern", "rope_pattern"}
     return model.model_dump(exclude=TRAINING | unread) | derived
 
