@@ -63,6 +63,8 @@ RELEASED = {  # parameters of the released checkpoints, to the unit
     "pythia-12b":        11_846_072_320,
     "gpt-neox-20b":      20_554_567_680,
     "smollm3-3b":         3_075_098_624,
+    "phi-1.5":            1_418_270_720,
+    "phi-2":              2_779_683_840,
     "phi-3-mini":         3_821_079_552,
     "phi-3-medium":      13_960_238_080,
     "phi-4":             14_659_507_200,

@@ -86,6 +86,7 @@ def configs():
             shared_expert_intermediate_size=16,
         ),
         "smollm3": t.SmolLM3Config(**SIZES | {"num_hidden_layers": 3}, **NO_PAD, **UNROTATED),
+        "phi": t.PhiConfig(**SIZES | WIDE),
         "phi3": t.Phi3Config(**SIZES, **NO_PAD, **PHI3),
         "stablelm": t.StableLmConfig(**SIZES | WIDE, use_qkv_bias=True),
         "stablelm-parallel": t.StableLmConfig(**SIZES | WIDE, use_parallel_residual=True),
@@ -132,7 +133,7 @@ def configs():
     }
 
 
-FAMILIES = ("smollm3", "phi3", "stablelm", "stablelm-parallel", "glm4", "gpt_neox")
+FAMILIES = ("smollm3", "phi", "phi3", "stablelm", "stablelm-parallel", "glm4", "gpt_neox")
 FAMILIES += ("gpt_neox-sequential", "falcon-7b", "falcon-40b", "falcon-heads")
 FAMILIES += ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen2_moe")
 FAMILIES += ("deepseek_v2", "deepseek_v3", "glm4_moe")

@@ -21,6 +21,7 @@ from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
 from mtcli.core.checkpoint.huggingface.nemotron import NEMOTRON
 from mtcli.core.checkpoint.huggingface.olmo import OLMO2, OLMO3
+from mtcli.core.checkpoint.huggingface.phi import PHI
 from mtcli.core.checkpoint.huggingface.phi3 import PHI3
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
@@ -35,7 +36,7 @@ from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2, OLMO3),
-    *(SMOLLM3, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
+    *(SMOLLM3, PHI, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
     *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE),
     *(GEMMA2, GEMMA3, STARCODER2, NEMOTRON),
     *BERTS,

@@ -334,6 +334,16 @@ def partial(draw, width):
     return {"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": dims / width}
 
 
+def phi(draw):
+    """A head with a bias, and blocks of one norm."""
+    from transformers import PhiConfig
+
+    config = fixed_width(draw, sizes(draw, tied=(False,)))
+    config["layer_norm_eps"] = config.pop("rms_norm_eps")
+    width = config["hidden_size"] // config["num_attention_heads"]
+    return PhiConfig(**config | {"rope_parameters": partial(draw, width)})
+
+
 def phi3(draw):
     """Grouped queries in one tensor with keys and values, windows, and both lists of LongRoPE."""
     from transformers import Phi3Config
@@ -417,6 +427,7 @@ FAMILIES = {
     "qwen2_moe": (qwen2_moe, "ep=EP,dp=EP"),
     "qwen3": (qwen3, "tp=TP,pp=PP"),
     "smollm3": (smollm3, "tp=TP,pp=PP"),
+    "phi": (phi, "tp=TP,pp=PP"),
     "phi3": (phi3, "tp=TP,pp=PP"),
     "stablelm": (stablelm, "tp=TP,dp=2"),
     "glm4": (glm4, "tp=TP,pp=PP"),
