@@ -50,6 +50,15 @@ def configs():
             moe_intermediate_size=12,
             shared_expert_intermediate_size=16,
         ),
+        # gates and ups of this model pass the limit in places
+        "gpt_oss": t.GptOssConfig(
+            **SIZES,
+            **experts,
+            head_dim=10,
+            num_local_experts=3,
+            sliding_window=7,
+            swiglu_limit=0.01,
+        ),
         "granite": t.GraniteConfig(**SIZES, **MULTIPLIERS, logits_scaling=4.0),
         "olmo2": t.Olmo2Config(**SIZES, rms_norm_eps=1e-3),
         "qwen3": t.Qwen3Config(**SIZES, head_dim=10, **WINDOW),
@@ -60,4 +69,4 @@ def configs():
 
 
 FAMILIES = ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen2_moe")
-FAMILIES += ("granite", "olmo2", "qwen3", "qwen3_moe")
+FAMILIES += ("granite", "olmo2", "qwen3", "qwen3_moe", "gpt_oss")

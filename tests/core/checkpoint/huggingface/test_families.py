@@ -176,9 +176,24 @@ def qwen3_moe(draw):
     )  # fmt: skip
 
 
+def gpt_oss(draw):
+    """A window of some layers, a limit that gates and ups pass, and scalings of all layers."""
+    from transformers import GptOssConfig
+
+    rows = sizes(draw)
+    kinds = st.sampled_from(["sliding_attention", "full_attention"])
+    layers = st.lists(kinds, min_size=rows["num_hidden_layers"], max_size=rows["num_hidden_layers"])
+    return GptOssConfig(
+        **rows, **experts(draw, "num_local_experts"), attention_bias=draw(st.booleans()),
+        sliding_window=draw(st.sampled_from([2, 5, 7])), layer_types=draw(st.none() | layers),
+        swiglu_limit=draw(st.sampled_from([0.01, 7.0])), swiglu_alpha=draw(SCALES),
+    )  # fmt: skip
+
+
 FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
     "llama": (llama, "tp=TP,pp=PP"),
+    "gpt_oss": (gpt_oss, "ep=EP,dp=EP,pp=PP"),
     "granite": (granite, "tp=TP,pp=PP"),
     "olmo2": (olmo2, "tp=TP,pp=PP"),
     "mistral": (mistral, "tp=TP,dp=2"),
