@@ -232,7 +232,8 @@ QK_NORM = {"qk_norm": "head"}
 ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
 GEGLU = {"activation": "geglu_tanh"}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
-OFFSET = {"norm_offset": 1.0, "qk_norm": "head"}
+OFFSET_ALONE = {"norm_offset": 1.0}
+OFFSET = OFFSET_ALONE | {"qk_norm": "head"}
 # Scores and logits of these models are small, so caps that bend them are too.
 CAPS = {"attention_softcap": 0.3, "logit_softcap": 0.2, "init_std": 0.2}
 PARALLEL, HEAD_BIAS = {"parallel_residual": True}, {"head_bias": True}
@@ -304,7 +305,7 @@ MORE_ROWS = [
            model={"activation": "relu2"}),
     row_of({"model": "llama", "tp": "2", "cp": "ring", "zero": "3"}, model=OFFSET),
     row_of({"model": "gpt", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"},
-           model={"norm_offset": 1.0}),
+           model=OFFSET_ALONE),
     row_of({"model": "gpt", "tp": "2x2", "micro_batch_size": "2"}, model={"norm_bias": False}),
     row_of({"model": "bert", "tp": "2", "update": "lamb"}, model={"norm_bias": False}),
     row_of({"model": "llama", "tp": "2", "cp": "ring", "samples": "documents"}, model=CAPS),
@@ -370,6 +371,9 @@ MORE_ROWS = [
     row_of({"model": "llama", "tp": "2", "cp": "a2a", "recompute": "selective"}, model=MLA_PLAIN),
     row_of({"model": "llama", "tp": "4", "dp": "2", "zero": "1", "adapters": "lora"},
            model=MLA_PLAIN),
+    row_of({"model": "llama", "tp": "2", "recompute": "full"}, model=MLA | CAPS | OFFSET_ALONE),
+    row_of({"model": "llama", "tp": "2 no sp", "cp": "ring", "pipeline": "zero_bubble"},
+           model=SANDWICH | OFFSET | CAPS | WINDOW | GEGLU | {"embedding_scale": 4.0}),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

@@ -15,6 +15,7 @@ import torch
 import updates
 from harness import Entry, leaf
 
+from mtcli.kernels.attention.flash_forward import flash
 from mtcli.kernels.attention.softmax import masked_softmax
 from mtcli.kernels.cross_entropy import logits_gradient_, row_parts
 from mtcli.kernels.permute import sort_copies
@@ -127,6 +128,8 @@ SHAPES = {
     "decompress": ANY,
     # Not measured.
     "cross_entropy_padded": last(*VOCABULARIES),
+    "cross_entropy_capped": last(256000),
+    "flash_capped": HEAD,
     "softmax_of_all": Shapes(tuple, lambda n: (1, 2, n), ((1024,),)),
     "geglu": last(768, 9216, 14336),
     "geglu_tanh": last(768, 9216, 14336),
@@ -144,9 +147,13 @@ def padded(device, dtype, rows, valid):
     return logits, target % valid, valid
 
 
-def padded_cross_entropy(logits, target, valid):
-    top, sums, _ = row_parts(logits, target, valid)
-    return logits_gradient_(logits, top + sums.log(), target, torch.ones_like(top), valid)
+def padded_cross_entropy(logits, target, valid, cap=0.0):
+    top, sums, _ = row_parts(logits, target, valid, cap)
+    return logits_gradient_(logits, top + sums.log(), target, torch.ones_like(top), valid, cap)
+
+
+def capped_flash(q, k, v):
+    return flash(q, k, v, True, None, None, 50.0)[0]
 
 
 def choose_within_groups(logits, k):
@@ -180,6 +187,8 @@ BACKWARD: dict[str, Any] = {"backward_bytes": lambda itemsize, *size: 0}
 MEASURED = [*scores.ENTRIES, *mixture.ENTRIES, *updates.ENTRIES, *elementwise.ENTRIES]
 UNMEASURED = [
     unmeasured("cross_entropy_padded", padded_cross_entropy, padded),
+    unmeasured("cross_entropy_capped", partial(padded_cross_entropy, cap=30.0), padded),
+    unmeasured("flash_capped", capped_flash, scores.heads, **BACKWARD),
     unmeasured(
         "softmax_of_all", elementwise.with_dropout(masked_softmax), scores_of_all, **BACKWARD
     ),

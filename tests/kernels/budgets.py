@@ -35,6 +35,7 @@ ROUTE = ("top_k._route", "top_k._route_backward")
 BF16 = [
     ("flash", HEADS, FLASH),
     ("flash_documents", (64, 128), FLASH),
+    ("flash_capped", HEADS, FLASH),
     ("attention", ("128x1", "128x2", "64x1"), FLASH[:1]),
     ("attention_backward", ("128x1", "128x2", "64x1"), FLASH[1:]),
     ("merge", (128,), ("merge._merge",)),
@@ -54,6 +55,7 @@ BF16 = [
     ("masked_softmax", (1024, 4096), SOFTMAX),
     ("softmax_of_all", (1024,), SOFTMAX),
     ("cross_entropy_padded", VOCABULARIES, LOSS),
+    ("cross_entropy_capped", (256000,), LOSS),
     ("sort_copies", EXPERTS, SORT),
     ("sort_with_capacity", ("8x2",), SORT),
     ("permute", ("2048x128x8", "4096x8x2", "768x60x4"), ("permute._scatter", "permute._gather")),
@@ -84,6 +86,7 @@ BF16 = [
 FP32 = [
     ("flash", HEADS, FLASH),
     ("flash_documents", (64, 128), FLASH),
+    ("flash_capped", HEADS, FLASH),
     ("rms_norm", (4096,), NORM),
     ("layer_norm", (4096,), NORM),
     ("gelu", (4096,), GELU),
@@ -92,6 +95,7 @@ FP32 = [
     ("relu2", (9216,), RELU2),
     ("rotate", ("32x8x128",), ("rope._rotate",)),
     ("cross_entropy_padded", VOCABULARIES, LOSS),
+    ("cross_entropy_capped", (256000,), LOSS),
     ("route", EXPERTS, ROUTE),
     ("route_groups", ("64x6", "256x8"), ROUTE),
     ("unpermute", ("2048x128x8",), ("permute._gather", "permute._gather_backward")),

@@ -96,7 +96,7 @@ class RopeScaling(Section):
     mscale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
     """yarn: DeepSeek's weight of ln(factor) in attention_factor"""
     mscale_all_dim: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
-    """yarn: the same in what attention_factor is divided by"""
+    """yarn: the same in what attention_factor is divided by; mla: also in the scale of scores"""
     short_factors: tuple[Multiplier, ...] = ()
     """longrope: what divides the frequency of each pair, where batch.seq_len, or max_seq_len in
     eval and generate, is at most original_max_seq_len"""
@@ -191,9 +191,9 @@ class ModelConfig(Section):
     window_pattern: Annotated[str, Field(pattern=rf"^[LG]{{0,{MAX_LAYERS}}}$")] = ""
     """letters of the layers, repeated: L has the window, G sees all [L]"""
     attention_scale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
-    """multiplies scores before the softmax [1 / sqrt(head_dim)]"""
+    """multiplies scores before the softmax [1 / sqrt(head_dim), with mla also YaRN's growth]"""
     embedding_scale: Multiplier = 1.0
-    """multiplies token embeddings"""
+    """multiplies token embeddings; sqrt(hidden_size) is rounded to their dtype first (Gemma)"""
     residual_scale: Multiplier = 1.0
     """multiplies the outputs of attention and MLP before they are added"""
     logit_scale: Multiplier = 1.0

@@ -158,7 +158,7 @@ def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.num_heads % m.num_kv_heads:
         message = f"num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}"
         yield Problem(message, listing(divisors(m.num_heads)), "model.num_kv_heads")
-    if m.position == "rope" and m.rotary_fraction == 1.0 and m.head_dim % 2:
+    if m.position == "rope" and m.rotary_dim == m.head_dim and m.head_dim % 2:
         message = f"head_dim={m.head_dim} is odd and rotary positions turn pairs"
         yield Problem(message, f"{m.head_dim - 1} or {m.head_dim + 1}", "model.head_dim")
 

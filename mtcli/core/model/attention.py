@@ -82,16 +82,21 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q, k = _normed(self.q_norm, q, -1), _normed(self.k_norm, k, -1)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
-        if self.table is not None:
-            if self.num_interleaved:
-                q, k = (halves(x, self.num_interleaved) for x in (q, k))
-            q, k = inputs.rotations[self.table](q, k)
+        q, k = self.rotated(q, k, inputs)
         if self.query_scale != 1.0:
             q = q * self.query_scale
         if inputs.cache is not None:
             k, v = inputs.cache.extend(self.layer, k, v)
         mixed = self._attend(q, k, v, inputs)
         return mixed.transpose(1, 2).reshape(b * s, -1)
+
+    def rotated(self, q: Tensor, k: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Queries and keys [b, heads, s, d], rotated where the layer rotates them."""
+        if self.table is None:
+            return q, k
+        if self.num_interleaved:
+            q, k = (halves(x, self.num_interleaved) for x in (q, k))
+        return inputs.rotations[self.table](q, k)
 
     def expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What a cache keeps of a layer -> keys and values of this rank's heads: the same."""

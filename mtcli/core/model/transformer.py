@@ -4,6 +4,7 @@
 hidden; x_TD is [T/tp, D] under sequence parallelism.
 """
 
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -130,6 +131,9 @@ class Stage(nn.Module):
         # by number, not by layers: a stage may have no layers, such as one of the head alone
         self.is_first, self.is_last = index == 0, index == build.groups.layout.num_stages - 1
         self.model, self.build = model, build
+        self.embedding_scale = model.embedding_scale
+        if self.embedding_scale == model.hidden_size**0.5:
+            self.embedding_scale = rounded(self.embedding_scale, build.dtype)
         tied = model.tie_embeddings
         if self.is_first or (self.is_last and tied):
             self.embedding = build.embedding("embedding")
@@ -197,7 +201,7 @@ class Stage(nn.Module):
         return cast(Head, self.next_tokens if self.model.head == "lm" else self.head)
 
     def _embed(self, inputs: Inputs) -> Tensor:
-        x_TD = _scaled(self.embedding(inputs.tokens.flatten()), self.model.embedding_scale)
+        x_TD = _scaled(self.embedding(inputs.tokens.flatten()), self.embedding_scale)
         if self.model.position == "learned":
             positions_T = self.build.activation_rows(inputs.positions.flatten())
             table = cast(Tensor, self.position_embedding.weight)
@@ -209,6 +213,13 @@ class Stage(nn.Module):
             table = cast(Tensor, self.token_type_embedding.weight)
             x_TD = x_TD + self.build.lookup(types_T, table)
         return cast(Tensor, self.embedding_norm(x_TD) if self.model.norm_order == "post" else x_TD)
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """The number of a dtype that is nearest."""
+    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(round(math.ldexp(mantissa, digits)), exponent - digits)
 
 
 def _scaled(x_TD: Tensor, factor: float) -> Tensor:

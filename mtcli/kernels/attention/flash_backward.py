@@ -47,7 +47,7 @@ CONFIGS = (
 )  # fmt: skip
 
 
-def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
+def dq_config(d: int, itemsize: int, mask: int, capped: bool) -> dict[str, int]:
     """The default config of `_dq`, which fits in the 163 KiB of compute capability 8.0."""
     if itemsize == 4:
         if d <= 64:
@@ -55,17 +55,19 @@ def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
         return config(16, 32, 4, 2) if d <= 128 else config(32, 32, 8, 2)
     if d > 128:
         return config(64, 32, 8, 2)
-    if mask == RANGES:  # a short range fills few tiles
+    if mask == RANGES or capped:  # a short range fills few tiles, and caps take registers
         return config(64, 64, 4, 2)
     return config(64, 64, 4, 3) if d <= 64 else config(128, 64, 8, 3)
 
 
-def dkv_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
+def dkv_config(d: int, itemsize: int, mask: int, capped: bool) -> dict[str, int]:
     """The default config of `_dkv`, whose programs hold two gradients."""
     if itemsize == 4:
         if d <= 64:
             return config(32, 32, 4, 2)
         return config(32, 32, 8, 2) if d <= 128 else config(16, 32, 8, 2)
+    if capped and 32 < d <= 128:  # caps take registers
+        return config(64, 32, 4, 2)
     return config(64, 64, 4, 1) if d <= 128 else config(64, 32, 8, 2)
 
 
@@ -86,9 +88,9 @@ def _add_dq(
         if MASKED:
             visible = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
             p = tl.where(visible, p, 0.0)
+        p = through_bend(p, s, CAPPED)
         dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
-        ds = through_bend(ds, s, CAPPED)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
@@ -126,13 +128,12 @@ def _add_dq_by_columns(
         s = bent(s, bend, CAPPED)
         p = tl.where(visible, tl.exp2(s * scale - lse[:, None]), 0.0)
         k = load_tile(k_ptr, k_stride, column, m, d, True, UNIT, WIDTH)
-        ds = p * (dp - delta[:, None])
-        ds = through_bend(ds, s, CAPPED)
+        ds = through_bend(p, s, CAPPED) * (dp - delta[:, None])
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
 
 
-@kernel(CONFIGS, key=["d", "itemsize", "MASK"], default=dq_config)
+@kernel(CONFIGS, key=["d", "itemsize", "MASK", "CAPPED"], default=dq_config)
 def _dq(
     q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, first_ptr, end_ptr, delta_ptr, dq_ptr,
     h, g, n, m, d, itemsize, range_b, scale, bend, shrink, qb: tl.int64, qh: tl.int64, qn,
@@ -185,7 +186,7 @@ def _dq(
     store_tile(dq_ptr, h * d, row, n, d, dq * shrink, UNIT, WIDTH)
 
 
-@kernel(CONFIGS, key=["d", "itemsize", "MASK"], default=dkv_config)
+@kernel(CONFIGS, key=["d", "itemsize", "MASK", "CAPPED"], default=dkv_config)
 def _dkv(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr, dk_ptr, dv_ptr,
     h, g, n, m, d, itemsize, range_b, scale, bend, shrink, qb: tl.int64, qh: tl.int64, qn,
@@ -234,13 +235,13 @@ def _dkv(
             if (begin < inner) | (begin >= outer):
                 visible = (query[None, :] - first[:, None]).to(tl.uint32) < num_visible[:, None]
                 p = tl.where(visible, p, 0.0)
+            bent_p = through_bend(p, s, CAPPED)
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
             if not SPLIT:
                 dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             if WIDTH != 64:
                 delta = tl.load(delta_ptr + row_at + query, mask=query < n, other=0.0)
-            ds = p * (dp - delta[None, :])
-            ds = through_bend(ds, s, CAPPED)
+            ds = bent_p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     # Rows counted from the tile's first: their numbers need no register during the loop.
     at = offset_of((b * m + tile * ROWS) * g + group, d, UNIT)

@@ -45,7 +45,7 @@ CONFIGS = (
 )  # fmt: skip
 
 
-def forward_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
+def forward_config(d: int, itemsize: int, mask: int, capped: bool) -> dict[str, int]:
     """The default config, which fits in the 163 KiB of compute capability 8.0."""
     if itemsize == 4:
         if d <= 64:
@@ -91,7 +91,7 @@ def _add_keys(
     return top, sums, mixed
 
 
-@kernel(CONFIGS, key=["d", "itemsize", "MASK"], default=forward_config)
+@kernel(CONFIGS, key=["d", "itemsize", "MASK", "CAPPED"], default=forward_config)
 def _forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, first_ptr, end_ptr, sinks_ptr, h, g, n, m, d, itemsize,
     range_b, scale, bend, qb: tl.int64, qh: tl.int64, qn, kb: tl.int64, kh: tl.int64, kn,

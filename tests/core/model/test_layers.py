@@ -13,7 +13,7 @@ from mtcli.core.model.attention import Attention
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import KVCache, make_inputs, token_positions
-from mtcli.core.model.transformer import Dropout
+from mtcli.core.model.transformer import Dropout, rounded
 from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import unsharded
@@ -129,6 +129,17 @@ def test_precision_is_the_dtype_of_weights_and_activations(precision, dtype):
     assert stage.losses(x_TD, inputs).dtype == wide
 
 
+@pytest.mark.parametrize(("hidden", "scale"), [(2304, 48.0), (2560, 50.5), (5376, 73.5)])
+def test_gemma_s_scale_of_embeddings_is_rounded_to_their_dtype(hidden, scale):
+    assert rounded(hidden**0.5, torch.bfloat16) == scale
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert rounded(hidden**0.5, dtype) == torch.tensor(hidden**0.5, dtype=dtype).item()
+    for precision, factor in (("bf16", 4.90625), ("fp32", torch.tensor(24.0).sqrt().item())):
+        _, stage = made(LLAMA | {"embedding_scale": 24**0.5} | WIDE, train={"precision": precision})
+        assert stage.embedding_scale == factor
+
+
+WIDE = {"hidden_size": 24}
 WINDOWED = [Visibility(2, 0), Visibility(), Visibility(4, 0), Visibility(0, 0)]
 
 

@@ -8,15 +8,26 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtcli.core.checkpoint.huggingface.bert import BERTS
+from mtcli.core.checkpoint.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from mtcli.core.checkpoint.huggingface.falcon import FALCON
 from mtcli.core.checkpoint.huggingface.family import Family, Field, Table
+from mtcli.core.checkpoint.huggingface.gemma import GEMMA2, GEMMA3
+from mtcli.core.checkpoint.huggingface.glm4 import GLM4
+from mtcli.core.checkpoint.huggingface.glm4_moe import GLM4_MOE
 from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
+from mtcli.core.checkpoint.huggingface.gpt_neox import GPT_NEOX
 from mtcli.core.checkpoint.huggingface.gpt_oss import GPT_OSS
 from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
+from mtcli.core.checkpoint.huggingface.nemotron import NEMOTRON
 from mtcli.core.checkpoint.huggingface.olmo import OLMO2
+from mtcli.core.checkpoint.huggingface.phi3 import PHI3
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
+from mtcli.core.checkpoint.huggingface.smollm3 import SMOLLM3
+from mtcli.core.checkpoint.huggingface.stablelm import STABLELM
+from mtcli.core.checkpoint.huggingface.starcoder2 import STARCODER2
 from mtcli.core.checkpoint.huggingface.window import read_window, write_window
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
@@ -25,7 +36,9 @@ from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2),
-    GPT_OSS,
+    *(SMOLLM3, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
+    *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE),
+    *(GEMMA2, GEMMA3, STARCODER2, NEMOTRON, GPT_OSS),
     *BERTS,
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
@@ -38,9 +51,10 @@ MAX_BYTES = 16 << 20
 TRAINING = {"architecture", "bias", "dropout", "attention_dropout", "init_std"}
 TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispatcher"}
 TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
+TRAINING |= {"router_bias_update_rate"}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
 EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
-EXPERTS |= {"router_bias_update_rate", "router_biases", "first_dense_layers", "routed_scale"}
+EXPERTS |= {"router_biases", "first_dense_layers", "routed_scale"}
 EXPERTS |= {"expert_bias", "router_bias"}
 # Fields by which related models compute something that no family here does. transformers ignores
 # some of them in these families and reads others (`is_causal`). Whoever wrote one meant it, so each
@@ -189,8 +203,13 @@ def _function(model: ModelConfig) -> Table:
         unread.add("ffn_hidden_size")
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
-    derived |= {"rotating": [model.layer_rotates(layer) for layer in range(model.num_layers)]}
+    if model.num_experts:
+        derived["router_biases"] = model.has_router_biases
     derived["norm_bias"] = model.has_norm_bias
+    if model.position == "rope":
+        derived["rotating"] = [model.layer_rotates(layer) for layer in range(model.num_layers)]
+    if model.attention_scale == model.head_dim**-0.5:
+        derived["attention_scale"] = 0.0  # which is the same
     unread |= {"window_pattern", "rope_pattern"}
     return model.model_dump(exclude=TRAINING | unread) | derived
 

@@ -44,9 +44,26 @@ LAYOUTS = {
     "qwen2_moe": "tp=2,etp=2",
     "gpt_oss": "tp=2,etp=2",
     "granite": "tp=2",
+    "smollm3": "tp=2,pp=3",
+    "phi3": "tp=4",
+    "stablelm": "tp=2",
+    "stablelm-parallel": "pp=2",
+    "glm4": "tp=4",
+    "gpt_neox": "tp=2,pp=2",
+    "gpt_neox-sequential": "tp=4",
+    "falcon-7b": "tp=2",
+    "falcon-40b": "tp=2,pp=2",
+    "falcon-heads": "tp=2,dp=2",
     "olmo2": "tp=4,pp=2",
+    "glm4_moe": "tp=2,pp=3",
+    "deepseek_v2": "tp=2,ep=4,etp=1,dp=2",
+    "deepseek_v3": "tp=4,pp=3",
     "qwen3": "tp=2,pp=2",
     "qwen3_moe": "ep=3,dp=3",
+    "gemma2": "tp=2,pp=2",
+    "gemma3_text": "tp=4",
+    "starcoder2": "tp=2,pp=2",
+    "nemotron": "tp=2",
 }
 
 
@@ -305,6 +322,17 @@ CONFIGS = [
     ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=['full_"),
     ("qwen2", {"is_causal": False}, "is_causal=false cannot be represented"),
     ("qwen2_moe", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} cannot"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] is not a 0 or 1 for each of 3"),
+    ("smollm3", {"no_rope_layers": [1, 0, 1.0]}, "is not a 0 or 1 for each of 3 layers"),
+    ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "interval=0 is no number"),
+    ("smollm3", {"num_hidden_layers": 0}, "num_hidden_layers: 0 should be at least 1"),
+    ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+    ("phi3", {"rope_parameters": {"type": "su", "short_factor": [1.0]}}, "has no long_factor"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm=true cannot be represented"),
+    ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 1.0}, "rotary_pct=0.5 and partial"),
+    ("falcon-7b", {"alibi": True}, "alibi=true cannot be represented"),
+    ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 with parallel_attn=t"),
+    ("falcon-40b", {"parallel_attn": False}, "num_ln_in_parallel_attn=2 with parallel_attn=false"),
 ]
 CONFIGS += [
     ("llama", {field: value}, f"{field}={json.dumps(value)} cannot be represented")
@@ -382,9 +410,9 @@ def test_a_config_that_says_its_type_alone_is_the_model_of_transformers_defaults
     from transformers import AutoConfig
 
     def read(table):
-        # their default window is shorter than their default context; gpt-oss's layers need it
-        window = {} if kind == "gpt_oss" else {"sliding_window": None}
-        return model_of(table | window, Path("config.json"))
+        # their default window is shorter than their default context; some name layers that have it
+        named = kind.startswith(("gemma", "gpt_oss"))
+        return model_of(table | ({} if named else {"sliding_window": None}), Path("config.json"))
 
     theirs = AutoConfig.for_model(kind).to_dict() | {"architectures": None}
     assert read({"model_type": kind}) == read(theirs)
