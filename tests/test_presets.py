@@ -90,6 +90,8 @@ RELEASED = {  # parameters of the released checkpoints, to the unit
     "minitron-4b": 4_190_509_056,
     "nemotron-4-15b": 15_628_775_424,
     "nemotron-4-340b": 341_029_195_776,
+    "gpt-oss-20b":       20_914_757_184,
+    "gpt-oss-120b":     116_829_156_672,
     "bert-110m":           110_106_428,
     "bert-336m":           336_226_108,
 }

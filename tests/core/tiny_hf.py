@@ -85,6 +85,15 @@ def configs():
             moe_intermediate_size=12,
             shared_expert_intermediate_size=16,
         ),
+        # gates and ups of this model pass the limit in places
+        "gpt_oss": t.GptOssConfig(
+            **SIZES,
+            **experts,
+            head_dim=10,
+            num_local_experts=3,
+            sliding_window=7,
+            swiglu_limit=0.01,
+        ),
         "smollm3": t.SmolLM3Config(**SIZES | {"num_hidden_layers": 3}, **NO_PAD, **UNROTATED),
         "phi": t.PhiConfig(**SIZES | WIDE),
         "phi3": t.Phi3Config(**SIZES, **NO_PAD, **PHI3),
@@ -138,4 +147,4 @@ FAMILIES += ("gpt_neox-sequential", "falcon-7b", "falcon-40b", "falcon-heads")
 FAMILIES += ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen2_moe")
 FAMILIES += ("deepseek_v2", "deepseek_v3", "glm4_moe")
 FAMILIES += ("granite", "olmo2", "olmo3", "qwen3", "qwen3_moe")
-FAMILIES += ("gemma2", "gemma3_text", "starcoder2", "nemotron")
+FAMILIES += ("gemma2", "gemma3_text", "starcoder2", "nemotron", "gpt_oss")

@@ -114,8 +114,11 @@ def _write_configs(
         table = config_json.config_to_hf(source.model, family) | tokens
     else:
         table = config_json.read_json(original)
+    # of MXFP4 folders, whose weights are written decoded
+    was_packed = table.pop("quantization_config", None) is not None
     names = {"torch_dtype", "dtype"} & set(table) or {"torch_dtype"}
-    if original is not None and all(table.get(name) == dtype_name(dtype) for name in names):
+    is_same = all(table.get(name) == dtype_name(dtype) for name in names)
+    if original is not None and is_same and not was_packed:
         write_bytes(folder / config_json.NAME, read_untrusted(original))
     else:
         _write_json(folder / config_json.NAME, table | dict.fromkeys(names, dtype_name(dtype)))

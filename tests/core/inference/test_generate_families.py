@@ -32,6 +32,8 @@ FAMILIES = {
     "qwen2": SIZES,
     "qwen3": SIZES
     | {"head_dim": 6, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "gpt_oss": SIZES
+    | {"head_dim": 6, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2},
     "smollm3": SIZES | {"pad_token_id": None},
     "glm4": SIZES | {"pad_token_id": None, "head_dim": 8},
     "phi3": SIZES | {"pad_token_id": None, "sliding_window": 9},

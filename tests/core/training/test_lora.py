@@ -25,7 +25,7 @@ from mtcli.core.training.state import load_weights, shards, starting_point
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
-KINDS = ("llama", "gpt2", "mixtral", "qwen2_moe", "gemma2", "starcoder2")
+KINDS = ("llama", "gpt2", "mixtral", "qwen2_moe", "gemma2", "starcoder2", "gpt_oss")
 
 
 def config(home, name, *settings):

@@ -16,6 +16,7 @@ from mtcli.core.checkpoint.huggingface.glm4 import GLM4
 from mtcli.core.checkpoint.huggingface.glm4_moe import GLM4_MOE
 from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
 from mtcli.core.checkpoint.huggingface.gpt_neox import GPT_NEOX
+from mtcli.core.checkpoint.huggingface.gpt_oss import GPT_OSS
 from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
@@ -38,7 +39,7 @@ FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2, OLMO3),
     *(SMOLLM3, PHI, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
     *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE),
-    *(GEMMA2, GEMMA3, STARCODER2, NEMOTRON),
+    *(GEMMA2, GEMMA3, STARCODER2, NEMOTRON, GPT_OSS),
     *BERTS,
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
@@ -50,16 +51,12 @@ MAX_BYTES = 16 << 20
 # other field counts, so that a new one is refused until a family can say it.
 TRAINING = {"architecture", "bias", "dropout", "attention_dropout", "init_std"}
 TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispatcher"}
-TRAINING |= {
-    "router_bias_update_rate",
-    "capacity_factor",
-    "drop_policy",
-    "drop_scope",
-    "pad_to_capacity",
-}
+TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
+TRAINING |= {"router_bias_update_rate"}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
 EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
 EXPERTS |= {"router_biases", "first_dense_layers", "routed_scale"}
+EXPERTS |= {"expert_bias", "router_bias"}
 # Fields by which related models compute something that no family here does. transformers ignores
 # some of them in these families and reads others (`is_causal`). Whoever wrote one meant it, so each
 # is refused unless its value changes nothing.

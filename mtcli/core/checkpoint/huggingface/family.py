@@ -99,15 +99,27 @@ class Family:
     """a tensor that says it is this head, where published folders name another class"""
     older_names: tuple[tuple[str, str], ...] = ()
     """endings of tensors' names in old folders, and what they are now"""
+    packed: Mapping[str, TensorRule] = field(default_factory=dict)
+    """rules of parameters inside a block whose tensors may be MXFP4 (`mxfp4.py`), of the decoded
+    tensors"""
 
     def boxes(self, parameter: Parameter, model: ModelConfig) -> list[StoredBox]:
         """Returns the Hugging Face tensors of a parameter, without their files."""
         if not parameter.name.startswith("blocks."):
             return self.outer[parameter.name](parameter, model)
+        return self._of_layer(self.inner, parameter, model)
+
+    def packed_boxes(self, parameter: Parameter, model: ModelConfig) -> list[StoredBox]:
+        """Returns the decoded tensors of a parameter that may be MXFP4, or none."""
+        _, _, name = (*parameter.name.split(".", 2), "", "")[:3]
+        return self._of_layer(self.packed, parameter, model) if name in self.packed else []
+
+    def _of_layer(
+        self, rules: Mapping[str, TensorRule], parameter: Parameter, model: ModelConfig
+    ) -> list[StoredBox]:
         _, layer, name = parameter.name.split(".", 2)
         prefix = self.block.format(layer=layer)
-        inner = self.inner[name](parameter, model)
-        return [box._replace(key=prefix + box.key) for box in inner]
+        return [box._replace(key=prefix + box.key) for box in rules[name](parameter, model)]
 
 
 def nothing_written(_: ModelConfig) -> Table:

@@ -101,7 +101,7 @@ def write_rope(model: ModelConfig) -> Table:
         if kind in ("yarn", "longrope"):
             scaling[NAMES["original_max_seq_len"]] = given["original_max_seq_len"]
             names = OF_YARN if kind == "yarn" else ("factor", "attention_factor")
-            scaling |= {x: given[x] for x in names if given[x] != 0}
+            scaling |= {x: given[x] for x in names if given[x] or given[x] is False}
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
 
 

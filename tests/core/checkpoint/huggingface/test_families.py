@@ -305,6 +305,20 @@ def qwen3_moe(draw):
     )  # fmt: skip
 
 
+def gpt_oss(draw):
+    """A window of some layers, a limit that gates and ups pass, and scalings of all layers."""
+    from transformers import GptOssConfig
+
+    rows = sizes(draw)
+    kinds = st.sampled_from(["sliding_attention", "full_attention"])
+    layers = st.lists(kinds, min_size=rows["num_hidden_layers"], max_size=rows["num_hidden_layers"])
+    return GptOssConfig(
+        **rows, **experts(draw, "num_local_experts"), attention_bias=draw(st.booleans()),
+        sliding_window=draw(st.sampled_from([2, 5, 7])), layer_types=draw(st.none() | layers),
+        swiglu_limit=draw(st.sampled_from([0.01, 7.0])), swiglu_alpha=draw(SCALES),
+    )  # fmt: skip
+
+
 def fixed_width(draw, config):
     """The sizes of a family whose heads are as wide as they are many, and 4 dimensions or more."""
     config.pop("head_dim")
@@ -415,6 +429,7 @@ def falcon(draw):
 FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
     "llama": (llama, "tp=TP,pp=PP"),
+    "gpt_oss": (gpt_oss, "ep=EP,dp=EP,pp=PP"),
     "granite": (granite, "tp=TP,pp=PP"),
     "deepseek_v3": (deepseek_v3, "ep=EP,dp=EP,pp=PP"),
     "deepseek_v2": (deepseek_v2, "ep=EP,dp=EP,pp=PP"),

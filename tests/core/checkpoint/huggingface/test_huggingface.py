@@ -42,6 +42,7 @@ LAYOUTS = {
     "qwen2": "tp=2",
     "mixtral": "ep=3,dp=3,pp=2",
     "qwen2_moe": "tp=2,etp=2",
+    "gpt_oss": "tp=2,etp=2",
     "granite": "tp=2",
     "smollm3": "tp=2,pp=3",
     "phi": "tp=2,pp=2",
@@ -412,9 +413,9 @@ def test_a_config_that_says_its_type_alone_is_the_model_of_transformers_defaults
     from transformers import AutoConfig
 
     def read(table):
-        # their default window is shorter than their default context; some name its layers
-        none = {} if kind.startswith(("gemma", "olmo3")) else {"sliding_window": None}
-        return model_of(table | none, Path("config.json"))
+        # their default window is shorter than their default context; some name layers that have it
+        named = kind.startswith(("gemma", "gpt_oss", "olmo3"))
+        return model_of(table | ({} if named else {"sliding_window": None}), Path("config.json"))
 
     theirs = AutoConfig.for_model(kind).to_dict() | {"architectures": None}
     assert read({"model_type": kind}) == read(theirs)
