@@ -163,6 +163,9 @@ def save_model(folder, kind="llama", template=MARKED, **sizes):
         still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         shape = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
         config = t.GPT2Config(**(shape | sizes), **ids, **still, initializer_range=0.2)
+    elif kind == "gpt_neox":
+        shape.pop("num_key_value_heads")
+        config = t.GPTNeoXConfig(**(shape | sizes), **ids)
     elif kind == "mixtral":
         config = t.MixtralConfig(**(shape | {"num_local_experts": 4} | sizes), **ids)
     elif kind == "qwen2_moe":

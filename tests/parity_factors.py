@@ -237,6 +237,10 @@ OFFSET = OFFSET_ALONE | {"qk_norm": "head"}
 # Scores and logits of these models are small, so caps that bend them are too.
 CAPS = {"attention_softcap": 0.3, "logit_softcap": 0.2, "init_std": 0.2}
 PARALLEL, HEAD_BIAS = {"parallel_residual": True}, {"head_bias": True}
+# A limit that about half of the gates and ups of these models pass.
+CLAMPED = {"activation": "swiglu_clamped", "activation_limit": 0.3, "init_std": 0.2}
+EXPERT_BIASES = {"expert_bias": True, "router_bias": True}
+SINKS = {"attention_sinks": True, "init_std": 0.2}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
 FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
@@ -311,6 +315,22 @@ MORE_ROWS = [
     row_of({"model": "moe", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"}, model=CAPS),
     row_of({"model": "llama", "cp": "ring", "recompute": "full", "samples": "documents"},
            model=CAPS | WINDOW),
+    row_of({"model": "llama", "tp": "2", "cp": "ring", "samples": "documents"}, model=SINKS),
+    row_of({"model": "llama", "tp": "2 no sp", "cp": "all_gather", "pipeline": "zero_bubble"},
+           model=SINKS | WINDOW),
+    row_of({"model": "llama", "cp": "a2a", "dp": "2", "recompute": "selective"},
+           model=SINKS | WINDOW),
+    row_of({"model": "llama", "tp": "4", "zero": "3", "dp": "2", "update": "lamb"}, model=SINKS),
+    row_of({"model": "moe", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"}, model=SINKS),
+    row_of({"model": "llama", "tp": "2", "pipeline": "1f1b"}, model=MLA | SINKS),
+    row_of({"model": "llama", "tp": "2", "pipeline": "zero_bubble"}, model=CLAMPED),
+    row_of({"model": "moe", "tp": "2x2", "micro_batch_size": "2"}, model=CLAMPED | EXPERT_BIASES),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=EXPERT_BIASES),
+    row_of({"model": "moe", "pipeline": "interleaved", "experts": "etp", "zero": "1", "dp": "2",
+            "dispatcher": "all_gather"}, model=EXPERT_BIASES | {"activation": "gelu"}),
+    row_of({"model": "moe", "pipeline": "zero_bubble", "experts": "ep", "recompute": "full",
+            "dropout": "yes", "dp": "2"}, model=EXPERT_BIASES | CLAMPED),
     row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
            model=SANDWICH),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},

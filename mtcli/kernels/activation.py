@@ -11,7 +11,7 @@ from torch import Tensor
 from mtcli.kernels.gelu import gelu, gelu_backward_
 from mtcli.kernels.gemm import DeferGradient, LinearGemms, weight_gradient
 from mtcli.kernels.relu2 import relu2, relu2_backward_
-from mtcli.kernels.swiglu import Gate, swiglu, swiglu_backward_
+from mtcli.kernels.swiglu import GPT_OSS, Clamp, Gate, swiglu, swiglu_backward_
 
 
 class Activation(NamedTuple):
@@ -25,12 +25,12 @@ class Activation(NamedTuple):
     backward_: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor]]
 
 
-def _gated(gate: Gate) -> Activation:
+def _gated(gate: Gate, clamp: Clamp = GPT_OSS) -> Activation:
     def backward_(grad: Tensor, gate_up: Tensor, bias: None) -> tuple[Tensor, None, Tensor]:
-        of_gate_up, y = swiglu_backward_(grad, gate_up, gate)
+        of_gate_up, y = swiglu_backward_(grad, gate_up, gate, clamp)
         return of_gate_up, None, y
 
-    return Activation(lambda gate_up, bias: swiglu(gate_up, gate), backward_)
+    return Activation(lambda gate_up, bias: swiglu(gate_up, gate, clamp), backward_)
 
 
 ACTIVATIONS = {
@@ -43,6 +43,11 @@ ACTIVATIONS = {
     "geglu": _gated("gelu"),
     "geglu_tanh": _gated("gelu_tanh"),
 }
+
+
+def activation_of(name: str, clamp: tuple[float, float]) -> Activation:
+    """The activation of a config's name; `clamp` is the (limit, alpha) of "swiglu_clamped"."""
+    return _gated("clamped", Clamp(*clamp)) if name == "swiglu_clamped" else ACTIVATIONS[name]
 
 
 class ActivatedLinear(torch.autograd.Function):

@@ -49,6 +49,8 @@ def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, hint, "parallel.ep")
     yield from divides("parallel.ep", p.ep, "model.num_experts", m.num_experts)
     yield from divides("parallel.etp", p.etp, "model.moe_ffn_hidden_size", m.moe_ffn_hidden_size)
+    if m.expert_bias:
+        yield from divides("parallel.etp", p.etp, "model.hidden_size", m.hidden_size)
 
 
 def _grid_divides(config: RunConfig, world: int) -> Iterator[Problem]:

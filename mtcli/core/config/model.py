@@ -49,7 +49,8 @@ ARCHITECTURES["bert"] = ARCHITECTURES["gpt"] | {
     "causal": False,
     "sentence_order": True,
 }
-GATED = ("swiglu", "geglu", "geglu_tanh")  # activations that multiply by a second projection
+# activations that multiply by a second projection
+GATED = ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh")
 # Heads that classify sequences from their first token, and read no vocabulary.
 CLASSIFIERS = ("classification", "multiple_choice")
 SEQUENCES = {"multiple_choice": 4}  # of a row, by head, that share a label; of the others 1
@@ -60,7 +61,7 @@ OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_expe
     *("normalize_top_k", "router_score", "router_groups", "router_top_groups"),
     *("capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"),
     *("aux_loss_coeff", "sequence_aux_loss_coeff", "router_bias_update_rate"),
-    *("router_biases", "z_loss_coeff"),
+    *("router_biases", "z_loss_coeff", "expert_bias", "router_bias"),
 )
 OF_ROPE = (  # the fields that a model without rotary positions has no use for
     *("rope_theta", "rope_scaling", "rope_local_theta", "rope_pattern", "rotary_fraction"),
@@ -95,7 +96,7 @@ class RopeScaling(Section):
     mscale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
     """yarn: DeepSeek's weight of ln(factor) in attention_factor"""
     mscale_all_dim: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
-    """yarn: the same in what attention_factor is divided by"""
+    """yarn: the same in what attention_factor is divided by; mla: also in the scale of scores"""
     short_factors: tuple[Multiplier, ...] = ()
     """longrope: what divides the frequency of each pair, where batch.seq_len, or max_seq_len in
     eval and generate, is at most original_max_seq_len"""
@@ -147,8 +148,14 @@ class ModelConfig(Section):
     """number of token ids; padding is derived from tp and never leaks"""
     max_seq_len: Positive
     """longest sequence of learned positions; also the longest context in eval"""
-    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu", "geglu", "geglu_tanh"]
-    """activation of MLPs and experts; geglu is GELU with a gate, relu2 the square of ReLU"""
+    activation: Literal[
+        "gelu", "gelu_tanh", "relu2", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh"
+    ]
+    """of MLPs and experts; geglu is GELU with a gate, relu2 ReLU's square, clamped as in gpt-oss"""
+    activation_limit: Annotated[Real, Field(ge=1e-3, le=1e6)] = 7.0
+    """swiglu_clamped: gates are clamped to at most this, and ups to within plus or minus this"""
+    activation_alpha: Annotated[Real, Field(ge=1e-3, le=1e3)] = 1.702
+    """swiglu_clamped: multiplies the gate in the sigmoid"""
     norm: Literal["layernorm", "rmsnorm"]
     """normalisation before attention, MLP and head"""
     norm_order: Literal["pre", "post", "sandwich", "after"] = "pre"
@@ -184,7 +191,7 @@ class ModelConfig(Section):
     window_pattern: Annotated[str, Field(pattern=rf"^[LG]{{0,{MAX_LAYERS}}}$")] = ""
     """letters of the layers, repeated: L has the window, G sees all [L]"""
     attention_scale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
-    """multiplies scores before the softmax [1 / sqrt(head_dim)]"""
+    """multiplies scores before the softmax [1 / sqrt(head_dim), with mla also YaRN's growth]"""
     embedding_scale: Multiplier = 1.0
     """multiplies token embeddings; sqrt(hidden_size) is rounded to their dtype first (Gemma)"""
     residual_scale: Multiplier = 1.0
@@ -195,6 +202,8 @@ class ModelConfig(Section):
     """replaces scores x, ahead of the mask, by this * tanh(x / this); 0 caps none"""
     logit_softcap: Softcap = 0.0
     """lm: the same of logits, after logit_scale"""
+    attention_sinks: bool = False
+    """a trained logit of each query head joins its softmaxes, and has no value"""
     tie_embeddings: bool
     """the head shares the token embedding's weight [false for heads that read no vocabulary]"""
     bias: bool
@@ -204,7 +213,11 @@ class ModelConfig(Section):
     out_bias: bool | None = None
     """bias of attention's output projection [bias]"""
     mlp_bias: bool | None = None
-    """biases of the MLP; experts have none [bias]"""
+    """biases of the MLP; those of routed experts are expert_bias [bias]"""
+    expert_bias: bool = False
+    """biases of routed experts, which their tokens' weights multiply too"""
+    router_bias: bool = False
+    """a trained bias of the router's logits; router_biases are of the choice alone"""
     norm_bias: bool | None = None
     """biases of layernorm; rmsnorm has none [true]"""
     head_bias: bool = False
@@ -290,6 +303,11 @@ class ModelConfig(Section):
     def is_gated(self) -> bool:
         """True where an MLP's first GEMM has a gate column for each column of the inner width."""
         return self.activation in GATED
+
+    @property
+    def activation_clamp(self) -> tuple[float, float]:
+        """(limit, alpha) of swiglu_clamped."""
+        return self.activation_limit, self.activation_alpha
 
     @property
     def up_factor(self) -> int:

@@ -158,7 +158,7 @@ def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.num_heads % m.num_kv_heads:
         message = f"num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}"
         yield Problem(message, listing(divisors(m.num_heads)), "model.num_kv_heads")
-    if m.position == "rope" and m.rotary_fraction == 1.0 and m.head_dim % 2:
+    if m.position == "rope" and m.rotary_dim == m.head_dim and m.head_dim % 2:
         message = f"head_dim={m.head_dim} is odd and rotary positions turn pairs"
         yield Problem(message, f"{m.head_dim - 1} or {m.head_dim + 1}", "model.head_dim")
 
@@ -531,6 +531,12 @@ NEEDS = (
         "model.position",
         ("rope",),
         "which turns nothing",
+    ),
+    Need(
+        ("model.activation_limit", "model.activation_alpha"),
+        "model.activation",
+        ("swiglu_clamped",),
+        "which clamps nothing",
     ),
     Need(("model.rope_local_theta",), "model.window", (), "which no layer has"),
     Need(("parallel.tp_rows",), "parallel.tp_mode", ("2d",), "which has no rows"),

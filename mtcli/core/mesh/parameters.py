@@ -10,7 +10,7 @@ Axis tp shards heads, ffn and the vocabulary. Where tp ranks form a grid, tp_row
 dimension of weights, and tp that of biases and norms, as it does the columns of activations.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -71,9 +71,13 @@ def count_adapters(model: ModelConfig, lora: LoraConfig) -> int:
 
 def count_active(model: ModelConfig) -> int:
     """The number of parameters used for one token: of the experts, top_k out of num_experts."""
-    experts = sum(p.numel for p in parameters(model).values() if p.is_expert)
-    idle = experts * (model.num_experts - model.top_k) // model.num_experts if experts else 0
-    return count_parameters(model) - idle
+    return count_parameters(model) - _idle(model, parameters(model).values())
+
+
+def _idle(model: ModelConfig, table: Iterable[Parameter]) -> int:
+    """The parameters of experts that a token does not visit."""
+    experts = sum(p.numel for p in table if p.is_expert)
+    return experts * (model.num_experts - model.top_k) // model.num_experts if experts else 0
 
 
 def stage_parameters(
@@ -105,9 +109,9 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     in a causal layer. Adapters are not counted.
     """
     tables = ("embedding.weight", "position_embedding.weight", TOKEN_TYPES)
-    matrices = (p for p in parameters(model).values() if p.init in ("normal", "residual"))
-    weights = sum(p.numel for p in matrices if p.name not in tables)
-    weights -= count_parameters(model) - count_active(model)
+    kinds = [p for p in parameters(model).values() if p.init in ("normal", "residual")]
+    matrices = [p for p in kinds if p.name not in tables]
+    weights = sum(p.numel for p in matrices) - _idle(model, matrices)
     weights += model.vocab_size * model.hidden_size * model.tie_embeddings
     keys = mean_keys(model, seq_len, full_square=not causal)
     widths = model.head_dim + model.value_dim
@@ -261,6 +265,10 @@ def _latent_attention(model: ModelConfig, mla: Mla, name: str, layer: int) -> It
 
 
 def _output(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
+    if model.attention_sinks:  # of the queries of qkv, as its first two dims
+        groups = model.num_heads if model.mla else model.num_kv_heads
+        heads = (groups, model.num_heads // groups)
+        yield Parameter(f"{name}.sinks", heads, ("tp", "tp"), "normal_vector", layer)
     shape = (model.hidden_size, model.num_heads * model.value_dim)
     yield _linear(f"{name}.out", shape, ("tp_row", "tp"), layer, Matrix("output"))
     if model.has_out_bias:
@@ -283,6 +291,8 @@ def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterat
 def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     experts, hidden, ffn = model.num_experts, model.hidden_size, model.moe_ffn_hidden_size
     yield Parameter(f"{name}.router.weight", (experts, hidden), (None, None), "normal", layer)
+    if model.router_bias:
+        yield Parameter(f"{name}.router.linear_bias", (experts,), (None,), "zeros", layer)
     if model.has_router_biases:
         bias = f"{name}.router.bias"
         yield Parameter(bias, (experts,), (None,), "zeros", layer, trained=False)
@@ -291,7 +301,11 @@ def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     slots = (Matrix("gate", 1, 0), Matrix("up", 1, 1)) if gated else (Matrix("up"),)
     up, down = f"{name}.experts.{'gate_up' if gated else 'up'}", f"{name}.experts.down"
     yield _linear(up, (experts, *shape, hidden), ("ep", *axes, None), layer, *slots)
+    if model.expert_bias:
+        yield Parameter(f"{up}.bias", (experts, *shape), ("ep", *axes), "zeros", layer)
     yield _linear(down, (experts, hidden, ffn), ("ep", None, "etp"), layer, Matrix("down"))
+    if model.expert_bias:  # each etp rank adds its columns to its partial sums
+        yield Parameter(f"{down}.bias", (experts, hidden), ("ep", "etp"), "zeros", layer)
     if shared := model.shared_expert_ffn_hidden_size:
         yield from _feed_forward(model, f"{name}.shared_expert", layer, shared)
     if model.shared_expert_gate:

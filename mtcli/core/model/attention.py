@@ -7,6 +7,7 @@ from math import prod
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
@@ -18,6 +19,7 @@ from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.attention.attention import attention, masked_sdpa
 from mtcli.kernels.attention.merge import merge_
+from mtcli.kernels.attention.sinks import with_sinks
 from mtcli.kernels.attention.softmax import ScoreDropout, masked_softmax
 from mtcli.kernels.gemm import matmul
 from mtcli.kernels.softcap import softcap
@@ -33,6 +35,7 @@ class Attention(nn.Module):
         name = f"blocks.{layer}.attention"
         self.make_projections(name, model, build)
         self.out = build.row_linear(f"{name}.out")
+        self.sinks = build.optional(f"{name}.sinks")
         self.layer, self.head_dim = layer, model.head_dim
         self.visibility, self.table = layer_visibility(model, layer), layer_table(model, layer)
         self.num_interleaved = model.rotary_dim * model.rope_interleaved
@@ -79,10 +82,7 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q, k = _normed(self.q_norm, q, -1), _normed(self.k_norm, k, -1)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
-        if self.table is not None:
-            if self.num_interleaved:
-                q, k = (halves(x, self.num_interleaved) for x in (q, k))
-            q, k = inputs.rotations[self.table](q, k)
+        q, k = self.rotated(q, k, inputs)
         if self.query_scale != 1.0:
             q = q * self.query_scale
         if inputs.cache is not None:
@@ -90,23 +90,40 @@ class Attention(nn.Module):
         mixed = self._attend(q, k, v, inputs)
         return mixed.transpose(1, 2).reshape(b * s, -1)
 
+    def rotated(self, q: Tensor, k: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Queries and keys [b, heads, s, d], rotated where the layer rotates them."""
+        if self.table is None:
+            return q, k
+        if self.num_interleaved:
+            q, k = (halves(x, self.num_interleaved) for x in (q, k))
+        return inputs.rotations[self.table](q, k)
+
     def expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """What a cache keeps of a layer -> keys and values of this rank's heads: the same."""
         return k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        masking = AttentionMask(self.visibility, inputs.documents, self.cap)
-        paths, cap = inputs.paths, self.cap
+        sinks, cap = self._sinks(q), self.cap
+        masking = AttentionMask(self.visibility, inputs.documents, cap, sinks)
+        paths = inputs.paths
         if self.stream.active and inputs.numbers is not None:
             return self._attend_with_dropout((q, k, v), inputs.numbers, masking)
         if inputs.prefix is not None:
             prefix = self.expanded(*inputs.prefix.layers[self.layer])
             return attend_after(prefix, (q, k, v), masking, inputs)
         if paths is not None:
-            return masked_sdpa(q, k, v, masking.of_paths(paths, inputs.positions), cap)
+            return masked_sdpa(q, k, v, masking.of_paths(paths, inputs.positions), cap, sinks)
         if q.shape[2] < k.shape[2]:
-            return masked_sdpa(q, k, v, masking.of_cached(q, k.shape[2]), cap)
+            return masked_sdpa(q, k, v, masking.of_cached(q, k.shape[2]), cap, sinks)
         return self.attend(q, k, v, self.cp, masking)
+
+    def _sinks(self, q: Tensor) -> Tensor | None:
+        """The sinks of q's heads [b, h], or None; in an array each model's are of its sequences."""
+        if self.sinks is None:
+            return None
+        b, h = q.shape[:2]
+        of_models = self.sinks.view(-1, 1, h)
+        return of_models.expand(-1, b // len(of_models), -1).reshape(b, h)
 
     def _attend_with_dropout(self, qkv: Heads, numbers: Tensor, masking: AttentionMask) -> Tensor:
         """Attention with dropout of probabilities, indexed by (query token, head, key position)."""
@@ -123,7 +140,13 @@ class Attention(nn.Module):
         dropout = ScoreDropout(numbers, self.num_heads, first_head, *stream)
         scores = softcap(matmul(q, k.transpose(-1, -2)), self.cap)
         mask = masking.mask(positions, keys)
-        return matmul(masked_softmax(scores, mask, dropout), v)
+        if masking.sinks is None:
+            return matmul(masked_softmax(scores, mask, dropout), v)
+        # a last key of each query, without a value
+        column = masking.sinks.to(scores.dtype)[..., None, None].expand(-1, -1, scores.shape[2], 1)
+        mask = None if mask is None else F.pad(mask, (0, 1), value=True)
+        p = masked_softmax(torch.cat([scores, column], -1), mask, dropout)
+        return matmul(p[..., :-1], v)
 
 
 def _normed(norm: nn.Module, x: Tensor, first: int) -> Tensor:
@@ -151,4 +174,5 @@ def attend_after(
     if inputs.paths is not None:
         causal, mask = False, masking.of_paths(inputs.paths, inputs.positions)
     merge_(out, lse, *attention(q, k, v, causal, mask, masking.cap))
+    out, _ = with_sinks(out, lse, masking.sinks)
     return out.to(q.dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from mtcli.core.config.model import Mla, ModelConfig
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.rope import score_growth
 from mtcli.core.parallel.factory import LayerFactory
 
 
@@ -31,7 +32,8 @@ class LatentAttention(Attention):
     def __init__(self, layer: int, model: ModelConfig, build: LayerFactory, seed: int) -> None:
         super().__init__(layer, model, build, seed)
         self.head_dim = model.padded_head_dim
-        scale = model.attention_scale or model.head_dim**-0.5
+        grown = model.head_dim**-0.5 * score_growth(model.rope_scaling) ** 2
+        scale = model.attention_scale or grown
         self.query_scale = scale * self.head_dim**0.5
         self.enter, self.tp = build.enter, build.groups.tp
 
@@ -73,8 +75,7 @@ class LatentAttention(Attention):
         q = q.unflatten(2, (-1, mla.nope_dim + mla.rope_dim)).transpose(1, 2)
         q, rotated = q.split([mla.nope_dim, mla.rope_dim], -1)
         latent, common = latent[:, None], common[:, None]  # [b, 1, s, width]
-        if self.table is not None:
-            rotated, common = inputs.rotations[self.table](rotated, common)
+        rotated, common = self.rotated(rotated, common, inputs)
         q = self._padded(torch.cat([q, rotated], -1))
         if self.query_scale != 1.0:
             q = q * self.query_scale

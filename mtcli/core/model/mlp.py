@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.kernels.activation import ACTIVATIONS
+from mtcli.kernels.activation import activation_of
 from mtcli.kernels.triton_launch import runs_triton
 
 
@@ -18,7 +18,7 @@ class Mlp(nn.Module):
         super().__init__()
         self.up = build.column_linear(f"{name}.up")
         self.down = build.row_linear(f"{name}.down")
-        self.activation = ACTIVATIONS[model.activation]
+        self.activation = activation_of(model.activation, model.activation_clamp)
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D].
@@ -39,7 +39,7 @@ class GatedMlp(nn.Module):
         super().__init__()
         self.gate_up = build.column_linear(f"{name}.gate_up")
         self.down = build.row_linear(f"{name}.down")
-        self.activation = ACTIVATIONS[model.activation]
+        self.activation = activation_of(model.activation, model.activation_clamp)
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""

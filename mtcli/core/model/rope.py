@@ -32,8 +32,8 @@ class RotaryTable(NamedTuple):
 def halves(x_bhsd: Tensor, r: int) -> Tensor:
     """Reorders the first r dimensions so that the pairs 2i and 2i + 1 are i and i + r / 2. Scores
     stay the same, as queries and keys are reordered alike."""
-    pairs, rest = x_bhsd.split([r, x_bhsd.shape[-1] - r], -1)
-    return torch.cat([pairs[..., ::2], pairs[..., 1::2], rest], -1)
+    pairs, unrotated = x_bhsd.split([r, x_bhsd.shape[-1] - r], -1)
+    return torch.cat([pairs[..., ::2], pairs[..., 1::2], unrotated], -1)
 
 
 def layer_table(model: ModelConfig, layer: int) -> int | None:
@@ -117,6 +117,14 @@ def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     width = last - first or 0.001
     pairs = torch.arange(len(plain), dtype=torch.float32, device=plain.device)
     return 1.0 - ((pairs - first) / width).clamp(0.0, 1.0)
+
+
+def score_growth(scaling: RopeScaling | None) -> float:
+    """What YaRN multiplies queries and keys of latent attention by, in all their dimensions
+    (DeepSeek's mscale_all_dim)."""
+    if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return scaling.mscale_all_dim * 0.1 * math.log(scaling.factor) + 1.0
 
 
 def _attention_factor(scaling: RopeScaling | None) -> float:

@@ -154,9 +154,11 @@ class LayerFactory(ABC):
         return self.parameter(name) if name in self.table else None
 
     def weight(self, name: str) -> nn.Module:
-        """A module that has the parameter `<name>.weight` and computes nothing."""
+        """A module that has the parameter `<name>.weight`, `<name>.bias` or None, and computes
+        nothing."""
         module = nn.Module()
         module.weight = self.parameter(f"{name}.weight")
+        module.register_parameter("bias", self.optional(f"{name}.bias"))
         return module
 
     def adapter(self, name: str) -> nn.Module | None:
@@ -220,9 +222,9 @@ class LayerFactory(ABC):
         """x_TD weight^T [T, 1], of a weight [1, D] that is sharded as the columns of x_TD are."""
         return plain_linear(x_TD, weight)
 
-    def replicated_linear(self, x_TD: Tensor, weight: Tensor) -> Tensor:
-        """x_TD weight^T of a weight that tp ranks replicate, in the common dtype of both."""
-        return F.linear(x_TD, weight)
+    def replicated_linear(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x_TD weight^T + bias of what tp ranks replicate, in the common dtype of all."""
+        return F.linear(x_TD, weight, bias)
 
     def lookup(self, ids_T: Tensor, weight: Tensor) -> Tensor:
         """The rows `ids_T` of a table that tp ranks replicate."""

@@ -192,7 +192,8 @@ def elementwise_bytes(work: Workload, device: Device) -> float:
     if m.num_experts:
         widths = m.top_k * m.moe_ffn_hidden_size + m.shared_expert_ffn_hidden_size
         routed = 8.0 * m.top_k * m.hidden_size / tp  # permute, unpermute, weigh and sum
-        inner = per_width * widths / tp + routed
+        biased = m.top_k * (m.up_factor * m.moe_ffn_hidden_size + m.hidden_size) * m.expert_bias
+        inner = (per_width * widths + 2.0 * biased) / tp + routed
     else:
         inner = per_width * m.ffn_hidden_size / tp
     moved = work.tokens * (shared + rotated + inner) * work.sizes.weight

@@ -7,7 +7,7 @@ weights, workspaces.
 """
 
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mtcli.core.profile import trace as traces
@@ -95,13 +95,13 @@ class Allocation(NamedTuple):
     bytes: int
 
 
-def allocations(events: Iterable[traces.Event], begin: float) -> list[Allocation]:
+def allocations(events: Sequence[traces.Event], begin: float) -> list[Allocation]:
     """Finds the allocations since `begin` (seconds of the trace), in seconds since then.
 
     Events of the device count where there are any, else the host's. The release of memory from
     before `begin` is an allocation of negative bytes that is never freed.
     """
-    changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    changes = traces.memory_changes(events)
     kinds = {event["args"].get("Device Type", 0) for event in changes}
     ended: list[Allocation] = []
     alive: dict[object, Allocation] = {}

@@ -6,8 +6,9 @@ rank 0's clock, shifted to the profiler's clock by the STEP annotation, which bo
 """
 
 import json
+from bisect import bisect, bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -72,18 +73,59 @@ def sharding_bytes(events: Sequence[Event]) -> list[tuple[str, int]]:
     Bytes follow from tensor sizes: an all-gather or reduce-scatter sends all but this rank's shard.
     Needs a trace with shapes.
     """
-    ranges = [e for e in events if e["name"].startswith("FSDP::")]
     sent = []
+    for event, range_around in sharding(events):
+        (out, given), kind = event["args"]["Input Dims"][:2], event["args"]["Input type"][0]
+        axis = "edp" if "experts" in range_around["name"] else "data"
+        sent.append((axis, abs(prod(out) - prod(given)) * ITEM_BYTES[kind]))
+    return sent
+
+
+def sharding(events: Sequence[Event]) -> list[tuple[Event, Event]]:
+    """Finds each collective that torch's FSDP2 starts, with the range that names its module."""
+    ranges = [e for e in events if e["name"].startswith("FSDP::")]
+    found = []
     for event in events:
         if event["name"] not in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
             continue
         around = [e for e in ranges if e["ts"] <= event["ts"] < e["ts"] + e["dur"]]
         if around:  # the innermost names the module; one may be prefetched inside another's
-            inner = max(around, key=lambda e: (e["ts"], -e["dur"]))["name"]
-            (out, given), kind = event["args"]["Input Dims"][:2], event["args"]["Input type"][0]
-            axis = "edp" if "experts" in inner else "data"
-            sent.append((axis, abs(prod(out) - prod(given)) * ITEM_BYTES[kind]))
-    return sent
+            found.append((event, max(around, key=lambda e: (e["ts"], -e["dur"]))))
+    return found
+
+
+def memory_changes(events: Sequence[Event]) -> list[Event]:
+    """Lists the events of memory in order, with those that the profiler does not see."""
+    changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
+    unseen = _unseen_releases(changes, complete(events))
+    return sorted([*unseen, *changes], key=lambda e: e["ts"])
+
+
+def _unseen_releases(changes: Sequence[Event], events: Sequence[Event]) -> Iterator[Event]:
+    """Makes an event for each release by gloo's threads, which have no profiler.
+
+    Those are the last to release some buffers of FSDP2's collectives, and the copies that gloo
+    makes of them. A reduce-scatter's are free at the end of its range, an all-gather's when its
+    output is copied out; or, if that is earlier, when the address is given out again.
+    """
+    by_address: defaultdict[object, list[Event]] = defaultdict(list)
+    for change in changes:
+        by_address[change["args"]["Addr"]].append(change)
+    stamps = [change["ts"] for change in changes]
+    copied_out = [e for e in events if e["name"].startswith("FSDP::all_gather_copy_out")]
+    for call, around in sharding(events):
+        name = around["name"].replace("FSDP::all_gather", "FSDP::all_gather_copy_out")
+        users = [e for e in copied_out if e["name"] == name and e["ts"] >= around["ts"]]
+        user = min(users, key=lambda e: e["ts"], default=around)
+        inside = slice(bisect_left(stamps, around["ts"]), bisect(stamps, call["ts"] + call["dur"]))
+        for buffer in changes[inside]:
+            args, later = buffer["args"], by_address[buffer["args"]["Addr"]]
+            following = next((e for e in later if e["ts"] > buffer["ts"]), None)
+            released = following is not None and following["args"]["Bytes"] < 0
+            if args["Bytes"] > 0 and buffer["tid"] == call["tid"] and not released:
+                end = user["ts"] + user["dur"]
+                end = min(end, following["ts"]) if following else end
+                yield {**buffer, "ts": end, "args": {**args, "Bytes": -args["Bytes"]}}
 
 
 def op_bounds(events: Iterable[Event], begin: float) -> list[float]:

@@ -5,11 +5,12 @@ Fake kernels allocate results alone. On a CPU some real ones take more memory wh
 - pointwise kernels cast floating-point operands of other dtypes to the widest of them, whole
   (TensorIterator::compute_types): adding bfloat16 [N] to float32 [N] takes 4 N bytes. A narrower
   output is computed in a temporary of the widest dtype;
+- oneDNN's GEMMs copy blocks of an operand to the order in which they are multiplied;
 - mtcli's own operators run in plain torch, whose intermediate results take memory;
 - gloo copies the output of an all-gather and the input of a reduce-scatter, which FSDP2 uses.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -19,15 +20,22 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+aten = torch.ops.aten
+GEMMS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm}
 GATHER, SCATTER = fsdp.DefaultAllGather.__call__, fsdp.DefaultReduceScatter.__call__
 
 
 class CpuKernels(TorchDispatchMode):
     """Has each operation allocate a CPU kernel's temporaries, for a mode below that counts them."""
 
+    def __init__(self, threads: int, onednn: Collection[torch.dtype]) -> None:
+        """`threads` of a rank multiply; oneDNN does so for the dtypes `onednn`."""
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self.threads, self.onednn = threads, onednn
+
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
@@ -37,6 +45,8 @@ class CpuKernels(TorchDispatchMode):
         if func.namespace == "mtcli":
             return func._op_dk(torch._C.DispatchKey.CPU, *args, **given)
         temporaries = casts(func, args, given)
+        if func.overloadpacket in GEMMS and args[-1].dtype in self.onednn:
+            temporaries += panels(args[-2], args[-1], self.threads)
         result = func(*args, **given)
         del temporaries
         return result
@@ -57,6 +67,34 @@ def casts(func: Any, args: Sequence[Any], given: Mapping[str, Any]) -> list[Tens
     if func._schema.is_mutable and args[0].dtype != wide:  # read in one temporary, then written
         cast.append(args[0])
     return [torch.empty_like(x, dtype=wide) for x in cast]
+
+
+def panels(a: Tensor, b: Tensor, threads: int) -> list[Tensor]:
+    """Allocates what oneDNN's GEMM of a [..., M, K] and b [..., K, N] takes besides its result.
+
+    An operand with gaps is copied to a contiguous one. A thread then has blocks, of M / ceil(M /
+    256) rows and 64 columns: of a if it is transposed, of b if it is transposed or in 16 bits, and
+    in 16 bits of the float32 sums. A block is 512 products deep at most; of b 1024 where K is
+    larger. These are oneDNN 3.12's on AMD's AVX-512, up to a few KiB of padding.
+    """
+    copies = [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (a, b)
+        if not _has_no_gaps(x)
+    ]
+    a_flips, b_flips = (_has_no_gaps(x) and not x.is_contiguous() for x in (a, b))
+    (m, k), n, size = a.shape[-2:], b.shape[-1], a.itemsize
+    rows, depth, halves = -(-m // max(1, -(-m // 256))), min(k, 512), size < 4
+    elements_of_a = rows * depth * a_flips
+    elements_of_b = 64 * (1024 if k > 1024 else depth) * (b_flips or halves)
+    sums = rows * (n if a_flips and k > 512 else min(n, 64)) * halves
+    taken = (elements_of_a + elements_of_b) * size + sums * 4
+    return [*copies, a.new_empty(threads * taken, dtype=torch.uint8)]
+
+
+def _has_no_gaps(x: Tensor) -> bool:
+    """Whether x is contiguous, or is so when its last two dimensions are swapped."""
+    return x.is_contiguous() or x.mT.is_contiguous()
 
 
 def gathered(collective: Any, out: Tensor, *inputs: Any, **given: Any) -> Any:

@@ -26,13 +26,14 @@ from mtcli.core.model import build
 from mtcli.core.parallel.collectives import Pending
 from mtcli.core.rehearse.cpu_kernels import CpuKernels, gathered, scattered
 from mtcli.core.rehearse.live_memory import LiveMemory
-from mtcli.core.runtime.launch import Runtime
+from mtcli.core.runtime.launch import Runtime, cores
 from mtcli.core.training.step import Trainer
 from mtcli.kernels import (
     limits,
     permute,  # noqa: F401
 )
 from mtcli.kernels.gemm import set_bfloat16_in_float32
+from mtcli.kernels.limits import IS_INTEL
 from mtcli.kernels.triton_launch import fake_gpu
 
 LARGEST_KNOWN = 2**24  # elements of index tensors whose values are followed
@@ -61,8 +62,15 @@ def fake_trainer(
     where = torch.device("cpu" if on_cpu else "meta")  # which takes a GPU's paths
     sharding = fake_shards(where) if config.parallel.zero == 3 else nullcontext()
     live, gemms = LiveMemory(where.type), in_float32(widens)
-    with sharding, gemms, fake_world(rank, world, config.model, live, not on_cpu):
+    kernels = _cpu_kernels(config, world) if on_cpu else nullcontext()
+    with sharding, gemms, fake_world(rank, world, config.model, live, not on_cpu), kernels:
         yield Trainer(_as_written(config), Runtime(rank, world, rank, world, where)), live
+
+
+def _cpu_kernels(config: RunConfig, world: int) -> CpuKernels:
+    """The kernels of a CPU whose cores are shared by all ranks (`runtime.launch.set_matmul`)."""
+    dtypes = {torch.bfloat16} | ({torch.float32} if config.train.matmul == "fast" else set())
+    return CpuKernels(max(1, cores() // world), set() if IS_INTEL else dtypes)
 
 
 def _as_written(config: RunConfig) -> RunConfig:
@@ -102,7 +110,7 @@ def fake_world(
             stack.enter_context(patch.object(limits, "row_slices", _some_slices))
             stack.enter_context(patch.object(Pending, "is_completed", lambda pending: True))
             stack.enter_context(fake_gpu() if on_gpu else nullcontext())
-            for mode in (Answers(model), watching, nullcontext() if on_gpu else CpuKernels()):
+            for mode in (Answers(model), watching):
                 stack.enter_context(mode)
             yield
     finally:

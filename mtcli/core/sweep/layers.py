@@ -62,9 +62,9 @@ class ArrayLayers(LayerFactory):
         """Cross entropy of each model."""
         return ArrayLoss(table, bias, cap, self)
 
-    def replicated_linear(self, x_TD: Tensor, weight: Tensor) -> Tensor:
-        """The GEMM of each model."""
-        return array_linear(x_TD, weight)
+    def replicated_linear(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The linear layer of each model."""
+        return array_linear(x_TD, weight, bias)
 
     gate = replicated_linear
 

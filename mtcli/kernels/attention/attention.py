@@ -4,7 +4,8 @@ b sequences, h query heads, g key-value groups (g divides h), n queries, m keys,
 A `mask` is bool [b or 1, 1, n, m], True where a query attends to a key; with a mask `causal` is
 False. The Triton kernels take `KeyRanges` instead of a mask. A query that attends to no key has the
 output 0 and the log-sum-exp -inf, so that a merge with it changes nothing. A `cap` above 0 replaces
-scores x = q k^T / sqrt(d) by cap * tanh(x / cap), ahead of the mask.
+scores x = q k^T / sqrt(d) by cap * tanh(x / cap), ahead of the mask. `sinks` [b, h] join softmaxes
+(sinks.py).
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from mtcli.kernels.attention.flash_backward import flash_backward
 from mtcli.kernels.attention.flash_forward import flash
 from mtcli.kernels.attention.library import library_for
 from mtcli.kernels.attention.merge import finite
+from mtcli.kernels.attention.sinks import sinks_gradient, with_sinks
 from mtcli.kernels.attention.tiles import KeyRanges
 from mtcli.kernels.gemm import gemm_dtype, runs_in_float32
 from mtcli.kernels.limits import CPU_ATTENTION_LSE_ROW_BYTES, CPU_ATTENTION_ROW_BYTES
@@ -178,13 +180,15 @@ def _per_group(grad: Tensor, x: Tensor) -> Tensor:
     return grad if grad.shape[1] == g else grad.view(b, g, -1, m, d).sum(2)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, cap: float = 0.0) -> Tensor:
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, cap: float = 0.0, sinks: Tensor | None = None
+) -> Tensor:
     """softmax(q k^T / sqrt(d)) v, causal or over all keys, by the fastest backend; differentiable.
 
     q [b, h, n, d], k and v [b, g, n, d] -> [b, h, n, d].
     """
-    if cap:
-        return _capped_sdpa(q, k, v, causal, None, cap)
+    if cap or sinks is not None:
+        return _sdpa_by_lse(q, k, v, causal, None, cap, sinks)
     wide = gemm_dtype(q)
     short = q.shape[2] * wide.itemsize <= CPU_ATTENTION_ROW_BYTES
     short = short or (torch.compiler.is_compiling() and q.shape[2] <= IN_GRAPH_ROWS)
@@ -198,36 +202,44 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, cap: float = 0.0) -> Ten
     return mixed.to(q.dtype)
 
 
-def _capped_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | KeyRanges | None, cap: float
+def _sdpa_by_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    mask: Tensor | KeyRanges | None,
+    cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     if runs_triton(q) and not isinstance(mask, Tensor):
-        return flash(q, k, v, causal, *(mask or (None, None)), cap)[0]
-    return _CappedSdpa.apply(q, k, v, causal, mask, cap)
+        return flash(q, k, v, causal, *(mask or (None, None)), cap, sinks)[0]
+    return _SdpaByLse.apply(q, k, v, sinks, causal, mask, cap)
 
 
-class _CappedSdpa(torch.autograd.Function):
-    """`attention` with a soft cap, whose gradients are those of `attention_backward`."""
+class _SdpaByLse(torch.autograd.Function):
+    """`attention` with a soft cap or sinks, whose gradients are those of `attention_backward`."""
 
     @staticmethod
-    def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
+    def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         causal: bool,
         mask: Tensor | KeyRanges | None,
         cap: float,
     ) -> Tensor:
-        out, lse = attention(q, k, v, causal, mask, cap)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = with_sinks(*attention(q, k, v, causal, mask, cap), sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.options = causal, mask, cap
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, lse = ctx.saved_tensors
-        return *attention_backward(grad, tuple(saved), lse, *ctx.options), None, None, None
+        *saved, lse, sinks = ctx.saved_tensors
+        gradients = attention_backward(grad, tuple(saved), lse, *ctx.options)
+        return *gradients, sinks_gradient(grad, saved[-1], lse, sinks), None, None, None
 
 
 def document_sdpa(
@@ -253,11 +265,16 @@ def _document(q: Tensor, k: Tensor, v: Tensor, causal: bool, cap: float) -> Tens
 
 
 def masked_sdpa(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | KeyRanges | None, cap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | KeyRanges | None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`sdpa` of each query over the keys of its mask: [b, h, n, d]."""
-    if cap:
-        return _capped_sdpa(q, k, v, False, mask, cap)
+    if cap or sinks is not None:
+        return _sdpa_by_lse(q, k, v, False, mask, cap, sinks)
     if isinstance(mask, KeyRanges):
         return flash(q, k, v, False, *mask)[0]
     grouped = q.shape[1] != k.shape[1]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from mtcli.kernels.attention.flash_backward import flash_backward
+from mtcli.kernels.attention.sinks import sinks_gradient
 from mtcli.kernels.attention.tiles import (
     RANGES,
     config,
@@ -92,10 +93,11 @@ def _add_keys(
 
 @kernel(CONFIGS, key=["d", "itemsize", "MASK", "CAPPED"], default=forward_config)
 def _forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, first_ptr, end_ptr, h, g, n, m, d, itemsize, range_b,
-    scale, bend, qb: tl.int64, qh: tl.int64, qn, kb: tl.int64, kh: tl.int64, kn,
-    vb: tl.int64, vh: tl.int64, vn, MASK: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, first_ptr, end_ptr, sinks_ptr, h, g, n, m, d, itemsize,
+    range_b, scale, bend, qb: tl.int64, qh: tl.int64, qn, kb: tl.int64, kh: tl.int64, kn,
+    vb: tl.int64, vh: tl.int64, vn, MASK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """out [b, n, h, d], lse [b, h, n]; `range_b` is 0 where all sequences share their ranges."""
     tile, b, head = program_of(n, h, ROWS)
@@ -107,6 +109,9 @@ def _forward(
     first, end = key_range_of(first_ptr + b * range_b, end_ptr + b * range_b, row, n, m, MASK)
     start, inner, outer, stop = loop_bounds(first, end, COLUMNS)
     top, sums = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    if SINKS:  # a key that every query has seen, whose value is 0
+        sink = tl.load(sinks_ptr + b * h + head).to(tl.float32) * 1.4426950408889634
+        top, sums = tl.zeros((ROWS,), tl.float32) + sink, tl.full((ROWS,), 1.0, tl.float32)
     mixed = tl.zeros((ROWS, WIDTH), tl.float32)
     # Three loops take more registers than wide heads leave.
     if WIDTH > 128:
@@ -135,16 +140,22 @@ def _forward(
     store_tile(out_ptr, h * d, row, n, d, mixed, UNIT, WIDTH)
 
 
+def _gradients(grad, _, q, k, v, out, lse, causal, first, end, cap, sinks):
+    """Of q, k and v, of the four options none, and of sinks."""
+    of_heads = flash_backward(grad, q, k, v, out, lse, causal, first, end, cap)
+    return (*of_heads, *[None] * 4, sinks_gradient(grad, out, lse, sinks))
+
+
 @custom_op(
-    "flash(Tensor q, Tensor k, Tensor v, bool causal, Tensor? first, Tensor? end, float cap=0.0)"
-    " -> (Tensor, Tensor)",
+    "flash(Tensor q, Tensor k, Tensor v, bool causal, Tensor? first, Tensor? end, float cap=0.0,"
+    " Tensor? sinks=None) -> (Tensor, Tensor)",
     fake=lambda q, *inputs: (empty_by_token(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
     saved=lambda outputs, q, k, v, *options: (q, k, v, *outputs, *options),
-    backward=lambda grad, _, *saved: flash_backward(grad, *saved),
+    backward=_gradients,
 )
-def flash(q, k, v, causal, first, end, cap=0.0):
+def flash(q, k, v, causal, first, end, cap=0.0, sinks=None):
     """(output [b, h, n, d], log-sum-exp [b, h, n]) of attention; `first` and `end` are key ranges,
-    and a `cap` above 0 caps scores.
+    a `cap` above 0 caps scores, and `sinks` [b, h] join softmaxes.
 
     Scores and probabilities are never in memory: q, k, v, output and log-sum-exp are saved for
     backward.
@@ -154,9 +165,9 @@ def flash(q, k, v, causal, first, end, cap=0.0):
     out, lse = empty_by_token(q), q.new_empty(b, h, n, dtype=torch.float32)
     sizes, flags = sizes_and_flags(q, k, v)
     mask, ranges, range_b = range_arguments(causal, first, end, q)
-    pointers = (q, k, v, out, lse, *ranges)
-    layout = (*strides(q), *strides(k), *strides(v))
+    pointers = (q, k, v, out, lse, *ranges, lse if sinks is None else sinks.contiguous())
+    layout, kinds = (*strides(q), *strides(k), *strides(v)), (mask, cap > 0, sinks is not None)
     _forward[head_grid(n, b * h)](
-        *pointers, *sizes, range_b, *score_scales(d, cap), *layout, mask, cap > 0, **flags
+        *pointers, *sizes, range_b, *score_scales(d, cap), *layout, *kinds, **flags
     )
     return out, lse

@@ -371,6 +371,9 @@ ALSO = {  # further branches of the same rules
     "an expert's width that etp does not divide": (
         [*MOE, "parallel.etp=5"], 5, "parallel.etp",
         "etp=5 does not divide moe_ffn_hidden_size=96", "1, 2, 3, 4, 6, 8, 12 or 16"),
+    "biases of experts whose columns etp does not divide": (
+        [*MOE, "model.expert_bias=true", "parallel.etp=3"], 3, "parallel.etp",
+        "etp=3 does not divide hidden_size=256", "1, 2, 4 or 8"),
     "fewer heads than ranks": (
         ["parallel.tp=16", "batch.global_batch_size=64"], 16, "parallel.tp",
         "tp=16 does not divide num_heads=8", "1, 2, 4 or 8"),
@@ -624,6 +627,8 @@ OTHER_BREAKS = [
      "model.logit_scale", "logit_scale=2 with head_bias=true, which it would not multiply"),
     (["model.parallel_norms=1"], "model.parallel_norms",
      "parallel_norms=1 with parallel_residual=false: the MLP's input is another"),
+    (["model.activation_limit=3"], "model.activation_limit",
+     "activation_limit=3.0 with activation='gelu_tanh', which clamps nothing"),
     (["model.rope_pattern=RN"], "model.rope_pattern",
      "rope_pattern='RN' with position='learned', which turns nothing"),
     ([*ROPE, "model.rope_scaling.beta_slow=32"], "model.rope_scaling.beta_slow",

@@ -123,6 +123,21 @@ def test_a_causal_mask_halves_the_attention_part():
     assert full - half == 2 * 16 * 32 * 4  # 2 s h per layer, of 4 s h
 
 
+def test_sinks_are_no_matrices():
+    with_sinks = GPT.model_copy(update={"attention_sinks": True})
+    assert count_parameters(with_sinks) == count_parameters(GPT) + 4 * 4
+    assert forward_flops(with_sinks, 16) == forward_flops(GPT, 16)
+
+
+def test_biases_of_experts_and_routers_cost_no_operations():
+    moe = load_config("mixtral-8x7b").model
+    biased = moe.model_copy(update={"expert_bias": True, "router_bias": True})
+    added = 32 * (8 + 8 * (2 * 14336 + 4096))
+    assert count_parameters(biased) == count_parameters(moe) + added
+    assert count_active(biased) == count_active(moe) + 32 * (8 + 2 * (2 * 14336 + 4096))
+    assert forward_flops(biased, 4096) == forward_flops(moe, 4096)
+
+
 def test_idle_experts_cost_no_operations():
     moe = load_config("mixtral-8x7b").model
     # a dense model whose MLP is two experts wide, plus the router's 4096 x 8 in each layer

@@ -146,10 +146,13 @@ WIDE = {"hidden_size": 24}
 WINDOWED = [Visibility(2, 0), Visibility(), Visibility(4, 0), Visibility(0, 0)]
 
 
-@pytest.fixture(params=[0.0, 0.3], ids=["plain", "capped"])
+@pytest.fixture(
+    params=[{}, {"attention_softcap": 0.3}, {"attention_sinks": True}],
+    ids=["plain", "capped", "with sinks"],
+)
 def windowed(request):
     """A stage whose layers see differently far, and its model."""
-    config, stage = made(LLAMA | {"attention_softcap": request.param, "init_std": 0.3})
+    config, stage = made(LLAMA | request.param | {"init_std": 0.3})
     stage.double().requires_grad_(False)
     for block, visibility in zip(stage.blocks.values(), WINDOWED, strict=True):
         block.attention.visibility = visibility

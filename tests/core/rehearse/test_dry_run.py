@@ -1,8 +1,9 @@
 """A rank that is dry-run holds the bytes that the plan says, whatever rank of whatever world."""
 
 import gc
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from unittest.mock import patch
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from marks import slow
 from ranks import run_ranks
 from tiny import Samples, run_config
+from torch.profiler import ProfilerActivity, profile
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.bert.row_format import CountedRows
@@ -23,9 +25,11 @@ from mtcli.core.rehearse.dry_run import dry_run
 from mtcli.core.rehearse.live_memory import LiveMemory
 from mtcli.core.rehearse.request import Rehearsal
 from mtcli.core.rehearse.stages import rehearse
+from mtcli.core.runtime.launch import cores, set_matmul
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise, shards
 from mtcli.core.training.step import Trainer
+from mtcli.kernels.gemm import set_bfloat16_in_float32
 
 # The fixture of all rows takes half a minute of a core, and beside other work many times as long.
 pytestmark = pytest.mark.timeout(3600)
@@ -284,16 +288,32 @@ def _measure(runtime):
 
 
 def _measured(config, runtime):
-    with LiveMemory() as live:
-        trainer = Trainer(config, runtime)
-        initialise(trainer)
-        state = sum(trainer.state_bytes_by_kind().values())
-        live.begin()
-        encodes = config.model.head != "lm"
-        rows = CountedRows(config, 8) if encodes else Samples(config)
-        with closing(MicroBatchLoader(rows, config, trainer.groups)) as loader:
-            trainer.train_step(loader)
-    return state, live.peak - state, sum(piece.tensor.nbytes for piece in shards(trainer))
+    trainer = Trainer(config, runtime)
+    initialise(trainer)
+    state = sum(trainer.state_bytes_by_kind().values())
+    rows = CountedRows(config, 8) if config.model.head != "lm" else Samples(config)
+    with (
+        closing(MicroBatchLoader(rows, config, trainer.groups)) as loader,
+        _as_launched(config),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+    ):
+        trainer.train_step(loader)
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    peak = max(accumulate(change for _, change in changes))
+    return state, peak, sum(piece.tensor.nbytes for piece in shards(trainer))
+
+
+@contextmanager
+def _as_launched(config):
+    """Computes as a rank that has the machine for itself."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(cores())
+    set_matmul(config.train.matmul)
+    yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    set_bfloat16_in_float32(False)
 
 
 def _plan_steps(runtime):

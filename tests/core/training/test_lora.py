@@ -79,6 +79,25 @@ def test_peft_loads_our_adapters_and_the_merged_model_has_its_logits(home, kind)
     )
 
 
+def test_modules_have_the_names_of_their_family_and_one_of_several_targets_is_refused(home):
+    from peft import PeftModel
+
+    base = save_model(home / "hf", "gpt_neox")
+    done = run(config(home, "hf", 'lora.targets=["o_proj", "up_proj", "down_proj"]'))
+    to_peft(done, home / "peft", force=False)
+    table = json.loads((home / "peft" / "adapter_config.json").read_text())
+    assert table["target_modules"] == ["dense", "dense_4h_to_h", "dense_h_to_4h"]
+    theirs = PeftModel.from_pretrained(base, home / "peft").eval()
+    with torch.no_grad():
+        wanted = theirs(ids()).logits
+    assert torch.allclose(
+        _logits(open_checkpoint(home / "peft"), home / "again"), wanted, atol=1e-4
+    )
+    fused = run(config(home, "hf", f"train.output={home / 'fused'}"))
+    with pytest.raises(MtcliError, match="query_key_value for q_proj, k_proj, v_proj, whose"):
+        to_peft(fused, home / "none", force=False)
+
+
 def _logits(checkpoint, folder):
     """Logits of transformers' model of a checkpoint's tensors."""
     from transformers import AutoModelForCausalLM

@@ -131,6 +131,28 @@ def test_capped_attention_is_the_closed_form_under_any_mask(monkeypatch, blocks,
             assert_close((out, *torch.autograd.grad(out, mine, grad)), (whole, *gradients), 1e-11)
 
 
+@pytest.mark.parametrize("cap", [0.0, CAP])
+def test_sinks_join_the_softmax_under_any_mask(cap, subtests):
+    for shape in SHAPES:
+        q, k, v, grad = made(shape)
+        sinks = torch.linspace(-2.0, 3.0, q.shape[0] * q.shape[1]).to(q.dtype).view(q.shape[:2])
+        for causal, given in masks(shape):
+            with subtests.test(f"{shape}, {causal=}"):
+                mask = None if causal else given
+                leaves, mine = (
+                    [x.clone().requires_grad_() for x in (q, k, v, sinks)] for _ in "ab"
+                )
+                expected, _ = softmax_attention(*leaves[:3], given, cap, leaves[3])
+                gradients = torch.autograd.grad(expected, leaves, grad)
+                options = (cap, mine[3])
+                if mask is None:
+                    out = sdpa(*mine[:3], causal, *options)
+                else:
+                    out = masked_sdpa(*mine[:3], mask, *options)
+                found = (out, *torch.autograd.grad(out, mine, grad))
+                assert_close(found, (expected, *gradients), 1e-11)
+
+
 def test_capped_documents_see_themselves_alone():
     q, k, v, _ = made("groups")
     lengths = [3, 4, 7]

@@ -82,6 +82,24 @@ def test_capped_scores_and_their_gradients_are_the_formula(device, shape):
 
 
 @pytest.mark.parametrize(
+    "shape", ["groups, odd", "tiles of 64 and a part", "more keys than queries", "wide groups"]
+)
+def test_sinks_join_the_softmax_and_have_the_formula_s_gradients(device, shape):
+    b, h, _, n, m, _ = SHAPES[shape]
+    sinks, causal = torch.linspace(-1.0, 4.0, b * h).view(b, h), n == m
+    mask = torch.ones(b, 1, n, m, dtype=torch.bool)
+    mask = mask.tril() if causal else mask
+    for dtype in dtypes(device):
+        check(
+            lambda *x: flash(*x[:3], causal, None, None, 0.0, x[3])[0],
+            lambda *x: softmax_attention(*x[:3], mask, 0.0, x[3])[0],
+            (*made(SHAPES[shape], device), sinks.to(device)),
+            dtype,
+            tolerance=2.5 * TOLERANCE[dtype],
+        )
+
+
+@pytest.mark.parametrize(
     ("causal", "rows"),
     [(True, DOCUMENTS), (False, DOCUMENTS[:1])],
     ids=["causal, a list each", "one list"],

@@ -8,16 +8,24 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtcli.core.checkpoint.huggingface.bert import BERTS
+from mtcli.core.checkpoint.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from mtcli.core.checkpoint.huggingface.falcon import FALCON
 from mtcli.core.checkpoint.huggingface.family import Family, Field, Table
 from mtcli.core.checkpoint.huggingface.gemma import GEMMA2, GEMMA3
+from mtcli.core.checkpoint.huggingface.glm4 import GLM4
+from mtcli.core.checkpoint.huggingface.glm4_moe import GLM4_MOE
 from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
+from mtcli.core.checkpoint.huggingface.gpt_neox import GPT_NEOX
 from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
 from mtcli.core.checkpoint.huggingface.nemotron import NEMOTRON
 from mtcli.core.checkpoint.huggingface.olmo import OLMO2
+from mtcli.core.checkpoint.huggingface.phi3 import PHI3
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
+from mtcli.core.checkpoint.huggingface.smollm3 import SMOLLM3
+from mtcli.core.checkpoint.huggingface.stablelm import STABLELM
 from mtcli.core.checkpoint.huggingface.starcoder2 import STARCODER2
 from mtcli.core.checkpoint.huggingface.window import read_window, write_window
 from mtcli.core.config.errors import MtcliError, Problem, wrong
@@ -27,6 +35,8 @@ from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2),
+    *(SMOLLM3, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
+    *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE),
     *(GEMMA2, GEMMA3, STARCODER2, NEMOTRON),
     *BERTS,
 )
@@ -39,10 +49,16 @@ MAX_BYTES = 16 << 20
 # other field counts, so that a new one is refused until a family can say it.
 TRAINING = {"architecture", "bias", "dropout", "attention_dropout", "init_std"}
 TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispatcher"}
-TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
+TRAINING |= {
+    "router_bias_update_rate",
+    "capacity_factor",
+    "drop_policy",
+    "drop_scope",
+    "pad_to_capacity",
+}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
 EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
-EXPERTS |= {"router_bias_update_rate", "router_biases", "first_dense_layers", "routed_scale"}
+EXPERTS |= {"router_biases", "first_dense_layers", "routed_scale"}
 # Fields by which related models compute something that no family here does. transformers ignores
 # some of them in these families and reads others (`is_causal`). Whoever wrote one meant it, so each
 # is refused unless its value changes nothing.
@@ -190,9 +206,13 @@ def _function(model: ModelConfig) -> Table:
         unread.add("ffn_hidden_size")
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
-    derived |= {"rotating": [model.layer_rotates(layer) for layer in range(model.num_layers)]}
+    if model.num_experts:
+        derived["router_biases"] = model.has_router_biases
     derived["norm_bias"] = model.has_norm_bias
-    derived["attention_scale"] = model.attention_scale or model.head_dim**-0.5
+    if model.position == "rope":
+        derived["rotating"] = [model.layer_rotates(layer) for layer in range(model.num_layers)]
+    if model.attention_scale == model.head_dim**-0.5:
+        derived["attention_scale"] = 0.0  # which is the same
     unread |= {"window_pattern", "rope_pattern"}
     return model.model_dump(exclude=TRAINING | unread) | derived
 

@@ -81,7 +81,8 @@ class Family:
     inner: Mapping[str, TensorRule]
     """rules of parameters inside a block"""
     ignored: tuple[str, ...]
-    """regular expressions of buffers that carry nothing"""
+    """regular expressions of buffers that carry nothing, and of layers, after {num_layers}, that
+    training and evaluation do not use"""
     read_more: Callable[[Table], Table]
     """more fields of ModelConfig from config.json"""
     write_more: Callable[[ModelConfig], Table]

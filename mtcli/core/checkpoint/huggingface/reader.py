@@ -115,7 +115,8 @@ def _stored(
 def _refuse_unknown(checkpoint: Checkpoint, family: Family, unread: Sources) -> None:
     if family.tied_head in unread and checkpoint.model.tie_embeddings:
         _require_tied(checkpoint, *unread.pop(family.tied_head))
-    ignored = re.compile("|".join(family.ignored))
+    layers = str(checkpoint.model.num_layers)
+    ignored = re.compile("|".join(family.ignored).replace("{num_layers}", layers))
     unknown = [key for name, (_, key) in unread.items() if not ignored.fullmatch(name)]
     if unknown:
         what = f"tensors that {family.model_type} does not"

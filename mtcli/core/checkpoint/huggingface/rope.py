@@ -43,17 +43,22 @@ def read_partial_rope(theirs: Table) -> Table:
     return _read_rope(theirs) | {"rotary_fraction": _fraction(theirs)}
 
 
+def rope_table(theirs: Table) -> Table:
+    """Returns the table of a scaling, which may be empty. Raises MtcliError for anything else."""
+    given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise wrong(f"rope_scaling is {shown(given)}, which is not a table", "null or a table")
+    return given
+
+
 def _fraction(theirs: Table) -> Any:
     name = "partial_rotary_factor"
-    given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
-    inner = given.get(name) if isinstance(given, dict) else None
+    inner = rope_table(theirs).get(name)
     return theirs.get(name, 1.0) if inner is None else inner
 
 
 def _read_rope(theirs: Table) -> Table:
-    given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise wrong(f"rope_scaling is {shown(given)}, which is not a table", "null or a table")
+    given = rope_table(theirs)
     if nested := [name for name, value in given.items() if isinstance(value, dict)]:
         raise wrong(f"rope_parameters of {shown(nested[0])} alone cannot be represented", NESTED)
     kind = given.get("rope_type", given.get("type", "default"))

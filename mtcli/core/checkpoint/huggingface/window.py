@@ -64,7 +64,7 @@ def read_window(theirs: Table, rule: WindowRule | None) -> Table:
         pattern = named
     if not is_short or "L" not in pattern:
         return {"window": 0}
-    return {"window": size, "window_pattern": _shortest(pattern)}
+    return {"window": size, "window_pattern": shortest(pattern)}
 
 
 def write_window(model: ModelConfig, rule: WindowRule | None) -> Table:
@@ -95,7 +95,7 @@ def _unrepresented(kinds: object, *can: str) -> MtcliError:
     return wrong(message, f"only {' and '.join(can)} can")
 
 
-def _shortest(pattern: str) -> str:
+def shortest(pattern: str) -> str:
     """The fewest letters that give the pattern when they are repeated."""
     sizes = range(1, len(pattern) + 1)
     return next(pattern[:n] for n in sizes if pattern[n:] == pattern[: len(pattern) - n])
