@@ -97,9 +97,11 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
     """
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
-        raise wrong(
-            f"{path}: model_type={shown(kind)} is not supported", f"one of {', '.join(BY_TYPE)}"
-        )
+        hint = f"one of {', '.join(BY_TYPE)}"
+        if isinstance(text := table.get("text_config"), dict):
+            inner = shown(text.get("model_type"))
+            hint = f"save its text model alone, model_type={inner}, as a folder; {hint}"
+        raise wrong(f"{path}: model_type={shown(kind)} is not supported", hint)
     heads = {family.architecture: family for family in FAMILIES if family.model_type == kind}
     by_tensors = [family for family in heads.values() if family.told_by in tensors]
     named = table.get("architectures")

@@ -295,6 +295,14 @@ def test_parts_of_several_dtypes_are_read_in_the_widest(hf_folders, tmp_path):
 CONFIGS = [
     ("gpt2", {"model_type": "bloom"}, "model_type='bloom' is not supported"),
     ("gpt2", {"model_type": None}, "model_type=null is not supported"),
+    (
+        "gemma3_text",
+        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+        "save its text model alone, model_type='gemma3_text', as a folder",
+    ),
+    ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 cannot be"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is not above 0"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
     ("gpt2", {"activation_function": "relu"}, "activation_function='relu' is not supported"),
     ("gpt2", {"activation_function": 3}, "activation_function=3 is not supported"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=false cannot be represented"),
