@@ -182,6 +182,20 @@ def family_of(model: ModelConfig) -> Family:
     raise wrong(message + ", ".join(differences[near]), hint)
 
 
+def family_named(name: str, model: ModelConfig) -> Family:
+    """Finds the family of a model_type, with the head of a model. Raises MtcliError with the fields
+    that it cannot express, or for a name that is none."""
+    heads = [family for family in FAMILIES if family.model_type == name]
+    if not heads:
+        raise wrong(f"{shown(name)} is no family", f"one of {', '.join(BY_TYPE)}", "--family")
+    lost = [(_lost(model, family), family) for family in heads]
+    least, nearest = min(lost, key=lambda pair: len(pair[0]))
+    if not least:
+        return nearest
+    message = f"{name} cannot have {', '.join(least)}"
+    raise wrong(message, "leave --family out, and the first family that can is written", "--family")
+
+
 def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
     """Lists the fields by which two models compute different functions, with both values."""
     ours, theirs = _function(model), _function(other)

@@ -19,7 +19,7 @@ from mtcli.core.checkpoint import reader as our_reader
 from mtcli.core.checkpoint import resharding
 from mtcli.core.checkpoint.compatibility import require_model
 from mtcli.core.checkpoint.huggingface import reader
-from mtcli.core.checkpoint.huggingface.config_json import BY_TYPE, family_of, model_of
+from mtcli.core.checkpoint.huggingface.config_json import BY_TYPE, family_named, family_of, model_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import MtcliError
@@ -517,6 +517,16 @@ def test_a_model_that_no_family_has_is_refused_with_what_is_in_the_way():
     wide = ModelConfig(**shapes, head_dim=6)
     with pytest.raises(MtcliError, match="gpt2 cannot have head_dim=6"):
         family_of(wide)
+
+
+def test_a_named_family_is_written_or_refused_with_the_fields_that_it_cannot_have():
+    shapes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_seq_len": 4}
+    model = ModelConfig(**shapes, architecture="llama", ffn_hidden_size=12, qkv_bias=True)
+    assert family_named("qwen2", model).model_type == "qwen2"
+    with pytest.raises(MtcliError, match=r"^error: --family: mistral cannot have qkv_bias=True\n"):
+        family_named("mistral", model)
+    with pytest.raises(MtcliError, match="'qwen' is no family"):
+        family_named("qwen", model)
 
 
 def test_the_family_of_a_model_is_the_one_that_says_all_of_it():
