@@ -163,12 +163,22 @@ def save_model(folder, kind="llama", template=MARKED, **sizes):
         still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         shape = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
         config = t.GPT2Config(**(shape | sizes), **ids, **still, initializer_range=0.2)
+    elif kind == "gpt_neox":
+        shape.pop("num_key_value_heads")
+        config = t.GPTNeoXConfig(**(shape | sizes), **ids)
     elif kind == "mixtral":
         config = t.MixtralConfig(**(shape | {"num_local_experts": 4} | sizes), **ids)
     elif kind == "qwen2_moe":
         experts = {"num_experts": 4, "moe_intermediate_size": 16}
         experts |= {"shared_expert_intermediate_size": 24, "num_experts_per_tok": 2}
         config = t.Qwen2MoeConfig(**(shape | experts | sizes), **ids)
+    elif kind == "gemma2":
+        caps = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 4.0}
+        config = t.Gemma2Config(
+            **(shape | caps | {"head_dim": 8, "sliding_window": 9} | sizes), **ids
+        )
+    elif kind == "starcoder2":
+        config = t.Starcoder2Config(**(shape | sizes), **ids)
     else:
         config = t.LlamaConfig(**(shape | sizes), **ids)
     model = t.AutoModelForCausalLM.from_config(config).eval()

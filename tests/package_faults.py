@@ -369,8 +369,8 @@ PACKAGE_FAULTS = [
         "fused/tests/test_fused_training.py::test_an_inf_or_nan_of_one_model_never_touches_"
         "another"),
     Fault("first of a step is added: gradients of the last step stay", "core/sync/all_reduce.py",
-        "(target.copy_ if first else target.add_)(grad.reshape(target.shape))",
-        "target.add_(grad.reshape(target.shape))",
+        "(target.copy_ if first else partial(_add_, target))(grad.reshape(target.shape))",
+        "_add_(target, grad.reshape(target.shape))",
         "core/sync/test_bucketed_gradients.py::test_one_rank_adds_up_micro_batches_alone"),
     Fault("moved first: EASGD's centre by the workers that have moved", "core/sync/easgd.py",
         "        mean = all_reduce(flatten(self.masters), self.replicas) / self.replicas.size\n    "

@@ -229,7 +229,25 @@ def row_of(levels, **more):
 SIXES = {"hidden_size": 24, "num_heads": 6}
 WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
+ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
+GEGLU = {"activation": "geglu_tanh"}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
+OFFSET_ALONE = {"norm_offset": 1.0}
+OFFSET = OFFSET_ALONE | {"qk_norm": "head"}
+# Scores and logits of these models are small, so caps that bend them are too.
+CAPS = {"attention_softcap": 0.3, "logit_softcap": 0.2, "init_std": 0.2}
+PARALLEL, HEAD_BIAS = {"parallel_residual": True}, {"head_bias": True}
+# A limit that about half of the gates and ups of these models pass.
+CLAMPED = {"activation": "swiglu_clamped", "activation_limit": 0.3, "init_std": 0.2}
+EXPERT_BIASES = {"expert_bias": True, "router_bias": True}
+SINKS = {"attention_sinks": True, "init_std": 0.2}
+SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
+OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
+FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
+MLA = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_dim": 7},
+       "num_kv_heads": 4, "head_dim": 5, "qkv_bias": True}  # fmt: skip
+MLA_PLAIN = {"mla": {"kv_rank": 3, "nope_dim": 4, "rope_dim": 2, "value_dim": 3},
+             "num_kv_heads": 4, "head_dim": 6}  # fmt: skip
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -274,6 +292,88 @@ MORE_ROWS = [
            model=QK_NORM | {"norm": "layernorm"}),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
            model=QK_NORM),
+    row_of({"model": "llama", "cp": "a2a", "pipeline": "zero_bubble", "zero": "1", "dp": "2"},
+           model=WINDOW | ROTATION),
+    row_of({"model": "one key head", "tp": "4", "cp": "ring", "samples": "documents"},
+           model=WINDOW | ROTATION),
+    row_of({"model": "llama", "pipeline": "interleaved", "recompute": "selective", "dp": "2"},
+           model={"rope_pattern": "RNN"}),
+    row_of({"model": "llama", "tp": "2", "pipeline": "zero_bubble", "dp": "2"}, model=GEGLU),
+    row_of({"model": "moe", "tp": "2x2", "experts": "etp", "micro_batch_size": "2"},
+           model=GEGLU | {"activation": "geglu"}),
+    row_of({"model": "gpt", "tp": "2 no sp", "pipeline": "1f1b", "zero": "3", "dp": "2"},
+           model={"activation": "relu2"}),
+    row_of({"model": "llama", "tp": "2", "cp": "ring", "zero": "3"}, model=OFFSET),
+    row_of({"model": "gpt", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"},
+           model=OFFSET_ALONE),
+    row_of({"model": "gpt", "tp": "2x2", "micro_batch_size": "2"}, model={"norm_bias": False}),
+    row_of({"model": "bert", "tp": "2", "update": "lamb"}, model={"norm_bias": False}),
+    row_of({"model": "llama", "tp": "2", "cp": "ring", "samples": "documents"}, model=CAPS),
+    row_of({"model": "llama", "cp": "all_gather", "pipeline": "1f1b", "zero": "3"}, model=CAPS),
+    row_of({"model": "llama", "cp": "a2a", "dp": "2", "recompute": "selective"},
+           model=CAPS | WINDOW),
+    row_of({"model": "moe", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"}, model=CAPS),
+    row_of({"model": "llama", "cp": "ring", "recompute": "full", "samples": "documents"},
+           model=CAPS | WINDOW),
+    row_of({"model": "llama", "tp": "2", "cp": "ring", "samples": "documents"}, model=SINKS),
+    row_of({"model": "llama", "tp": "2 no sp", "cp": "all_gather", "pipeline": "zero_bubble"},
+           model=SINKS | WINDOW),
+    row_of({"model": "llama", "cp": "a2a", "dp": "2", "recompute": "selective"},
+           model=SINKS | WINDOW),
+    row_of({"model": "llama", "tp": "4", "zero": "3", "dp": "2", "update": "lamb"}, model=SINKS),
+    row_of({"model": "moe", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"}, model=SINKS),
+    row_of({"model": "llama", "tp": "2", "pipeline": "1f1b"}, model=MLA | SINKS),
+    row_of({"model": "llama", "tp": "2", "pipeline": "zero_bubble"}, model=CLAMPED),
+    row_of({"model": "moe", "tp": "2x2", "micro_batch_size": "2"}, model=CLAMPED | EXPERT_BIASES),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=EXPERT_BIASES),
+    row_of({"model": "moe", "pipeline": "interleaved", "experts": "etp", "zero": "1", "dp": "2",
+            "dispatcher": "all_gather"}, model=EXPERT_BIASES | {"activation": "gelu"}),
+    row_of({"model": "moe", "pipeline": "zero_bubble", "experts": "ep", "recompute": "full",
+            "dropout": "yes", "dp": "2"}, model=EXPERT_BIASES | CLAMPED),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
+           model=SANDWICH),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=SANDWICH | {"residual_scale": 0.4}),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "full"},
+           model=SANDWICH),
+    row_of({"model": "gpt", "tp": "2", "pipeline": "interleaved", "recompute": "selective"},
+           model=AFTER),
+    row_of({"model": "bert", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes"}, model=AFTER),
+    row_of({"model": "gpt", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
+           model=PARALLEL),
+    row_of({"model": "llama", "tp": "2", "cp": "ring", "recompute": "selective", "zero": "1"},
+           model=PARALLEL | {"parallel_norms": 1, "residual_scale": 0.4}),
+    row_of({"model": "moe", "tp": "2", "experts": "ep etp", "zero": "3", "dp": "2"},
+           model=PARALLEL | {"parallel_norms": 1}),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "full"},
+           model=PARALLEL | {"parallel_norms": 1}),
+    row_of({"model": "llama", "tp": "2", "cp": "all_gather", "recompute": "selective"},
+           model={"rope_interleaved": True}),
+    row_of({"model": "llama", "tp": "2", "pipeline": "zero_bubble", "zero": "1"}, model=HEAD_BIAS),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "samples": "weights"},
+           model=HEAD_BIAS),
+    row_of({"model": "llama", "cp": "ring", "zero": "3", "dp": "2", "update": "lamb"},
+           model=HEAD_BIAS),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "zero": "1"}, model=OLMO),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "recompute": "selective"},
+           model=OLMO | {"norm": "layernorm"}),
+    row_of({"model": "one key head", "tp": "4", "dp": "2", "zero": "3"}, model=OLMO),
+    row_of({"model": "moe", "tp": "2", "cp": "a2a", "experts": "ep etp", "dropout": "yes"},
+           model=OLMO),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=FIRST_DENSE),
+    row_of({"model": "moe biased", "pipeline": "interleaved", "experts": "ep", "dp": "2"},
+           model=FIRST_DENSE),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "dropout": "yes"},
+           model=MLA),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"}, model=MLA),
+    row_of({"model": "llama", "tp": "2", "cp": "a2a", "recompute": "selective"}, model=MLA_PLAIN),
+    row_of({"model": "llama", "tp": "4", "dp": "2", "zero": "1", "adapters": "lora"},
+           model=MLA_PLAIN),
+    row_of({"model": "llama", "tp": "2", "recompute": "full"}, model=MLA | CAPS | OFFSET_ALONE),
+    row_of({"model": "llama", "tp": "2 no sp", "cp": "ring", "pipeline": "zero_bubble"},
+           model=SANDWICH | OFFSET | CAPS | WINDOW | GEGLU | {"embedding_scale": 4.0}),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

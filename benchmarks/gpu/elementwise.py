@@ -143,6 +143,11 @@ def torch_rotate(q, k, cos, sin):
     return rotate_reference(q, cos, sin), rotate_reference(k, cos, sin)
 
 
+def gates(device, dtype, rows, width):
+    """Gate and up side by side."""
+    return (leaf((rows, 2 * width), dtype, device),)
+
+
 def gated(device, dtype, rows, width):
     """The gradient of a SwiGLU twice, as ours overwrites it, and what it is of."""
     grad = leaf((rows, width), dtype, device, 1).detach()
@@ -215,8 +220,7 @@ ENTRIES = [
     Entry("gelu_again", lambda mine, grad, x, b: gelu_backward_(mine, x, b, "tanh"),
         {"torch": torch_gelu_backward}, biased, [(ROWS, 4096), (ROWS, 16384)], (5, 22), moved(4)),
     Entry("swiglu", swiglu, {"torch": swiglu_reference, **liger("swiglu")},
-        lambda device, dtype, rows, width: (leaf((rows, 2 * width), dtype, device),),
-        [(ROWS, 768), (ROWS, 5632), (ROWS, 14336)], (5, 22), moved(3), moved(5)),
+        gates, [(ROWS, 768), (ROWS, 5632), (ROWS, 14336)], (5, 22), moved(3), moved(5)),
     Entry("swiglu_again", lambda mine, grad, gate_up: swiglu_backward_(mine, gate_up),
         {"torch": torch_swiglu_backward}, gated, [(ROWS, 5632), (ROWS, 14336)], (5, 22), moved(6)),
     Entry("dropout_add",

@@ -5,6 +5,7 @@ that no benchmark measures stand at the end.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import elementwise
@@ -14,9 +15,12 @@ import torch
 import updates
 from harness import Entry, leaf
 
+from mtcli.kernels.attention.flash_forward import flash
 from mtcli.kernels.attention.softmax import masked_softmax
 from mtcli.kernels.cross_entropy import logits_gradient_, row_parts
 from mtcli.kernels.permute import sort_copies
+from mtcli.kernels.relu2 import relu2, relu2_backward_
+from mtcli.kernels.swiglu import swiglu, swiglu_backward_
 from mtcli.kernels.top_k import TopKRouting, route
 
 HEADS = (16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
@@ -124,7 +128,14 @@ SHAPES = {
     "decompress": ANY,
     # Not measured.
     "cross_entropy_padded": last(*VOCABULARIES),
+    "cross_entropy_capped": last(256000),
+    "flash_capped": HEAD,
     "softmax_of_all": Shapes(tuple, lambda n: (1, 2, n), ((1024,),)),
+    "geglu": last(768, 9216, 14336),
+    "geglu_tanh": last(768, 9216, 14336),
+    "geglu_again": last(768, 9216, 14336),
+    "relu2": last(9216, 24576),
+    "relu2_again": last(9216, 24576),
     "route_groups": experts_and_k((64, 6), (256, 8)),
     "sort_with_capacity": experts_and_k((8, 2)),
 }
@@ -136,9 +147,13 @@ def padded(device, dtype, rows, valid):
     return logits, target % valid, valid
 
 
-def padded_cross_entropy(logits, target, valid):
-    top, sums, _ = row_parts(logits, target, valid)
-    return logits_gradient_(logits, top + sums.log(), target, torch.ones_like(top), valid)
+def padded_cross_entropy(logits, target, valid, cap=0.0):
+    top, sums, _ = row_parts(logits, target, valid, cap)
+    return logits_gradient_(logits, top + sums.log(), target, torch.ones_like(top), valid, cap)
+
+
+def capped_flash(q, k, v):
+    return flash(q, k, v, True, None, None, 50.0)[0]
 
 
 def choose_within_groups(logits, k):
@@ -156,6 +171,14 @@ def scores_of_all(device, dtype, b, h, n):
     return leaf((b, h, n, n), dtype, device), None, torch.arange(b * n).view(b, n)
 
 
+def geglu_again(mine, grad, gate_up):
+    return swiglu_backward_(mine, gate_up, "gelu")
+
+
+def relu2_again(mine, grad, x, bias):
+    return relu2_backward_(mine, x, None)
+
+
 def unmeasured(name: str, ours: Callable[..., Any], make, **passes) -> Entry:
     return Entry(name, ours, {}, make, (), (), **passes)
 
@@ -164,12 +187,21 @@ BACKWARD: dict[str, Any] = {"backward_bytes": lambda itemsize, *size: 0}
 MEASURED = [*scores.ENTRIES, *mixture.ENTRIES, *updates.ENTRIES, *elementwise.ENTRIES]
 UNMEASURED = [
     unmeasured("cross_entropy_padded", padded_cross_entropy, padded),
+    unmeasured("cross_entropy_capped", partial(padded_cross_entropy, cap=30.0), padded),
+    unmeasured("flash_capped", capped_flash, scores.heads, **BACKWARD),
     unmeasured(
         "softmax_of_all", elementwise.with_dropout(masked_softmax), scores_of_all, **BACKWARD
     ),
     unmeasured(
         "route_groups", choose_within_groups, mixture.router, dtypes=(torch.float32,), **BACKWARD
     ),
+    *(
+        unmeasured(name, partial(swiglu, gate=gate), elementwise.gates, **BACKWARD)
+        for name, gate in (("geglu", "gelu"), ("geglu_tanh", "gelu_tanh"))
+    ),
+    unmeasured("geglu_again", geglu_again, elementwise.gated),
+    unmeasured("relu2", relu2, elementwise.rows_and(0), **BACKWARD),
+    unmeasured("relu2_again", relu2_again, elementwise.biased),
     unmeasured("sort_with_capacity", sort_with_capacity, mixture.unsorted),
 ]
 

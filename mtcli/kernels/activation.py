@@ -10,11 +10,12 @@ from torch import Tensor
 
 from mtcli.kernels.gelu import gelu, gelu_backward_
 from mtcli.kernels.gemm import DeferGradient, LinearGemms, weight_gradient
-from mtcli.kernels.swiglu import swiglu, swiglu_backward_
+from mtcli.kernels.relu2 import relu2, relu2_backward_
+from mtcli.kernels.swiglu import GPT_OSS, Clamp, Gate, swiglu, swiglu_backward_
 
 
 class Activation(NamedTuple):
-    """y = f(x + bias), row by row; SwiGLU takes no bias.
+    """y = f(x + bias), row by row; SwiGLU and GEGLU take no bias.
 
     `backward_(gradient of y, x, bias)` returns (gradient of x, gradient of bias, y recomputed, for
     the weight's gradient of the next layer); it may overwrite the gradient of y.
@@ -24,9 +25,12 @@ class Activation(NamedTuple):
     backward_: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor]]
 
 
-def _swiglu_backward_(grad: Tensor, gate_up: Tensor, bias: None) -> tuple[Tensor, None, Tensor]:
-    of_gate_up, y = swiglu_backward_(grad, gate_up)
-    return of_gate_up, None, y
+def _gated(gate: Gate, clamp: Clamp = GPT_OSS) -> Activation:
+    def backward_(grad: Tensor, gate_up: Tensor, bias: None) -> tuple[Tensor, None, Tensor]:
+        of_gate_up, y = swiglu_backward_(grad, gate_up, gate, clamp)
+        return of_gate_up, None, y
+
+    return Activation(lambda gate_up, bias: swiglu(gate_up, gate, clamp), backward_)
 
 
 ACTIVATIONS = {
@@ -34,15 +38,23 @@ ACTIVATIONS = {
     "gelu_tanh": Activation(
         partial(gelu, approximate="tanh"), partial(gelu_backward_, approximate="tanh")
     ),
-    "swiglu": Activation(lambda gate_up, bias: swiglu(gate_up), _swiglu_backward_),
+    "relu2": Activation(relu2, relu2_backward_),
+    "swiglu": _gated("silu"),
+    "geglu": _gated("gelu"),
+    "geglu_tanh": _gated("gelu_tanh"),
 }
+
+
+def activation_of(name: str, clamp: tuple[float, float]) -> Activation:
+    """The activation of a config's name; `clamp` is the (limit, alpha) of "swiglu_clamped"."""
+    return _gated("clamped", Clamp(*clamp)) if name == "swiglu_clamped" else ACTIVATIONS[name]
 
 
 class ActivatedLinear(torch.autograd.Function):
     """activation(x + bias) weight^T, which saves x alone for backward.
 
-    x [T, F] ([T, 2F] for SwiGLU), weight [D, F] -> [T, D]. One kernel recomputes the activation for
-    the weight's gradient and computes the activation's gradient.
+    x [T, F] ([T, 2F] with a gate), weight [D, F] -> [T, D]. One kernel recomputes the activation
+    for the weight's gradient and computes the activation's gradient.
     """
 
     @staticmethod

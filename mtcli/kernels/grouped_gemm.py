@@ -172,6 +172,35 @@ def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) ->
     return LinearFunction.apply(x_ND, weight_EFD, None, grouped_gemms(x_ND, weight_EFD, counts_E))
 
 
+def add_by_expert(x_NF: Tensor, bias_EF: Tensor | None, counts_E: Tensor | None) -> Tensor:
+    """x + b_e for each expert's rows [N, F]; on a GPU the host does not wait for their numbers."""
+    if bias_EF is None:
+        return x_NF
+    if counts_E is None:
+        return (x_NF.unflatten(0, (len(bias_EF), -1)) + bias_EF[:, None]).flatten(0, 1)
+    if not runs_triton(x_NF):
+        return x_NF + bias_EF.repeat_interleave(counts_E, 0)
+    return _AddByExpert.apply(x_NF, bias_EF, counts_E)
+
+
+class _AddByExpert(torch.autograd.Function):
+    """`add_by_expert` whose gradient of biases is a grouped GEMM with ones: autograd's would add
+    rows in any order."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NF: Tensor, bias_EF: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(counts_E)
+        return x_NF + bias_EF.repeat_interleave(counts_E, 0, output_size=len(x_NF))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (counts_E,) = ctx.saved_tensors
+        # 8 columns, as odd widths are read one number at a time
+        ones = grad.new_ones(len(grad), 8)
+        sums = _grouped_wgrad(grad, ones, counts_E.cumsum(0, dtype=torch.int32))
+        return grad, sums[..., 0], None
+
+
 def grouped_gemms(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> LinearGemms:
     """The three GEMMs of all experts on a GPU, for rows, weights and counts like these.
 

@@ -32,16 +32,34 @@ if TYPE_CHECKING:
 
 
 def norm_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+    centred: bool,
+    offset: float = 0.0,
 ) -> Tensor:
     """LayerNorm if `centred`, else RMSNorm, which has no bias, over the last dimension.
 
-    (x - mean) / sqrt(variance + eps) * weight + bias, or x / sqrt(mean square + eps) * weight.
+    (x - mean) / sqrt(variance + eps) * gain + bias, or x / sqrt(mean square + eps) * gain. The gain
+    is weight + offset, added in float32 at least.
     """
+    if offset:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        vectors = gain(weight.to(wide), offset), None if bias is None else bias.to(wide)
+        return norm_reference(x.to(wide), *vectors, eps=eps, centred=centred).to(x.dtype)
     if centred:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     assert bias is None, "RMSNorm has no bias"
     return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def gain(weight: Tensor, offset: float) -> Tensor:
+    """weight + offset, in float32 at least; the weight itself where the offset is 0."""
+    if not offset:
+        return weight
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
 
 
 # Columns of which a tile holds a row, and the next one, beside the sums.
@@ -53,7 +71,7 @@ _configs = partial(full_row_configs, elements=2048)
 # fmt: off
 @kernel(_configs, key=["width"])
 def _forward(
-    x_ptr, y_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, stats_ptr, rows, width, eps,
+    x_ptr, y_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, stats_ptr, rows, width, eps, offset,
     CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: on
@@ -68,7 +86,7 @@ def _forward(
         tl.store(sum_ptr + at, x, mask=inside)
         # Of the rounded sum, which the backward reads.
         x = x.to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32) + offset
     mean = tl.zeros([ROWS, 1], tl.float32)
     if CENTRED:
         mean = (tl.sum(x, 1) / width)[:, None]
@@ -85,14 +103,14 @@ def _forward(
 # fmt: off
 @kernel(lambda width, centred: _configs(width), key=["width", "CENTRED"])
 def _backward(
-    grad_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows, width,
+    grad_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows, width, offset,
     CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: on
     """Takes whole rows; a program's next ones are on their way while it computes."""
     column = tl.arange(0, BLOCK)[None, :]
     real = column < width
-    weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32) + offset
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     step = tl.num_programs(0) * ROWS
@@ -144,7 +162,7 @@ def _read(
 @kernel(CHUNKS, key=["width", "CENTRED"])
 def _backward_in_chunks(
     grad_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows,
-    width: tl.constexpr, CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    width: tl.constexpr, offset, CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: on
     """Reads each row twice, the second time from the L1 cache: for its means, for what it gives."""
@@ -161,7 +179,7 @@ def _backward_in_chunks(
         of_grad, of_dot = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK], tl.float32)
         for c in tl.static_range(chunks):
             grad = _read(grad_ptr + start, c, width, True, CHUNK)
-            grad *= _read(weight_ptr, c, width, True, CHUNK)
+            grad *= _read(weight_ptr, c, width, True, CHUNK) + offset
             of_grad += grad
             of_dot += grad * (_read(x_ptr + start, c, width, True, CHUNK) - mean)
         mean_dot = tl.sum(of_dot, 0) * scale / width
@@ -172,7 +190,8 @@ def _backward_in_chunks(
             x = (_read(x_ptr + start, c, width, False, CHUNK) - mean) * scale
             added_weights += (dweights[c] + grad * x,)
             added_biases += (dbiases[c] + grad,)
-            out = grad * _read(weight_ptr, c, width, False, CHUNK) - x * mean_dot
+            weight = _read(weight_ptr, c, width, False, CHUNK) + offset
+            out = grad * weight - x * mean_dot
             if CENTRED:
                 out -= mean_grad
             out *= scale
@@ -190,22 +209,36 @@ def _backward_in_chunks(
 
 
 def norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+    centred: bool,
+    offset: float = 0.0,
 ) -> Tensor:
     """`norm_reference`: 2 * N * D * itemsize bytes moved forward, 3 backward."""
     if not prefers_kernel("layer_norm" if centred else "rms_norm", x, x.shape[-1]):
-        return norm_reference(x, weight, bias, eps=eps, centred=centred)
-    return _norm(x, weight, bias, eps, centred)[0]
+        return norm_reference(x, weight, bias, eps=eps, centred=centred, offset=offset)
+    return _norm(x, weight, bias, eps, centred, offset)[0]
 
 
 def add_norm(
-    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float, centred: bool
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float,
+    centred: bool,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """(x + y, its norm): 4 * N * D * itemsize bytes moved in each direction."""
     if not runs_triton(x):
         total = x + y
-        return total, norm_reference(total, weight, bias, eps=eps, centred=centred)
-    total, normed, _ = _add_norm(x, y, weight, bias, eps, centred)
+        options = {"eps": eps, "centred": centred, "offset": offset}
+        return total, norm_reference(total, weight, bias, **options)
+    total, normed, _ = _add_norm(x, y, weight, bias, eps, centred, offset)
     return total, normed
 
 
@@ -226,55 +259,57 @@ def _gradients_of_add(dsum: Tensor, grad: Tensor, _: Tensor, *saved: Any) -> tup
 
 
 @custom_op(
-    "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred) -> (Tensor, Tensor)",
+    "norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool centred, float offset)"
+    " -> (Tensor, Tensor)",
     fake=lambda x, *inputs: _out_and_stats(x),
-    saved=lambda outputs, x, weight, bias, eps, centred: (
+    saved=lambda outputs, x, weight, bias, eps, centred, offset: (
         *(x.contiguous(), weight, outputs[1]),
-        *(centred, bias is not None),
+        *(centred, bias is not None, offset),
     ),
     backward=lambda grad, _, *saved: _gradients(grad, None, *saved),
 )
-def _norm(x, weight, bias, eps, centred):
-    return _launch_forward(x, None, weight, bias, eps, centred)[1:]
+def _norm(x, weight, bias, *options):
+    return _launch_forward(x, None, weight, bias, *options)[1:]
 
 
 @custom_op(
-    "add_norm(Tensor x, Tensor y, Tensor weight, Tensor? bias, float eps, bool centred)"
-    " -> (Tensor, Tensor, Tensor)",
+    "add_norm(Tensor x, Tensor y, Tensor weight, Tensor? bias, float eps, bool centred,"
+    " float offset) -> (Tensor, Tensor, Tensor)",
     fake=lambda x, *inputs: (_out_and_stats(x)[0], *_out_and_stats(x)),
-    saved=lambda outputs, x, y, weight, bias, eps, centred: (
+    saved=lambda outputs, x, y, weight, bias, eps, centred, offset: (
         *(outputs[0], weight, outputs[2]),
-        *(centred, bias is not None),
+        *(centred, bias is not None, offset),
     ),
     backward=_gradients_of_add,
 )
-def _add_norm(x, y, weight, bias, eps, centred):
-    return _launch_forward(x, y, weight, bias, eps, centred)
+def _add_norm(x, y, weight, bias, *options):
+    return _launch_forward(x, y, weight, bias, *options)
 
 
 def _launch_forward(
-    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(x + y, or x without y; its norm; statistics)."""
+    """(x + y, or x without y; its norm; statistics); the options are eps, centred and offset."""
+    eps, centred, offset = options
     x, adds = x.contiguous(), y is not None
     y = y.contiguous() if adds else x
     out, stats = _out_and_stats(x)
     total, rows, width = torch.empty_like(x) if adds else x, len(stats), x.shape[-1]
     pointers = (x, y, weight, weight if bias is None else bias, total, out, stats)
     flags = (centred, adds, bias is not None, power_of_two(width))
-    _forward[row_grid(rows)](*pointers, rows, width, eps, *flags)
+    _forward[row_grid(rows)](*pointers, rows, width, eps, offset, *flags)
     return total, out, stats
 
 
 @custom_op(
     "norm_backward(Tensor grad, Tensor? dsum, Tensor x, Tensor weight, Tensor stats,"
-    " bool centred, bool has_bias) -> (Tensor, Tensor)",
-    fake=lambda grad, dsum, x, weight, stats, centred, has_bias: (
+    " bool centred, bool has_bias, float offset) -> (Tensor, Tensor)",
+    fake=lambda grad, dsum, x, weight, stats, centred, has_bias, offset: (
         torch.empty_like(x),
         weight.new_empty(1 + has_bias, x.shape[-1]),
     ),
 )
-def _norm_backward(grad, dsum, x, weight, stats, centred, has_bias):
+def _norm_backward(grad, dsum, x, weight, stats, centred, has_bias, offset):
     """(gradient of x, gradients of weight and bias [1 or 2, D])."""
     grad, rows, width = grad.contiguous(), stats.shape[0], x.shape[-1]
     dsum = None if dsum is None else dsum.contiguous()
@@ -286,7 +321,7 @@ def _norm_backward(grad, dsum, x, weight, stats, centred, has_bias):
     pointers = (grad, grad if dsum is None else dsum, x, weight, stats, out, parts)
     flags = (centred, dsum is not None, has_bias)
     if block <= LONGEST:
-        _backward[(programs,)](*pointers, rows, width, *flags, block)
+        _backward[(programs,)](*pointers, rows, width, offset, *flags, block)
     else:
-        _backward_in_chunks[(programs,)](*pointers, rows, width, *flags)
+        _backward_in_chunks[(programs,)](*pointers, rows, width, offset, *flags)
     return out, parts.sum(0).to(weight.dtype)

@@ -22,6 +22,7 @@ EXPERTS = ("8x2", "16x4", "60x4", "64x6", "128x8", "256x8")
 NORM, LONG_NORM = (("norm._forward", f"norm._backward{way}") for way in ("", "_in_chunks"))
 NORMS = ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
 GELU, SWIGLU = ("gelu._forward", "gelu._backward"), ("swiglu._forward", "swiglu._backward")
+RELU2 = ("relu2._forward", "relu2._backward")
 FLASH = ("flash_forward._forward", "flash_backward._dq", "flash_backward._dkv")
 LOSS = ("cross_entropy._row_parts", "cross_entropy._logits_gradient")
 LAMB = ("lamb._moments", "lamb._totals", "lamb._step")
@@ -34,6 +35,7 @@ ROUTE = ("top_k._route", "top_k._route_backward")
 BF16 = [
     ("flash", HEADS, FLASH),
     ("flash_documents", (64, 128), FLASH),
+    ("flash_capped", HEADS, FLASH),
     ("attention", ("128x1", "128x2", "64x1"), FLASH[:1]),
     ("attention_backward", ("128x1", "128x2", "64x1"), FLASH[1:]),
     ("merge", (128,), ("merge._merge",)),
@@ -44,11 +46,16 @@ BF16 = [
     ("gelu_again", (3072, 4096, 16384), GELU[1:]),
     ("swiglu", (768, 5632, 14336, 28672), SWIGLU),
     ("swiglu_again", (768, 5632, 14336, 28672), SWIGLU[1:]),
+    *((name, (768, 9216, 14336), SWIGLU) for name in ("geglu", "geglu_tanh")),
+    ("geglu_again", (768, 9216, 14336), SWIGLU[1:]),
+    ("relu2", (9216, 24576), RELU2),
+    ("relu2_again", (9216, 24576), RELU2[1:]),
     ("dropout_add", (768, 1600, 4096), ("dropout._dropout",)),
     ("rotate", ("32x8x128", "12x12x64", "16x16x72"), ("rope._rotate",)),
     ("masked_softmax", (1024, 4096), SOFTMAX),
     ("softmax_of_all", (1024,), SOFTMAX),
     ("cross_entropy_padded", VOCABULARIES, LOSS),
+    ("cross_entropy_capped", (256000,), LOSS),
     ("sort_copies", EXPERTS, SORT),
     ("sort_with_capacity", ("8x2",), SORT),
     ("permute", ("2048x128x8", "4096x8x2", "768x60x4"), ("permute._scatter", "permute._gather")),
@@ -79,12 +86,16 @@ BF16 = [
 FP32 = [
     ("flash", HEADS, FLASH),
     ("flash_documents", (64, 128), FLASH),
+    ("flash_capped", HEADS, FLASH),
     ("rms_norm", (4096,), NORM),
     ("layer_norm", (4096,), NORM),
     ("gelu", (4096,), GELU),
     ("swiglu", (5632,), SWIGLU),
+    ("geglu", (9216,), SWIGLU),
+    ("relu2", (9216,), RELU2),
     ("rotate", ("32x8x128",), ("rope._rotate",)),
     ("cross_entropy_padded", VOCABULARIES, LOSS),
+    ("cross_entropy_capped", (256000,), LOSS),
     ("route", EXPERTS, ROUTE),
     ("route_groups", ("64x6", "256x8"), ROUTE),
     ("unpermute", ("2048x128x8",), ("permute._gather", "permute._gather_backward")),

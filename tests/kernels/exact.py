@@ -45,12 +45,23 @@ def distance(ours, theirs):
     return float(error / theirs.norm().clamp(min=1e-30))
 
 
-def softmax_attention(q, k, v, mask=None):
-    """(output, log-sum-exp) under a mask [b, 1, n, m]; 0 and -inf where nothing is seen."""
+def softmax_attention(q, k, v, mask=None, cap=0.0, sinks=None):
+    """(output, log-sum-exp) under a mask [b, 1, n, m]; 0 and -inf where nothing is seen.
+
+    `sinks` [b, h] are scores of one more key, which has the value 0.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.mT / q.shape[3] ** 0.5
+    if cap:
+        scores = cap * (scores / cap).tanh()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks[:, :, None, None].expand(*scores.shape[:3], 1)
+        scores, v = (
+            torch.cat([scores, column], -1),
+            torch.cat([v, torch.zeros_like(v[:, :, :1])], 2),
+        )
     return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
 
 

@@ -39,6 +39,24 @@ def test_losses_and_the_gradient_of_a_whole_vocabulary_are_cross_entropys(device
                 assert gradient.abs().max() < 1e-6
 
 
+def test_capped_logits_have_their_losses_and_gradients(device, subtests):
+    for width, dtype in cases_on(device, [129, 9001]):
+        logits, target = made(width, dtype, device)
+        exact = logits.detach().cpu().double().requires_grad_()
+        expected = F.cross_entropy(3.0 * (exact / 3.0).tanh(), target.cpu(), reduction="none")
+        grad = torch.linspace(0.5, 2.0, T, device=device)
+        expected.backward(grad.cpu().double())
+        references = row_parts_reference, logits_gradient_reference
+        for parts, gradient in ((row_parts, logits_gradient_), references):
+            with subtests.test(f"{width} {dtype} {parts.__name__}"):
+                top, sums, at_target = parts(logits, target, width, 3.0)
+                lse = top + sums.log()
+                losses = (lse - at_target).cpu().double()
+                torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-5)
+                found = gradient(logits.clone(), lse, target, grad, width, 3.0)
+                assert distance(found, exact.grad) < TOLERANCE[dtype]
+
+
 def test_padding_columns_count_nothing_and_get_no_gradient(device):
     logits, target = made(40, torch.float32, device)
     padded = F.pad(logits, (0, 9), value=1e4)

@@ -3,7 +3,7 @@ import torch
 from exact import TOLERANCE, check, seeded
 
 from mtcli.kernels import grouped_gemm
-from mtcli.kernels.grouped_gemm import grouped_linear, grouped_linear_reference
+from mtcli.kernels.grouped_gemm import add_by_expert, grouped_linear, grouped_linear_reference
 
 CASES = {
     "ragged, odd": ([5, 0, 70, 1], 22, 19),
@@ -43,6 +43,16 @@ def test_each_expert_multiplies_its_rows_and_both_gradients_are_right(device, ca
         bound = 3 * TOLERANCE[dtype]  # the sums' own error is of both operands' rounding
         check(lambda x, w: grouped_linear(x, w, rows_of(counts, device)), formula(counts),
               inputs, dtype, tolerance=bound)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_expert_adds_its_bias_to_its_rows(device, case):
+    counts, _, width = CASES[case]
+    experts = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    inputs = [seeded(sum(counts), width, device=device), seeded(len(counts), width, device=device)]
+    given = rows_of(counts, device)
+    for ours in (torch.float32, torch.bfloat16) if device.type == "cuda" else (torch.float32,):
+        check(lambda x, b: add_by_expert(x, b, given), lambda x, b: x + b[experts], inputs, ours)
 
 
 @pytest.mark.parametrize("case", ["ragged, odd", "as many rows of each"])

@@ -67,6 +67,37 @@ def test_a_layer_norm_may_have_no_bias(device):
     check(layer_norm, formula, [x, weight], torch.float32)
 
 
+def test_an_offset_is_added_to_the_weight_ahead_of_any_rounding(device, subtests):
+    norms = ((layer_norm, layer_formula, 2), (rms_norm, rms_formula, 1))
+    for shape, dtype in cases_on(device, SHAPES):
+        for function, formula, vectors in norms:
+            x, _, *weights = inputs(shape, device, vectors)
+            with subtests.test(f"{formula.__name__} {shape} {dtype}"):
+                check(
+                    partial(function, offset=1.0),
+                    lambda x, w, *b, of=formula: of(x, 1.0 + w, *b),  # noqa: B023
+                    [x, weights[0] * 0.02, *weights[1:]],
+                    dtype,
+                )
+    check(
+        partial(add_rms_norm, offset=1.0),
+        lambda x, y, w: (x + y, rms_formula(x + y, 1.0 + w)),
+        inputs((9, 130), device, 1),
+        torch.float32,
+    )
+
+
+def test_on_a_cpu_an_offset_is_added_in_float32_too():
+    for function, formula, vectors in ((layer_norm, layer_formula, 2), (rms_norm, rms_formula, 1)):
+        x, _, *weights = inputs((9, 130), torch.device("cpu"), vectors)
+        check(
+            partial(function, offset=1.0),
+            lambda x, w, *b, of=formula: of(x, 1.0 + w, *b),
+            [x, weights[0] * 0.02, *weights[1:]],
+            torch.bfloat16,
+        )
+
+
 def test_one_result_alone_may_be_used(device):
     x, y, weight = inputs((4, 12), device, 1)
     check(

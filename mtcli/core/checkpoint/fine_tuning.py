@@ -148,8 +148,9 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[tuple[str
     """Lists the fields that shape a model's parameters and differ: (field, ours, theirs)."""
     shapes: tuple[str, ...] = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
     shapes += ("vocab_size", "position", "activation")
-    with_experts = ("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size")
+    with_experts = ("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "first_dense_layers")
     shapes += with_experts if ours["num_experts"] else ("ffn_hidden_size",)
+    shapes += ("ffn_hidden_size",) if ours["first_dense_layers"] else ()
     if ours["head"] == theirs["head"]:
         shapes += ("tie_embeddings",)
     return [(name, ours[name], theirs[name]) for name in shapes if ours[name] != theirs[name]]

@@ -190,11 +190,12 @@ class Checkpoint:
         view = Box(tuple(inner.start[d] for d in order), tuple(inner.size[d] for d in order))
         into, dtype = out.permute(order), DTYPE_OF_CODE[entry.code]
         file = self.open_files.get(self.folder / source.file)
+        offset = entry.offset + source.first * dtype.itemsize
         if dtype == out.dtype:
-            read_box(file, entry.offset, source.view, view, into)
+            read_box(file, offset, source.view, view, into)
         else:
             uncast = torch.empty(view.size, dtype=dtype)
-            read_box(file, entry.offset, source.view, view, uncast)
+            read_box(file, offset, source.view, view, uncast)
             into.copy_(uncast)
 
     def entry(self, source: StoredBox) -> TensorEntry:

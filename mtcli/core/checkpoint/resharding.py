@@ -30,7 +30,7 @@ WINDOW_BYTES = 1 << 20
 
 # Elements are moved as integers of their size, by numpy: it knows no bfloat16, and torch's copies
 # wake OpenMP threads that spin.
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Numbers = NDArray[np.signedinteger]
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in CODES}

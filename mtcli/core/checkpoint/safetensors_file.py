@@ -65,10 +65,10 @@ class TensorEntry(NamedTuple):
 class StoredBox(NamedTuple):
     """A tensor of a file as a box of a global tensor.
 
-    The tensor `key` of `shape` is viewed as shape `view`; dimension d of the box, which starts at
-    `start`, is dimension axes[d] of the view. A Hugging Face family sets keys, and leaves `file`
-    and the dtype's `code` to the folder. `replica` is the data-parallel replica that has these
-    elements, or None where all have them.
+    The elements of the tensor `key` of `shape` from number `first` on are viewed as shape `view`;
+    dimension d of the box, which starts at `start`, is dimension axes[d] of the view. A Hugging
+    Face family sets keys, and leaves `file` and the dtype's `code` to the folder. `replica` is the
+    data-parallel replica that has these elements, or None where all have them.
     """
 
     key: str
@@ -79,6 +79,7 @@ class StoredBox(NamedTuple):
     file: str = ""
     code: str = ""
     replica: int | None = None
+    first: int = 0
 
     @classmethod
     def plain(

@@ -23,13 +23,27 @@ def weight_sizes(model: ModelConfig, tp: int) -> LayerSizes:
 
     They equal the parameter table's, which needs a layout and is unavailable to rules.
     """
-    hidden, heads = model.hidden_size, model.num_heads * model.head_dim
-    qkv = heads + 2 * model.num_kv_heads * model.head_dim
+    hidden, heads, mla = model.hidden_size, model.num_heads, model.mla
     up, rows = ("gate_up", 2) if model.is_gated else ("up", 1)
-    sizes = {"attention.qkv": (-(-qkv // tp), hidden), "attention.out": (hidden, -(-heads // tp))}
-    name = "mlp.shared_expert" if model.num_experts else "mlp"
-    if ffn := model.dense_ffn_hidden_size:
+    sizes = {"attention.out": (hidden, -(-heads * model.value_dim // tp))}
+    if mla:
+        query, columns = ("q_up", mla.q_rank) if mla.q_rank else ("q", hidden)
+        sizes |= {"attention.q_down": (mla.q_rank, hidden)} if mla.q_rank else {}
+        sizes |= {
+            f"attention.{query}": (heads // tp * model.head_dim, columns),
+            "attention.kv_down": (mla.kv_rank + mla.rope_dim, hidden),
+            "attention.kv_up": (heads // tp * (mla.nope_dim + mla.value_dim), mla.kv_rank),
+        }
+    else:
+        qkv = (heads + 2 * model.num_kv_heads) * model.head_dim
+        sizes = {"attention.qkv": (-(-qkv // tp), hidden)} | sizes
+    widths = {"mlp.shared_expert" if model.num_experts else "mlp": model.dense_ffn_hidden_size}
+    if model.first_dense_layers:
+        widths["mlp"] = model.ffn_hidden_size
+    for name, ffn in widths.items():
         columns = -(-ffn // tp)
+        if not ffn:
+            continue
         sizes |= {f"{name}.{up}": (rows * columns, hidden), f"{name}.down": (hidden, columns)}
     return sizes
 

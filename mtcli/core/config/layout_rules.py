@@ -49,6 +49,8 @@ def _experts_fit(config: RunConfig, world: int) -> Iterator[Problem]:
         yield Problem(message, hint, "parallel.ep")
     yield from divides("parallel.ep", p.ep, "model.num_experts", m.num_experts)
     yield from divides("parallel.etp", p.etp, "model.moe_ffn_hidden_size", m.moe_ffn_hidden_size)
+    if m.expert_bias:
+        yield from divides("parallel.etp", p.etp, "model.hidden_size", m.hidden_size)
 
 
 def _grid_divides(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -149,6 +151,8 @@ def uneven_heads(model: ModelConfig, tp: int, name: str = "tp") -> str:
     m = model
     if m.num_kv_heads % tp == 0:
         return ""
+    if m.mla:
+        return f"{name}={tp} does not divide num_heads={m.num_heads}"
     if tp % m.num_kv_heads:
         return f"{name}={tp} does not divide num_kv_heads={m.num_kv_heads}"
     if m.num_heads % tp:

@@ -7,8 +7,13 @@ def layer_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Returns the names of the targets in each linear layer of a block, attention's first."""
     is_gpt, is_gated = model.position == "learned", model.is_gated
     up = ("c_fc",) if is_gpt else ("up_proj",)
-    return {
-        "qkv": ("c_attn",) if is_gpt else ("q_proj", "k_proj", "v_proj"),
+    attention: dict[str, tuple[str, ...]]
+    if model.mla:
+        attention = {"q": ("q_proj",), "q_up": ("q_b_proj",), "kv_up": ("kv_b_proj",)}
+        del attention["q" if model.mla.q_rank else "q_up"]
+    else:
+        attention = {"qkv": ("c_attn",) if is_gpt else ("q_proj", "k_proj", "v_proj")}
+    return attention | {
         "out": ("c_proj",) if is_gpt else ("o_proj",),
         **({"gate_up": ("gate_proj", "up_proj")} if is_gated else {"up": up}),
         "down": ("c_proj",) if is_gpt and not is_gated else ("down_proj",),
@@ -19,8 +24,9 @@ def lora_targets(model: ModelConfig) -> tuple[str, ...]:
     """Lists the targets of a model: the modules of its Hugging Face model that are linear layers of
     its blocks. Routed experts, which are arrays there, are not targets; a shared expert is."""
     layers = layer_targets(model)
-    names = [*layers.pop("qkv"), *layers.pop("out")]
-    if model.dense_ffn_hidden_size:
-        prefix = "shared_expert." if model.num_experts else ""
-        names += [prefix + name for layer in layers.values() for name in layer]
+    mlp = [layer for layer in layers if layer in ("gate_up", "up", "down")]
+    names = [name for layer in layers if layer not in mlp for name in layers[layer]]
+    prefixes = ["shared_expert." if model.num_experts else ""] * (model.dense_ffn_hidden_size > 0)
+    for prefix in prefixes + [""] * (model.first_dense_layers > 0):
+        names += [prefix + name for layer in mlp for name in layers[layer]]
     return tuple(dict.fromkeys(names))

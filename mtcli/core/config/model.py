@@ -1,13 +1,15 @@
 """Defines the model section: shapes, and the defaults of each architecture."""
 
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mtcli.core.config.fields import Fraction, Int, Positive, Real, Section, Whole
 
 MAX_LAYERS, MAX_EXPERTS, MAX_LABELS = 10_000, 65_536, 1_000_000
 Multiplier = Annotated[Real, Field(ge=1e-6, le=1e6)]
+Softcap = Annotated[Real, Field(ge=0.0, le=1e6)]
 Coefficient = Annotated[Real, Field(ge=0.0, le=1000.0)]
 
 # What an architecture's name says: defaults of the fields below, each of which may be set.
@@ -47,28 +49,36 @@ ARCHITECTURES["bert"] = ARCHITECTURES["gpt"] | {
     "causal": False,
     "sentence_order": True,
 }
+# activations that multiply by a second projection
+GATED = ("swiglu", "swiglu_clamped", "geglu", "geglu_tanh")
 # Heads that classify sequences from their first token, and read no vocabulary.
 CLASSIFIERS = ("classification", "multiple_choice")
 SEQUENCES = {"multiple_choice": 4}  # of a row, by head, that share a label; of the others 1
 MASKED_SHARE = 0.15  # of its tokens mlm predicts, special ones aside (arXiv:1810.04805, 3.1)
 OF_EXPERTS = (  # the fields that a dense model has no use for, besides num_experts and top_k
+    *("first_dense_layers", "routed_scale"),
     *("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"),
     *("normalize_top_k", "router_score", "router_groups", "router_top_groups"),
     *("capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"),
     *("aux_loss_coeff", "sequence_aux_loss_coeff", "router_bias_update_rate"),
-    *("router_biases", "z_loss_coeff"),
+    *("router_biases", "z_loss_coeff", "expert_bias", "router_bias"),
+)
+OF_ROPE = (  # the fields that a model without rotary positions has no use for
+    *("rope_theta", "rope_scaling", "rope_local_theta", "rope_pattern", "rotary_fraction"),
+    "rope_interleaved",
 )
 
 
 class RopeScaling(Section):
     """How rotary frequencies are scaled to a longer context than the one trained first."""
 
-    kind: Literal["llama3", "linear", "yarn"] = "llama3"
-    """Llama 3's, position interpolation (arXiv:2306.15595), or YaRN (arXiv:2309.00071)"""
+    kind: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
+    """Llama 3's, position interpolation (arXiv:2306.15595), dynamic NTK, which stretches the base,
+    YaRN (arXiv:2309.00071), or LongRoPE (arXiv:2402.13753)"""
     factor: Annotated[Real, Field(ge=1.0, le=1e6)] = 8.0
     """how many times longer the context is than the one trained first"""
     original_max_seq_len: Positive = 8192
-    """llama3, yarn: the context length trained first"""
+    """all but linear: the context length trained first"""
     low_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 1.0
     """llama3: wavelengths longer than original_max_seq_len / this are divided by factor"""
     high_freq_factor: Annotated[Real, Field(ge=1e-3, le=1e6)] = 4.0
@@ -80,12 +90,35 @@ class RopeScaling(Section):
     truncate: bool = True
     """yarn: the range between the two ends at whole pairs"""
     attention_factor: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
-    """yarn: multiplies rotated queries and keys [0.1 * mscale * ln(factor) + 1, over the same of
-    mscale_all_dim; without these 0.1 * ln(factor) + 1]"""
+    """yarn, longrope: multiplies rotated queries and keys [0.1 * mscale * ln(factor) + 1, over the
+    same of mscale_all_dim; without these 0.1 * ln(factor) + 1; longrope: sqrt(1 + ln(factor) /
+    ln(original_max_seq_len))]"""
     mscale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
     """yarn: DeepSeek's weight of ln(factor) in attention_factor"""
     mscale_all_dim: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
-    """yarn: the same in what attention_factor is divided by"""
+    """yarn: the same in what attention_factor is divided by; mla: also in the scale of scores"""
+    short_factors: tuple[Multiplier, ...] = ()
+    """longrope: what divides the frequency of each pair, where batch.seq_len, or max_seq_len in
+    eval and generate, is at most original_max_seq_len"""
+    long_factors: tuple[Multiplier, ...] = ()
+    """longrope: the same where it is longer"""
+
+
+class Mla(Section):
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): widths of latents and heads."""
+
+    q_rank: Whole = 0
+    """width of the queries' latent; 0 is none: queries come from the residual stream"""
+    kv_rank: Positive = 512
+    """width of the latent that keys and values are made from, and a cache keeps"""
+    nope_dim: Positive = 128
+    """dimensions of a query or key head that do not rotate"""
+    rope_dim: Positive = 64
+    """further dimensions that do, which all key heads share"""
+    value_dim: Positive = 128
+    """width of a value head"""
+    norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)] = 1e-6
+    """added to the variance of latents"""
 
 
 class ModelConfig(Section):
@@ -115,14 +148,26 @@ class ModelConfig(Section):
     """number of token ids; padding is derived from tp and never leaks"""
     max_seq_len: Positive
     """longest sequence of learned positions; also the longest context in eval"""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"]
-    """MLP activation"""
+    activation: Literal[
+        "gelu", "gelu_tanh", "relu2", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh"
+    ]
+    """of MLPs and experts; geglu is GELU with a gate, relu2 ReLU's square, clamped as in gpt-oss"""
+    activation_limit: Annotated[Real, Field(ge=1e-3, le=1e6)] = 7.0
+    """swiglu_clamped: gates are clamped to at most this, and ups to within plus or minus this"""
+    activation_alpha: Annotated[Real, Field(ge=1e-3, le=1e3)] = 1.702
+    """swiglu_clamped: multiplies the gate in the sigmoid"""
     norm: Literal["layernorm", "rmsnorm"]
     """normalisation before attention, MLP and head"""
-    norm_order: Literal["pre", "post"] = "pre"
-    """norms before attention, MLP and head, or after each residual add and the embedding"""
+    norm_order: Literal["pre", "post", "sandwich", "after"] = "pre"
+    """norms: before a sublayer and the head, after its residual add, around it, or of its output"""
+    parallel_residual: bool = False
+    """attention and MLP read the same residual stream, and both are added to it"""
+    parallel_norms: Annotated[Int, Field(ge=1, le=2)] = 2
+    """norms of a block with parallel_residual: 1 is of both attention and MLP"""
     norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)]
     """added to the variance"""
+    norm_offset: Annotated[Real, Field(ge=0.0, le=1.0)] = 0.0
+    """added to norms' weights, which begin at 1 minus this: 1 as in Gemma, or 0"""
     position: Literal["learned", "rope"]
     """position information"""
     token_types: Whole = 0
@@ -131,6 +176,14 @@ class ModelConfig(Section):
     """base of the rotary frequencies"""
     rope_scaling: RopeScaling | None = None
     """scaling of the rotary frequencies"""
+    rope_local_theta: Annotated[Real, Field(ge=0.0, le=1e12)] = 0.0
+    """base of the layers with a window, which are not scaled [rope_theta, scaled]"""
+    rope_pattern: Annotated[str, Field(pattern=rf"^[RN]{{0,{MAX_LAYERS}}}$")] = ""
+    """letters of the layers, repeated: R rotates queries and keys, N does not [R]"""
+    rotary_fraction: Annotated[Real, Field(ge=1e-6, le=1.0)] = 1.0
+    """share of a head that rotates: its first int(head_dim * this) dimensions"""
+    rope_interleaved: bool = False
+    """rotary pairs are neighbours, dimensions 2i and 2i + 1, and not i and i + half of them"""
     causal: bool = True
     """false: tokens attend to all of their sequence, as in encoders; not with head = lm"""
     window: Whole = 0
@@ -138,13 +191,19 @@ class ModelConfig(Section):
     window_pattern: Annotated[str, Field(pattern=rf"^[LG]{{0,{MAX_LAYERS}}}$")] = ""
     """letters of the layers, repeated: L has the window, G sees all [L]"""
     attention_scale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
-    """multiplies scores before the softmax [1 / sqrt(head_dim)]"""
+    """multiplies scores before the softmax [1 / sqrt(head_dim), with mla also YaRN's growth]"""
     embedding_scale: Multiplier = 1.0
-    """multiplies token embeddings"""
+    """multiplies token embeddings; sqrt(hidden_size) is rounded to their dtype first (Gemma)"""
     residual_scale: Multiplier = 1.0
     """multiplies the outputs of attention and MLP before they are added"""
     logit_scale: Multiplier = 1.0
     """lm: multiplies the logits"""
+    attention_softcap: Softcap = 0.0
+    """replaces scores x, ahead of the mask, by this * tanh(x / this); 0 caps none"""
+    logit_softcap: Softcap = 0.0
+    """lm: the same of logits, after logit_scale"""
+    attention_sinks: bool = False
+    """a trained logit of each query head joins its softmaxes, and has no value"""
     tie_embeddings: bool
     """the head shares the token embedding's weight [false for heads that read no vocabulary]"""
     bias: bool
@@ -154,9 +213,19 @@ class ModelConfig(Section):
     out_bias: bool | None = None
     """bias of attention's output projection [bias]"""
     mlp_bias: bool | None = None
-    """biases of the MLP; experts have none [bias]"""
-    qk_norm: Literal["none", "head"] = "none"
-    """a norm of each query and key head before rotation, with a weight that all heads share"""
+    """biases of the MLP; those of routed experts are expert_bias [bias]"""
+    expert_bias: bool = False
+    """biases of routed experts, which their tokens' weights multiply too"""
+    router_bias: bool = False
+    """a trained bias of the router's logits; router_biases are of the choice alone"""
+    norm_bias: bool | None = None
+    """biases of layernorm; rmsnorm has none [true]"""
+    head_bias: bool = False
+    """lm: bias of the logits, where the head has a weight of its own"""
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
+    mla: Mla | None = None
+    """multi-head latent attention, in place of the query, key and value projection"""
     dropout: Fraction = 0.0
     """after the embedding, attention and MLP outputs"""
     attention_dropout: Fraction = 0.0
@@ -167,6 +236,8 @@ class ModelConfig(Section):
     """experts of each MLP; 0 is a dense model"""
     top_k: Annotated[Int, Field(ge=0, le=MAX_EXPERTS)] = 0
     """experts that each token visits"""
+    first_dense_layers: Annotated[Int, Field(ge=0, le=MAX_LAYERS)] = 0
+    """first layers without experts, whose MLP is ffn_hidden_size wide"""
     moe_ffn_hidden_size: Whole = 0
     """inner width of an expert [ffn_hidden_size]"""
     shared_expert_ffn_hidden_size: Whole = 0
@@ -175,6 +246,8 @@ class ModelConfig(Section):
     """the shared expert's output is scaled by a sigmoid gate"""
     normalize_top_k: bool = True
     """the chosen experts' weights are rescaled to sum to 1"""
+    routed_scale: Multiplier = 1.0
+    """multiplies the weighted sum of the chosen experts, without the shared one"""
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     """turns router logits into experts' weights, in float32"""
     router_groups: Annotated[Int, Field(ge=1, le=MAX_EXPERTS)] = 1
@@ -206,6 +279,19 @@ class ModelConfig(Section):
         return self.router_biases or self.router_bias_update_rate > 0.0
 
     @property
+    def norms_outputs(self) -> bool:
+        """True where attention's and the MLP's outputs have norms ahead of the residual add."""
+        return self.norm_order in ("sandwich", "after")
+
+    @property
+    def norms_per_block(self) -> int:
+        return 4 if self.norm_order == "sandwich" else self.parallel_norms
+
+    @property
+    def has_norm_bias(self) -> bool:
+        return self.norm == "layernorm" and self.norm_bias is not False
+
+    @property
     def has_out_bias(self) -> bool:
         return self.bias if self.out_bias is None else self.out_bias
 
@@ -216,7 +302,12 @@ class ModelConfig(Section):
     @property
     def is_gated(self) -> bool:
         """True where an MLP's first GEMM has a gate column for each column of the inner width."""
-        return self.activation == "swiglu"
+        return self.activation in GATED
+
+    @property
+    def activation_clamp(self) -> tuple[float, float]:
+        """(limit, alpha) of swiglu_clamped."""
+        return self.activation_limit, self.activation_alpha
 
     @property
     def up_factor(self) -> int:
@@ -227,6 +318,42 @@ class ModelConfig(Section):
         """The window of a layer, numbered over all stages; 0 where its queries see all."""
         letters = self.window_pattern or "L"
         return self.window if letters[layer % len(letters)] == "L" else 0
+
+    def has_experts(self, layer: int) -> bool:
+        """Says whether a layer, numbered over all stages, has experts."""
+        return self.num_experts > 0 and layer >= self.first_dense_layers
+
+    @property
+    def of_first_layers(self) -> "ModelConfig":
+        """The dense model whose blocks are the first ones of this mixture."""
+        no_experts = dict.fromkeys(("num_experts", "top_k", "first_dense_layers"), 0)
+        widths = dict.fromkeys(("moe_ffn_hidden_size", "shared_expert_ffn_hidden_size"), 0)
+        return self.model_copy(update=no_experts | widths | {"shared_expert_gate": False})
+
+    @property
+    def rotary_dim(self) -> int:
+        """The dimensions of a head that rotate, where its layer does."""
+        return self.mla.rope_dim if self.mla else int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a value head; of a query or key head it is head_dim."""
+        return self.mla.value_dim if self.mla else self.head_dim
+
+    @property
+    def padded_head_dim(self) -> int:
+        """The width at which attention's kernels see queries, keys and values."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
+    def rotating_share(self) -> float:
+        """The share of the layers that rotate queries and keys."""
+        return sum(map(self.layer_rotates, range(self.num_layers))) / self.num_layers
+
+    def layer_rotates(self, layer: int) -> bool:
+        """True where a layer, numbered over all stages, rotates its queries and keys."""
+        letters = self.rope_pattern or "R"
+        return self.position == "rope" and letters[layer % len(letters)] == "R"
 
     @property
     def dense_ffn_hidden_size(self) -> int:
@@ -249,11 +376,15 @@ def with_model_defaults(values: dict[str, Any]) -> dict[str, Any]:
     if filled.get("head") == "classification":
         filled.setdefault("num_labels", 2)
     heads, hidden = filled.get("num_heads"), filled.get("hidden_size")
+    if isinstance(filled.get("mla"), dict):
+        with suppress(ValidationError):  # which is reported with the others
+            mla = Mla.model_validate(filled["mla"])
+            filled.setdefault("head_dim", mla.nope_dim + mla.rope_dim)
     if type(heads) is int and heads > 0:
         filled.setdefault("num_kv_heads", heads)
     if type(heads) is int and type(hidden) is int and heads > 0 and hidden % heads == 0:
         filled.setdefault("head_dim", hidden // heads)
-    if type(hidden) is int and filled.get("activation") != "swiglu":
+    if type(hidden) is int and filled.get("activation") not in GATED:
         filled.setdefault("ffn_hidden_size", 4 * hidden)
     if filled.get("num_experts"):
         if width := filled.get("moe_ffn_hidden_size"):

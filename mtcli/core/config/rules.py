@@ -27,7 +27,7 @@ from mtcli.core.config.layout_rules import (
 )
 from mtcli.core.config.loading import Table, read_config, validate, with_overrides
 from mtcli.core.config.lora import lora_targets
-from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, ModelConfig
+from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, OF_ROPE, ModelConfig
 from mtcli.core.config.schema import HEAD_OF_FORMAT, ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
 from mtcli.core.config.sync_rules import READ_BY, SYNC_RULES
@@ -158,9 +158,46 @@ def _heads(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.num_heads % m.num_kv_heads:
         message = f"num_kv_heads={m.num_kv_heads} does not divide num_heads={m.num_heads}"
         yield Problem(message, listing(divisors(m.num_heads)), "model.num_kv_heads")
-    if m.position == "rope" and m.head_dim % 2:
+    if m.position == "rope" and m.rotary_dim == m.head_dim and m.head_dim % 2:
         message = f"head_dim={m.head_dim} is odd and rotary positions turn pairs"
         yield Problem(message, f"{m.head_dim - 1} or {m.head_dim + 1}", "model.head_dim")
+
+
+def _pairs_rotate(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that a fraction of a head is pairs of dimensions, and that some layer rotates them."""
+    m = config.model
+    if m.rotary_fraction != 1.0 and (m.rotary_dim % 2 or not m.rotary_dim):
+        dims = f"{m.rotary_dim} of head_dim={m.head_dim} dimensions"
+        message = f"rotary_fraction={m.rotary_fraction:g} rotates {dims}, which are no pairs"
+        hint = f"a multiple of 2 / head_dim = {2 / m.head_dim:g}"
+        yield Problem(message, hint, "model.rotary_fraction")
+    if m.position == "rope" and not m.rotating_share:
+        message = f"rope_pattern={m.rope_pattern!r}: no layer rotates"
+        yield Problem(message, "a pattern with an R", "model.rope_pattern")
+
+
+def _latents_have_heads(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks that multi-head latent attention has no setting of a query, key and value
+    projection."""
+    m, p, mla = config.model, config.parallel, config.model.mla
+    if mla is None:
+        return
+    width = mla.nope_dim + mla.rope_dim
+    fixed = {
+        "position": "rope", "num_kv_heads": m.num_heads, "head_dim": width, "qk_norm": "none",
+        "rotary_fraction": 1.0,
+    }  # fmt: skip
+    for name, value in fixed.items():
+        if (given := getattr(m, name)) != value:
+            message = f"{name}={given!r} with model.mla, whose heads come from latents"
+            yield Problem(message, f"{name} = {value!r}, or leave it out", f"model.{name}")
+    if mla.rope_dim % 2:
+        message = f"rope_dim={mla.rope_dim} is odd and rotary positions turn pairs"
+        hint = f"{mla.rope_dim - 1} or {mla.rope_dim + 1}"
+        yield Problem(message, hint, "model.mla.rope_dim")
+    if p.grid_rows > 1:
+        message = f"{p.grid_rows} rows of tp ranks with model.mla, whose latents are not sharded"
+        yield Problem(message, "parallel.tp_mode = '1d'", "parallel.tp_mode")
 
 
 def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -169,6 +206,10 @@ def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:
         message = f"top_k={m.top_k} of num_experts={m.num_experts} experts"
         hint = f"1 to {m.num_experts}" if m.num_experts else "0 where there are no experts"
         yield Problem(message, hint, "model.top_k")
+    if m.num_experts and m.first_dense_layers >= m.num_layers:
+        message = f"first_dense_layers={m.first_dense_layers} of num_layers={m.num_layers}"
+        hint = f"at most {m.num_layers - 1}, or num_experts = 0"
+        yield Problem(f"{message}: no layer has experts", hint, "model.first_dense_layers")
     if m.num_experts:
         yield from divides("model.router_groups", m.router_groups, "num_experts", m.num_experts)
     if m.router_top_groups > m.router_groups:
@@ -317,6 +358,11 @@ def _head_has_its_layers(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.head == "mlm" and not m.tie_embeddings:
         message = "head='mlm' with tie_embeddings=false: it predicts by the token embedding"
         yield Problem(message, "model.tie_embeddings = true", "model.tie_embeddings")
+    if m.head_bias and (m.head != "lm" or m.tie_embeddings):
+        has = f"head={m.head!r}" if m.head != "lm" else "tie_embeddings=true"
+        message = f"head_bias=true with {has}"
+        hint = "a language model with tie_embeddings=false, or leave head_bias out"
+        yield Problem(f"{message}, whose head has no layer of that kind", hint, "model.head_bias")
     if m.head in CLASSIFIERS and m.tie_embeddings:
         message = f"head={m.head!r} with tie_embeddings=true, and it reads no vocabulary"
         yield Problem(message, "leave model.tie_embeddings out", "model.tie_embeddings")
@@ -386,11 +432,39 @@ def _trackers_differ(config: RunConfig, world: int) -> Iterator[Problem]:
             )
 
 
-def _logits_are_scaled(config: RunConfig, world: int) -> Iterator[Problem]:
+def _logits_are_of_tokens(config: RunConfig, world: int) -> Iterator[Problem]:
     m = config.model
     if m.logit_scale != 1.0 and m.head != "lm":
         message = f"logit_scale={m.logit_scale:g} with head={m.head!r}, which scales none"
         yield Problem(message, "1, or model.head = 'lm'", "model.logit_scale")
+    if m.logit_softcap and m.head != "lm":
+        message = f"logit_softcap={m.logit_softcap:g} with head={m.head!r}, which caps none"
+        yield Problem(message, "0, or model.head = 'lm'", "model.logit_softcap")
+    if m.logit_scale != 1.0 and m.head_bias:
+        message = f"logit_scale={m.logit_scale:g} with head_bias=true, which it would not multiply"
+        yield Problem(message, "logit_scale = 1, or head_bias = false", "model.logit_scale")
+
+
+def _norms_have_their_parts(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.norm_offset not in (0.0, 1.0):
+        message = f"norm_offset={m.norm_offset:g}: weights begin at 0 or 1, and gains at 1"
+        yield Problem(message, "0 or 1", "model.norm_offset")
+    if m.norm_bias and not m.has_norm_bias:
+        message = f"norm_bias=true with norm={m.norm!r}, which has none"
+        yield Problem(message, "model.norm = 'layernorm', or leave it out", "model.norm_bias")
+
+
+def _parallel_residual_fits(config: RunConfig, world: int) -> Iterator[Problem]:
+    m = config.model
+    if m.parallel_residual and m.norm_order != "pre":
+        message = f"parallel_residual=true with norm_order={m.norm_order!r}"
+        hint = "model.norm_order = 'pre', or model.parallel_residual = false"
+        yield Problem(f"{message}, which norms more than inputs", hint, "model.parallel_residual")
+    if m.parallel_norms == 1 and not m.parallel_residual:
+        message = "parallel_norms=1 with parallel_residual=false: the MLP's input is another"
+        hint = "model.parallel_residual = true, or leave parallel_norms out"
+        yield Problem(message, hint, "model.parallel_norms")
 
 
 def _windows_have_layers(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -417,6 +491,21 @@ def _rope_scaling_is_a_range(config: RunConfig, world: int) -> Iterator[Problem]
         yield Problem("rope_theta=1 turns all pairs alike", "above 1", "model.rope_theta")
 
 
+def _rope_scaling_fits_heads(config: RunConfig, world: int) -> Iterator[Problem]:
+    m, scaling = config.model, config.model.rope_scaling
+    if scaling and scaling.kind == "longrope":
+        if scaling.original_max_seq_len == 1:
+            field = "model.rope_scaling.original_max_seq_len"
+            yield Problem("longrope with original_max_seq_len=1", "2 or more", field)
+        for name in ("short_factors", "long_factors"):
+            if len(numbers := getattr(scaling, name)) != m.rotary_dim // 2:
+                message = f"{len(numbers)} {name} for heads of {m.rotary_dim // 2} pairs"
+                yield Problem(message, "a factor for each", f"model.rope_scaling.{name}")
+    if scaling and scaling.kind == "dynamic" and m.rotary_dim == 2:
+        message = "kind='dynamic' has no base for heads of one pair"
+        yield Problem(message, "more dimensions that rotate", "model.rope_scaling.kind")
+
+
 FORMATS = {  # by head
     "lm": ("tokens", "conversations"),
     "mlm": ("tokens",),
@@ -438,11 +527,18 @@ class Need(NamedTuple):
 NEEDS = (
     Need(tuple(f"model.{name}" for name in OF_EXPERTS), "model.num_experts", (), "a dense model"),
     Need(
-        ("model.rope_theta", "model.rope_scaling"),
+        tuple(f"model.{name}" for name in OF_ROPE),
         "model.position",
         ("rope",),
         "which turns nothing",
     ),
+    Need(
+        ("model.activation_limit", "model.activation_alpha"),
+        "model.activation",
+        ("swiglu_clamped",),
+        "which clamps nothing",
+    ),
+    Need(("model.rope_local_theta",), "model.window", (), "which no layer has"),
     Need(("parallel.tp_rows",), "parallel.tp_mode", ("2d",), "which has no rows"),
     Need(("model.sentence_order",), "model.head", ("mlm",), "which predicts no order"),
     Need(("model.num_labels",), "model.head", ("classification",), "which has no classes"),
@@ -536,9 +632,14 @@ RULES: tuple[Rule, ...] = (
     *SYNC_RULES,
     _sequence_fits,
     next_tokens_are_hidden,
-    _logits_are_scaled,
+    _logits_are_of_tokens,
+    _norms_have_their_parts,
+    _parallel_residual_fits,
     _windows_have_layers,
+    _pairs_rotate,
+    _latents_have_heads,
     _rope_scaling_is_a_range,
+    _rope_scaling_fits_heads,
     _curve_fits,
     _run_has_a_length,
     _trust_bounds_are_a_range,

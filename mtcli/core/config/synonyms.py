@@ -40,6 +40,8 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ("rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon", "model.norm_eps"),
             ("position_embedding_type positions", "model.position"),
             ("rope_base rotary_base", "model.rope_theta"),
+            ("rope_local_base_freq local_rope_theta", "model.rope_local_theta"),
+            ("partial_rotary_factor rotary_pct rotary_percent", "model.rotary_fraction"),
             ("tie_word_embeddings", "model.tie_embeddings"),
             ("initializer_range init_method_std", "model.init_std"),
             ("experts n_experts num_local_experts n_routed_experts", "model.num_experts"),
@@ -91,7 +93,11 @@ VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **dict.fromkeys(("moe", "mistral-moe"), "mixtral"),
             **dict.fromkeys(("qwen2_moe", "qwen-moe"), "qwen2-moe"),
         },
-        "model.activation": {"gelu_new": "gelu_tanh", "silu": "swiglu", "swish": "swiglu"},
+        "model.activation": {
+            **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), "gelu_tanh"),
+            **dict.fromkeys(("silu", "swish"), "swiglu"),
+            **dict.fromkeys(("relu_squared", "squared_relu"), "relu2"),
+        },
         "model.norm": {"rms_norm": "rmsnorm", "layer_norm": "layernorm"},
         "model.position": {"rotary": "rope", "learned_absolute": "learned", "absolute": "learned"},
         "parallel.schedule": {

@@ -23,7 +23,8 @@ from mtcli.core.mesh.parameters import parameters
 from mtcli.core.runtime.atomic_writes import atomic_folder
 from mtcli.core.runtime.process_pool import ProcessMemory, Progress, run_parts, shares
 
-Export = tuple[str, StoredBox]  # a parameter, and a Hugging Face tensor that is a box of it
+# Of a Hugging Face tensor, in its order: boxes of parameters, with their names.
+Export = list[tuple[str, StoredBox]]
 
 
 def to_hf(
@@ -42,13 +43,14 @@ def to_hf(
         family = config_json.family_of(source.model)
     else:
         family = config_json.family_in(config_json.read_json(original), original)
-    exports = [
-        (name, box._replace(code=code_of(options.dtype or source.dtype(name))))
-        for name, parameter in parameters(source.model).items()
-        for box in family.boxes(parameter, source.model)
-    ]
+    by_key: dict[str, Export] = {}
+    for name, parameter in parameters(source.model).items():
+        code = code_of(options.dtype or source.dtype(name))
+        for box in family.boxes(parameter, source.model):
+            by_key.setdefault(box.key, []).append((name, box._replace(code=code)))
+    exports = list(by_key.values())
     files = _files(exports, max_shard_bytes)
-    sizes = [sum(_bytes(box) for _, box in tensors) for tensors in files.values()]
+    sizes = [sum(map(_bytes, tensors)) for tensors in files.values()]
     require_free(final, options.force)
     with atomic_folder(final, sum(sizes)) as partial:
         items = list(files.items())
@@ -56,31 +58,32 @@ def to_hf(
         work = partial_of(_write_files, source, partial)
         _, memory = run_parts(work, parts, options.progress)
         if len(files) > 1:
-            names = {box.key: file for file, tensors in files.items() for _, box in tensors}
+            names = {export[0][1].key: file for file, t in files.items() for export in t}
             weight_map = dict(sorted(names.items()))
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
             _write_json(partial / INDEX, index)
         for name, path in tokenizer_of(source).items():
             write_bytes(partial / name, read_untrusted(path))
-        _write_configs(partial, source, family, original, DTYPE_OF_CODE[exports[0][1].code])
+        _write_configs(partial, source, family, original, DTYPE_OF_CODE[exports[0][0][1].code])
     return memory
 
 
-def _bytes(box: StoredBox) -> int:
+def _bytes(export: Export) -> int:
+    (_, box), *_ = export
     return prod(box.shape) * CODE_BYTES[box.code]
 
 
 def _files(exports: list[Export], limit: int) -> dict[str, list[Export]]:
     groups: list[list[Export]] = [[]]
     size = 0
-    for name, box in exports:
-        if groups[-1] and size + _bytes(box) > limit:
+    for export in exports:
+        if groups[-1] and size + _bytes(export) > limit:
             groups.append([])
             size = 0
-        groups[-1].append((name, box))
-        size += _bytes(box)
+        groups[-1].append(export)
+        size += _bytes(export)
     for group in groups:
-        group.sort(key=lambda export: -CODE_BYTES[export[1].code])  # all stay aligned
+        group.sort(key=lambda export: -CODE_BYTES[export[0][1].code])  # all stay aligned
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     total = len(groups)
@@ -93,10 +96,11 @@ def _write_files(
     for file, exports in files:
         tensors = (
             tensor
-            for name, box in exports
+            for export in exports
+            for name, box in export
             for tensor in read_stored(source, name, box, DTYPE_OF_CODE[box.code], progress)
         )
-        plan = [(box.key, box.code, box.shape) for _, box in exports]
+        plan = [(box.key, box.code, box.shape) for (_, box), *_ in exports]
         write_tensors(folder / file, plan, tensors, {"format": "pt"})
 
 
@@ -110,8 +114,11 @@ def _write_configs(
         table = config_json.config_to_hf(source.model, family) | tokens
     else:
         table = config_json.read_json(original)
+    # of MXFP4 folders, whose weights are written decoded
+    was_packed = table.pop("quantization_config", None) is not None
     names = {"torch_dtype", "dtype"} & set(table) or {"torch_dtype"}
-    if original is not None and all(table.get(name) == dtype_name(dtype) for name in names):
+    is_same = all(table.get(name) == dtype_name(dtype) for name in names)
+    if original is not None and is_same and not was_packed:
         write_bytes(folder / config_json.NAME, read_untrusted(original))
     else:
         _write_json(folder / config_json.NAME, table | dict.fromkeys(names, dtype_name(dtype)))

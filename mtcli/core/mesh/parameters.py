@@ -10,11 +10,11 @@ Axis tp shards heads, ffn and the vocabulary. Where tp ranks form a grid, tp_row
 dimension of weights, and tp that of biases and norms, as it does the columns of activations.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
-from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.model import Mla, ModelConfig
 from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.adapters import adapter_parameters
 from mtcli.core.mesh.layout import ParallelLayout
@@ -52,15 +52,8 @@ def parameters(model: ModelConfig) -> dict[str, Parameter]:
     if model.norm_order == "post":
         table += _norm(model, "embedding_norm", "first")
     for layer in range(model.num_layers):
-        block = f"blocks.{layer}"
-        table += _norm(model, f"{block}.attention_norm", layer)
-        table += _attention(model, f"{block}.attention", layer)
-        table += _norm(model, f"{block}.mlp_norm", layer)
-        if model.num_experts:
-            table += _experts(model, f"{block}.mlp", layer)
-        else:
-            table += _feed_forward(model, f"{block}.mlp", layer, model.ffn_hidden_size)
-    if model.norm_order == "pre":
+        table += _block(model, f"blocks.{layer}", layer)
+    if model.norm_order != "post":
         table += _norm(model, "final_norm", "last")
     table += _head(model)
     return {parameter.name: parameter for parameter in table}
@@ -78,9 +71,13 @@ def count_adapters(model: ModelConfig, lora: LoraConfig) -> int:
 
 def count_active(model: ModelConfig) -> int:
     """The number of parameters used for one token: of the experts, top_k out of num_experts."""
-    experts = sum(p.numel for p in parameters(model).values() if p.is_expert)
-    idle = experts * (model.num_experts - model.top_k) // model.num_experts if experts else 0
-    return count_parameters(model) - idle
+    return count_parameters(model) - _idle(model, parameters(model).values())
+
+
+def _idle(model: ModelConfig, table: Iterable[Parameter]) -> int:
+    """The parameters of experts that a token does not visit."""
+    experts = sum(p.numel for p in table if p.is_expert)
+    return experts * (model.num_experts - model.top_k) // model.num_experts if experts else 0
 
 
 def stage_parameters(
@@ -107,17 +104,18 @@ def forward_flops(model: ModelConfig, seq_len: int, causal: bool = False) -> flo
     """FLOPs of one token's forward pass at a sequence length.
 
     2 per weight of every matrix that multiplies the token (the head, but not the embedding lookup),
-    plus 4 * keys * heads * head_dim per layer for scores and values. `keys` is seq_len, the full
-    square; with `causal` the mean number of keys that a query sees, half of them in a causal layer.
-    Adapters are not counted.
+    plus 2 * keys * heads * (head_dim + value_dim) per layer for scores and values. `keys` is
+    seq_len, the full square; with `causal` the mean number of keys that a query sees, half of them
+    in a causal layer. Adapters are not counted.
     """
     tables = ("embedding.weight", "position_embedding.weight", TOKEN_TYPES)
-    matrices = (p for p in parameters(model).values() if p.init in ("normal", "residual"))
-    weights = sum(p.numel for p in matrices if p.name not in tables)
-    weights -= count_parameters(model) - count_active(model)
+    kinds = [p for p in parameters(model).values() if p.init in ("normal", "residual")]
+    matrices = [p for p in kinds if p.name not in tables]
+    weights = sum(p.numel for p in matrices) - _idle(model, matrices)
     weights += model.vocab_size * model.hidden_size * model.tie_embeddings
     keys = mean_keys(model, seq_len, full_square=not causal)
-    attention = 4.0 * keys * model.num_heads * model.head_dim * model.num_layers
+    widths = model.head_dim + model.value_dim
+    attention = 2.0 * keys * model.num_heads * widths * model.num_layers
     return 2.0 * weights + attention
 
 
@@ -142,17 +140,36 @@ def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False)
     return Parameter(name, shape, ("tp", "tp_row"), "normal", layer, padded=0, tied=tied)
 
 
+def _block(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
+    for part in ("attention", "mlp"):
+        is_shared = part == "mlp" and model.parallel_norms == 1
+        if model.norm_order != "after" and not is_shared:
+            yield from _norm(model, f"{name}.{part}_norm", layer)
+        if part == "attention" and model.mla:
+            yield from _latent_attention(model, model.mla, f"{name}.{part}", layer)
+        elif part == "attention":
+            yield from _attention(model, f"{name}.{part}", layer)
+        elif model.has_experts(layer):
+            yield from _experts(model, f"{name}.{part}", layer)
+        else:
+            yield from _feed_forward(model, f"{name}.{part}", layer, model.ffn_hidden_size)
+        if model.norms_outputs:
+            yield from _norm(model, f"{name}.{part}_post_norm", layer)
+
+
 def _head(model: ModelConfig) -> Iterator[Parameter]:
     """The parameters of a head for masked tokens or for classes."""
     hidden = model.hidden_size
     if model.head == "lm":
         if not model.tie_embeddings:
             yield _vocabulary(model, "head.weight", "last")
+        if model.head_bias:
+            yield _bias_of_logits(model)
         return
     if model.head == "mlm":
         yield from _dense("head.transform", hidden)
         yield from _norm(model, "head.norm", "last")
-        yield Parameter("head.bias", (model.vocab_size,), ("tp",), "zeros", "last", padded=0)
+        yield _bias_of_logits(model)
         if not model.sentence_order:
             return
     outputs = {"mlm": 2, "classification": model.num_labels, "multiple_choice": 1}[model.head]
@@ -164,6 +181,10 @@ def _head(model: ModelConfig) -> Iterator[Parameter]:
     yield Parameter(f"{name}.bias", (outputs,), (None,), "zeros", "last")
 
 
+def _bias_of_logits(model: ModelConfig) -> Parameter:
+    return Parameter("head.bias", (model.vocab_size,), ("tp",), "zeros", "last", padded=0)
+
+
 def _dense(name: str, hidden: int) -> Iterator[Parameter]:
     """A square layer of the head, which tp ranks replicate unless they form a grid."""
     shape, axes = (hidden, hidden), ("tp_columns", "tp_row")
@@ -172,19 +193,23 @@ def _dense(name: str, hidden: int) -> Iterator[Parameter]:
 
 
 def _norm(model: ModelConfig, name: str, layer: Layer) -> list[Parameter]:
-    return _norm_of(model, name, layer, model.hidden_size, "tp_columns")
+    return _norm_of(model, name, layer, (model.hidden_size,), ("tp_columns",))
 
 
 def _norm_of(
-    model: ModelConfig, name: str, layer: Layer, width: int, axis: str | None
+    model: ModelConfig,
+    name: str,
+    layer: Layer,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
 ) -> list[Parameter]:
-    """A norm of a width that an axis shards; without one, of heads, of which tp ranks have some."""
-    kinds: list[tuple[str, Init]] = [("weight", "ones")]
-    if model.norm == "layernorm":
+    """A norm over columns that axes shard; without axes, of heads, of which tp ranks have some."""
+    kinds: list[tuple[str, Init]] = [("weight", "zeros" if model.norm_offset else "ones")]
+    if model.has_norm_bias:
         kinds.append(("bias", "zeros"))
-    partial = axis is None
+    partial = axes == (None,)
     return [
-        Parameter(f"{name}.{kind}", (width,), (axis,), init, layer, partial_over_tp=partial)
+        Parameter(f"{name}.{kind}", shape, axes, init, layer, partial_over_tp=partial)
         for kind, init in kinds
     ]
 
@@ -210,13 +235,44 @@ def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]
     yield _linear(f"{name}.qkv", (*fused, hidden), (*axes, "tp_row"), layer, *slots)
     if model.qkv_bias:
         yield Parameter(f"{name}.qkv.bias", fused, axes, "zeros", layer)
-    if model.qk_norm == "head":
-        for norm in ("q_norm", "k_norm"):
-            yield from _norm_of(model, f"{name}.{norm}", layer, model.head_dim, None)
-    shape = (hidden, model.num_heads * model.head_dim)
+    of_heads = model.qk_norm == "head"
+    for norm, heads in (("q_norm", queries), ("k_norm", 1)) if model.qk_norm != "none" else ():
+        normed = (model.head_dim,) if of_heads else (groups, heads, model.head_dim)
+        yield from _norm_of(model, f"{name}.{norm}", layer, normed, (None,) if of_heads else axes)
+    yield from _output(model, name, layer)
+
+
+def _latent_attention(model: ModelConfig, mla: Mla, name: str, layer: int) -> Iterator[Parameter]:
+    """Down-projections, which tp ranks replicate, and up-projections, whose heads they shard. A
+    bias is one of a down-projection."""
+    heads, hidden, turned = model.num_heads, model.hidden_size, mla.nope_dim + mla.rope_dim
+    latents = [("q_down", mla.q_rank, "q_norm", mla.q_rank)] if mla.q_rank else []
+    latents.append(("kv_down", mla.kv_rank + mla.rope_dim, "kv_norm", mla.kv_rank))
+    for linear, width, norm, rank in latents:
+        down = f"{name}.{linear}"
+        yield Parameter(f"{down}.weight", (width, hidden), (None, None), "normal", layer)
+        if model.qkv_bias:
+            yield Parameter(f"{down}.bias", (width,), (None,), "zeros", layer)
+        init: Init = "zeros" if model.norm_offset else "ones"
+        yield Parameter(f"{name}.{norm}.weight", (rank,), (None,), init, layer)
+    axes, query = ("tp", None, None), "q_up" if mla.q_rank else "q"
+    shape = (heads, turned, mla.q_rank or hidden)
+    yield _linear(f"{name}.{query}", shape, axes, layer, Matrix("query"))
+    shape = (heads, mla.nope_dim + mla.value_dim, mla.kv_rank)
+    slots = Matrix("key", 1, 0, mla.nope_dim), Matrix("value", 1, mla.nope_dim, mla.value_dim)
+    yield _linear(f"{name}.kv_up", shape, axes, layer, *slots)
+    yield from _output(model, name, layer)
+
+
+def _output(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
+    if model.attention_sinks:  # of the queries of qkv, as its first two dims
+        groups = model.num_heads if model.mla else model.num_kv_heads
+        heads = (groups, model.num_heads // groups)
+        yield Parameter(f"{name}.sinks", heads, ("tp", "tp"), "normal_vector", layer)
+    shape = (model.hidden_size, model.num_heads * model.value_dim)
     yield _linear(f"{name}.out", shape, ("tp_row", "tp"), layer, Matrix("output"))
     if model.has_out_bias:
-        yield Parameter(f"{name}.out.bias", (hidden,), ("tp_columns",), "zeros", layer)
+        yield Parameter(f"{name}.out.bias", shape[:1], ("tp_columns",), "zeros", layer)
 
 
 def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterator[Parameter]:
@@ -235,6 +291,8 @@ def _feed_forward(model: ModelConfig, name: str, layer: int, ffn: int) -> Iterat
 def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     experts, hidden, ffn = model.num_experts, model.hidden_size, model.moe_ffn_hidden_size
     yield Parameter(f"{name}.router.weight", (experts, hidden), (None, None), "normal", layer)
+    if model.router_bias:
+        yield Parameter(f"{name}.router.linear_bias", (experts,), (None,), "zeros", layer)
     if model.has_router_biases:
         bias = f"{name}.router.bias"
         yield Parameter(bias, (experts,), (None,), "zeros", layer, trained=False)
@@ -243,7 +301,11 @@ def _experts(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     slots = (Matrix("gate", 1, 0), Matrix("up", 1, 1)) if gated else (Matrix("up"),)
     up, down = f"{name}.experts.{'gate_up' if gated else 'up'}", f"{name}.experts.down"
     yield _linear(up, (experts, *shape, hidden), ("ep", *axes, None), layer, *slots)
+    if model.expert_bias:
+        yield Parameter(f"{up}.bias", (experts, *shape), ("ep", *axes), "zeros", layer)
     yield _linear(down, (experts, hidden, ffn), ("ep", None, "etp"), layer, Matrix("down"))
+    if model.expert_bias:  # each etp rank adds its columns to its partial sums
+        yield Parameter(f"{down}.bias", (experts, hidden), ("ep", "etp"), "zeros", layer)
     if shared := model.shared_expert_ffn_hidden_size:
         yield from _feed_forward(model, f"{name}.shared_expert", layer, shared)
     if model.shared_expert_gate:

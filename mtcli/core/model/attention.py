@@ -3,21 +3,26 @@
 b sequences of s tokens, T = b * s; h query heads and g key-value groups of this rank, r = h / g.
 """
 
+from math import prod
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.visibility import layer_visibility
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.rope import halves, layer_table
 from mtcli.core.parallel.attention_mask import AttentionMask
 from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.kernels.attention.attention import attention, masked_sdpa
 from mtcli.kernels.attention.merge import merge_
+from mtcli.kernels.attention.sinks import with_sinks
 from mtcli.kernels.attention.softmax import ScoreDropout, masked_softmax
 from mtcli.kernels.gemm import matmul
+from mtcli.kernels.softcap import softcap
 
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 
@@ -28,27 +33,45 @@ class Attention(nn.Module):
     def __init__(self, layer: int, model: ModelConfig, build: LayerFactory, seed: int) -> None:
         super().__init__()
         name = f"blocks.{layer}.attention"
-        self.qkv = build.heads_linear(f"{name}.qkv")
+        self.make_projections(name, model, build)
         self.out = build.row_linear(f"{name}.out")
-        self.has_qk_norm = model.qk_norm == "head"
-        if self.has_qk_norm:
-            self.q_norm, self.k_norm = (build.norm(f"{name}.{x}_norm", model) for x in "qk")
+        self.sinks = build.optional(f"{name}.sinks")
         self.layer, self.head_dim = layer, model.head_dim
-        self.visibility = layer_visibility(model, layer)
+        self.visibility, self.table = layer_visibility(model, layer), layer_table(model, layer)
+        self.num_interleaved = model.rotary_dim * model.rope_interleaved
         # kernels multiply scores by 1 / sqrt(head_dim)
         self.query_scale = model.attention_scale * model.head_dim**0.5 or 1.0
         tp = build.groups.tp
         # of more ranks than key-value heads each has one, with fewer of its query heads
         self.queries_per_group = model.num_heads // max(model.num_kv_heads, tp.size)
-        self.num_heads = model.num_heads
+        self.num_heads, self.cap = model.num_heads, model.attention_softcap
         self.stream = build.dropout(f"{name}.probabilities", model.attention_dropout, seed)
         self.tp_rank, self.cp = tp.rank, build.groups.cp
         self.attend = attention_over(build.cp_mode)
 
+    def make_projections(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
+        """Makes the fused projection to queries, keys and values, and their norms."""
+        self.qkv = build.column_linear(f"{name}.qkv")
+        self.share_heads = build.share_heads(f"{name}.qkv")
+        self.qk_norm = model.qk_norm
+        if self.qk_norm != "none":
+            self.q_norm, self.k_norm = (build.norm(f"{name}.{x}_norm", model) for x in "qk")
+        local = build.table[f"{name}.qkv.weight"].local_shape(build.groups.layout)
+        self.columns = local[:-1]  # [g, r + 2, d], or of shared heads fewer columns of more queries
+
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        qkv_TF = self.qkv(x_TD, numbers=inputs.numbers)
+        qkv_TF = self.project(x_TD, inputs)
         return cast(Tensor, self.out(self.mix(qkv_TF, inputs), numbers=inputs.numbers))
+
+    def project(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        """x_TD [T/tp, D] -> query, key and value of this rank's heads [T, g * (r + 2) * d]."""
+        qkv_TF = self.qkv(x_TD, numbers=inputs.numbers)
+        if self.qk_norm == "projection":  # here every column of a shared head is on one rank
+            q, k, v = qkv_TF.view(-1, *self.columns).split([self.columns[1] - 2, 1, 1], 2)
+            q, k = _normed(self.q_norm, q, 1), _normed(self.k_norm, k, 1)
+            qkv_TF = torch.cat([q, k, v], 2).flatten(1)
+        return cast(Tensor, self.share_heads(qkv_TF))
 
     def mix(self, qkv_TF: Tensor, inputs: Inputs) -> Tensor:
         """Fused projections [T, g * (r + 2) * head_dim] -> attended values [T, h * head_dim]."""
@@ -56,11 +79,10 @@ class Attention(nn.Module):
         r, d = self.queries_per_group, self.head_dim
         # split, not slices: its backward is one concatenation instead of three padded sums
         q, k, v = qkv_TF.view(b, s, -1, r + 2, d).split([r, 1, 1], 3)
-        if self.has_qk_norm:
-            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        if self.qk_norm == "head":
+            q, k = _normed(self.q_norm, q, -1), _normed(self.k_norm, k, -1)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
-        if inputs.rotation is not None:
-            q, k = inputs.rotation(q, k)
+        q, k = self.rotated(q, k, inputs)
         if self.query_scale != 1.0:
             q = q * self.query_scale
         if inputs.cache is not None:
@@ -68,17 +90,40 @@ class Attention(nn.Module):
         mixed = self._attend(q, k, v, inputs)
         return mixed.transpose(1, 2).reshape(b * s, -1)
 
+    def rotated(self, q: Tensor, k: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Queries and keys [b, heads, s, d], rotated where the layer rotates them."""
+        if self.table is None:
+            return q, k
+        if self.num_interleaved:
+            q, k = (halves(x, self.num_interleaved) for x in (q, k))
+        return inputs.rotations[self.table](q, k)
+
+    def expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """What a cache keeps of a layer -> keys and values of this rank's heads: the same."""
+        return k, v
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:
-        masking, paths = AttentionMask(self.visibility, inputs.documents), inputs.paths
+        sinks, cap = self._sinks(q), self.cap
+        masking = AttentionMask(self.visibility, inputs.documents, cap, sinks)
+        paths = inputs.paths
         if self.stream.active and inputs.numbers is not None:
             return self._attend_with_dropout((q, k, v), inputs.numbers, masking)
         if inputs.prefix is not None:
-            return attend_after(inputs.prefix.layers[self.layer], (q, k, v), masking, inputs)
+            prefix = self.expanded(*inputs.prefix.layers[self.layer])
+            return attend_after(prefix, (q, k, v), masking, inputs)
         if paths is not None:
-            return masked_sdpa(q, k, v, masking.of_paths(paths, inputs.positions))
+            return masked_sdpa(q, k, v, masking.of_paths(paths, inputs.positions), cap, sinks)
         if q.shape[2] < k.shape[2]:
-            return masked_sdpa(q, k, v, masking.of_cached(q, k.shape[2]))
+            return masked_sdpa(q, k, v, masking.of_cached(q, k.shape[2]), cap, sinks)
         return self.attend(q, k, v, self.cp, masking)
+
+    def _sinks(self, q: Tensor) -> Tensor | None:
+        """The sinks of q's heads [b, h], or None; in an array each model's are of its sequences."""
+        if self.sinks is None:
+            return None
+        b, h = q.shape[:2]
+        of_models = self.sinks.view(-1, 1, h)
+        return of_models.expand(-1, b // len(of_models), -1).reshape(b, h)
 
     def _attend_with_dropout(self, qkv: Heads, numbers: Tensor, masking: AttentionMask) -> Tensor:
         """Attention with dropout of probabilities, indexed by (query token, head, key position)."""
@@ -93,13 +138,20 @@ class Attention(nn.Module):
         first_head = self.tp_rank * q.shape[1]
         stream = self.stream.per_sequence(len(q))
         dropout = ScoreDropout(numbers, self.num_heads, first_head, *stream)
-        scores, mask = matmul(q, k.transpose(-1, -2)), masking.mask(positions, keys)
-        return matmul(masked_softmax(scores, mask, dropout), v)
+        scores = softcap(matmul(q, k.transpose(-1, -2)), self.cap)
+        mask = masking.mask(positions, keys)
+        if masking.sinks is None:
+            return matmul(masked_softmax(scores, mask, dropout), v)
+        # a last key of each query, without a value
+        column = masking.sinks.to(scores.dtype)[..., None, None].expand(-1, -1, scores.shape[2], 1)
+        mask = None if mask is None else F.pad(mask, (0, 1), value=True)
+        p = masked_softmax(torch.cat([scores, column], -1), mask, dropout)
+        return matmul(p[..., :-1], v)
 
 
-def _normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """The norm of each head of x [b, s, g, r, d]."""
-    return cast(Tensor, norm(x.reshape(-1, x.shape[-1]))).view(x.shape)
+def _normed(norm: nn.Module, x: Tensor, first: int) -> Tensor:
+    """The norm of x over its dimensions from `first` on, as one."""
+    return cast(Tensor, norm(x.reshape(-1, prod(x.shape[first:])))).view(x.shape)
 
 
 def attend_after(
@@ -115,11 +167,12 @@ def attend_after(
     wide = torch.promote_types(q.dtype, torch.float32)
     joined = q.transpose(0, 1).reshape(1, h, b * s, d)
     mask = masking.of_prefix(joined, inputs.positions, prefix[0].shape[2])
-    out, lse = attention(joined, *prefix, False, mask)
+    out, lse = attention(joined, *prefix, False, mask, masking.cap)
     out = out.view(h, b, s, d).transpose(0, 1).to(wide).contiguous()
     lse = lse.view(h, b, s).transpose(0, 1).contiguous()
     causal, mask = masking.of_rows(q)
     if inputs.paths is not None:
         causal, mask = False, masking.of_paths(inputs.paths, inputs.positions)
-    merge_(out, lse, *attention(q, k, v, causal, mask))
+    merge_(out, lse, *attention(q, k, v, causal, mask, masking.cap))
+    out, _ = with_sinks(out, lse, masking.sinks)
     return out.to(q.dtype)

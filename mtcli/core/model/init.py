@@ -91,8 +91,9 @@ def initial_values(
     """A box of a parameter's initial values, float32, bitwise equal on one kind of device.
 
     Matrices are N(0, init_std), those ahead of a residual addition N(0, init_std / sqrt(2 *
-    num_layers)) (arXiv:1909.08053, section 3.1 of the recipe), norms 1 and biases 0. An adapter's A
-    has the variance of peft's, 1 / (3 * inputs), and its B is 0.
+    num_layers)) (arXiv:1909.08053, section 3.1 of the recipe), norms 1, biases 0 and attention
+    sinks N(0, init_std). An adapter's A has the variance of peft's, 1 / (3 * inputs), and its B is
+    0.
     """
     if described.init in ("ones", "zeros"):
         return torch.full(box.size, float(described.init == "ones"), device=device)

@@ -1,13 +1,14 @@
 """The inputs of a stage besides activations: a micro-batch's tokens, positions, labels, masks."""
 
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.model.rope import RotaryTable, rotary_table
+from mtcli.core.model.rope import RotaryTable, rotary_tables
 from mtcli.core.parallel.attention_mask import Documents, restarted
 from mtcli.core.parallel.factory import Scale
 
@@ -69,7 +70,7 @@ class Inputs:
     paths: Tensor | None = None  # [b, s, s] bool, True from a token to earlier ones on its path
     token_types: Tensor | None = None  # [b, s] int64; None is 0 each
     sentences: Sentences | None = None
-    rotation: RotaryTable | None = None
+    rotations: tuple[RotaryTable, ...] = ()  # by `layer_table` of model/rope.py
     cache: KVCache | None = None
     prefix: KVCache | None = None  # of one sequence that precedes each of the b; not extended
     aux_scale: Scale = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
@@ -81,9 +82,9 @@ class Inputs:
 
     def tensors(self) -> list[Tensor]:
         """The tensors that a training step reads, in a fixed order; fields of None are left out."""
-        rows = self.documents and self.documents.rows
+        rows = None if self.documents is None else self.documents.rows
         optional = self.labels, self.weights, self.padding, self.numbers, rows
-        given = (self.tokens, self.positions, *optional, *(self.rotation or ()))
+        given = (self.tokens, self.positions, *optional, *chain(*self.rotations))
         return [x for x in given if x is not None]
 
     def clone(self) -> "Inputs":
@@ -99,7 +100,7 @@ class Inputs:
             padding=padding,
             numbers=numbers,
             documents=self.documents and Documents(self.documents.rows.clone()),
-            rotation=self.rotation and RotaryTable(*(x.clone() for x in self.rotation)),
+            rotations=tuple(RotaryTable(*(x.clone() for x in pair)) for pair in self.rotations),
         )
 
 
@@ -116,17 +117,19 @@ def make_inputs(
     *,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
-    attended: bool = True,
+    context: int | None = None,
     **fields: Any,
 ) -> Inputs:
-    """The inputs of tokens [b, s], with positions 0 .. s - 1 by default, and their rotary table.
+    """The inputs of tokens [b, s], with positions 0 .. s - 1 by default, and their rotary tables.
 
-    `documents` [b, s of full rows] restrict attention to a token's own document. On a rank without
-    blocks nothing is `attended`, and there is no rotary table. `fields` are others of `Inputs`.
+    `documents` [b, s of full rows] restrict attention to a token's own document. Some scalings of
+    rotary positions depend on `context`, by default the model's; it is 0 on a rank without blocks,
+    which has no tables. `fields` are others of `Inputs`.
     """
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    turned = attended and model.position == "rope"
-    turns = rotary_table(model, positions, dtype) if turned else None
+    context = model.max_seq_len if context is None else context
+    turned = context > 0 and model.position == "rope"
+    tables = rotary_tables(model, positions, dtype, context) if turned else ()
     apart = None if documents is None else Documents(documents)
-    return Inputs(tokens, positions, rotation=turns, documents=apart, **fields)
+    return Inputs(tokens, positions, rotations=tables, documents=apart, **fields)

@@ -1,4 +1,4 @@
-"""The feed-forward part of a block: GELU or SwiGLU (arXiv:2002.05202)."""
+"""The feed-forward part of a block, with a gate (arXiv:2002.05202) or without."""
 
 from typing import cast
 
@@ -7,23 +7,23 @@ from torch import Tensor, nn
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.kernels.activation import ACTIVATIONS
+from mtcli.kernels.activation import activation_of
 from mtcli.kernels.triton_launch import runs_triton
 
 
 class Mlp(nn.Module):
-    """Computes down(gelu(up(x)))."""
+    """Computes down(activation(up(x))), such as GELU's."""
 
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
         self.up = build.column_linear(f"{name}.up")
         self.down = build.row_linear(f"{name}.down")
-        self.activation = ACTIVATIONS[model.activation]
+        self.activation = activation_of(model.activation, model.activation_clamp)
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D].
 
-        On a GPU the GELU kernel adds the bias, so that the bias's gradient needs no extra pass.
+        On a GPU the kernel of the activation adds the bias: its gradient needs no extra pass.
         """
         fused = runs_triton(x_TD)
         bias = self.up.flat_bias if fused else None
@@ -33,15 +33,16 @@ class Mlp(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """Computes down(silu(gate(x)) * up(x)), with gate and up in one GEMM."""
+    """Computes down(activation(gate(x)) * up(x)), with gate and up in one GEMM."""
 
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
         self.gate_up = build.column_linear(f"{name}.gate_up")
         self.down = build.row_linear(f"{name}.down")
+        self.activation = activation_of(model.activation, model.activation_clamp)
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
         inner = self.gate_up(x_TD, numbers=inputs.numbers)
-        y_TD = self.down.of_activated(ACTIVATIONS["swiglu"], inner, numbers=inputs.numbers)
+        y_TD = self.down.of_activated(self.activation, inner, numbers=inputs.numbers)
         return cast(Tensor, y_TD)

@@ -6,9 +6,11 @@ Qwen2-MoE arXiv:2407.10671). N copies of tokens, F an expert's width, E/ep local
 """
 
 from dataclasses import replace
+from itertools import repeat
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
@@ -17,8 +19,9 @@ from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.router import Router
 from mtcli.core.parallel.expert import dispatch
 from mtcli.core.parallel.factory import LayerFactory
-from mtcli.kernels.activation import ACTIVATIONS
-from mtcli.kernels.grouped_gemm import grouped_linear, split_rows
+from mtcli.core.parallel.groups import Axis
+from mtcli.kernels.activation import activation_of
+from mtcli.kernels.grouped_gemm import add_by_expert, grouped_linear, split_rows
 from mtcli.kernels.triton_launch import runs_triton
 
 
@@ -33,7 +36,7 @@ class ExpertArray(nn.Module):
         self.add_module(self.up_name, build.weight(f"{name}.{self.up_name}"))
         self.down = build.weight(f"{name}.down")
         self.count = model.num_experts // build.groups.axes["ep"].size
-        self.activation, self.build = ACTIVATIONS[model.activation], build
+        self.activation, self.build = activation_of(model.activation, model.activation_clamp), build
 
     def forward(self, x_ND: Tensor, counts_E: Tensor | None) -> Tensor:
         """Rows sorted by local expert -> results [N, D], partial sums over etp.
@@ -41,23 +44,36 @@ class ExpertArray(nn.Module):
         On CPU one expert at a time, on a GPU all at once.
         """
         build, activation = self.build, self.activation
+        up, down = self.get_submodule(self.up_name), self.down
         up_EFD, down_EDF = (
-            build.expert_weights(cast(Tensor, module.weight), self.count)
-            for module in (self.get_submodule(self.up_name), self.down)
+            build.expert_weights(cast(Tensor, module.weight), self.count) for module in (up, down)
         )
+        up_EF, down_ED = self._biases(up), self._biases(down)
+        if down_ED is not None:
+            down_ED = _padded(down_ED, build.groups.axes["etp"])
         if runs_triton(x_ND):
-            inner_NF = grouped_linear(x_ND, up_EFD, counts_E)
-            return build.activated_experts(activation, inner_NF, down_EDF, counts_E)
-        parts = [
-            build.activated_linear(activation, build.linear(x, up), None, down)
-            for x, up, down in zip(
-                split_rows(x_ND, counts_E, len(up_EFD)),
-                up_EFD.unbind(0),
-                down_EDF.unbind(0),
-                strict=True,
-            )
-        ]
+            inner_NF = add_by_expert(grouped_linear(x_ND, up_EFD, counts_E), up_EF, counts_E)
+            y_ND = build.activated_experts(activation, inner_NF, down_EDF, counts_E)
+            return add_by_expert(y_ND, down_ED, counts_E)
+        rows = split_rows(x_ND, counts_E, len(up_EFD))
+        matrices = up_EFD.unbind(0), down_EDF.unbind(0)
+        biases = (repeat(None) if bias is None else bias.unbind(0) for bias in (up_EF, down_ED))
+        parts = []
+        for x, up_FD, down_DF, up_F, down_D in zip(rows, *matrices, *biases, strict=False):
+            y = build.activated_linear(activation, build.linear(x, up_FD, up_F), None, down_DF)
+            parts.append(y if down_D is None else y + down_D)
         return torch.cat(parts)
+
+    def _biases(self, module: nn.Module) -> Tensor | None:
+        """The biases [E, F] of all experts' matrices, or None."""
+        bias = cast(Tensor | None, module.bias)
+        return None if bias is None else self.build.expert_weights(bias, self.count).flatten(1)
+
+
+def _padded(bias_ED: Tensor, etp: Axis) -> Tensor:
+    """The columns [E, D/etp] that this rank adds to its partial sums, and zeros in the others."""
+    width = bias_ED.shape[1]
+    return F.pad(bias_ED, (etp.rank * width, (etp.size - 1 - etp.rank) * width))
 
 
 class MixtureOfExperts(nn.Module):

@@ -1,4 +1,7 @@
-"""Rotary positions (arXiv:2104.09864), half-split as in Hugging Face's Llama."""
+"""Rotary positions (arXiv:2104.09864), half-split as in Hugging Face's Llama.
+
+The first r = model.rotary_dim dimensions of a head rotate.
+"""
 
 import math
 from typing import NamedTuple
@@ -11,70 +14,128 @@ from mtcli.kernels.rope import rotate
 
 
 class RotaryTable(NamedTuple):
-    """Cosines and sines of a micro-batch's positions, [b, 1, s, head_dim] in the model's dtype."""
+    """Cosines and sines of a micro-batch's positions, [b, 1, s, r] in the model's dtype."""
 
     cos: Tensor
     sin: Tensor
 
     def __call__(self, q_bhsd: Tensor, k_bgsd: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotates queries and keys: dimensions i and i + head_dim / 2 are a pair."""
-        return rotate(q_bhsd, k_bgsd, self.cos, self.sin)
+        """Rotates queries and keys: dimensions i and i + r / 2 are a pair."""
+        r, d = self.cos.shape[-1], q_bhsd.shape[-1]
+        if r == d:
+            return rotate(q_bhsd, k_bgsd, self.cos, self.sin)
+        (q, q_rest), (k, k_rest) = (x.split([r, d - r], -1) for x in (q_bhsd, k_bgsd))
+        q, k = rotate(q, k, self.cos, self.sin)
+        return torch.cat([q, q_rest], -1), torch.cat([k, k_rest], -1)
 
 
-def rotary_table(model: ModelConfig, positions_bs: Tensor, dtype: torch.dtype) -> RotaryTable:
-    """The cosines and sines of each position, with angles in float32 as Hugging Face's are."""
-    angles = positions_bs[:, None, :, None].float() * frequencies(model, positions_bs.device)
+def halves(x_bhsd: Tensor, r: int) -> Tensor:
+    """Reorders the first r dimensions so that the pairs 2i and 2i + 1 are i and i + r / 2. Scores
+    stay the same, as queries and keys are reordered alike."""
+    pairs, unrotated = x_bhsd.split([r, x_bhsd.shape[-1] - r], -1)
+    return torch.cat([pairs[..., ::2], pairs[..., 1::2], unrotated], -1)
+
+
+def layer_table(model: ModelConfig, layer: int) -> int | None:
+    """The number of a layer's table in `rotary_tables`; None where it rotates nothing."""
+    if not model.layer_rotates(layer):
+        return None
+    return int(model.rope_local_theta > 0.0 and model.layer_window(layer) > 0)
+
+
+def rotary_tables(
+    model: ModelConfig, positions_bs: Tensor, dtype: torch.dtype, context: int
+) -> tuple[RotaryTable, ...]:
+    """The table of the layers, and that of local ones where these have a base of their own.
+
+    Scalings that depend on the length of sequences read `context`, which is the same for all
+    micro-batches of a run.
+    """
+    bases = [(model.rope_theta, model.rope_scaling)]
+    if model.rope_local_theta > 0.0:
+        bases.append((model.rope_local_theta, None))
+    dim, tables = model.rotary_dim, []
+    for theta, scaling in bases:
+        radians = frequencies(dim, theta, scaling, context, positions_bs.device)
+        angles = positions_bs[:, None, :, None].float() * radians
+        tables.append(_table(angles, _attention_factor(scaling), dtype))
+    return tuple(tables)
+
+
+def _table(angles: Tensor, factor: float, dtype: torch.dtype) -> RotaryTable:
+    """The cosines and sines of angles [b, 1, s, r / 2] in float32, as Hugging Face's are."""
     angles = torch.cat([angles, angles], -1)
-    cos, sin, factor = angles.cos(), angles.sin(), _attention_factor(model.rope_scaling)
+    cos, sin = angles.cos(), angles.sin()
     if factor != 1.0:
         cos, sin = cos * factor, sin * factor
     return RotaryTable(cos.to(dtype), sin.to(dtype))
 
 
-def frequencies(model: ModelConfig, device: torch.device) -> Tensor:
-    """Radians per position of each pair of dimensions, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, model.head_dim, 2, device=device).float() / model.head_dim
-    plain, scaling = 1.0 / model.rope_theta**exponents, model.rope_scaling
-    if scaling is None:
+def frequencies(
+    dim: int, theta: float, scaling: RopeScaling | None, context: int, device: torch.device
+) -> Tensor:
+    """Radians per position of each pair of the dimensions, float32 [r / 2]."""
+    exponents = torch.arange(0, dim, 2, device=device).float() / dim
+    if scaling is not None and scaling.kind == "dynamic":
+        growth = scaling.factor * context / scaling.original_max_seq_len - (scaling.factor - 1.0)
+        theta *= max(1.0, growth) ** (dim / (dim - 2))
+    plain = 1.0 / theta**exponents
+    if scaling is None or scaling.kind == "dynamic":
         return plain
+    if scaling.kind == "longrope":
+        is_long = context > scaling.original_max_seq_len
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        return 1.0 / (torch.tensor(factors, device=device) * theta**exponents)
     if scaling.kind == "linear":
         return plain / scaling.factor
-    share = _llama3(plain, scaling) if scaling.kind == "llama3" else _yarn(plain, model, scaling)
+    share = _llama3(plain, scaling) if scaling.kind == "llama3" else _yarn(plain, theta, scaling)
     return share * plain + (1.0 - share) * plain / scaling.factor
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """The share of each frequency [head_dim / 2] that is kept, beside the share that is divided by
-    the factor: 1 for short wavelengths, 0 for long ones, and linear in between (Llama 3.1)."""
+    """The share of each frequency [r / 2] that is kept, beside the share that is divided by the
+    factor: 1 for short wavelengths, 0 for long ones, and linear in between (Llama 3.1)."""
     turns = scaling.original_max_seq_len * plain / (2.0 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 
-def _yarn(plain: Tensor, model: ModelConfig, scaling: RopeScaling) -> Tensor:
-    """The share of each frequency [head_dim / 2] that is kept: it falls linearly with the number of
-    the pair, from 1 at beta_fast to 0 at beta_slow (arXiv:2309.00071, section 3.2)."""
+def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
+    """The share of each frequency [r / 2] that is kept: it falls linearly with the number of the
+    pair, from 1 at beta_fast to 0 at beta_slow (arXiv:2309.00071, section 3.2)."""
+    dim = 2 * len(plain)
 
     def pair(turns: float) -> float:
         """The number of the pair, a fraction, that makes so many turns in the original context."""
         wavelengths = scaling.original_max_seq_len / (turns * 2.0 * math.pi)
-        return model.head_dim * math.log(wavelengths) / (2.0 * math.log(model.rope_theta))
+        return dim * math.log(wavelengths) / (2.0 * math.log(theta))
 
     first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, model.head_dim - 1)
+    first, last = max(first, 0), min(last, dim - 1)
     width = last - first or 0.001
     pairs = torch.arange(len(plain), dtype=torch.float32, device=plain.device)
     return 1.0 - ((pairs - first) / width).clamp(0.0, 1.0)
 
 
-def _attention_factor(scaling: RopeScaling | None) -> float:
-    """The factor of rotated queries and keys, which YaRN scales (arXiv:2309.00071, section 3.4)."""
+def score_growth(scaling: RopeScaling | None) -> float:
+    """What YaRN multiplies queries and keys of latent attention by, in all their dimensions
+    (DeepSeek's mscale_all_dim)."""
     if scaling is None or scaling.kind != "yarn":
+        return 1.0
+    return scaling.mscale_all_dim * 0.1 * math.log(scaling.factor) + 1.0
+
+
+def _attention_factor(scaling: RopeScaling | None) -> float:
+    """The factor of rotated queries and keys, which YaRN and LongRoPE scale (arXiv:2309.00071,
+    section 3.4; arXiv:2402.13753)."""
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor:
         return scaling.attention_factor
+    if scaling.kind == "longrope":
+        return math.sqrt(1.0 + math.log(scaling.factor) / math.log(scaling.original_max_seq_len))
     growth = 0.1 * math.log(scaling.factor)
     if scaling.mscale and scaling.mscale_all_dim:
         return (scaling.mscale * growth + 1.0) / (scaling.mscale_all_dim * growth + 1.0)

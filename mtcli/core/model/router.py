@@ -1,7 +1,8 @@
 """The router of a mixture of experts: scores, top-k, capacity, and auxiliary load balancing losses.
 
-Where the model has a bias per expert, the bias is added to scores for the choice alone; weights,
-capacity and losses use the scores (arXiv:2408.15664, section 3). `expert_balance.py` updates it.
+Logits may have a trained bias, `linear_bias`, as in gpt-oss. Another bias per expert, `bias`, is
+added to scores for the choice alone; weights, capacity and losses use the scores (arXiv:2408.15664,
+section 3). `expert_balance.py` updates it.
 
 Padding tokens are routed as others are, but capacity, losses and loads count real tokens alone.
 
@@ -32,6 +33,7 @@ class Router(nn.Module):
     def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
+        self.linear_bias = build.optional(f"{name}.linear_bias")
         self.bias = build.optional(f"{name}.bias")
         self.load_E = torch.zeros(model.num_experts, dtype=torch.int64, device=build.groups.device)
         self.model, self.build = model, build
@@ -46,8 +48,11 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, inputs: Inputs) -> tuple[Tensor, Routing]:
         """(x_TD with the auxiliary losses' gradients attached, the routing of its tokens)."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = self.build.replicated_linear(x_TD.to(wide), self.weight.to(wide))
+        bias = None if self.linear_bias is None else self.linear_bias.to(wide)
+        logits_TE = self.build.replicated_linear(x_TD.to(wide), self.weight.to(wide), bias)
         scores_TE, weights, experts = route(logits_TE, self.bias, self.choice)
+        if self.model.routed_scale != 1.0:
+            weights = weights * self.model.routed_scale
         real_T = None
         if inputs.padding is not None:
             real_T = ~self.build.my_tokens(inputs.padding.flatten())

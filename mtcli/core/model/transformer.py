@@ -4,6 +4,7 @@
 hidden; x_TD is [T/tp, D] under sequence parallelism.
 """
 
+import math
 from collections.abc import Callable
 from typing import cast
 
@@ -16,14 +17,17 @@ from mtcli.core.model.attention import Attention
 from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.heads import HEADS, Head, NextTokens
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.latent_attention import LatentAttention
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.parallel.factory import LayerFactory, Scale, TokenLoss
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) (arXiv:1909.08053, figure 7b); with norm order
-    "post", norm(x + attention(x)), then norm(x + mlp(x)) (figure 7a)."""
+    """x + f(norm(x)) for attention, then MLP (arXiv:1909.08053, figure 7b). Other norm orders:
+    "post", norm(x + f(x)) (figure 7a); "sandwich", x + norm(f(norm(x))); "after", x + norm(f(x))
+    (arXiv:2501.00656, section 3.3). With parallel_residual, x + attention(norm(x)) + mlp(norm(x)),
+    of two norms or one."""
 
     def __init__(
         self, layer: int, model: ModelConfig, build: LayerFactory, seed: int, recompute: str
@@ -31,18 +35,31 @@ class Block(nn.Module):
         super().__init__()
         name = f"blocks.{layer}"
         mlp: type[Mlp | GatedMlp | MixtureOfExperts] = GatedMlp if model.is_gated else Mlp
-        if model.num_experts:
+        if model.has_experts(layer):
             mlp = MixtureOfExperts
-        is_post = model.norm_order == "post"
-        attention_norm = build.add_norm if is_post else build.norm
+        norms: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
+            "pre": (build.norm, build.add_norm),
+            "post": (build.add_norm, build.add_norm),
+            "sandwich": (build.norm, build.norm),
+            "after": (nn.Identity, nn.Identity),
+            "parallel2": (build.norm, build.norm),
+            "parallel1": (build.norm, nn.Identity),
+        }
+        self.num_parallel_norms = model.parallel_residual * model.parallel_norms
+        order = f"parallel{model.parallel_norms}" if model.parallel_residual else model.norm_order
+        attention_norm, mlp_norm = norms[order]
         self.attention_norm = attention_norm(f"{name}.attention_norm", model)
-        self.attention = Attention(layer, model, build, seed)
-        self.mlp_norm = build.add_norm(f"{name}.mlp_norm", model)
+        attention = LatentAttention if model.mla else Attention
+        self.attention = attention(layer, model, build, seed)
+        self.mlp_norm = mlp_norm(f"{name}.mlp_norm", model)
         self.mlp = mlp(f"{name}.mlp", model, build)
+        if model.norms_outputs:
+            self.attention_post_norm = build.norm(f"{name}.attention_post_norm", model)
+            self.mlp_post_norm = build.norm(f"{name}.mlp_post_norm", model)
         self.attention_dropout = Dropout(build.dropout(f"{name}.attention", model.dropout, seed))
         self.mlp_dropout = Dropout(build.dropout(f"{name}.mlp", model.dropout, seed))
-        self.recompute, self.is_post = recompute, is_post
-        self.residual_scale = model.residual_scale
+        self.recompute, self.norm_order = recompute, model.norm_order
+        self.norms_outputs, self.residual_scale = model.norms_outputs, model.residual_scale
 
     def forward(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         """x_TD -> x_TD; with recompute = "full" it saves only its input for backward."""
@@ -51,7 +68,11 @@ class Block(nn.Module):
         return self._run(x_TD, inputs, numbers_T)
 
     def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
-        if self.is_post:
+        if self.norms_outputs:
+            return self._run_with_post_norms(x_TD, inputs, numbers_T)
+        if self.num_parallel_norms:
+            return self._run_in_parallel(x_TD, inputs, numbers_T)
+        if self.norm_order == "post":
             norm, drop = self.attention_norm, self.attention_dropout
             attended_TD = _scaled(self._attention(x_TD, inputs), self.residual_scale)
             x_TD = _norm_of_sum(norm, drop, x_TD, attended_TD, numbers_T)
@@ -67,11 +88,27 @@ class Block(nn.Module):
         y_TD = _scaled(self.mlp(y_TD, inputs), self.residual_scale)
         return cast(Tensor, self.mlp_dropout(y_TD, numbers_T, x_TD))
 
+    def _run_with_post_norms(
+        self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None
+    ) -> Tensor:
+        y_TD = self.attention_post_norm(self._attention(self.attention_norm(x_TD), inputs))
+        x_TD = self.attention_dropout(_scaled(y_TD, self.residual_scale), numbers_T, x_TD)
+        y_TD = self.mlp_post_norm(self.mlp(self.mlp_norm(x_TD), inputs))
+        return cast(Tensor, self.mlp_dropout(_scaled(y_TD, self.residual_scale), numbers_T, x_TD))
+
+    def _run_in_parallel(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
+        normed_TD = self.attention_norm(x_TD)
+        attended_TD = _scaled(self._attention(normed_TD, inputs), self.residual_scale)
+        normed_TD = normed_TD if self.num_parallel_norms == 1 else self.mlp_norm(x_TD)
+        mlp_TD = _scaled(self.mlp(normed_TD, inputs), self.residual_scale)
+        x_TD = self.attention_dropout(attended_TD, numbers_T, x_TD)
+        return cast(Tensor, self.mlp_dropout(mlp_TD, numbers_T, x_TD))
+
     def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """Attention; with recompute = "selective" its backward recomputes scores and
         probabilities."""
         if self.recompute == "selective" and torch.is_grad_enabled():
-            qkv = self.attention.qkv(x_TD, numbers=inputs.numbers)
+            qkv = self.attention.project(x_TD, inputs)
             mixed = _recomputed(self.attention.mix, qkv, inputs)
             return cast(Tensor, self.attention.out(mixed, numbers=inputs.numbers))
         return cast(Tensor, self.attention(x_TD, inputs))
@@ -94,6 +131,9 @@ class Stage(nn.Module):
         # by number, not by layers: a stage may have no layers, such as one of the head alone
         self.is_first, self.is_last = index == 0, index == build.groups.layout.num_stages - 1
         self.model, self.build = model, build
+        self.embedding_scale = model.embedding_scale
+        if self.embedding_scale == model.hidden_size**0.5:
+            self.embedding_scale = rounded(self.embedding_scale, build.dtype)
         tied = model.tie_embeddings
         if self.is_first or (self.is_last and tied):
             self.embedding = build.embedding("embedding")
@@ -107,10 +147,12 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleDict(
             {str(i): Block(i, model, build, seed, recompute) for i in layers}
         )
-        if self.is_last and model.norm_order == "pre":
+        if self.is_last and model.norm_order != "post":
             self.final_norm = build.norm("final_norm", model)
         if self.is_last and (model.head != "lm" or not tied):
             self.head = HEADS[model.head](model, build, seed)
+            if model.head_bias:
+                self.head.bias = build.parameter("head.bias")
         self.next_tokens = NextTokens(build)
 
     @property
@@ -119,9 +161,10 @@ class Stage(nn.Module):
         for a head without a vocabulary."""
         if self.model.head in CLASSIFIERS:
             return None
-        if self.model.head == "mlm":
-            return self.build.loss(self.embedding, cast(nn.Parameter, self.head.bias))
-        return self.build.loss(self.embedding if self.model.tie_embeddings else self.head)
+        has_bias = self.model.head == "mlm" or self.model.head_bias
+        bias = cast(nn.Parameter, self.head.bias) if has_bias else None
+        table = self.embedding if self.model.tie_embeddings else self.head
+        return self.build.loss(table, bias, cap=self.model.logit_softcap)
 
     def forward(self, x_TD: Tensor | None, inputs: Inputs) -> Tensor:
         """The previous stage's activations (None on the first) -> this stage's."""
@@ -134,7 +177,7 @@ class Stage(nn.Module):
             x_TD = self.embedding_dropout(self._embed(inputs), numbers_T)
         for block in self.blocks.values():
             x_TD = block(x_TD, inputs, numbers_T)
-        if self.is_last and self.model.norm_order == "pre":
+        if self.is_last and self.model.norm_order != "post":
             x_TD = self.final_norm(x_TD)
         # logits are linear in what they are made of
         return _scaled(x_TD, self.model.logit_scale) if self.is_last else x_TD
@@ -158,7 +201,7 @@ class Stage(nn.Module):
         return cast(Head, self.next_tokens if self.model.head == "lm" else self.head)
 
     def _embed(self, inputs: Inputs) -> Tensor:
-        x_TD = _scaled(self.embedding(inputs.tokens.flatten()), self.model.embedding_scale)
+        x_TD = _scaled(self.embedding(inputs.tokens.flatten()), self.embedding_scale)
         if self.model.position == "learned":
             positions_T = self.build.activation_rows(inputs.positions.flatten())
             table = cast(Tensor, self.position_embedding.weight)
@@ -170,6 +213,13 @@ class Stage(nn.Module):
             table = cast(Tensor, self.token_type_embedding.weight)
             x_TD = x_TD + self.build.lookup(types_T, table)
         return cast(Tensor, self.embedding_norm(x_TD) if self.model.norm_order == "post" else x_TD)
+
+
+def rounded(number: float, dtype: torch.dtype) -> float:
+    """The number of a dtype that is nearest."""
+    digits = 1 - round(math.log2(torch.finfo(dtype).eps))
+    mantissa, exponent = math.frexp(number)
+    return math.ldexp(round(math.ldexp(mantissa, digits)), exponent - digits)
 
 
 def _scaled(x_TD: Tensor, factor: float) -> Tensor:

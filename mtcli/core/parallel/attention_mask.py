@@ -37,10 +37,14 @@ class Documents:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """Masks keys that a layer's `visibility` hides, and keys of other `documents`."""
+    """Masks keys that a layer's `visibility` hides, and keys of other `documents`; scores of the
+    rest have a soft `cap`, or none where it is 0, and `sinks` [b, h] of this rank's heads join
+    their softmaxes."""
 
     visibility: Visibility
     documents: Documents | None = None
+    cap: float = 0.0
+    sinks: Tensor | None = None
 
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """The mask bool [b or 1, 1, n, m] between positions [n] and [m]; None masks nothing."""

@@ -6,6 +6,7 @@ a causal mask gives every rank the same work. b sequences, h query heads, g grou
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import compress, product
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from mtcli.kernels.attention.attention import (
     sdpa,
 )
 from mtcli.kernels.attention.merge import merge_
+from mtcli.kernels.attention.sinks import sinks_gradient, with_sinks
 from mtcli.kernels.triton_launch import runs_triton
 
 LEAST_BAND_BLOCK = 64  # queries, for a GEMM
@@ -89,7 +91,7 @@ def _by_rank(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
     """Ring attention (arXiv:2310.01889): keys and values travel around the ring, overlapping the
     computation."""
-    return _Ring.apply(q, torch.stack([k, v]), axis, masking)  # type: ignore[no-untyped-call, no-any-return]  # torch
+    return _Ring.apply(q, torch.stack([k, v]), masking.sinks, axis, masking)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
@@ -102,13 +104,16 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMas
         return torch.cat([_banded(part, k, v, chunk.first, masking) for part, chunk in parts], 2)
     queries = zigzag(size, axis.size, axis.rank, q.device)
     keys = torch.arange(size, device=q.device)
-    return masked_sdpa(q, k, v, masking.between(q, queries, keys))
+    mask = masking.between(q, queries, keys)
+    return masked_sdpa(q, k, v, mask, masking.cap, masking.sinks)
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
     """Ulysses (arXiv:2309.14509): an all-to-all to full sequences of 1/cp of the heads, and
     back."""
     q, k, v = (_to_heads(x, axis) for x in (q, k, v))
+    if masking.sinks is not None:
+        masking = replace(masking, sinks=masking.sinks.chunk(axis.size, 1)[axis.rank])
     mixed = _local(q, k, v, masking)
     return _to_tokens(mixed, axis)
 
@@ -118,11 +123,14 @@ def _local(q: Tensor, k: Tensor, v: Tensor, masking: AttentionMask) -> Tensor:
     if _is_narrow(q, q.shape[2], masking.visibility):
         return _banded(q, k, v, 0, masking)
     kind = masking.visibility.kind(q.shape[2])
-    if masking.documents is not None and kind != "band" and not runs_triton(q):
+    by_document = kind != "band" and not runs_triton(q) and masking.sinks is None
+    if masking.documents is not None and by_document:
         lengths = [length for row in masking.documents.lengths for length in row]
-        return document_sdpa(q, k, v, kind == "causal", lengths)
+        return document_sdpa(q, k, v, kind == "causal", lengths, masking.cap)
     causal, mask = masking.of_rows(q)
-    return sdpa(q, k, v, causal) if mask is None else masked_sdpa(q, k, v, mask)
+    if mask is None:
+        return sdpa(q, k, v, causal, masking.cap, masking.sinks)
+    return masked_sdpa(q, k, v, mask, masking.cap, masking.sinks)
 
 
 def _is_narrow(q: Tensor, length: int, visibility: Visibility) -> bool:
@@ -139,7 +147,7 @@ def _band_block(widest: int) -> int:
 def _banded(q: Tensor, k: Tensor, v: Tensor, first: int, masking: AttentionMask) -> Tensor:
     """Attention of queries [b, h, n, d] at `first` and after to a row's keys [b, g, s, d], each
     block of queries to the keys in its window."""
-    return _Banded.apply(q, k, v, first, masking)  # type: ignore[no-untyped-call, no-any-return]  # torch
+    return _Banded.apply(q, k, v, masking.sinks, first, masking)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
 
 class _Banded(torch.autograd.Function):
@@ -147,31 +155,41 @@ class _Banded(torch.autograd.Function):
     would be as long as the row for each block."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, first: int, masking: AttentionMask
+    def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        first: int,
+        masking: AttentionMask,
     ) -> Tensor:
         """q [b, h, n, d], k and v [b, g, s, d] -> [b, h, n, d]."""
         ctx.blocks = list(_band_blocks(q, k.shape[2], first, masking))
         parts = [
-            attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], False, mask)
+            attention(q[:, :, queries], k[:, :, keys], v[:, :, keys], False, mask, masking.cap)
             for queries, keys, mask in ctx.blocks
         ]
         out, lse = (torch.cat(blocks, 2) for blocks in zip(*parts, strict=True))
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.cap = masking.cap
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        """The gradients of q, k and v."""
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of q, k, v and sinks."""
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), *(torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
         for queries, keys, mask in ctx.blocks:
             block = q[:, :, queries], k[:, :, keys], v[:, :, keys], out[:, :, queries]
-            grads = attention_backward(grad[:, :, queries], block, lse[:, :, queries], False, mask)
+            given = grad[:, :, queries], block, lse[:, :, queries], False, mask
+            grads = attention_backward(*given, ctx.cap)
             dq[:, :, queries] = grads[0]
             dk[:, :, keys] += grads[1]
             dv[:, :, keys] += grads[2]
-        return dq, dk.to(k.dtype), dv.to(v.dtype), None, None
+        of_sinks = sinks_gradient(grad, out, lse, sinks)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None
 
 
 def _band_blocks(
@@ -215,7 +233,14 @@ class _Ring(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, kv: Tensor, axis: Axis, masking: AttentionMask) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        kv: Tensor,
+        sinks: Tensor | None,
+        axis: Axis,
+        masking: AttentionMask,
+    ) -> Tensor:
         """q [b, h, n, d], kv [2, b, g, n, d] -> [b, h, n, d]."""
         wide = torch.promote_types(q.dtype, torch.float32)
         mixed = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -226,19 +251,20 @@ class _Ring(torch.autograd.Function):
             if block := _block(q, step, axis, masking):
                 queries, keys, causal, mask = block
                 k, v = received[:, :, :, keys]
-                part, part_lse = attention(q[:, :, queries], k, v, causal, mask)
+                part, part_lse = attention(q[:, :, queries], k, v, causal, mask, masking.cap)
                 merge_(mixed[:, :, queries], lse[:, :, queries], part, part_lse)
             received = shift.wait() if shift else received
+        mixed, lse = with_sinks(mixed, lse, sinks)
         out = mixed.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, lse)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
         ctx.axis, ctx.masking = axis, masking
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Sends keys and values around again; their gradients travel along and end on their own
         ranks."""
-        q, kv, out, lse = ctx.saved_tensors
+        q, kv, out, lse, sinks = ctx.saved_tensors
         axis, grad = ctx.axis, grad.contiguous()
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         received, dkv = kv, torch.zeros(kv.shape, dtype=lse.dtype, device=q.device)
@@ -248,7 +274,8 @@ class _Ring(torch.autograd.Function):
                 queries, keys, causal, mask = block
                 saved = q[:, :, queries], *received[:, :, :, keys], out[:, :, queries]
                 own_grad, own_lse = grad[:, :, queries], lse[:, :, queries]
-                parts = attention_backward(own_grad, saved, own_lse, causal, mask)
+                options = causal, mask, ctx.masking.cap
+                parts = attention_backward(own_grad, saved, own_lse, *options)
                 dq[:, :, queries] += parts[0]
                 dkv[:, :, :, keys] += torch.stack(parts[1:])
                 del parts  # before the next step's are there
@@ -256,7 +283,8 @@ class _Ring(torch.autograd.Function):
             # memory of another float32 sum. It is a sum over ranks, so it is not rounded between.
             dkv = RingShift(dkv, axis).wait()
             received = shift.wait() if shift else received
-        return dq.to(q.dtype), dkv.to(kv.dtype), None, None
+        of_sinks = sinks_gradient(grad, out, lse, sinks)
+        return dq.to(q.dtype), dkv.to(kv.dtype), of_sinks, None, None
 
 
 class _Block(NamedTuple):

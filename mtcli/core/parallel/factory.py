@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.adapters import adapter_name, targets_of
 from mtcli.core.mesh.sharding import Parameter
-from mtcli.core.parallel.groups import Groups
+from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.lora import Adapter, AdapterSettings, AdapterSides, AdapterSite
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.activation import ActivatedLinear, Activation
@@ -28,6 +28,7 @@ from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.random import stream_key
 from mtcli.kernels.triton_launch import runs_triton
 
+Exchange = Callable[[Tensor, Axis], Tensor]
 Scale = float | Tensor  # on a loss; in an array of models a tensor, a number for each
 
 
@@ -42,6 +43,11 @@ def weighted_sum(losses_T: Tensor, weights_T: Tensor | None, scale: Scale) -> tu
         return sums_B.detach(), (sums_B * scale).sum()
     total = losses_T.sum()
     return total.detach(), total * scale
+
+
+def as_it_is(x: Tensor, axis: Axis) -> Tensor:
+    """Returns x: the exchange of ranks that exchange nothing."""
+    return x
 
 
 class TokenLoss(Protocol):
@@ -82,17 +88,23 @@ class LayerFactory(ABC):
     adapters: AdapterSettings | None = None  # where adapters are trained
     num_models: int = 1  # whose activations follow each other in those of all: [models * T, D]
 
+    @property
+    def enter(self) -> Exchange:
+        """The collective on activations ahead of a layer whose outputs tp shards; here none."""
+        return as_it_is
+
     @abstractmethod
     def column_linear(self, name: str) -> Any:
-        """Layer(x_TD, with_bias=True) -> [T, F/tp], with a `flat_bias` [F/tp] or None.
+        """Layer(x_TD, with_bias=True) -> [T, F/tp], with a `flat_bias` [F/tp] or None. `x_TD` may
+        have entered.
 
-        Like `heads_linear` and `row_linear` it also takes `numbers` [T], for the dropout of
-        adapters.
+        Like `row_linear` it also takes `numbers` [T], for the dropout of adapters.
         """
 
-    @abstractmethod
-    def heads_linear(self, name: str) -> Any:
-        """Layer(x_TD) -> query, key and value of this rank's heads [T, g * (q + 2) * d]."""
+    def share_heads(self, name: str) -> nn.Module:
+        """Layer(y_TF) -> query, key and value of this rank's heads [T, g * (q + 2) * d], from the
+        columns that its `column_linear` computes."""
+        return nn.Identity()
 
     @abstractmethod
     def row_linear(self, name: str) -> Any:
@@ -111,8 +123,9 @@ class LayerFactory(ABC):
         """Layer(x_TD, y_TD or None) -> (x + y, the sum normalised and scaled)."""
 
     @abstractmethod
-    def loss(self, table: Any, bias: nn.Parameter | None = None) -> TokenLoss:
-        """The loss over the table of an `embedding`, with an optional bias of its logits."""
+    def loss(self, table: Any, bias: nn.Parameter | None = None, cap: float = 0.0) -> TokenLoss:
+        """The loss over the table of an `embedding`, with an optional bias and a soft cap of its
+        logits; a cap of 0 is none."""
 
     def dense(self, name: str) -> "Dense":
         """Layer(x_TD) -> x_TD: a square linear layer of a head, on the tokens of this rank."""
@@ -141,9 +154,11 @@ class LayerFactory(ABC):
         return self.parameter(name) if name in self.table else None
 
     def weight(self, name: str) -> nn.Module:
-        """A module that has the parameter `<name>.weight` and computes nothing."""
+        """A module that has the parameter `<name>.weight`, `<name>.bias` or None, and computes
+        nothing."""
         module = nn.Module()
         module.weight = self.parameter(f"{name}.weight")
+        module.register_parameter("bias", self.optional(f"{name}.bias"))
         return module
 
     def adapter(self, name: str) -> nn.Module | None:
@@ -207,9 +222,9 @@ class LayerFactory(ABC):
         """x_TD weight^T [T, 1], of a weight [1, D] that is sharded as the columns of x_TD are."""
         return plain_linear(x_TD, weight)
 
-    def replicated_linear(self, x_TD: Tensor, weight: Tensor) -> Tensor:
-        """x_TD weight^T of a weight that tp ranks replicate, in the common dtype of both."""
-        return F.linear(x_TD, weight)
+    def replicated_linear(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x_TD weight^T + bias of what tp ranks replicate, in the common dtype of all."""
+        return F.linear(x_TD, weight, bias)
 
     def lookup(self, ids_T: Tensor, weight: Tensor) -> Tensor:
         """The rows `ids_T` of a table that tp ranks replicate."""
@@ -272,13 +287,13 @@ class LayerFactory(ABC):
 
 
 class Dense(nn.Module):
-    """y = x W^T + b of a head, by an engine's `linear`. One-dimensional tp replicates it: only
-    heads use it, and they are small."""
+    """y = x W^T + b by an engine's `linear`, which one-dimensional tp replicates: of a head, or
+    down to a narrow latent."""
 
     def __init__(self, name: str, build: LayerFactory, linear: Callable[..., Tensor]) -> None:
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
-        self.bias = build.parameter(f"{name}.bias")
+        self.bias = build.optional(f"{name}.bias")
         self.linear = linear
 
     def forward(self, x_TD: Tensor) -> Tensor:

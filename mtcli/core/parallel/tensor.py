@@ -13,13 +13,10 @@ from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.parallel.collectives import all_to_all, copy_in, gather_in, scatter_out, sum_out
-from mtcli.core.parallel.factory import LayerFactory
-from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.factory import Exchange, LayerFactory
+from mtcli.core.parallel.norms import AddNorm, Norm, ShardedNorm
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
-from mtcli.kernels.norm import add_norm, norm
-
-Exchange = Callable[[Tensor, Axis], Tensor]
 
 
 class TensorParallelLayers(LayerFactory):
@@ -54,9 +51,10 @@ class TensorParallelLayers(LayerFactory):
         """A linear layer whose outputs are sharded over tp."""
         return ColumnLinear(name, self)
 
-    def heads_linear(self, name: str) -> "HeadsLinear":
-        """The fused projection to query, key and value, whose heads are sharded over tp."""
-        return HeadsLinear(name, self)
+    def share_heads(self, name: str) -> nn.Module:
+        """Exchanges columns for heads, where tp has more ranks than there are key-value heads."""
+        exchange = HeadExchange(name, self)
+        return exchange if exchange.sharers > 1 else nn.Identity()
 
     def row_linear(self, name: str) -> "RowLinear":
         """A linear layer whose inputs are sharded over tp."""
@@ -66,17 +64,21 @@ class TensorParallelLayers(LayerFactory):
         """A token table whose rows are sharded over tp."""
         return VocabEmbedding(name, self)
 
-    def norm(self, name: str, model: ModelConfig) -> "Norm":
-        """A norm that tp ranks replicate."""
-        return Norm(name, model, self)
+    def norm(self, name: str, model: ModelConfig) -> Norm:
+        """A norm of the columns that tp ranks replicate, or of those that they shard."""
+        layout = self.groups.layout
+        is_sharded = layout.tp > 1 and "tp" in self.table[f"{name}.weight"].axes(layout)
+        return (ShardedNorm if is_sharded else Norm)(name, model, self)
 
-    def add_norm(self, name: str, model: ModelConfig) -> "AddNorm":
+    def add_norm(self, name: str, model: ModelConfig) -> AddNorm:
         """A residual sum and its norm, which tp ranks replicate."""
         return AddNorm(name, model, self)
 
-    def loss(self, table: VocabEmbedding, bias: nn.Parameter | None = None) -> VocabLoss:
+    def loss(
+        self, table: VocabEmbedding, bias: nn.Parameter | None = None, cap: float = 0.0
+    ) -> VocabLoss:
         """Cross entropy over a vocabulary sharded over tp."""
-        return VocabLoss(table, bias)
+        return VocabLoss(table, bias, cap)
 
 
 class ColumnLinear(nn.Module):
@@ -99,42 +101,42 @@ class ColumnLinear(nn.Module):
         return None if self.bias is None else self.bias.flatten()
 
     def forward(
-        self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        with_bias: bool = True,
+        numbers: Tensor | None = None,
+        has_entered: bool = False,
     ) -> Tensor:
         """Returns this rank's columns of y, without the bias if the caller adds it.
 
-        `numbers` [T] index the dropout mask of adapters.
+        `numbers` [T] index the dropout mask of adapters. `x_TD` is all tokens [T, D] if it
+        `has_entered`.
         """
-        bias, x_TD = self.flat_bias if with_bias else None, self.enter(x_TD, self.tp)
+        bias = self.flat_bias if with_bias else None
+        x_TD = x_TD if has_entered else self.enter(x_TD, self.tp)
         y_TF = self.linear(x_TD, self.weight, bias)
         return y_TF if self.adapter is None else self.adapter(x_TD, y_TF, numbers)
 
 
-class HeadsLinear(ColumnLinear):
-    """Query, key and value of this rank's heads: x_TD [T/tp, D] -> [T, g * (q + 2) * d], with g
-    key-value heads of q query heads each, d wide.
+class HeadExchange(nn.Module):
+    """Exchanges the columns of query, key and value that a rank computed, for heads.
 
     With fewer key-value heads than tp, r consecutive ranks share a key-value head. Each computes
-    1/r of the columns of its query heads, key and value; an all-to-all of the r ranks then gives
-    each rank 1/r of the query heads, and all of the key and value head. So key and value
-    activations are replicated, and no weight is.
+    1/r of the columns of its q query heads, key and value, d wide; an all-to-all of the r ranks
+    then gives each rank 1/r of the query heads, and all of the key and value head: [T, (q + 2) *
+    d/r] -> [T, (q/r + 2) * d]. So key and value activations are replicated, and no weight is.
     """
 
     def __init__(self, name: str, build: TensorParallelLayers) -> None:
-        super().__init__(name, build)
-        self.exchange = all_to_all
+        super().__init__()
+        self.exchange, self.tp = all_to_all, build.groups.tp
         described, layout = build.table[f"{name}.weight"], build.groups.layout
         _, inner, self.columns, _ = described.local_shape(layout)
         self.sharers = described.shape[2] // self.columns
         self.queries = inner - 2
 
-    def forward(
-        self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, y_TF: Tensor) -> Tensor:
         """Returns query, key and value of this rank's heads."""
-        y_TF = super().forward(x_TD, with_bias, numbers)
-        if self.sharers == 1:
-            return y_TF
         q, kv = y_TF.view(len(y_TF), -1, self.columns).split([self.queries, 2], 1)
         q = q.unflatten(1, (self.sharers, -1)).transpose(0, 1)  # [r, T, q/r, d/r]
         # each rank's queries of it, and all of key and value: [r of the columns, T, q/r + 2, d/r]
@@ -168,8 +170,8 @@ class RowLinear(nn.Module):
         inner_bias: Tensor | None = None,
         numbers: Tensor | None = None,
     ) -> Tensor:
-        """Returns the output for activation(x + inner_bias), with x [T, F/tp], or [T, 2F/tp] for
-        SwiGLU."""
+        """Returns the output for activation(x + inner_bias), with x [T, F/tp], or [T, 2F/tp] where
+        it is gated."""
         if self.adapter is not None:  # the adapter reads the activation too
             return cast(Tensor, self(activation.forward(x, inner_bias), numbers=numbers))
         return self._summed(self.activated(activation, x, inner_bias, self.weight))
@@ -177,27 +179,3 @@ class RowLinear(nn.Module):
     def _summed(self, y_TD: Tensor) -> Tensor:
         y_TD = self.leave(y_TD, self.tp)
         return y_TD if self.bias is None else y_TD + self.bias
-
-
-class Norm(nn.Module):
-    """LayerNorm or RMSNorm over the hidden dimension; statistics in float32."""
-
-    def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
-        super().__init__()
-        self.weight = build.parameter(f"{name}.weight")
-        self.bias = build.optional(f"{name}.bias")
-        self.eps, self.centred = model.norm_eps, model.norm == "layernorm"
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """Returns x_TD normalised and scaled, in its shape."""
-        return norm(x_TD, self.weight, self.bias, eps=self.eps, centred=self.centred)
-
-
-class AddNorm(Norm):
-    """A residual sum and its norm."""
-
-    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one more result than a Norm's
-        """(x + y, the sum normalised and scaled); y of None is zero."""
-        if y_TD is None:
-            return x_TD, super().forward(x_TD)
-        return add_norm(x_TD, y_TD, self.weight, self.bias, eps=self.eps, centred=self.centred)

@@ -16,24 +16,21 @@ With one row this is Megatron-LM's layout, for which `engines.py` chooses `tenso
 """
 
 from functools import cached_property
-from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.parallel.collectives import (
     all_gather,
-    all_reduce,
     all_to_all,
     copy_in,
     scatter_out,
     sum_out,
 )
-from mtcli.core.parallel.factory import Dense
-from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.factory import Dense, Exchange, as_it_is
+from mtcli.core.parallel.norms import ShardedNorm
 from mtcli.core.parallel.summa import TensorGrid, gemm, gemm_transposed
-from mtcli.core.parallel.tensor import Exchange, Norm, TensorParallelLayers
+from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
 
@@ -49,7 +46,7 @@ class GridLayers(TensorParallelLayers):
     @property
     def enter(self) -> Exchange:
         """The identity: the GEMM itself exchanges."""
-        return _as_it_is
+        return as_it_is
 
     leave = enter
 
@@ -72,19 +69,15 @@ class GridLayers(TensorParallelLayers):
         """A token table whose rows are sharded over tp and columns over tp_row."""
         return GridEmbedding(name, self)
 
-    def norm(self, name: str, model: ModelConfig) -> Norm:
-        """A norm over the columns of a row's ranks; of a replicated weight, over this rank's own
-        columns."""
-        is_sharded = "tp_columns" in self.table[f"{name}.weight"].shard_axes
-        return (GridNorm if is_sharded else Norm)(name, model, self)
-
     def add_norm(self, name: str, model: ModelConfig) -> "GridAddNorm":  # type: ignore[override]  # no AddNorm
         """A residual sum and its norm, over the columns of a row's ranks."""
         return GridAddNorm(name, model, self)
 
-    def loss(self, table: VocabEmbedding, bias: nn.Parameter | None = None) -> "GridLoss":
+    def loss(
+        self, table: VocabEmbedding, bias: nn.Parameter | None = None, cap: float = 0.0
+    ) -> "GridLoss":
         """Cross entropy over a vocabulary sharded over tp."""
-        return GridLoss(table, bias, self)
+        return GridLoss(table, bias, cap, self)
 
     def dense(self, name: str) -> Dense:
         """Layer(x_TD) -> x_TD: a GEMM of the grid."""
@@ -121,19 +114,7 @@ class GridLayers(TensorParallelLayers):
         return copy_in(sum_out(super().gate(x_TD, weight), tp), tp)
 
 
-class GridNorm(Norm):
-    """LayerNorm or RMSNorm of x_TD [T, D/c] over the D columns of a row's ranks."""
-
-    def __init__(self, name: str, model: ModelConfig, build: GridLayers) -> None:
-        super().__init__(name, model, build)
-        self.tp = build.groups.tp
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """Returns x_TD normalised and scaled, in its shape."""
-        return _RowNorm.apply(x_TD, self.weight, self.bias, self.eps, self.centred, self.tp)  # type: ignore[no-untyped-call, no-any-return]  # torch
-
-
-class GridAddNorm(GridNorm):
+class GridAddNorm(ShardedNorm):
     """A residual sum and its norm, over the columns of a row's ranks."""
 
     def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one more result than a Norm's
@@ -165,12 +146,14 @@ class GridEmbedding(VocabEmbedding):
 class GridLoss(VocabLoss):
     """The cross entropy of logits [T, V/c], all in memory: 1/(r c) of the micro-batch's logits."""
 
-    def __init__(self, table: VocabEmbedding, bias: Tensor | None, build: GridLayers) -> None:
-        super().__init__(table, bias)
+    def __init__(
+        self, table: VocabEmbedding, bias: Tensor | None, cap: float, build: GridLayers
+    ) -> None:
+        super().__init__(table, bias, cap)
         self.grid = build.grid
 
-    def logits(self, x_TD: Tensor) -> Tensor:
-        """x_TD [T, D/c] -> logits [T, V/c], padding columns included.
+    def uncapped(self, x_TD: Tensor) -> Tensor:
+        """x_TD [T, D/c] -> logits [T, V/c] without the cap, padding columns included.
 
         Both gradients are computed in one sweep: a deferred one would keep the logits' gradient
         alive.
@@ -181,55 +164,3 @@ class GridLoss(VocabLoss):
     def _in_chunks(self, x_TD: Tensor) -> bool:
         """Returns False: a sweep over the panels makes all logits."""
         return False
-
-
-class _RowNorm(torch.autograd.Function):
-    """A norm over columns that are sharded over an axis, with statistics in float32 at least.
-
-    Ranks' means and squared deviations are merged (Chan et al., 1979), as E[x^2] - E[x]^2 would
-    cancel. LayerNorm all-gathers 2 numbers per token, RMSNorm sums 1; backward sums 2 or 1.
-    """
-
-    @staticmethod
-    def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
-        ctx: Any,
-        x_TD: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        centred: bool,
-        axis: Axis,
-    ) -> Tensor:
-        wide = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
-        columns = wide.shape[1] * axis.size
-        if centred:
-            variances, means = torch.var_mean(wide, 1, correction=0)
-            merged = all_gather(torch.stack([means, variances])[None], axis)
-            mean = merged[:, 0].mean(0)
-            variance = merged[:, 1].mean(0) + (merged[:, 0] - mean).square().mean(0)
-        else:
-            mean = wide.new_zeros(len(wide))
-            variance = all_reduce(wide.square().sum(1), axis) / columns
-        ctx.scale, ctx.mean = (variance + eps).rsqrt()[:, None], mean[:, None]
-        ctx.save_for_backward(x_TD, weight)
-        ctx.centred, ctx.axis, ctx.has_bias = centred, axis, bias is not None
-        y = (wide - ctx.mean) * ctx.scale * weight
-        return cast(Tensor, y if bias is None else y + bias).to(x_TD.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_TD, weight = ctx.saved_tensors
-        normed = (x_TD.to(ctx.mean.dtype) - ctx.mean) * ctx.scale
-        wide = grad.to(normed.dtype)
-        of_normed, columns = wide * weight, x_TD.shape[1] * ctx.axis.size
-        sums = [(of_normed * normed).sum(1), *([of_normed.sum(1)] if ctx.centred else [])]
-        means = all_reduce(torch.stack(sums), ctx.axis).div_(columns)[..., None]
-        of_x = of_normed.addcmul_(normed, means[0], value=-1)
-        of_x = (of_x.sub_(means[1]) if ctx.centred else of_x).mul_(ctx.scale)
-        of_bias = wide.sum(0).to(weight.dtype) if ctx.has_bias else None
-        of_weight = (wide * normed).sum(0).to(weight.dtype)
-        return of_x.to(x_TD.dtype), of_weight, of_bias, None, None, None
-
-
-def _as_it_is(x: Tensor, axis: Axis) -> Tensor:
-    return x

@@ -35,6 +35,7 @@ from mtcli.kernels.cross_entropy import (
 )
 from mtcli.kernels.gemm import add_matmul_, linear, matmul
 from mtcli.kernels.limits import LOSS_CHUNK_BYTES, chunk_rows
+from mtcli.kernels.softcap import softcap
 from mtcli.kernels.triton_launch import runs_triton
 
 TIED_ROWS = 64  # rows of logits that are copied at a time
@@ -57,13 +58,15 @@ class VocabShard(NamedTuple):
         local_T, owned_T = self.owned(labels_T)
         return local_T.masked_fill(~owned_T, -1)
 
-    def lse_and_target(self, logits_TV: Tensor, local_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The log-sum-exp, the label's logit and the largest logit [T], over all ranks' columns.
-        `local_T` is -1 for another rank's label.
+    def lse_and_target(
+        self, logits_TV: Tensor, local_T: Tensor, cap: float = 0.0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-sum-exp, the label's logit and the largest logit [T], over all ranks' columns,
+        with a soft cap. `local_T` is -1 for another rank's label.
 
         Exchanges 3 numbers per token: the maximum, the sum of exponentials, the label's logit.
         """
-        mine_T, sums_T, target_T = row_parts(logits_TV, local_T, self.valid)
+        mine_T, sums_T, target_T = row_parts(logits_TV, local_T, self.valid, cap)
         top_T = all_reduce(mine_T.clone(), self.tp, dist.ReduceOp.MAX)
         sums_T = sums_T * (mine_T - top_T).exp()
         sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), self.tp)
@@ -112,14 +115,19 @@ class VocabEmbedding(nn.Module):
 
 
 class VocabLoss(TokenLoss):
-    """The cross entropy of activations x_TD [T/tp, D], with logits from a token table and an
-    optional bias [V]."""
+    """The cross entropy of activations x_TD [T/tp, D], with logits from a token table, an optional
+    bias [V] and a soft cap, which is none where it is 0."""
 
-    def __init__(self, table: VocabEmbedding, bias: Tensor | None = None) -> None:
+    def __init__(self, table: VocabEmbedding, bias: Tensor | None = None, cap: float = 0.0) -> None:
         self.table, self.shard, self.tp, self.bias = table, table.shard, table.shard.tp, bias
+        self.cap = cap
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """x_TD [T/tp, D] -> logits_TV, padding columns included."""
+        """x_TD [T/tp, D] -> capped logits_TV, padding columns included."""
+        return softcap(self.uncapped(x_TD), self.cap)
+
+    def uncapped(self, x_TD: Tensor) -> Tensor:
+        """x_TD [T/tp, D] -> logits_TV without the cap."""
         return linear(self.table.enter(x_TD, self.tp), self.table.weight, self.bias)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
@@ -128,7 +136,8 @@ class VocabLoss(TokenLoss):
             return VocabCrossEntropy.apply(self.logits(x_TD), labels_T, self.shard)  # type: ignore[no-untyped-call, no-any-return]  # torch
         assert not torch.is_grad_enabled(), "on a GPU `loss` is what has a gradient"
         x_TD = self.table.enter(x_TD, self.tp)
-        return losses_in_chunks(x_TD, (self.table.weight, self.bias), labels_T, self.shard)
+        table = self.table.weight, self.bias
+        return losses_in_chunks(x_TD, table, labels_T, self.shard, self.cap)
 
     def loss(
         self, x_TD: Tensor, labels_T: Tensor, weights_T: Tensor | None, scale: float
@@ -139,7 +148,7 @@ class VocabLoss(TokenLoss):
             return super().loss(x_TD, labels_T, weights_T, scale)
         x_TD = self.table.enter(x_TD, self.tp)
         losses_T, scaled = ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch
-            x_TD, self.table.weight, labels_T, weights_T, self.shard, scale, self.bias
+            x_TD, self.table.weight, labels_T, weights_T, self.shard, scale, self.bias, self.cap
         )
         return losses_T.sum(), scaled
 
@@ -212,18 +221,19 @@ class ChunkedLoss(torch.autograd.Function):
         shard: VocabShard,
         scale: float,
         bias_V: Tensor | None = None,
+        cap: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Returns (losses [T], scale * their sum)."""
         local_T, parts, of_bias = shard.column_or_none(labels_T), [], None
         of_x, of_weight = torch.empty_like(x_TD), None
         for rows in chunks(x_TD, weight_VD):
             logits_CV = linear(x_TD[rows], weight_VD, bias_V)
-            lse_C, target_C, _ = shard.lse_and_target(logits_CV, local_T[rows])
+            lse_C, target_C, _ = shard.lse_and_target(logits_CV, local_T[rows], cap)
             losses_C, grads = lse_C - target_C, torch.full_like(lse_C, scale)
             if weights_T is not None:
                 losses_C, grads = losses_C * weights_T[rows], grads * weights_T[rows]
             parts.append(losses_C)
-            logits_gradient_(logits_CV, lse_C, local_T[rows], grads, shard.valid)
+            logits_gradient_(logits_CV, lse_C, local_T[rows], grads, shard.valid, cap)
             of_x[rows] = matmul(logits_CV, weight_VD)
             if weight_VD.requires_grad:
                 of_weight = _add_gemm(of_weight, logits_CV, x_TD[rows], len(x_TD))
@@ -247,7 +257,7 @@ class ChunkedLoss(torch.autograd.Function):
             of_weight = torch.mul(wide, grad, out=torch.empty_like(wide, dtype=ctx.dtype))
         if of_bias is not None:
             of_bias = (of_bias * grad).to(ctx.dtype)
-        return of_x * grad.to(of_x.dtype), of_weight, None, None, None, None, of_bias
+        return of_x * grad.to(of_x.dtype), of_weight, None, None, None, None, of_bias, None
 
 
 @torch.no_grad()
@@ -256,11 +266,12 @@ def losses_in_chunks(
     table: tuple[Tensor, Tensor | None],
     labels_T: Tensor,
     shard: VocabShard,
+    cap: float = 0.0,
 ) -> Tensor:
     """The losses [T] without gradients, computed in chunks; `table` is (weight, bias or None)."""
     local_T, parts = shard.column_or_none(labels_T), []
     for rows in chunks(x_TD, table[0]):
-        lse_C, target_C, _ = shard.lse_and_target(linear(x_TD[rows], *table), local_T[rows])
+        lse_C, target_C, _ = shard.lse_and_target(linear(x_TD[rows], *table), local_T[rows], cap)
         parts.append(lse_C - target_C)
     return torch.cat(parts)
 

@@ -6,6 +6,7 @@ query and no scores. On a GPU the activations of an MLP and dropout are recomput
 shown is rehearsed: `core/rehearse` runs its real stages. MARGIN is the error of the forms.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from mtcli.core.plan.elements import (
 )
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
-from mtcli.core.plan.workload import Workload
+from mtcli.core.plan.workload import BlockCounts, Workload
 from mtcli.kernels.limits import chunk_rows
 
 WIDE = 4  # bytes of a float32
@@ -41,17 +42,22 @@ def estimated(work: Workload, device: Device, pp_rank: int) -> RankBytes:
 def _stage(work: Workload, on_cpu: bool, stage: int) -> StageBytes:
     """Adds up a stage: its blocks, the working memory of one block, and embedding or head."""
     first, last = stage == 0, stage == work.layout.num_stages - 1
-    layers, stream, block = work.layers_of_stage[stage], _stream(work), _block(work, on_cpu)
-    saved = layers * block.saved or stream
+    counts, stream = work.block_counts([stage]), _stream(work)
+    blocks = [(counts.mixed, _block(work, on_cpu))]
+    if counts.dense:
+        dense = replace(work, model=work.model.of_first_layers)
+        blocks.append((counts.dense, _block(dense, on_cpu)))
+    widest = max((block for _, block in blocks), key=lambda block: block.backward)
+    saved = sum(count * block.saved for count, block in blocks) or stream
     head = _head(work, on_cpu) if last else HeadBytes(stream, stream)
-    waiting = layers * block.waiting * work.splits_backward
+    waiting = sum(count * block.waiting for count, block in blocks) * work.splits_backward
     halved = (waiting + _entered(work) + 5 * stream) * work.splits_backward
     ends, gathered = _gathered(work, first, last)
     return StageBytes(
         saved=saved + head.saved,
         waiting=waiting,
-        forward_peak=saved + max(block.forward, head.peak) + gathered / 2,
-        backward_peak=max(saved + block.backward + gathered, saved + head.peak, halved),
+        forward_peak=saved + max(widest.forward, head.peak) + gathered / 2,
+        backward_peak=max(saved + widest.backward + gathered, saved + head.peak, halved),
         weight_peak=waiting + stream,
         sent=stream * (not first),
         gathered=ends,
@@ -99,7 +105,7 @@ class HeadBytes(NamedTuple):
 
 
 def _block(work: Workload, on_cpu: bool) -> BlockBytes:
-    """Adds up a block: two norms' inputs, attention, and an MLP, experts, or both.
+    """Adds up a block: its norms' inputs, attention, and an MLP, experts, or both.
 
     A recomputed block saves its input alone and makes the other tensors in its backward. W needs
     the input of each GEMM and the gradient of its output (arXiv:2401.10241).
@@ -108,7 +114,7 @@ def _block(work: Workload, on_cpu: bool) -> BlockBytes:
     parts = [_attention(work, on_cpu)]
     parts += [_mlp(work, on_cpu)] if m.dense_ffn_hidden_size else []
     parts += [_experts(work)] if m.num_experts else []
-    saved = work.block_bytes or 2 * stream + sum(part.saved for part in parts)
+    saved = work.block_bytes or m.norms_per_block * stream + sum(part.saved for part in parts)
     forward = max(part.forward for part in parts) + entered + 2 * stream
     backward = max(part.backward for part in parts) + entered + 2 * stream
     halves = 2 * entered * work.sharded_halves + _inner(work) * (m.up_factor + 1)
@@ -131,7 +137,7 @@ def _attention(work: Workload, on_cpu: bool) -> PartBytes:
     scores *= 4 if on_cpu else 2
     saved, moving = _entered(work) + heads + mixed, heads + mixed + scores
     if work.recompute != "selective":
-        copies = (m.position == "rope") + (m.qk_norm != "none")  # of queries and keys
+        copies = m.rotating_share + (m.qk_norm != "none")  # of queries and keys
         saved += (mixed + keys / 2) * copies + queries * WIDE + scores
     if work.layout.cp > 1:
         moving += 2 * heads  # another rank's, in flight
@@ -170,7 +176,7 @@ def _experts(work: Workload) -> PartBytes:
 
 def _mixed(work: Workload) -> float:
     """Bytes of attention's output ahead of its projection; the queries take as many."""
-    heads = work.model.num_heads * work.model.head_dim
+    heads = work.model.num_heads * work.model.padded_head_dim
     return work.row_tokens * heads / work.columns * work.sizes.weight
 
 
@@ -196,7 +202,7 @@ def _head(work: Workload, on_cpu: bool) -> HeadBytes:
     columns = -(-m.vocab_size // (VOCAB_MULTIPLE * work.columns)) * VOCAB_MULTIPLE
     if on_cpu or size > WIDE or work.layout.tp_rows > 1:
         logits = tokens * columns * size
-        saved = stream + entered + logits
+        saved = stream + entered + logits * (1 + (m.logit_softcap > 0))
         return HeadBytes(saved, saved + entered + _wide(work, logits))
     rows = min(tokens, chunk_rows(columns * size))
     table = columns * m.hidden_size * (work.lora.rank == 0)
@@ -212,10 +218,10 @@ def _gathered(work: Workload, first: bool, last: bool) -> tuple[float, float]:
     """
     if not is_sharded(work):
         return 0.0, 0.0
-    sizes, block = work.sizes, block_elements(work).total
+    sizes, block, run = work.sizes, block_elements(work).total, (work.model, work.lora)
     ends = sizes.weight * sum(
         times * prod(parameter.local_shape(work.layout))
-        for parameter, times in parameter_copies((work.model, work.lora), 0, (first, last))
+        for parameter, times in parameter_copies(run, BlockCounts(0, 0), (first, last))
         if parameter.trained
     )
     return ends, ends + block * (2 * sizes.weight + sizes.gradient)

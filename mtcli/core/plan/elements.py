@@ -11,7 +11,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters, stage_parameters
 from mtcli.core.mesh.sharding import Parameter, shards_parameters
 from mtcli.core.mesh.update_rules import RuleFacts, update_of
-from mtcli.core.plan.workload import Workload
+from mtcli.core.plan.workload import BlockCounts, Workload
 
 Run = tuple[ModelConfig, LoraConfig]  # a model, and what of it is trained
 
@@ -24,6 +24,7 @@ class Owner(NamedTuple):
 
 
 FIRST = Owner()
+ONE_BLOCK = BlockCounts(0, 1)
 
 
 class RuleElements(NamedTuple):
@@ -69,9 +70,9 @@ def owner_of(work: Workload, rank: int) -> Owner:
 
 def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankElements:
     """The elements of the weights of a rank of pipeline rank `pp_rank`, padding included."""
-    layers = work.layers_of_rank(pp_rank)
+    blocks = work.block_counts(work.layout.stages(pp_rank))
     ends = (pp_rank == 0, pp_rank == work.layout.pp - 1)
-    return _elements((work.model, work.lora), work.optimizer, work.layout, layers, ends, owner)
+    return _elements((work.model, work.lora), work.optimizer, work.layout, blocks, ends, owner)
 
 
 def trained_of_rank(work: Workload, pp_rank: int) -> list[tuple[int, Parameter]]:
@@ -97,8 +98,9 @@ def _trained(
 
 
 def block_elements(work: Workload) -> RankElements:
+    """The elements of a block; of a mixture's, one with experts."""
     run = work.model, work.lora
-    return _elements(run, work.optimizer, work.layout, 1, (False, False), FIRST)
+    return _elements(run, work.optimizer, work.layout, ONE_BLOCK, (False, False), FIRST)
 
 
 def is_sharded(work: Workload) -> bool:
@@ -111,13 +113,13 @@ def _elements(
     run: Run,
     optimizer: OptimizerConfig,
     layout: ParallelLayout,
-    layers: int,
+    blocks: BlockCounts,
     ends: tuple[bool, bool],
     owner: Owner,
 ) -> RankElements:
     attention = experts = shard = padded = untrained = frozen = 0
     rules: dict[RuleFacts, RuleElements] = {}
-    for parameter, times in parameter_copies(run, layers, ends):
+    for parameter, times in parameter_copies(run, blocks, ends):
         local = parameter.local_shape(layout)
         if parameter.frozen:
             frozen += times * prod(local)
@@ -144,12 +146,14 @@ def _elements(
 
 
 def parameter_copies(
-    run: Run, layers: int, ends: tuple[bool, bool]
+    run: Run, blocks: BlockCounts, ends: tuple[bool, bool]
 ) -> Iterable[tuple[Parameter, int]]:
-    """Yields (parameter, number of copies) of a pipeline rank, as all blocks are alike."""
+    """Yields (parameter, number of copies) of a pipeline rank, as blocks of a kind are alike."""
     (first, last), (model, lora) = ends, run
-    for parameter in run_parameters(model.model_copy(update={"num_layers": 1}), lora).values():
+    kinds = blocks if model.first_dense_layers else (blocks.mixed,)
+    short = {"num_layers": len(kinds), "first_dense_layers": len(kinds) - 1}
+    for parameter in run_parameters(model.model_copy(update=short), lora).values():
         if parameter.layer == "first":
             yield parameter, int(first or (last and parameter.tied))
         else:
-            yield parameter, int(last) if parameter.layer == "last" else layers
+            yield parameter, int(last) if parameter.layer == "last" else kinds[parameter.layer]

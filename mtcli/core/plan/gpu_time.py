@@ -47,7 +47,8 @@ def functions_seconds(work: Workload, device: Device) -> Pass:
     m = work.model
     routed = work.expert_rows * m.moe_ffn_hidden_size / work.layout.etp if m.num_experts else 0.0
     inner = work.tokens * m.dense_ffn_hidden_size / work.layout.tp + routed
-    seconds = inner * device.physics.element
+    # relu2 has no exponential to compute
+    seconds = inner * device.physics.element * (m.activation != "relu2")
     return Pass(seconds, 2 * seconds)
 
 
@@ -84,13 +85,16 @@ def attention_seconds(work: Workload, device: Device) -> Pass:
     the backward has 5 GEMMs for the forward's 2."""
     flops = attention_flops(work, mean_keys(work.model, work.seq_len))
     seconds = flops / (attention_rate(work, device) * device.physics.attention)
-    return Pass(seconds, 2.5 * seconds)
+    # a soft cap computes a tanh for each score, again in the backward
+    scores = flops / (4.0 * work.model.head_dim) * (work.model.attention_softcap > 0)
+    capped = scores * device.physics.element
+    return Pass(seconds + capped, 2.5 * seconds + capped)
 
 
 def attention_flops(work: Workload, keys: float) -> float:
     """FLOPs of both GEMMs of a rank's heads, with `keys` keys per query."""
     heads = work.model.num_heads / work.layout.tp
-    return 4.0 * work.tokens * keys * heads * work.model.head_dim
+    return 4.0 * work.tokens * keys * heads * work.model.padded_head_dim
 
 
 def attention_rate(work: Workload, device: Device) -> float:
@@ -103,9 +107,18 @@ def dense_gemms(work: Workload) -> list[GemmShape]:
     """Shapes (M, N, K) of a block's unsharded GEMMs [M, K] @ [K, N] outside of routed experts;
     tensor parallelism shards N of those with even index and K of those with odd index."""
     m = work.model
-    queries = m.num_heads * m.head_dim
-    fused = queries + 2 * m.num_kv_heads * m.head_dim
-    shapes = [(work.tokens, fused, m.hidden_size), (work.tokens, m.hidden_size, queries)]
+    values = m.num_heads * m.value_dim
+    if m.mla:  # a down-projection, of which a rank computes its tokens, counts as sharded
+        down, kv = m.mla.q_rank + m.mla.kv_rank + m.mla.rope_dim, m.num_heads * m.mla.nope_dim
+        shapes = [
+            (work.tokens, down, m.hidden_size),
+            (work.tokens, m.num_heads * m.head_dim, m.mla.q_rank or m.hidden_size),
+            (work.tokens, kv + values, m.mla.kv_rank),
+        ]
+    else:
+        fused = values + 2 * m.num_kv_heads * m.head_dim
+        shapes = [(work.tokens, fused, m.hidden_size)]
+    shapes.append((work.tokens, m.hidden_size, values))
     inner = m.dense_ffn_hidden_size
     up = (work.tokens, m.up_factor * inner, m.hidden_size)
     return [*shapes, up, (work.tokens, m.hidden_size, inner)] if inner else shapes
@@ -173,13 +186,14 @@ def gemm_seconds(shape: GemmShape, work: Workload, device: Device, copies: int =
 def elementwise_bytes(work: Workload, device: Device) -> float:
     """Bytes that norms, residuals, dropout, activation and rotation read and write."""
     m, tp = work.model, work.layout.tp
-    shared = 10.0 * m.hidden_size / (tp if work.sequence_parallel else 1)
+    shared = (6.0 + 2.0 * m.norms_per_block) * m.hidden_size / (tp if work.sequence_parallel else 1)
     per_width = 1 + m.up_factor
-    rotated = 2.0 * (m.num_heads + work.kv_heads) * m.head_dim / tp * (m.position == "rope")
+    rotated = 2.0 * (m.num_heads + work.kv_heads) * m.head_dim / tp * m.rotating_share
     if m.num_experts:
         widths = m.top_k * m.moe_ffn_hidden_size + m.shared_expert_ffn_hidden_size
         routed = 8.0 * m.top_k * m.hidden_size / tp  # permute, unpermute, weigh and sum
-        inner = per_width * widths / tp + routed
+        biased = m.top_k * (m.up_factor * m.moe_ffn_hidden_size + m.hidden_size) * m.expert_bias
+        inner = (per_width * widths + 2.0 * biased) / tp + routed
     else:
         inner = per_width * m.ffn_hidden_size / tp
     moved = work.tokens * (shared + rotated + inner) * work.sizes.weight

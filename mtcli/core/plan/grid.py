@@ -42,7 +42,7 @@ def grid_traffic(work: Workload) -> GridTraffic:
         along = [along[0] + moved, along[1] + moved * (2 if is_column else 1)]
         down = [down[0] + weight, down[1] + 2 * weight]
     for way, numbers in enumerate(_numbers_of_norms(work)):
-        along[way] += 2 * numbers * work.tokens / rows * max(4, size)
+        along[way] += work.model.norms_per_block * numbers * work.tokens / rows * max(4, size)
     if work.model.num_experts:
         there_and_back = 2 * work.stream_bytes / layout.tp
         along = [bytes + there_and_back for bytes in along]

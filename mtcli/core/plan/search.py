@@ -180,7 +180,7 @@ def grids(config: RunConfig, world: int, device: Device, pinned: frozenset[str])
     or with a node per row; beyond that a square sends less."""
     p, m = config.parallel, config.model
     asked, given = p.tp_mode == "2d", "parallel.tp_rows" in pinned
-    if not asked and ("parallel.tp_mode" in pinned or m.num_experts):
+    if not asked and ("parallel.tp_mode" in pinned or m.num_experts or m.mla):
         return []
     fixed = "batch.micro_batch_size" in pinned
     sizes = [config.batch.micro_batch_size] if fixed else MICRO_BATCHES

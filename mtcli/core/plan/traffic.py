@@ -88,10 +88,10 @@ def context_parallel(work: Workload) -> PassTransfers:
     if cp == 1:
         return PassTransfers([], [])
     if work.cp_mode == "a2a":
-        heads = 2.0 * work.tokens * (m.num_heads + work.kv_heads) * m.head_dim / tp
+        heads = 2.0 * work.tokens * (m.num_heads + work.kv_heads) * m.padded_head_dim / tp
         both = [Transfer("all_to_all", heads * work.sizes.weight, cp, tp)]
         return PassTransfers(both, both)
-    elements = 2.0 * work.tokens * work.kv_heads * m.head_dim / tp
+    elements = 2.0 * work.tokens * work.kv_heads * m.padded_head_dim / tp
     shard_bytes = elements * work.sizes.weight
     if work.cp_mode == "all_gather":
         kinds: tuple[Kind, Kind] = ("all_gather", "reduce_scatter")

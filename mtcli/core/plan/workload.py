@@ -4,6 +4,7 @@ A `Workload` is made from a `RunConfig`, or from a published record (`benchmarks
 may use precisions that mtcli does not train in.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import ceil, lcm
@@ -37,6 +38,13 @@ PRECISIONS = {
     "nvfp4": Precision(2, 4, 4, 4, "nvfp4"),
 }
 UNEVEN_ROUNDS = 8  # of pp micro-batches, after which uneven stages have a steady pace within 0.1 %
+
+
+class BlockCounts(NamedTuple):
+    """How many blocks some stages have: first ones of a mixture without experts, and the rest."""
+
+    dense: int
+    mixed: int
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,9 @@ class Workload:
     def head_bytes(self) -> float:
         """Bytes of queries, keys and values of a rank's heads."""
         heads = self.model.num_heads + 2 * self.kv_heads
-        return self.row_tokens * heads * self.model.head_dim / self.columns * self.sizes.weight
+        return (
+            self.row_tokens * heads * self.model.padded_head_dim / self.columns * self.sizes.weight
+        )
 
     @property
     def routed_bytes(self) -> float:
@@ -279,6 +289,16 @@ class Workload:
     def layers_of_stage(self) -> tuple[int, ...]:
         """Layers of each stage: `stage_sizes`, or as even as possible."""
         return self.stage_sizes or spread(self.model.num_layers, self.layout.num_stages)
+
+    def block_counts(self, stages: Iterable[int]) -> BlockCounts:
+        """Counts the blocks of some stages."""
+        dense = layers = 0
+        for stage in stages:
+            count = self.layers_of_stage[stage]
+            first = sum(self.layers_of_stage[:stage])
+            layers += count
+            dense += min(count, max(0, self.model.first_dense_layers - first))
+        return BlockCounts(dense, layers - dense)
 
     def layers_of_rank(self, pp_rank: int) -> int:
         """Layers of all the stages of a pipeline rank."""

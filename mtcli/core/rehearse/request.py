@@ -25,14 +25,15 @@ from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.memory import each_stage
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
-from mtcli.core.plan.workload import Workload
+from mtcli.core.plan.workload import BlockCounts, Workload
 from mtcli.core.runtime.atomic_writes import atomic_file
 from mtcli.core.runtime.launch import cores
 from mtcli.core.runtime.private_folder import user_cache
 
 Process = subprocess.Popen[str]
 SERVE = "from mtcli.core.rehearse.stages import serve; serve()"
-StageKind = tuple[bool, bool, bool, int]  # first of its rank, of the model, the last one; layers
+# first of its rank, of the model, the last one; its blocks
+StageKind = tuple[bool, bool, bool, BlockCounts]
 
 
 class Rehearsal(NamedTuple):
@@ -103,7 +104,7 @@ def representatives(work: Workload) -> list[int]:
 def kind_of(work: Workload, pp_rank: int, stage: int) -> StageKind:
     """The kind of a stage: under one config, stages of one kind take the same bytes."""
     last = stage == work.layout.num_stages - 1
-    return stage == pp_rank, stage == 0, last, work.layers_of_stage[stage]
+    return stage == pp_rank, stage == 0, last, work.block_counts([stage])
 
 
 def _found(requests: Iterable[Rehearsal]) -> dict[str, RankBytes]:

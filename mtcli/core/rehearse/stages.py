@@ -106,11 +106,21 @@ def _casts_gradients(work: Workload, on_cpu: bool) -> bool:
 def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int) -> RunConfig:
     """The config with `passes` micro-batches, and a few blocks of the stages that run."""
     most = SHARDED_BLOCKS if work.zero == 3 else BLOCKS
-    layers = tuple(
-        min(count, most if stage in chosen else 1)
-        for stage, count in enumerate(work.layers_of_stage)
-    )
-    model = config.model.model_copy(update={"num_layers": sum(layers)})
+    kept_counts = []
+    for stage in range(work.layout.num_stages):
+        dense, mixed = work.block_counts([stage])
+        if stage not in chosen:
+            kept_counts.append((min(dense, 1), min(mixed, 1 - min(dense, 1))))
+        elif mixed:  # the middle one of those that run has experts
+            kept_counts.append((dense, min(mixed, most + dense)))
+        else:
+            kept_counts.append((min(dense, most), 0))
+    layers = tuple(map(sum, kept_counts))
+    sizes = {
+        "num_layers": sum(layers),
+        "first_dense_layers": sum(dense for dense, _ in kept_counts),
+    }
+    model = config.model.model_copy(update=sizes)
     parallel = config.parallel.model_copy(update={"stage_layers": layers})
     short = config.model_copy(update={"model": model, "parallel": parallel})
     return with_batch(short, passes * work.micro_batch_size * work.layout.batch_shards)

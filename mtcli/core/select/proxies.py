@@ -27,6 +27,7 @@ from mtcli.core.parallel.vocab_parallel import VocabLoss
 from mtcli.core.select.distance_sketch import Sketch
 from mtcli.kernels.cross_entropy import row_max
 from mtcli.kernels.gemm import DTYPES
+from mtcli.kernels.softcap import softcap_slope
 
 Proxy = Literal["gradient", "kronecker", "features"]
 WIDTH = 256  # numbers of a sketch: squared distances to 9 %, one standard deviation
@@ -179,9 +180,12 @@ def _sketched(
 
     `tokens` are activations [b, s, D] and labels [b, s]; p - y has this rank's columns.
     """
-    exps_BSV, scales_BS = _probabilities(loss, *tokens)
+    exps_BSV, scales_BS, slopes_BSV = _probabilities(loss, *tokens)
     local_BS, here_BS = loss.shard.owned(tokens[1])
     local_BS, ones_BS = local_BS.where(here_BS, 0), here_BS.to(scales_BS.dtype)
+    if slopes_BSV is not None:
+        exps_BSV.mul_(slopes_BSV)
+        ones_BS = ones_BS * slopes_BSV.gather(2, local_BS[..., None])[..., 0]
     if h_BSD is None:
         errors_BV = (scales_BS[:, None] @ exps_BSV)[:, 0]  # one pass over the probabilities
         errors_BV.scatter_add_(1, local_BS, -ones_BS)
@@ -204,14 +208,19 @@ def _of_weights(sketch: Sketch, errors_BSV: Tensor, h_BSD: Tensor, first: int) -
     return sketches
 
 
-def _probabilities(loss: VocabLoss, x_BSD: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+def _probabilities(
+    loss: VocabLoss, x_BSD: Tensor, labels_BS: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """(exp(logits - max) of this rank's columns [b, s, V], 0 in padding ones; each token's factor
-    to probabilities [b, s]), in float32 at least."""
+    to probabilities [b, s]; capped logits' slopes [b, s, V], or None), in float32 at least."""
     logits_TV, shard = loss.logits(x_BSD.flatten(0, 1)), loss.shard
     logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    slopes_TV = softcap_slope(logits_TV, loss.cap) if loss.cap else None
     top_T = all_reduce(row_max(logits_TV[:, : shard.valid]), shard.tp, dist.ReduceOp.MAX)
     sums_T, *_ = shard.exp_parts_(logits_TV, top_T, labels_BS.flatten())
-    return logits_TV.unflatten(0, labels_BS.shape), sums_T.reciprocal().view(labels_BS.shape)
+    scales_BS = sums_T.reciprocal().view(labels_BS.shape)
+    slopes_BSV = None if slopes_TV is None else slopes_TV.unflatten(0, labels_BS.shape)
+    return logits_TV.unflatten(0, labels_BS.shape), scales_BS, slopes_BSV
 
 
 def _hidden(model: InferenceModel, x: Tensor) -> Tensor:

@@ -74,17 +74,16 @@ def stacked(parts: Sequence[Inputs]) -> Inputs:
         return None if tensors[0] is None else torch.cat(tensors)
 
     documents = [part.documents.rows for part in parts if part.documents is not None]
-    rotation = first.rotation
-    if rotation is not None:
-        tables = [part.rotation for part in parts if part.rotation is not None]
-        rotation = RotaryTable(*(torch.cat(xs) for xs in zip(*tables, strict=True)))
+    tables = zip(*(part.rotations for part in parts), strict=True)
+    pairs = (zip(*of_models, strict=True) for of_models in tables)
+    rotations = tuple(RotaryTable(*(torch.cat(xs) for xs in pair)) for pair in pairs)
     names = ("tokens", "positions", "labels", "weights", "padding", "numbers", "token_types")
     rows: dict[str, Any] = {name: joined(name) for name in names}
     return replace(
         first,
         **rows,
         documents=Documents(torch.cat(documents)) if documents else None,
-        rotation=rotation,
+        rotations=rotations,
         sentences=_sentences(parts),
     )
 

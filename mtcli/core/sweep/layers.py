@@ -17,12 +17,13 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.parallel.factory import LayerFactory, TokenLoss
 from mtcli.core.parallel.lora import AdapterSides, AdapterSite, output_blocks
-from mtcli.core.parallel.tensor import Norm
+from mtcli.core.parallel.norms import Norm
 from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.dropout import DropoutStream, dropout, dropout_stream
 from mtcli.kernels.gemm import linear, matmul, runs_in_float32
-from mtcli.kernels.norm import add_norm, norm
+from mtcli.kernels.norm import add_norm, gain, norm
+from mtcli.kernels.softcap import softcap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class ArrayLayers(LayerFactory):
         """A linear layer of each model; nothing is sharded, so all kinds of them are alike."""
         return ArrayLinear(name, self)
 
-    heads_linear = row_linear = dense = column_linear  # type: ignore[assignment]  # dense: no Dense
+    row_linear = dense = column_linear  # type: ignore[assignment]  # dense: no Dense
 
     def embedding(self, name: str) -> "ArrayEmbedding":
         """A token table of each model."""
@@ -55,13 +56,15 @@ class ArrayLayers(LayerFactory):
         """A norm of a sum."""
         return ArrayAddNorm(name, model, self)
 
-    def loss(self, table: "ArrayEmbedding", bias: nn.Parameter | None = None) -> "ArrayLoss":
+    def loss(
+        self, table: "ArrayEmbedding", bias: nn.Parameter | None = None, cap: float = 0.0
+    ) -> "ArrayLoss":
         """Cross entropy of each model."""
-        return ArrayLoss(table, bias, self)
+        return ArrayLoss(table, bias, cap, self)
 
-    def replicated_linear(self, x_TD: Tensor, weight: Tensor) -> Tensor:
-        """The GEMM of each model."""
-        return array_linear(x_TD, weight)
+    def replicated_linear(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The linear layer of each model."""
+        return array_linear(x_TD, weight, bias)
 
     gate = replicated_linear
 
@@ -124,7 +127,11 @@ class ArrayLinear(nn.Module):
         self.adapter = build.adapter(name)
 
     def forward(
-        self, x_TD: Tensor, with_bias: bool = True, numbers: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        with_bias: bool = True,
+        numbers: Tensor | None = None,
+        has_entered: bool = False,
     ) -> Tensor:
         """x W^T + b, always with the bias, and what adapters add."""
         y_TF = array_linear(x_TD, self.weight, self.bias)
@@ -187,27 +194,38 @@ class ArrayNorm(Norm):
 
     def __init__(self, name: str, model: ModelConfig, build: ArrayLayers) -> None:
         super().__init__(name, model, build)
-        weight, width = self.weight, self.weight.shape[-1]
-        self.ones = torch.ones(width, dtype=weight.dtype, device=weight.device)
-        self.zeros = torch.zeros_like(self.ones)
+        weight = self.weight[0].flatten()
+        self.ones = torch.ones_like(weight)
+        self.zeros = torch.zeros_like(weight)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x normalised and scaled; same shape."""
-        return self._scaled(norm(x_TD, *self._inner(), eps=self.eps, centred=self.centred))
+        return self._scaled(norm(x_TD, *self.vectors, **self.options))
 
-    def _inner(self) -> tuple[Tensor, Tensor | None]:
+    @property
+    def options(self) -> dict[str, Any]:
+        """The kernel's keyword arguments; the weights of several models get their offset later."""
+        several = {"offset": 0.0} if len(self.weight) > 1 else {}
+        return super().options | several
+
+    @property
+    def vectors(self) -> tuple[Tensor, Tensor | None]:
         """The scale and shift in the norm's kernel: an only model's, else ones and zeros."""
         if len(self.weight) > 1:
             return self.ones, None if self.bias is None else self.zeros
-        return self.weight.flatten(), None if self.bias is None else self.bias.flatten()
+        return super().vectors
 
     def _scaled(self, x_TD: Tensor) -> Tensor:
         if len(self.weight) == 1:
             return x_TD
-        x_BTD = by_model(x_TD, self.weight)
+        x_BTD, weight_B1D = by_model(x_TD, self.weight), self.weight.flatten(1)[:, None]
+        if self.offset:
+            y_BTD = x_BTD * gain(weight_B1D, self.offset)
+            y_BTD = y_BTD if self.bias is None else y_BTD + self.bias.flatten(1)[:, None]
+            return y_BTD.flatten(0, 1).to(x_TD.dtype)
         if self.bias is None:
-            return (x_BTD * self.weight[:, None]).flatten(0, 1)
-        return torch.addcmul(self.bias[:, None], x_BTD, self.weight[:, None]).flatten(0, 1)
+            return (x_BTD * weight_B1D).flatten(0, 1)
+        return torch.addcmul(self.bias.flatten(1)[:, None], x_BTD, weight_B1D).flatten(0, 1)
 
 
 class ArrayAddNorm(ArrayNorm):
@@ -217,8 +235,7 @@ class ArrayAddNorm(ArrayNorm):
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
-        inner = self._inner()
-        total, normal = add_norm(x_TD, y_TD, *inner, eps=self.eps, centred=self.centred)
+        total, normal = add_norm(x_TD, y_TD, *self.vectors, **self.options)
         return total, self._scaled(normal)
 
 
@@ -226,15 +243,15 @@ class ArrayLoss(TokenLoss):
     """Cross entropy of each model's logits, over its token table and maybe a bias [B, V]."""
 
     def __init__(
-        self, table: ArrayEmbedding, bias: nn.Parameter | None, build: ArrayLayers
+        self, table: ArrayEmbedding, bias: nn.Parameter | None, cap: float, build: ArrayLayers
     ) -> None:
         described = build.table["embedding.weight"]
-        self.table, self.bias = table, bias
+        self.table, self.bias, self.cap = table, bias, cap
         self.shard = VocabShard(0, described.shape[0], build.groups.tp)
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """x -> logits [B * T, V], padding columns included."""
-        return array_linear(x_TD, self.table.weight, self.bias)
+        """x -> capped logits [B * T, V], padding columns included."""
+        return softcap(array_linear(x_TD, self.table.weight, self.bias), self.cap)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """Cross entropy of each label [B * T], float32 (float64 for float64 logits)."""

@@ -89,6 +89,6 @@ class EncoderInputs:
             documents=documents,
             sentences=Sentences(at, classes, class_weights * class_factor),
             numbers=numbers,
-            attended=attended,
+            context=None if attended else 0,
             aux_scale=aux_scale,
         )

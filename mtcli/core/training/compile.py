@@ -17,10 +17,11 @@ from mtcli.core.config.errors import failed
 from mtcli.core.model.attention import Attention
 from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.inputs import Inputs
+from mtcli.core.model.latent_attention import LatentAttention
 from mtcli.core.model.moe import MixtureOfExperts
 from mtcli.core.model.transformer import Block, Stage
 from mtcli.core.parallel.compiled_collectives import in_graph
-from mtcli.core.parallel.tensor import ColumnLinear, HeadsLinear, RowLinear
+from mtcli.core.parallel.tensor import ColumnLinear, HeadExchange, RowLinear
 
 MOST_LAYERS = 8  # of a graph of all layers
 Arguments = ParamSpec("Arguments")
@@ -118,8 +119,9 @@ def _first_complaint(output: str) -> str:
 def _keep_collectives(module: nn.Module) -> None:
     """Makes the collectives of tensor parallel layers nodes of their block's graph."""
     match module:
-        case HeadsLinear():
+        case LatentAttention():
             module.enter = in_graph(module.enter, module.tp)
+        case HeadExchange():
             module.exchange = in_graph(module.exchange, module.tp)
         case ColumnLinear():
             module.enter = in_graph(module.enter, module.tp)

@@ -104,7 +104,7 @@ class TokenInputs:
             positions=positions,
             numbers=numbers,
             documents=documents,
-            attended=attended,
+            context=self.config.batch.seq_len if attended else 0,
             aux_scale=aux_scale,
         )
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from mtcli.kernels.attention.tiles import (
     CAUSAL,
     CAUSAL_FROM_KEY,
-    LOG2_E,
     RANGES,
     config,
     contiguous_rows,
@@ -27,11 +26,13 @@ from mtcli.kernels.attention.tiles import (
     offset_of,
     program_of,
     range_arguments,
+    score_scales,
     sizes_and_flags,
     store_tile,
     strides,
 )
 from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.softcap import bent, through_bend
 from mtcli.kernels.triton_launch import kernel
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ CONFIGS = (
 )  # fmt: skip
 
 
-def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
+def dq_config(d: int, itemsize: int, mask: int, capped: bool) -> dict[str, int]:
     """The default config of `_dq`, which fits in the 163 KiB of compute capability 8.0."""
     if itemsize == 4:
         if d <= 64:
@@ -54,38 +55,43 @@ def dq_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
         return config(16, 32, 4, 2) if d <= 128 else config(32, 32, 8, 2)
     if d > 128:
         return config(64, 32, 8, 2)
-    if mask == RANGES:  # a short range fills few tiles
+    if mask == RANGES or capped:  # a short range fills few tiles, and caps take registers
         return config(64, 64, 4, 2)
     return config(64, 64, 4, 3) if d <= 64 else config(128, 64, 8, 3)
 
 
-def dkv_config(d: int, itemsize: int, mask: int) -> dict[str, int]:
+def dkv_config(d: int, itemsize: int, mask: int, capped: bool) -> dict[str, int]:
     """The default config of `_dkv`, whose programs hold two gradients."""
     if itemsize == 4:
         if d <= 64:
             return config(32, 32, 4, 2)
         return config(32, 32, 8, 2) if d <= 128 else config(16, 32, 8, 2)
+    if capped and 32 < d <= 128:  # caps take registers
+        return config(64, 32, 4, 2)
     return config(64, 64, 4, 1) if d <= 128 else config(64, 32, 8, 2)
 
 
 @kernel()
 def _add_dq(
     dq, q, grad, lse, delta, k_ptr, v_ptr, k_stride, v_stride, start, stop, m, d, first, end,
-    scale, MASKED: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    scale, bend, MASKED: tl.constexpr, CAPPED: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dq with what keys start .. stop - 1 add to it."""
     for begin in range(start, stop, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         k = load_tile(k_ptr, k_stride, column, m, d, MASKED, UNIT, WIDTH)
         v = load_tile(v_ptr, v_stride, column, m, d, MASKED, UNIT, WIDTH)
-        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale - lse[:, None])
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s = bent(s, bend, CAPPED)
+        p = tl.exp2(s * scale - lse[:, None])
         if MASKED:
             visible = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
             p = tl.where(visible, p, 0.0)
+        p = through_bend(p, s, CAPPED)
         dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
-        ds = (p * (dp - delta[:, None])).to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     return dq
 
 
@@ -106,8 +112,8 @@ def _gemm_by_columns(
 @kernel()
 def _add_dq_by_columns(
     dq, q_ptr, grad_ptr, q_stride, grad_stride, row, n, lse, delta, k_ptr, v_ptr, k_stride,
-    v_stride, start, stop, m, d, first, end, scale, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    v_stride, start, stop, m, d, first, end, scale, bend, CAPPED: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`_add_dq` of wide float32 heads, always masked."""
     for begin in tl.range(start, stop, COLUMNS, disable_licm=True):
@@ -119,19 +125,22 @@ def _add_dq_by_columns(
             grad_ptr, v_ptr, grad_stride, v_stride, row, column, n, m, d, UNIT, PRECISION, WIDTH
         )  # fmt: skip
         visible = (column[None, :] >= first[:, None]) & (column[None, :] < end[:, None])
+        s = bent(s, bend, CAPPED)
         p = tl.where(visible, tl.exp2(s * scale - lse[:, None]), 0.0)
         k = load_tile(k_ptr, k_stride, column, m, d, True, UNIT, WIDTH)
-        dq = tl.dot(p * (dp - delta[:, None]), k, dq, input_precision=PRECISION)
+        ds = through_bend(p, s, CAPPED) * (dp - delta[:, None])
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
 
 
-@kernel(CONFIGS, key=["d", "itemsize", "MASK"], default=dq_config)
+@kernel(CONFIGS, key=["d", "itemsize", "MASK", "CAPPED"], default=dq_config)
 def _dq(
     q_ptr, k_ptr, v_ptr, out_ptr, grad_ptr, lse_ptr, first_ptr, end_ptr, delta_ptr, dq_ptr,
-    h, g, n, m, d, itemsize, range_b, scale, shrink, qb: tl.int64, qh: tl.int64, qn,
+    h, g, n, m, d, itemsize, range_b, scale, bend, shrink, qb: tl.int64, qh: tl.int64, qn,
     kb: tl.int64, kh: tl.int64, kn, vb: tl.int64, vh: tl.int64, vn, ob: tl.int64, oh: tl.int64, on,
-    gb: tl.int64, gh: tl.int64, gn, MASK: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    gb: tl.int64, gh: tl.int64, gn, MASK: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dq [b, n, h, d]; delta [b, h, n] is the sum of grad * out, for _dkv.
 
@@ -157,33 +166,33 @@ def _dq(
     if SPLIT:
         dq = _add_dq_by_columns(
             dq, q_ptr, grad_ptr, qn, gn, row, n, lse, delta, k_ptr, v_ptr, kn, vn, start, stop, m,
-            d, first, end, scale, UNIT, PRECISION, WIDTH, COLUMNS,
+            d, first, end, scale, bend, CAPPED, UNIT, PRECISION, WIDTH, COLUMNS,
         )  # fmt: skip
     else:
         q = load_tile(q_ptr, qn, row, n, d, True, UNIT, WIDTH)
         dq = _add_dq(
             dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, start, inner, m, d, first, end, scale,
-            True, UNIT, PRECISION, WIDTH, COLUMNS,
+            bend, True, CAPPED, UNIT, PRECISION, WIDTH, COLUMNS,
         )  # fmt: skip
         dq = _add_dq(
             dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, inner, outer, m, d, first, end, scale,
-            False, UNIT, PRECISION, WIDTH, COLUMNS,
+            bend, False, CAPPED, UNIT, PRECISION, WIDTH, COLUMNS,
         )  # fmt: skip
         dq = _add_dq(
             dq, q, grad, lse, delta, k_ptr, v_ptr, kn, vn, outer, stop, m, d, first, end, scale,
-            True, UNIT, PRECISION, WIDTH, COLUMNS,
+            bend, True, CAPPED, UNIT, PRECISION, WIDTH, COLUMNS,
         )  # fmt: skip
     dq_ptr += offset_of(b * n * h + head, d, UNIT)
     store_tile(dq_ptr, h * d, row, n, d, dq * shrink, UNIT, WIDTH)
 
 
-@kernel(CONFIGS, key=["d", "itemsize", "MASK"], default=dkv_config)
+@kernel(CONFIGS, key=["d", "itemsize", "MASK", "CAPPED"], default=dkv_config)
 def _dkv(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, first_ptr, end_ptr, dk_ptr, dv_ptr,
-    h, g, n, m, d, itemsize, range_b, scale, shrink, qb: tl.int64, qh: tl.int64, qn,
+    h, g, n, m, d, itemsize, range_b, scale, bend, shrink, qb: tl.int64, qh: tl.int64, qn,
     kb: tl.int64, kh: tl.int64, kn, vb: tl.int64, vh: tl.int64, vn, gb: tl.int64, gh: tl.int64, gn,
-    MASK: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MASK: tl.constexpr, CAPPED: tl.constexpr, SPLIT: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv [b, m, g, d], summed over a group's query heads; ROWS are keys, COLUMNS queries."""
     tile, b, group = program_of(m, g, ROWS)
@@ -221,17 +230,19 @@ def _dkv(
             lse = tl.maximum(lse, -1e30) * 1.4426950408889634
             if not SPLIT:
                 s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+            s = bent(s, bend, CAPPED)
             p = tl.exp2(s * scale - lse[None, :])
             if (begin < inner) | (begin >= outer):
                 visible = (query[None, :] - first[:, None]).to(tl.uint32) < num_visible[:, None]
                 p = tl.where(visible, p, 0.0)
+            bent_p = through_bend(p, s, CAPPED)
             dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
             if not SPLIT:
                 dp = tl.dot(v, tl.trans(grad), input_precision=PRECISION)
             if WIDTH != 64:
                 delta = tl.load(delta_ptr + row_at + query, mask=query < n, other=0.0)
-            ds = (p * (dp - delta[None, :])).to(q.dtype)
-            dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+            ds = bent_p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     # Rows counted from the tile's first: their numbers need no register during the loop.
     at = offset_of((b * m + tile * ROWS) * g + group, d, UNIT)
     rows, left = tl.arange(0, ROWS), m - tile * ROWS
@@ -241,10 +252,10 @@ def _dkv(
 
 @custom_op(
     "flash_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal,"
-    " Tensor? first, Tensor? end) -> (Tensor, Tensor, Tensor)",
+    " Tensor? first, Tensor? end, float cap=0.0) -> (Tensor, Tensor, Tensor)",
     fake=lambda grad, *inputs: tuple(empty_by_token(x) for x in inputs[:3]),
 )
-def flash_backward(grad, q, k, v, out, lse, causal, first, end):
+def flash_backward(grad, q, k, v, out, lse, causal, first, end, cap=0.0):
     """(dq, dk, dv) of a block of keys, given the output and log-sum-exp over all keys."""
     grad, q, k, v, out = (contiguous_rows(x) for x in (grad, q, k, v, out))
     (b, h, n, d), (_, g, m, _), lse = q.shape, k.shape, lse.contiguous()
@@ -252,10 +263,10 @@ def flash_backward(grad, q, k, v, out, lse, causal, first, end):
     delta, (sizes, flags) = torch.empty_like(lse), sizes_and_flags(q, k, v, out, grad)
     flags["SPLIT"] = q.element_size() == 4 and d > 128
     mask, ranges, range_b = range_arguments(causal, first, end, q)
-    scales, layout = (d**-0.5 * LOG2_E, d**-0.5), (*strides(q), *strides(k), *strides(v))
+    scales, layout = (*score_scales(d, cap), d**-0.5), (*strides(q), *strides(k), *strides(v))
     _dq[head_grid(n, b * h)](
         q, k, v, out, grad, lse, *ranges, delta, dq, *sizes, range_b, *scales, *layout,
-        *strides(out), *strides(grad), mask, **flags,
+        *strides(out), *strides(grad), mask, cap > 0, **flags,
     )  # fmt: skip
     if mask == CAUSAL:
         mask = CAUSAL_FROM_KEY
@@ -263,7 +274,7 @@ def flash_backward(grad, q, k, v, out, lse, causal, first, end):
         ranges, range_b = _query_ranges(*ranges, m), m if range_b else 0
     _dkv[head_grid(m, b * g)](
         q, k, v, grad, lse, delta, *ranges, dk, dv, *sizes, range_b, *scales, *layout,
-        *strides(grad), mask, **flags,
+        *strides(grad), mask, cap > 0, **flags,
     )  # fmt: skip
     return dq, dk, dv
 

@@ -134,6 +134,12 @@ def store_tile(ptr, stride, row, rows, width, tile, UNIT: tl.constexpr, WIDTH: t
     tl.store(at, tile, mask=above if UNIT == 0 else above & inside)
 
 
+def score_scales(d: int, cap: float) -> tuple[float, float]:
+    """(scale, bend): in base 2, scores are scale * q k^T, or scale * tanh(bend * q k^T) with a cap
+    above 0."""
+    return (cap * LOG2_E, d**-0.5 / cap) if cap else (d**-0.5 * LOG2_E, 0.0)
+
+
 def strides(x: Tensor) -> tuple[int, int, int]:
     """The strides of sequences, heads and tokens of x [b, h, n, d], whose last dim is
     contiguous."""

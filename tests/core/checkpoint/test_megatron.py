@@ -120,12 +120,12 @@ def test_a_model_that_is_not_this_one_is_refused(saved, change, message):
 
 
 def test_all_arguments_that_we_have_no_way_of_are_named():
-    arguments = megatron_saves.LLAMA | {"rotary_percent": 0.5, "qk_layernorm": True}
+    arguments = megatron_saves.LLAMA | {"no_rope_freq": 4, "qk_layernorm": True}
     with pytest.raises(MtcliError) as error:
         model_of(arguments, Path("x/common.pt"))
     found = [problem.message for problem in error.value.problems]
     assert found == [
-        "x/common.pt: rotary_percent=0.5 cannot be represented",
+        "x/common.pt: no_rope_freq=4 cannot be represented",
         "x/common.pt: qk_layernorm=true cannot be represented",
     ]
 

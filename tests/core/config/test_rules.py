@@ -11,6 +11,7 @@ from mtcli.core.config.rules import RULES, load_checked, problems, require
 LLAMA = ("model.architecture=llama", "model.num_heads=12", "model.ffn_hidden_size=96")
 GPT = ("model.num_layers=12", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=32")
 MOE = ("model.num_experts=8", "model.top_k=2", "model.moe_ffn_hidden_size=96")
+MLA = ("model.mla.kv_rank=64", "model.head_dim=192", "model.position=rope")
 LSGD = ("sync.method=lsgd", "optimizer.name=sgd")
 SGD = ("optimizer.name=sgd", "optimizer.momentum=0.9")
 # fmt: off
@@ -154,12 +155,35 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["model.position=rope", "model.rope_scaling.low_freq_factor=4"], 1,
         "model.rope_scaling.low_freq_factor",
         "low_freq_factor=4 is not below high_freq_factor=4", "below 4, as 1 and 4"),
-    "_logits_are_scaled": (
-        ["model.head=mlm", "model.logit_scale=2"], 1, "model.logit_scale",
-        "logit_scale=2 with head='mlm', which scales none", "1, or model.head = 'lm'"),
+    "_parallel_residual_fits": (
+        ["model.parallel_residual=true", "model.norm_order=sandwich"], 1,
+        "model.parallel_residual",
+        "parallel_residual=true with norm_order='sandwich', which norms more than inputs",
+        "model.norm_order = 'pre', or model.parallel_residual = false"),
+    "_rope_scaling_fits_heads": (
+        ["model.position=rope", "model.rope_scaling.kind=longrope",
+         "model.rope_scaling.short_factors=" + str([1.5] * 16)], 1,
+        "model.rope_scaling.long_factors",
+        "0 long_factors for heads of 16 pairs", "a factor for each"),
+    "_logits_are_of_tokens": (
+        ["model.head=mlm", "model.logit_softcap=2"], 1, "model.logit_softcap",
+        "logit_softcap=2 with head='mlm', which caps none", "0, or model.head = 'lm'"),
+    "_norms_have_their_parts": (
+        ["model.norm=rmsnorm", "model.norm_bias=true"], 1, "model.norm_bias",
+        "norm_bias=true with norm='rmsnorm', which has none",
+        "model.norm = 'layernorm', or leave it out"),
+    "_latents_have_heads": (
+        [*MLA, "model.num_kv_heads=2"], 1, "model.num_kv_heads",
+        "num_kv_heads=2 with model.mla, whose heads come from latents",
+        "num_kv_heads = 8, or leave it out"),
     "_windows_have_layers": (
         ["model.window_pattern=LG"], 1, "model.window_pattern",
         "window_pattern='LG' with window=0, which limits no layer", "model.window of 1 or more"),
+    "_pairs_rotate": (
+        ["model.position=rope", "model.head_dim=32", "model.rotary_fraction=0.1"], 1,
+        "model.rotary_fraction",
+        "rotary_fraction=0.1 rotates 3 of head_dim=32 dimensions, which are no pairs",
+        "a multiple of 2 / head_dim = 0.0625"),
     "data_is_shared_out": (
         ["data.split=-1,2,3"], 1, "data.split",
         'split "-1,2,3" is not up to three numbers >= 0 with a sum > 0',
@@ -306,6 +330,21 @@ ALSO = {  # further branches of the same rules
     "groups that do not divide the experts": (
         [*MOE, "model.router_groups=3"], 1, "model.router_groups",
         "router_groups=3 does not divide num_experts=8", "1, 2, 4 or 8"),
+    "an odd part of heads that rotates": (
+        [*MLA, "model.mla.rope_dim=15", "model.head_dim=143"], 1, "model.mla.rope_dim",
+        "rope_dim=15 is odd and rotary positions turn pairs", "14 or 16"),
+    "latents on a grid": (
+        [*MLA, "parallel.tp=4", "parallel.tp_mode=2d", "batch.micro_batch_size=2"], 4,
+        "parallel.tp_mode",
+        "2 rows of tp ranks with model.mla, whose latents are not sharded",
+        "parallel.tp_mode = '1d'"),
+    "more tp ranks than heads with latents": (
+        [*MLA, "parallel.tp=16"], 16, "parallel.tp", "tp=16 does not divide num_heads=8",
+        "1, 2, 4 or 8"),
+    "no layer with experts": (
+        [*MOE, "model.first_dense_layers=2", "model.num_layers=2"], 1, "model.first_dense_layers",
+        "first_dense_layers=2 of num_layers=2: no layer has experts",
+        "at most 1, or num_experts = 0"),
     "more groups than there are": (
         [*MOE, "model.router_groups=2", "model.router_top_groups=4"], 1,
         "model.router_top_groups",
@@ -332,6 +371,9 @@ ALSO = {  # further branches of the same rules
     "an expert's width that etp does not divide": (
         [*MOE, "parallel.etp=5"], 5, "parallel.etp",
         "etp=5 does not divide moe_ffn_hidden_size=96", "1, 2, 3, 4, 6, 8, 12 or 16"),
+    "biases of experts whose columns etp does not divide": (
+        [*MOE, "model.expert_bias=true", "parallel.etp=3"], 3, "parallel.etp",
+        "etp=3 does not divide hidden_size=256", "1, 2, 4 or 8"),
     "fewer heads than ranks": (
         ["parallel.tp=16", "batch.global_batch_size=64"], 16, "parallel.tp",
         "tp=16 does not divide num_heads=8", "1, 2, 4 or 8"),
@@ -508,6 +550,7 @@ def test_a_split_that_makes_no_sense_needs_no_data_to_be_refused():
 
 def test_every_field_of_experts_is_refused_on_a_dense_model():
     given = {
+        "first_dense_layers": 1, "routed_scale": 2.0,
         "moe_ffn_hidden_size": 64, "shared_expert_ffn_hidden_size": 64, "shared_expert_gate": True,
         "normalize_top_k": False, "router_score": "sigmoid", "router_groups": 2,
         "router_top_groups": 2, "capacity_factor": 1.0, "drop_policy": "position",
@@ -558,12 +601,36 @@ def test_a_batch_is_divided_over_the_data_ranks_alone():
 
 
 ROPE = ["model.position=rope", "model.rope_scaling.kind=yarn"]
+SHORT, LONG = str([2.0] * 16), ["model.rope_scaling.kind=longrope"]
+LONG += [f"model.rope_scaling.{name}_factors={[1.5] * 32}" for name in ("short", "long")]
 OTHER_BREAKS = [
     (["model.window=4", "model.window_pattern=G"], "model.window_pattern",
      "window=4 with window_pattern='G': no layer is local"),
     # the letter of the only layer is G
     (["model.num_layers=1", "model.window=4", "model.window_pattern=GL"], "model.window_pattern",
      "window=4 with window_pattern='GL': no layer is local"),
+    (["model.position=rope", "model.rotary_fraction=0.01"], "model.rotary_fraction",
+     "rotary_fraction=0.01 rotates 0 of head_dim=64 dimensions, which are no pairs"),
+    (["model.position=rope", "model.num_layers=1", "model.rope_pattern=NR"], "model.rope_pattern",
+     "rope_pattern='NR': no layer rotates"),
+    (["model.position=rope", "model.rope_local_theta=9"], "model.rope_local_theta",
+     "rope_local_theta=9.0 with window=0, which no layer has"),
+    ([*ROPE[:1], *LONG, "model.rope_scaling.original_max_seq_len=1"],
+     "model.rope_scaling.original_max_seq_len", "longrope with original_max_seq_len=1"),
+    ([*ROPE[:1], *LONG, "model.rotary_fraction=0.5", "model.rope_scaling.long_factors=" + SHORT],
+     "model.rope_scaling.short_factors", "32 short_factors for heads of 16 pairs"),
+    ([*ROPE[:1], "model.rope_scaling.kind=dynamic", "model.head_dim=2"], "model.rope_scaling.kind",
+     "kind='dynamic' has no base for heads of one pair"),
+    (["model.head_bias=true"], "model.head_bias",
+     "head_bias=true with tie_embeddings=true, whose head has no layer of that kind"),
+    (["model.head_bias=true", "model.tie_embeddings=false", "model.logit_scale=2"],
+     "model.logit_scale", "logit_scale=2 with head_bias=true, which it would not multiply"),
+    (["model.parallel_norms=1"], "model.parallel_norms",
+     "parallel_norms=1 with parallel_residual=false: the MLP's input is another"),
+    (["model.activation_limit=3"], "model.activation_limit",
+     "activation_limit=3.0 with activation='gelu_tanh', which clamps nothing"),
+    (["model.rope_pattern=RN"], "model.rope_pattern",
+     "rope_pattern='RN' with position='learned', which turns nothing"),
     ([*ROPE, "model.rope_scaling.beta_slow=32"], "model.rope_scaling.beta_slow",
      "beta_slow=32 is not below beta_fast=32"),
     ([*ROPE, "model.rope_theta=1"], "model.rope_theta", "rope_theta=1 turns all pairs alike"),
@@ -577,7 +644,19 @@ def test_a_rule_of_windows_or_rotation_is_broken_in_its_other_ways(overrides, fi
 
 
 @pytest.mark.parametrize(
-    "overrides", [["model.window=4", "model.window_pattern=GL"], ROPE, [*ROPE, "model.window=1"]]
+    "overrides",
+    [
+        ["model.window=4", "model.window_pattern=GL"],
+        ROPE,
+        [*ROPE, "model.window=1"],
+        [*ROPE, "model.window=4", "model.rope_local_theta=9", "model.rope_pattern=RN"],
+        [*ROPE, "model.head_dim=33", "model.rotary_fraction=0.5"],
+        ["model.parallel_residual=true"],
+        ["model.head_bias=true", "model.tie_embeddings=false"],
+        ["model.parallel_residual=true", "model.parallel_norms=1"],
+        [*ROPE[:1], *LONG],
+        [*ROPE[:1], "model.rope_scaling.kind=dynamic"],
+    ],
 )
 def test_legal_windows_and_scalings_have_no_problems(overrides):
     assert problems(load_config("tiny", overrides), 1) == []

@@ -32,6 +32,14 @@ FAMILIES = {
     "qwen2": SIZES,
     "qwen3": SIZES
     | {"head_dim": 6, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "gpt_oss": SIZES
+    | {"head_dim": 6, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2},
+    "smollm3": SIZES | {"pad_token_id": None},
+    "glm4": SIZES | {"pad_token_id": None, "head_dim": 8},
+    "phi3": SIZES | {"pad_token_id": None, "sliding_window": 9},
+    "gpt_neox": {name: size for name, size in SIZES.items() if "key" not in name}
+    | {"hidden_size": 32},
+    "falcon": SIZES | {"new_decoder_architecture": True, "num_kv_heads": 2},
     "mixtral": SIZES | {"num_local_experts": 2, "sliding_window": None},
     "qwen2_moe": SIZES
     | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}

@@ -5,6 +5,7 @@ Counts are held to published ones in tests/test_presets.py.
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
@@ -122,6 +123,21 @@ def test_a_causal_mask_halves_the_attention_part():
     assert full - half == 2 * 16 * 32 * 4  # 2 s h per layer, of 4 s h
 
 
+def test_sinks_are_no_matrices():
+    with_sinks = GPT.model_copy(update={"attention_sinks": True})
+    assert count_parameters(with_sinks) == count_parameters(GPT) + 4 * 4
+    assert forward_flops(with_sinks, 16) == forward_flops(GPT, 16)
+
+
+def test_biases_of_experts_and_routers_cost_no_operations():
+    moe = load_config("mixtral-8x7b").model
+    biased = moe.model_copy(update={"expert_bias": True, "router_bias": True})
+    added = 32 * (8 + 8 * (2 * 14336 + 4096))
+    assert count_parameters(biased) == count_parameters(moe) + added
+    assert count_active(biased) == count_active(moe) + 32 * (8 + 2 * (2 * 14336 + 4096))
+    assert forward_flops(biased, 4096) == forward_flops(moe, 4096)
+
+
 def test_idle_experts_cost_no_operations():
     moe = load_config("mixtral-8x7b").model
     # a dense model whose MLP is two experts wide, plus the router's 4096 x 8 in each layer
@@ -167,3 +183,14 @@ def test_the_matrices_of_linear_layers_have_their_logical_shapes():
         "blocks.0.mlp.shared_expert.gate_up.weight": [("gate", 1, (10, 16)), ("up", 1, (10, 16))],
         "blocks.0.mlp.shared_expert.down.weight": [("down", 1, (16, 10))],
     }  # fmt: skip
+
+
+def test_norms_begin_at_a_gain_of_1_and_may_have_no_bias():
+    plain, offset, bare = (
+        parameters(run_config(tiny.GPT | more).model)
+        for more in ({}, {"norm_offset": 1.0}, {"norm_bias": False})
+    )
+    assert plain["final_norm.weight"].init == "ones"
+    assert {p.init for name, p in offset.items() if "norm" in name} == {"zeros"}
+    norms = {name for name in plain if "norm.bias" in name}
+    assert plain.keys() - bare.keys() == norms and len(norms) > 2

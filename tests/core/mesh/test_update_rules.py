@@ -18,6 +18,12 @@ def test_weight_decay_spares_biases_and_norms():
     assert spared == {name for name in table if name.endswith("bias") or "norm" in name}
 
 
+def test_weight_decay_spares_sinks_though_they_begin_as_matrices_do():
+    table = run_parameters(GPT.model_copy(update={"attention_sinks": True}), LoraConfig())
+    sinks = table["blocks.0.attention.sinks"]
+    assert sinks.shape == (4, 1) and not update_of(sinks, ADAMW).decays
+
+
 def test_adapters_decay_though_b_begins_at_zero():
     table = run_parameters(GPT, LoraConfig(rank=2))
     adapters = [parameter for name, parameter in table.items() if ".adapter." in name]

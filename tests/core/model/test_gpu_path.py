@@ -31,13 +31,28 @@ CALLED = {
     "llama": {"norm", "norm_backward", "add_norm", "swiglu", "swiglu_backward_with_output"}
     | {"rotate"}
     | SHARED,
+    "geglu": {"swiglu", "swiglu_backward_with_output"},
+    "clamped": {"swiglu", "swiglu_backward_with_output"},
+    "relu2": {"relu2", "relu2_backward_with_output"},
+    "capped": {"flash", "flash_backward"} | SHARED,
+    "sinks": {"flash", "flash_backward"} | SHARED,
     "mixtral within capacity": ROUTED - {"grouped_linear", "grouped_outer"} | SHARED,
+    "mixtral with biases": ROUTED | SHARED,
+    "mixtral with biases within capacity": ROUTED - {"grouped_linear", "grouped_outer"} | SHARED,
     "mixtral of groups": ROUTED | SHARED,
 }
 MODELS = {
     "gpt": GPT,
     "gpt with dropout": GPT | {"dropout": 0.2, "attention_dropout": 0.1},
     "llama": LLAMA,
+    "geglu": LLAMA | {"activation": "geglu_tanh"},
+    "clamped": LLAMA | {"activation": "swiglu_clamped"},
+    "relu2": GPT | {"activation": "relu2"},
+    "capped": LLAMA | {"attention_softcap": 0.5, "logit_softcap": 0.3, "init_std": 0.2},
+    "sinks": LLAMA | {"attention_sinks": True, "init_std": 0.2},
+    "mixtral with biases": MOE | {"expert_bias": True, "router_bias": True},
+    "mixtral with biases within capacity": MOE
+    | {"expert_bias": True, "capacity_factor": 0.75, "pad_to_capacity": True},
     "mixtral within capacity": MOE | {"capacity_factor": 0.75, "pad_to_capacity": True},
     "mixtral of groups": BIASED,
 }

@@ -1,7 +1,6 @@
 """Dropout as a function of global numbers, and attention dropout written out."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from mtcli.core.model.attention import Attention
 from mtcli.core.model.build import build_stages
 from mtcli.core.model.init import initialise
 from mtcli.core.model.inputs import KVCache, make_inputs, token_positions
-from mtcli.core.model.transformer import Dropout
+from mtcli.core.model.transformer import Dropout, rounded
 from mtcli.core.parallel.attention_mask import restarted
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import unsharded
@@ -66,7 +65,9 @@ def test_no_numbers_or_no_probability_is_no_dropout():
 
 @pytest.mark.parametrize("masked", [False, True], ids=["rows", "documents"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["heads", "grouped"])
+@pytest.mark.parametrize(
+    "model", [GPT, LLAMA, LLAMA | {"attention_softcap": 0.3}], ids=["heads", "grouped", "capped"]
+)
 def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model, causal, masked):
     config = run_config(model | {"attention_dropout": 0.4, "causal": causal}).model
     build = TensorParallelLayers(parameters(config), alone(), torch.float64)
@@ -84,7 +85,7 @@ def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model, ca
         documents=documents if masked else None,
         numbers=numbers,
     )
-    inputs = replace(inputs, rotation=None)
+    attention.table = None
     mixed = attention.mix(qkv.view(B * S, -1), inputs).view(B, S, h, d)
     key = stream_key(7, "dropout", "blocks.1.attention.probabilities")
     for b in range(B):
@@ -94,7 +95,8 @@ def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model, ca
             for t in range(S):
                 seen = torch.arange(t + 1 if causal else S)
                 seen = seen[documents[b, seen] == documents[b, t]]
-                p = (k[seen] @ q[t] / math.sqrt(d)).softmax(0)
+                scores, cap = k[seen] @ q[t] / math.sqrt(d), config.attention_softcap
+                p = (cap * (scores / cap).tanh() if cap else scores).softmax(0)
                 index = (numbers[b, t] * h + head) * S + seen
                 kept = keep_mask(key, index, 0.4) / 0.6
                 torch.testing.assert_close(mixed[b, t, head], (p * kept) @ v[seen])
@@ -130,13 +132,27 @@ def test_precision_is_the_dtype_of_weights_and_activations(precision, dtype):
     assert stage.losses(x_TD, inputs).dtype == wide
 
 
+@pytest.mark.parametrize(("hidden", "scale"), [(2304, 48.0), (2560, 50.5), (5376, 73.5)])
+def test_gemma_s_scale_of_embeddings_is_rounded_to_their_dtype(hidden, scale):
+    assert rounded(hidden**0.5, torch.bfloat16) == scale
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert rounded(hidden**0.5, dtype) == torch.tensor(hidden**0.5, dtype=dtype).item()
+    for precision, factor in (("bf16", 4.90625), ("fp32", torch.tensor(24.0).sqrt().item())):
+        _, stage = made(LLAMA | {"embedding_scale": 24**0.5} | WIDE, train={"precision": precision})
+        assert stage.embedding_scale == factor
+
+
+WIDE = {"hidden_size": 24}
 WINDOWED = [Visibility(2, 0), Visibility(), Visibility(4, 0), Visibility(0, 0)]
 
 
-@pytest.fixture
-def windowed():
+@pytest.fixture(
+    params=[{}, {"attention_softcap": 0.3}, {"attention_sinks": True}],
+    ids=["plain", "capped", "with sinks"],
+)
+def windowed(request):
     """A stage whose layers see differently far, and its model."""
-    config, stage = made(LLAMA)
+    config, stage = made(LLAMA | request.param | {"init_std": 0.3})
     stage.double().requires_grad_(False)
     for block, visibility in zip(stage.blocks.values(), WINDOWED, strict=True):
         block.attention.visibility = visibility

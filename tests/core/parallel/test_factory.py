@@ -27,7 +27,7 @@ class DenseLayers(LayerFactory):
     def column_linear(self, name):
         return Dense(self, name)
 
-    heads_linear = row_linear = column_linear
+    row_linear = column_linear
 
     def embedding(self, name):
         return Dense(self, name)
@@ -38,7 +38,7 @@ class DenseLayers(LayerFactory):
     def add_norm(self, name, model):
         return DenseAddNorm(self, name, model)
 
-    def loss(self, table):
+    def loss(self, table, cap=0.0):
         return DenseLoss(table.weight[: self.table["embedding.weight"].shape[0]])
 
 

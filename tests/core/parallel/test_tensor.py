@@ -8,7 +8,7 @@ from ranks import run_ranks
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel.groups import make_groups
-from mtcli.core.parallel.tensor import ColumnLinear, HeadsLinear, RowLinear, TensorParallelLayers
+from mtcli.core.parallel.tensor import ColumnLinear, RowLinear, TensorParallelLayers
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.runtime.health.traffic import Traffic
@@ -89,13 +89,13 @@ def some_heads(runtime, kv_heads, sequence_parallel):
     (table, values), tp, recorder = head_weights(kv_heads), runtime.world, FlightRecorder()
     groups = make_groups(ParallelLayout(tp, tp=tp), runtime.rank, "cpu", recorder=recorder)
     made = TensorParallelLayers(table, groups, torch.float64, sequence_parallel)
-    layer = HeadsLinear("qkv", made)
+    layer, share = made.column_linear("qkv"), made.share_heads("qkv")
     boxes = {name: table[name].box(groups.layout, runtime.rank).slices for name in table}
     for name, parameter in (("qkv.weight", layer.weight), ("qkv.bias", layer.bias)):
         parameter.data.copy_(values[name][boxes[name]].reshape(parameter.shape))
     x = made.my_tokens(seeded(T, D, seed=5)).requires_grad_()
     recorder.traffic = Traffic()
-    heads = layer(x).view(T, -1, W)
+    heads = share(layer(x)).view(T, -1, W)
     sent = {one.receiver: one.bytes for one in recorder.traffic.sent}
     heads.backward(seeded(*heads.shape, seed=10 + runtime.rank))
     grads = {"qkv.weight": layer.weight.grad, "qkv.bias": layer.bias.grad}

@@ -31,6 +31,21 @@ def swiglu(x, bias):
     return gate * share * up, torch.cat(slopes, 1)
 
 
+def geglu(x, bias, inner=None):
+    gate, up = x.split(6, 1)
+    y, slope = (inner or gelu)(gate, 0.0)
+    return y * up, torch.cat([up * slope, y], 1)
+
+
+def geglu_tanh(x, bias):
+    return geglu(x, bias, gelu_tanh)
+
+
+def relu2(x, bias):
+    x = (x + bias).clamp(min=0.0)
+    return x * x, 2.0 * x
+
+
 def gelu(x, bias):
     x = x + bias
     share = 0.5 * torch.special.erfc(-x / math.sqrt(2.0))
@@ -51,12 +66,17 @@ def expected(formula, x, bias, weight, grad):
     return y @ weight.T, of_x, of_x.sum(0), grad.T @ y
 
 
-@pytest.mark.parametrize("formula", [swiglu, gelu, gelu_tanh], ids=lambda formula: formula.__name__)
+GATED = swiglu, geglu, geglu_tanh
+
+
+@pytest.mark.parametrize(
+    "formula", [gelu, gelu_tanh, relu2, *GATED], ids=lambda formula: formula.__name__
+)
 @pytest.mark.parametrize("later", [False, True], ids=["in the backward", "when it is asked for"])
 def test_a_linear_layer_of_an_activation_has_its_gradients_and_keeps_no_product(formula, later):
-    x, bias, weight, grad = made(formula is swiglu)
+    x, bias, weight, grad = made(formula in GATED)
     leaves = [x.requires_grad_(), bias.requires_grad_(), weight.requires_grad_()]
-    leaves[1] = None if formula is swiglu else bias
+    leaves[1] = None if formula in GATED else bias
     work, kept = WeightPasses(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         activation = ACTIVATIONS[formula.__name__]
@@ -70,7 +90,7 @@ def test_a_linear_layer_of_an_activation_has_its_gradients_and_keeps_no_product(
             half()
     else:
         out.backward(grad)
-    exact = expected(formula, *made(formula is swiglu))
+    exact = expected(formula, *made(formula in GATED))
     for mine, theirs in zip((out, x.grad, bias.grad, weight.grad), exact, strict=True):
         if mine is not None:
             torch.testing.assert_close(mine.detach(), theirs, rtol=1e-12, atol=1e-12)

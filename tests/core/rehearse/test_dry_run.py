@@ -87,6 +87,7 @@ UNGROUPED = {"num_kv_heads": 8}
 ONE_KEY = LLAMA | {"num_heads": 4, "num_kv_heads": 1, "head_dim": 512} | SLIM | {"hidden_size": 128}
 AGAIN_ONCE = {"recompute": "selective"}
 ENCODER = GPT | {"architecture": "bert", "causal": False}
+FIRST_DENSE = {"num_layers": 10, "first_dense_layers": 2, "ffn_hidden_size": 640}
 POST = {"norm_order": "post"}
 CLASSIFIER = ENCODER | {"head": "classification"}
 CHOOSER = ENCODER | {"head": "multiple_choice"}
@@ -116,6 +117,7 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "uneven chunks": (2, DEEP | {"num_layers": 6}, UNEVEN, "bf16", LAST),
     "logits in chunks": (1, LLAMA | CHUNKED, {}, "bf16", None),
     "documents": (1, LLAMA, {}, "fp32", None, MASKED),
+    "first layers without experts": (4, MOE | FIRST_DENSE, {"pp": 2, "ep": 2}, "bf16", None),
     "lamb": (4, MOE, {"pp": 2, "ep": 2, "zero": 1}, "bf16", LAST, LAMB),
     "lamb, zero=3": (2, LLAMA, {"zero": 3}, "bf16", LAST, LAMB),
     "zero=3, rows that do not divide": (3, GPT, {"zero": 3}, "bf16", LAST),

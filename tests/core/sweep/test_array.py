@@ -155,13 +155,30 @@ LAMB = (
 )
 CAPPED = MOE | {"capacity_factor": 1.0, "aux_loss_coeff": 0.02, "drop_scope": "sub_sequence"}
 SHARED = MOE | {"shared_expert_ffn_hidden_size": 8, "shared_expert_gate": True}
+ROTATION = {"rotary_fraction": 0.5, "rope_local_theta": 30.0, "window": 3, "window_pattern": "GL"}
+ROTATION |= {"rope_interleaved": True, "parallel_residual": True, "head_bias": True}
 CASES = {
     "gpt fp64": (GPT, {}),
     "llama fp32": (LLAMA, {"precision": "fp32"}),
     "gpt bf16": (GPT, {"precision": "bf16"}),
     "llama fp16": (LLAMA, {"precision": "fp16"}),
     "sgd and post norm": (GPT | {"norm_order": "post"}, {"optimizers": SGD}),
+    "norms of heads around": (LLAMA | {"norm_order": "sandwich", "qk_norm": "head"}, {}),
+    "norms of outputs": (
+        LLAMA | {"norm": "layernorm", "norm_order": "after", "qk_norm": "projection"},
+        {"precision": "fp32"},
+    ),
     "lamb": (LLAMA, {"optimizers": LAMB}),
+    "gated by GELU": (SHARED | {"activation": "geglu"}, {}),
+    "gated and clamped": (
+        SHARED | {"activation": "swiglu_clamped", "activation_limit": 0.05, "init_std": 0.2},
+        {},
+    ),
+    "capped": (LLAMA | {"attention_softcap": 0.3, "logit_softcap": 0.2}, {}),
+    "sinks": (LLAMA | {"attention_sinks": True, "attention_dropout": 0.1}, {}),
+    "norms with an offset": (GPT | {"norm_offset": 1.0}, {}),
+    "parallel blocks of one norm": (LLAMA | ROTATION | {"parallel_norms": 1}, {"data": DOCUMENTS}),
+    "norms without biases": (GPT | {"norm_bias": False}, {}),
     "dropout": (GPT | DROPPING, {}),
     "documents": (LLAMA, {"data": DOCUMENTS}),
     "several sequences, recomputed": (
@@ -173,6 +190,7 @@ CASES = {
     "masked tokens and order": (BERT | DROPPING, {"batch": {"micro_batch_size": 2}}),
     "classes": (BERT | DROPPING | CLASSIFYING, {}),
     "choices": (BERT | CHOOSING | {"norm_order": "post"}, {"batch": {"micro_batch_size": 2}}),
+    "mixture with biases": (MOE | {"expert_bias": True, "router_bias": True}, {}),
     "mixture with a shared expert": (SHARED | {"drop_policy": "position"}, {}),
 }
 

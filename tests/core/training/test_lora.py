@@ -25,7 +25,7 @@ from mtcli.core.training.state import load_weights, shards, starting_point
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
-KINDS = ("llama", "gpt2", "mixtral", "qwen2_moe")
+KINDS = ("llama", "gpt2", "mixtral", "qwen2_moe", "gemma2", "starcoder2", "gpt_oss")
 
 
 def config(home, name, *settings):
@@ -77,6 +77,25 @@ def test_peft_loads_our_adapters_and_the_merged_model_has_its_logits(home, kind)
     assert torch.allclose(
         _logits(open_checkpoint(home / "peft"), home / "again"), wanted, atol=1e-4
     )
+
+
+def test_modules_have_the_names_of_their_family_and_one_of_several_targets_is_refused(home):
+    from peft import PeftModel
+
+    base = save_model(home / "hf", "gpt_neox")
+    done = run(config(home, "hf", 'lora.targets=["o_proj", "up_proj", "down_proj"]'))
+    to_peft(done, home / "peft", force=False)
+    table = json.loads((home / "peft" / "adapter_config.json").read_text())
+    assert table["target_modules"] == ["dense", "dense_4h_to_h", "dense_h_to_4h"]
+    theirs = PeftModel.from_pretrained(base, home / "peft").eval()
+    with torch.no_grad():
+        wanted = theirs(ids()).logits
+    assert torch.allclose(
+        _logits(open_checkpoint(home / "peft"), home / "again"), wanted, atol=1e-4
+    )
+    fused = run(config(home, "hf", f"train.output={home / 'fused'}"))
+    with pytest.raises(MtcliError, match="query_key_value for q_proj, k_proj, v_proj, whose"):
+        to_peft(fused, home / "none", force=False)
 
 
 def _logits(checkpoint, folder):

@@ -209,5 +209,5 @@ def test_a_rank_without_blocks_is_given_no_rotation():
     rope = {"position": "rope", "num_layers": 2}
     config = run_config(GPT | rope, batch=BATCH, parallel={"pp": 2, "stage_layers": (0, 2)})
     layout = ParallelLayout(2, pp=2)
-    turns = [rows_of(config, layout, rank, 0)[0].rotation is not None for rank in range(2)]
+    turns = [bool(rows_of(config, layout, rank, 0)[0].rotations) for rank in range(2)]
     assert turns == [False, True]

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from exact import distance, softmax_attention, triangle
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mtcli.kernels import limits
 from mtcli.kernels.attention import attention as dispatch
 from mtcli.kernels.attention import cpu
 from mtcli.kernels.attention.attention import (
@@ -101,6 +102,71 @@ def test_the_backward_through_a_mask_is_autograd_s_over_all_blocks(function):
             parts.append(of_kv)
         found = dq, *(torch.cat(pieces, 2) for pieces in zip(*parts, strict=True))
         assert_close(found, gradients, 1e-11)
+
+
+CAP = 0.7
+
+
+@pytest.mark.parametrize("blocks", [1, 2**20], ids=["of a query", "of many"])
+def test_capped_attention_is_the_closed_form_under_any_mask(monkeypatch, blocks, subtests):
+    monkeypatch.setattr(limits, "CPU_BLOCK_BYTES", blocks)
+    for shape in SHAPES:
+        q, k, v, grad = made(shape)
+        hidden = half_seen(shape) | torch.eye(q.shape[2], dtype=torch.bool)
+        for causal, given in (*masks(shape), (False, hidden)):
+            mask = None if causal else given
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            expected = softmax_attention(*leaves, given, CAP)
+            gradients = torch.autograd.grad(expected[0], leaves, grad)
+            whole, lse = (x.detach() for x in expected)
+            forwards = attention, attention_reference
+            backwards = attention_backward, attention_backward_reference
+            for forward, backward in zip(forwards, backwards, strict=True):
+                with subtests.test(f"{shape}, {causal=}, {forward.__name__}"):
+                    assert_close(forward(q, k, v, causal, mask, CAP), (whole, lse), 1e-12)
+                    found = backward(grad, (q, k, v, whole), lse, causal, mask, CAP)
+                    assert_close(found, gradients, 1e-11)
+            mine = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = sdpa(*mine, causal, CAP) if mask is None else masked_sdpa(*mine, mask, CAP)
+            assert_close((out, *torch.autograd.grad(out, mine, grad)), (whole, *gradients), 1e-11)
+
+
+@pytest.mark.parametrize("cap", [0.0, CAP])
+def test_sinks_join_the_softmax_under_any_mask(cap, subtests):
+    for shape in SHAPES:
+        q, k, v, grad = made(shape)
+        sinks = torch.linspace(-2.0, 3.0, q.shape[0] * q.shape[1]).to(q.dtype).view(q.shape[:2])
+        for causal, given in masks(shape):
+            with subtests.test(f"{shape}, {causal=}"):
+                mask = None if causal else given
+                leaves, mine = (
+                    [x.clone().requires_grad_() for x in (q, k, v, sinks)] for _ in "ab"
+                )
+                expected, _ = softmax_attention(*leaves[:3], given, cap, leaves[3])
+                gradients = torch.autograd.grad(expected, leaves, grad)
+                options = (cap, mine[3])
+                if mask is None:
+                    out = sdpa(*mine[:3], causal, *options)
+                else:
+                    out = masked_sdpa(*mine[:3], mask, *options)
+                found = (out, *torch.autograd.grad(out, mine, grad))
+                assert_close(found, (expected, *gradients), 1e-11)
+
+
+def test_capped_documents_see_themselves_alone():
+    q, k, v, _ = made("groups")
+    lengths = [3, 4, 7]
+    documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [2] * 7])
+    mask = (documents[:, :, None] == documents[:, None])[:, None] & triangle(7)
+    expected, _ = softmax_attention(q, k, v, mask, CAP)
+    assert_close([document_sdpa(q, k, v, True, lengths, CAP)], [expected], 1e-12)
+
+
+def test_a_query_without_keys_is_nothing_with_a_cap_too():
+    (q, k, v, _), mask = made("many"), half_seen("many")
+    out, lse = attention(q, k, v, False, mask, CAP)
+    assert_close((out, lse), softmax_attention(q, k, v, mask, CAP), 1e-12)
+    assert lse[0, 0, 2] == float("-inf") and (out[0, :, 2] == 0).all()
 
 
 def differentiated(shape, causal, dtype):

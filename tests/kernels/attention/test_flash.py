@@ -38,20 +38,21 @@ def dtypes(device):
     return [torch.float32] if device.type == "cpu" else list(TOLERANCE)
 
 
-def agrees(device, shape, causal, mask, spans=None):
+def agrees(device, shape, causal, mask, spans=None, cap=0.0):
     for dtype in dtypes(device):
         bound = 2.5 * TOLERANCE[dtype]  # probabilities are rounded too
         results = []
 
         def ours(q, k, v, results=results):
-            results += flash(q, k, v, causal, *(spans or (None, None)))
+            results += flash(q, k, v, causal, *(spans or (None, None)), cap)
             return results[0]
 
         inputs = made(shape, device)
-        check(ours, lambda *x: softmax_attention(*x, mask)[0], inputs, dtype, tolerance=bound)
+        formula = lambda *x: softmax_attention(*x, mask, cap)[0]  # noqa: E731
+        check(ours, formula, inputs, dtype, tolerance=bound)
         lse = results[1]
         assert lse.dtype == torch.float32
-        exact = softmax_attention(*(x.to(dtype).cpu().double() for x in inputs), mask)[1]
+        exact = softmax_attention(*(x.to(dtype).cpu().double() for x in inputs), mask, cap)[1]
         assert distance(lse, exact) < 2e-6
 
 
@@ -69,6 +70,33 @@ def test_flash_attention_is_softmax_attention_and_so_are_its_gradients(device, s
     b, _, _, n, m, _ = SHAPES[shape]
     mask = torch.ones(b, 1, n, m, dtype=torch.bool)
     agrees(device, SHAPES[shape], causal, mask.tril() if causal else mask)
+
+
+@pytest.mark.parametrize(
+    "shape", ["groups, odd", "tiles of 64 and a part", "more keys than queries", "wide groups"]
+)
+def test_capped_scores_and_their_gradients_are_the_formula(device, shape):
+    b, _, _, n, m, _ = SHAPES[shape]
+    mask, causal = torch.ones(b, 1, n, m, dtype=torch.bool), n == m
+    agrees(device, SHAPES[shape], causal, mask.tril() if causal else mask, cap=1.5)
+
+
+@pytest.mark.parametrize(
+    "shape", ["groups, odd", "tiles of 64 and a part", "more keys than queries", "wide groups"]
+)
+def test_sinks_join_the_softmax_and_have_the_formula_s_gradients(device, shape):
+    b, h, _, n, m, _ = SHAPES[shape]
+    sinks, causal = torch.linspace(-1.0, 4.0, b * h).view(b, h), n == m
+    mask = torch.ones(b, 1, n, m, dtype=torch.bool)
+    mask = mask.tril() if causal else mask
+    for dtype in dtypes(device):
+        check(
+            lambda *x: flash(*x[:3], causal, None, None, 0.0, x[3])[0],
+            lambda *x: softmax_attention(*x[:3], mask, 0.0, x[3])[0],
+            (*made(SHAPES[shape], device), sinks.to(device)),
+            dtype,
+            tolerance=2.5 * TOLERANCE[dtype],
+        )
 
 
 @pytest.mark.parametrize(

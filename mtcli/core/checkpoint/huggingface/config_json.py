@@ -8,21 +8,38 @@ from typing import Any
 from pydantic import ValidationError
 
 from mtcli.core.checkpoint.huggingface.bert import BERTS
+from mtcli.core.checkpoint.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from mtcli.core.checkpoint.huggingface.falcon import FALCON
 from mtcli.core.checkpoint.huggingface.family import Family, Field, Table
+from mtcli.core.checkpoint.huggingface.gemma import GEMMA2, GEMMA3
+from mtcli.core.checkpoint.huggingface.glm4 import GLM4
+from mtcli.core.checkpoint.huggingface.glm4_moe import GLM4_MOE
 from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
+from mtcli.core.checkpoint.huggingface.gpt_neox import GPT_NEOX
+from mtcli.core.checkpoint.huggingface.gpt_oss import GPT_OSS
 from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
+from mtcli.core.checkpoint.huggingface.nemotron import NEMOTRON
+from mtcli.core.checkpoint.huggingface.olmo import OLMO2, OLMO3
+from mtcli.core.checkpoint.huggingface.phi import PHI
+from mtcli.core.checkpoint.huggingface.phi3 import PHI3
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
+from mtcli.core.checkpoint.huggingface.smollm3 import SMOLLM3
+from mtcli.core.checkpoint.huggingface.stablelm import STABLELM
+from mtcli.core.checkpoint.huggingface.starcoder2 import STARCODER2
 from mtcli.core.checkpoint.huggingface.window import read_window, write_window
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
-from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.model import OF_ROPE, ModelConfig
 from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
-    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE),
+    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2, OLMO3),
+    *(SMOLLM3, PHI, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
+    *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE),
+    *(GEMMA2, GEMMA3, STARCODER2, NEMOTRON, GPT_OSS),
     *BERTS,
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
@@ -35,9 +52,11 @@ MAX_BYTES = 16 << 20
 TRAINING = {"architecture", "bias", "dropout", "attention_dropout", "init_std"}
 TRAINING |= {"aux_loss_coeff", "sequence_aux_loss_coeff", "z_loss_coeff", "dispatcher"}
 TRAINING |= {"capacity_factor", "drop_policy", "drop_scope", "pad_to_capacity"}
+TRAINING |= {"router_bias_update_rate"}
 EXPERTS = {"top_k", "moe_ffn_hidden_size", "shared_expert_ffn_hidden_size", "shared_expert_gate"}
 EXPERTS |= {"normalize_top_k", "router_score", "router_groups", "router_top_groups"}
-EXPERTS |= {"router_bias_update_rate", "router_biases"}
+EXPERTS |= {"router_biases", "first_dense_layers", "routed_scale"}
+EXPERTS |= {"expert_bias", "router_bias"}
 # Fields by which related models compute something that no family here does. transformers ignores
 # some of them in these families and reads others (`is_causal`). Whoever wrote one meant it, so each
 # is refused unless its value changes nothing.
@@ -78,9 +97,11 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
     """
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
-        raise wrong(
-            f"{path}: model_type={shown(kind)} is not supported", f"one of {', '.join(BY_TYPE)}"
-        )
+        hint = f"one of {', '.join(BY_TYPE)}"
+        if isinstance(text := table.get("text_config"), dict):
+            inner = shown(text.get("model_type"))
+            hint = f"save its text model alone, model_type={inner}, as a folder; {hint}"
+        raise wrong(f"{path}: model_type={shown(kind)} is not supported", hint)
     heads = {family.architecture: family for family in FAMILIES if family.model_type == kind}
     by_tensors = [family for family in heads.values() if family.told_by in tensors]
     named = table.get("architectures")
@@ -178,11 +199,22 @@ def _lost(model: ModelConfig, family: Family) -> list[str]:
 
 
 def _function(model: ModelConfig) -> Table:
-    unread = {"ffn_hidden_size"} if model.num_experts else EXPERTS
-    unread |= set() if model.position == "rope" else {"rope_theta", "rope_scaling"}
+    unread = set() if model.position == "rope" else set(OF_ROPE)
+    if not model.num_experts:
+        unread |= EXPERTS
+    elif not model.first_dense_layers:
+        unread.add("ffn_hidden_size")
     windows = [model.layer_window(layer) for layer in range(model.num_layers)]
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
-    return model.model_dump(exclude=TRAINING | unread | {"window_pattern"}) | derived
+    if model.num_experts:
+        derived["router_biases"] = model.has_router_biases
+    derived["norm_bias"] = model.has_norm_bias
+    if model.position == "rope":
+        derived["rotating"] = [model.layer_rotates(layer) for layer in range(model.num_layers)]
+    if model.attention_scale == model.head_dim**-0.5:
+        derived["attention_scale"] = 0.0  # which is the same
+    unread |= {"window_pattern", "rope_pattern"}
+    return model.model_dump(exclude=TRAINING | unread) | derived
 
 
 def _alias_problems(table: Table, family: Family) -> list[Problem]:

@@ -2,7 +2,8 @@
 
 A family has `Field`s that are read and written, constants, required values of fields that we cannot
 represent otherwise, and for each of our parameters a rule that maps Hugging Face tensors to boxes
-of the parameter: a reshape, a permutation and a start. Reading and writing use the same rules.
+of the parameter: a part, a reshape, a permutation and a start. Reading and writing use the same
+rules.
 
 Shapes: K key-value heads, Q query heads per key-value head, D head_dim, H hidden, F inner width, E
 experts.
@@ -11,6 +12,7 @@ experts.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import Any, NamedTuple
 
 from mtcli.core.checkpoint.safetensors_file import StoredBox
@@ -79,7 +81,8 @@ class Family:
     inner: Mapping[str, TensorRule]
     """rules of parameters inside a block"""
     ignored: tuple[str, ...]
-    """regular expressions of buffers that carry nothing"""
+    """regular expressions of buffers that carry nothing, and of layers, after {num_layers}, that
+    training and evaluation do not use"""
     read_more: Callable[[Table], Table]
     """more fields of ModelConfig from config.json"""
     write_more: Callable[[ModelConfig], Table]
@@ -96,15 +99,27 @@ class Family:
     """a tensor that says it is this head, where published folders name another class"""
     older_names: tuple[tuple[str, str], ...] = ()
     """endings of tensors' names in old folders, and what they are now"""
+    packed: Mapping[str, TensorRule] = field(default_factory=dict)
+    """rules of parameters inside a block whose tensors may be MXFP4 (`mxfp4.py`), of the decoded
+    tensors"""
 
     def boxes(self, parameter: Parameter, model: ModelConfig) -> list[StoredBox]:
         """Returns the Hugging Face tensors of a parameter, without their files."""
         if not parameter.name.startswith("blocks."):
             return self.outer[parameter.name](parameter, model)
+        return self._of_layer(self.inner, parameter, model)
+
+    def packed_boxes(self, parameter: Parameter, model: ModelConfig) -> list[StoredBox]:
+        """Returns the decoded tensors of a parameter that may be MXFP4, or none."""
+        _, _, name = (*parameter.name.split(".", 2), "", "")[:3]
+        return self._of_layer(self.packed, parameter, model) if name in self.packed else []
+
+    def _of_layer(
+        self, rules: Mapping[str, TensorRule], parameter: Parameter, model: ModelConfig
+    ) -> list[StoredBox]:
         _, layer, name = parameter.name.split(".", 2)
         prefix = self.block.format(layer=layer)
-        inner = self.inner[name](parameter, model)
-        return [box._replace(key=prefix + box.key) for box in inner]
+        return [box._replace(key=prefix + box.key) for box in rules[name](parameter, model)]
 
 
 def nothing_written(_: ModelConfig) -> Table:
@@ -115,6 +130,15 @@ def nothing_written(_: ModelConfig) -> Table:
 def same(name: str) -> TensorRule:
     """Maps a tensor to one with another name."""
     return stacked(name)
+
+
+def flattened(name: str) -> TensorRule:
+    """Maps a tensor that is stored as a vector, such as a norm of all heads [K, Q, D]."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        return [_in_order(name, (parameter.numel,), parameter.shape)]
+
+    return rule
 
 
 def transposed(name: str) -> TensorRule:
@@ -155,6 +179,33 @@ def separate_qkv(template: str, names: Sequence[str] = "qkv") -> TensorRule:
             view = (groups, count, dim, *hidden)
             shape = (groups * count * dim, *hidden)
             boxes.append(_in_order(template.format(name), shape, view, (0, first)))
+        return boxes
+
+    return rule
+
+
+def joined(name: str) -> TensorRule:
+    """Maps a tensor whose rows are ours in our order: GPT-NeoX's query_key_value [K * (Q + 2) * D,
+    H], its bias, and Phi-3's gate_up_proj [2 * F, H]."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        inner = () if parameter.name.endswith(".bias") else parameter.shape[-1:]
+        rows = prod(parameter.shape) // prod(inner)
+        return [_in_order(name, (rows, *inner), parameter.shape)]
+
+    return rule
+
+
+def queries_keys_values(name: str) -> TensorRule:
+    """Maps Phi-3's qkv_proj, whose rows are all queries, all keys and all values."""
+
+    def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
+        groups, slots, dim, *hidden = parameter.shape
+        shape, boxes, first = (groups * slots * dim, *hidden), [], 0
+        for slot, count in ((0, slots - 2), (slots - 2, 1), (slots - 1, 1)):
+            view = (groups, count, dim, *hidden)
+            boxes.append(_in_order(name, shape, view, (0, slot))._replace(first=first))
+            first += prod(view)
         return boxes
 
     return rule

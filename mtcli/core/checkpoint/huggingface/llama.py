@@ -38,6 +38,8 @@ ATTENTION_BIAS = (
     Field("qkv_bias", "attention_bias", False),
     Field("out_bias", "attention_bias", False, written="has_out_bias"),
 )
+# transformers' default is an id that a smaller vocabulary lacks
+NO_PADDING = {"pad_token_id": None}
 ROTARY = (r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",)
 
 OUTER = {

@@ -93,8 +93,12 @@ def peft_config(source: Checkpoint) -> dict[str, Any]:
     """Builds the adapter_config.json of a checkpoint's adapters."""
     assert source.adapters is not None, f"{source.folder} holds no adapters"
     _, base, lora = source.adapters
-    weights = parameters(base.model).values()
-    targets = {t.name for weight in weights for t in chosen_targets(weight, base.model, lora)}
+    family = family_of(base.model)
+    modules = {
+        _module(base.model, family, weight, target.name)
+        for weight in parameters(base.model).values()
+        for target in chosen_targets(weight, base.model, lora)
+    }
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -102,7 +106,7 @@ def peft_config(source: Checkpoint) -> dict[str, Any]:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted(targets),
+        "target_modules": sorted({_suffix(module) for module in modules}),
         "fan_in_fan_out": base.model.position == "learned",  # GPT-2's Conv1D
         "bias": "none",
         "inference_mode": True,
@@ -116,12 +120,22 @@ def peft_boxes(source: Checkpoint) -> Iterator[tuple[str, StoredBox]]:
     """
     assert source.adapters is not None, f"{source.folder} holds no adapters"
     _, base, lora = source.adapters
-    yield from _boxes(base.model, family_of(base.model), lora)
+    family = family_of(base.model)
+    for weight in parameters(base.model).values():
+        targets = [target.name for target in chosen_targets(weight, base.model, lora)]
+        if targets and _is_fused(base.model, family, weight):
+            key = family.boxes(weight, base.model)[0].key
+            message = f"{family.model_type} has one module {key.removesuffix('.weight')}"
+            hint = "--merge-lora adds them to its weights"
+            raise wrong(f"{message} for {', '.join(targets)}, whose adapters are apart", hint)
+    yield from _boxes(base.model, family, lora)
 
 
 def _boxes(model: ModelConfig, family: Family, lora: LoraConfig) -> Iterator[tuple[str, StoredBox]]:
     table = run_parameters(model, lora)
     for name, weight in parameters(model).items():
+        if _is_fused(model, family, weight):
+            continue
         for target in chosen_targets(weight, model, lora):
             module = _module(model, family, weight, target.name)
             a, b = (adapter_name(name, side, target) for side in "ab")
@@ -141,11 +155,25 @@ def _of_b(key: str, shape: tuple[int, ...], target: str) -> StoredBox:
     return StoredBox(key, (rows, rank), shape, tuple(range(len(shape))), zeros)
 
 
+def _is_fused(model: ModelConfig, family: Family, weight: Parameter) -> bool:
+    """Says whether a family's module stands for several targets, which have adapters of their own
+    here and one of common A in peft."""
+    targets = targets_of(weight, model)
+    return len(targets) > 1 and len({box.key for box in family.boxes(weight, model)}) == 1
+
+
 def _module(model: ModelConfig, family: Family, weight: Parameter, target: str) -> str:
     """Returns peft's name of the module for a target of a weight."""
     boxes = family.boxes(weight, model)
     numbers = [lora_target.name for lora_target in targets_of(weight, model)]
     return PREFIX + boxes[numbers.index(target)].key.removesuffix(".weight")
+
+
+def _suffix(module: str) -> str:
+    """Returns what peft calls a target: a module's name, with that of a shared expert's."""
+    prefix, _, name = module.rpartition(".")
+    parent = prefix.rpartition(".")[2]
+    return f"{parent}.{name}" if parent.startswith("shared_expert") else name
 
 
 def _target_of(model: ModelConfig, adapter: str) -> str:

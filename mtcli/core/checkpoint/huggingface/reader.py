@@ -9,10 +9,11 @@ import torch
 from mtcli.core.checkpoint.folder import CheckpointFolder
 from mtcli.core.checkpoint.huggingface.config_json import NAME, family_in, model_of, read_json
 from mtcli.core.checkpoint.huggingface.family import Family
+from mtcli.core.checkpoint.huggingface.mxfp4 import BLOCKS, SCALES, packed
 from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
-from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, read_box
+from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, OpenFiles, read_box
 from mtcli.core.checkpoint.safetensors_file import StoredBox, TensorEntry, damaged, read_header
-from mtcli.core.config.errors import wrong
+from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.untrusted import is_text, listed, shown
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import BOX_BYTES, Box, Parameter, boxes_of_at_most
@@ -40,12 +41,18 @@ def open_hf(folder: Path) -> Checkpoint:
     if not any(name.startswith(family.base) for name in sources):
         head = family.tied_head
         sources = {n if n == head else family.base + n: at for n, at in sources.items()}
-    tensors, used = {}, set[str]()
+    tensors, used, files = {}, set[str](), OpenFiles()
     for name, parameter in parameters(model).items():
-        boxes = family.boxes(parameter, model)
-        tensors[name] = _stored(folder, parameter, boxes, sources, headers)
-        used.update(box.key for box in boxes)
+        for box in family.packed_boxes(parameter, model):
+            if keys := {box.key + kind for kind in (BLOCKS, SCALES)} & sources.keys():
+                used |= keys
+                tensors[name] = _packed(folder, parameter, box, sources, headers, files)
+        if name not in tensors:
+            boxes = family.boxes(parameter, model)
+            tensors[name] = _stored(folder, parameter, boxes, sources, headers)
+            used.update(box.key for box in boxes)
     checkpoint = Checkpoint(
+        open_files=files,
         folder=folder,
         model=model,
         tensors=tensors,
@@ -95,8 +102,7 @@ def _stored(
 ) -> StoredTensor:
     missing = [box.key for box in boxes if box.key not in sources]
     if missing:
-        message = f"{folder} has no tensor {missing[0]}, which {parameter.name} is made of"
-        raise wrong(message, "is the folder complete?")
+        raise _missing(folder, missing[0], parameter)
     stored, dtypes = [], []
     for box in boxes:
         file, key = sources[box.key]
@@ -112,10 +118,33 @@ def _stored(
     return StoredTensor(reduce(torch.promote_types, dtypes), parameter.shape, tuple(stored))
 
 
+def _packed(
+    folder: Path,
+    parameter: Parameter,
+    box: StoredBox,
+    sources: Sources,
+    headers: Headers,
+    files: OpenFiles,
+) -> StoredTensor:
+    entries = []
+    for key in (box.key + BLOCKS, box.key + SCALES):
+        if key not in sources:
+            raise _missing(folder, key, parameter)
+        file, name = sources[key]
+        entries.append((folder / file, headers[file][name]))
+    return packed(parameter.shape, box, (entries[0], entries[1]), files)
+
+
+def _missing(folder: Path, key: str, parameter: Parameter) -> MtcliError:
+    message = f"{folder} has no tensor {key}, which {parameter.name} is made of"
+    return wrong(message, "is the folder complete?")
+
+
 def _refuse_unknown(checkpoint: Checkpoint, family: Family, unread: Sources) -> None:
     if family.tied_head in unread and checkpoint.model.tie_embeddings:
         _require_tied(checkpoint, *unread.pop(family.tied_head))
-    ignored = re.compile("|".join(family.ignored))
+    layers = str(checkpoint.model.num_layers)
+    ignored = re.compile("|".join(family.ignored).replace("{num_layers}", layers))
     unknown = [key for name, (_, key) in unread.items() if not ignored.fullmatch(name)]
     if unknown:
         what = f"tensors that {family.model_type} does not"

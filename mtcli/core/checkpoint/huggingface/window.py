@@ -21,6 +21,16 @@ def last_local(theirs: Table) -> str:
     return ("G" * first + "L" * layers)[:layers]
 
 
+def alternating(theirs: Table, period: int) -> str:
+    """Gives the window to all layers but each `period`-th, as Gemma."""
+    return "".join("LG"[layer % period == 0] for layer in _layers(theirs))
+
+
+def _layers(theirs: Table) -> range:
+    """The numbers of the layers, from 1 on."""
+    return range(1, _number(theirs, "num_hidden_layers") + 1)
+
+
 def alternating_local(theirs: Table) -> str:
     """Gives the window to the first layer and every other one below max_window_layers, as
     Qwen2-MoE."""
@@ -54,7 +64,7 @@ def read_window(theirs: Table, rule: WindowRule | None) -> Table:
         pattern = named
     if not is_short or "L" not in pattern:
         return {"window": 0}
-    return {"window": size, "window_pattern": _shortest(pattern)}
+    return {"window": size, "window_pattern": shortest(pattern)}
 
 
 def write_window(model: ModelConfig, rule: WindowRule | None) -> Table:
@@ -85,7 +95,7 @@ def _unrepresented(kinds: object, *can: str) -> MtcliError:
     return wrong(message, f"only {' and '.join(can)} can")
 
 
-def _shortest(pattern: str) -> str:
+def shortest(pattern: str) -> str:
     """The fewest letters that give the pattern when they are repeated."""
     sizes = range(1, len(pattern) + 1)
     return next(pattern[:n] for n in sizes if pattern[n:] == pattern[: len(pattern) - n])

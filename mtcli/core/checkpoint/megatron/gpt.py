@@ -41,7 +41,6 @@ POSITIONS = {"learned_absolute": "learned", "rope": "rope"}
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "normalization": ("LayerNorm", "RMSNorm", None),
     "position_embedding_type": ("learned_absolute", "rope", None),
-    "rotary_percent": (1.0, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "no_rope_freq": (None,),
     "window_size": (None,),
@@ -60,7 +59,7 @@ ABSENT: tuple[str, ...] = (
     "apply_residual_connection_post_layernorm",
     "squared_relu",
 )
-ABSENT += ("quick_geglu", "rotary_interleaved", "use_rope_scaling", "multi_latent_attention")
+ABSENT += ("quick_geglu", "use_rope_scaling", "multi_latent_attention")
 ABSENT += ("qk_layernorm", "attention_output_gate", "moe_router_enable_expert_bias")
 ABSENT += ("moe_apply_probs_on_input",)
 REQUIRED |= dict.fromkeys(ABSENT, (False, None))
@@ -138,6 +137,8 @@ def _attention(arguments: Arguments) -> Arguments:
         "qkv_bias": bias or bool(arguments.get("add_qkv_bias")),
         "position": POSITIONS[arguments.get("position_embedding_type") or "learned_absolute"],
         "rope_theta": arguments.get("rotary_base") or 10000.0,
+        "rope_interleaved": bool(arguments.get("rotary_interleaved")),
+        "rotary_fraction": arguments.get("rotary_percent") or 1.0,
     } | ({"head_dim": arguments["kv_channels"]} if arguments.get("kv_channels") else {})
 
 

@@ -54,13 +54,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 YARN |= {"rope_theta": 99.0, "beta_fast": 2.0, "beta_slow": 0.5}
 DEEPSEEK = YARN | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 0.9}
 ROPES = ({"rope_type": "default", "rope_theta": 99.0}, LLAMA3, LINEAR, YARN, DEEPSEEK)
-ROPES += (YARN | {"attention_factor": 1.3},)
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 99.0}
+ROPES += (YARN | {"attention_factor": 1.3}, DYNAMIC)
 
 
 def sizes(draw, tied=(False, True), ropes=ROPES):
     """Sizes of a model with rotary positions: few key heads, wide or narrow heads, tied or not."""
     kv = draw(st.integers(1, 3))
-    heads = kv * draw(st.integers(1, 3))
+    heads, rope = kv * draw(st.integers(1, 3)), dict(draw(st.sampled_from(ropes)))
+    # transformers divides by 0 for one pair
+    widths = [6, 14] if rope["rope_type"] == "dynamic" else [2, 6, 14]
     return {
         "vocab_size": draw(st.integers(30, 61)),
         "hidden_size": heads * draw(st.sampled_from([5, 7, 9])),
@@ -68,10 +71,10 @@ def sizes(draw, tied=(False, True), ropes=ROPES):
         "num_hidden_layers": draw(st.integers(1, 3)),
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
-        "head_dim": draw(st.sampled_from([2, 6, 14])),
+        "head_dim": draw(st.sampled_from(widths)),
         "max_position_embeddings": 23,
         "tie_word_embeddings": draw(st.sampled_from(tied)),
-        "rope_parameters": dict(draw(st.sampled_from(ropes))),
+        "rope_parameters": rope,
         "rms_norm_eps": draw(st.sampled_from([1e-3, 1e-6])),
     }
 
@@ -110,6 +113,81 @@ def granite(draw):
     multipliers |= {"attention_multiplier": draw(SCALES), "logits_scaling": draw(SCALES)}
     biases = {name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias")}
     return GraniteConfig(**sizes(draw), **biases, **multipliers)
+
+
+def olmo2(draw):
+    """Norms of outputs, and of the whole query and key."""
+    from transformers import Olmo2Config
+
+    return Olmo2Config(**sizes(draw), attention_bias=draw(st.booleans()))
+
+
+def olmo3(draw):
+    """Windows of listed layers or of three in four, and a base of their own."""
+    from transformers import Olmo3Config
+
+    config = sizes(draw)
+    full = config["rope_parameters"]
+    if full["rope_type"] == "yarn":
+        full.pop("truncate", None)  # which transformers does not find for layers of a kind
+    local = {"rope_type": "default", "rope_theta": draw(st.sampled_from([99.0, 7.0]))}
+    config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+    layers, kinds = config["num_hidden_layers"], ["sliding_attention", "full_attention"]
+    listed = st.lists(st.sampled_from(kinds), min_size=layers, max_size=layers)
+    window = draw(st.sampled_from([2, 5, 7]))
+    return Olmo3Config(**config, sliding_window=window, layer_types=draw(st.none() | listed))
+
+
+def latents(draw):
+    """Sizes of a mixture with first dense layers and a shared expert, and of latents; rotary widths
+    and what holds them are even, as transformers asks."""
+    config, count = sizes(draw), draw(st.integers(1, 2))
+    del config["head_dim"]
+    config |= {"num_hidden_layers": count + draw(st.integers(1, 2)), "first_k_dense_replace": count}
+    ranks = {f"{name}_lora_rank": draw(st.sampled_from([2, 6])) for name in ("q", "kv")}
+    groups = draw(st.integers(1, 2))
+    return config | ranks | {
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_nope_head_dim": draw(st.sampled_from([2, 6])),
+        "qk_rope_head_dim": draw(st.sampled_from([4, 6])),
+        "v_head_dim": draw(st.sampled_from([4, 10])),
+        "moe_intermediate_size": draw(st.sampled_from([4, 6])),
+        "n_routed_experts": 3 * groups,
+        "num_experts_per_tok": draw(st.integers(1, 3)),
+        "n_shared_experts": draw(st.integers(1, 2)),
+        "n_group": groups,
+        "topk_group": 1,
+        "routed_scaling_factor": draw(SCALES),
+        "attention_bias": draw(st.booleans()),
+    }  # fmt: skip
+
+
+def deepseek_v3(draw):
+    """Latents, a biased choice among groups of experts, first dense layers."""
+    from transformers import DeepseekV3Config
+
+    flags = {name: draw(st.booleans()) for name in ("norm_topk_prob", "rope_interleave")}
+    return DeepseekV3Config(**latents(draw), **flags)
+
+
+def deepseek_v2(draw):
+    """Latents, with one of queries or without, and a choice of one group or of all experts."""
+    from transformers import DeepseekV2Config
+
+    config = latents(draw) | {
+        "topk_method": draw(st.sampled_from(["greedy", "group_limited_greedy"]))
+    }
+    config["q_lora_rank"] = draw(st.sampled_from([None, config["q_lora_rank"]]))
+    return DeepseekV2Config(**config)
+
+
+def glm4_moe(draw):
+    """Half of a head rotates, and maybe each head has a norm."""
+    from transformers import Glm4MoeConfig
+
+    config = latents(draw) | {"use_qk_norm": draw(st.booleans()), "head_dim": 8}
+    config["num_key_value_heads"] = 1
+    return Glm4MoeConfig(**config)
 
 
 def mixtral(draw):
@@ -154,6 +232,67 @@ def qwen3(draw):
     return Qwen3Config(**windowed(draw, sizes(draw)), attention_bias=draw(st.booleans()))
 
 
+def gemma(draw):
+    """Caps, a window of some layers, and scores of any scale."""
+    layers, window = {}, draw(st.sampled_from([2, 5, 23]))
+    config = sizes(draw)
+    count = config["num_hidden_layers"]
+    if draw(st.booleans()):
+        kinds = st.sampled_from(["sliding_attention", "full_attention"])
+        layers["layer_types"] = draw(st.lists(kinds, min_size=count, max_size=count))
+    return config | layers | {
+        "sliding_window": window,
+        "query_pre_attn_scalar": draw(st.sampled_from([3, 8, 144])),
+        "hidden_activation": draw(st.sampled_from(["gelu_pytorch_tanh", "gelu"])),
+        "final_logit_softcapping": draw(st.sampled_from([None, 2.5])),
+        "attention_bias": draw(st.booleans()),
+    }  # fmt: skip
+
+
+def gemma2(draw):
+    from transformers import Gemma2Config
+
+    return Gemma2Config(**gemma(draw), attn_logit_softcapping=draw(st.sampled_from([None, 0.5])))
+
+
+def gemma3_text(draw):
+    """The layers without a window are scaled alone."""
+    from transformers import Gemma3TextConfig
+
+    config = gemma(draw)
+    scaled = draw(
+        st.sampled_from([{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5}])
+    )
+    config["rope_parameters"] = {
+        "full_attention": scaled | {"rope_theta": 99.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+    }
+    return Gemma3TextConfig(**config, sliding_window_pattern=draw(st.sampled_from([2, 6])))
+
+
+def starcoder2(draw):
+    """Biases everywhere or nowhere, and a window of all layers or none."""
+    from transformers import Starcoder2Config
+
+    config = sizes(draw)
+    config["norm_epsilon"] = config.pop("rms_norm_eps")
+    config["hidden_act"] = draw(st.sampled_from(["gelu", "gelu_pytorch_tanh"]))
+    window = draw(WINDOWS)
+    return Starcoder2Config(**config, sliding_window=window, use_bias=draw(st.booleans()))
+
+
+def nemotron(draw):
+    """A share of each head that rotates."""
+    from transformers import NemotronConfig
+
+    config = sizes(draw, ropes=[{"rope_type": "default", "rope_theta": 99.0}])
+    config["head_dim"] = draw(st.sampled_from([8, 12]))
+    config["norm_eps"] = config.pop("rms_norm_eps")
+    biases = {name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias")}
+    fraction = draw(st.sampled_from([0.5, 1.0]))
+    return NemotronConfig(**config, **biases, partial_rotary_factor=fraction)
+
+
 def qwen3_moe(draw):
     """Small experts, and a norm of each head."""
     from transformers import Qwen3MoeConfig
@@ -166,16 +305,154 @@ def qwen3_moe(draw):
     )  # fmt: skip
 
 
+def gpt_oss(draw):
+    """A window of some layers, a limit that gates and ups pass, and scalings of all layers."""
+    from transformers import GptOssConfig
+
+    rows = sizes(draw)
+    kinds = st.sampled_from(["sliding_attention", "full_attention"])
+    layers = st.lists(kinds, min_size=rows["num_hidden_layers"], max_size=rows["num_hidden_layers"])
+    return GptOssConfig(
+        **rows, **experts(draw, "num_local_experts"), attention_bias=draw(st.booleans()),
+        sliding_window=draw(st.sampled_from([2, 5, 7])), layer_types=draw(st.none() | layers),
+        swiglu_limit=draw(st.sampled_from([0.01, 7.0])), swiglu_alpha=draw(SCALES),
+    )  # fmt: skip
+
+
+def fixed_width(draw, config):
+    """The sizes of a family whose heads are as wide as they are many, and 4 dimensions or more."""
+    config.pop("head_dim")
+    config["hidden_size"] = config["num_attention_heads"] * draw(st.sampled_from([8, 14]))
+    return config
+
+
+def smollm3(draw):
+    """Layers that do not rotate, listed or every n-th, and windows of these or those listed."""
+    from transformers import SmolLM3Config
+
+    config = windowed(draw, fixed_width(draw, sizes(draw)))
+    config.pop("max_window_layers")
+    layers = config["num_hidden_layers"]
+    if draw(st.booleans()):
+        later = draw(st.lists(st.integers(0, 1), min_size=layers - 1, max_size=layers))
+        config["no_rope_layers"] = [1, *later]
+    elif layers > 1:
+        config["no_rope_layer_interval"] = draw(st.sampled_from([2, 3]))
+    biases = {name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias")}
+    return SmolLM3Config(**config, **biases, pad_token_id=0)
+
+
+def partial(draw, width):
+    """Rotary positions of a part of heads of a width: whole pairs of them."""
+    dims = draw(st.sampled_from([d for d in (2, 4, 6, 8, width) if d <= width]))
+    return {"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": dims / width}
+
+
+def phi(draw):
+    """A head with a bias, and blocks of one norm."""
+    from transformers import PhiConfig
+
+    config = fixed_width(draw, sizes(draw, tied=(False,)))
+    config["layer_norm_eps"] = config.pop("rms_norm_eps")
+    width = config["hidden_size"] // config["num_attention_heads"]
+    return PhiConfig(**config | {"rope_parameters": partial(draw, width)})
+
+
+def phi3(draw):
+    """Grouped queries in one tensor with keys and values, windows, and both lists of LongRoPE."""
+    from transformers import Phi3Config
+
+    config = fixed_width(draw, sizes(draw))
+    width = config["hidden_size"] // config["num_attention_heads"]
+    rope = partial(draw, width)
+    if draw(st.booleans()):
+        pairs = int(width * rope["partial_rotary_factor"]) // 2
+        factors = st.lists(st.sampled_from([1.0, 1.5, 7.0]), min_size=pairs, max_size=pairs)
+        rope |= {f"{kind}_factor": draw(factors) for kind in ("short", "long")}
+        rope |= {"rope_type": "longrope"} | draw(st.sampled_from([{}, {"attention_factor": 1.3}]))
+    return Phi3Config(
+        **config | {"rope_parameters": rope}, pad_token_id=0, sliding_window=draw(WINDOWS),
+        original_max_position_embeddings=draw(st.sampled_from([9, 30])),
+    )  # fmt: skip
+
+
+def stablelm(draw):
+    """Blocks one after the other, or of one norm."""
+    from transformers import StableLmConfig
+
+    config = fixed_width(draw, sizes(draw))
+    config["layer_norm_eps"] = config.pop("rms_norm_eps")
+    width = config["hidden_size"] // config["num_attention_heads"]
+    flags = {name: draw(st.booleans()) for name in ("use_qkv_bias", "use_parallel_residual")}
+    return StableLmConfig(**config | {"rope_parameters": partial(draw, width)}, **flags)
+
+
+def glm4(draw):
+    """Neighbours of a part of each head rotate, and heads of any width."""
+    from transformers import Glm4Config
+
+    config = sizes(draw)
+    rope = partial(draw, config["head_dim"])
+    return Glm4Config(
+        **config | {"rope_parameters": rope}, pad_token_id=0, attention_bias=draw(st.booleans())
+    )
+
+
+def gpt_neox(draw):
+    """Blocks one after the other or of two norms, and biases of attention or none."""
+    from transformers import GPTNeoXConfig
+
+    config = fixed_width(draw, sizes(draw))
+    config.pop("num_key_value_heads")
+    config["layer_norm_eps"] = config.pop("rms_norm_eps")
+    width = config["hidden_size"] // config["num_attention_heads"]
+    flags = {name: draw(st.booleans()) for name in ("attention_bias", "use_parallel_residual")}
+    act = draw(st.sampled_from(["gelu", "gelu_new"]))
+    rope = partial(draw, width)
+    return GPTNeoXConfig(**config | {"rope_parameters": rope}, **flags, hidden_act=act)
+
+
+def falcon(draw):
+    """7B's blocks, 40B's with one norm or two, those of the first Falcon, and one after another."""
+    from transformers import FalconConfig
+
+    config = fixed_width(draw, sizes(draw))
+    heads = config.pop("num_key_value_heads")
+    config["layer_norm_epsilon"] = config.pop("rms_norm_eps")
+    config["ffn_hidden_size"] = config.pop("intermediate_size")
+    new = {"new_decoder_architecture": True, "num_kv_heads": heads}
+    plain = [{"multi_query": x, "parallel_attn": y} for x in (True, False) for y in (True, False)]
+    forms = [new, new | {"num_ln_in_parallel_attn": 1}, *plain]
+    return FalconConfig(**config, **draw(st.sampled_from(forms)), bias=draw(st.booleans()))
+
+
 FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
     "llama": (llama, "tp=TP,pp=PP"),
+    "gpt_oss": (gpt_oss, "ep=EP,dp=EP,pp=PP"),
     "granite": (granite, "tp=TP,pp=PP"),
+    "deepseek_v3": (deepseek_v3, "ep=EP,dp=EP,pp=PP"),
+    "deepseek_v2": (deepseek_v2, "ep=EP,dp=EP,pp=PP"),
+    "glm4_moe": (glm4_moe, "ep=EP,dp=EP"),
+    "olmo2": (olmo2, "tp=TP,pp=PP"),
+    "olmo3": (olmo3, "tp=TP,pp=PP"),
     "mistral": (mistral, "tp=TP,dp=2"),
     "qwen2": (qwen2, "tp=TP,pp=PP"),
     "mixtral": (mixtral, "ep=EP,dp=EP,pp=PP"),
     "qwen2_moe": (qwen2_moe, "ep=EP,dp=EP"),
     "qwen3": (qwen3, "tp=TP,pp=PP"),
+    "smollm3": (smollm3, "tp=TP,pp=PP"),
+    "phi": (phi, "tp=TP,pp=PP"),
+    "phi3": (phi3, "tp=TP,pp=PP"),
+    "stablelm": (stablelm, "tp=TP,dp=2"),
+    "glm4": (glm4, "tp=TP,pp=PP"),
+    "gpt_neox": (gpt_neox, "tp=TP,pp=PP"),
+    "falcon": (falcon, "tp=TP,pp=PP"),
     "qwen3_moe": (qwen3_moe, "ep=EP,dp=EP,pp=PP"),
+    "gemma2": (gemma2, "tp=TP,pp=PP"),
+    "gemma3_text": (gemma3_text, "tp=TP,pp=PP"),
+    "starcoder2": (starcoder2, "tp=TP,dp=2"),
+    "nemotron": (nemotron, "tp=TP,pp=PP"),
 }
 
 
@@ -217,6 +494,9 @@ def saved(config, folder, seed):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).eval()
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn(parameter.shape)
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer += torch.randn(buffer.shape)
     model.save_pretrained(folder)
     return model
 
