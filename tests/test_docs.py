@@ -262,10 +262,22 @@ def test_the_readme_lists_every_command():
     assert [name for name in COMMANDS if f"`mtcli {name}" not in readme] == []
 
 
-def test_the_config_page_is_current_and_names_every_field():
-    spec = spec_from_file_location("config_docs", ROOT / "scripts" / "config_docs.py")
+def script_named(name):
+    """A file of scripts/ as a module."""
+    spec = spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     script = module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_the_page_of_families_is_current():
+    script = script_named("families_docs")
+    text = script.PAGE.read_text()
+    assert text == script.with_tables(text), "run python scripts/families_docs.py"
+
+
+def test_the_config_page_is_current_and_names_every_field():
+    script = script_named("config_docs")
     text = script.PAGE.read_text()
     assert text == script.with_tables(text), "run python scripts/config_docs.py"
     for name, section in RunConfig.model_fields.items():

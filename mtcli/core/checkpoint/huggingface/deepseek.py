@@ -1,5 +1,5 @@
 """Maps DeepSeek-V2, V3 and R1: latent attention, and experts beside a shared one behind the first
-layers. Kimi K2 and Moonlight are V3's.
+layers. Moonlight is a V3, and so is Kimi K2 but for its model_type.
 
 V3's layer for predicting two tokens ahead, which follows the last one, is left out.
 """
@@ -7,7 +7,14 @@ V3's layer for predicting two tokens ahead, which follows the last one, is left 
 from dataclasses import replace
 from typing import Any
 
-from mtcli.core.checkpoint.huggingface.family import Field, Table, gated_mlp, joined, same
+from mtcli.core.checkpoint.huggingface.family import (
+    Field,
+    RequiredValue,
+    Table,
+    gated_mlp,
+    joined,
+    same,
+)
 from mtcli.core.checkpoint.huggingface.llama import CONSTANTS, LLAMA, MLP, OUTER, SIZES
 from mtcli.core.checkpoint.huggingface.qwen2 import ROUTED
 from mtcli.core.checkpoint.huggingface.rope import read_rope, write_rope
@@ -51,6 +58,10 @@ ATTENTION = {
 }
 SHARED = ROUTED | gated_mlp("mlp.shared_expert", "mlp.shared_experts")
 CORRECTION = {"mlp.router.bias": same("mlp.gate.e_score_correction_bias")}
+BIASED_CHOICE = (
+    RequiredValue("scoring_func", ("sigmoid", None)),
+    RequiredValue("topk_method", ("noaux_tc", None)),
+)
 # The layer that predicts two tokens ahead is number num_hidden_layers.
 AHEAD, NEXT_LAYER = "num_nextn_predict_layers", r"model\.layers\.{num_layers}\..*"
 
@@ -130,11 +141,12 @@ DEEPSEEK_V3 = replace(
     | {"qk_rope_head_dim": 64, "n_group": 8, "topk_group": 4},
     constants=CONSTANTS
     | {"architecture": "mixtral", "router_score": "sigmoid", "router_biases": True},
+    required=BIASED_CHOICE,
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": AHEAD},
     outer=OUTER,
     inner=ATTENTION | MLP | SHARED | CORRECTION,
     ignored=(*LLAMA.ignored, NEXT_LAYER),
-    supports=(*SUPPORTS, "scoring_func"),
+    supports=SUPPORTS,
     read_more=read_latents,
     write_more=write_latents,
 )
@@ -152,6 +164,7 @@ DEEPSEEK_V2 = replace(
     | {"qk_rope_head_dim": 64},
     constants=CONSTANTS
     | {"architecture": "mixtral", "normalize_top_k": False, "rope_interleaved": True},
+    required=(),
     aliases={"num_experts": "n_routed_experts"},
     inner=ATTENTION | MLP | SHARED,
     ignored=LLAMA.ignored,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from mtcli.core.checkpoint.huggingface.deepseek import (
     AHEAD,
+    BIASED_CHOICE,
     CORRECTION,
     EXPERTS,
     GROUPS,
@@ -47,10 +48,11 @@ GLM4_MOE = replace(
     | {"head_dim": 128, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     constants=CONSTANTS
     | {"architecture": "mixtral", "router_score": "sigmoid", "router_biases": True},
+    required=BIASED_CHOICE[:1],
     aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": AHEAD},
     inner=ATTENTION | QK_NORM | MLP | SHARED | CORRECTION,
     ignored=(*LLAMA.ignored, NEXT_LAYER),
-    supports=(*SUPPORTS, "partial_rotary_factor", "use_qk_norm", "scoring_func"),
+    supports=(*SUPPORTS, "partial_rotary_factor", "use_qk_norm"),
     read_more=read_glm,
     write_more=write_glm,
 )

@@ -1,0 +1,94 @@
+"""Takes a tiny random model of each Hugging Face family through mtcli, as a user would, and back.
+
+transformers writes a folder; `mtcli shard --verify` reads it, `mtcli train` runs 4 steps on it on
+tp=2, pp=2, and `mtcli shard --to hf --verify` writes the weights after 3. All samples are one
+sequence, so transformers' loss on the two folders should be mtcli's of the first and of the fourth
+step.
+
+    python benchmarks/families_by_command.py                 # all families of tests/core/tiny_hf.py
+    python benchmarks/families_by_command.py gemma2 glm4     # some
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "core")]
+from indexed_dataset import write_dataset  # noqa: E402 - a file of the tests
+from tiny_hf import FAMILIES, configs  # noqa: E402 - a file of the tests
+
+SEQ_LEN, STEPS = 16, 4
+
+
+def main() -> None:
+    """Prints a row for each family: both losses, and their differences from transformers'."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    tiny = configs()
+    print("| family | first loss | differs by | fourth loss | differs by |")
+    print("|---|---|---|---|---|")
+    for name in sys.argv[1:] or (name for name in FAMILIES if name != "gpt2"):  # of 3 heads
+        with TemporaryDirectory() as folder:
+            cells = " | ".join(row(tiny[name], Path(folder)))
+        print(f"| {name} | {cells} |", flush=True)
+
+
+def row(config: transformers.PretrainedConfig, folder: Path) -> list[str]:
+    """Takes a model of a config through mtcli in a folder; returns the cells of its row."""
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    model.save_pretrained(folder / "theirs")
+    period = np.random.default_rng(3).integers(3, 50, SEQ_LEN)
+    sequence = np.append(period, period[0])
+    write_dataset(folder / "data", [np.append(np.tile(period, 40), period[0])], np.uint16)
+    mtcli("shard", folder / "theirs", folder / "ours", "--verify", "--layout", "tp=2")
+    losses = trained(folder, config.num_hidden_layers)
+    saved = folder / "run" / "checkpoints" / f"step-{STEPS - 1:08d}"
+    mtcli("shard", saved, folder / "back", "--to", "hf", "--verify")
+    expected = [their_loss(folder / name, sequence) for name in ("theirs", "back")]
+    pairs = zip((losses[0], losses[-1]), expected, strict=True)
+    return [cell for ours, other in pairs for cell in (f"{ours:.6f}", f"{abs(ours - other):.1e}")]
+
+
+def trained(folder: Path, layers: int) -> list[float]:
+    """Trains on 4 ranks, saves ahead of the last step, and returns the loss of each step."""
+    settings = {
+        "data.train": folder / "data", "data.split": "1,0,0", "train.output": folder / "run",
+        "train.steps": STEPS, "train.save_every": STEPS - 1, "train.precision": "fp32",
+        "parallel.tp": 2, "parallel.pp": 2, "parallel.stage_layers": [layers // 2, -(-layers // 2)],
+        "batch.seq_len": SEQ_LEN, "batch.micro_batch_size": 1, "batch.global_batch_size": 2,
+        "optimizer.lr": 1e-3, "optimizer.warmup_steps": 0,
+    }  # fmt: skip
+    given = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    mtcli("train", folder / "theirs", "--nproc", 4, *given)
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return [entry["loss"] for entry in rows if "loss" in entry]
+
+
+def their_loss(folder: Path, sequence: np.ndarray) -> float:
+    """The mean cross entropy that transformers has of a sequence."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokens = torch.tensor(sequence)
+    with torch.no_grad():
+        return float(cross_entropy(model(tokens[None, :-1]).logits[0], tokens[1:]))
+
+
+def mtcli(*words: object) -> None:
+    """Runs a command, whose errors end this program."""
+    subprocess.run([sys.executable, "-m", "mtcli", *map(str, words)], check=True, stdout=-3)
+
+
+if __name__ == "__main__":
+    main()
