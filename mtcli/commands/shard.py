@@ -69,6 +69,15 @@ ModelSource = Annotated[
 MaxShardSize = Annotated[
     str | None, typer.Option(metavar="SIZE", help="size of a Hugging Face file; default: 5GB")
 ]
+FamilyName = Annotated[
+    str | None,
+    typer.Option(
+        "--family",
+        metavar="NAME",
+        help="the Hugging Face family to write, by its model_type; default: SRC's own, or the "
+        "first that can say the model",
+    ),
+]
 MergeLora = Annotated[
     bool, typer.Option("--merge-lora", help="add a run's adapters to the weights they are for")
 ]
@@ -88,6 +97,7 @@ def shard(
     upcycle: Upcycle = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
+    family: FamilyName = None,
     config: ModelSource = None,
     merge_lora: MergeLora = False,
     base: MovedBase = None,
@@ -113,6 +123,9 @@ def shard(
     target_format = to or ("mtcli" if upcycle else None)
     if verb == "convert":
         chosen = _target(sources[0], target_format, layout, max_shard_size)
+        if family and chosen != "hf":
+            hint = "--to hf, or leave --family out"
+            raise wrong(f"--family {family} with --to {chosen}", hint, "--family")
         require_free(Path(words[1]), force)
     from mtcli.core.checkpoint.opening import open_folder
     from mtcli.core.checkpoint.resharding import DTYPES
@@ -131,7 +144,7 @@ def shard(
         if chosen == "peft":
             return _to_peft(source, Path(words[1]), force, json_out)
         recipe = None if upcycle is None else recipe_of(upcycle, source.model)
-        plan = ConversionPlan(chosen, where, cast, size, verify, force, recipe, nproc)
+        plan = ConversionPlan(chosen, where, cast, size, verify, force, recipe, nproc, family)
         _convert(source, Path(words[1]), plan, layout or "", json_out)
 
 

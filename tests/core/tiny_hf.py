@@ -44,6 +44,10 @@ DEEPSEEK = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embedding
 DEEPSEEK |= {"rope_theta": 99.0, "mscale": 0.7, "mscale_all_dim": 0.9}
 
 
+OLMO3_ROPES = {
+    "full_attention": DEEPSEEK,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 99.0},
+}
 WIDE = {"hidden_size": 32}
 NO_PAD = {"pad_token_id": None}
 UNROTATED = {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 7}
@@ -91,6 +95,7 @@ def configs():
             swiglu_limit=0.01,
         ),
         "smollm3": t.SmolLM3Config(**SIZES | {"num_hidden_layers": 3}, **NO_PAD, **UNROTATED),
+        "phi": t.PhiConfig(**SIZES | WIDE),
         "phi3": t.Phi3Config(**SIZES, **NO_PAD, **PHI3),
         "stablelm": t.StableLmConfig(**SIZES | WIDE, use_qkv_bias=True),
         "stablelm-parallel": t.StableLmConfig(**SIZES | WIDE, use_parallel_residual=True),
@@ -104,6 +109,9 @@ def configs():
         "falcon-heads": t.FalconConfig(**FALCON, multi_query=False, bias=True),
         "granite": t.GraniteConfig(**SIZES, **MULTIPLIERS, logits_scaling=4.0),
         "olmo2": t.Olmo2Config(**SIZES, rms_norm_eps=1e-3),
+        "olmo3": t.Olmo3Config(
+            **SIZES | {"num_hidden_layers": 4}, sliding_window=7, rope_parameters=OLMO3_ROPES
+        ),
         "deepseek_v3": t.DeepseekV3Config(
             **LATENT,
             n_group=2,
@@ -134,9 +142,9 @@ def configs():
     }
 
 
-FAMILIES = ("smollm3", "phi3", "stablelm", "stablelm-parallel", "glm4", "gpt_neox")
+FAMILIES = ("smollm3", "phi", "phi3", "stablelm", "stablelm-parallel", "glm4", "gpt_neox")
 FAMILIES += ("gpt_neox-sequential", "falcon-7b", "falcon-40b", "falcon-heads")
 FAMILIES += ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen2_moe")
 FAMILIES += ("deepseek_v2", "deepseek_v3", "glm4_moe")
-FAMILIES += ("granite", "olmo2", "qwen3", "qwen3_moe")
+FAMILIES += ("granite", "olmo2", "olmo3", "qwen3", "qwen3_moe")
 FAMILIES += ("gemma2", "gemma3_text", "starcoder2", "nemotron", "gpt_oss")

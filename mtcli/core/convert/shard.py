@@ -39,6 +39,7 @@ class ConversionPlan(NamedTuple):
     force: bool
     recipe: UpcycleRecipe | None
     nproc: int
+    family: str | None = None  # of a Hugging Face folder; None is the first that fits
 
 
 def left_out(source: Checkpoint, plan: ConversionPlan) -> list[str]:
@@ -130,7 +131,7 @@ def compare(
 def _write(source: Checkpoint, target: Path, plan: ConversionPlan) -> ProcessMemory:
     names = [name for name in source.names() if plan.to == "mtcli" or not is_optimizer(name)]
     with _bar("shard", sum(source.num_bytes(name) for name in names)) as progress:
-        options = WriteOptions(plan.dtype, plan.force, progress, plan.nproc)
+        options = WriteOptions(plan.dtype, plan.force, progress, plan.nproc, plan.family)
         if plan.to == "hf":
             return to_hf(source, target, plan.max_shard_bytes, options)
         return to_mtcli(source, target, *plan.layout, options)

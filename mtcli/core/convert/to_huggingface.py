@@ -34,15 +34,17 @@ def to_hf(
 
     Tensors go to files in order, each of at most `max_shard_bytes` or one tensor. Replicas that
     differ are averaged. Returns the peak memory of the workers. Raises MtcliError for a model that
-    no family has.
+    no family has, or the named one has not.
     """
     source = source.averaged()
     require_model(source, source.model)
     original = original_config(source)
-    if original is None:
-        family = config_json.family_of(source.model)
-    else:
+    if original is not None:
         family = config_json.family_in(config_json.read_json(original), original)
+    if options.family and (original is None or family.model_type != options.family):
+        family, original = config_json.family_named(options.family, source.model), None
+    elif original is None:
+        family = config_json.family_of(source.model)
     by_key: dict[str, Export] = {}
     for name, parameter in parameters(source.model).items():
         code = code_of(options.dtype or source.dtype(name))

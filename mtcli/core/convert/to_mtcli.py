@@ -52,12 +52,13 @@ from mtcli.core.runtime.process_pool import ProcessMemory, Progress, run_parts, 
 
 class WriteOptions(NamedTuple):
     """Options of writing: the dtype of weights (None: each tensor's own), whether to replace the
-    target, and the number of processes."""
+    target, the number of processes, and the Hugging Face family (None: the first that fits)."""
 
     dtype: torch.dtype | None = None
     force: bool = False
     progress: Progress = lambda _: None
     nproc: int = 1
+    family: str | None = None
 
 
 def to_mtcli(

@@ -78,8 +78,8 @@ def rehearse(rehearsal: Rehearsal) -> RankBytes:
     """Runs a step of a pipeline rank; returns its bytes besides the state."""
     planned, world, pp_rank, on_cpu, widens = rehearsal
     work = Workload.of(planned, world)
-    again = work.zero == 3 or work.layout.tp_rows > 1 or _casts_gradients(work, on_cpu)
-    passes = 1 + again
+    casts = _casts_gradients(work, on_cpu)
+    passes = 2 if work.zero == 3 or work.layout.tp_rows > 1 or casts else 1
     rank, chosen = work.layout.attention.rank(pp=pp_rank), _chosen(work, pp_rank)
     config = _short(planned, work, chosen, passes)
     with fake_trainer(config, world, rank, on_cpu, widens) as (trainer, live):
@@ -94,12 +94,13 @@ def rehearse(rehearsal: Rehearsal) -> RankBytes:
             trainer.train_step(loader)
         trace.mark("update", -1)
     more = gathered_bytes(work, pp_rank) - gathered_bytes(Workload.of(config, world), pp_rank)
-    return _rank_bytes(work, trace.marks, pp_rank, more)
+    return _rank_bytes(work, trace.marks, pp_rank, more, casts)
 
 
 def _casts_gradients(work: Workload, on_cpu: bool) -> bool:
     """Whether a second micro-batch takes more: a CPU casts a gradient to add it to a wider one."""
-    return on_cpu and work.num_micro_batches > 1 and work.sizes.gradient > work.sizes.weight
+    adds = work.zero < 3 and work.num_micro_batches > 1  # to buckets
+    return on_cpu and adds and work.sizes.gradient > work.sizes.weight
 
 
 def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int) -> RunConfig:
@@ -174,7 +175,9 @@ class TracePart(NamedTuple):
 Parts = Sequence[TracePart]
 
 
-def _rank_bytes(work: Workload, marks: Sequence[Mark], pp_rank: int, more: float) -> RankBytes:
+def _rank_bytes(
+    work: Workload, marks: Sequence[Mark], pp_rank: int, more: float, casts: bool
+) -> RankBytes:
     """Computes a rank's bytes from its trace; the update gathers `more` than the short model's."""
     ops, runs = _ops(marks), {}
     for stage in _chosen(work, pp_rank):
@@ -184,6 +187,8 @@ def _rank_bytes(work: Workload, marks: Sequence[Mark], pp_rank: int, more: float
         if work.zero == 3:  # the first forward gathers the ends, which the next one finds
             forward_peak = _sums(_longer(forwards[0], layers))[1]
         change, peak = _sums(_longer(backwards[-1], layers))
+        if casts and _forwards_come_first(work, pp_rank):  # the second backward has one less alive
+            peak = max(_sums(_longer(backwards[0], layers))[1], peak - saved)
         waiting = sent = weight_peak = 0
         if work.splits_backward:
             of_weights, weight_peak = _sums(ops["W", stage][-1])
@@ -203,6 +208,13 @@ def _rank_bytes(work: Workload, marks: Sequence[Mark], pp_rank: int, more: float
     return RankBytes(
         [runs[kind] for kind in kinds], update.peak - previous.level + more, update.level
     )
+
+
+def _forwards_come_first(work: Workload, pp_rank: int) -> bool:
+    """Whether all forwards of a step precede its first backward."""
+    layout, count = work.layout, work.num_micro_batches
+    gathers = work.schedule_name == "gpipe" and layout.pp > 1
+    return layout.vpp == 1 and (gathers or count <= layout.pp - pp_rank)
 
 
 def _ops(marks: Sequence[Mark]) -> dict[tuple[str, int], list[Parts]]:

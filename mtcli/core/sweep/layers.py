@@ -200,13 +200,13 @@ class ArrayNorm(Norm):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """x normalised and scaled; same shape."""
-        return self._scaled(norm(x_TD, *self.vectors, **self.options))
+        return self._scaled(norm(x_TD, *self.vectors, **self.options | self.no_offset))
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The kernel's keyword arguments; the weights of several models get their offset later."""
-        several = {"offset": 0.0} if len(self.weight) > 1 else {}
-        return super().options | several
+    def no_offset(self) -> dict[str, Any]:
+        """Keyword arguments of the kernel for several models, whose weights get their offset
+        later."""
+        return {"offset": 0.0} if len(self.weight) > 1 else {}
 
     @property
     def vectors(self) -> tuple[Tensor, Tensor | None]:
@@ -235,7 +235,7 @@ class ArrayAddNorm(ArrayNorm):
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
-        total, normal = add_norm(x_TD, y_TD, *self.vectors, **self.options)
+        total, normal = add_norm(x_TD, y_TD, *self.vectors, **self.options | self.no_offset)
         return total, self._scaled(normal)
 
 

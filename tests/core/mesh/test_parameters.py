@@ -5,6 +5,7 @@ Counts are held to published ones in tests/test_presets.py.
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
@@ -182,3 +183,14 @@ def test_the_matrices_of_linear_layers_have_their_logical_shapes():
         "blocks.0.mlp.shared_expert.gate_up.weight": [("gate", 1, (10, 16)), ("up", 1, (10, 16))],
         "blocks.0.mlp.shared_expert.down.weight": [("down", 1, (16, 10))],
     }  # fmt: skip
+
+
+def test_norms_begin_at_a_gain_of_1_and_may_have_no_bias():
+    plain, offset, bare = (
+        parameters(run_config(tiny.GPT | more).model)
+        for more in ({}, {"norm_offset": 1.0}, {"norm_bias": False})
+    )
+    assert plain["final_norm.weight"].init == "ones"
+    assert {p.init for name, p in offset.items() if "norm" in name} == {"zeros"}
+    norms = {name for name in plain if "norm.bias" in name}
+    assert plain.keys() - bare.keys() == norms and len(norms) > 2

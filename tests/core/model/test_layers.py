@@ -65,7 +65,9 @@ def test_no_numbers_or_no_probability_is_no_dropout():
 
 @pytest.mark.parametrize("masked", [False, True], ids=["rows", "documents"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["heads", "grouped"])
+@pytest.mark.parametrize(
+    "model", [GPT, LLAMA, LLAMA | {"attention_softcap": 0.3}], ids=["heads", "grouped", "capped"]
+)
 def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model, causal, masked):
     config = run_config(model | {"attention_dropout": 0.4, "causal": causal}).model
     build = TensorParallelLayers(parameters(config), alone(), torch.float64)
@@ -93,7 +95,8 @@ def test_attention_dropout_is_the_formula_one_head_and_token_at_a_time(model, ca
             for t in range(S):
                 seen = torch.arange(t + 1 if causal else S)
                 seen = seen[documents[b, seen] == documents[b, t]]
-                p = (k[seen] @ q[t] / math.sqrt(d)).softmax(0)
+                scores, cap = k[seen] @ q[t] / math.sqrt(d), config.attention_softcap
+                p = (cap * (scores / cap).tanh() if cap else scores).softmax(0)
                 index = (numbers[b, t] * h + head) * S + seen
                 kept = keep_mask(key, index, 0.4) / 0.6
                 torch.testing.assert_close(mixed[b, t, head], (p * kept) @ v[seen])

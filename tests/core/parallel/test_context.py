@@ -33,6 +33,7 @@ CLOSE = {torch.float64: 1e-10, torch.float32: 2e-5}
 CAUSAL, FULL = Visibility(), Visibility(right=None)
 # Windows within a chunk and over several, and one of both sides.
 WINDOWS = [Visibility(2, 0), Visibility(10, 0), Visibility(5, 3)]
+CAPS = {WINDOWS[1]: 0.7}  # of scores, of those who have one
 
 
 def documents_of(rows):
@@ -40,7 +41,8 @@ def documents_of(rows):
 
 
 def masking_of(visibility, documents):
-    return AttentionMask(visibility, None if documents is None else Documents(documents))
+    documents = None if documents is None else Documents(documents)
+    return AttentionMask(visibility, documents, CAPS.get(visibility, 0.0))
 
 
 def made(dtype, groups):
@@ -64,6 +66,8 @@ def expected(tensors, visibility, documents):
             if documents is not None:
                 seen = [j for j in seen if documents[b, i] == documents[b, j]]
             scores = torch.einsum("hd,hmd->hm", q[b, :, i], keys[b][:, seen]) / WIDTH**0.5
+            if cap := CAPS.get(visibility):
+                scores = cap * (scores / cap).tanh()
             mixed.append(torch.einsum("hm,hmd->hd", scores.softmax(-1), values[b][:, seen]))
         rows.append(torch.stack(mixed, 1))
     out = torch.stack(rows)

@@ -257,6 +257,20 @@ def test_a_cpu_that_is_slow_at_bfloat16_holds_float32_copies_of_operands(found):
     assert found[row].activation_peak > 1.1 * quick.activation_peak
 
 
+FEW_TOKENS = {"batch": {"seq_len": 64, "micro_batch_size": 1, "global_batch_size": 3}}
+TWO = {"batch": {"seq_len": 64, "micro_batch_size": 1, "global_batch_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "batch"),
+    [(1, {}, FEW_TOKENS), (2, {"pp": 2}, TWO), (2, {"pp": 2, "schedule": "gpipe"}, FEW_TOKENS)],
+)
+def test_a_cpu_casts_the_gradients_of_later_micro_batches(world, parallel, batch):
+    found = dry(world, GPT | {"vocab_size": 4096}, parallel, "bf16", 0, batch, device=CPU)
+    assert found.predicted.besides_state == pytest.approx(found.activation_peak, rel=0.001)
+    assert found.activation_peak > 2**20  # of float32 at once, in one of 2 MiB of a table
+
+
 def test_zero_3_without_data_ranks_takes_no_more_than_without_zero(found):
     cut, plain = found["zero=3 and no data ranks"], found["tp"]
     assert (cut.state, cut.activation_peak) == (plain.state, plain.activation_peak)

@@ -21,7 +21,8 @@ from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
 from mtcli.core.checkpoint.huggingface.nemotron import NEMOTRON
-from mtcli.core.checkpoint.huggingface.olmo import OLMO2
+from mtcli.core.checkpoint.huggingface.olmo import OLMO2, OLMO3
+from mtcli.core.checkpoint.huggingface.phi import PHI
 from mtcli.core.checkpoint.huggingface.phi3 import PHI3
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
@@ -35,8 +36,8 @@ from mtcli.core.config.model import OF_ROPE, ModelConfig
 from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
-    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2),
-    *(SMOLLM3, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
+    *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2, OLMO3),
+    *(SMOLLM3, PHI, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
     *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE),
     *(GEMMA2, GEMMA3, STARCODER2, NEMOTRON, GPT_OSS),
     *BERTS,
@@ -96,9 +97,11 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
     """
     kind = table.get("model_type")
     if not isinstance(kind, str) or kind not in BY_TYPE:
-        raise wrong(
-            f"{path}: model_type={shown(kind)} is not supported", f"one of {', '.join(BY_TYPE)}"
-        )
+        hint = f"one of {', '.join(BY_TYPE)}"
+        if isinstance(text := table.get("text_config"), dict):
+            inner = shown(text.get("model_type"))
+            hint = f"save its text model alone, model_type={inner}, as a folder; {hint}"
+        raise wrong(f"{path}: model_type={shown(kind)} is not supported", hint)
     heads = {family.architecture: family for family in FAMILIES if family.model_type == kind}
     by_tensors = [family for family in heads.values() if family.told_by in tensors]
     named = table.get("architectures")
@@ -177,6 +180,20 @@ def family_of(model: ModelConfig) -> Family:
     message = f"no Hugging Face family has this model: {kind} cannot have "
     hint = f"the families are {', '.join(BY_TYPE)}; a checkpoint of ours holds any model"
     raise wrong(message + ", ".join(differences[near]), hint)
+
+
+def family_named(name: str, model: ModelConfig) -> Family:
+    """Finds the family of a model_type, with the head of a model. Raises MtcliError with the fields
+    that it cannot express, or for a name that is none."""
+    heads = [family for family in FAMILIES if family.model_type == name]
+    if not heads:
+        raise wrong(f"{shown(name)} is no family", f"one of {', '.join(BY_TYPE)}", "--family")
+    lost = [(_lost(model, family), family) for family in heads]
+    least, nearest = min(lost, key=lambda pair: len(pair[0]))
+    if not least:
+        return nearest
+    message = f"{name} cannot have {', '.join(least)}"
+    raise wrong(message, "leave --family out, and the first family that can is written", "--family")
 
 
 def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:

@@ -16,7 +16,7 @@ from mtcli.core.checkpoint.huggingface.llama import (
     SIZES,
 )
 from mtcli.core.checkpoint.huggingface.qwen3 import QK_NORM
-from mtcli.core.checkpoint.huggingface.rope import read_rope, write_rope
+from mtcli.core.checkpoint.huggingface.rope import read_rope, read_ropes, write_rope
 from mtcli.core.checkpoint.huggingface.window import alternating, read_window
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.model import ModelConfig
@@ -70,24 +70,12 @@ def write_gemma2(model: ModelConfig) -> Table:
 def read_gemma3(theirs: Table) -> Table:
     """Reads scales and the rotary positions of layers with a window and without. Raises
     MtcliError."""
-    given = theirs.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        raise wrong(f"rope_parameters is {shown(given)}, which is not a table", "a table")
-    parts = [given.get(f"{kind}_attention") or {} for kind in ("full", "sliding")]
-    if not all(isinstance(part, dict) for part in parts):
-        raise wrong("rope_parameters has layers of no table", "tables of rope_type and rope_theta")
-    full, local = parts
-    if local.get("rope_type", "default") != "default":
-        kind = f"rope_type={shown(local['rope_type'])} of sliding_attention"
-        raise wrong(f"{kind} cannot be represented", "only default can")
-    scaling = theirs.get("rope_scaling") or full
-    theta = full.get("rope_theta", theirs.get("rope_theta", 1e6))
-    flat = theirs | {"rope_parameters": None, "rope_scaling": scaling, "rope_theta": theta}
-    of_local = local.get("rope_theta", theirs.get("rope_local_base_freq", 1e4))
+    rope, of_local = read_ropes(theirs, theirs.get("rope_theta", 1e6))
+    of_local = of_local or theirs.get("rope_local_base_freq", 1e4)
     # a window that spans the context rotates its layers all the same
     window = read_window(theirs | {"max_position_embeddings": None}, EVERY_SIXTH)
     local_theta = {"rope_local_theta": of_local if window["window"] else 0.0}
-    return read_rope(flat) | read_scales(theirs) | window | local_theta
+    return rope | read_scales(theirs) | window | local_theta
 
 
 def write_gemma3(model: ModelConfig) -> Table:

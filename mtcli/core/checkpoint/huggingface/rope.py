@@ -43,6 +43,25 @@ def read_partial_rope(theirs: Table) -> Table:
     return _read_rope(theirs) | {"rotary_fraction": _fraction(theirs)}
 
 
+def read_ropes(theirs: Table, theta: Any) -> tuple[Table, Any]:
+    """Reads the rotary positions of layers without a window, which are scaled, and the theta of
+    those with one, which are not; None where it is not given. Raises MtcliError."""
+    given = theirs.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise wrong(f"rope_parameters is {shown(given)}, which is not a table", "a table")
+    parts = [given.get(f"{kind}_attention") or {} for kind in ("full", "sliding")]
+    if not all(isinstance(part, dict) for part in parts):
+        raise wrong("rope_parameters has layers of no table", "tables of rope_type and rope_theta")
+    full, local = parts
+    if local.get("rope_type", "default") != "default":
+        kind = f"rope_type={shown(local['rope_type'])} of sliding_attention"
+        raise wrong(f"{kind} cannot be represented", "only default can")
+    scaling = theirs.get("rope_scaling") or full
+    flat = {"rope_parameters": None, "rope_scaling": scaling}
+    flat["rope_theta"] = full.get("rope_theta", theta)
+    return read_rope(theirs | flat), local.get("rope_theta")
+
+
 def rope_table(theirs: Table) -> Table:
     """Returns the table of a scaling, which may be empty. Raises MtcliError for anything else."""
     given = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}

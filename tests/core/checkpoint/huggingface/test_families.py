@@ -122,6 +122,22 @@ def olmo2(draw):
     return Olmo2Config(**sizes(draw), attention_bias=draw(st.booleans()))
 
 
+def olmo3(draw):
+    """Windows of listed layers or of three in four, and a base of their own."""
+    from transformers import Olmo3Config
+
+    config = sizes(draw)
+    full = config["rope_parameters"]
+    if full["rope_type"] == "yarn":
+        full.pop("truncate", None)  # which transformers does not find for layers of a kind
+    local = {"rope_type": "default", "rope_theta": draw(st.sampled_from([99.0, 7.0]))}
+    config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+    layers, kinds = config["num_hidden_layers"], ["sliding_attention", "full_attention"]
+    listed = st.lists(st.sampled_from(kinds), min_size=layers, max_size=layers)
+    window = draw(st.sampled_from([2, 5, 7]))
+    return Olmo3Config(**config, sliding_window=window, layer_types=draw(st.none() | listed))
+
+
 def latents(draw):
     """Sizes of a mixture with first dense layers and a shared expert, and of latents; rotary widths
     and what holds them are even, as transformers asks."""
@@ -332,6 +348,16 @@ def partial(draw, width):
     return {"rope_type": "default", "rope_theta": 99.0, "partial_rotary_factor": dims / width}
 
 
+def phi(draw):
+    """A head with a bias, and blocks of one norm."""
+    from transformers import PhiConfig
+
+    config = fixed_width(draw, sizes(draw, tied=(False,)))
+    config["layer_norm_eps"] = config.pop("rms_norm_eps")
+    width = config["hidden_size"] // config["num_attention_heads"]
+    return PhiConfig(**config | {"rope_parameters": partial(draw, width)})
+
+
 def phi3(draw):
     """Grouped queries in one tensor with keys and values, windows, and both lists of LongRoPE."""
     from transformers import Phi3Config
@@ -409,12 +435,14 @@ FAMILIES = {
     "deepseek_v2": (deepseek_v2, "ep=EP,dp=EP,pp=PP"),
     "glm4_moe": (glm4_moe, "ep=EP,dp=EP"),
     "olmo2": (olmo2, "tp=TP,pp=PP"),
+    "olmo3": (olmo3, "tp=TP,pp=PP"),
     "mistral": (mistral, "tp=TP,dp=2"),
     "qwen2": (qwen2, "tp=TP,pp=PP"),
     "mixtral": (mixtral, "ep=EP,dp=EP,pp=PP"),
     "qwen2_moe": (qwen2_moe, "ep=EP,dp=EP"),
     "qwen3": (qwen3, "tp=TP,pp=PP"),
     "smollm3": (smollm3, "tp=TP,pp=PP"),
+    "phi": (phi, "tp=TP,pp=PP"),
     "phi3": (phi3, "tp=TP,pp=PP"),
     "stablelm": (stablelm, "tp=TP,dp=2"),
     "glm4": (glm4, "tp=TP,pp=PP"),

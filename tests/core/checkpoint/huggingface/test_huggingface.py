@@ -19,7 +19,7 @@ from mtcli.core.checkpoint import reader as our_reader
 from mtcli.core.checkpoint import resharding
 from mtcli.core.checkpoint.compatibility import require_model
 from mtcli.core.checkpoint.huggingface import reader
-from mtcli.core.checkpoint.huggingface.config_json import BY_TYPE, family_of, model_of
+from mtcli.core.checkpoint.huggingface.config_json import BY_TYPE, family_named, family_of, model_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.config.errors import MtcliError
@@ -45,6 +45,7 @@ LAYOUTS = {
     "gpt_oss": "tp=2,etp=2",
     "granite": "tp=2",
     "smollm3": "tp=2,pp=3",
+    "phi": "tp=2,pp=2",
     "phi3": "tp=4",
     "stablelm": "tp=2",
     "stablelm-parallel": "pp=2",
@@ -55,6 +56,7 @@ LAYOUTS = {
     "falcon-40b": "tp=2,pp=2",
     "falcon-heads": "tp=2,dp=2",
     "olmo2": "tp=4,pp=2",
+    "olmo3": "tp=2,pp=4",
     "glm4_moe": "tp=2,pp=3",
     "deepseek_v2": "tp=2,ep=4,etp=1,dp=2",
     "deepseek_v3": "tp=4,pp=3",
@@ -293,6 +295,14 @@ def test_parts_of_several_dtypes_are_read_in_the_widest(hf_folders, tmp_path):
 CONFIGS = [
     ("gpt2", {"model_type": "bloom"}, "model_type='bloom' is not supported"),
     ("gpt2", {"model_type": None}, "model_type=null is not supported"),
+    (
+        "gemma3_text",
+        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+        "save its text model alone, model_type='gemma3_text', as a folder",
+    ),
+    ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 cannot be"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is not above 0"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
     ("gpt2", {"activation_function": "relu"}, "activation_function='relu' is not supported"),
     ("gpt2", {"activation_function": 3}, "activation_function=3 is not supported"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=false cannot be represented"),
@@ -328,6 +338,7 @@ CONFIGS = [
     ("smollm3", {"num_hidden_layers": 0}, "num_hidden_layers: 0 should be at least 1"),
     ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
     ("phi3", {"rope_parameters": {"type": "su", "short_factor": [1.0]}}, "has no long_factor"),
+    ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings=true cannot be represented"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm=true cannot be represented"),
     ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 1.0}, "rotary_pct=0.5 and partial"),
     ("falcon-7b", {"alibi": True}, "alibi=true cannot be represented"),
@@ -411,7 +422,7 @@ def test_a_config_that_says_its_type_alone_is_the_model_of_transformers_defaults
 
     def read(table):
         # their default window is shorter than their default context; some name layers that have it
-        named = kind.startswith(("gemma", "gpt_oss"))
+        named = kind.startswith(("gemma", "gpt_oss", "olmo3"))
         return model_of(table | ({} if named else {"sliding_window": None}), Path("config.json"))
 
     theirs = AutoConfig.for_model(kind).to_dict() | {"architectures": None}
@@ -506,6 +517,16 @@ def test_a_model_that_no_family_has_is_refused_with_what_is_in_the_way():
     wide = ModelConfig(**shapes, head_dim=6)
     with pytest.raises(MtcliError, match="gpt2 cannot have head_dim=6"):
         family_of(wide)
+
+
+def test_a_named_family_is_written_or_refused_with_the_fields_that_it_cannot_have():
+    shapes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_seq_len": 4}
+    model = ModelConfig(**shapes, architecture="llama", ffn_hidden_size=12, qkv_bias=True)
+    assert family_named("qwen2", model).model_type == "qwen2"
+    with pytest.raises(MtcliError, match=r"^error: --family: mistral cannot have qkv_bias=True\n"):
+        family_named("mistral", model)
+    with pytest.raises(MtcliError, match="'qwen' is no family"):
+        family_named("qwen", model)
 
 
 def test_the_family_of_a_model_is_the_one_that_says_all_of_it():
