@@ -38,7 +38,7 @@ class DenseLayers(LayerFactory):
     def add_norm(self, name, model):
         return DenseAddNorm(self, name, model)
 
-    def loss(self, table, cap=0.0):
+    def loss(self, table, bias=None, cap=0.0):
         return DenseLoss(table.weight[: self.table["embedding.weight"].shape[0]])
 
 
