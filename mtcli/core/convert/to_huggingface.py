@@ -116,7 +116,7 @@ def _write_configs(
         table = config_json.config_to_hf(source.model, family) | tokens
     else:
         table = config_json.read_json(original)
-    # of MXFP4 folders, whose weights are written decoded
+    # of MXFP4 and float8 folders, whose weights are written decoded
     was_packed = table.pop("quantization_config", None) is not None
     names = {"torch_dtype", "dtype"} & set(table) or {"torch_dtype"}
     is_same = all(table.get(name) == dtype_name(dtype) for name in names)

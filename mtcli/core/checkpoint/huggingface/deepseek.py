@@ -62,6 +62,7 @@ BIASED_CHOICE = (
     RequiredValue("scoring_func", ("sigmoid", None)),
     RequiredValue("topk_method", ("noaux_tc", None)),
 )
+QUANTISATION, BLOCK = "quantization_config", 128  # rows and columns of a float8 weight's block
 # The layer that predicts two tokens ahead is number num_hidden_layers.
 AHEAD, NEXT_LAYER = "num_nextn_predict_layers", r"model\.layers\.{num_layers}\..*"
 
@@ -80,9 +81,22 @@ def write_shared_experts(model: ModelConfig) -> Table:
     return {"n_shared_experts": model.shared_expert_ffn_hidden_size // width, AHEAD: 0}
 
 
+def require_blocks(theirs: Table) -> None:
+    """Raises MtcliError for quantised weights other than float8 in blocks, which are decoded."""
+    given = theirs.get(QUANTISATION)
+    if given is None:
+        return
+    names = ("quant_method", "fmt", "weight_block_size")
+    found = [given.get(name) for name in names] if isinstance(given, dict) else given
+    if found not in (["fp8", "e4m3", [BLOCK, BLOCK]], ["fp8", None, [BLOCK, BLOCK]]):
+        message = f"{QUANTISATION} with {', '.join(names)} of {shown(found)} cannot be represented"
+        raise wrong(message, f"only fp8, e4m3, [{BLOCK}, {BLOCK}] or a model without it can")
+
+
 def read_latents(theirs: Table) -> Table:
     """Reads the widths of latents and heads, rotary positions and the shared experts. Raises
     MtcliError."""
+    require_blocks(theirs)
     mla = {ours: theirs.get(name) for ours, name in LATENTS.items()}
     heads = {"num_kv_heads": theirs.get("num_attention_heads")}
     latents = {"mla": mla | {"q_rank": mla["q_rank"] or 0}}
@@ -126,7 +140,7 @@ FIELDS = (
     Field("out_bias", "attention_bias", False, written="has_out_bias"),
     *EXPERTS,
 )
-SUPPORTS = ("n_shared_experts", AHEAD)
+SUPPORTS = ("n_shared_experts", AHEAD, QUANTISATION)
 
 DEEPSEEK_V3 = replace(
     LLAMA,

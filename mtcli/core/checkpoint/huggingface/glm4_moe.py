@@ -15,6 +15,7 @@ from mtcli.core.checkpoint.huggingface.deepseek import (
     SHARED,
     SUPPORTS,
     read_shared_experts,
+    require_blocks,
     write_shared_experts,
 )
 from mtcli.core.checkpoint.huggingface.family import Field, Table
@@ -26,6 +27,7 @@ from mtcli.core.config.model import ModelConfig
 
 def read_glm(theirs: Table) -> Table:
     """Reads rotary positions, the norm of heads and the shared experts. Raises MtcliError."""
+    require_blocks(theirs)
     qk_norm = {"qk_norm": "head" if theirs.get("use_qk_norm") else "none"}
     return read_partial_rope(theirs) | read_shared_experts(theirs) | qk_norm
 

@@ -9,6 +9,8 @@ import torch
 from mtcli.core.checkpoint.folder import CheckpointFolder
 from mtcli.core.checkpoint.huggingface.config_json import NAME, family_in, model_of, read_json
 from mtcli.core.checkpoint.huggingface.family import Family
+from mtcli.core.checkpoint.huggingface.fp8_blocks import SCALES as FACTORS
+from mtcli.core.checkpoint.huggingface.fp8_blocks import in_blocks
 from mtcli.core.checkpoint.huggingface.mxfp4 import BLOCKS, SCALES, packed
 from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
 from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, OpenFiles, read_box
@@ -49,8 +51,12 @@ def open_hf(folder: Path) -> Checkpoint:
                 tensors[name] = _packed(folder, parameter, box, sources, headers, files)
         if name not in tensors:
             boxes = family.boxes(parameter, model)
-            tensors[name] = _stored(folder, parameter, boxes, sources, headers)
             used.update(box.key for box in boxes)
+            if factors := {box.key + FACTORS for box in boxes} & sources.keys():
+                used |= factors
+                tensors[name] = _in_blocks(folder, parameter, boxes, sources, headers, files)
+            else:
+                tensors[name] = _stored(folder, parameter, boxes, sources, headers)
     checkpoint = Checkpoint(
         open_files=files,
         folder=folder,
@@ -133,6 +139,26 @@ def _packed(
         file, name = sources[key]
         entries.append((folder / file, headers[file][name]))
     return packed(parameter.shape, box, (entries[0], entries[1]), files)
+
+
+def _in_blocks(
+    folder: Path,
+    parameter: Parameter,
+    boxes: list[StoredBox],
+    sources: Sources,
+    headers: Headers,
+    files: OpenFiles,
+) -> StoredTensor:
+    stored = []
+    for box in boxes:
+        entries = []
+        for key in (box.key, box.key + FACTORS):
+            if key not in sources:
+                raise _missing(folder, key, parameter)
+            file, name = sources[key]
+            entries.append((folder / file, headers[file][name]))
+        stored.append((box, entries[0], entries[1]))
+    return in_blocks(parameter.shape, stored, files)
 
 
 def _missing(folder: Path, key: str, parameter: Parameter) -> MtcliError:
