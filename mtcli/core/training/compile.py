@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from mtcli.core.config.errors import failed
 from mtcli.core.model.attention import Attention
+from mtcli.core.model.block import Block
 from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.latent_attention import LatentAttention
 from mtcli.core.model.moe import MixtureOfExperts
-from mtcli.core.model.transformer import Block, Stage
+from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.compiled_collectives import in_graph
 from mtcli.core.parallel.tensor import ColumnLinear, HeadExchange, RowLinear
 
