@@ -43,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     *BERTS,
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
+OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # of a family's model_type
 NAME = "config.json"
 GENERATION = "generation_config.json"
 MAX_BYTES = 16 << 20
@@ -96,6 +97,7 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
     Raises MtcliError that lists the supported ones.
     """
     kind = table.get("model_type")
+    kind = OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in BY_TYPE:
         hint = f"one of {', '.join(BY_TYPE)}"
         if isinstance(text := table.get("text_config"), dict):

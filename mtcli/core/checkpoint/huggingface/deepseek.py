@@ -1,5 +1,5 @@
 """Maps DeepSeek-V2, V3 and R1: latent attention, and experts beside a shared one behind the first
-layers. Moonlight is a V3, and so is Kimi K2 but for its model_type.
+layers. Moonlight is a V3, and so is Kimi K2.
 
 V3's layer for predicting two tokens ahead, which follows the last one, is left out.
 """

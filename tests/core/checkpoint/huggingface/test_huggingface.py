@@ -519,6 +519,17 @@ def test_a_model_that_no_family_has_is_refused_with_what_is_in_the_way():
         family_of(wide)
 
 
+def test_kimi_k2_is_a_deepseek_v3_and_keeps_its_name(hf_folders, tmp_path):
+    def named(table):
+        table["model_type"] = "kimi_k2"
+
+    folder = edited(hf_folders["deepseek_v3"], tmp_path / "kimi", config=named)
+    assert open_checkpoint(folder).model == open_checkpoint(hf_folders["deepseek_v3"]).model
+    to_mtcli(open_checkpoint(folder), tmp_path / "x", *parse_layout(""), WriteOptions())
+    to_hf(open_checkpoint(tmp_path / "x"), tmp_path / "back", 1 << 30, WriteOptions())
+    assert json.loads((tmp_path / "back/config.json").read_text())["model_type"] == "kimi_k2"
+
+
 def test_a_named_family_is_written_or_refused_with_the_fields_that_it_cannot_have():
     shapes = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 9, "max_seq_len": 4}
     model = ModelConfig(**shapes, architecture="llama", ffn_hidden_size=12, qkv_bias=True)
