@@ -120,7 +120,11 @@ def _block(work: Workload, on_cpu: bool) -> BlockBytes:
     halves = 2 * entered * work.sharded_halves + _inner(work) * (m.up_factor + 1)
     waiting = halves + work.head_bytes + _mixed(work)
     if work.recompute == "full":
-        return BlockBytes(stream, forward, saved - stream + backward, waiting)
+        # In its backward the parts behind a part have released what they saved; the residual stream
+        # and its gradient are alive.
+        behind = [sum(part.saved for part in parts[i + 1 :]) for i in range(len(parts))]
+        most = max(part.backward - free for part, free in zip(parts, behind, strict=True))
+        return BlockBytes(stream, forward, saved + most + 2 * stream, waiting)
     return BlockBytes(saved, backward / 2, backward, waiting)
 
 
@@ -151,8 +155,9 @@ def _mlp(work: Workload, on_cpu: bool) -> PartBytes:
     inner, up = _inner(work), work.model.up_factor
     has_activations = on_cpu or work.layout.tp_rows > 1 or work.recompute == "full"
     moving = inner * (up + 1)
+    returned = moving - inner * (work.recompute == "full")  # an activation's memory is free by then
     return PartBytes(
-        _entered(work) + inner * (up + has_activations), moving, moving + _wide(work, inner * up)
+        _entered(work) + inner * (up + has_activations), moving, returned + _wide(work, inner * up)
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from saving import save_halves, values
 from tiny import BIASED, MOE, run_config
 
@@ -49,10 +50,15 @@ def test_a_checkpoint_that_lost_its_biases_is_refused(source):
         require_model(replace(checkpoint, tensors=rest), CONFIG.model)
 
 
-def test_no_hugging_face_family_takes_a_model_with_biases(source, tmp_path):
-    with pytest.raises(MtcliError, match=r"cannot have .*router_bias_update_rate=0\.01"):
-        to_hf(source[0], tmp_path / "dst", 10**9, WriteOptions())
-    with pytest.raises(MtcliError, match=r"mixtral cannot have router_bias_update_rate=0\.01") as e:
+def test_a_hugging_face_family_takes_biases_of_the_choice_or_refuses_them(source, tmp_path):
+    checkpoint, tensors = source
+    assert family_of(checkpoint.model).model_type == "glm4_moe"
+    to_hf(checkpoint, tmp_path / "dst", 10**9, WriteOptions())
+    written = load_file(tmp_path / "dst" / "model.safetensors")
+    for layer, name in enumerate(BIASES):
+        bias = written[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"]
+        assert torch.equal(bias, tensors[name])
+    with pytest.raises(MtcliError, match=r"mixtral cannot have router_biases=True") as e:
         family_of(run_config(MOE | {"router_bias_update_rate": 0.01}).model)
     assert "a checkpoint of ours holds any model" in str(e.value)
     assert family_of(run_config(MOE).model).model_type == "mixtral"

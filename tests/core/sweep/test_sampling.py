@@ -1,5 +1,7 @@
 """Optuna's proposals: within the ranges, told of their losses, and the same study after a stop."""
 
+import sys
+
 import pytest
 from tiny import write_run
 
@@ -73,9 +75,18 @@ def test_a_damaged_study_is_refused(tmp_path, text):
         proposals(tmp_path, 5)
 
 
+@pytest.fixture
+def plain_recursion():
+    """Python's own limit, which torch's compiler doubles in a process that it has compiled in."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(limit)
+
+
 @pytest.mark.parametrize("depth", [100, 600, 900, 100_000])  # read; copied; parsed, at most
 @pytest.mark.parametrize("line", ["[@]", *DEEP])
-def test_a_study_with_a_deep_line_is_read_or_refused(tmp_path, line, depth):
+def test_a_study_with_a_deep_line_is_read_or_refused(tmp_path, line, depth, plain_recursion):
     proposals(tmp_path, 5).ask(2)
     with (tmp_path / "optuna.log").open("a") as log:
         log.write(line.replace("@", "[" * depth + "]" * depth) + "\n")

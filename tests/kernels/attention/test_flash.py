@@ -9,6 +9,7 @@ from mtcli.kernels.attention.flash_backward import flash_backward
 from mtcli.kernels.attention.flash_forward import flash
 from mtcli.kernels.attention.merge import merge_
 from mtcli.kernels.attention.tiles import KeyRanges
+from mtcli.kernels.softcap import softcap, softcap_slope
 from mtcli.kernels.triton_launch import TritonKernel
 
 SHAPES = {  # b, h, g, n, m, d
@@ -172,3 +173,12 @@ def test_large_scores_do_not_overflow(device):
     out, lse = attention(q, k, v, True)
     expected = softmax_attention(*(x.cpu().double() for x in (q, k, v)), triangle(37))
     assert distance(out, expected[0]) < 1e-4 and distance(lse, expected[1]) < 2e-6
+
+
+def test_a_soft_cap_and_its_slope_are_those_of_tanh(device):
+    x = 3.0 * seeded(40, 7, device=device).double().requires_grad_()
+    capped = softcap(x, 1.5)
+    torch.testing.assert_close(capped, 1.5 * torch.tanh(x / 1.5))
+    (slope,) = torch.autograd.grad(capped.sum(), x)
+    torch.testing.assert_close(softcap_slope(capped.detach(), 1.5), slope)
+    assert softcap(x, 0.0) is x
