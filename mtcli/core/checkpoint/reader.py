@@ -31,8 +31,8 @@ class StoredTensor(NamedTuple):
     """A global tensor: its dtype and shape, and the boxes that tile it, for each replica where
     replicas differ.
 
-    Where no file stores the tensor, `computed` returns the elements of a box, and there are no
-    boxes.
+    Where no file stores the tensor as it is, `computed` returns the elements of a box, and there
+    are no boxes.
     """
 
     dtype: torch.dtype

@@ -151,7 +151,7 @@ class ModelConfig(Section):
     activation: Literal[
         "gelu", "gelu_tanh", "relu2", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh"
     ]
-    """of MLPs and experts; geglu is GELU with a gate, relu2 ReLU's square, clamped as in gpt-oss"""
+    """MLP activation: geglu gates by GELU, relu2 squares ReLU, swiglu_clamped is gpt-oss's"""
     activation_limit: Annotated[Real, Field(ge=1e-3, le=1e6)] = 7.0
     """swiglu_clamped: gates are clamped to at most this, and ups to within plus or minus this"""
     activation_alpha: Annotated[Real, Field(ge=1e-3, le=1e3)] = 1.702

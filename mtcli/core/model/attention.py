@@ -99,7 +99,7 @@ class Attention(nn.Module):
         return inputs.rotations[self.table](q, k)
 
     def expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What a cache keeps of a layer -> keys and values of this rank's heads: the same."""
+        """Returns keys and values of this rank's heads, by what a cache keeps of the layer."""
         return k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: Inputs) -> Tensor:

@@ -67,7 +67,7 @@ class LatentAttention(Attention):
         return torch.cat([q, of_keys], -1)
 
     def mix(self, qkv_TF: Tensor, inputs: Inputs) -> Tensor:
-        """What `project` returns -> attended values [T, h * value]."""
+        """Mixes values: queries, latents and keys of `project` -> [T, h * value]."""
         (b, s), mla = inputs.shape, self.mla
         narrow = mla.kv_rank + mla.rope_dim
         sizes = [qkv_TF.shape[-1] - narrow, mla.kv_rank, mla.rope_dim]

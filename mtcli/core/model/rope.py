@@ -120,8 +120,8 @@ def _yarn(plain: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 def score_growth(scaling: RopeScaling | None) -> float:
-    """What YaRN multiplies queries and keys of latent attention by, in all their dimensions
-    (DeepSeek's mscale_all_dim)."""
+    """The factor by which YaRN scales queries and keys of latent attention (DeepSeek's
+    mscale_all_dim)."""
     if scaling is None or scaling.kind != "yarn":
         return 1.0
     return scaling.mscale_all_dim * 0.1 * math.log(scaling.factor) + 1.0

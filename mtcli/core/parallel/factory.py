@@ -1,7 +1,7 @@
 """The interface by which a model builds its layers, and the code that its engines share.
 
-A model names its layers by parameter and asks for a column-, heads- or row-parallel linear layer,
-an embedding, a norm, or the loss of a token table. The engine, which `engines.py` chooses by the
+A model names its layers by parameter and asks for a column- or row-parallel linear layer, an
+embedding, a norm, or the loss of a token table. The engine, which `engines.py` chooses by the
 grid of tp ranks, decides how they are sharded.
 """
 

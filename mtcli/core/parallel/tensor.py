@@ -65,7 +65,7 @@ class TensorParallelLayers(LayerFactory):
         return VocabEmbedding(name, self)
 
     def norm(self, name: str, model: ModelConfig) -> Norm:
-        """A norm of the columns that tp ranks replicate, or of those that they shard."""
+        """A norm of whole rows, or of rows whose columns tp ranks shard."""
         layout = self.groups.layout
         is_sharded = layout.tp > 1 and "tp" in self.table[f"{name}.weight"].axes(layout)
         return (ShardedNorm if is_sharded else Norm)(name, model, self)

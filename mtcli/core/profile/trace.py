@@ -95,7 +95,7 @@ def sharding(events: Sequence[Event]) -> list[tuple[Event, Event]]:
 
 
 def memory_changes(events: Sequence[Event]) -> list[Event]:
-    """Lists the events of memory in order, with those that the profiler does not see."""
+    """Lists the events of memory in order, unseen releases included."""
     changes = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
     unseen = _unseen_releases(changes, complete(events))
     return sorted([*unseen, *changes], key=lambda e: e["ts"])

@@ -111,7 +111,7 @@ def _short(config: RunConfig, work: Workload, chosen: Sequence[int], passes: int
         dense, mixed = work.block_counts([stage])
         if stage not in chosen:
             kept_counts.append((min(dense, 1), min(mixed, 1 - min(dense, 1))))
-        elif mixed:  # the middle one of those that run has experts
+        elif mixed:  # the middle block, which is repeated, has experts
             kept_counts.append((dense, min(mixed, most + dense)))
         else:
             kept_counts.append((min(dense, most), 0))

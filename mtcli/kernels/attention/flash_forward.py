@@ -141,7 +141,7 @@ def _forward(
 
 
 def _gradients(grad, _, q, k, v, out, lse, causal, first, end, cap, sinks):
-    """Of q, k and v, of the four options none, and of sinks."""
+    """Gradients of q, k, v and sinks; the four options have none."""
     of_heads = flash_backward(grad, q, k, v, out, lse, causal, first, end, cap)
     return (*of_heads, *[None] * 4, sinks_gradient(grad, out, lse, sinks))
 

@@ -132,13 +132,9 @@ def _packed(
     headers: Headers,
     files: OpenFiles,
 ) -> StoredTensor:
-    entries = []
-    for key in (box.key + BLOCKS, box.key + SCALES):
-        if key not in sources:
-            raise _missing(folder, key, parameter)
-        file, name = sources[key]
-        entries.append((folder / file, headers[file][name]))
-    return packed(parameter.shape, box, (entries[0], entries[1]), files)
+    keys = (box.key + kind for kind in (BLOCKS, SCALES))
+    blocks, scales = (_entry(folder, parameter, key, sources, headers) for key in keys)
+    return packed(parameter.shape, box, (blocks, scales), files)
 
 
 def _in_blocks(
@@ -151,14 +147,20 @@ def _in_blocks(
 ) -> StoredTensor:
     stored = []
     for box in boxes:
-        entries = []
-        for key in (box.key, box.key + FACTORS):
-            if key not in sources:
-                raise _missing(folder, key, parameter)
-            file, name = sources[key]
-            entries.append((folder / file, headers[file][name]))
-        stored.append((box, entries[0], entries[1]))
+        keys = box.key, box.key + FACTORS
+        numbers, factors = (_entry(folder, parameter, key, sources, headers) for key in keys)
+        stored.append((box, numbers, factors))
     return in_blocks(parameter.shape, stored, files)
+
+
+def _entry(
+    folder: Path, parameter: Parameter, key: str, sources: Sources, headers: Headers
+) -> tuple[Path, TensorEntry]:
+    """Finds a tensor's file and its entry there."""
+    if key not in sources:
+        raise _missing(folder, key, parameter)
+    file, name = sources[key]
+    return folder / file, headers[file][name]
 
 
 def _missing(folder: Path, key: str, parameter: Parameter) -> MtcliError:

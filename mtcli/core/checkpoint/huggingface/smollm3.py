@@ -12,7 +12,7 @@ from mtcli.core.config.untrusted import shown
 
 
 def rotating(theirs: Table) -> str:
-    """Lists the layers' letters of rope_pattern: no_rope_layers has 1 for those that rotate."""
+    """Returns a letter of rope_pattern for each layer; in no_rope_layers a 1 rotates."""
     layers, given = theirs.get("num_hidden_layers"), theirs.get("no_rope_layers")
     if type(layers) is not int or not 0 < layers <= MAX_LAYERS:
         return ""  # refused elsewhere
