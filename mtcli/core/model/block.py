@@ -131,10 +131,15 @@ class ParallelBlock(Block):
     """x + attention(norm(x)) + mlp(norm(x)) (arXiv:2204.06745, section 2.1), of two norms or
     one."""
 
+    def __init__(
+        self, layer: int, model: ModelConfig, build: LayerFactory, seed: int, recompute: str
+    ) -> None:
+        super().__init__(layer, model, build, seed, recompute)
+        self.shares_norm = model.parallel_norms == 1
+
     def norm_makers(self, model: ModelConfig, build: LayerFactory) -> tuple[NormMaker, NormMaker]:
         """Makes a norm for both, or one for each."""
-        self.shares_norm = model.parallel_norms == 1
-        return build.norm, nn.Identity if self.shares_norm else build.norm
+        return build.norm, nn.Identity if model.parallel_norms == 1 else build.norm
 
     def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
         normed_TD = self.attention_norm(x_TD)

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from quantised import quantised_folders
 from safetensors.torch import load_file, save_file
 
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -43,21 +44,15 @@ def folders(tmp_path_factory):
         topk_group=1, max_position_embeddings=40,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    packed, plain = (tmp_path_factory.mktemp("v3") / name for name in ("packed", "plain"))
-    model.save_pretrained(packed)
-    tensors = load_file(packed / "model.safetensors")
-    of_decoded = dict(tensors)
-    for name in [name for name in tensors if not any(word in name for word in KEPT)]:
-        numbers = (tensors.pop(name).float() * 4000).to(torch.float8_e4m3fn)
+
+    def quantise(name, tensor):
+        if any(word in name for word in KEPT):
+            return None
+        numbers = (tensor.float() * 4000).to(torch.float8_e4m3fn)
         factors = torch.rand([-(-size // 128) for size in numbers.shape]) + 0.5
-        tensors |= {name: numbers, f"{name}_scale_inv": factors}
-        of_decoded[name] = decoded(numbers, factors)
-    shutil.copytree(packed, plain)
-    save_file(of_decoded, plain / "model.safetensors", metadata={"format": "pt"})
-    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
-    table = json.loads((packed / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps(table | {"quantization_config": FP8}))
-    return packed, plain
+        return {name: numbers, f"{name}_scale_inv": factors}, decoded(numbers, factors)
+
+    return quantised_folders(model, tmp_path_factory.mktemp("v3"), quantise, FP8)
 
 
 def test_what_is_read_is_each_number_times_its_block_s_factor_in_any_box(folders):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from quantised import quantised_folders
 from safetensors.torch import load_file, save_file
 
 from mtcli.core.checkpoint.opening import open_checkpoint
@@ -38,23 +39,17 @@ def folders(tmp_path_factory):
         num_experts_per_tok=2, sliding_window=5, max_position_embeddings=40,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    packed, plain = (tmp_path_factory.mktemp("oss") / name for name in ("packed", "plain"))
-    model.save_pretrained(packed)
-    tensors = load_file(packed / "model.safetensors")
-    of_decoded = dict(tensors)
-    for name in [name for name in tensors if name.endswith(tuple(ROWS))]:
+
+    def quantise(name, tensor):
+        if not name.endswith(tuple(ROWS)):
+            return None
         rows, inputs = ROWS[name.rpartition(".")[2]]
-        assert tensors.pop(name).shape == (EXPERTS, inputs, rows)
+        assert tensor.shape == (EXPERTS, inputs, rows)
         blocks = torch.randint(256, (EXPERTS, rows, inputs // 32, 16), dtype=torch.uint8)
         scales = torch.randint(112, 128, blocks.shape[:-1], dtype=torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        of_decoded[name] = decoded(blocks, scales)
-    shutil.copytree(packed, plain)
-    save_file(of_decoded, plain / "model.safetensors", metadata={"format": "pt"})
-    save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
-    table = json.loads((packed / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps(table | {"quantization_config": PACKED}))
-    return packed, plain
+        return {f"{name}_blocks": blocks, f"{name}_scales": scales}, decoded(blocks, scales)
+
+    return quantised_folders(model, tmp_path_factory.mktemp("oss"), quantise, PACKED)
 
 
 def test_what_is_read_is_what_transformers_decodes_in_any_box(folders):
