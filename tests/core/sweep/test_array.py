@@ -21,6 +21,7 @@ from tiny import (
     run_config,
 )
 
+from mtcli.core.config.lora import adapts_experts
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep import array as array_module
 from mtcli.core.sweep.array import ModelArray
@@ -355,6 +356,12 @@ LORA_CASES = {
     "gpt bf16": (GPT, {"precision": "bf16"}),
     "few targets": (LLAMA, {"lora": {"targets": FEW}, "optimizers": SGD}),
     "mixture": (CAPPED | SHARED, {"data": DOCUMENTS}),
+    "experts": (MOE | SHARED, {"data": DOCUMENTS, "lora": {"targets": ["all-linear"]}}),
+    "experts, padded": (
+        MOE | {"capacity_factor": 0.5, "pad_to_capacity": True, "expert_bias": True},
+        {"lora": {"targets": ["v_proj", "experts.up_proj", "experts.down_proj"]}},
+    ),
+    "experts bf16": (MOE, {"precision": "bf16", "lora": {"targets": ["experts.gate_proj"]}}),
     "lamb, recomputed": (
         LLAMA,
         {
@@ -369,7 +376,10 @@ LORA_CASES = {
 def lora_configs(model, **options):
     """Those configs with adapters of their own rank, alpha, dropout and seed."""
     configs = configs_of(model, **options)
-    pairs = zip(configs, LORA, strict=True)
+    loras = LORA
+    if adapts_experts(configs[0].lora.targets):  # whose array has one rank, and drops nothing
+        loras = [{"rank": 3, "alpha": lora["alpha"]} for lora in LORA]
+    pairs = zip(configs, loras, strict=True)
     return [c.model_copy(update={"lora": c.lora.model_copy(update=own)}) for c, own in pairs]
 
 
