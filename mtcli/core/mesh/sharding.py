@@ -52,6 +52,14 @@ class Box(NamedTuple):
         return tuple(slice(n) for n in self.size)
 
 
+def intersection(a: Box, b: Box) -> Box | None:
+    """Returns the intersection of two boxes of one tensor, or None."""
+    start = tuple(map(max, a.start, b.start))
+    ends = [min(p + n, q + m) for p, n, q, m in zip(a.start, a.size, b.start, b.size, strict=True)]
+    size = tuple(end - at for end, at in zip(ends, start, strict=True))
+    return Box(start, size) if all(n > 0 for n in size) else None
+
+
 def boxes_of_at_most(size: tuple[int, ...], most: int) -> Iterator[Box]:
     """Splits a tensor into boxes of at most `most` elements, in row-major order within and between
     boxes; none for an empty tensor."""
