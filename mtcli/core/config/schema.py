@@ -34,6 +34,8 @@ Epsilon = Annotated[Real, Field(ge=1e-30, le=1.0)]
 Decay = Annotated[Real, Field(ge=0.0, le=100.0)]
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
 OptimizerName = Literal["adamw", "lamb", "sgd", "muon"]
+Coefficient = Annotated[Real, Field(ge=-1000.0, le=1000.0)]
+Triple = tuple[Coefficient, Coefficient, Coefficient]
 NsSchedule = Literal["jordan", "quintic5", "polar_express"]
 LossOn = Literal["assistant", "last"]
 
@@ -143,8 +145,7 @@ class OptimizerConfig(Section):
     """The optimizer and its learning-rate curve, a pure function of the step."""
 
     name: OptimizerName = "adamw"
-    """update rule; lamb scales each parameter's step by a trust ratio, for large batches; muon
-    orthogonalises the steps of matrices"""
+    """update rule; lamb has trust ratios, for large batches; muon orthogonalises matrices' steps"""
     lr: Rate = 3e-4
     """peak learning rate"""
     min_lr: Rate = 0.0
@@ -157,7 +158,7 @@ class OptimizerConfig(Section):
     """sgd, muon: Nesterov's momentum, which looks one step ahead [muon: true]"""
     ns_steps: Annotated[Int, Field(ge=1, le=100)] = 5
     """muon: iterations of Newton-Schulz, which orthogonalise a matrix"""
-    ns_coefficients: Annotated[NsSchedule | tuple[Real, Real, Real], AnyOf] = "jordan"
+    ns_coefficients: Annotated[NsSchedule | Triple, AnyOf] = "jordan"
     """muon: the polynomial a x + b x^3 + c x^5 of each iteration, by name or as [a, b, c]"""
     scale: Literal["match_adamw", "spectral"] = "match_adamw"
     """muon: a step is times 0.2 sqrt(max(rows, columns)), or times sqrt(max(1, rows / columns))"""

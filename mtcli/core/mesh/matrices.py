@@ -7,7 +7,7 @@ or copies, have one owner of it among them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from math import prod
+from math import prod, sqrt
 from typing import NamedTuple
 
 from mtcli.core.mesh.layout import ParallelLayout
@@ -28,7 +28,7 @@ class MatrixStack(NamedTuple):
     columns: int
 
     @property
-    def count(self) -> int:
+    def num_matrices(self) -> int:
         """The number of matrices."""
         return prod(self.box.size) // (self.rows * self.columns)
 
@@ -36,25 +36,25 @@ class MatrixStack(NamedTuple):
     def flops(self) -> int:
         """FLOPs of one iteration of Newton-Schulz: X X^T, its square, and the product with X."""
         short, long = sorted((self.rows, self.columns))
-        return self.count * (4 * short * short * long + 2 * short**3)
+        return self.num_matrices * (4 * short * short * long + 2 * short**3)
 
     def parts(self, most: int) -> Iterator["MatrixStack"]:
         """Divides the stack into at most `most` parts of whole matrices."""
         (start, *starts), (length, *sizes) = self.box
-        share = -(-length // min(most, length)) if self.count > 1 else length
+        share = -(-length // min(most, length)) if self.num_matrices > 1 else length
         for first in range(0, length, share):
             size = (min(share, length - first), *sizes)
             yield self._replace(box=Box((start + first, *starts), size))
 
 
-class Piece(NamedTuple):
+class SharedBox(NamedTuple):
     """A box of a stack, and the ranks that have it, as indices of an axis."""
 
     box: Box
     holders: tuple[int, ...]
 
     def sender(self, owner: int) -> int:
-        """The holder that sends the piece to the owner: the nearest."""
+        """The holder that sends the chunk to the owner: the nearest."""
         return min(self.holders, key=lambda index: abs(index - owner))
 
 
@@ -74,14 +74,14 @@ def matrix_stacks(parameter: Parameter, box: Box, split_heads: bool) -> Iterator
         yield MatrixStack(parameter.name, Box(tuple(start), tuple(size)), rows, size[-1])
 
 
-def pieces(stack: MatrixStack, holdings: Mapping[Box, tuple[int, ...]]) -> list[Piece]:
-    """The pieces of a stack in the boxes that ranks hold of its parameter."""
-    shared = ((intersection(box, stack.box), holders) for box, holders in holdings.items())
-    return [Piece(box, holders) for box, holders in shared if box]
+def chunks(stack: MatrixStack, boxes_of_ranks: Mapping[Box, tuple[int, ...]]) -> list[SharedBox]:
+    """The chunks of a stack in the boxes that ranks hold of its parameter."""
+    shared = ((intersection(box, stack.box), holders) for box, holders in boxes_of_ranks.items())
+    return [SharedBox(box, holders) for box, holders in shared if box]
 
 
 @cache
-def holdings(
+def boxes_of_ranks(
     parameter: Parameter, layout: ParallelLayout, ranks: tuple[int, ...], owners: tuple[str, ...]
 ) -> dict[Box, tuple[int, ...]]:
     """The boxes of a parameter that some ranks have, each with the indices of those ranks; axes
@@ -95,20 +95,20 @@ def holdings(
 
 
 def assigned(
-    pieces_of: Mapping[MatrixStack, Sequence[Piece]], size: int
+    chunks_of: Mapping[MatrixStack, Sequence[SharedBox]], size: int
 ) -> list[list[MatrixStack]]:
     """Each of `size` owners' stacks, balanced by FLOPs: the largest first, each to the owner with
     the least work, and of several to the one that holds the most of it."""
     owned: list[list[MatrixStack]] = [[] for _ in range(size)]
     work = [0] * size
-    for stack in sorted(pieces_of, key=lambda stack: -stack.flops):
+    for stack in sorted(chunks_of, key=lambda stack: -stack.flops):
         least = min(work)
-        held = [0] * size
-        for box, holders in pieces_of[stack]:
+        elements_here = [0] * size
+        for box, holders in chunks_of[stack]:
             for index in holders:
-                held[index] += prod(box.size)
+                elements_here[index] += prod(box.size)
         idle = (index for index in range(size) if work[index] == least)
-        owner = max(idle, key=lambda index: held[index])
+        owner = max(idle, key=lambda index: elements_here[index])
         owned[owner].append(stack)
         work[owner] += stack.flops
     return owned
@@ -121,5 +121,5 @@ def step_scale(rows: int, columns: int, scale: str) -> float:
     "spectral" the factor is torch.optim.Muon's own.
     """
     if scale == "spectral":
-        return max(1.0, rows / columns) ** 0.5
-    return 0.2 * max(rows, columns) ** 0.5
+        return sqrt(max(1.0, rows / columns))
+    return 0.2 * sqrt(max(rows, columns))

@@ -20,7 +20,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 VOCAB_MULTIPLE = 128  # rows of a vocabulary shard: tensor cores want multiples of 64 to 128
 BOX_BYTES = 32 << 20  # memory of one box, where a tensor is processed box by box
 
-Role = Literal["query", "key", "value", "output", "gate", "up", "down"]
+Role = Literal["query", "key", "value", "latent", "output", "gate", "up", "down"]
 # "normal_vector" has the values of "normal" without being a matrix: no GEMM, and no weight decay
 Init = Literal["normal", "normal_vector", "residual", "adapter", "ones", "zeros"]
 Layer = int | Literal["first", "last"]  # the number of a block, or an end of the pipeline

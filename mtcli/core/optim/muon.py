@@ -48,11 +48,11 @@ class Muon(UpdateRule):
         return torch.empty(0, dtype=torch.bfloat16 if narrow else self.dtype, device=device)
 
     def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> None:
-        """Updates in place, and overwrites the gradients with the steps; see UpdateRule."""
+        """Updates in location, and overwrites the gradients with the steps; see UpdateRule."""
         steps = self.steps(gradients, update)
         stacks = next(steps, None)
         while stacks is not None:
-            results = {shape: orthogonalised(x, self.config) for shape, x in stacks.items()}
+            results = {s: orthogonalised(stacks.pop(s), self.config) for s in list(stacks)}
             with suppress(StopIteration):
                 stacks = steps.send(results)
                 continue
@@ -61,7 +61,7 @@ class Muon(UpdateRule):
     def steps(
         self, gradients: Sequence[Tensor], update: OptimizerStep
     ) -> Generator[Stacks, Stacks, None]:
-        """Updates in place; yields matrices that the caller orthogonalises and sends back."""
+        """Updates in location; yields matrices that the caller orthogonalises and sends back."""
         tensors, c = self.tensors, self.config
         steps, momenta, masters = list(gradients), list(tensors.exp_avgs), list(tensors.masters)
         if masters:  # torch takes no empty list
@@ -72,9 +72,9 @@ class Muon(UpdateRule):
         targets = dict(zip(self.names, steps, strict=True))
         for exchange in self.exchanges:
             yield from exchange.stacks(sources, targets, self.like)
-            if exchange.held:
-                views = [place.view(targets) for place, _ in exchange.held]
-                scales = [step_scale(*shape, c.scale) for _, shape in exchange.held]
+            if exchange.local:
+                views = [location.view(targets) for location, _ in exchange.local]
+                scales = [step_scale(*shape, c.scale) for _, shape in exchange.local]
                 torch._foreach_mul_(views, scales)
         if decaying := [x for x, decays in zip(masters, tensors.decays, strict=True) if decays]:
             torch._foreach_mul_(decaying, 1.0 - update.lr * update.decay)

@@ -45,13 +45,13 @@ def orthogonalised(stack_SMN: Tensor, optimizer: OptimizerConfig) -> Tensor:
     """Matrices [S, M, N], in the dtype to compute in -> the same singular vectors, with singular
     values near 1.
 
-    A matrix of zeros stays so.
+    A matrix of zeros stays so. The stack is overwritten.
     """
     is_tall = stack_SMN.shape[-2] > stack_SMN.shape[-1]
     x = stack_SMN.mT if is_tall else stack_SMN
     safety, polynomials = _polynomials(optimizer)
     norm = x.norm(dim=(-2, -1), keepdim=True) * safety
-    x = x / norm.clamp(min=torch.finfo(x.dtype).tiny)
+    x.div_(norm.clamp_(min=torch.finfo(x.dtype).tiny))
     for a, b, c in _each(polynomials, optimizer.ns_steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -16,26 +16,26 @@ from torch import Tensor
 
 from mtcli.core.mesh.matrices import (
     MatrixStack,
-    Piece,
+    SharedBox,
     assigned,
-    holdings,
+    boxes_of_ranks,
+    chunks,
     matrix_stacks,
-    pieces,
 )
 from mtcli.core.mesh.sharding import Box, intersection
 from mtcli.core.parallel.collectives import start_all_to_all_v
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ownership import Ownership
 
-ROUND = 2**24  # elements of an owner's matrices in a round, or one part of a stack
+ROUND = 2**22  # elements of an owner's matrices in a round, or one part of a stack
 
 Tensors = Mapping[str, Tensor]  # a rank's rows by parameter
 Shape = tuple[int, int]  # of a matrix
 Stacks = dict[Shape, Tensor]  # the matrices of a round by shape: [S, rows, columns]
 
 
-class Place(NamedTuple):
-    """Where a piece is: a box of some rows of a tensor, by the tensor's key."""
+class Location(NamedTuple):
+    """Where a chunk is: a box of some rows of a tensor, by the tensor's key."""
 
     key: str | Shape
     rows: slice
@@ -43,22 +43,23 @@ class Place(NamedTuple):
     inside: tuple[slice, ...]
 
     def view(self, tensors: Mapping[Any, Tensor]) -> Tensor:
-        """The piece."""
+        """The chunk."""
         return tensors[self.key][self.rows][..., : self.size[-1]].view(self.size)[self.inside]
 
 
 class Transfers:
-    """The pieces that pass in one direction of a round, of which this rank has one end or both."""
+    """The chunks that pass in one direction of a round, of which this rank has one end or both."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.sent: list[list[Place]] = [[] for _ in axis.ranks]
-        self.received: list[list[Place]] = [[] for _ in axis.ranks]
-        self.kept: list[tuple[Place, Place]] = []
+        self.sent: list[list[Location]] = [[] for _ in axis.ranks]
+        self.received: list[list[Location]] = [[] for _ in axis.ranks]
+        self.kept: list[tuple[Location, Location]] = []
 
-    def add(self, source: int, target: int, places: tuple[Place | None, Place | None]) -> None:
-        """Adds a piece that passes from one rank to another; `places` are None elsewhere."""
-        at_source, at_target = places
+    def add(
+        self, source: int, target: int, at_source: Location | None, at_target: Location | None
+    ) -> None:
+        """Adds a chunk that passes from one rank to another; locations on other ranks are None."""
         if source == target == self.axis.rank:
             assert at_source and at_target
             self.kept.append((at_source, at_target))
@@ -78,7 +79,7 @@ class Round(NamedTuple):
 
 
 class Passing:
-    """Pieces under way from tensors to tensors, by the places of `transfers`."""
+    """Chunks under way from tensors to tensors, by the locations of `transfers`."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class Passing:
         """`like` has the dtype of what is sent, and the device."""
         kept_from = [source.view(sources) for source, _ in transfers.kept]
         _copy([target.view(targets) for _, target in transfers.kept], kept_from)
-        leaving = [[place.view(sources) for place in places] for places in transfers.sent]
-        arriving = [[place.view(targets) for place in places] for places in transfers.received]
+        leaving = [[x.view(sources) for x in of_rank] for of_rank in transfers.sent]
+        arriving = [[x.view(targets) for x in of_rank] for of_rank in transfers.received]
         sent, received = (
             [sum(x.numel() for x in views) for views in by_rank] for by_rank in (leaving, arriving)
         )
@@ -117,26 +118,26 @@ class MatrixExchange:
         self.axis = axis
         layout, rank = ownership.groups.layout, ownership.groups.rank
         self.blocks: dict[str, list[tuple[slice, Box]]] = {}
-        self.pieces: dict[MatrixStack, list[Piece]] = {}
-        self.held: list[tuple[Place, Shape]] = []  # this rank's parts of matrices
+        self.chunks: dict[MatrixStack, list[SharedBox]] = {}
+        self.local: list[tuple[Location, Shape]] = []  # this rank's parts of matrices
         for name in names:
             parameter = ownership.table[name]
             self.blocks[name] = list(parameter.row_boxes(layout, rank, ownership.rows(name)))
             alike = replace(parameter, name="", layer=0)  # a block's has the boxes of another's
-            held = holdings(alike, layout, axis.ranks, ownership.owner_axes(name))
+            boxes = boxes_of_ranks(alike, layout, axis.ranks, ownership.owner_axes(name))
             shared = Box.of(parameter.shape)
             if parameter.is_expert:  # those of this rank, whole
                 (first, *_), (count, *_) = parameter.box(layout, rank)
                 shared = Box((first, *shared.start[1:]), (count, *shared.size[1:]))
             for stack in matrix_stacks(parameter, shared, split_heads):
                 for part in stack.parts(axis.size):
-                    self.pieces[part] = pieces(part, held)
-                    self.held += [
-                        (self._local(name, piece.box), (stack.rows, stack.columns))
-                        for piece in self.pieces[part]
-                        if axis.rank in piece.holders
+                    self.chunks[part] = chunks(part, boxes)
+                    self.local += [
+                        (self._local(name, chunk.box), (stack.rows, stack.columns))
+                        for chunk in self.chunks[part]
+                        if axis.rank in chunk.holders
                     ]
-        owned = [_in_rounds(stacks) for stacks in assigned(self.pieces, axis.size)]
+        owned = [_in_rounds(stacks) for stacks in assigned(self.chunks, axis.size)]
         numbers = range(max(map(len, owned)))
         self.rounds = [self._round([rounds[n : n + 1] for rounds in owned]) for n in numbers]
 
@@ -183,22 +184,22 @@ class MatrixExchange:
                 shape, first = (stack.rows, stack.columns), 0
                 if owner == me:
                     first = counts.get(shape, 0)
-                    counts[shape] = first + stack.count
-                rows = slice(first, first + stack.count)
-                for piece in self.pieces[stack]:
-                    box = piece.box
-                    inside = Place(shape, rows, stack.box.size, _relative(box, stack.box))
-                    local = self._local(stack.name, box) if me in piece.holders else None
-                    gather.add(piece.sender(owner), owner, (local, inside))
-                    for holder in piece.holders:
-                        scatter.add(owner, holder, (inside, local))
+                    counts[shape] = first + stack.num_matrices
+                rows = slice(first, first + stack.num_matrices)
+                for chunk in self.chunks[stack]:
+                    box = chunk.box
+                    inside = Location(shape, rows, stack.box.size, _relative(box, stack.box))
+                    local = self._local(stack.name, box) if me in chunk.holders else None
+                    gather.add(chunk.sender(owner), owner, local, inside)
+                    for holder in chunk.holders:
+                        scatter.add(owner, holder, inside, local)
         return Round(counts, gather, scatter)
 
-    def _local(self, name: str, box: Box) -> Place:
-        """Where this rank has a piece of a parameter."""
+    def _local(self, name: str, box: Box) -> Location:
+        """Where this rank has a chunk of a parameter."""
         for rows, block in self.blocks[name]:
             if intersection(block, box) == box:
-                return Place(name, rows, block.size, _relative(box, block))
+                return Location(name, rows, block.size, _relative(box, block))
         raise AssertionError(f"{name} has {box} here")
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from tiny import GPT, LLAMA, MOE, Samples, run_config
 
 from mtcli.core.config.schema import OptimizerConfig
@@ -30,77 +29,84 @@ def test_an_iteration_in_bfloat16_is_torchs_to_the_bit(shape):
     torch.testing.assert_close(ours, torch.stack(theirs), rtol=0, atol=0)
 
 
-def in_float32(monkeypatch):
-    """Has torch.optim.Muon iterate in the gradient's dtype."""
-    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
+class Theirs:
+    """torch.optim.Muon of each logical matrix of a trainer's weights, and torch.optim.AdamW of the
+    other parameters."""
+
+    def __init__(self, trainer):
+        self.table, o = trainer.table, trainer.config.optimizer
+        self.split, self.weights = o.muon_split_heads, trainer.strategy.weights()
+        update_of = {name: trainer.optimizer.update_of(name) for name in self.weights}
+        self.matrices = {name for name, u in update_of.items() if u.rule.name == "muon"}
+        self.parameters = {
+            name: [torch.nn.Parameter(x.clone()) for x in self.parts(name, weight)]
+            for name, weight in self.weights.items()
+        }
+        assert all(update_of[name].decays for name in self.matrices)
+        muon = [p for name in self.matrices for p in self.parameters[name]]
+        others, adamw = o.of_others, []
+        for decays in (True, False):
+            left = [n for n in self.weights if n not in self.matrices]
+            of_kind = [n for n in left if update_of[n].decays == decays]
+            parameters = [p for name in of_kind for p in self.parameters[name]]
+            decay = others.weight_decay * decays
+            adamw += [{"params": parameters, "weight_decay": decay}] if parameters else []
+        settings = {"momentum": o.momentum, "nesterov": o.nesterov, "weight_decay": o.weight_decay}
+        adjust = ADJUST[o.scale]
+        self.optimizers = [
+            (1.0, torch.optim.Muon(muon, lr=1.0, adjust_lr_fn=adjust, **settings)),
+            (others.lr / o.lr, torch.optim.AdamW(adamw, betas=others.betas, eps=others.eps)),
+        ]
+
+    def parts(self, name, x):
+        """The logical matrices of a weight or gradient; another parameter itself."""
+        if name not in self.matrices:
+            return [x]
+        shape = self.table[name].shape
+        stacks = matrix_stacks(self.table[name], Box.of(shape), self.split)
+        return [
+            matrix
+            for s in stacks
+            for matrix in x.view(shape)[s.box.slices].reshape(-1, s.rows, s.columns)
+        ]
+
+    def note(self, gradients, factor):
+        for name, gradient in gradients.items():
+            parts = self.parts(name, gradient)
+            for parameter, part in zip(self.parameters[name], parts, strict=True):
+                parameter.grad = part * factor
+
+    def step(self, lr):
+        for share, optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * share
+            optimizer.step()
+
+    def largest_difference(self):
+        pairs = (
+            pair
+            for name, weight in self.weights.items()
+            for pair in zip(self.parts(name, weight), self.parameters[name], strict=True)
+        )
+        return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def largest_difference(runtime, config):
-    """Of weights after 20 steps from torch's, which are given the same gradients: Muon of each
-    logical matrix, and AdamW of the other parameters."""
-    trainer, o = Trainer(config, runtime), config.optimizer
+def largest_difference(config):
+    """Of weights after 20 steps from torch's, which are given the same gradients."""
+    trainer = Trainer(config, ALONE)
     initialise(trainer)
     loader = MicroBatchLoader(Samples(config), config, trainer.groups)
-    weights, table = trainer.strategy.weights(), trainer.table
-    theirs, groups, views = {}, {True: [], False: []}, {}
-    adam = {True: [], False: []}
-    for name, weight in weights.items():
-        update = trainer.optimizer.update_of(name)
-        if update.rule.name == "adamw":
-            theirs[name] = [torch.nn.Parameter(weight.clone())]
-            adam[update.decays] += theirs[name]
-            continue
-        shape = table[name].shape
-        stacks = matrix_stacks(table[name], Box.of(shape), o.muon_split_heads)
-        views[name] = [(s.box.slices, (-1, s.rows, s.columns)) for s in stacks]
-        cut = [weight.view(shape)[box].reshape(size) for box, size in views[name]]
-        theirs[name] = [torch.nn.Parameter(x.clone()) for stack in cut for x in stack]
-        groups[update.decays] += theirs[name]
-    assert not groups[False]
-    rest, decays = o.of_others, (True, False)
-    muon = torch.optim.Muon(
-        groups[True],
-        lr=1.0,
-        weight_decay=o.weight_decay,
-        momentum=o.momentum,
-        nesterov=o.nesterov,
-        adjust_lr_fn=ADJUST[o.scale],
-    )
-    adamw = torch.optim.AdamW(
-        [{"params": adam[d], "weight_decay": rest.weight_decay * d} for d in decays if adam[d]],
-        betas=rest.betas,
-        eps=rest.eps,
-    )
-    ours = trainer.optimizer.step
+    theirs, ours = Theirs(trainer), trainer.optimizer.step
 
     def noting_gradients(gradients, lr, factor=1.0):
         """The step writes over what it is given."""
-        for name, gradient in gradients.items():
-            parts = [gradient]
-            if name in views:
-                g = gradient.view(table[name].shape)
-                parts = [x for box, size in views[name] for x in g[box].reshape(size)]
-            for parameter, part in zip(theirs[name], parts, strict=True):
-                parameter.grad = part * factor
+        theirs.note(gradients, factor)
         ours(gradients, lr, factor)
 
     trainer.optimizer.step = noting_gradients
     for _ in range(20):
-        step = trainer.train_step(loader)
-        for optimizer, scale in ((muon, 1.0), (adamw, rest.lr / o.lr)):
-            for group in optimizer.param_groups:
-                group["lr"] = step.lr * scale
-            optimizer.step()
-    differences = []
-    for name, parameters in theirs.items():
-        weight = weights[name]
-        parts = [weight]
-        if name in views:
-            whole = weight.view(table[name].shape)
-            parts = [x for box, size in views[name] for x in whole[box].reshape(size)]
-        pairs = zip(parts, parameters, strict=True)
-        differences += [float((a - b).abs().max()) for a, b in pairs]
-    return max(differences)
+        theirs.step(trainer.train_step(loader).lr)
+    return theirs.largest_difference()
 
 
 OPTIMIZERS = [
@@ -113,6 +119,6 @@ OPTIMIZERS = [
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("model", [GPT, LLAMA, MOE])
 def test_twenty_steps_are_torchs(monkeypatch, model, optimizer):
-    in_float32(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())  # in which torch's iterates
     config = run_config(model, optimizer={"name": "muon"} | optimizer, train={"steps": 20})
-    assert largest_difference(ALONE, config) < 1e-6
+    assert largest_difference(config) < 1e-6
