@@ -99,6 +99,9 @@ def configs():
         "phi3": t.Phi3Config(**SIZES, **NO_PAD, **PHI3),
         "stablelm": t.StableLmConfig(**SIZES | WIDE, use_qkv_bias=True),
         "stablelm-parallel": t.StableLmConfig(**SIZES | WIDE, use_parallel_residual=True),
+        "stablelm-heads": t.StableLmConfig(
+            **SIZES | WIDE, use_parallel_residual=True, qk_layernorm=True
+        ),
         "glm4": t.Glm4Config(**SIZES, **NO_PAD, head_dim=12),
         "gpt_neox": t.GPTNeoXConfig(**NEOX),
         "gpt_neox-sequential": t.GPTNeoXConfig(
@@ -143,6 +146,7 @@ def configs():
 
 
 FAMILIES = ("smollm3", "phi", "phi3", "stablelm", "stablelm-parallel", "glm4", "gpt_neox")
+FAMILIES += ("stablelm-heads",)
 FAMILIES += ("gpt_neox-sequential", "falcon-7b", "falcon-40b", "falcon-heads")
 FAMILIES += ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen2_moe")
 FAMILIES += ("deepseek_v2", "deepseek_v3", "glm4_moe")

@@ -47,10 +47,10 @@ def text_of(table: Table, path: Path) -> Table:
 def text_sources(sources: Mapping[str, Source]) -> tuple[dict[str, Source], tuple[str, ...]]:
     """Returns the tensors that are not of a vision tower or its projector, with the names that a
     text model has; and the names of the parts left out."""
-    kept, parts = dict[str, Source](), dict[str, None]()
+    texts, parts = dict[str, Source](), dict[str, None]()
     for name, source in sources.items():
         if part := _PART.match(name):
             parts[part[1]] = None
         else:
-            kept[_TEXT.sub(lambda found: found[1] or "model.", name, count=1)] = source
-    return kept, tuple(sorted(parts))
+            texts[_TEXT.sub(lambda found: found[1] or "model.", name, count=1)] = source
+    return texts, tuple(sorted(parts))

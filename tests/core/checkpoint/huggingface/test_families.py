@@ -384,6 +384,7 @@ def stablelm(draw):
     config["layer_norm_eps"] = config.pop("rms_norm_eps")
     width = config["hidden_size"] // config["num_attention_heads"]
     flags = {name: draw(st.booleans()) for name in ("use_qkv_bias", "use_parallel_residual")}
+    flags["qk_layernorm"] = draw(st.booleans())
     return StableLmConfig(**config | {"rope_parameters": partial(draw, width)}, **flags)
 
 

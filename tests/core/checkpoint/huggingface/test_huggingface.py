@@ -49,6 +49,7 @@ LAYOUTS = {
     "phi3": "tp=4",
     "stablelm": "tp=2",
     "stablelm-parallel": "pp=2",
+    "stablelm-heads": "tp=4,pp=2",
     "glm4": "tp=4",
     "gpt_neox": "tp=2,pp=2",
     "gpt_neox-sequential": "tp=4",
@@ -295,11 +296,6 @@ def test_parts_of_several_dtypes_are_read_in_the_widest(hf_folders, tmp_path):
 CONFIGS = [
     ("gpt2", {"model_type": "bloom"}, "model_type='bloom' is not supported"),
     ("gpt2", {"model_type": None}, "model_type=null is not supported"),
-    (
-        "gemma3_text",
-        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-        "save its text model alone, model_type='gemma3_text', as a folder",
-    ),
     ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 cannot be"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is not above 0"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
@@ -339,7 +335,7 @@ CONFIGS = [
     ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
     ("phi3", {"rope_parameters": {"type": "su", "short_factor": [1.0]}}, "has no long_factor"),
     ("phi", {"tie_word_embeddings": True}, "tie_word_embeddings=true cannot be represented"),
-    ("stablelm", {"qk_layernorm": True}, "qk_layernorm=true cannot be represented"),
+    ("stablelm", {"qk_layernorm": "yes"}, "qk_layernorm='yes' cannot be represented"),
     ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 1.0}, "rotary_pct=0.5 and partial"),
     ("falcon-7b", {"alibi": True}, "alibi=true cannot be represented"),
     ("falcon-7b", {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 with parallel_attn=t"),

@@ -111,8 +111,8 @@ def test_what_is_written_is_a_folder_of_the_text_model_alone(saved, tmp_path, na
     back = open_checkpoint(tmp_path / "back")
     assert not list(differences(source, back)) and not back.unread
     assert back.model == source.model
-    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
-    assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert type(model).__name__ == json.loads(written[0])["architectures"][0]
     tokens = torch.randint(51, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
