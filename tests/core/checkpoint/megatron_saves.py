@@ -53,9 +53,9 @@ YARN = QWEN3 | {
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
 }
-YARN |= {"yarn_rotary_scaling_factor": 8.0, "yarn_original_max_position_embeddings": 6}
+YARN |= {"yarn_rotary_scaling_factor": 8.0, "yarn_original_max_position_embeddings": 100}
 YARN |= {"yarn_mscale": None, "yarn_mscale_all_dim": None}
-YARN |= {"yarn_beta_fast": 2.0, "yarn_beta_slow": 0.5, "yarn_correction_range_round_to_int": False}
+YARN |= {"yarn_beta_fast": 3.0, "yarn_beta_slow": 0.25, "yarn_correction_range_round_to_int": False}
 LATENTS = {
     "multi_latent_attention": True,
     "qk_layernorm": True,
