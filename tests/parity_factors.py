@@ -231,6 +231,7 @@ def row_of(levels, **more):
 SIXES = {"hidden_size": 24, "num_heads": 6}
 WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
+EACH_HEAD = {"qk_norm": "each_head"}
 ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
 GEGLU = {"activation": "geglu_tanh"}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
@@ -294,6 +295,16 @@ MORE_ROWS = [
            model=QK_NORM | {"norm": "layernorm"}),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
            model=QK_NORM),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "recompute": "selective"},
+           model=EACH_HEAD | {"norm": "layernorm"}),
+    row_of({"model": "llama", "tp": "4", "dp": "2", "zero": "1"}, model=EACH_HEAD),
+    row_of({"model": "one key head", "tp": "4", "cp": "ring", "samples": "documents"},
+           model=EACH_HEAD | OFFSET_ALONE),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "update": "lamb"},
+           model=EACH_HEAD | {"norm": "layernorm"}),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=EACH_HEAD),
+    row_of({"model": "llama", "cp": "a2a", "dp": "2", "recompute": "full"}, model=EACH_HEAD),
     row_of({"model": "llama", "cp": "a2a", "pipeline": "zero_bubble", "zero": "1", "dp": "2"},
            model=WINDOW | ROTATION),
     row_of({"model": "one key head", "tp": "4", "cp": "ring", "samples": "documents"},

@@ -163,6 +163,7 @@ CASES = {
     "gpt bf16": (GPT, {"precision": "bf16"}),
     "llama fp16": (LLAMA, {"precision": "fp16"}),
     "sgd and post norm": (GPT | {"norm_order": "post"}, {"optimizers": SGD}),
+    "norms of each head": (LLAMA | {"norm": "layernorm", "qk_norm": "each_head"}, {}),
     "norms of heads around": (LLAMA | {"norm_order": "sandwich", "qk_norm": "head"}, {}),
     "norms of outputs": (
         LLAMA | {"norm": "layernorm", "norm_order": "after", "qk_norm": "projection"},

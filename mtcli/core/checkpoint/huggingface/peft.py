@@ -116,10 +116,14 @@ def peft_config(source: Checkpoint) -> dict[str, Any]:
 def peft_boxes(source: Checkpoint) -> Iterator[tuple[str, StoredBox]]:
     """Yields each adapter by canonical name, with peft's tensor of it.
 
-    Raises MtcliError where no Hugging Face family has the model.
+    Raises MtcliError where no Hugging Face family has the model, or the base holds more than it.
     """
     assert source.adapters is not None, f"{source.folder} holds no adapters"
     _, base, lora = source.adapters
+    if base.unread and base.format == "hf":
+        message = f"{base.folder} has a {base.unread[0]}, and peft calls its modules otherwise"
+        hint = f"`mtcli shard {base.folder} TEXT --to hf` writes its text model: --base TEXT"
+        raise wrong(message, hint)
     family = family_of(base.model)
     for weight in parameters(base.model).values():
         targets = [target.name for target in chosen_targets(weight, base.model, lora)]
