@@ -12,8 +12,10 @@ def layer_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     up = ("c_fc",) if is_gpt else ("up_proj",)
     attention: dict[str, tuple[str, ...]]
     if model.mla:
-        attention = {"q": ("q_proj",), "q_up": ("q_b_proj",), "kv_up": ("kv_b_proj",)}
-        del attention["q" if model.mla.q_rank else "q_up"]
+        attention = {"q": ("q_proj",)}
+        if model.mla.q_rank:
+            attention = {"q_down": ("q_a_proj",), "q_up": ("q_b_proj",)}
+        attention |= {"kv_down": ("kv_a_proj_with_mqa",), "kv_up": ("kv_b_proj",)}
     else:
         attention = {"qkv": ("c_attn",) if is_gpt else ("q_proj", "k_proj", "v_proj")}
     return attention | {

@@ -222,8 +222,8 @@ class ModelConfig(Section):
     """biases of layernorm; rmsnorm has none [true]"""
     head_bias: bool = False
     """lm: bias of the logits, where the head has a weight of its own"""
-    qk_norm: Literal["none", "head", "projection"] = "none"
-    """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
+    qk_norm: Literal["none", "head", "each_head", "projection"] = "none"
+    """a norm before rotation: of query and key heads, by one weight or one each, or all as one"""
     mla: Mla | None = None
     """multi-head latent attention, in place of the query, key and value projection"""
     dropout: Fraction = 0.0

@@ -38,7 +38,10 @@ def targets_of(weight: Parameter, model: ModelConfig) -> tuple[LoraTarget, ...]:
         return ()
     prefix = "shared_expert." if ".shared_expert." in weight.name else ""
     prefix = EXPERTS if weight.is_expert else prefix
-    names = [prefix + name for name in layer_targets(model)[weight.name.split(".")[-2]]]
+    layer = weight.name.split(".")[-2]
+    names = [prefix + name for name in layer_targets(model).get(layer, ())]
+    if not names:
+        return ()
     if len(names) < len(weight.matrices):  # peft adapts GPT-2's c_attn as one
         return (LoraTarget(names[0]),)
     matrices = zip(names, weight.matrices, strict=True)
@@ -70,7 +73,9 @@ def adapter_parameters(
             shape[target.dim] = target.num_slots
         a, b = (adapter_name(weight.name, side, target) for side in "ab")
         experts = slice(int(weight.is_expert))
-        adapter = partial(Parameter, layer=weight.layer, of_adapter=True, partial_over_tp=True)
+        # tp ranks replicate all of a latent's layer, and its gradients
+        over_tp = "tp" in weight.shard_axes
+        adapter = partial(Parameter, layer=weight.layer, of_adapter=True, partial_over_tp=over_tp)
         size, of_inputs = (*outer[experts], lora.rank, inputs), (None, input_axis)
         yield adapter(a, size, (*outer_axes[experts], *of_inputs), "adapter")
         yield adapter(b, (*shape, lora.rank), (*axes, None), "zeros")

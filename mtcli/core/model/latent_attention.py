@@ -35,7 +35,11 @@ class LatentAttention(Attention):
         grown = model.head_dim**-0.5 * score_growth(model.rope_scaling) ** 2
         scale = model.attention_scale or grown
         self.query_scale = scale * self.head_dim**0.5
-        self.enter, self.tp = build.enter, build.groups.tp
+        self.enter, self.tp, self.activation_rows = (
+            build.enter,
+            build.groups.tp,
+            build.activation_rows,
+        )
 
     def make_projections(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         """Makes the down-projections, their norms and the up-projections."""
@@ -54,13 +58,16 @@ class LatentAttention(Attention):
     def project(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> this rank's queries, the latent, the common part of keys, in one
         [T, h * (nope + rope) + kv_rank + rope]."""
-        mla = self.mla
-        latent, common = self.kv_down(x_TD).split([mla.kv_rank, mla.rope_dim], -1)
+        mla, numbers = self.mla, inputs.numbers
+        if numbers is not None:  # of the tokens in x_TD
+            numbers = self.activation_rows(numbers.flatten())
+        latent, common = self.kv_down(x_TD, numbers=numbers).split([mla.kv_rank, mla.rope_dim], -1)
         kv = self.kv_norm(latent.contiguous()), common
         if not mla.q_rank:
             q = self.q(x_TD, numbers=inputs.numbers)
             return torch.cat([q, self.enter(torch.cat(kv, -1), self.tp)], -1)
-        latents = torch.cat([self.q_norm(self.q_down(x_TD)), *kv], -1)
+        of_queries = self.q_norm(self.q_down(x_TD, numbers=numbers))
+        latents = torch.cat([of_queries, *kv], -1)
         sizes = [mla.q_rank, mla.kv_rank + mla.rope_dim]
         of_queries, of_keys = self.enter(latents, self.tp).split(sizes, -1)
         q = self.q_up(of_queries, numbers=inputs.numbers, has_entered=True)

@@ -8,7 +8,7 @@ grid of tp ranks, decides how they are sharded.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -319,8 +319,9 @@ class Dense(nn.Module):
         super().__init__()
         self.weight = build.parameter(f"{name}.weight")
         self.bias = build.optional(f"{name}.bias")
-        self.linear = linear
+        self.linear, self.adapter = linear, build.adapter(name)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """x_TD [N, D] -> [N, F]."""
-        return self.linear(x_TD, self.weight, self.bias)
+    def forward(self, x_TD: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """x_TD [N, D] -> [N, F]; `numbers` [N] index the dropout mask of adapters."""
+        y_TF = self.linear(x_TD, self.weight, self.bias)
+        return y_TF if self.adapter is None else cast(Tensor, self.adapter(x_TD, y_TF, numbers))

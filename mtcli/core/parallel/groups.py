@@ -36,7 +36,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "etp": ("etp",),
     "experts": ("etp", "ep"),
     "edp": ("edp",),
-    "expert_copies": ("etp", "edp"),  # of what experts' adapters do not shard over etp
+    "expert_shards": ("etp", "edp"),
     "replica": ("tp", "tp_row", "cp", "dp", "pp"),
     "replicas": ("replica",),
     "pp_forward": ("pp",),

@@ -164,6 +164,7 @@ CASES = {
     "gpt bf16": (GPT, {"precision": "bf16"}),
     "llama fp16": (LLAMA, {"precision": "fp16"}),
     "sgd and post norm": (GPT | {"norm_order": "post"}, {"optimizers": SGD}),
+    "norms of each head": (LLAMA | {"norm": "layernorm", "qk_norm": "each_head"}, {}),
     "norms of heads around": (LLAMA | {"norm_order": "sandwich", "qk_norm": "head"}, {}),
     "norms of outputs": (
         LLAMA | {"norm": "layernorm", "norm_order": "after", "qk_norm": "projection"},
@@ -350,6 +351,8 @@ LORA = (
     {"rank": 5, "alpha": 2.0, "dropout": 0.1},
 )
 FEW = ["k_proj", "up_proj", "down_proj"]
+LATENT = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_dim": 7}}
+LATENT |= {"num_kv_heads": 4, "head_dim": 5}
 LORA_CASES = {
     "gpt fp64": (GPT | DROPPING, {}),
     "llama fp32": (LLAMA | {"qkv_bias": True}, {"precision": "fp32"}),
@@ -361,6 +364,7 @@ LORA_CASES = {
         MOE | {"capacity_factor": 0.5, "pad_to_capacity": True, "expert_bias": True},
         {"lora": {"targets": ["v_proj", "experts.up_proj", "experts.down_proj"]}},
     ),
+    "latents": (LLAMA | LATENT, {"data": DOCUMENTS}),
     "experts bf16": (MOE, {"precision": "bf16", "lora": {"targets": ["experts.gate_proj"]}}),
     "lamb, recomputed": (
         LLAMA,

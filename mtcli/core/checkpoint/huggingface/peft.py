@@ -269,6 +269,10 @@ def peft_modules(source: Checkpoint) -> list[PeftModule]:
     targets. Raises MtcliError where no Hugging Face family has the model."""
     assert source.adapters is not None, f"{source.folder} holds no adapters"
     _, base, lora = source.adapters
+    if base.unread and base.format == "hf":
+        message = f"{base.folder} has a {base.unread[0]}, and peft calls its modules otherwise"
+        hint = f"`mtcli shard {base.folder} TEXT --to hf` writes its text model: --base TEXT"
+        raise wrong(message, hint)
     family, rank_of = family_of_base(base), _rank_in_file(lora)
     table = parameters(base.model).values()
     adapted = {w.name for w in table if any(_chosen(m, lora) for m in _all(base.model, family, w))}
