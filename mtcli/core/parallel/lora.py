@@ -97,7 +97,10 @@ class Adapter(nn.Module):
 
 
 class ExpertAdapter(nn.Module):
-    """Computes y_e + scale * B_e A_e x_e for the rows of each routed expert e, in place."""
+    """Computes y_e + scale * B_e A_e x_e for the rows of each routed expert e.
+
+    Not in place: where all experts have equally many rows, y is a view of a batched GEMM's result.
+    """
 
     def __init__(
         self, site: AdapterSite, parameters: AdapterSides, scale: float, experts: int
@@ -108,12 +111,12 @@ class ExpertAdapter(nn.Module):
         self.site, self.scale, self.experts = site, scale, experts
 
     def forward(self, x_ND: Tensor, y_NF: Tensor, counts_E: Tensor | None) -> Tensor:
-        """Adds the adapters' outputs to y [N, F] in place, of rows sorted by expert."""
+        """Adds the adapters' outputs to y [N, F], of rows sorted by expert."""
         a, b = (self.site.ordered(side) for side in (self.a, self.b))
         a_ERD = torch.cat([part.unflatten(0, (self.experts, -1)) for part in a], 1)
         b_EFR = output_blocks(self.site, b).unflatten(0, (self.experts, -1))
         z_NR = grouped_linear(x_ND, a_ERD, counts_E)
-        return y_NF.add_(grouped_linear(z_NR, b_EFR, counts_E), alpha=self.scale)
+        return torch.add(y_NF, grouped_linear(z_NR, b_EFR, counts_E), alpha=self.scale)
 
 
 def output_blocks(site: AdapterSite, parts: Sequence[Tensor]) -> Tensor:

@@ -18,12 +18,16 @@ from mtcli.core.config.loading import load_config
 from mtcli.core.config.rules import problems
 from mtcli.core.config.schema import LoraConfig
 from mtcli.core.convert.to_peft import to_peft
+from mtcli.core.mesh.adapters import LoraTarget
 from mtcli.core.mesh.parameters import run_parameters
+from mtcli.core.parallel.lora import AdapterSite, ExpertAdapter
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import open_loader
 from mtcli.core.training.loop import train
 from mtcli.core.training.state import load_weights, shards, starting_point
 from mtcli.core.training.step import Trainer
+from mtcli.kernels.gemm import LinearFunction
+from mtcli.kernels.grouped_gemm import grouped_gemms
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 KINDS = ("llama", "gpt2", "phi3", "gpt_oss", "deepseek_v3")
@@ -244,6 +248,24 @@ def test_adapters_of_peft_in_some_layers_are_no_incomplete_file(home):
         open_checkpoint(home / "peft")
     hint = caught.value.problems[0].hint
     assert "target_modules='.*layers" in hint and "merge_and_unload" in hint
+
+
+def test_adapters_of_experts_are_added_to_the_views_that_batched_gemms_return():
+    """As a GPU has them where all experts have equally many rows."""
+    torch.manual_seed(0)
+    experts, rank, x = 2, 3, torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
+    a, b, w = (torch.randn(experts, *shape).double() for shape in ((rank, 4), (5, rank), (5, 4)))
+    sides = {
+        side: {"down_proj": torch.nn.Parameter(matrix.flatten(0, 1))}
+        for side, matrix in (("a", a), ("b", b))
+    }
+    site = AdapterSite((LoraTarget("experts.down_proj"),), 1, 1, (0, 1))
+    y = LinearFunction.apply(x, w, None, grouped_gemms(x, w, None))
+    out = ExpertAdapter(site, sides, 0.5, experts)(x, y, None)
+    expected = torch.cat([one @ (w[e] + 0.5 * b[e] @ a[e]).T for e, one in enumerate(x.chunk(2))])
+    assert torch.allclose(out, expected, atol=1e-12)
+    out.sum().backward()
+    assert all(part.grad.norm() > 0 for side in sides.values() for part in side.values())
 
 
 def test_a_checkpoint_holds_adapters_alone_and_names_their_base(tuned):
