@@ -167,6 +167,7 @@ class Row(NamedTuple):
 
     def config(self, precision="fp64", steps=STEPS):
         sections = self.chosen("samples") | self.chosen("update") | self.chosen("adapters")
+        sections |= {name: self.more[name] for name in self.more.keys() & {"lora"}}
         train = {"precision": precision, "steps": steps, "matmul": "strict"}
         parts = {"parallel": self.parallel, "batch": self.batch, "train": train}
         return run_config(self.model, **parts, **sections)
@@ -182,7 +183,8 @@ class Row(NamedTuple):
             }
         model = {"num_layers": self.model["num_layers"]} | self.more.get("model", {})
         batch = {"global_batch_size": self.batch["global_batch_size"]}
-        return Row(levels, {"model": model, "batch": batch})
+        adapters = {name: self.more[name] for name in self.more.keys() & {"lora"}}
+        return Row(levels, {"model": model, "batch": batch} | adapters)
 
     def on(self, other):
         """This row on another's layout."""
@@ -246,6 +248,8 @@ EXPERT_BIASES = {"expert_bias": True, "router_bias": True}
 SINKS = {"attention_sinks": True, "init_std": 0.2}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
+ADAPTED = {"rank": 3, "alpha": 6.0, "targets": ["all-linear"]}
+FEW_ADAPTED = {"rank": 2, "targets": ["o_proj", "experts.up_proj", "experts.down_proj"]}
 FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
 MLA = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_dim": 7},
        "num_kv_heads": 4, "head_dim": 5, "qkv_bias": True}  # fmt: skip
@@ -396,6 +400,16 @@ MORE_ROWS = [
     row_of({"model": "moe", "experts": "ep", "zero": "1", "dp": "2", "adapters": "lora"},
            optimizer=MUON),
     row_of({"model": "llama", "tp": "2", "update": "diloco"}, optimizer=MUON),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "1"},
+           lora=ADAPTED),
+    row_of({"model": "moe", "tp": "2", "experts": "etp", "dp": "2", "zero": "1",
+            "recompute": "full", "dispatcher": "all_gather"}, lora=ADAPTED),
+    row_of({"model": "moe", "pipeline": "zero_bubble", "experts": "etp", "dp": "2",
+            "update": "lamb"}, model={"activation": "gelu"} | EXPERT_BIASES, lora=ADAPTED),
+    row_of({"model": "moe early", "tp": "2", "pipeline": "interleaved", "experts": "ep", "dp": "2",
+            "buckets": "many"}, lora=FEW_ADAPTED),
+    row_of({"model": "moe capped", "cp": "a2a", "experts": "ep", "micro_batch_size": "2",
+            "recompute": "selective"}, model=CLAMPED | EXPERT_BIASES, lora=ADAPTED),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

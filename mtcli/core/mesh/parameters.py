@@ -66,7 +66,16 @@ def count_parameters(model: ModelConfig) -> int:
 
 def count_adapters(model: ModelConfig, lora: LoraConfig) -> int:
     """The number of parameters of a run's adapters; 0 without adapters."""
-    return sum(p.numel for p in run_parameters(model, lora).values() if p.of_adapter)
+    return sum(p.numel for p in _adapters(model, lora))
+
+
+def count_active_adapters(model: ModelConfig, lora: LoraConfig) -> int:
+    """The number of parameters of adapters used for one token, which visits top_k experts."""
+    return count_adapters(model, lora) - _idle(model, _adapters(model, lora))
+
+
+def _adapters(model: ModelConfig, lora: LoraConfig) -> list[Parameter]:
+    return [p for p in run_parameters(model, lora).values() if p.of_adapter]
 
 
 def count_active(model: ModelConfig) -> int:
@@ -132,7 +141,7 @@ def training_flops(
     if not lora.rank:
         return 3.0 * forward
     weights = forward_flops(model, 0)
-    return 2.0 * weights + 3.0 * (forward - weights) + 6.0 * count_adapters(model, lora)
+    return 2.0 * weights + 3.0 * (forward - weights) + 6.0 * count_active_adapters(model, lora)
 
 
 def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False) -> Parameter:
