@@ -34,6 +34,7 @@ LARGEST = 8  # ranks of a row of the covering array
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 LAMB = {"name": "lamb", "lr": 0.1}  # a trust ratio near 0.04 makes it small
+MUON = {"name": "muon", "lr": 0.02, "other": {"lr": 0.003}}
 TWO = {"replicas": 2}
 
 # By factor and level, what a level sets: fields of its section, or sections, or a number. The first
@@ -94,6 +95,7 @@ FACTORS = {
     "update": {
         "adamw": {},
         "lamb": {"optimizer": LAMB},
+        "muon": {"optimizer": MUON},
         "onebit": {"optimizer": LAMB, "sync": TWO | {"method": "onebit", "warmup_steps": 2}},
         "awc_dmsgd": {"optimizer": SGD, "sync": TWO | {"method": "awc_dmsgd"}},
         "lsgd": {
@@ -385,6 +387,15 @@ MORE_ROWS = [
     row_of({"model": "llama", "tp": "2", "recompute": "full"}, model=MLA | CAPS | OFFSET_ALONE),
     row_of({"model": "llama", "tp": "2 no sp", "cp": "ring", "pipeline": "zero_bubble"},
            model=SANDWICH | OFFSET | CAPS | WINDOW | GEGLU | {"embedding_scale": 4.0}),
+    row_of({"model": "one key head", "tp": "4", "dp": "2", "zero": "1"},
+           optimizer=MUON | {"muon_split_heads": True, "nesterov": False}),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "pipeline": "1f1b", "experts": "ep etp"},
+           optimizer=MUON | {"scale": "spectral", "ns_coefficients": "polar_express"}),
+    row_of({"model": "llama", "tp": "2", "zero": "1", "dp": "2"},
+           model=MLA, optimizer=MUON | {"muon_split_heads": True}),
+    row_of({"model": "moe", "experts": "ep", "zero": "1", "dp": "2", "adapters": "lora"},
+           optimizer=MUON),
+    row_of({"model": "llama", "tp": "2", "update": "diloco"}, optimizer=MUON),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

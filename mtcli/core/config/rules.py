@@ -546,7 +546,19 @@ NEEDS = (
     Need(("train.loss_scale",), "train.precision", ("fp16",), "whose loss is not scaled"),
     Need(("train.fp8_scaling",), "train.precision", ("fp8",), "which scales nothing"),
     Need(
-        ("optimizer.momentum", "optimizer.nesterov"), "optimizer.name", ("sgd",), "which has none"
+        ("optimizer.momentum", "optimizer.nesterov"),
+        "optimizer.name",
+        ("sgd", "muon"),
+        "which has none",
+    ),
+    Need(
+        (
+            *("optimizer.ns_steps", "optimizer.ns_coefficients", "optimizer.scale"),
+            *("optimizer.muon_split_heads", "optimizer.other"),
+        ),
+        "optimizer.name",
+        ("muon",),
+        "which does not read it",
     ),
     *(
         Need(

@@ -36,7 +36,10 @@ def targets_of(weight: Parameter, model: ModelConfig) -> tuple[LoraTarget, ...]:
     if not weight.matrices or weight.is_expert:
         return ()
     prefix = "shared_expert." if ".shared_expert." in weight.name else ""
-    names = [prefix + name for name in layer_targets(model)[weight.name.split(".")[-2]]]
+    layer = weight.name.split(".")[-2]
+    names = [prefix + name for name in layer_targets(model).get(layer, ())]
+    if not names:
+        return ()
     if len(names) < len(weight.matrices):  # peft adapts GPT-2's c_attn as one
         return (LoraTarget(names[0]),)
     matrices = zip(names, weight.matrices, strict=True)

@@ -261,7 +261,7 @@ def _latent_attention(model: ModelConfig, mla: Mla, name: str, layer: int) -> It
     latents.append(("kv_down", mla.kv_rank + mla.rope_dim, "kv_norm", mla.kv_rank))
     for linear, width, norm, rank in latents:
         down = f"{name}.{linear}"
-        yield Parameter(f"{down}.weight", (width, hidden), (None, None), "normal", layer)
+        yield _linear(down, (width, hidden), (None, None), layer, Matrix("latent"))
         if model.qkv_bias:
             yield Parameter(f"{down}.bias", (width,), (None,), "zeros", layer)
         init: Init = "zeros" if model.norm_offset else "ones"

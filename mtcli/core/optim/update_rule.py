@@ -4,6 +4,7 @@ parameter's."""
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import OptimizerConfig
@@ -24,9 +25,13 @@ class UpdateRule:
         tensors: OptimizerTensors,
         ownership: Ownership,
         config: OptimizerConfig,
+        stage_names: Sequence[str],
+        dtype: torch.dtype,
     ) -> None:
-        """`names` are the parameters of `tensors`, in their order."""
+        """`names` are the parameters of `tensors`, in their order; `stage_names` are those of the
+        rank's stages, of some of which it may own no rows. Masters are in `dtype`."""
         self.names, self.tensors, self.ownership, self.config = names, tensors, ownership, config
+        self.stage_names, self.dtype = stage_names, dtype
         self.by_kernels = self.has_kernels and _share_a_launch(tensors)
         self.table: TensorTable | None = None  # made in the first step by kernels
 

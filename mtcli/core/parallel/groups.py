@@ -36,6 +36,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "etp": ("etp",),
     "experts": ("etp", "ep"),
     "edp": ("edp",),
+    "expert_shards": ("etp", "edp"),
     "replica": ("tp", "tp_row", "cp", "dp", "pp"),
     "replicas": ("replica",),
     "pp_forward": ("pp",),
