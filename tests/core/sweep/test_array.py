@@ -177,7 +177,7 @@ CASES = {
     ),
     "lamb": (LLAMA, {"optimizers": LAMB}),
     "muon": (SHARED, {"optimizers": MUON}),
-    "muon fp16": (LLAMA, {"optimizers": MUON, "precision": "fp16"}),
+    "muon fp32": (LLAMA, {"optimizers": MUON, "precision": "fp32"}),
     "gated by GELU": (SHARED | {"activation": "geglu"}, {}),
     "gated and clamped": (
         SHARED | {"activation": "swiglu_clamped", "activation_limit": 0.05, "init_std": 0.2},
