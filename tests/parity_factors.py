@@ -248,6 +248,8 @@ MLA = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_d
        "num_kv_heads": 4, "head_dim": 5, "qkv_bias": True}  # fmt: skip
 MLA_PLAIN = {"mla": {"kv_rank": 3, "nope_dim": 4, "rope_dim": 2, "value_dim": 3},
              "num_kv_heads": 4, "head_dim": 6}  # fmt: skip
+ROBERTA = {"norm_order": "post", "norm_eps": 1e-5, "sentence_order": False, "token_types": 1,
+           "position_offset": 2}  # fmt: skip
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -374,6 +376,10 @@ MORE_ROWS = [
     row_of({"model": "llama", "tp": "2", "recompute": "full"}, model=MLA | CAPS | OFFSET_ALONE),
     row_of({"model": "llama", "tp": "2 no sp", "cp": "ring", "pipeline": "zero_bubble"},
            model=SANDWICH | OFFSET | CAPS | WINDOW | GEGLU | {"embedding_scale": 4.0}),
+    row_of({"model": "bert", "tp": "2 no sp", "cp": "ring", "pipeline": "zero_bubble"},
+           model=ROBERTA),
+    row_of({"model": "bert", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes", "zero": "3"},
+           model=ROBERTA),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

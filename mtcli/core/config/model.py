@@ -170,6 +170,8 @@ class ModelConfig(Section):
     """added to norms' weights, which begin at 1 minus this: 1 as in Gemma, or 0"""
     position: Literal["learned", "rope"]
     """position information"""
+    position_offset: Whole = 0
+    """rows of learned positions ahead of the first token's: RoBERTa's padding id + 1"""
     token_types: Whole = 0
     """kinds of segments with an embedding each, such as a first and a second text"""
     rope_theta: Annotated[Real, Field(ge=1.0, le=1e12)] = 10000.0

@@ -532,6 +532,7 @@ NEEDS = (
         ("rope",),
         "which turns nothing",
     ),
+    Need(("model.position_offset",), "model.position", ("learned",), "which has no table"),
     Need(
         ("model.activation_limit", "model.activation_alpha"),
         "model.activation",

@@ -43,7 +43,7 @@ def parameters(model: ModelConfig) -> dict[str, Parameter]:
     """Every parameter of the model by canonical name, in the order of a forward pass."""
     table = [_vocabulary(model, "embedding.weight", "first", tied=model.tie_embeddings)]
     if model.position == "learned":
-        shape = (model.max_seq_len, model.hidden_size)
+        shape = (model.position_offset + model.max_seq_len, model.hidden_size)
         name = "position_embedding.weight"
         table.append(Parameter(name, shape, (None, "tp_columns"), "normal", "first"))
     if model.token_types:

@@ -109,6 +109,8 @@ class Stage(nn.Module):
         x_TD = _scaled(self.embedding(inputs.tokens.flatten()), self.embedding_scale)
         if self.model.position == "learned":
             positions_T = self.build.activation_rows(inputs.positions.flatten())
+            if offset := self.model.position_offset:
+                positions_T = positions_T + offset
             table = cast(Tensor, self.position_embedding.weight)
             x_TD = x_TD + self.build.lookup(positions_T, table)
         if self.model.token_types:

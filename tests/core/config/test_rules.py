@@ -235,6 +235,10 @@ ALSO = {  # further branches of the same rules
         "model.tie_embeddings",
         "head='multiple_choice' with tie_embeddings=true, and it reads no vocabulary",
         "leave model.tie_embeddings out"),
+    "rows of no table": (
+        ["model.position=rope", "model.position_offset=2"], 1, "model.position_offset",
+        "position_offset=2 with position='rope', which has no table",
+        "model.position = 'learned', or leave model.position_offset out"),
     "no order without masked tokens": (
         ["model.sentence_order=true"], 1, "model.sentence_order",
         "sentence_order=true with head='lm', which predicts no order",

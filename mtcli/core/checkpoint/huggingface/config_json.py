@@ -26,6 +26,7 @@ from mtcli.core.checkpoint.huggingface.phi import PHI
 from mtcli.core.checkpoint.huggingface.phi3 import PHI3
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
+from mtcli.core.checkpoint.huggingface.roberta import ROBERTAS
 from mtcli.core.checkpoint.huggingface.smollm3 import SMOLLM3
 from mtcli.core.checkpoint.huggingface.stablelm import STABLELM
 from mtcli.core.checkpoint.huggingface.starcoder2 import STARCODER2
@@ -40,7 +41,7 @@ FAMILIES: tuple[Family, ...] = (
     *(SMOLLM3, PHI, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
     *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE),
     *(GEMMA2, GEMMA3, STARCODER2, NEMOTRON, GPT_OSS),
-    *BERTS,
+    *(*BERTS, *ROBERTAS),
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
 OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # of a family's model_type

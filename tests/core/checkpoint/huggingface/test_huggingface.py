@@ -13,7 +13,7 @@ from hostile import write_manifest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_hf import FAMILIES
+from tiny_hf import FAMILIES, auto_model
 
 from mtcli.core.checkpoint import reader as our_reader
 from mtcli.core.checkpoint import resharding
@@ -66,6 +66,7 @@ LAYOUTS = {
     "gemma3_text": "tp=4",
     "starcoder2": "tp=2,pp=2",
     "nemotron": "tp=2",
+    "roberta": "tp=4,pp=2",
 }
 
 
@@ -100,20 +101,20 @@ def test_a_folder_comes_back_byte_identical_through_a_layout_in_slabs(
         assert tensor.dtype == after[key].dtype
         assert torch.equal(tensor, after[key]), key
     for file in ("config.json", "generation_config.json"):
-        assert filecmp.cmp(source / file, tmp_path / "back" / file, shallow=False)
+        if (source / file).exists():
+            assert filecmp.cmp(source / file, tmp_path / "back" / file, shallow=False)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_loads_what_we_write_without_an_original_and_gives_its_logits(
     hf_folders, hf_models, tmp_path, name
 ):
-    from transformers import AutoModelForCausalLM
-
     ours = open_checkpoint(hf_folders[name])
     plain = Checkpoint(**(vars(ours) | {"folder": tmp_path, "files": {}}))  # no config.json there
     link_weights(hf_folders[name], tmp_path)
     to_hf(plain, tmp_path / "out", 10_000, WriteOptions())
-    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    auto = auto_model(hf_models[name].config)
+    model, told = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(told[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ids = torch.arange(2 * 17).view(2, 17) % 51
     with torch.no_grad():
