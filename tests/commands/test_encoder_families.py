@@ -13,6 +13,11 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4}
 ROLES = ("cls_token", "pad_token", "sep_token", "unk_token", "mask_token")
 NAMES = {"roberta": ("<s>", "<pad>", "</s>", "<unk>", "<mask>")}  # ids 0, 1, 2, 3 and the last
+NAMES["modernbert"] = ("[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]")
+MORE = {
+    "roberta": {"max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1},
+    "modernbert": {"max_position_embeddings": 64, "local_attention": 8, "pad_token_id": 1},
+}
 
 
 def run(home, *words, code=0, **settings):
@@ -48,9 +53,8 @@ def home(request, tmp_path):
 
     (tmp_path / "theirs").mkdir()
     size = write_tokenizer(tmp_path / "theirs", NAMES[request.param])
-    more = {"max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 1}
     torch.manual_seed(3)
-    config = AutoConfig.for_model(request.param, **SIZES, **more, vocab_size=size)
+    config = AutoConfig.for_model(request.param, **SIZES, **MORE[request.param], vocab_size=size)
     AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path / "theirs")
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path

@@ -59,7 +59,7 @@ FALCON = {name: SIZES[name] for name in NEOX if name != "intermediate_size"}
 
 ENCODER = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
 ROBERTA = ENCODER | {"type_vocab_size": 1, "layer_norm_eps": 1e-3}
-ENCODERS = ("roberta",)  # by model_type
+ENCODERS = ("roberta", "modernbert")  # by model_type
 
 
 def auto_model(config):
@@ -166,6 +166,9 @@ def configs():
             **SIZES, **experts, head_dim=10, num_experts=3, moe_intermediate_size=12
         ),
         "roberta": t.RobertaConfig(**ROBERTA),
+        "modernbert": t.ModernBertConfig(
+            **ENCODER | {"num_hidden_layers": 4}, **NO_PAD, local_attention=7, norm_eps=1e-3
+        ),
     }
 
 
@@ -175,4 +178,4 @@ FAMILIES += ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen
 FAMILIES += ("deepseek_v2", "deepseek_v3", "glm4_moe")
 FAMILIES += ("granite", "olmo2", "olmo3", "qwen3", "qwen3_moe")
 FAMILIES += ("gemma2", "gemma3_text", "starcoder2", "nemotron", "gpt_oss")
-FAMILIES += ("roberta",)
+FAMILIES += ("roberta", "modernbert")

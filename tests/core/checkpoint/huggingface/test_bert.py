@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_families import ALONE, assert_same_bytes
 
+from mtcli.core.checkpoint.huggingface.config_json import config_to_hf, family_of, model_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.convert.layout import parse_layout
@@ -119,26 +120,37 @@ def test_a_published_folder_of_old_names_is_read_with_its_heads(tmp_path):
         assert torch.equal(new.read(name), found.read(name)), name
 
 
+def padded_rows(sequences, size):
+    """Rows of one sequence each, with padding behind it and random weights ahead."""
+    special = SpecialTokens(0, 2, 50, PADDING, np.arange(VOCAB) > 3, np.ones(VOCAB, bool))
+    rows = lay_out([[sequence] for sequence in sequences], size, special)
+    weights = np.random.default_rng(4).random(rows.padding.shape) * ~rows.padding
+    none = np.zeros(len(sequences))
+    return rows._replace(
+        weights=weights.astype(np.float32), classes=none.astype(np.int64), class_weights=none
+    )
+
+
+def assert_losses(model, folder, rows, **given):
+    """The losses of rows are transformers' with its mask of padding."""
+    ours = open_inference_model(open_checkpoint(folder), (), ALONE)
+    (found,) = head_outputs(ours, [rows])
+    ids, seen = torch.from_numpy(rows.tokens), torch.from_numpy(~rows.padding)
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=seen.long(), **given).logits
+    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
+    expected = (each * torch.from_numpy(rows.weights)).sum(1)
+    assert found.losses_R.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+
+
 @pytest.mark.parametrize("types", [1, 2])
 def test_robertas_positions_count_text_alone_where_rows_end_in_padding(types, tmp_path):
     model = theirs("Roberta", "MaskedLM", tmp_path, type_vocab_size=types)
-    special = SpecialTokens(0, 2, 50, PADDING, np.arange(VOCAB) > 3, np.ones(VOCAB, bool))
-    random = np.random.default_rng(4)
-    pair = Segments(random.integers(4, 50, 3), random.integers(4, 50, 2))
-    rows = lay_out([[Segments(random.integers(4, 50, 5))], [pair]], S, special)
+    pair = Segments(np.array([9, 4, 7]), np.array([30, 31]))
+    rows = padded_rows([Segments(np.array([5, 17, 44, 6, 23])), pair], S)
     assert rows.padding.sum(1).tolist() == [5, 4] and (rows.tokens[rows.padding] == PADDING).all()
-    weights = np.where(rows.padding, 0, random.random((2, S))).astype(np.float32)
-    none = np.zeros(2)
-    rows = rows._replace(weights=weights, classes=none.astype(np.int64), class_weights=none)
-    ours = open_inference_model(open_checkpoint(tmp_path), (), ALONE)
-    (found,) = head_outputs(ours, [rows])
-    ids, seen = torch.from_numpy(rows.tokens), torch.from_numpy(~rows.padding)
     token_types = torch.from_numpy(rows.token_types).clamp(max=types - 1)
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=seen.long(), token_type_ids=token_types).logits
-    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
-    expected = (each * torch.from_numpy(weights)).sum(1)
-    assert found.losses_R.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    assert_losses(model, tmp_path, rows, token_type_ids=token_types)
 
 
 def test_a_published_roberta_has_a_pooler_that_no_head_reads(tmp_path):
@@ -186,6 +198,37 @@ def test_what_a_roberta_leaves_out_has_transformers_defaults(tmp_path):
     model = open_checkpoint(tmp_path).model
     assert model.norm_eps == 1e-12
     assert (model.position_offset, model.max_seq_len, model.token_types) == (2, 17, 2)
+
+
+def test_a_modernbert_as_published_has_its_windows_by_a_period(tmp_path):
+    table = {"model_type": "modernbert", "num_hidden_layers": 7, "local_attention": 9}
+    table |= {"global_attn_every_n_layers": 3, "global_rope_theta": 5e4, "local_rope_theta": 99.0}
+    model = model_of(table, tmp_path)
+    assert [model.layer_window(layer) for layer in range(7)] == [0, 4, 4, 0, 4, 4, 0]
+    assert (model.rope_theta, model.rope_local_theta) == (5e4, 99.0)
+    assert not model.causal and model.window_pattern == "GLL"
+    back = config_to_hf(model, family_of(model))
+    assert back["local_attention"] == 8  # which is the same
+    for name in ("global_attn_every_n_layers", "global_rope_theta", "local_rope_theta"):
+        assert back[name] == table[name]
+
+
+@pytest.mark.parametrize("width", [2, 7, 12, 40])
+def test_modernberts_windows_and_padding_are_transformers(width, tmp_path):
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(
+        vocab_size=VOCAB, hidden_size=24, num_hidden_layers=5, num_attention_heads=3,
+        intermediate_size=18, max_position_embeddings=19, pad_token_id=PADDING,
+        local_attention=width,
+    )  # fmt: skip
+    model = transformers.ModernBertForMaskedLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn(parameter.shape)
+    model.save_pretrained(tmp_path)
+    texts = [Segments(np.random.default_rng(4).integers(4, 50, size)) for size in (17, 12)]
+    assert_losses(model, tmp_path, padded_rows(texts, 19))
 
 
 def test_a_class_without_a_head_of_ours_is_refused(tmp_path):

@@ -447,6 +447,30 @@ def roberta(draw):
     )
 
 
+def modernbert(draw):
+    """Windows of listed layers or behind every n-th, bases of both kinds, and every bias."""
+    from transformers import ModernBertConfig
+
+    config = sizes(draw, tied=(True,))
+    for name in ("num_key_value_heads", "head_dim"):
+        del config[name]
+    config["norm_eps"] = config.pop("rms_norm_eps")
+    config["hidden_size"] = config["num_attention_heads"] * draw(st.sampled_from([6, 8]))
+    full = config["rope_parameters"]
+    if full["rope_type"] == "yarn":
+        full.pop("truncate", None)  # which transformers does not find for layers of a kind
+    local = {"rope_type": "default", "rope_theta": draw(st.sampled_from([99.0, 7.0]))}
+    config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+    layers, kinds = config["num_hidden_layers"], ["sliding_attention", "full_attention"]
+    listed = st.lists(st.sampled_from(kinds), min_size=layers, max_size=layers)
+    biases = ("norm_bias", "attention_bias", "mlp_bias", "classifier_bias")
+    return ModernBertConfig(
+        **config, **{name: draw(st.booleans()) for name in biases}, pad_token_id=None,
+        local_attention=draw(st.sampled_from([2, 5, 8, 60])), layer_types=draw(st.none() | listed),
+        hidden_activation=draw(st.sampled_from(["gelu", "gelu_pytorch_tanh"])),
+    )  # fmt: skip
+
+
 FAMILIES = {
     "gpt2": (gpt2, "pp=PP"),
     "llama": (llama, "tp=TP,pp=PP"),
@@ -475,6 +499,7 @@ FAMILIES = {
     "starcoder2": (starcoder2, "tp=TP,dp=2"),
     "nemotron": (nemotron, "tp=TP,pp=PP"),
     "roberta": (roberta, "tp=TP,pp=PP"),
+    "modernbert": (modernbert, "tp=TP,pp=PP"),
 }
 
 

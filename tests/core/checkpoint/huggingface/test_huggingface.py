@@ -67,6 +67,7 @@ LAYOUTS = {
     "starcoder2": "tp=2,pp=2",
     "nemotron": "tp=2",
     "roberta": "tp=4,pp=2",
+    "modernbert": "tp=2,pp=4",
 }
 
 
@@ -304,6 +305,17 @@ CONFIGS = [
     ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 cannot be"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is not above 0"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true"),
+    ("modernbert", {"local_attention": 1}, "local_attention=1 is not a whole number of 2 or more"),
+    ("modernbert", {"local_attention": None}, "local_attention=null is not a whole number of 2"),
+    ("modernbert", {"decoder_bias": False}, "decoder_bias=false cannot be represented"),
+    ("modernbert", {"classifier_activation": "silu"}, "classifier_activation='silu' cannot be"),
+    ("modernbert", {"mlp_dropout": 0.1}, "mlp_dropout=0.1 cannot be represented"),
+    ("modernbert", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling={"),
+    (
+        "modernbert",
+        {"layer_types": None, "global_attn_every_n_layers": 0},
+        "global_attn_every_n_layers=0 is not a number of layers",
+    ),
     ("gpt2", {"activation_function": "relu"}, "activation_function='relu' is not supported"),
     ("gpt2", {"activation_function": 3}, "activation_function=3 is not supported"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=false cannot be represented"),
