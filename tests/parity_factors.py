@@ -259,6 +259,13 @@ MLA = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_d
        "num_kv_heads": 4, "head_dim": 5, "qkv_bias": True}  # fmt: skip
 MLA_PLAIN = {"mla": {"kv_rank": 3, "nope_dim": 4, "rope_dim": 2, "value_dim": 3},
              "num_kv_heads": 4, "head_dim": 6}  # fmt: skip
+ROBERTA = {"norm_order": "post", "norm_eps": 1e-5, "sentence_order": False, "token_types": 1,
+           "position_offset": 2}  # fmt: skip
+MODERNBERT = ROTATION | {"position": "rope", "window": 1, "window_pattern": "GL", "init_std": 0.2,
+                         "embedding_norm": True, "first_attention_norm": False, "norm_bias": False,
+                         "activation": "geglu", "ffn_hidden_size": 24, "bias": False,
+                         "qkv_bias": False, "transform_bias": False, "sentence_order": False,
+                         "token_types": 0, "norm_order": "pre"}  # fmt: skip
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -414,6 +421,20 @@ MORE_ROWS = [
             "buckets": "many"}, lora=FEW_ADAPTED),
     row_of({"model": "moe capped", "cp": "a2a", "experts": "ep", "micro_batch_size": "2",
             "recompute": "selective"}, model=CLAMPED | EXPERT_BIASES, lora=ADAPTED),
+    row_of({"model": "bert", "tp": "2 no sp", "cp": "ring", "pipeline": "zero_bubble"},
+           model=ROBERTA),
+    row_of({"model": "bert", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes", "zero": "3"},
+           model=ROBERTA),
+    row_of({"model": "bert", "tp": "2 no sp", "cp": "ring", "pipeline": "zero_bubble"},
+           model=MODERNBERT),
+    row_of({"model": "bert", "tp": "2", "cp": "all_gather", "zero": "3", "dp": "2"},
+           model=MODERNBERT),
+    row_of({"model": "bert", "tp": "2x2", "micro_batch_size": "2", "recompute": "full"},
+           model=MODERNBERT),
+    row_of({"model": "bert", "cp": "a2a", "pipeline": "interleaved", "dropout": "yes"},
+           model=MODERNBERT),
+    row_of({"model": "bert", "tp": "4", "zero": "1", "dp": "2", "recompute": "selective",
+            "update": "lamb"}, model=MODERNBERT | {"norm_order": "sandwich"}),
     row_of({"model": "moe", "tp": "2", "experts": "ep etp", "dp": "2", "zero": "1"},
            lora=ADAPTED, optimizer=MUON),
     row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "adapters": "lora"},

@@ -453,6 +453,13 @@ def _norms_have_their_parts(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.norm_offset not in (0.0, 1.0):
         message = f"norm_offset={m.norm_offset:g}: weights begin at 0 or 1, and gains at 1"
         yield Problem(message, "0 or 1", "model.norm_offset")
+    if not m.first_attention_norm and (
+        m.norm_order not in ("pre", "sandwich") or m.parallel_residual
+    ):
+        has = f"norm_order={m.norm_order!r}" if m.norm_order != "pre" else "parallel_residual=true"
+        message = f"first_attention_norm=false with {has}, where no norm is attention's alone"
+        hint = "norm_order = 'pre' or 'sandwich' without parallel_residual, or leave it out"
+        yield Problem(message, hint, "model.first_attention_norm")
     if m.norm_bias and not m.has_norm_bias:
         message = f"norm_bias=true with norm={m.norm!r}, which has none"
         yield Problem(message, "model.norm = 'layernorm', or leave it out", "model.norm_bias")
@@ -535,6 +542,7 @@ NEEDS = (
         ("rope",),
         "which turns nothing",
     ),
+    Need(("model.position_offset",), "model.position", ("learned",), "which has no table"),
     Need(
         ("model.activation_limit", "model.activation_alpha"),
         "model.activation",
@@ -544,6 +552,7 @@ NEEDS = (
     Need(("model.rope_local_theta",), "model.window", (), "which no layer has"),
     Need(("parallel.tp_rows",), "parallel.tp_mode", ("2d",), "which has no rows"),
     Need(("model.sentence_order",), "model.head", ("mlm",), "which predicts no order"),
+    Need(("model.transform_bias",), "model.head", ("mlm",), "which has no such layer"),
     Need(("model.num_labels",), "model.head", ("classification",), "which has no classes"),
     Need(("optimizer.trust_bounds",), "optimizer.name", ("lamb",), "which has no trust ratio"),
     Need(("train.loss_scale",), "train.precision", ("fp16",), "whose loss is not scaled"),

@@ -266,7 +266,8 @@ def _padded(
 
 def peft_modules(source: Checkpoint) -> list[PeftModule]:
     """Lists the modules of a checkpoint's adapters, each of as many times their rank as it has
-    targets. Raises MtcliError where no Hugging Face family has the model."""
+    targets. Raises MtcliError where no Hugging Face family has the model, or the base holds more
+    than it."""
     assert source.adapters is not None, f"{source.folder} holds no adapters"
     _, base, lora = source.adapters
     if base.unread and base.format == "hf":

@@ -217,7 +217,7 @@ def _groups(arguments: Arguments, score: str, path: Path) -> Arguments:
     count, chosen = (arguments.get(f"moe_router_{name}") for name in ("num_groups", "group_topk"))
     if not chosen or count in (None, 1):
         return {}
-    best = 2 if score == "sigmoid" else 1
+    best = 1 if score == "softmax" else 2
     top_k = arguments.get("moe_router_topk", 2)
     if type(chosen) is not int or type(top_k) is not int or top_k // chosen != best:
         raise _unrepresented("moe_router_group_topk", arguments, path)

@@ -189,7 +189,7 @@ def test_adapters_are_not_written_for_the_whole_whose_modules_have_other_names(s
     base = open_checkpoint(saved[1] / "gemma3")
     trained = replace(base, adapters=Adapters(base, base, LoraConfig(rank=2)))
     with pytest.raises(MtcliError, match="has a multi_modal_projector, and peft") as error:
-        peft_modules(trained)
+        list(peft_modules(trained))
     assert "gemma3 TEXT --to hf` writes its text model: --base TEXT" in str(error.value)
     bare = replace(base, unread=())
-    assert peft_modules(replace(trained, adapters=Adapters(bare, bare, LoraConfig(rank=2))))
+    assert list(peft_modules(replace(trained, adapters=Adapters(bare, bare, LoraConfig(rank=2)))))
