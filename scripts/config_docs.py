@@ -7,6 +7,7 @@ python scripts/config_docs.py --check  # exit 1 where the page is not current
 import sys
 from pathlib import Path
 from types import NoneType
+from typing import Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -69,6 +70,8 @@ def architecture_table() -> str:
 
 
 def _type(kind: FieldKind) -> str:
+    if kind.options and kind.base is tuple:
+        return f"{_type(kind._replace(base=Literal))} or {_type(kind._replace(options=()))}"
     if kind.options:
         return " or ".join(f"`{option}`" for option in kind.options)
     if kind.base is tuple:

@@ -34,6 +34,7 @@ LARGEST = 8  # ranks of a row of the covering array
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 LAMB = {"name": "lamb", "lr": 0.1}  # a trust ratio near 0.04 makes it small
+MUON = {"name": "muon", "lr": 0.02, "other": {"lr": 0.003}}
 TWO = {"replicas": 2}
 
 # By factor and level, what a level sets: fields of its section, or sections, or a number. The first
@@ -94,6 +95,7 @@ FACTORS = {
     "update": {
         "adamw": {},
         "lamb": {"optimizer": LAMB},
+        "muon": {"optimizer": MUON},
         "onebit": {"optimizer": LAMB, "sync": TWO | {"method": "onebit", "warmup_steps": 2}},
         "awc_dmsgd": {"optimizer": SGD, "sync": TWO | {"method": "awc_dmsgd"}},
         "lsgd": {
@@ -165,6 +167,7 @@ class Row(NamedTuple):
 
     def config(self, precision="fp64", steps=STEPS):
         sections = self.chosen("samples") | self.chosen("update") | self.chosen("adapters")
+        sections |= {name: self.more[name] for name in self.more.keys() & {"lora"}}
         train = {"precision": precision, "steps": steps, "matmul": "strict"}
         parts = {"parallel": self.parallel, "batch": self.batch, "train": train}
         return run_config(self.model, **parts, **sections)
@@ -180,7 +183,8 @@ class Row(NamedTuple):
             }
         model = {"num_layers": self.model["num_layers"]} | self.more.get("model", {})
         batch = {"global_batch_size": self.batch["global_batch_size"]}
-        return Row(levels, {"model": model, "batch": batch})
+        adapters = {name: self.more[name] for name in self.more.keys() & {"lora"}}
+        return Row(levels, {"model": model, "batch": batch} | adapters)
 
     def on(self, other):
         """This row on another's layout."""
@@ -229,6 +233,7 @@ def row_of(levels, **more):
 SIXES = {"hidden_size": 24, "num_heads": 6}
 WINDOW = {"window": 3, "window_pattern": "GL"}
 QK_NORM = {"qk_norm": "head"}
+EACH_HEAD = {"qk_norm": "each_head"}
 ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
 GEGLU = {"activation": "geglu_tanh"}
 SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
@@ -243,6 +248,8 @@ EXPERT_BIASES = {"expert_bias": True, "router_bias": True}
 SINKS = {"attention_sinks": True, "init_std": 0.2}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
+ADAPTED = {"rank": 3, "alpha": 6.0, "targets": ["all-linear"]}
+FEW_ADAPTED = {"rank": 2, "targets": ["o_proj", "experts.up_proj", "experts.down_proj"]}
 FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
 MLA = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_dim": 7},
        "num_kv_heads": 4, "head_dim": 5, "qkv_bias": True}  # fmt: skip
@@ -299,6 +306,16 @@ MORE_ROWS = [
            model=QK_NORM | {"norm": "layernorm"}),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
            model=QK_NORM),
+    row_of({"model": "llama", "tp": "2 no sp", "pipeline": "zero_bubble", "recompute": "selective"},
+           model=EACH_HEAD | {"norm": "layernorm"}),
+    row_of({"model": "llama", "tp": "4", "dp": "2", "zero": "1"}, model=EACH_HEAD),
+    row_of({"model": "one key head", "tp": "4", "cp": "ring", "samples": "documents"},
+           model=EACH_HEAD | OFFSET_ALONE),
+    row_of({"model": "llama", "tp": "2x2", "micro_batch_size": "2", "update": "lamb"},
+           model=EACH_HEAD | {"norm": "layernorm"}),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "3"},
+           model=EACH_HEAD),
+    row_of({"model": "llama", "cp": "a2a", "dp": "2", "recompute": "full"}, model=EACH_HEAD),
     row_of({"model": "llama", "cp": "a2a", "pipeline": "zero_bubble", "zero": "1", "dp": "2"},
            model=WINDOW | ROTATION),
     row_of({"model": "one key head", "tp": "4", "cp": "ring", "samples": "documents"},
@@ -395,6 +412,25 @@ MORE_ROWS = [
            model=MODERNBERT),
     row_of({"model": "bert", "tp": "4", "zero": "1", "dp": "2", "recompute": "selective",
             "update": "lamb"}, model=MODERNBERT | {"norm_order": "sandwich"}),
+    row_of({"model": "one key head", "tp": "4", "dp": "2", "zero": "1"},
+           optimizer=MUON | {"muon_split_heads": True, "nesterov": False}),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "pipeline": "1f1b", "experts": "ep etp"},
+           optimizer=MUON | {"scale": "spectral", "ns_coefficients": "polar_express"}),
+    row_of({"model": "llama", "tp": "2", "zero": "1", "dp": "2"},
+           model=MLA, optimizer=MUON | {"muon_split_heads": True}),
+    row_of({"model": "moe", "experts": "ep", "zero": "1", "dp": "2", "adapters": "lora"},
+           optimizer=MUON),
+    row_of({"model": "llama", "tp": "2", "update": "diloco"}, optimizer=MUON),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "1"},
+           lora=ADAPTED),
+    row_of({"model": "moe", "tp": "2", "experts": "etp", "dp": "2", "zero": "1",
+            "recompute": "full", "dispatcher": "all_gather"}, lora=ADAPTED),
+    row_of({"model": "moe", "pipeline": "zero_bubble", "experts": "etp", "dp": "2",
+            "update": "lamb"}, model={"activation": "gelu"} | EXPERT_BIASES, lora=ADAPTED),
+    row_of({"model": "moe early", "tp": "2", "pipeline": "interleaved", "experts": "ep", "dp": "2",
+            "buckets": "many"}, lora=FEW_ADAPTED),
+    row_of({"model": "moe capped", "cp": "a2a", "experts": "ep", "micro_batch_size": "2",
+            "recompute": "selective"}, model=CLAMPED | EXPERT_BIASES, lora=ADAPTED),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

@@ -71,6 +71,7 @@ RELEASED = {  # parameters of the released checkpoints, to the unit
     "phi-4-mini":         3_836_021_760,
     "stablelm-3b-4e1t":   2_795_443_200,
     "stablelm-2-1.6b":    1_644_515_328,
+    "stablelm-2-12b":    12_143_185_920,
     "glm-4-9b":           9_400_279_040,
     "glm-4-32b":         32_566_081_536,
     "falcon-7b":          6_921_720_704,

@@ -182,6 +182,7 @@ def _require_alone(given: list[str]) -> None:
 def _show(
     planned: "PlanAnswer", json_out: str | None, ranks: bool, draw: bool, counted: "DryRun | None"
 ) -> None:
+    from mtcli.core.mesh.update_table import COLUMNS, TITLE, update_table
     from mtcli.core.plan import tables
     from mtcli.core.runtime.console import print_line, print_table, width
     from mtcli.core.schedule.timeline import draw as draw_timeline
@@ -199,6 +200,9 @@ def _show(
     print_table("Memory of a rank of each pipeline stage, * the fullest", *stages)
     if counted:
         print_table(counted.title, ("bytes", "counted", "planned", "off by"), counted.rows())
+    config = planned.config
+    if rows := update_table(config.model, config.lora, config.optimizer):
+        print_table(TITLE, COLUMNS, rows)
     _show_search(planned)
     if draw:
         echo(planned.drawing_title)

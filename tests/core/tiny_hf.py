@@ -125,6 +125,9 @@ def configs():
         "phi3": t.Phi3Config(**SIZES, **NO_PAD, **PHI3),
         "stablelm": t.StableLmConfig(**SIZES | WIDE, use_qkv_bias=True),
         "stablelm-parallel": t.StableLmConfig(**SIZES | WIDE, use_parallel_residual=True),
+        "stablelm-heads": t.StableLmConfig(
+            **SIZES | WIDE, use_parallel_residual=True, qk_layernorm=True
+        ),
         "glm4": t.Glm4Config(**SIZES, **NO_PAD, head_dim=12),
         "gpt_neox": t.GPTNeoXConfig(**NEOX),
         "gpt_neox-sequential": t.GPTNeoXConfig(
@@ -162,6 +165,22 @@ def configs():
         "gemma3_text": t.Gemma3TextConfig(**SIZES, **GEMMA, sliding_window_pattern=2),
         "starcoder2": t.Starcoder2Config(**SIZES, sliding_window=7),
         "nemotron": t.NemotronConfig(**SIZES, head_dim=12),
+        # by either field: the first layer, or the first two
+        "qwen2_moe-dense": t.Qwen2MoeConfig(
+            **SIZES,
+            **experts,
+            num_experts=3,
+            moe_intermediate_size=12,
+            shared_expert_intermediate_size=16,
+            decoder_sparse_step=2,
+        ),
+        "qwen3_moe-dense": t.Qwen3MoeConfig(
+            **SIZES | {"num_hidden_layers": 3},
+            **experts,
+            num_experts=3,
+            moe_intermediate_size=12,
+            mlp_only_layers=[0, 1],
+        ),
         "qwen3_moe": t.Qwen3MoeConfig(
             **SIZES, **experts, head_dim=10, num_experts=3, moe_intermediate_size=12
         ),
@@ -173,6 +192,7 @@ def configs():
 
 
 FAMILIES = ("smollm3", "phi", "phi3", "stablelm", "stablelm-parallel", "glm4", "gpt_neox")
+FAMILIES += ("stablelm-heads", "qwen2_moe-dense", "qwen3_moe-dense")
 FAMILIES += ("gpt_neox-sequential", "falcon-7b", "falcon-40b", "falcon-heads")
 FAMILIES += ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen2_moe")
 FAMILIES += ("deepseek_v2", "deepseek_v3", "glm4_moe")

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.manifest import FileRecord, is_optimizer
-from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, OpenFiles, intersection, read_box
+from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, OpenFiles, read_box
 from mtcli.core.checkpoint.retention import ReadLock
 from mtcli.core.checkpoint.safetensors_file import StoredBox, TensorEntry, damaged, header_of
 from mtcli.core.checkpoint.shard_index import StoredShards
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig, RunConfig
-from mtcli.core.mesh.sharding import Box
+from mtcli.core.mesh.sharding import Box, intersection
 
 HEAD = "head."  # what the names of a head's parameters begin with
 

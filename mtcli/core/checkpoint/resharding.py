@@ -85,14 +85,6 @@ class OpenFiles:
         self.close()
 
 
-def intersection(a: Box, b: Box) -> Box | None:
-    """Returns the intersection of two boxes of one tensor, or None."""
-    start = tuple(map(max, a.start, b.start))
-    ends = [min(p + n, q + m) for p, n, q, m in zip(a.start, a.size, b.start, b.size, strict=True)]
-    size = tuple(end - at for end, at in zip(ends, start, strict=True))
-    return Box(start, size) if all(n > 0 for n in size) else None
-
-
 def read_box(file: IO[bytes], offset: int, shape: tuple[int, ...], box: Box, into: Tensor) -> None:
     """Fills `into` [box.size] with a box of the tensor `shape` stored at a byte offset of a file.
 

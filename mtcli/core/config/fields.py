@@ -9,10 +9,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from math import isfinite, isqrt
-from types import NoneType
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -54,6 +63,17 @@ def _path(text: str) -> str:
 PathText = Annotated[str, AfterValidator(_path)]
 
 
+def _one_fault(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    try:
+        return handler(value)
+    except ValidationError:
+        raise ValueError("fits no alternative") from None
+
+
+# Annotates a union, each of whose alternatives pydantic would report by itself.
+AnyOf = WrapValidator(_one_fault)
+
+
 class Section(BaseModel):
     """A frozen config section that refuses unknown keys, infinity and NaN."""
 
@@ -66,7 +86,7 @@ class FieldKind(NamedTuple):
     """The legal values of a field."""
 
     base: Any  # int, float, bool, str, tuple, Literal, or the class of a section
-    options: tuple[Any, ...] = ()  # of a Literal
+    options: tuple[Any, ...] = ()  # of a Literal, or of one beside a tuple
     items: tuple["FieldKind", ...] = ()  # of a tuple; one where it has any length
     low: float | None = None
     high: float | None = None
@@ -84,10 +104,11 @@ class FieldKind(NamedTuple):
     @property
     def words(self) -> str:
         """The legal values in words: 'a whole number from 1 to 1,000,000,000', ''a' or 'b''."""
+        lists = f"a list of {len(self.items)}" if len(self.items) > 1 else "a list"
         if self.options:
-            return either(map(shown, self.options))
+            return either([*map(shown, self.options), *[lists] * (self.base is tuple)])
         if self.base is tuple:
-            return f"a list of {len(self.items)}" if len(self.items) > 1 else "a list"
+            return lists
         name = NAMES.get(self.base, "a table of fields")
         return f"{name} {self.range}".rstrip()
 
@@ -104,8 +125,10 @@ def kind_of(annotation: Any, bounds: Sequence[Any] = ()) -> FieldKind:
         inner, *extras = get_args(annotation)
         more = [extra.metadata if isinstance(extra, FieldInfo) else [extra] for extra in extras]
         return kind_of(inner, [*chain(*more), *bounds])
-    if NoneType in get_args(annotation):
-        return kind_of(next(arg for arg in get_args(annotation) if arg is not NoneType), bounds)
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [kind_of(arg, bounds) for arg in get_args(annotation) if arg is not NoneType]
+        options = tuple(option for kind in kinds for option in kind.options)
+        return kinds[-1]._replace(options=options)
     if get_origin(annotation) is Literal:
         return FieldKind(Literal, get_args(annotation))
     if get_origin(annotation) is tuple:

@@ -230,8 +230,8 @@ class ModelConfig(Section):
     """lm: bias of the logits, where the head has a weight of its own"""
     transform_bias: bool = True
     """mlm: bias of the head's layer ahead of its norm"""
-    qk_norm: Literal["none", "head", "projection"] = "none"
-    """a norm before rotation: of each query and key head, by one weight, or of all of a token's"""
+    qk_norm: Literal["none", "head", "each_head", "projection"] = "none"
+    """a norm before rotation: of query and key heads, by one weight or one each, or all as one"""
     mla: Mla | None = None
     """multi-head latent attention, in place of the query, key and value projection"""
     dropout: Fraction = 0.0

@@ -26,7 +26,7 @@ from mtcli.core.config.layout_rules import (
     rows_share_micro_batches,
 )
 from mtcli.core.config.loading import Table, read_config, validate, with_overrides
-from mtcli.core.config.lora import lora_targets
+from mtcli.core.config.lora import ALL_LINEAR, adapts_experts, lora_targets
 from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, OF_ROPE, ModelConfig
 from mtcli.core.config.schema import HEAD_OF_FORMAT, ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
@@ -329,9 +329,12 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.train.precision == "fp8":
         message = f"rank={lora.rank} with precision='fp8', whose frozen weights are not kept narrow"
         yield Problem(message, "train.precision = 'bf16'", "lora.rank")
+    if lora.dropout and m.num_experts and adapts_experts(lora.targets):
+        message = f"dropout={lora.dropout:g} with adapters of routed experts, which drop nothing"
+        yield Problem(message, "lora.dropout = 0, as in peft", "lora.dropout")
     targets = lora_targets(m)
     for name in lora.targets:
-        if name not in targets:
+        if name not in (*targets, ALL_LINEAR):
             said = f"there is no target {name!r} in this model"
             yield Problem(said, f"known: {', '.join(targets)}", "lora.targets")
 
@@ -555,7 +558,19 @@ NEEDS = (
     Need(("train.loss_scale",), "train.precision", ("fp16",), "whose loss is not scaled"),
     Need(("train.fp8_scaling",), "train.precision", ("fp8",), "which scales nothing"),
     Need(
-        ("optimizer.momentum", "optimizer.nesterov"), "optimizer.name", ("sgd",), "which has none"
+        ("optimizer.momentum", "optimizer.nesterov"),
+        "optimizer.name",
+        ("sgd", "muon"),
+        "which has none",
+    ),
+    Need(
+        (
+            *("optimizer.ns_steps", "optimizer.ns_coefficients", "optimizer.scale"),
+            *("optimizer.muon_split_heads", "optimizer.other"),
+        ),
+        "optimizer.name",
+        ("muon",),
+        "which does not read it",
     ),
     *(
         Need(

@@ -9,7 +9,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mtcli.core.config.fields import Fraction, Int, PathText, Positive, Ranks, Real, Section, Whole
+from mtcli.core.config.fields import (
+    AnyOf,
+    Fraction,
+    Int,
+    PathText,
+    Positive,
+    Ranks,
+    Real,
+    Section,
+    Whole,
+)
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.sync import DECENTRALIZED, SyncConfig
 
@@ -20,8 +30,13 @@ LOWEST_LOSS_SCALE = 1.0  # below which a dynamic one does not fall; Megatron-LM'
 
 Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
 TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]
+Epsilon = Annotated[Real, Field(ge=1e-30, le=1.0)]
+Decay = Annotated[Real, Field(ge=0.0, le=100.0)]
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
-OptimizerName = Literal["adamw", "lamb", "sgd"]
+OptimizerName = Literal["adamw", "lamb", "sgd", "muon"]
+Coefficient = Annotated[Real, Field(ge=-1000.0, le=1000.0)]
+Triple = tuple[Coefficient, Coefficient, Coefficient]
+NsSchedule = Literal["jordan", "quintic5", "polar_express"]
 LossOn = Literal["assistant", "last"]
 
 
@@ -109,11 +124,28 @@ class BatchConfig(Section):
         return self.global_batch_size * self.seq_len
 
 
+class OtherConfig(Section):
+    """AdamW beside Muon: of embeddings, heads, norms, biases, routers and sinks."""
+
+    lr: Rate | None = None
+    """peak learning rate; its curve is Muon's times lr / optimizer.lr [optimizer.lr]"""
+    betas: tuple[Fraction, Fraction] | None = None
+    """decay of the first and second moments [optimizer.betas]"""
+    eps: Epsilon | None = None
+    """added to the square root of the second moment [optimizer.eps]"""
+    weight_decay: Decay | None = None
+    """decoupled; not of biases and norms [optimizer.weight_decay]"""
+
+
+# Defaults of the fields below that an optimizer's name says, each of which may be set.
+OF_OPTIMIZER: dict[str, dict[str, Any]] = {"muon": {"momentum": 0.95, "nesterov": True}}
+
+
 class OptimizerConfig(Section):
     """The optimizer and its learning-rate curve, a pure function of the step."""
 
     name: OptimizerName = "adamw"
-    """update rule; lamb scales each parameter's step by a trust ratio, for large batches"""
+    """update rule; lamb has trust ratios, for large batches; muon orthogonalises matrices' steps"""
     lr: Rate = 3e-4
     """peak learning rate"""
     min_lr: Rate = 0.0
@@ -121,12 +153,22 @@ class OptimizerConfig(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """decay of the first and second moments"""
     momentum: Fraction = 0.0
-    """sgd: decay of the sum of gradients"""
+    """sgd: decay of the sum of gradients; muon: of their mean [muon: 0.95]"""
     nesterov: bool = False
-    """sgd: Nesterov's momentum, which looks one step ahead"""
-    eps: Annotated[Real, Field(ge=1e-30, le=1.0)] = 1e-8
+    """sgd, muon: Nesterov's momentum, which looks one step ahead [muon: true]"""
+    ns_steps: Annotated[Int, Field(ge=1, le=100)] = 5
+    """muon: iterations of Newton-Schulz, which orthogonalise a matrix"""
+    ns_coefficients: Annotated[NsSchedule | Triple, AnyOf] = "jordan"
+    """muon: the polynomial a x + b x^3 + c x^5 of each iteration, by name or as [a, b, c]"""
+    scale: Literal["match_adamw", "spectral"] = "match_adamw"
+    """muon: a step is times 0.2 sqrt(max(rows, columns)), or times sqrt(max(1, rows / columns))"""
+    muon_split_heads: bool = False
+    """muon: every query, key and value head is a matrix of its own"""
+    other: OtherConfig | None = None
+    """AdamW of the parameters that muon leaves"""
+    eps: Epsilon = 1e-8
     """added to the square root of the second moment"""
-    weight_decay: Annotated[Real, Field(ge=0.0, le=100.0)] = 0.1
+    weight_decay: Decay = 0.1
     """decoupled, with sgd added to gradients; not of biases and norms (one dimension)"""
     trust_bounds: tuple[TrustRatio, TrustRatio] = (0.01, 10.0)
     """lamb: the least and the largest trust ratio, of a parameter's norm to its step's"""
@@ -138,6 +180,20 @@ class OptimizerConfig(Section):
     """steps of linear warm-up from 0"""
     decay_steps: Whole = 0
     """steps of the decay after the warm-up, which may outlast the run; wsd's final [all left]"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+            return values
+        return OF_OPTIMIZER.get(values["name"], {}) | values
+
+    @property
+    def of_others(self) -> "OptimizerConfig":
+        """The AdamW of the parameters that muon leaves: `other`, and this section where it is
+        silent."""
+        given = self.other.model_dump(exclude_none=True) if self.other else {}
+        return self.model_copy(update={"name": "adamw"} | given)
 
 
 class DataConfig(Section):
@@ -183,7 +239,7 @@ class LoraConfig(Section):
     dropout: Fraction = 0.0
     """of the adapters' input"""
     targets: tuple[str, ...] = ()
-    """linear layers by peft's names: ["q_proj", "v_proj"] [all of the blocks]"""
+    """peft's names: ["q_proj", "experts.up_proj"] or ["all-linear"] [all but routed experts]"""
 
 
 class TrainConfig(Section):

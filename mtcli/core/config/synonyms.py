@@ -144,11 +144,14 @@ def meant_value(field: str, value: Any, options: Sequence[Any]) -> Any | None:
 
 
 def fields_named(name: str, everywhere: Iterable[str]) -> list[str]:
-    """Returns the fields, as section.name, that have this name in a section or in another tool."""
+    """Returns the fields, as section.name, that have this name in a section or in another tool.
+
+    A field of a section inside another stands back behind one that is in a section itself.
+    """
     word = name.lower().replace("-", "_")
-    return [field for field in everywhere if field.rpartition(".")[2] == word] or [
-        *FIELDS.get(word, ())
-    ]
+    named = [field for field in everywhere if field.rpartition(".")[2] == word]
+    depth = min((field.count(".") for field in named), default=0)
+    return [field for field in named if field.count(".") == depth] or [*FIELDS.get(word, ())]
 
 
 def meant_fields(name: str, siblings: Iterable[str], everywhere: Iterable[str]) -> list[str]:

@@ -13,6 +13,7 @@ from mtcli.core.checkpoint.compatibility import require_model
 from mtcli.core.checkpoint.folder import require_free, require_inside
 from mtcli.core.checkpoint.huggingface import config_json
 from mtcli.core.checkpoint.huggingface.family import Family, Table
+from mtcli.core.checkpoint.huggingface.multimodal import text_of
 from mtcli.core.checkpoint.huggingface.reader import INDEX, SINGLE
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, code_of, dtype_name
@@ -110,20 +111,22 @@ def _write_configs(
     folder: Path, source: Checkpoint, family: Family, original: Path | None, dtype: torch.dtype
 ) -> None:
     """Writes config.json and generation_config.json; the originals where the weights came with
-    them."""
-    tokens = _token_ids(source)
+    them and are of text alone."""
+    tokens, given = _token_ids(source), None
     if original is None:
         table = config_json.config_to_hf(source.model, family) | tokens
     else:
-        table = config_json.read_json(original)
+        given = config_json.read_json(original)
+        table = text_of(given, original)
     # of MXFP4 and float8 folders, whose weights are written decoded
     was_packed = table.pop("quantization_config", None) is not None
     names = {"torch_dtype", "dtype"} & set(table) or {"torch_dtype"}
     is_same = all(table.get(name) == dtype_name(dtype) for name in names)
-    if original is not None and is_same and not was_packed:
+    if original is not None and table is given and is_same and not was_packed:
         write_bytes(folder / config_json.NAME, read_untrusted(original))
     else:
-        _write_json(folder / config_json.NAME, table | dict.fromkeys(names, dtype_name(dtype)))
+        written = {"architectures": [family.architecture]} | dict.fromkeys(names, dtype_name(dtype))
+        _write_json(folder / config_json.NAME, table | written)
     generation = original.with_name(config_json.GENERATION) if original is not None else None
     if generation is not None and generation.is_file():
         require_inside(source.folder, generation)

@@ -34,6 +34,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 # What families call it, where the folder's tokenizer_config.json does not say.
 END_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 CONTEXT = 16  # ids of a prompt that tell how what follows them is decoded
+ANY_TEXT = "a"
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # of BERT's tokenizers, ids 0 to 4
 LETTERS = 1000  # of WordPieces, each as a word's begin and further on
 HUB_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "merges.txt")
@@ -110,6 +111,9 @@ class Tokenizer:
             framed = self.backend.encode(text, add_special_tokens=True).ids
             encoded = self.backend.encode(text, add_special_tokens=False)
         ids, count = encoded.ids, len(encoded.ids)
+        if not ids and text != ANY_TEXT:  # nothing is between what begins and what ends it
+            begin, _, end = self._framed(ANY_TEXT)
+            return begin, encoded, end
         starts = (i for i in range(len(framed) - count + 1) if framed[i : i + count] == ids)
         start = next(starts, 0)
         begin, end = framed[:start], framed[start + count :]

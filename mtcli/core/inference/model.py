@@ -15,6 +15,7 @@ from mtcli.core.checkpoint.adapters import base_of
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.folder import HUGGINGFACE
 from mtcli.core.checkpoint.huggingface.config_json import GENERATION, NAME, read_json
+from mtcli.core.checkpoint.huggingface.multimodal import text_of
 from mtcli.core.checkpoint.integrity import verify_weights
 from mtcli.core.checkpoint.opening import open_agreed
 from mtcli.core.checkpoint.reader import Checkpoint
@@ -303,7 +304,7 @@ def end_ids(checkpoint: Checkpoint) -> frozenset[int] | None:
     path = next((folder / n for n in (GENERATION, NAME) if (folder / n).is_file()), None)
     if path is None:
         return None
-    value = read_json(path).get("eos_token_id")
+    value = text_of(read_json(path), path).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(id, int) and not isinstance(id, bool) for id in ids):
         message = f"{path}: eos_token_id={shown(value)} is no token id"

@@ -66,7 +66,16 @@ def count_parameters(model: ModelConfig) -> int:
 
 def count_adapters(model: ModelConfig, lora: LoraConfig) -> int:
     """The number of parameters of a run's adapters; 0 without adapters."""
-    return sum(p.numel for p in run_parameters(model, lora).values() if p.of_adapter)
+    return sum(p.numel for p in _adapters(model, lora))
+
+
+def count_active_adapters(model: ModelConfig, lora: LoraConfig) -> int:
+    """The number of parameters of adapters used for one token, which visits top_k experts."""
+    return count_adapters(model, lora) - _idle(model, _adapters(model, lora))
+
+
+def _adapters(model: ModelConfig, lora: LoraConfig) -> list[Parameter]:
+    return [p for p in run_parameters(model, lora).values() if p.of_adapter]
 
 
 def count_active(model: ModelConfig) -> int:
@@ -132,7 +141,7 @@ def training_flops(
     if not lora.rank:
         return 3.0 * forward
     weights = forward_flops(model, 0)
-    return 2.0 * weights + 3.0 * (forward - weights) + 6.0 * count_adapters(model, lora)
+    return 2.0 * weights + 3.0 * (forward - weights) + 6.0 * count_active_adapters(model, lora)
 
 
 def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False) -> Parameter:
@@ -236,11 +245,22 @@ def _attention(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]
     yield _linear(f"{name}.qkv", (*fused, hidden), (*axes, "tp_row"), layer, *slots)
     if model.qkv_bias:
         yield Parameter(f"{name}.qkv.bias", fused, axes, "zeros", layer)
-    of_heads = model.qk_norm == "head"
     for norm, heads in (("q_norm", queries), ("k_norm", 1)) if model.qk_norm != "none" else ():
-        normed = (model.head_dim,) if of_heads else (groups, heads, model.head_dim)
-        yield from _norm_of(model, f"{name}.{norm}", layer, normed, (None,) if of_heads else axes)
+        yield from _head_norm(model, f"{name}.{norm}", layer, heads)
     yield from _output(model, name, layer)
+
+
+def _head_norm(model: ModelConfig, name: str, layer: int, heads: int) -> list[Parameter]:
+    """The norm of `heads` query or key heads of each key-value head."""
+    groups, width = model.num_kv_heads, model.head_dim
+    if model.qk_norm == "head":
+        return _norm_of(model, name, layer, (width,), (None,))
+    if model.qk_norm == "projection":
+        return _norm_of(model, name, layer, (groups, heads, width), ("tp", None, "tp"))
+    # A rank's queries need all columns of a key head that it shares, so tp replicates the rows.
+    init: Init = "zeros" if model.norm_offset else "ones"
+    weight, shape = f"{name}.weight", (groups * heads, width)
+    return [Parameter(weight, shape, (None, None), init, layer, partial_over_tp=True)]
 
 
 def _latent_attention(model: ModelConfig, mla: Mla, name: str, layer: int) -> Iterator[Parameter]:
@@ -251,7 +271,7 @@ def _latent_attention(model: ModelConfig, mla: Mla, name: str, layer: int) -> It
     latents.append(("kv_down", mla.kv_rank + mla.rope_dim, "kv_norm", mla.kv_rank))
     for linear, width, norm, rank in latents:
         down = f"{name}.{linear}"
-        yield Parameter(f"{down}.weight", (width, hidden), (None, None), "normal", layer)
+        yield _linear(down, (width, hidden), (None, None), layer, Matrix("latent"))
         if model.qkv_bias:
             yield Parameter(f"{down}.bias", (width,), (None,), "zeros", layer)
         init: Init = "zeros" if model.norm_offset else "ones"

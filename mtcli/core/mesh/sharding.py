@@ -20,7 +20,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 VOCAB_MULTIPLE = 128  # rows of a vocabulary shard: tensor cores want multiples of 64 to 128
 BOX_BYTES = 32 << 20  # memory of one box, where a tensor is processed box by box
 
-Role = Literal["query", "key", "value", "output", "gate", "up", "down"]
+Role = Literal["query", "key", "value", "latent", "output", "gate", "up", "down"]
 # "normal_vector" has the values of "normal" without being a matrix: no GEMM, and no weight decay
 Init = Literal["normal", "normal_vector", "residual", "adapter", "ones", "zeros"]
 Layer = int | Literal["first", "last"]  # the number of a block, or an end of the pipeline
@@ -50,6 +50,14 @@ class Box(NamedTuple):
     def inside(self) -> tuple[slice, ...]:
         """The box as an index into a rank's local tensor, whose other elements are padding."""
         return tuple(slice(n) for n in self.size)
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """Returns the intersection of two boxes of one tensor, or None."""
+    start = tuple(map(max, a.start, b.start))
+    ends = [min(p + n, q + m) for p, n, q, m in zip(a.start, a.size, b.start, b.size, strict=True)]
+    size = tuple(end - at for end, at in zip(ends, start, strict=True))
+    return Box(start, size) if all(n > 0 for n in size) else None
 
 
 def boxes_of_at_most(size: tuple[int, ...], most: int) -> Iterator[Box]:

@@ -20,6 +20,11 @@ class RuleFacts(NamedTuple):
     norms: bool = False  # the step is scaled by norms of whole parameters, so state is read twice
 
 
+ADAM = ("exp_avg", "exp_avg_sq")
+# Its momentum is the mean of gradients that AdamW has too, and so has AdamW's name.
+MUON = RuleFacts("muon", ADAM[:1])
+
+
 class ParameterUpdate(NamedTuple):
     """The rule that updates a parameter, and whether weight decay applies."""
 
@@ -28,17 +33,24 @@ class ParameterUpdate(NamedTuple):
 
 
 def update_of(parameter: Parameter, optimizer: OptimizerConfig) -> ParameterUpdate:
-    """The update of a parameter. At present every optimizer has one rule for all parameters.
+    """The update of a parameter. Muon's is of matrices, beside AdamW of the other parameters.
 
     Weight decay applies to matrices and tables, not to biases and norms.
     """
     decays = parameter.of_adapter or parameter.init in ("normal", "residual")
     if optimizer.name == "sgd":
         rule = RuleFacts("sgd", ("momentum",) if optimizer.momentum else ())
+    elif optimizer.name == "muon":
+        is_matrix = bool(parameter.matrices or parameter.of_adapter)
+        rule = MUON if is_matrix else RuleFacts("adamw", ADAM)
     else:
-        norms = optimizer.name == "lamb"
-        rule = RuleFacts(optimizer.name, ("exp_avg", "exp_avg_sq"), norms)
+        rule = RuleFacts(optimizer.name, ADAM, norms=optimizer.name == "lamb")
     return ParameterUpdate(rule, decays)
+
+
+def settings_of(rule: RuleFacts, optimizer: OptimizerConfig) -> OptimizerConfig:
+    """The settings by which a rule updates: AdamW's beside Muon are `optimizer.other`."""
+    return optimizer.of_others if rule.name != optimizer.name else optimizer
 
 
 def moments_of(table: Mapping[str, Parameter], optimizer: OptimizerConfig) -> dict[str, set[str]]:

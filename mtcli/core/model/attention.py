@@ -3,6 +3,7 @@
 b sequences of s tokens, T = b * s; h query heads and g key-value groups of this rank, r = h / g.
 """
 
+from functools import partial
 from math import prod
 from typing import cast
 
@@ -17,6 +18,7 @@ from mtcli.core.model.rope import halves, layer_table
 from mtcli.core.parallel.attention_mask import AttentionMask
 from mtcli.core.parallel.context import attention_over, gather_sequence, zigzag
 from mtcli.core.parallel.factory import LayerFactory
+from mtcli.core.parallel.norms import HeadNorms
 from mtcli.kernels.attention.attention import attention, masked_sdpa
 from mtcli.kernels.attention.merge import merge_
 from mtcli.kernels.attention.sinks import with_sinks
@@ -55,7 +57,8 @@ class Attention(nn.Module):
         self.share_heads = build.share_heads(f"{name}.qkv")
         self.qk_norm = model.qk_norm
         if self.qk_norm != "none":
-            self.q_norm, self.k_norm = (build.norm(f"{name}.{x}_norm", model) for x in "qk")
+            make = partial(HeadNorms, build=build) if self.qk_norm == "each_head" else build.norm
+            self.q_norm, self.k_norm = (make(f"{name}.{x}_norm", model) for x in "qk")
         local = build.table[f"{name}.qkv.weight"].local_shape(build.groups.layout)
         self.columns = local[:-1]  # [g, r + 2, d], or of shared heads fewer columns of more queries
 
@@ -81,6 +84,8 @@ class Attention(nn.Module):
         q, k, v = qkv_TF.view(b, s, -1, r + 2, d).split([r, 1, 1], 3)
         if self.qk_norm == "head":
             q, k = _normed(self.q_norm, q, -1), _normed(self.k_norm, k, -1)
+        elif self.qk_norm == "each_head":
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
         q, k = self.rotated(q, k, inputs)
         if self.query_scale != 1.0:

@@ -5,20 +5,34 @@ is its own master. `mesh/update_rules.py` names each parameter's rule and moment
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import OptimizerConfig, OptimizerName
-from mtcli.core.mesh.update_rules import ParameterUpdate, RuleFacts, moments_of, update_of
+from mtcli.core.mesh.update_rules import (
+    ParameterUpdate,
+    RuleFacts,
+    moments_of,
+    settings_of,
+    update_of,
+)
 from mtcli.core.optim.adamw import Adamw
 from mtcli.core.optim.lamb import Lamb
+from mtcli.core.optim.muon import Muon, orthogonalise_together
 from mtcli.core.optim.sgd import Sgd
 from mtcli.core.optim.update_rule import UpdateRule
+from mtcli.core.parallel.matrix_exchange import MatrixUpdate
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors
 
-RULES: dict[OptimizerName, type[UpdateRule]] = {"adamw": Adamw, "lamb": Lamb, "sgd": Sgd}
+RULES: dict[OptimizerName, type[UpdateRule]] = {
+    "adamw": Adamw,
+    "lamb": Lamb,
+    "sgd": Sgd,
+    "muon": Muon,
+}
 
 
 class Optimizer:
@@ -34,8 +48,7 @@ class Optimizer:
         """`weights` are the owned rows of parameters; the model computes in `dtype`."""
         self.ownership, self.config, self.dtype = ownership, config, dtype
         self.updates = 0  # made so far, which AdamW's bias correction depends on
-        weights = {name: weight for name, weight in weights.items() if weight.numel()}
-        masters = {name: _master(weight) for name, weight in weights.items()}
+        masters = {name: _master(weight) for name, weight in weights.items() if weight.numel()}
         moments = {
             kind: {name: torch.zeros_like(m) for name, m in masters.items() if name in names}
             for kind, names in moments_of(ownership.table, config).items()
@@ -44,12 +57,14 @@ class Optimizer:
 
     def set_tensors(
         self,
-        weights: dict[str, Tensor],
+        weights: Mapping[str, Tensor],
         masters: dict[str, Tensor],
         moments: dict[str, dict[str, Tensor]],
     ) -> None:
         """Replaces the tensors to update; moments are by kind."""
-        self.weights, self.masters, self.moments = weights, masters, moments
+        self.stage_names = list(weights)
+        self.weights = {name: weights[name] for name in masters}
+        self.masters, self.moments = masters, moments
         # Those of the whole model: a rule may be collective.
         trained = [name for name, parameter in self.ownership.table.items() if parameter.trained]
         rules = dict.fromkeys(self.update_of(name).rule for name in trained)
@@ -67,7 +82,10 @@ class Optimizer:
         first, second = (*moments, [], [])[:2]
         decays = [updates[name].decays for name in names]
         tensors = OptimizerTensors(wide, first, second, narrow, decays)
-        return RULES[rule.name](names, tensors, self.ownership, self.config)
+        stage_names = [name for name in self.stage_names if self.update_of(name).rule == rule]
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        config = settings_of(rule, self.config)
+        return RULES[rule.name](names, tensors, self.ownership, config, stage_names, dtype)
 
     @property
     def rule(self) -> UpdateRule:
@@ -84,15 +102,31 @@ class Optimizer:
     def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
         """Updates with the reduced gradients, times `factor` where kernels apply it."""
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
+        orthogonalise_together(self.start(gradients, lr, factor), self.config)
+
+    @torch.no_grad()
+    def start(
+        self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0
+    ) -> list[MatrixUpdate]:
+        """Makes a step but for matrices to be orthogonalised, and returns their updates."""
         update = self.begin(lr, factor)
-        for rule in self.rules:
-            rule.step(gradients, update)
+        updates = [
+            rule.step(gradients, update._replace(**self._scalars(rule.config, lr)))
+            for rule in self.rules
+        ]
+        return [matrices for matrices in updates if matrices is not None]
 
     def begin(self, lr: float, factor: float = 1.0) -> OptimizerStep:
         """Counts an update, and returns its scalars."""
         self.updates += 1
-        c = self.config
-        return OptimizerStep(lr, c.betas, c.eps, c.weight_decay, self.updates, factor)
+        return OptimizerStep(count=self.updates, factor=factor, **self._scalars(self.config, lr))
+
+    def _scalars(self, settings: OptimizerConfig, lr: float) -> dict[str, Any]:
+        """A rule's scalars where the optimizer's learning rate is `lr`."""
+        peak = self.config.lr
+        rate = lr * settings.lr / peak if settings.lr != peak and peak else lr
+        decay = settings.weight_decay
+        return {"lr": rate, "betas": settings.betas, "eps": settings.eps, "decay": decay}
 
     def round_(self) -> None:
         """Rounds the masters to the weights, where they are different tensors."""

@@ -6,6 +6,7 @@ T tokens, D columns; statistics are in float32 at least.
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.config.model import ModelConfig
@@ -48,6 +49,35 @@ class AddNorm(Norm):
         if y_TD is None:
             return x_TD, super().forward(x_TD)
         return add_norm(x_TD, y_TD, *self.vectors, **self.options)
+
+
+class HeadNorms(nn.Module):
+    """LayerNorm or RMSNorm of each head, by a row of its own of a weight [heads, D], without bias.
+
+    tp ranks replicate the rows and use those of their heads; ranks that share a key head, the same
+    one.
+    """
+
+    def __init__(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
+        super().__init__()
+        self.weight, tp = build.parameter(f"{name}.weight"), build.groups.tp
+        self.num_heads, self.width = build.table[f"{name}.weight"].shape
+        first = tp.rank * self.num_heads // tp.size
+        self.heads = slice(first, first + max(self.num_heads // tp.size, 1))
+        self.eps, self.centred = model.norm_eps, model.norm == "layernorm"
+        self.offset = model.norm_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x [b, s, ..., D], whose inner dims are this rank's heads, normalised."""
+        rows = self.weight.view(-1, self.num_heads, self.width)[:, self.heads]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        of_row = F.layer_norm if self.centred else F.rms_norm
+        # [models of an array, b of each, s, heads, D]
+        normed = (
+            of_row(wide, (self.width,), eps=self.eps).flatten(2, -2).unflatten(0, (len(rows), -1))
+        )
+        scaled: Tensor = normed * gain(rows, self.offset)[:, None, None]
+        return scaled.view(x.shape).to(x.dtype)
 
 
 class ShardedNorm(Norm):

@@ -24,6 +24,7 @@ from mtcli.core.plan.gpu_time import (
     head_seconds,
 )
 from mtcli.core.plan.hardware import Device
+from mtcli.core.plan.orthogonalising import muon_seconds
 from mtcli.core.plan.traffic import (
     gradient_reduction,
     pipeline_hop,
@@ -147,14 +148,15 @@ def _optimizer(work: Workload, device: Device) -> float:
     """Seconds of the update: gradients read twice (norm, update), optimizer state read and written.
 
     A rule with per-parameter norms (LAMB) reads masters and moments once more, as it needs the
-    norms ahead of the update.
+    norms ahead of the update. Muon orthogonalises matrices.
     """
     layout, ranks = work.layout, (rank_elements(work, pp_rank) for pp_rank in work.large_ranks)
     shards = layout.dp * layout.cp if work.zero else 1
     fullest = max(ranks, key=lambda elements: elements.total)
     moved = sum(part.total / shards * _moved(part.rule, work.sizes) for part in fullest.rules)
     calls = UPDATE_CALLS * work.most_layers * device.physics.call
-    return moved / device.reached_bandwidth + calls
+    muon = max(muon_seconds(work, pp_rank, device) for pp_rank in work.large_ranks)
+    return moved / device.reached_bandwidth + calls + muon
 
 
 def _moved(rule: RuleFacts, sizes: Precision) -> int:

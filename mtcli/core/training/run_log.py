@@ -20,6 +20,8 @@ from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.sync import DECENTRALIZED, mixing_rule
 from mtcli.core.exchange.methods import METHODS
 from mtcli.core.mesh.parameters import count_adapters, count_parameters
+from mtcli.core.mesh.update_table import COLUMNS, TITLE, update_table
+from mtcli.core.runtime.console import print_table
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.runtime.progress import LINE_SECONDS, write_line
 from mtcli.core.training.metrics import RunRecords, SaveRecord, StepFacts
@@ -64,6 +66,8 @@ class RunLog:
         }
         for name, text in (rows | dict(data)).items():
             sys.stdout.write(visible(f"{name:<7}{text}\n"))
+        if updates := update_table(config.model, config.lora, config.optimizer):
+            print_table(TITLE, COLUMNS, updates)
         self.begun_at = monotonic()
         if sys.stderr.isatty():
             total, first = config.train.steps, self.first_step

@@ -46,6 +46,8 @@ FIXED = ("seed", "data.seed", "batch.seq_len", "batch.global_batch_size", "optim
 FIXED += ("lora.rank", "lora.alpha", "lora.targets")
 FIXED += ("data.document_mask", "data.document_positions", "data.format", "data.chat_template")
 FIXED += ("data.loss_on",)
+# Optimizers whose exp_avg is the same mean of gradients: one goes on from the other's checkpoint.
+SAME_MEAN = {"adamw", "muon"}
 
 
 class RunState(Protocol):
@@ -163,7 +165,7 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
     """Raises MtcliError where a resumed run changes its model, data order or update rule.
 
     Layout, precision and length may change, and the rate of the routers' biases, but not whether
-    there are biases.
+    there are biases; and AdamW may change to Muon, or back.
     """
     saved = _own(checkpoint).config
     if saved is None:
@@ -173,6 +175,8 @@ def require_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
     fixed |= {f"model.{key}": (shapes[0][key], shapes[1][key]) for key in shapes[0]}
     if saved.model.has_router_biases and config.model.has_router_biases:
         del fixed["model.router_bias_update_rate"], fixed["model.router_biases"]
+    if {*fixed["optimizer.name"]} == SAME_MEAN:
+        del fixed["optimizer.name"]
     problems = [
         Problem(f"it is {new}, and the run was trained with {old}", f"set it back to {old}", field)
         for field, (old, new) in fixed.items()
@@ -320,16 +324,21 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
     else:
         init.load_weights(trainer.strategy.shards, saved, model, groups, from_masters=True)
     stored_names, optional = set(saved.names()), trainer.exchange.state()
+    afresh = _changes_optimizer(trainer, saved)
     for key, shard in _owned_state(trainer).items():
         stored = f"{OPTIMIZER}{key}"
         if stored not in stored_names and key.startswith("master/"):
             stored = shard.parameter.name
         shard.tensor.zero_()
-        if stored not in stored_names and key in optional:
+        kind = key.partition("/")[0]
+        if (stored not in stored_names and key in optional) or (
+            afresh and kind in trainer.optimizer.moments
+        ):
             continue
         for box, view in shard.blocks(groups):
             view.copy_(saved.read(stored, box))
-    trainer.optimizer.updates = checkpoint.step if done.updates is None else done.updates
+    updates = checkpoint.step if done.updates is None else done.updates
+    trainer.optimizer.updates = 0 if afresh else updates
     trainer.loss_scale.load(None if done.loss_scale is None else done.loss_scale.model_dump())
     trainer.step = checkpoint.step
     if same:
@@ -341,6 +350,34 @@ def resume(trainer: RunState, checkpoint: Checkpoint) -> None:
         now = groups.replicas.size
         who = f"all {now} replicas start" if now > 1 else "the run goes on"
         sys.stderr.write(f"note: the checkpoint has {count} replicas: {who} from {start}\n")
+
+
+def _changes_optimizer(trainer: RunState, saved: Checkpoint) -> bool:
+    """Whether the optimizer's moments begin at zero, as the checkpoint's optimizer has others; says
+    what a change of optimizer loses, or changes."""
+    if saved.config is None:
+        return False
+    was, now, notes = saved.config.optimizer, trainer.config.optimizer, []
+    if (was.name, now.name) == ("muon", "adamw"):
+        notes.append(
+            "the checkpoint is muon's, which has no exp_avg_sq of matrices: adamw's moments begin "
+            "at zero, and its bias correction at step 1"
+        )
+    elif (was.name, now.name) == ("adamw", "muon"):
+        notes.append(
+            "the checkpoint is adamw's: muon's momentum begins from exp_avg, and exp_avg_sq of "
+            "matrices is dropped"
+        )
+    elif now.name == "muon":
+        notes += [
+            f"optimizer.{field} was {getattr(was, field)!r} and is {getattr(now, field)!r}: steps "
+            "have another size at the same lr"
+            for field in ("scale", "ns_coefficients", "ns_steps", "muon_split_heads")
+            if getattr(was, field) != getattr(now, field)
+        ]
+    if trainer.groups.rank == 0:
+        sys.stderr.writelines(f"note: {note}\n" for note in notes)
+    return was.name == "muon" != now.name
 
 
 def base_record(trainer: RunState, start: StartingPoint) -> BaseRecord | None:

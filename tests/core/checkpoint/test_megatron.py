@@ -13,6 +13,7 @@ import torch
 from ranks import warm
 from safetensors.torch import load_file
 
+from mtcli.core.checkpoint.huggingface.config_json import family_of
 from mtcli.core.checkpoint.megatron.gpt import factored_boxes, model_of
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import Exit, MtcliError
@@ -52,6 +53,7 @@ def test_our_logits_are_megatron_s_and_a_conversion_to_any_layout_is_bit_exact(
     expected = expected[:, [0, count // 2, count - 1]]
     torch.testing.assert_close(logits_of(source), expected, rtol=1e-5, atol=1e-5)
     layout = "tp=2,pp=2,ep=2" if name == "moe" else "tp=2,pp=2"
+    layout = layout.replace("pp=2", "pp=3") if source.model.num_layers == 3 else layout
     to_mtcli(source, tmp_path / "ours", *parse_layout(layout), WriteOptions())
     ours = open_checkpoint(tmp_path / "ours")
     assert not list(differences(source, ours))
@@ -120,13 +122,13 @@ def test_a_model_that_is_not_this_one_is_refused(saved, change, message):
 
 
 def test_all_arguments_that_we_have_no_way_of_are_named():
-    arguments = megatron_saves.LLAMA | {"no_rope_freq": 4, "qk_layernorm": True}
+    arguments = megatron_saves.LLAMA | {"no_rope_freq": 4, "qk_l2_norm": True}
     with pytest.raises(MtcliError) as error:
         model_of(arguments, Path("x/common.pt"))
     found = [problem.message for problem in error.value.problems]
     assert found == [
         "x/common.pt: no_rope_freq=4 cannot be represented",
-        "x/common.pt: qk_layernorm=true cannot be represented",
+        "x/common.pt: qk_l2_norm=true cannot be represented",
     ]
 
 
@@ -140,6 +142,12 @@ def test_all_arguments_that_we_have_no_way_of_are_named():
         {"moe_apply_probs_on_input": True},
         {"moe_router_topk_limited_devices": 2},
         {"moe_router_load_balancing_type": "sinkhorn"},
+        {"moe_layer_freq": 2},
+        {"moe_layer_freq": [1, 0]},
+        {"moe_layer_freq": [0, 0]},
+        {"moe_layer_freq": [0, 1, 1]},
+        {"mla_down_proj_fusion": True},
+        {"squared_relu": 1.5},
     ],
     ids=str,
 )
@@ -147,6 +155,85 @@ def test_an_argument_that_changes_what_is_computed_is_refused(changed):
     (name,) = changed
     with pytest.raises(MtcliError, match=f"common.pt: {name}=.* cannot be represented"):
         model_of(megatron_saves.MOE | changed, Path("x/common.pt"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"qk_layernorm": False},
+        {"normalization": "LayerNorm"},
+        {"position_embedding_type": "learned_absolute"},
+        {"rotary_interleaved": True},
+        {"rotary_percent": 0.5},
+        {"group_query_attention": True},
+        {"rope_type": "mrope"},
+        {"moe_router_group_topk": 4},
+        {"moe_router_group_topk": 1},
+    ],
+    ids=str,
+)
+def test_an_argument_that_latent_attention_has_no_way_of_is_refused(changed):
+    (name,) = changed
+    with pytest.raises(MtcliError, match=f"common.pt: {name}=.* cannot be represented"):
+        model_of(megatron_saves.DEEPSEEK_V3 | changed, Path("x/common.pt"))
+
+
+def test_widths_and_scalings_that_are_not_said_are_named():
+    silent = megatron_saves.DEEPSEEK_V3 | {"kv_lora_rank": None, "v_head_dim": None}
+    with pytest.raises(MtcliError, match="widths of its latent .*: kv_lora_rank, v_head_dim"):
+        model_of(silent, Path("common.pt"))
+    silent = megatron_saves.YARN | {"yarn_original_max_position_embeddings": None}
+    with pytest.raises(MtcliError, match="how YaRN scales: yarn_original_max_position"):
+        model_of(silent, Path("common.pt"))
+
+
+@pytest.mark.parametrize("value", ["x", [1], {}, 0, -1, True, 1e400], ids=str)
+@pytest.mark.parametrize(
+    "name", ["rotary_scaling_factor", "mscale", "mscale_all_dim", "qk_head_dim", "beta_fast"]
+)
+@pytest.mark.parametrize("kind", ["rope", "yarn"])
+def test_an_argument_of_latent_attention_that_is_no_number_ends_in_no_crash(name, value, kind):
+    given = megatron_saves.DEEPSEEK_V3 | {"rope_type": kind, name: value}
+    try:
+        model_of(given, Path("common.pt"))
+    except MtcliError as error:
+        assert "common.pt" in str(error)
+
+
+def with_names(folder, rename, keep=False):
+    """Has saved tensors have other names; with `keep`, the old ones too."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for old in list(metadata.state_dict_metadata):
+        if (name := rename(old)) == old:
+            continue
+        tensor = metadata.state_dict_metadata[old]
+        metadata.state_dict_metadata[name] = tensor
+        for index in [index for index in metadata.storage_data if index.fqn == old]:
+            place = metadata.storage_data[index]
+            metadata.storage_data[type(index)(name, index.offset, index.index)] = place
+        if not keep:
+            del metadata.state_dict_metadata[old]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_layers_that_predict_further_ahead_are_left_out_by_name(saved, tmp_path):
+    folder = shutil.copytree(saved / "deepseek_v3", tmp_path / "copy")
+    with_names(folder, lambda name: name.replace("decoder.final", "mtp.layers.0.final"), keep=True)
+    unread = ("the optimizer's state", "layers that predict further ahead")
+    assert open_checkpoint(folder).unread == unread
+
+
+def test_norms_of_latents_may_be_part_of_the_projections_after_them(saved, tmp_path):
+    folder = shutil.copytree(saved / "deepseek_v3", tmp_path / "copy")
+
+    def fused(name):
+        for norm, linear in (("q_layernorm", "q_up_proj"), ("kv_layernorm", "kv_up_proj")):
+            name = name.replace(f"attention.{norm}.", f"attention.linear_{linear}.layer_norm_")
+        return name
+
+    with_names(folder, fused)
+    found = open_checkpoint(folder)
+    assert not list(differences(open_checkpoint(saved / "deepseek_v3"), found))
 
 
 def test_an_argument_that_refers_to_itself_many_times_is_shown_in_short():
@@ -179,6 +266,21 @@ def test_a_rotary_base_that_is_no_number_is_refused(base):
 def test_arguments_mean_what_megatron_makes_of_them(changed, ours):
     model = model_of(megatron_saves.GPT | changed, Path("common.pt"))
     assert {name: getattr(model, name) for name in ours} == ours
+
+
+@pytest.mark.parametrize(
+    ("arguments", "family"),
+    [
+        (megatron_saves.LLAMA | {"qk_layernorm": True}, "qwen3"),
+        (megatron_saves.QWEN3_MOE | {"apply_layernorm_1p": False}, "qwen3_moe"),
+        (megatron_saves.DEEPSEEK_V3 | {"norm_epsilon": 1e-6}, "deepseek_v3"),
+        (megatron_saves.DEEPSEEK_V2 | {"norm_epsilon": 1e-6, "mscale": 1.0}, "deepseek_v2"),
+        (megatron_saves.NEMOTRON | {"untie_embeddings_and_output_weights": True}, "nemotron"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_models_of_megatron_s_arguments_are_of_their_hugging_face_families(arguments, family):
+    assert family_of(model_of(arguments, Path("common.pt"))).model_type == family
 
 
 def test_other_formats_are_named(tmp_path):

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtcli.core.checkpoint import resharding
-from mtcli.core.checkpoint.resharding import intersection, read_box
+from mtcli.core.checkpoint.resharding import read_box
 from mtcli.core.config.errors import MtcliError
-from mtcli.core.mesh.sharding import Box
+from mtcli.core.mesh.sharding import Box, intersection
 
 PREFIX = 24  # bytes before the tensor
 

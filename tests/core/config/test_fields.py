@@ -58,6 +58,7 @@ def test_every_number_has_a_finite_range_and_no_boolean_or_nan_is_one():
 
 
 # fmt: off
+NS = "should be 'jordan', 'quintic5', 'polar_express' or a list of 3"
 PRECISIONS = "should be 'fp64', 'fp32', 'bf16', 'fp16' or 'fp8'"
 WRONG = [  # an override, what is said of its value, and the hint
     ("parallel.tp=two", "'two' should be a whole number",
@@ -82,7 +83,11 @@ WRONG = [  # an override, what is said of its value, and the hint
     ("train.precision=bfloat16", f"'bfloat16' {PRECISIONS}", "did you mean 'bf16'?"),
     ("train.precision=BF16", f"'BF16' {PRECISIONS}", "did you mean 'bf16'?"),
     ("train.precision=float32", f"'float32' {PRECISIONS}", "did you mean 'fp32'?"),
-    ("optimizer.name=adam", "'adam' should be 'adamw', 'lamb' or 'sgd'", "did you mean 'adamw'?"),
+    ("optimizer.name=adam", "'adam' should be 'adamw', 'lamb', 'sgd' or 'muon'",
+     "did you mean 'adamw'?"),
+    ("optimizer.ns_coefficients=polar", f"'polar' {NS}", "did you mean 'polar_express'?"),
+    ("optimizer.ns_coefficients=[1, 2]", f"[1, 2] {NS}",
+     "such as ns_coefficients = 'jordan'"),
     ("train.device=gpu", "'gpu' should be 'auto', 'cpu' or 'cuda'", "did you mean 'cuda'?"),
 ]
 UNKNOWN = {

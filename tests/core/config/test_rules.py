@@ -268,6 +268,10 @@ ALSO = {  # further branches of the same rules
         [*LSGD, "sync.asynchronous=true", "train.on_nonfinite=skip"], 4, "sync.asynchronous",
         "asynchronous=true: between exchanges a worker asks no other, and on_nonfinite='skip' "
         "passes over the batch of all", "train.on_nonfinite = 'stop'"),
+    "experts' adapters drop nothing": (
+        [*MOE, "lora.rank=4", 'lora.targets=["experts.down_proj"]', "lora.dropout=0.1"], 1,
+        "lora.dropout", "dropout=0.1 with adapters of routed experts, which drop nothing",
+        "lora.dropout = 0, as in peft"),
     "adapters by rows": (
         ["lora.rank=4", "parallel.zero=3"], 2, "lora.rank",
         "rank=4 with zero=3: adapters are too small to be sharded by rows", "parallel.zero = 1"),

@@ -242,6 +242,39 @@ def test_a_resumed_run_keeps_its_model_and_data_order(run):
         assert "--init, and another train.output" in str(caught.value)
 
 
+def test_adamw_goes_on_as_muon_from_its_mean_and_muon_as_adamw_afresh(run, tmp_path, capsys):
+    muon = {"optimizer": {"name": "muon", "lr": 3e-3}}
+    config, checkpoint = run_config(run[0], **muon), checkpoint_of(run[1], STOP)
+    require_same_run(config, checkpoint)
+    trainer = Trainer(config, ALONE)
+    resume(trainer, checkpoint)
+    assert "muon's momentum begins from exp_avg" in capsys.readouterr().err
+    assert trainer.optimizer.updates == STOP
+    means = {name for name, p in trainer.table.items() if p.matrices}
+    assert means and not means & {*trainer.optimizer.moments["exp_avg_sq"]}
+    for name in means:
+        stored = checkpoint.read(f"optimizer.exp_avg/{name}")
+        momentum = trainer.optimizer.moments["exp_avg"][name]
+        assert torch.equal(momentum, stored.view_as(momentum)), name
+        assert stored.any()
+    run_ranks(1, train, config, tmp_path, 0, STOP)
+    checkpoint = checkpoint_of(tmp_path, STOP)
+    trainer = Trainer(config_of(run[0], (1, {}, {})), ALONE)
+    resume(trainer, checkpoint)
+    assert "adamw's moments begin at zero" in capsys.readouterr().err
+    assert trainer.optimizer.updates == 0
+    assert not any(x.any() for kind in trainer.optimizer.moments.values() for x in kind.values())
+
+
+def test_a_change_of_muons_steps_is_told(run, tmp_path, capsys):
+    config = run_config(run[0], optimizer={"name": "muon"})
+    run_ranks(1, train, config, tmp_path, 0, STOP)
+    other = run_config(run[0], optimizer={"name": "muon", "scale": "spectral"})
+    resume(Trainer(other, ALONE), checkpoint_of(tmp_path, STOP))
+    told = "optimizer.scale was 'match_adamw' and is 'spectral': steps have another size"
+    assert told in capsys.readouterr().err
+
+
 def test_counters_that_make_no_sense_are_a_damaged_checkpoint(run):
     trainer = Trainer(config_of(run[0], (1, {}, {})), ALONE)
     for extra, message in (

@@ -21,6 +21,7 @@ from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
 from mtcli.core.checkpoint.huggingface.modernbert import MODERNBERT
+from mtcli.core.checkpoint.huggingface.multimodal import TEXT, TEXT_MODELS, text_of
 from mtcli.core.checkpoint.huggingface.nemotron import NEMOTRON
 from mtcli.core.checkpoint.huggingface.olmo import OLMO2, OLMO3
 from mtcli.core.checkpoint.huggingface.phi import PHI
@@ -98,14 +99,19 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
 
     Raises MtcliError that lists the supported ones.
     """
+    table = text_of(table, path)
     kind = table.get("model_type")
     kind = OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in BY_TYPE:
-        hint = f"one of {', '.join(BY_TYPE)}"
-        if isinstance(text := table.get("text_config"), dict):
-            inner = shown(text.get("model_type"))
-            hint = f"save its text model alone, model_type={inner}, as a folder; {hint}"
-        raise wrong(f"{path}: model_type={shown(kind)} is not supported", hint)
+        hint = f"one of {', '.join((*BY_TYPE, *TEXT_MODELS))}"
+        message = f"{path}: model_type={shown(kind)} is not supported"
+        if isinstance(text := table.get(TEXT), dict):
+            inner = text.get("model_type")
+            if isinstance(inner, str) and inner in BY_TYPE:
+                hint = f"save its text model alone, model_type={shown(inner)}, as a folder; {hint}"
+            else:
+                message += f", and neither is its text model, model_type={shown(inner)}"
+        raise wrong(message, hint)
     heads = {family.architecture: family for family in FAMILIES if family.model_type == kind}
     by_tensors = [family for family in heads.values() if family.told_by in tensors]
     named = table.get("architectures")
@@ -120,7 +126,7 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
 def model_of(table: Table, path: Path, tensors: Collection[str] = ()) -> ModelConfig:
     """Converts config.json to a ModelConfig. Raises MtcliError with everything that we cannot
     represent."""
-    family = family_in(table, path, tensors)
+    family, table = family_in(table, path, tensors), text_of(table, path)
     problems = _alias_problems(table, family)
     named = {family.aliases.get(name, name): value for name, value in table.items()}
     table = {**family.defaults, **named}

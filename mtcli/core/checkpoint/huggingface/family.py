@@ -214,18 +214,18 @@ def queries_keys_values(name: str) -> TensorRule:
 
 
 def stacked(*names: str) -> TensorRule:
-    """Maps one tensor per name, and per {expert}, that ours stacks.
+    """Maps one tensor per name, and per {expert} or {head}, that ours stacks.
 
     Llama's gate_proj and up_proj [F, H] are our [2, F, H], and those of experts our [E, 2, F, H].
     """
-    of_experts, several = "{expert}" in names[0], len(names) > 1
+    numbered, several = any(x in names[0] for x in ("{expert}", "{head}")), len(names) > 1
 
     def rule(parameter: Parameter, _: ModelConfig) -> list[StoredBox]:
-        dims = of_experts + several
+        dims = numbered + several
         shape, boxes = parameter.shape[dims:], []
         for index in product(*map(range, parameter.shape[:dims])):
             name = names[index[-1] if several else 0]
-            key = name.format(expert=index[0]) if of_experts else name
+            key = name.format(expert=index[0], head=index[0]) if numbered else name
             boxes.append(_in_order(key, shape, (1,) * dims + shape, index))
         return boxes
 

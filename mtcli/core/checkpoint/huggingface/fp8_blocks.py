@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mtcli.core.checkpoint.huggingface.deepseek import BLOCK
 from mtcli.core.checkpoint.reader import StoredTensor
-from mtcli.core.checkpoint.resharding import OpenFiles, intersection, read_box
+from mtcli.core.checkpoint.resharding import OpenFiles, read_box
 from mtcli.core.checkpoint.safetensors_file import StoredBox, TensorEntry
 from mtcli.core.config.errors import wrong
-from mtcli.core.mesh.sharding import Box, flat_index
+from mtcli.core.mesh.sharding import Box, flat_index, intersection
 
 SCALES = "_scale_inv"
 

@@ -1,6 +1,7 @@
 """Maps Qwen2 and Qwen2.5, which are Llama with biases on query, key and value, and Qwen2-MoE.
 
-Qwen2-MoE has small experts, and a shared one behind a sigmoid gate, in every layer.
+Qwen2-MoE has small experts, and a shared one behind a sigmoid gate, in every layer or all but the
+first ones.
 """
 
 from dataclasses import replace
@@ -8,12 +9,17 @@ from dataclasses import replace
 from mtcli.core.checkpoint.huggingface.family import (
     Field,
     RequiredValue,
+    Table,
     WindowRule,
     gated_mlp,
     same,
 )
 from mtcli.core.checkpoint.huggingface.llama import ATTENTION, CONSTANTS, LLAMA, MLP, SIZES
-from mtcli.core.checkpoint.huggingface.window import alternating_local, last_local
+from mtcli.core.checkpoint.huggingface.rope import read_rope, write_rope
+from mtcli.core.checkpoint.huggingface.window import alternating_local, last_local, layer_count
+from mtcli.core.config.errors import wrong
+from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.untrusted import shown
 
 EXPERTS = (
     Field("moe_ffn_hidden_size", "moe_intermediate_size"),
@@ -21,12 +27,34 @@ EXPERTS = (
     Field("top_k", "num_experts_per_tok"),
     Field("normalize_top_k", "norm_topk_prob", False),
 )
-IN_EVERY_LAYER = (
-    RequiredValue("decoder_sparse_step", (1, None)),
-    RequiredValue("mlp_only_layers", ([], None)),
-)
+STEP, DENSE = "decoder_sparse_step", "mlp_only_layers"
 ROUTED = {"mlp.router.weight": same("mlp.gate.weight")}
 ROUTED |= gated_mlp("mlp.experts", "mlp.experts.{expert}")
+
+
+def read_dense(theirs: Table) -> Table:
+    """Reads rotary positions, and how many of the first layers have no experts. Raises MtcliError
+    where later ones have none either."""
+    step, listed = theirs.get(STEP), theirs.get(DENSE)
+    step, listed = 1 if step is None else step, [] if listed is None else listed
+    if type(step) is not int or step < 1:
+        raise wrong(f"{STEP}={shown(step)} cannot be represented", "a number of layers")
+    layers = range(layer_count(theirs))
+    if not isinstance(listed, list) or not all(type(n) is int for n in listed):
+        raise wrong(f"{DENSE}={shown(listed)} cannot be represented", "a list of layers")
+    named = set(listed)
+    dense = [layer for layer in layers if layer in named or (layer + 1) % step]
+    if dense and (dense[-1] != len(dense) - 1 or len(dense) == len(layers)):
+        name, value = (STEP, step) if step > 1 else (DENSE, listed)
+        hint = "only a model whose first layers alone have no experts can"
+        raise wrong(f"{name}={shown(value)} cannot be represented", hint)
+    return read_rope(theirs) | {"first_dense_layers": len(dense)}
+
+
+def write_dense(model: ModelConfig) -> Table:
+    """Writes what `read_dense` reads."""
+    return write_rope(model) | {STEP: 1, DENSE: list(range(model.first_dense_layers))}
+
 
 QWEN2 = replace(
     LLAMA,
@@ -56,9 +84,12 @@ QWEN2_MOE = replace(
     | {"num_experts": 60, "num_experts_per_tok": 4},
     constants=CONSTANTS
     | {"architecture": "qwen2-moe", "qkv_bias": True, "shared_expert_gate": True},
-    required=(RequiredValue("qkv_bias", (True, None)), *IN_EVERY_LAYER),
+    required=(RequiredValue("qkv_bias", (True, None)),),
+    read_more=read_dense,
+    write_more=write_dense,
     window=WindowRule(alternating_local, switched=True, by_layer=True),
     inner=ATTENTION
+    | MLP
     | ROUTED
     | {"mlp.shared_expert_gate.weight": same("mlp.shared_expert_gate.weight")}
     | gated_mlp("mlp.shared_expert", "mlp.shared_expert"),

@@ -12,9 +12,10 @@ from mtcli.core.checkpoint.huggingface.llama import (
 )
 from mtcli.core.checkpoint.huggingface.qwen2 import (
     EXPERTS,
-    IN_EVERY_LAYER,
     QWEN2,
     ROUTED,
+    read_dense,
+    write_dense,
 )
 from mtcli.core.checkpoint.huggingface.window import all_local
 
@@ -39,8 +40,9 @@ QWEN3_MOE = replace(
     | {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144}
     | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
     constants=CONSTANTS | {"architecture": "mixtral", "qk_norm": "head"},
-    required=IN_EVERY_LAYER,
+    read_more=read_dense,
+    write_more=write_dense,
     aliases={"num_local_experts": "num_experts"},
     window=WindowRule(all_local, switched=True),
-    inner=ATTENTION | QK_NORM | ROUTED,
+    inner=ATTENTION | QK_NORM | MLP | ROUTED,
 )

@@ -11,6 +11,7 @@ from mtcli.core.checkpoint.huggingface.config_json import NAME, family_in, model
 from mtcli.core.checkpoint.huggingface.family import Family
 from mtcli.core.checkpoint.huggingface.fp8_blocks import SCALES as FACTORS
 from mtcli.core.checkpoint.huggingface.fp8_blocks import in_blocks
+from mtcli.core.checkpoint.huggingface.multimodal import TEXT_MODELS, text_sources
 from mtcli.core.checkpoint.huggingface.mxfp4 import BLOCKS, SCALES, packed
 from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
 from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, OpenFiles, read_box
@@ -36,6 +37,7 @@ def open_hf(folder: Path) -> Checkpoint:
     table = read_json(folder / NAME)
     family_in(table, folder / NAME)  # before the files are looked for
     sources, headers = _find_tensors(folder)
+    sources, parts = text_sources(sources) if table["model_type"] in TEXT_MODELS else (sources, ())
     family = family_in(table, folder / NAME, sources)
     model = model_of(table, folder / NAME, sources)
     for old, new in family.older_names:
@@ -65,6 +67,7 @@ def open_hf(folder: Path) -> Checkpoint:
         tokenizer_folder=CheckpointFolder("hf", folder).tokenizer_folder,
         headers=headers,
         format="hf",
+        unread=parts,
     )
     _refuse_unknown(checkpoint, family, {n: at for n, at in sources.items() if n not in used})
     return checkpoint

@@ -115,6 +115,11 @@ def shortest(pattern: str) -> str:
     return next(pattern[:n] for n in sizes if pattern[n:] == pattern[: len(pattern) - n])
 
 
+def layer_count(theirs: Table) -> int:
+    """The number of layers; 0 where the model is refused for it."""
+    return _number(theirs, "num_hidden_layers")
+
+
 def _number(theirs: Table, name: str) -> int:
     """A number of layers; 0 where the model is refused for it."""
     value = theirs.get(name)

@@ -48,6 +48,7 @@ from mtcli.core.mesh.sharding import Box, Parameter
 
 COMMON = "common.pt"
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+AHEAD = "mtp."  # multi-token prediction, which training and evaluation do not use here
 # What arguments and a run's state are made of: classes whose names are read, and nothing else.
 NAMED_IN_COMMON = ("torch.", "megatron.", "transformer_engine.", "pathlib.", "argparse.", "numpy.")
 MORE_NAMES = {"collections.OrderedDict", "datetime.timedelta", "signal.Signals", "_codecs.encode"}
@@ -99,8 +100,9 @@ def open_megatron(folder: Path, model: ModelConfig | None) -> Checkpoint:
         reader = _Reader(folder, saved, files)
         tensors = {name: reader.stored(p, model) for name, p in parameters(model).items()}
     unread = saved.keys() - reader.used
-    optimizer = [name for name in unread if OPTIMIZER.match(name)]
-    if unknown := sorted(unread - set(optimizer)):
+    optimizer = {name for name in unread if OPTIMIZER.match(name)}
+    ahead = {name for name in unread if name.startswith(AHEAD)}
+    if unknown := sorted(unread - optimizer - ahead):
         what = "tensors that a GPT model of this architecture has not"
         message = f"{folder} has {what}: {listed(unknown)}"
         raise wrong(message, "nothing is left out silently; does --config say what it is?")
@@ -113,7 +115,8 @@ def open_megatron(folder: Path, model: ModelConfig | None) -> Checkpoint:
         tokenizer_folder=None,
         headers=reader.headers,
         format="megatron",
-        unread=("the optimizer's state",) if optimizer else (),
+        unread=("the optimizer's state",) * bool(optimizer)
+        + ("layers that predict further ahead",) * bool(ahead),
     )
 
 

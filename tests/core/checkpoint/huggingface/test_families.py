@@ -214,15 +214,17 @@ def qwen2(draw):
 
 
 def qwen2_moe(draw):
-    """Small experts, and a shared one of another width."""
+    """Small experts, also in the last layer alone, and a shared one of another width."""
     from transformers import Qwen2MoeConfig
 
+    config = sizes(draw)
     return Qwen2MoeConfig(
-        **windowed(draw, sizes(draw)),
+        **windowed(draw, config),
         **experts(draw, "num_experts"),
         moe_intermediate_size=draw(st.sampled_from([5, 9])),
         shared_expert_intermediate_size=draw(st.sampled_from([3, 10])),
         norm_topk_prob=draw(st.booleans()),
+        decoder_sparse_step=draw(st.sampled_from([1, config["num_hidden_layers"]])),
     )
 
 
@@ -295,12 +297,13 @@ def nemotron(draw):
 
 
 def qwen3_moe(draw):
-    """Small experts, and a norm of each head."""
+    """Small experts, also in all layers but the first, and a norm of each head."""
     from transformers import Qwen3MoeConfig
 
-    window = draw(WINDOWS)
+    window, config = draw(WINDOWS), sizes(draw)
+    count = draw(st.integers(0, config["num_hidden_layers"] - 1))
     return Qwen3MoeConfig(
-        **sizes(draw), **experts(draw, "num_experts"),
+        **config, mlp_only_layers=list(range(count)), **experts(draw, "num_experts"),
         moe_intermediate_size=draw(st.sampled_from([5, 9])), norm_topk_prob=draw(st.booleans()),
         use_sliding_window=window is not None, sliding_window=window,
     )  # fmt: skip
@@ -385,6 +388,7 @@ def stablelm(draw):
     config["layer_norm_eps"] = config.pop("rms_norm_eps")
     width = config["hidden_size"] // config["num_attention_heads"]
     flags = {name: draw(st.booleans()) for name in ("use_qkv_bias", "use_parallel_residual")}
+    flags["qk_layernorm"] = draw(st.booleans())
     return StableLmConfig(**config | {"rope_parameters": partial(draw, width)}, **flags)
 
 
