@@ -141,6 +141,32 @@ def write_lines(path, lines):
     return path
 
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = EXPERTS | {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8}
+LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+LATENT |= {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+GROUPS = {"n_group": 2, "topk_group": 1}
+FURTHER = {  # further models, by kind: transformers' config, and sizes of its own
+    "starcoder2": ("Starcoder2Config", {}),
+    "phi3": ("Phi3Config", {"pad_token_id": None}),
+    "glm4": ("Glm4Config", {"pad_token_id": None, "head_dim": 8}),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"num_experts": 4, "head_dim": 8}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 9},
+    ),
+    "deepseek_v3": ("DeepseekV3Config", LATENT | GROUPS),
+    "deepseek_v2": ("DeepseekV2Config", LATENT | {"q_lora_rank": None, "topk_method": "greedy"}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        EXPERTS
+        | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+        | {"head_dim": 8},
+    ),
+}
+
+
 def save_model(folder, kind="llama", template=MARKED, **sizes):
     """Saves a tiny model and the tokenizer as transformers does; returns the model."""
     import torch
@@ -177,8 +203,9 @@ def save_model(folder, kind="llama", template=MARKED, **sizes):
         config = t.Gemma2Config(
             **(shape | caps | {"head_dim": 8, "sliding_window": 9} | sizes), **ids
         )
-    elif kind == "starcoder2":
-        config = t.Starcoder2Config(**(shape | sizes), **ids)
+    elif kind in FURTHER:
+        name, more = FURTHER[kind]
+        config = getattr(t, name)(**(shape | more | sizes), **ids)
     else:
         config = t.LlamaConfig(**(shape | sizes), **ids)
     model = t.AutoModelForCausalLM.from_config(config).eval()

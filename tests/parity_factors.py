@@ -167,6 +167,7 @@ class Row(NamedTuple):
 
     def config(self, precision="fp64", steps=STEPS):
         sections = self.chosen("samples") | self.chosen("update") | self.chosen("adapters")
+        sections |= {name: self.more[name] for name in self.more.keys() & {"lora"}}
         train = {"precision": precision, "steps": steps, "matmul": "strict"}
         parts = {"parallel": self.parallel, "batch": self.batch, "train": train}
         return run_config(self.model, **parts, **sections)
@@ -182,7 +183,8 @@ class Row(NamedTuple):
             }
         model = {"num_layers": self.model["num_layers"]} | self.more.get("model", {})
         batch = {"global_batch_size": self.batch["global_batch_size"]}
-        return Row(levels, {"model": model, "batch": batch})
+        adapters = {name: self.more[name] for name in self.more.keys() & {"lora"}}
+        return Row(levels, {"model": model, "batch": batch} | adapters)
 
     def on(self, other):
         """This row on another's layout."""
@@ -246,11 +248,20 @@ EXPERT_BIASES = {"expert_bias": True, "router_bias": True}
 SINKS = {"attention_sinks": True, "init_std": 0.2}
 SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
 OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
+ADAPTED = {"rank": 3, "alpha": 6.0, "targets": ["all-linear"]}
+FEW_ADAPTED = {"rank": 2, "targets": ["o_proj", "experts.up_proj", "experts.down_proj"]}
 FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
 MLA = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_dim": 7},
        "num_kv_heads": 4, "head_dim": 5, "qkv_bias": True}  # fmt: skip
 MLA_PLAIN = {"mla": {"kv_rank": 3, "nope_dim": 4, "rope_dim": 2, "value_dim": 3},
              "num_kv_heads": 4, "head_dim": 6}  # fmt: skip
+ROBERTA = {"norm_order": "post", "norm_eps": 1e-5, "sentence_order": False, "token_types": 1,
+           "position_offset": 2}  # fmt: skip
+MODERNBERT = ROTATION | {"position": "rope", "window": 1, "window_pattern": "GL", "init_std": 0.2,
+                         "embedding_norm": True, "first_attention_norm": False, "norm_bias": False,
+                         "activation": "geglu", "ffn_hidden_size": 24, "bias": False,
+                         "qkv_bias": False, "transform_bias": False, "sentence_order": False,
+                         "token_types": 0, "norm_order": "pre"}  # fmt: skip
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
@@ -396,6 +407,30 @@ MORE_ROWS = [
     row_of({"model": "moe", "experts": "ep", "zero": "1", "dp": "2", "adapters": "lora"},
            optimizer=MUON),
     row_of({"model": "llama", "tp": "2", "update": "diloco"}, optimizer=MUON),
+    row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "1"},
+           lora=ADAPTED),
+    row_of({"model": "moe", "tp": "2", "experts": "etp", "dp": "2", "zero": "1",
+            "recompute": "full", "dispatcher": "all_gather"}, lora=ADAPTED),
+    row_of({"model": "moe", "pipeline": "zero_bubble", "experts": "etp", "dp": "2",
+            "update": "lamb"}, model={"activation": "gelu"} | EXPERT_BIASES, lora=ADAPTED),
+    row_of({"model": "moe early", "tp": "2", "pipeline": "interleaved", "experts": "ep", "dp": "2",
+            "buckets": "many"}, lora=FEW_ADAPTED),
+    row_of({"model": "moe capped", "cp": "a2a", "experts": "ep", "micro_batch_size": "2",
+            "recompute": "selective"}, model=CLAMPED | EXPERT_BIASES, lora=ADAPTED),
+    row_of({"model": "bert", "tp": "2 no sp", "cp": "ring", "pipeline": "zero_bubble"},
+           model=ROBERTA),
+    row_of({"model": "bert", "tp": "2x2", "micro_batch_size": "2", "dropout": "yes", "zero": "3"},
+           model=ROBERTA),
+    row_of({"model": "bert", "tp": "2 no sp", "cp": "ring", "pipeline": "zero_bubble"},
+           model=MODERNBERT),
+    row_of({"model": "bert", "tp": "2", "cp": "all_gather", "zero": "3", "dp": "2"},
+           model=MODERNBERT),
+    row_of({"model": "bert", "tp": "2x2", "micro_batch_size": "2", "recompute": "full"},
+           model=MODERNBERT),
+    row_of({"model": "bert", "cp": "a2a", "pipeline": "interleaved", "dropout": "yes"},
+           model=MODERNBERT),
+    row_of({"model": "bert", "tp": "4", "zero": "1", "dp": "2", "recompute": "selective",
+            "update": "lamb"}, model=MODERNBERT | {"norm_order": "sandwich"}),
 ]  # fmt: skip
 
 _TABLE = json.loads(ROWS_FILE.read_text())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
+from mtcli.core.config.lora import adapts_experts
 from mtcli.core.mesh.layout import ParallelLayout
 
 
@@ -32,6 +33,7 @@ def facts(row):
         moe=m.num_experts > 0, dropout=m.attention_dropout > 0,
         padded=row.level("samples") == "weights",
         lamb=config.optimizer.name == "lamb", sync=config.sync.method, lora=config.lora.rank > 0,
+        adapted_experts=m.num_experts > 0 and adapts_experts(config.lora.targets),
         no_sp=p.tp > 1 and not p.sequence_parallel,
         sp=p.tp > 1 and p.sequence_parallel and p.grid_rows == 1,
         grid=p.grid_rows > 1, rows=p.grid_rows, columns=p.tp // p.grid_rows,
@@ -250,5 +252,10 @@ FAULTS = [
         "numbers_T = numbers.flatten() * ranks + rank",
         "numbers_T = numbers.flatten() * ranks",
         lambda f: f.lora and f.p.tp > 1),
+    Fault("missing reduction: gradients of experts' adapters not summed over etp",
+        "mesh/sharding.py",
+        "axes = self.replicated_over(layout)",
+        'axes = tuple(a for a in self.replicated_over(layout) if a != "etp")',
+        lambda f: f.adapted_experts and f.p.etp > 1),
 ]
 # fmt: on

@@ -95,6 +95,10 @@ RELEASED = {  # parameters of the released checkpoints, to the unit
     "gpt-oss-120b":     116_829_156_672,
     "bert-110m":           110_106_428,
     "bert-336m":           336_226_108,
+    "roberta-base":          124_697_433,
+    "roberta-large":         355_412_057,
+    "modernbert-base":       149_655_232,
+    "modernbert-large":      395_881_664,
 }
 BERTS = {"megatron-bert-1.3b": "1.3", "megatron-bert-3.9b": "3.9"}  # billions as the paper has them
 PRINTED = {  # layers, hidden size, billions as the paper prints them

@@ -138,7 +138,12 @@ class EncoderSamples:
             classes = model.num_labels if model.head == "classification" else 2
             parts.append(
                 [
-                    *(tokens[:1], tokens[1:2] % model.token_types, documents[None], tokens[2:]),
+                    *(
+                        tokens[:1],
+                        tokens[1:2] % max(1, model.token_types),
+                        documents[None],
+                        tokens[2:],
+                    ),
                     *(weights[None].astype(np.float32), firsts + row * size),
                     random.integers(0, classes, labels),
                     np.full(labels, number % 4 > 0, np.float32) * random.integers(1, 3, labels),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_hf import configs
+from tiny_hf import auto_model, configs
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 
@@ -23,12 +23,10 @@ def gpt2(tmp_path):
 @pytest.fixture(scope="session")
 def hf_models():
     """Models of each family, in eval mode, with biases and norms that are not zeros and ones."""
-    from transformers import AutoModelForCausalLM
-
     models = {}
     for name, config in configs().items():
         torch.manual_seed(len(models))
-        model = AutoModelForCausalLM.from_config(config).eval()
+        model = auto_model(config).from_config(config).eval()
         for parameter in model.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape)
         models[name] = model

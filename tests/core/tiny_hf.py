@@ -57,6 +57,32 @@ PHI3 = {"rope_parameters": LONG, "original_max_position_embeddings": 9, "sliding
 NEOX = {name: SIZES[name] for name in SIZES if name != "num_key_value_heads"} | WIDE
 FALCON = {name: SIZES[name] for name in NEOX if name != "intermediate_size"}
 
+ENCODER = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+ROBERTA = ENCODER | {"type_vocab_size": 1, "layer_norm_eps": 1e-3}
+ENCODERS = ("roberta", "modernbert")  # by model_type
+
+
+def auto_model(config):
+    """What transformers' folders of a config are loaded with."""
+    import transformers as t
+
+    is_encoder = config.model_type in ENCODERS
+    return t.AutoModelForMaskedLM if is_encoder else t.AutoModelForCausalLM
+
+
+def last_logits(model, ids, ends):
+    """transformers' logits [b, ends, vocabulary] of the last of the first 1, 2, ... ids. Positions
+    count every id, also RoBERTa's padding."""
+    import torch
+
+    with torch.no_grad():
+        if model.config.model_type not in ENCODERS:
+            return model(ids).logits[:, [end - 1 for end in ends]]
+        first = model.config.pad_token_id + 1 if model.config.model_type == "roberta" else 0
+        numbers = torch.arange(first, first + ids.shape[1])[None]
+        rows = [model(ids[:, :end], position_ids=numbers[:, :end]).logits for end in ends]
+    return torch.stack([row[:, -1] for row in rows], 1)
+
 
 def configs():
     """The configs by name; imports transformers."""
@@ -158,6 +184,10 @@ def configs():
         "qwen3_moe": t.Qwen3MoeConfig(
             **SIZES, **experts, head_dim=10, num_experts=3, moe_intermediate_size=12
         ),
+        "roberta": t.RobertaConfig(**ROBERTA),
+        "modernbert": t.ModernBertConfig(
+            **ENCODER | {"num_hidden_layers": 4}, **NO_PAD, local_attention=7, norm_eps=1e-3
+        ),
     }
 
 
@@ -168,3 +198,4 @@ FAMILIES += ("gpt2", "llama", "llama-tied", "mistral", "qwen2", "mixtral", "qwen
 FAMILIES += ("deepseek_v2", "deepseek_v3", "glm4_moe")
 FAMILIES += ("granite", "olmo2", "olmo3", "qwen3", "qwen3_moe")
 FAMILIES += ("gemma2", "gemma3_text", "starcoder2", "nemotron", "gpt_oss")
+FAMILIES += ("roberta", "modernbert")

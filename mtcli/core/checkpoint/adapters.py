@@ -145,7 +145,7 @@ def _merged(adapters: Adapters, name: str, targets: tuple[LoraTarget, ...], box:
     """Reads a box of W + scale * B A, summed in float32 at least and rounded once."""
     weight = adapters.base.read(name, box)
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    inputs = Box((0, box.start[-1]), (adapters.lora.rank, box.size[-1]))
+    source, rank = adapters.own, adapters.lora.rank
     for target in targets:
         start, size, rows = list(box.start[:-1]), list(box.size[:-1]), slice(None)
         if target.dim is not None:
@@ -155,10 +155,12 @@ def _merged(adapters: Adapters, name: str, targets: tuple[LoraTarget, ...], box:
                 continue
             rows = slice(first - start[target.dim], end - start[target.dim])
             start[target.dim], size[target.dim] = first - target.first, end - first
-        rank = adapters.lora.rank
-        b = adapters.own.read(adapter_name(name, "b", target), Box((*start, 0), (*size, rank)))
-        a = adapters.own.read(adapter_name(name, "a", target), inputs)
-        change = b.to(wide.dtype).reshape(prod(size), rank) @ a.to(wide.dtype)
+        of_a, of_b = (adapter_name(name, side, target) for side in "ab")
+        b = source.read(of_b, Box((*start, 0), (*size, rank))).to(wide.dtype)
+        experts = len(source.shape(of_a)) - 2  # 1 where each expert has its own A
+        inputs = (*start[:experts], 0, box.start[-1]), (*size[:experts], rank, box.size[-1])
+        a = source.read(of_a, Box(*inputs)).to(wide.dtype)
+        change = b.reshape(*size[:experts], prod(size[experts:]), rank) @ a
         part = wide if target.dim is None else wide[(slice(None),) * target.dim + (rows,)]
         part.add_(change.view(*size, -1), alpha=adapters.lora.alpha / rank)
     return wide.to(weight.dtype)

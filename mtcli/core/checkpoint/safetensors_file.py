@@ -117,8 +117,20 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise wrong(f"{path} cannot be read: {error.strerror}", "is the folder complete?") from None
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """Reads the table of texts in a safetensors file's header; see `read_header`."""
+    with open_untrusted(path, 0) as file:
+        return _metadata(path, _table_of(file)[0])
+
+
 def header_of(file: IO[bytes]) -> dict[str, TensorEntry]:
     """Reads the header of an open file (`read_header`), in one read where it is short."""
+    path = Path(file.name)
+    return _entries(path, *_table_of(file))
+
+
+def _table_of(file: IO[bytes]) -> tuple[dict[str, Any], int, int]:
+    """Returns (header, where the tensors start, bytes) of an open file."""
     path, size = Path(file.name), os.fstat(file.fileno()).st_size
     text = os.pread(file.fileno(), READ_BYTES, 0)
     length = int.from_bytes(text[:8], "little")
@@ -128,7 +140,7 @@ def header_of(file: IO[bytes]) -> dict[str, TensorEntry]:
         text += more
     if (tensors := text.count(b'"data_offsets"')) > MAX_TENSORS:
         raise damaged(path, f"its header has {tensors} tensors, and {MAX_TENSORS} are the most")
-    return _entries(path, _json_object(path, text[8 : 8 + length]), 8 + length, size)
+    return _json_object(path, text[8 : 8 + length]), 8 + length, size
 
 
 def encode_header(tensors: list[Planned], metadata: dict[str, str]) -> bytes:
@@ -166,10 +178,16 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _entries(path: Path, header: dict[str, Any], start: int, size: int) -> dict[str, TensorEntry]:
+def _metadata(path: Path, header: dict[str, Any]) -> dict[str, str]:
+    """Takes the table of texts from a header."""
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(map(is_text, (*metadata, *metadata.values()))):
         raise damaged(path, "its __metadata__ is not a table of text")
+    return metadata
+
+
+def _entries(path: Path, header: dict[str, Any], start: int, size: int) -> dict[str, TensorEntry]:
+    _metadata(path, header)
     entries = {name: _entry(path, name, value, start) for name, value in header.items()}
     end = start
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].bytes)):

@@ -2,6 +2,9 @@
 
 from mtcli.core.config.model import ModelConfig
 
+ALL_LINEAR = "all-linear"  # peft's word for every linear layer, routed experts' too
+EXPERTS = "experts."  # what the names of routed experts' targets begin with
+
 
 def layer_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     """Returns the names of the targets in each linear layer of a block, attention's first."""
@@ -22,11 +25,27 @@ def layer_targets(model: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 def lora_targets(model: ModelConfig) -> tuple[str, ...]:
     """Lists the targets of a model: the modules of its Hugging Face model that are linear layers of
-    its blocks. Routed experts, which are arrays there, are not targets; a shared expert is."""
+    its blocks, with the prefix of a shared expert's and of routed experts'."""
     layers = layer_targets(model)
     mlp = [layer for layer in layers if layer in ("gate_up", "up", "down")]
     names = [name for layer in layers if layer not in mlp for name in layers[layer]]
     prefixes = ["shared_expert." if model.num_experts else ""] * (model.dense_ffn_hidden_size > 0)
-    for prefix in prefixes + [""] * (model.first_dense_layers > 0):
+    prefixes += [""] * (model.first_dense_layers > 0) + [EXPERTS] * (model.num_experts > 0)
+    for prefix in prefixes:
         names += [prefix + name for layer in mlp for name in layers[layer]]
     return tuple(dict.fromkeys(names))
+
+
+def is_chosen(name: str, targets: tuple[str, ...]) -> bool:
+    """Says whether a config's `targets` name a target, by its name with or without the prefix of a
+    shared expert; without any they are all but those of routed experts, which multiply their
+    number."""
+    is_routed = name.startswith(EXPERTS)
+    if not targets or ALL_LINEAR in targets:
+        return not is_routed or bool(targets)
+    return name in targets or (not is_routed and name.rpartition(".")[2] in targets)
+
+
+def adapts_experts(targets: tuple[str, ...]) -> bool:
+    """Says whether a config's `targets` name any of routed experts."""
+    return any(name == ALL_LINEAR or name.startswith(EXPERTS) for name in targets)

@@ -164,12 +164,18 @@ class ModelConfig(Section):
     """attention and MLP read the same residual stream, and both are added to it"""
     parallel_norms: Annotated[Int, Field(ge=1, le=2)] = 2
     """norms of a block with parallel_residual: 1 is of both attention and MLP"""
+    embedding_norm: bool = False
+    """a norm of the embeddings, which norm_order = post always has"""
+    first_attention_norm: bool = True
+    """the first block has a norm ahead of attention; false: the embeddings' norm is all"""
     norm_eps: Annotated[Real, Field(ge=1e-30, le=1.0)]
     """added to the variance"""
     norm_offset: Annotated[Real, Field(ge=0.0, le=1.0)] = 0.0
     """added to norms' weights, which begin at 1 minus this: 1 as in Gemma, or 0"""
     position: Literal["learned", "rope"]
     """position information"""
+    position_offset: Whole = 0
+    """rows of learned positions ahead of the first token's: RoBERTa's padding id + 1"""
     token_types: Whole = 0
     """kinds of segments with an embedding each, such as a first and a second text"""
     rope_theta: Annotated[Real, Field(ge=1.0, le=1e12)] = 10000.0
@@ -187,7 +193,7 @@ class ModelConfig(Section):
     causal: bool = True
     """false: tokens attend to all of their sequence, as in encoders; not with head = lm"""
     window: Whole = 0
-    """tokens that a query of a local layer sees, itself included; not causal: on either side"""
+    """tokens that a local layer's query sees, itself included; not causal: as many either side"""
     window_pattern: Annotated[str, Field(pattern=rf"^[LG]{{0,{MAX_LAYERS}}}$")] = ""
     """letters of the layers, repeated: L has the window, G sees all [L]"""
     attention_scale: Annotated[Real, Field(ge=0.0, le=1e6)] = 0.0
@@ -222,6 +228,8 @@ class ModelConfig(Section):
     """biases of layernorm; rmsnorm has none [true]"""
     head_bias: bool = False
     """lm: bias of the logits, where the head has a weight of its own"""
+    transform_bias: bool = True
+    """mlm: bias of the head's layer ahead of its norm"""
     qk_norm: Literal["none", "head", "each_head", "projection"] = "none"
     """a norm before rotation: of query and key heads, by one weight or one each, or all as one"""
     mla: Mla | None = None
@@ -290,6 +298,15 @@ class ModelConfig(Section):
     @property
     def has_norm_bias(self) -> bool:
         return self.norm == "layernorm" and self.norm_bias is not False
+
+    @property
+    def has_embedding_norm(self) -> bool:
+        return self.embedding_norm or self.norm_order == "post"
+
+    def has_attention_norm(self, layer: int) -> bool:
+        """True where a layer, numbered over all stages, has a norm ahead of its attention or, with
+        norm order "post", after the add."""
+        return self.norm_order != "after" and (layer > 0 or self.first_attention_norm)
 
     @property
     def has_out_bias(self) -> bool:

@@ -26,7 +26,7 @@ from mtcli.core.config.layout_rules import (
     rows_share_micro_batches,
 )
 from mtcli.core.config.loading import Table, read_config, validate, with_overrides
-from mtcli.core.config.lora import lora_targets
+from mtcli.core.config.lora import ALL_LINEAR, adapts_experts, lora_targets
 from mtcli.core.config.model import ARCHITECTURES, CLASSIFIERS, OF_EXPERTS, OF_ROPE, ModelConfig
 from mtcli.core.config.schema import HEAD_OF_FORMAT, ParallelConfig, RunConfig
 from mtcli.core.config.suggest import nearest_hint
@@ -329,9 +329,12 @@ def _adapters_fit(config: RunConfig, world: int) -> Iterator[Problem]:
     if config.train.precision == "fp8":
         message = f"rank={lora.rank} with precision='fp8', whose frozen weights are not kept narrow"
         yield Problem(message, "train.precision = 'bf16'", "lora.rank")
+    if lora.dropout and m.num_experts and adapts_experts(lora.targets):
+        message = f"dropout={lora.dropout:g} with adapters of routed experts, which drop nothing"
+        yield Problem(message, "lora.dropout = 0, as in peft", "lora.dropout")
     targets = lora_targets(m)
     for name in lora.targets:
-        if name not in targets:
+        if name not in (*targets, ALL_LINEAR):
             said = f"there is no target {name!r} in this model"
             yield Problem(said, f"known: {', '.join(targets)}", "lora.targets")
 
@@ -450,6 +453,13 @@ def _norms_have_their_parts(config: RunConfig, world: int) -> Iterator[Problem]:
     if m.norm_offset not in (0.0, 1.0):
         message = f"norm_offset={m.norm_offset:g}: weights begin at 0 or 1, and gains at 1"
         yield Problem(message, "0 or 1", "model.norm_offset")
+    if not m.first_attention_norm and (
+        m.norm_order not in ("pre", "sandwich") or m.parallel_residual
+    ):
+        has = f"norm_order={m.norm_order!r}" if m.norm_order != "pre" else "parallel_residual=true"
+        message = f"first_attention_norm=false with {has}, where no norm is attention's alone"
+        hint = "norm_order = 'pre' or 'sandwich' without parallel_residual, or leave it out"
+        yield Problem(message, hint, "model.first_attention_norm")
     if m.norm_bias and not m.has_norm_bias:
         message = f"norm_bias=true with norm={m.norm!r}, which has none"
         yield Problem(message, "model.norm = 'layernorm', or leave it out", "model.norm_bias")
@@ -532,6 +542,7 @@ NEEDS = (
         ("rope",),
         "which turns nothing",
     ),
+    Need(("model.position_offset",), "model.position", ("learned",), "which has no table"),
     Need(
         ("model.activation_limit", "model.activation_alpha"),
         "model.activation",
@@ -541,6 +552,7 @@ NEEDS = (
     Need(("model.rope_local_theta",), "model.window", (), "which no layer has"),
     Need(("parallel.tp_rows",), "parallel.tp_mode", ("2d",), "which has no rows"),
     Need(("model.sentence_order",), "model.head", ("mlm",), "which predicts no order"),
+    Need(("model.transform_bias",), "model.head", ("mlm",), "which has no such layer"),
     Need(("model.num_labels",), "model.head", ("classification",), "which has no classes"),
     Need(("optimizer.trust_bounds",), "optimizer.name", ("lamb",), "which has no trust ratio"),
     Need(("train.loss_scale",), "train.precision", ("fp16",), "whose loss is not scaled"),

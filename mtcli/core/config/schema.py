@@ -239,7 +239,7 @@ class LoraConfig(Section):
     dropout: Fraction = 0.0
     """of the adapters' input"""
     targets: tuple[str, ...] = ()
-    """linear layers by peft's names: ["q_proj", "v_proj"] [all of the blocks]"""
+    """peft's names: ["q_proj", "experts.up_proj"] or ["all-linear"] [all but routed experts]"""
 
 
 class TrainConfig(Section):

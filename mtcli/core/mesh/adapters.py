@@ -2,7 +2,8 @@
 
 A linear layer y = W x gets scale * B A x for each of its targets: a fused projection to query, key
 and value has three, GPT-2's c_attn one. A is [rank, in]; B has the shape of its target's part of W
-with `rank` in place of the inputs. They are sharded as W is, and replicated where W is.
+with `rank` in place of the inputs. Each routed expert has its own, so that A is [experts, rank,
+in]. They are sharded as W is, and replicated where W is.
 
 Targets are named as in peft, by the modules of Hugging Face's model.
 """
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from mtcli.core.config.lora import layer_targets
+from mtcli.core.config.lora import EXPERTS, is_chosen, layer_targets
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.sharding import Parameter
@@ -33,9 +34,10 @@ class LoraTarget(NamedTuple):
 
 def targets_of(weight: Parameter, model: ModelConfig) -> tuple[LoraTarget, ...]:
     """The targets in a weight; none for a weight that takes no adapter."""
-    if not weight.matrices or weight.is_expert:
+    if not weight.matrices:
         return ()
     prefix = "shared_expert." if ".shared_expert." in weight.name else ""
+    prefix = EXPERTS if weight.is_expert else prefix
     layer = weight.name.split(".")[-2]
     names = [prefix + name for name in layer_targets(model).get(layer, ())]
     if not names:
@@ -56,9 +58,7 @@ def chosen_targets(
 ) -> tuple[LoraTarget, ...]:
     """The targets in a weight that a config adapts."""
     available = targets_of(weight, model)
-    if not lora.targets:
-        return available
-    return tuple(target for target in available if {target.name, target.short} & {*lora.targets})
+    return tuple(target for target in available if is_chosen(target.name, lora.targets))
 
 
 def adapter_parameters(
@@ -72,7 +72,8 @@ def adapter_parameters(
         if target.dim is not None:
             shape[target.dim] = target.num_slots
         a, b = (adapter_name(weight.name, side, target) for side in "ab")
-        sizes = (lora.rank, inputs), (*shape, lora.rank)
+        experts = slice(int(weight.is_expert))
         adapter = partial(Parameter, layer=weight.layer, of_adapter=True, partial_over_tp=True)
-        yield adapter(a, sizes[0], (None, input_axis), "adapter")
-        yield adapter(b, sizes[1], (*axes, None), "zeros")
+        size, of_inputs = (*outer[experts], lora.rank, inputs), (None, input_axis)
+        yield adapter(a, size, (*outer_axes[experts], *of_inputs), "adapter")
+        yield adapter(b, (*shape, lora.rank), (*axes, None), "zeros")

@@ -43,13 +43,13 @@ def parameters(model: ModelConfig) -> dict[str, Parameter]:
     """Every parameter of the model by canonical name, in the order of a forward pass."""
     table = [_vocabulary(model, "embedding.weight", "first", tied=model.tie_embeddings)]
     if model.position == "learned":
-        shape = (model.max_seq_len, model.hidden_size)
+        shape = (model.position_offset + model.max_seq_len, model.hidden_size)
         name = "position_embedding.weight"
         table.append(Parameter(name, shape, (None, "tp_columns"), "normal", "first"))
     if model.token_types:
         shape = (model.token_types, model.hidden_size)
         table.append(Parameter(TOKEN_TYPES, shape, (None, "tp_columns"), "normal", "first"))
-    if model.norm_order == "post":
+    if model.has_embedding_norm:
         table += _norm(model, "embedding_norm", "first")
     for layer in range(model.num_layers):
         table += _block(model, f"blocks.{layer}", layer)
@@ -66,7 +66,16 @@ def count_parameters(model: ModelConfig) -> int:
 
 def count_adapters(model: ModelConfig, lora: LoraConfig) -> int:
     """The number of parameters of a run's adapters; 0 without adapters."""
-    return sum(p.numel for p in run_parameters(model, lora).values() if p.of_adapter)
+    return sum(p.numel for p in _adapters(model, lora))
+
+
+def count_active_adapters(model: ModelConfig, lora: LoraConfig) -> int:
+    """The number of parameters of adapters used for one token, which visits top_k experts."""
+    return count_adapters(model, lora) - _idle(model, _adapters(model, lora))
+
+
+def _adapters(model: ModelConfig, lora: LoraConfig) -> list[Parameter]:
+    return [p for p in run_parameters(model, lora).values() if p.of_adapter]
 
 
 def count_active(model: ModelConfig) -> int:
@@ -132,7 +141,7 @@ def training_flops(
     if not lora.rank:
         return 3.0 * forward
     weights = forward_flops(model, 0)
-    return 2.0 * weights + 3.0 * (forward - weights) + 6.0 * count_adapters(model, lora)
+    return 2.0 * weights + 3.0 * (forward - weights) + 6.0 * count_active_adapters(model, lora)
 
 
 def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False) -> Parameter:
@@ -142,8 +151,8 @@ def _vocabulary(model: ModelConfig, name: str, layer: Layer, tied: bool = False)
 
 def _block(model: ModelConfig, name: str, layer: int) -> Iterator[Parameter]:
     for part in ("attention", "mlp"):
-        is_shared = part == "mlp" and model.parallel_norms == 1
-        if model.norm_order != "after" and not is_shared:
+        has_norm = model.norm_order != "after" and model.parallel_norms == 2
+        if model.has_attention_norm(layer) if part == "attention" else has_norm:
             yield from _norm(model, f"{name}.{part}_norm", layer)
         if part == "attention" and model.mla:
             yield from _latent_attention(model, model.mla, f"{name}.{part}", layer)
@@ -167,7 +176,7 @@ def _head(model: ModelConfig) -> Iterator[Parameter]:
             yield _bias_of_logits(model)
         return
     if model.head == "mlm":
-        yield from _dense("head.transform", hidden)
+        yield from _dense("head.transform", hidden, model.transform_bias)
         yield from _norm(model, "head.norm", "last")
         yield _bias_of_logits(model)
         if not model.sentence_order:
@@ -185,11 +194,12 @@ def _bias_of_logits(model: ModelConfig) -> Parameter:
     return Parameter("head.bias", (model.vocab_size,), ("tp",), "zeros", "last", padded=0)
 
 
-def _dense(name: str, hidden: int) -> Iterator[Parameter]:
+def _dense(name: str, hidden: int, has_bias: bool = True) -> Iterator[Parameter]:
     """A square layer of the head, which tp ranks replicate unless they form a grid."""
     shape, axes = (hidden, hidden), ("tp_columns", "tp_row")
     yield Parameter(f"{name}.weight", shape, axes, "normal", "last")
-    yield Parameter(f"{name}.bias", (hidden,), ("tp_columns",), "zeros", "last")
+    if has_bias:
+        yield Parameter(f"{name}.bias", (hidden,), ("tp_columns",), "zeros", "last")
 
 
 def _norm(model: ModelConfig, name: str, layer: Layer) -> list[Parameter]:

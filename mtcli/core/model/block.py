@@ -36,6 +36,8 @@ class Block(nn.Module):
         if model.has_experts(layer):
             mlp = MixtureOfExperts
         attention_norm, mlp_norm = self.norm_makers(model, build)
+        if not model.has_attention_norm(layer):
+            attention_norm = nn.Identity
         self.attention_norm = attention_norm(f"{name}.attention_norm", model)
         attention = LatentAttention if model.mla else Attention
         self.attention = attention(layer, model, build, seed)

@@ -132,4 +132,6 @@ def make_inputs(
     turned = context > 0 and model.position == "rope"
     tables = rotary_tables(model, positions, dtype, context) if turned else ()
     apart = None if documents is None else Documents(documents)
+    if (types := fields.get("token_types")) is not None:  # both texts have the only one
+        fields["token_types"] = types.clamp(max=max(0, model.token_types - 1))
     return Inputs(tokens, positions, rotations=tables, documents=apart, **fields)

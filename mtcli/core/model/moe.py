@@ -33,15 +33,15 @@ class ExpertArray(nn.Module):
         # No schedule splits its backward, and float8 would multiply experts one after another.
         build = replace(build, weight_passes=None, gemms=None)
         self.up_name = "gate_up" if model.is_gated else "up"
-        self.add_module(self.up_name, build.weight(f"{name}.{self.up_name}"))
-        self.down = build.weight(f"{name}.down")
         self.count = model.num_experts // build.groups.axes["ep"].size
+        self.add_module(self.up_name, build.expert_weight(f"{name}.{self.up_name}", self.count))
+        self.down = build.expert_weight(f"{name}.down", self.count)
         self.activation, self.build = activation_of(model.activation, model.activation_clamp), build
 
     def forward(self, x_ND: Tensor, counts_E: Tensor | None) -> Tensor:
         """Rows sorted by local expert -> results [N, D], partial sums over etp.
 
-        On CPU one expert at a time, on a GPU all at once.
+        On CPU one expert at a time, on a GPU and with adapters all at once.
         """
         build, activation = self.build, self.activation
         up, down = self.get_submodule(self.up_name), self.down
@@ -51,6 +51,12 @@ class ExpertArray(nn.Module):
         up_EF, down_ED = self._biases(up), self._biases(down)
         if down_ED is not None:
             down_ED = _padded(down_ED, build.groups.axes["etp"])
+        if up.adapter is not None or down.adapter is not None:
+            rows_E = build.rows_of_experts(counts_E)
+            inner_NF = add_by_expert(grouped_linear(x_ND, up_EFD, rows_E), up_EF, rows_E)
+            x_NF = activation.forward(_adapted(up, x_ND, inner_NF, counts_E), None)
+            y_ND = _adapted(down, x_NF, grouped_linear(x_NF, down_EDF, rows_E), counts_E)
+            return add_by_expert(y_ND, down_ED, rows_E)
         if runs_triton(x_ND):
             inner_NF = add_by_expert(grouped_linear(x_ND, up_EFD, counts_E), up_EF, counts_E)
             y_ND = build.activated_experts(activation, inner_NF, down_EDF, counts_E)
@@ -68,6 +74,12 @@ class ExpertArray(nn.Module):
         """The biases [E, F] of all experts' matrices, or None."""
         bias = cast(Tensor | None, module.bias)
         return None if bias is None else self.build.expert_weights(bias, self.count).flatten(1)
+
+
+def _adapted(module: nn.Module, x_ND: Tensor, y_NF: Tensor, counts_E: Tensor | None) -> Tensor:
+    """What a matrix's adapters make of its results y [N, F], if it has any."""
+    adapter = cast(nn.Module | None, module.adapter)
+    return y_NF if adapter is None else cast(Tensor, adapter(x_ND, y_NF, counts_E))
 
 
 def _padded(bias_ED: Tensor, etp: Axis) -> Tensor:

@@ -45,7 +45,7 @@ class Stage(nn.Module):
             self.position_embedding = build.weight("position_embedding")
         if self.is_first and model.token_types:
             self.token_type_embedding = build.weight("token_type_embedding")
-        if self.is_first and model.norm_order == "post":
+        if self.is_first and model.has_embedding_norm:
             self.embedding_norm = build.norm("embedding_norm", model)
         self.embedding_dropout = Dropout(build.dropout("embedding", model.dropout, seed))
         block = block_class(model)
@@ -109,6 +109,8 @@ class Stage(nn.Module):
         x_TD = _scaled(self.embedding(inputs.tokens.flatten()), self.embedding_scale)
         if self.model.position == "learned":
             positions_T = self.build.activation_rows(inputs.positions.flatten())
+            if offset := self.model.position_offset:
+                positions_T = positions_T + offset
             table = cast(Tensor, self.position_embedding.weight)
             x_TD = x_TD + self.build.lookup(positions_T, table)
         if self.model.token_types:
@@ -117,7 +119,7 @@ class Stage(nn.Module):
             types_T = self.build.activation_rows(types.flatten())
             table = cast(Tensor, self.token_type_embedding.weight)
             x_TD = x_TD + self.build.lookup(types_T, table)
-        return cast(Tensor, self.embedding_norm(x_TD) if self.model.norm_order == "post" else x_TD)
+        return cast(Tensor, self.embedding_norm(x_TD) if self.model.has_embedding_norm else x_TD)
 
 
 def rounded(number: float, dtype: torch.dtype) -> float:

@@ -7,17 +7,17 @@ when it is orthogonalised, as its singular vectors are of no part of it: one ran
 (`parallel/matrix_exchange.py`).
 """
 
-from collections.abc import Generator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.mesh.matrices import step_scale
 from mtcli.core.optim.newton_schulz import orthogonalised
 from mtcli.core.optim.update_rule import UpdateRule
-from mtcli.core.parallel.matrix_exchange import MatrixExchange, Stacks
+from mtcli.core.parallel.matrix_exchange import MatrixExchange, MatrixUpdate, Stacks
 from mtcli.kernels.multi_tensor import OptimizerStep
 
 
@@ -33,9 +33,10 @@ class Muon(UpdateRule):
         axes = ownership.groups.axes
         experts = {name for name in self.stage_names if ownership.table[name].is_expert}
         dense = [name for name in self.stage_names if name not in experts]
+        sharing = ((dense, axes["tokens"]), (sorted(experts), axes["expert_copies"]))
         return [
-            MatrixExchange(names, ownership, axis, split)
-            for names, axis in ((dense, axes["tokens"]), (sorted(experts), axes["expert_shards"]))
+            MatrixExchange(names, ownership, axis._replace(name="matrices"), split)
+            for names, axis in sharing
             if names
         ]
 
@@ -47,21 +48,9 @@ class Muon(UpdateRule):
         narrow = device.type == "cuda" and self.dtype == torch.float32
         return torch.empty(0, dtype=torch.bfloat16 if narrow else self.dtype, device=device)
 
-    def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> None:
-        """Updates in location, and overwrites the gradients with the steps; see UpdateRule."""
-        steps = self.steps(gradients, update)
-        stacks = next(steps, None)
-        while stacks is not None:
-            results = {s: orthogonalised(stacks.pop(s), self.config) for s in list(stacks)}
-            with suppress(StopIteration):
-                stacks = steps.send(results)
-                continue
-            stacks = None
-
-    def steps(
-        self, gradients: Sequence[Tensor], update: OptimizerStep
-    ) -> Generator[Stacks, Stacks, None]:
-        """Updates in location; yields matrices that the caller orthogonalises and sends back."""
+    def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> MatrixUpdate:
+        """Updates in place, and overwrites the gradients with the steps, once the matrices that it
+        yields are orthogonalised and sent back."""
         tensors, c = self.tensors, self.config
         steps, momenta, masters = list(gradients), list(tensors.exp_avgs), list(tensors.masters)
         if masters:  # torch takes no empty list
@@ -81,3 +70,35 @@ class Muon(UpdateRule):
         if masters:
             torch._foreach_add_(masters, steps, alpha=-update.lr)
         tensors.round_()
+
+
+def orthogonalise_together(updates: Sequence[MatrixUpdate], config: OptimizerConfig) -> None:
+    """Runs the updates of one model, or of several as one: matrices of equal shapes are one
+    stack."""
+    waiting = [
+        (update, stacks) for update in updates if (stacks := _next(update, None)) is not None
+    ]
+    while waiting:
+        results: list[Stacks] = [{} for _ in waiting]
+        for shape in dict.fromkeys(shape for _, stacks in waiting for shape in stacks):
+            having = [n for n, (_, stacks) in enumerate(waiting) if shape in stacks]
+            parts = [waiting[n][1].pop(shape) for n in having]
+            sizes = [len(part) for part in parts]
+            joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+            del parts
+            for n, result in zip(having, orthogonalised(joined, config).split(sizes), strict=True):
+                results[n][shape] = result
+        sent = zip(waiting, results, strict=True)
+        waiting = [
+            (update, stacks)
+            for (update, _), result in sent
+            if (stacks := _next(update, result)) is not None
+        ]
+
+
+def _next(update: MatrixUpdate, results: Stacks | None) -> Stacks | None:
+    """The next stacks of an update, which is sent the results of the last; None at its end."""
+    try:
+        return update.send(results)
+    except StopIteration:
+        return None

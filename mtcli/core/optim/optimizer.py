@@ -20,9 +20,10 @@ from mtcli.core.mesh.update_rules import (
 )
 from mtcli.core.optim.adamw import Adamw
 from mtcli.core.optim.lamb import Lamb
-from mtcli.core.optim.muon import Muon
+from mtcli.core.optim.muon import Muon, orthogonalise_together
 from mtcli.core.optim.sgd import Sgd
 from mtcli.core.optim.update_rule import UpdateRule
+from mtcli.core.parallel.matrix_exchange import MatrixUpdate
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors
 
@@ -101,9 +102,19 @@ class Optimizer:
     def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
         """Updates with the reduced gradients, times `factor` where kernels apply it."""
         assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
+        orthogonalise_together(self.start(gradients, lr, factor), self.config)
+
+    @torch.no_grad()
+    def start(
+        self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0
+    ) -> list[MatrixUpdate]:
+        """Makes a step but for matrices to be orthogonalised, and returns their updates."""
         update = self.begin(lr, factor)
-        for rule in self.rules:
+        updates = [
             rule.step(gradients, update._replace(**self._scalars(rule.config, lr)))
+            for rule in self.rules
+        ]
+        return [matrices for matrices in updates if matrices is not None]
 
     def begin(self, lr: float, factor: float = 1.0) -> OptimizerStep:
         """Counts an update, and returns its scalars."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import OptimizerConfig
+from mtcli.core.parallel.matrix_exchange import MatrixUpdate
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.kernels.multi_tensor import OptimizerStep, OptimizerTensors, TensorTable, tensor_table
 from mtcli.kernels.triton_launch import runs_triton
@@ -35,15 +36,15 @@ class UpdateRule:
         self.by_kernels = self.has_kernels and _share_a_launch(tensors)
         self.table: TensorTable | None = None  # made in the first step by kernels
 
-    def step(self, gradients: Mapping[str, Tensor], update: OptimizerStep) -> None:
+    def step(self, gradients: Mapping[str, Tensor], update: OptimizerStep) -> MatrixUpdate | None:
         """Updates with the reduced gradients of the rule's parameters; `gradients` may have
-        others."""
+        others. Returns the update of matrices that the caller orthogonalises first, if any."""
         if self.by_kernels and self.table is None:
             self.table = tensor_table(self.tensors)
-        self.update_([gradients[name].contiguous() for name in self.names], update)
+        return self.update_([gradients[name].contiguous() for name in self.names], update)
 
     @abstractmethod
-    def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> None:
+    def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> MatrixUpdate | None:
         """Updates the tensors in place, by mtcli's kernels where there is a `table`."""
 
 

@@ -18,7 +18,13 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.adapters import adapter_name, targets_of
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel.groups import Axis, Groups
-from mtcli.core.parallel.lora import Adapter, AdapterSettings, AdapterSides, AdapterSite
+from mtcli.core.parallel.lora import (
+    Adapter,
+    AdapterSettings,
+    AdapterSides,
+    AdapterSite,
+    ExpertAdapter,
+)
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.activation import ActivatedLinear, Activation
 from mtcli.kernels.dropout import DropoutStream, dropout_stream
@@ -169,6 +175,21 @@ class LayerFactory(ABC):
         key = stream_key(self.adapters.seed, "dropout", f"{name}.adapter")
         return Adapter(*site, self.adapters, key)
 
+    def expert_weight(self, name: str, experts: int) -> nn.Module:
+        """A module like `weight`'s, of the matrices of this rank's routed experts, with their
+        `adapter`: (x, y, rows of each expert) -> y with its outputs, or None."""
+        module = self.weight(name)
+        module.register_module("adapter", self.expert_adapter(name, experts))
+        return module
+
+    def expert_adapter(self, name: str, experts: int) -> nn.Module | None:
+        """The adapters of routed experts' matrices; None where the run trains none of their
+        targets."""
+        site = self.adapter_site(name)
+        if site is None or self.adapters is None:
+            return None
+        return ExpertAdapter(*site, self.adapters.scale, experts)
+
     def adapter_site(self, name: str) -> tuple[AdapterSite, AdapterSides] | None:
         """The site of a linear layer's adapter and its parameters; None where it has none."""
         if self.adapters is None:
@@ -237,6 +258,10 @@ class LayerFactory(ABC):
     def expert_weights(self, weight: Tensor, experts: int) -> Tensor:
         """The matrices [experts, F, D] of a parameter that stacks this rank's experts."""
         return weight.unflatten(0, (experts, -1))  # type: ignore[no-any-return]  # torch
+
+    def rows_of_experts(self, counts: Tensor | None) -> Tensor | None:
+        """The rows of each expert's weight, from those of each numbered by `experts_of_all`."""
+        return counts
 
     def experts_of_all(self, experts: Tensor, count: int) -> tuple[Tensor, int]:
         """(chosen experts [T, k], number of experts), numbered over all models of an array."""

@@ -36,7 +36,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "etp": ("etp",),
     "experts": ("etp", "ep"),
     "edp": ("edp",),
-    "expert_shards": ("etp", "edp"),
+    "expert_copies": ("etp", "edp"),  # of what is replicated, or gathered to an owner
     "replica": ("tp", "tp_row", "cp", "dp", "pp"),
     "replicas": ("replica",),
     "pp_forward": ("pp",),

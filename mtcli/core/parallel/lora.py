@@ -7,7 +7,7 @@ the layer's.
 
 No collective is added. A column-parallel layer computes all of A x on every rank, then its rows of
 B (A x). A row-parallel layer computes a partial A x, and the sum of its B (A x) is that of the
-layer's own partial results.
+layer's own partial results. The matrices of experts are sharded so over etp.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.parallel.groups import Groups
 from mtcli.kernels.dropout import dropout
 from mtcli.kernels.gemm import linear, runs_in_float32
+from mtcli.kernels.grouped_gemm import grouped_linear
 
 AdapterSides = dict[str, dict[str, nn.Parameter]]  # of sides a and b by target
 
@@ -93,6 +94,26 @@ class Adapter(nn.Module):
         if runs_in_float32(y_TF):
             return y_TF.add_(linear(z_TR, b_FR), alpha=scale)
         return y_TF.addmm_(z_TR, b_FR.T, alpha=scale)
+
+
+class ExpertAdapter(nn.Module):
+    """Computes y_e + scale * B_e A_e x_e for the rows of each routed expert e, in place."""
+
+    def __init__(
+        self, site: AdapterSite, parameters: AdapterSides, scale: float, experts: int
+    ) -> None:
+        """`experts` is the number of this rank's."""
+        super().__init__()
+        self.a, self.b = (nn.ParameterDict(parameters[side]) for side in "ab")
+        self.site, self.scale, self.experts = site, scale, experts
+
+    def forward(self, x_ND: Tensor, y_NF: Tensor, counts_E: Tensor | None) -> Tensor:
+        """Adds the adapters' outputs to y [N, F] in place, of rows sorted by expert."""
+        a, b = (self.site.ordered(side) for side in (self.a, self.b))
+        a_ERD = torch.cat([part.unflatten(0, (self.experts, -1)) for part in a], 1)
+        b_EFR = output_blocks(self.site, b).unflatten(0, (self.experts, -1))
+        z_NR = grouped_linear(x_ND, a_ERD, counts_E)
+        return y_NF.add_(grouped_linear(z_NR, b_EFR, counts_E), alpha=self.scale)
 
 
 def output_blocks(site: AdapterSite, parts: Sequence[Tensor]) -> Tensor:

@@ -32,6 +32,7 @@ ROUND = 2**22  # elements of an owner's matrices in a round, or one part of a st
 Tensors = Mapping[str, Tensor]  # a rank's rows by parameter
 Shape = tuple[int, int]  # of a matrix
 Stacks = dict[Shape, Tensor]  # the matrices of a round by shape: [S, rows, columns]
+MatrixUpdate = Generator[Stacks, Stacks | None, None]  # is sent a result for each stack
 
 
 class Location(NamedTuple):
@@ -141,9 +142,7 @@ class MatrixExchange:
         numbers = range(max(map(len, owned)))
         self.rounds = [self._round([rounds[n : n + 1] for rounds in owned]) for n in numbers]
 
-    def stacks(
-        self, sources: Tensors, targets: Tensors, like: Tensor
-    ) -> Generator[Stacks, Stacks, None]:
+    def stacks(self, sources: Tensors, targets: Tensors, like: Tensor) -> MatrixUpdate:
         """Yields this rank's matrices in `sources`, round by round, and writes what it is sent for
         them to `targets`, on all ranks. Collective.
 
@@ -159,6 +158,7 @@ class MatrixExchange:
             )
             passing.wait()
             results = yield stacks
+            assert results is not None, "what is yielded is sent back"
             if scatter is not None:
                 scatter.wait()
             scatter = Passing(number.scatter, results, targets, like)

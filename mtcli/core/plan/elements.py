@@ -17,10 +17,20 @@ Run = tuple[ModelConfig, LoraConfig]  # a model, and what of it is trained
 
 
 class Owner(NamedTuple):
-    """A rank's index among the ranks that divide attention parameters' rows, and experts'."""
+    """A rank's index among the ranks that divide attention parameters' rows, experts', and those
+    of experts that etp ranks replicate."""
 
     data: int = 0
     edp: int = 0
+    copies: int = 0
+
+    def share(self, parameter: Parameter, layout: ParallelLayout) -> tuple[int, int]:
+        """(index, number) of the ranks that divide a parameter's rows."""
+        if not parameter.is_expert:
+            return self.data, layout.dp * layout.cp
+        if "etp" in parameter.shard_axes:
+            return self.edp, layout.edp
+        return self.copies, layout.edp * layout.etp
 
 
 FIRST = Owner()
@@ -64,8 +74,10 @@ class RankElements(NamedTuple):
 
 def owner_of(work: Workload, rank: int) -> Owner:
     """A rank's index among the ranks that divide a parameter's rows."""
-    coordinates = work.layout.coordinates(rank)
-    return Owner(coordinates["cp"] + work.layout.cp * coordinates["dp"], coordinates["edp"])
+    layout, coordinates = work.layout, work.layout.coordinates(rank)
+    copies = coordinates["etp"] + layout.etp * coordinates["edp"]
+    data = coordinates["cp"] + layout.cp * coordinates["dp"]
+    return Owner(data, coordinates["edp"], copies)
 
 
 def rank_elements(work: Workload, pp_rank: int, owner: Owner = FIRST) -> RankElements:
@@ -127,10 +139,10 @@ def _elements(
         if not parameter.trained:
             untrained += times * prod(local)
             continue
-        ranks = layout.edp if parameter.is_expert else layout.dp * layout.cp
+        owned_by, ranks = owner.share(parameter, layout)
         rows, *columns = parameter.stored_shape(layout)
         share = -(-rows // ranks)
-        first = (owner.edp if parameter.is_expert else owner.data) * share
+        first = owned_by * share
         total, owned = times * prod(local), times * max(0, min(share, rows - first)) * prod(columns)
         shard += owned
         padded += times * ranks * share * prod(columns)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.rules import require
 from mtcli.core.config.schema import LoraConfig, RunConfig
-from mtcli.core.mesh.parameters import count_adapters, forward_flops, training_flops
+from mtcli.core.mesh.parameters import count_active_adapters, forward_flops, training_flops
 from mtcli.core.plan.costs import Costs, Pass
 from mtcli.core.plan.hardware import Device, device_named, for_run
 from mtcli.core.plan.memory import Memory, each_stage
@@ -191,4 +191,4 @@ def recomputed_share(work: Workload) -> float:
 def blocks_flops(model: ModelConfig, seq_len: int, lora: LoraConfig, causal: bool = False) -> float:
     """FLOPs of one token's forward through the blocks and their adapters, without the head."""
     head = 2.0 * model.vocab_size * model.hidden_size
-    return forward_flops(model, seq_len, causal) - head + 2.0 * count_adapters(model, lora)
+    return forward_flops(model, seq_len, causal) - head + 2.0 * count_active_adapters(model, lora)

@@ -34,7 +34,7 @@ CARRIERS = {
     "cp": ("cp",),
     "ep": ("ep", "etp", "experts"),
     "pp": ("pp_forward", "pp_backward"),
-    "dp": ("data", "samples", "edp", "tokens", "ends", "replicas"),
+    "dp": ("data", "samples", "edp", "expert_copies", "tokens", "ends", "replicas", "matrices"),
     "world": ("world", "replica"),
 }
 

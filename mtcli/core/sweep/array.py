@@ -6,6 +6,7 @@ gradient that is not finite stays in its model's rows.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from time import perf_counter
 
 import torch
@@ -17,6 +18,7 @@ from mtcli.core.mesh.update_rules import update_of
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.optim.grad_norm import clip_factor
+from mtcli.core.optim.muon import orthogonalise_together
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.engines import adapter_settings
 from mtcli.core.parallel.groups import Groups
@@ -134,15 +136,14 @@ class ModelArray:
         return step, ModelUpdate(optimizer, step.lr, factor, member.optimizer.updates + 1)
 
     def _update(self, models: Sequence[ModelUpdate | None]) -> None:
+        moving = [(m, u) for m, u in zip(self.members, models, strict=True) if u is not None]
         if self.compiled is not None:
             self.compiled.update(self.gradients, models)
-        for member, update in zip(self.members, models, strict=True):
-            if update is None:
-                continue
-            if self.compiled is None:
-                member.exchange.update(update.lr, update.factor)
-            else:
+            for member, _ in moving:
                 member.optimizer.updates += 1
+            return
+        matrices = [m.exchange.start(update.lr, update.factor) for m, update in moving]
+        orthogonalise_together([*chain(*matrices)], self.shape.optimizer)
 
     def _bind(self) -> None:
         """Builds the stage over the memory, as it is now."""

@@ -7,6 +7,7 @@ attention. Parameters are [B, ...].
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from mtcli.core.parallel.vocab_parallel import VocabCrossEntropy, VocabShard
 from mtcli.kernels.activation import Activation
 from mtcli.kernels.dropout import DropoutStream, dropout, dropout_stream
 from mtcli.kernels.gemm import linear, matmul, runs_in_float32
+from mtcli.kernels.grouped_gemm import grouped_linear
 from mtcli.kernels.norm import add_norm, gain, norm
 from mtcli.kernels.softcap import softcap
 
@@ -92,6 +94,16 @@ class ArrayLayers(LayerFactory):
         stream = self._streams(f"{name}.adapter", [lora.dropout for lora in loras])
         return ArrayAdapter(*site, scale_B11, stream)
 
+    def expert_adapter(self, name: str, experts: int) -> "ArrayExpertAdapter | None":
+        """The adapters of all models on their experts' common weights, of one rank."""
+        site = self.adapter_site(name)
+        if site is None:
+            return None
+        scale = [config.lora.alpha / config.lora.rank for config in self.configs]
+        wide = torch.promote_types(self.dtype, torch.float32)
+        scale_G = torch.tensor(scale, dtype=wide, device=self.groups.device).repeat(experts)
+        return ArrayExpertAdapter(*site, scale_G, experts)
+
     def _streams(self, site: str, probabilities: Sequence[float]) -> DropoutStream:
         """The streams of a site, of each model's probability."""
         pairs = zip(self.configs, probabilities, strict=True)
@@ -107,12 +119,26 @@ class ArrayLayers(LayerFactory):
         return weight.unflatten(1, (experts, -1)).flatten(0, 1)  # type: ignore[no-any-return]  # torch
 
     def experts_of_all(self, experts: Tensor, count: int) -> tuple[Tensor, int]:
-        """Model b's experts are numbers b * count and so on; frozen ones are those of all."""
+        """Model b's experts are numbers b * count and so on; frozen ones are those of all, or where
+        they have adapters numbers e * models + b, one expert's behind each other."""
+        if self.adapts_experts:
+            model = torch.arange(self.num_models, device=experts.device)
+            of_model = experts.view(self.num_models, -1) * self.num_models + model[:, None]
+            return of_model.view(experts.shape), count * self.num_models
         if self.adapters is not None:
             return experts, count
         first = torch.arange(self.num_models, device=experts.device) * count
         of_model = experts.view(self.num_models, -1) + first[:, None]
         return of_model.view(experts.shape), self.num_models * count
+
+    def rows_of_experts(self, counts: Tensor | None) -> Tensor | None:
+        """The rows of each expert's weight, which are those of all models."""
+        return None if counts is None else counts.unflatten(0, (-1, self.num_models)).sum(1)
+
+    @cached_property
+    def adapts_experts(self) -> bool:
+        """Whether routed experts have adapters."""
+        return any(one.of_adapter and one.is_expert for one in self.table.values())
 
 
 class ArrayLinear(nn.Module):
@@ -175,6 +201,40 @@ class ArrayAdapter(nn.Module):
         if runs_in_float32(y_TF):
             return (y_BTF + matmul(z_BTR, b_BFR.mT)).flatten(0, 1)
         return torch.baddbmm(y_BTF, z_BTR, b_BFR.mT).flatten(0, 1)
+
+
+class ArrayExpertAdapter(nn.Module):
+    """y_e + scale * B_e A_e x_e for each model's rows of each expert e, G = experts * models."""
+
+    def __init__(
+        self, site: AdapterSite, parameters: AdapterSides, scale_G: Tensor, experts: int
+    ) -> None:
+        super().__init__()
+        self.a, self.b = (nn.ParameterDict(parameters[side]) for side in "ab")
+        self.site = site._replace(outer=site.outer * len(scale_G) // experts)
+        self.scale_G, self.experts = scale_G, experts
+
+    def forward(self, x_ND: Tensor, y_NF: Tensor, counts_G: Tensor | None) -> Tensor:
+        """y [N, F] of x [N, D], rows sorted by expert and model."""
+        a, b = (self.site.ordered(side) for side in (self.a, self.b))
+        a_GRD = torch.cat([self._by_expert(part) for part in a], 1)
+        b_GFR = self._by_expert(output_blocks(self.site, b))
+        scale_N = self._of_rows(counts_G, len(x_ND))
+        z_NR = grouped_linear(x_ND, a_GRD, counts_G)
+        z_NR = (z_NR * scale_N[:, None]).to(y_NF.dtype)
+        return y_NF + grouped_linear(z_NR, b_GFR, counts_G)
+
+    def _by_expert(self, matrices: Tensor) -> Tensor:
+        """[models, experts * rows, columns], or flat -> [experts * models, rows, columns]."""
+        models, columns = len(self.scale_G) // self.experts, matrices.shape[-1]
+        of_models = matrices.reshape(models, self.experts, -1, columns)
+        return of_models.transpose(0, 1).flatten(0, 1)
+
+    def _of_rows(self, counts_G: Tensor | None, rows: int) -> Tensor:
+        """The scale of each row [N]."""
+        if counts_G is None:
+            return self.scale_G.repeat_interleave(rows // len(self.scale_G))
+        return self.scale_G.repeat_interleave(counts_G, output_size=rows)
 
 
 class ArrayEmbedding(nn.Module):

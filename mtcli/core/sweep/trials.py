@@ -27,6 +27,7 @@ from mtcli.core.config.loading import (
     validate,
     with_overrides,
 )
+from mtcli.core.config.lora import adapts_experts
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.synonyms import meant_fields
 from mtcli.core.sweep.rules import require_array
@@ -307,8 +308,12 @@ def partitioning_fields(trials: Sequence[Trial], varied: Sequence[str]) -> list[
     return [field for field in varied if field not in FUSIBLE or parts(field)]
 
 
-def _has_any(config: RunConfig, field: str) -> bool:
-    return bool(attrgetter(field)(config))
+def _has_any(config: RunConfig, field: str) -> bool | int:
+    """Whether a field is above 0; the rank itself of experts' adapters, which have one in an
+    array."""
+    number = attrgetter(field)(config)
+    has_experts = config.model.num_experts > 0 and adapts_experts(config.lora.targets)
+    return int(number) if field == "lora.rank" and has_experts else bool(number)
 
 
 def _infusible(config: RunConfig) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mtcli.core.exchange.facts import ExchangeFacts
 from mtcli.core.optim.optimizer import Optimizer
 from mtcli.core.parallel.groups import Axis
+from mtcli.core.parallel.matrix_exchange import MatrixUpdate
 from mtcli.core.sync.strategy import Strategy
 
 
@@ -53,10 +54,20 @@ class ReplicaExchange:
 
     def optimize(self, lr: float, factor: float) -> None:
         """Updates the rows that this rank owns."""
-        if factor != 1.0 and not self.optimizer.by_kernels:
-            self.inside.scale_gradients_(factor)
-            factor = 1.0
-        self.optimizer.step(self.inside.gradients, lr, factor)
+        self.optimizer.step(self.inside.gradients, lr, self._factor_left(factor))
+
+    def start(self, lr: float, factor: float) -> list[MatrixUpdate]:
+        """Updates as `optimize` but for matrices that are to be orthogonalised, whose updates it
+        returns."""
+        return self.optimizer.start(self.inside.gradients, lr, self._factor_left(factor))
+
+    def _factor_left(self, factor: float) -> float:
+        """Multiplies the gradients by the factor, unless the optimizer's kernels do; returns what
+        is left to multiply by."""
+        if factor == 1.0 or self.optimizer.by_kernels:
+            return factor
+        self.inside.scale_gradients_(factor)
+        return 1.0
 
     def after_step(self) -> None:
         """Exchanges master weights, once this replica's optimizer has updated them."""

@@ -8,7 +8,7 @@ from mtcli.core.runtime.health.flight_recorder import Call
 from mtcli.core.runtime.health.traffic import sent_by
 
 # Axes along which gradients are summed inside a replica, and those to other replicas.
-REDUCED = ("data", "samples", "tokens", "edp")
+REDUCED = ("data", "samples", "tokens", "edp", "expert_copies")
 EXCHANGED = ("replicas", "replica_group")
 
 

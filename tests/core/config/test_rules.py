@@ -235,6 +235,24 @@ ALSO = {  # further branches of the same rules
         "model.tie_embeddings",
         "head='multiple_choice' with tie_embeddings=true, and it reads no vocabulary",
         "leave model.tie_embeddings out"),
+    "rows of no table": (
+        ["model.position=rope", "model.position_offset=2"], 1, "model.position_offset",
+        "position_offset=2 with position='rope', which has no table",
+        "model.position = 'learned', or leave model.position_offset out"),
+    "a first norm that is not attention's": (
+        ["model.norm_order=post", "model.first_attention_norm=false"], 1,
+        "model.first_attention_norm",
+        "first_attention_norm=false with norm_order='post', where no norm is attention's alone",
+        "norm_order = 'pre' or 'sandwich' without parallel_residual, or leave it out"),
+    "a first norm of both": (
+        ["model.parallel_residual=true", "model.first_attention_norm=false"], 1,
+        "model.first_attention_norm",
+        "first_attention_norm=false with parallel_residual=true, where no norm is attention's "
+        "alone", "norm_order = 'pre' or 'sandwich' without parallel_residual, or leave it out"),
+    "no layer ahead of the logits": (
+        ["model.transform_bias=false"], 1, "model.transform_bias",
+        "transform_bias=false with head='lm', which has no such layer",
+        "model.head = 'mlm', or leave model.transform_bias out"),
     "no order without masked tokens": (
         ["model.sentence_order=true"], 1, "model.sentence_order",
         "sentence_order=true with head='lm', which predicts no order",
@@ -250,6 +268,10 @@ ALSO = {  # further branches of the same rules
         [*LSGD, "sync.asynchronous=true", "train.on_nonfinite=skip"], 4, "sync.asynchronous",
         "asynchronous=true: between exchanges a worker asks no other, and on_nonfinite='skip' "
         "passes over the batch of all", "train.on_nonfinite = 'stop'"),
+    "experts' adapters drop nothing": (
+        [*MOE, "lora.rank=4", 'lora.targets=["experts.down_proj"]', "lora.dropout=0.1"], 1,
+        "lora.dropout", "dropout=0.1 with adapters of routed experts, which drop nothing",
+        "lora.dropout = 0, as in peft"),
     "adapters by rows": (
         ["lora.rank=4", "parallel.zero=3"], 2, "lora.rank",
         "rank=4 with zero=3: adapters are too small to be sharded by rows", "parallel.zero = 1"),

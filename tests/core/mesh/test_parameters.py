@@ -9,7 +9,7 @@ import tiny
 import torch
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
-from tiny import LLAMA, run_config
+from tiny import LLAMA, MOE, run_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,6 +19,8 @@ from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import (
     count_active,
+    count_active_adapters,
+    count_adapters,
     count_parameters,
     forward_flops,
     parameters,
@@ -194,3 +196,16 @@ def test_norms_begin_at_a_gain_of_1_and_may_have_no_bias():
     assert {p.init for name, p in offset.items() if "norm" in name} == {"zeros"}
     norms = {name for name in plain if "norm.bias" in name}
     assert plain.keys() - bare.keys() == norms and len(norms) > 2
+
+
+def test_a_token_uses_the_adapters_of_the_experts_that_it_visits():
+    m = run_config(MOE | {"num_experts": 4, "top_k": 2}).model
+    names = ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]
+    lora = LoraConfig(rank=2, targets=tuple(names))
+    each = 2 * 3 * (m.hidden_size + m.moe_ffn_hidden_size)
+    assert count_adapters(m, lora) == m.num_layers * 4 * each
+    assert count_active_adapters(m, lora) == m.num_layers * 2 * each
+    assert count_adapters(m, LoraConfig(rank=2)) == count_active_adapters(m, LoraConfig(rank=2))
+    everything = LoraConfig(rank=2, targets=("all-linear",))
+    attention = count_adapters(m, LoraConfig(rank=2))
+    assert count_adapters(m, everything) == count_adapters(m, lora) + attention

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_hf import FAMILIES, configs
+from tiny_hf import FAMILIES, auto_model, configs
 
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.loading import config_of
@@ -51,13 +51,11 @@ def test_loss_and_every_gradient_of_a_family_are_transformers(name, tmp_path):
 
 def transformers_model(config):
     """A random model, none of whose parameters is zeros or ones."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     eager = {"attn_implementation": "eager"}
     if hasattr(config, "num_experts_per_tok"):
         eager["experts_implementation"] = "eager"
-    theirs = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **eager).eval()
+    theirs = auto_model(config).from_config(config, dtype=torch.float32, **eager).eval()
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)

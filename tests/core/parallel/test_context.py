@@ -136,10 +136,16 @@ def attend_by_kernels(*given):
 )
 @pytest.mark.parametrize(
     "way",
-    ["ring", *slow_cases("interpreted for 4 s", "all_gather", "ring window", "all_gather window")],
+    [
+        "ring",
+        *slow_cases(
+            "interpreted for 4 s", "all_gather", "ring window", "all_gather window", "ring sides"
+        ),
+    ],
 )
 def test_flash_kernels_have_the_values_and_gradients_of_the_whole(way):
-    mode, sees = way.split()[0], WINDOWS[1] if "window" in way else CAUSAL
+    mode, *more = way.split()
+    sees = {"window": WINDOWS[1], "sides": WINDOWS[2]}[more[0]] if more else CAUSAL
     documents, cases = documents_of(ROWS), [(torch.float32, 4)]
     whole = expected(made(*cases[0]), sees, documents)
     for rank, found in enumerate(run_ranks(2, attend_by_kernels, mode, sees, documents, cases)):

@@ -68,6 +68,8 @@ GRID = {"tp": 4, "tp_mode": "2d"}
 TWO_ROWS = {"tp": 8, "tp_rows": 2}
 ADAPTERS = {"lora": {"rank": 8}}
 FEW_ADAPTERS = {"lora": {"rank": 8, "targets": ["q_proj", "down_proj"]}}
+ALL_ADAPTERS = {"lora": {"rank": 8, "targets": ["all-linear"]}}
+SHARED_OUT = {"tp": 2, "etp": 2, "ep": 2, "zero": 1}
 SLIM = {"ffn_hidden_size": 128, "max_seq_len": 4096, "vocab_size": 100}
 AGAIN = {"cp": 2, "recompute": "full"}
 LONG = {"batch": {"seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 1}}
@@ -98,6 +100,7 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "tp": (2, GPT, {"tp": 2}, "bf16", None),
     "few adapters": (1, LLAMA, {}, "bf16", None, FEW_ADAPTERS),
     "adapters beside experts, recomputed": (1, MOE, {"recompute": "full"}, "fp32", None, ADAPTERS),
+    "adapters of experts": (8, MOE, SHARED_OUT, "bf16", LAST, ALL_ADAPTERS),
     "adapters of a pipeline": (2, DEEP, {"pp": 2}, "bf16", LAST, ADAPTERS),
     "without sequence parallelism": (2, LLAMA, {"tp": 2, "sequence_parallel": False}, "bf16", None),
     "zero=1, the last of three data ranks": (3, GPT, {"zero": 1}, "bf16", LAST),

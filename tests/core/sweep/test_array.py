@@ -21,6 +21,7 @@ from tiny import (
     run_config,
 )
 
+from mtcli.core.config.lora import adapts_experts
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.sweep import array as array_module
 from mtcli.core.sweep.array import ModelArray
@@ -153,10 +154,18 @@ LAMB = (
     {"name": "lamb", "lr": 0.02, "trust_bounds": [0.1, 1.0], "betas": [0.8, 0.9]},
     {"name": "lamb", "lr": 0.005, "weight_decay": 0.0},
 )
+MUON = (
+    {"name": "muon", "lr": 0.01},
+    {"name": "muon", "lr": 0.02, "momentum": 0.8, "nesterov": False},
+    {"name": "muon", "lr": 0.005, "weight_decay": 0.0},
+)
 CAPPED = MOE | {"capacity_factor": 1.0, "aux_loss_coeff": 0.02, "drop_scope": "sub_sequence"}
 SHARED = MOE | {"shared_expert_ffn_hidden_size": 8, "shared_expert_gate": True}
 ROTATION = {"rotary_fraction": 0.5, "rope_local_theta": 30.0, "window": 3, "window_pattern": "GL"}
 ROTATION |= {"rope_interleaved": True, "parallel_residual": True, "head_bias": True}
+MODERN = {"position": "rope", "window": 1, "window_pattern": "GL", "embedding_norm": True}
+MODERN |= {"first_attention_norm": False, "transform_bias": False, "sentence_order": False}
+MODERN |= {"norm_bias": False, "activation": "geglu", "ffn_hidden_size": 24}
 CASES = {
     "gpt fp64": (GPT, {}),
     "llama fp32": (LLAMA, {"precision": "fp32"}),
@@ -170,6 +179,8 @@ CASES = {
         {"precision": "fp32"},
     ),
     "lamb": (LLAMA, {"optimizers": LAMB}),
+    "muon": (SHARED, {"optimizers": MUON}),
+    "muon fp32": (LLAMA, {"optimizers": MUON, "precision": "fp32"}),
     "gated by GELU": (SHARED | {"activation": "geglu"}, {}),
     "gated and clamped": (
         SHARED | {"activation": "swiglu_clamped", "activation_limit": 0.05, "init_std": 0.2},
@@ -189,6 +200,11 @@ CASES = {
     "mixture with a capacity": (CAPPED, {}),
     "masked tokens fp32": (BERT | {"sentence_order": False}, {"precision": "fp32"}),
     "masked tokens and order": (BERT | DROPPING, {"batch": {"micro_batch_size": 2}}),
+    "masked tokens in windows": (BERT | MODERN, {}),
+    "positions behind an offset": (
+        BERT | {"position_offset": 2, "norm_order": "post", "token_types": 1},
+        {},
+    ),
     "classes": (BERT | DROPPING | CLASSIFYING, {}),
     "choices": (BERT | CHOOSING | {"norm_order": "post"}, {"batch": {"micro_batch_size": 2}}),
     "mixture with biases": (MOE | {"expert_bias": True, "router_bias": True}, {}),
@@ -356,6 +372,13 @@ LORA_CASES = {
     "gpt bf16": (GPT, {"precision": "bf16"}),
     "few targets": (LLAMA, {"lora": {"targets": FEW}, "optimizers": SGD}),
     "mixture": (CAPPED | SHARED, {"data": DOCUMENTS}),
+    "experts": (MOE | SHARED, {"data": DOCUMENTS, "lora": {"targets": ["all-linear"]}}),
+    "experts, padded": (
+        MOE | {"capacity_factor": 0.5, "pad_to_capacity": True, "expert_bias": True},
+        {"lora": {"targets": ["v_proj", "experts.up_proj", "experts.down_proj"]}},
+    ),
+    "experts bf16": (MOE, {"precision": "bf16", "lora": {"targets": ["experts.gate_proj"]}}),
+    "muon": (LLAMA, {"optimizers": MUON}),
     "lamb, recomputed": (
         LLAMA,
         {
@@ -370,7 +393,10 @@ LORA_CASES = {
 def lora_configs(model, **options):
     """Those configs with adapters of their own rank, alpha, dropout and seed."""
     configs = configs_of(model, **options)
-    pairs = zip(configs, LORA, strict=True)
+    loras = LORA
+    if adapts_experts(configs[0].lora.targets):  # whose array has one rank, and drops nothing
+        loras = [{"rank": 3, "alpha": lora["alpha"]} for lora in LORA]
+    pairs = zip(configs, loras, strict=True)
     return [c.model_copy(update={"lora": c.lora.model_copy(update=own)}) for c, own in pairs]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from chats import save_model, sums, write_lines
+from marks import slow_cases
 from ranks import run_ranks
 
 from mtcli.core.checkpoint.fine_tuning import source_of
@@ -25,7 +26,16 @@ from mtcli.core.training.state import load_weights, shards, starting_point
 from mtcli.core.training.step import Trainer
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
-KINDS = ("llama", "gpt2", "mixtral", "qwen2_moe", "gemma2", "starcoder2", "gpt_oss")
+KINDS = ("llama", "gpt2", "phi3", "gpt_oss", "deepseek_v3")
+MORE = ("mixtral", "qwen2_moe", "gemma2", "starcoder2", "glm4", "gpt_neox", "falcon", "qwen3_moe")
+MORE += ("deepseek_v2", "glm4_moe")
+KINDS += tuple(slow_cases("another family, 3 s", *((kind,) for kind in MORE)))
+FEW = {  # some targets of modules and arrays that have several
+    "phi3": ["q_proj", "v_proj", "up_proj", "down_proj"],
+    "gpt_neox": ["k_proj", "o_proj", "up_proj", "down_proj"],
+    "mixtral": ["experts.up_proj"],
+    "gpt_oss": ["o_proj", "experts.gate_proj", "experts.down_proj"],
+}
 
 
 def config(home, name, *settings):
@@ -60,12 +70,12 @@ def ids(vocab=300):
     return torch.randint(0, vocab, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_peft_loads_our_adapters_and_the_merged_model_has_its_logits(home, kind):
+def exported(home, kind, targets):
+    """A run's adapters, and the same read back from peft's folder, once their logits are peft's."""
     from peft import PeftModel
 
     base = save_model(home / "hf", kind)
-    done = run(config(home, "hf", "lora.alpha=7"))
+    done = run(config(home, "hf", "lora.alpha=7", f"lora.targets={json.dumps(targets)}"))
     to_peft(done, home / "peft", force=False)
     theirs = PeftModel.from_pretrained(base, home / "peft").eval()
     with torch.no_grad():
@@ -74,28 +84,101 @@ def test_peft_loads_our_adapters_and_the_merged_model_has_its_logits(home, kind)
             before = theirs(ids()).logits
     assert (wanted - before).abs().max() > 0.05, "the adapters do something"
     assert torch.allclose(_logits(done, home / "merged"), wanted, atol=1e-4)
-    assert torch.allclose(
-        _logits(open_checkpoint(home / "peft"), home / "again"), wanted, atol=1e-4
-    )
+    again = open_checkpoint(home / "peft")
+    assert torch.allclose(_logits(again, home / "again"), wanted, atol=1e-4)
+    return done.adapters, again.adapters
 
 
-def test_modules_have_the_names_of_their_family_and_one_of_several_targets_is_refused(home):
-    from peft import PeftModel
+def require_same(ours, read):
+    names = [name for name in ours.own.names() if "/" not in name]
+    assert sorted(read.own.names()) == sorted(names)
+    assert all(torch.equal(read.own.read(name), ours.own.read(name)) for name in names)
+    assert (read.lora.rank, read.lora.alpha) == (ours.lora.rank, ours.lora.alpha)
 
-    base = save_model(home / "hf", "gpt_neox")
-    done = run(config(home, "hf", 'lora.targets=["o_proj", "up_proj", "down_proj"]'))
-    to_peft(done, home / "peft", force=False)
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_our_adapters_and_the_merged_model_has_its_logits(home, kind):
+    require_same(*exported(home, kind, ["all-linear"]))
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_some_targets_of_a_module_of_several_are_adapters_of_it(home, kind):
+    require_same(*exported(home, kind, FEW[kind]))
+
+
+def test_modules_have_the_names_of_their_family_and_several_targets_times_their_rank(home):
+    exported(home, "gpt_neox", ["all-linear"])
     table = json.loads((home / "peft" / "adapter_config.json").read_text())
-    assert table["target_modules"] == ["dense", "dense_4h_to_h", "dense_h_to_4h"]
-    theirs = PeftModel.from_pretrained(base, home / "peft").eval()
+    names = ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]
+    assert (table["target_modules"], table["r"], table["lora_alpha"]) == (names, 4, 7)
+    assert table["rank_pattern"] == {"query_key_value": 12}
+    assert table["alpha_pattern"] == {"query_key_value": 21}
+
+
+ARRAYS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+THEIRS = {  # peft's own adapters: a model's kind, and the config
+    "one A for query, key and value": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj"]}),
+    "arrays of experts": ("gpt_oss", ARRAYS | {"target_modules": ["q_proj"]}),
+    "one array": ("mixtral", {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
+    "several ranks of one scale": (
+        "llama",
+        {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+        | {"rank_pattern": {"v_proj": 6, r".*\.down_proj": 2}}
+        | {"alpha_pattern": {"v_proj": 9, r".*\.down_proj": 3}},
+    ),
+    "scaled by roots": ("falcon", {"target_modules": ["query_key_value"], "use_rslora": True}),
+}
+
+
+def made_by_peft(home, kind, settings):
+    """Adapters of random values that peft has saved; its model."""
+    from peft import LoraConfig as Theirs
+    from peft import get_peft_model
+
+    torch.manual_seed(2)
+    made = Theirs(r=4, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    theirs = get_peft_model(save_model(home / "hf", kind), made).eval()
+    theirs.peft_config["default"].base_model_name_or_path = str(home / "hf")
+    theirs.save_pretrained(home / "peft")
+    return theirs
+
+
+@pytest.mark.parametrize("case", THEIRS)
+def test_adapters_of_peft_have_peft_s_logits(home, case):
+    theirs = made_by_peft(home, *THEIRS[case])
     with torch.no_grad():
         wanted = theirs(ids()).logits
-    assert torch.allclose(
-        _logits(open_checkpoint(home / "peft"), home / "again"), wanted, atol=1e-4
-    )
-    fused = run(config(home, "hf", f"train.output={home / 'fused'}"))
-    with pytest.raises(MtcliError, match="query_key_value for q_proj, k_proj, v_proj, whose"):
-        to_peft(fused, home / "none", force=False)
+        with theirs.disable_adapter():
+            assert (wanted - theirs(ids()).logits).abs().max() > 0.05
+    opened = open_checkpoint(home / "peft")
+    assert torch.allclose(_logits(opened, home / "merged"), wanted, atol=1e-4)
+    to_peft(opened, home / "more", force=False)
+    written = open_checkpoint(home / "more")
+    require_same(opened.adapters, written.adapters)
+
+
+def test_adapters_of_transformers_4_have_a_module_of_each_expert(home):
+    from peft import PeftModel
+    from safetensors.torch import save_file
+
+    base = save_model(home / "hf", "mixtral")
+    (home / "peft").mkdir()
+    table = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6}
+    table |= {"target_modules": ["q_proj", "w1", "w2", "w3"]}
+    table["base_model_name_or_path"] = str(home / "hf")
+    (home / "peft" / "adapter_config.json").write_text(json.dumps(table))
+    sizes, tensors = {"w1": (48, 32), "w2": (32, 48), "w3": (48, 32)}, {}
+    modules = {f"block_sparse_moe.experts.{e}.{w}": sizes[w] for e in range(4) for w in sizes}
+    for layer in range(2):
+        for module, (out, inputs) in (modules | {"self_attn.q_proj": (32, 32)}).items():
+            key = f"base_model.model.model.layers.{layer}.{module}"
+            tensors[f"{key}.lora_A.weight"] = 0.3 * torch.randn(4, inputs)
+            tensors[f"{key}.lora_B.weight"] = 0.3 * torch.randn(out, 4)
+    save_file(tensors, home / "peft" / "adapter_model.safetensors", {"format": "pt"})
+    opened = open_checkpoint(home / "peft")
+    with torch.no_grad():
+        wanted = PeftModel.from_pretrained(base, home / "peft").eval()(ids()).logits
+    assert torch.allclose(_logits(opened, home / "merged"), wanted, atol=1e-4)
 
 
 def _logits(checkpoint, folder):
@@ -288,6 +371,10 @@ def test_what_adapters_are_not_trained_with_is_refused(tuned, settings, said):
         ({"lora_alpha": "x"}, "lora_alpha='x'"),
         ({"base_model_name_or_path": "nowhere"}, "base_model_name_or_path='nowhere' is no folder"),
         ({"r": 5}, "and [5, 32] by its config"),
+        ({"alpha_pattern": {"q_proj": 99}}, "adapters are scaled by 4 and by 24.75"),
+        ({"rank_pattern": {"(q|k)_proj": 4}}, "cannot be represented"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern={'q_proj': 0} cannot be represented"),
+        ({"target_parameters": "experts"}, "target_parameters='experts' is no list of names"),
     ],
 )
 def test_settings_of_peft_that_are_not_plain_are_refused(tuned, tmp_path, change, said):

@@ -114,6 +114,14 @@ def test_queries_see_their_own_documents_alone(device, causal, rows):
     agrees(device, (len(rows), 2, 1, 133, 133, 16), False, mask, spans)
 
 
+@pytest.mark.parametrize("window", [1, 40])
+def test_queries_see_a_window_on_both_sides(device, window):
+    distance = torch.arange(133)[:, None] - torch.arange(133)
+    mask = (distance.abs() <= window)[None, None]
+    spans = KeyRanges(*(x.to(device) for x in spans_of(mask)))
+    agrees(device, (1, 2, 1, 133, 133, 16), False, mask, spans)
+
+
 def test_sequences_and_heads_are_more_than_the_second_dimension_of_a_grid_holds(
     monkeypatch, device
 ):

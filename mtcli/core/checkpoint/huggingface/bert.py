@@ -5,7 +5,6 @@ differ in the names of norms alone.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from mtcli.core.checkpoint.huggingface.family import (
     Family,
@@ -45,11 +44,16 @@ def write_labels(model: ModelConfig) -> Table:
     return {"id2label": {str(i): name for name, i in ids.items()}, "label2id": ids}
 
 
-EMBEDDINGS = {
-    "embedding.weight": same("bert.embeddings.word_embeddings.weight"),
-    "position_embedding.weight": same("bert.embeddings.position_embeddings.weight"),
-    "token_type_embedding.weight": same("bert.embeddings.token_type_embeddings.weight"),
-}
+def embeddings(base: str) -> dict[str, TensorRule]:
+    """Maps the tables of tokens, positions and token types."""
+    tables = {"embedding": "word", "position_embedding": "position"}
+    tables |= {"token_type_embedding": "token_type"}
+    return {
+        f"{ours}.weight": same(f"{base}.embeddings.{theirs}_embeddings.weight")
+        for ours, theirs in tables.items()
+    }
+
+
 LAYER = {
     "attention.qkv.weight": separate_qkv("attention.self.{}.weight", ("query", "key", "value")),
     "attention.qkv.bias": separate_qkv("attention.self.{}.bias", ("query", "key", "value")),
@@ -57,8 +61,11 @@ LAYER = {
     **dense("mlp.up", "intermediate.dense"),
     **dense("mlp.down", "output.dense"),
 }
-POST = EMBEDDINGS | dense("embedding_norm", "bert.embeddings.LayerNorm")
-PRE = EMBEDDINGS | dense("final_norm", "bert.encoder.ln")
+POST_NORMS = dense("attention_norm", "attention.output.LayerNorm") | dense(
+    "mlp_norm", "output.LayerNorm"
+)
+POST = embeddings("bert") | dense("embedding_norm", "bert.embeddings.LayerNorm")
+PRE = embeddings("bert") | dense("final_norm", "bert.encoder.ln")
 
 MASKED = {
     "head.bias": same("cls.predictions.bias"),
@@ -106,9 +113,7 @@ BERT = Family(
         RequiredValue("tie_word_embeddings", (None, True)),
     ),
     outer=POST | MASKED | ORDER,
-    inner=LAYER
-    | dense("attention_norm", "attention.output.LayerNorm")
-    | dense("mlp_norm", "output.LayerNorm"),
+    inner=LAYER | POST_NORMS,
     ignored=(
         r"bert\.embeddings\.position_ids",
         r"cls\.predictions\.decoder\.bias",
@@ -126,32 +131,42 @@ def with_heads(pre_training: Family, trunk: dict[str, TensorRule]) -> tuple[Fami
 
     `trunk` has the rules of parameters outside of blocks and head.
     """
-    name = pre_training.architecture.removesuffix("ForPreTraining")
-    shared = {**pre_training.constants, "sentence_order": False}
-    classifying = shared | {"tie_embeddings": False}
-    free = tuple(field for field in pre_training.required if field.theirs != "tie_word_embeddings")
-
-    def with_head(kind: str, **changes: Any) -> Family:
-        return replace(pre_training, architecture=f"{name}For{kind}", told_by="", **changes)
-
-    return (
+    masked = replace(
         pre_training,
-        with_head("MaskedLM", constants=shared, outer=trunk | MASKED),
-        with_head(
-            "SequenceClassification",
-            constants=classifying | {"head": "classification"},
-            required=(*free, RequiredValue("problem_type", (None, "single_label_classification"))),
-            outer=trunk | CLASSIFIER,
-            read_more=read_labels,
-            write_more=write_labels,
-        ),
-        with_head(
-            "MultipleChoice",
-            constants=classifying | {"head": "multiple_choice"},
-            required=free,
-            outer=trunk | CLASSIFIER,
-        ),
+        architecture=pre_training.architecture.replace("ForPreTraining", "ForMaskedLM"),
+        told_by="",
+        constants={**pre_training.constants, "sentence_order": False},
+        outer=trunk | MASKED,
     )
+    outer = trunk | CLASSIFIER
+    return (pre_training, masked, *classifiers(masked, outer, outer))
+
+
+def classifiers(
+    masked: Family, of_classes: dict[str, TensorRule], of_choices: dict[str, TensorRule]
+) -> tuple[Family, Family]:
+    """Builds the families that classify sequences and that choose among them, from that of masked
+    tokens, with the rules of parameters outside of blocks."""
+    name = masked.architecture.removesuffix("ForMaskedLM")
+    constants = {**masked.constants, "tie_embeddings": False}
+    free = tuple(field for field in masked.required if field.theirs != "tie_word_embeddings")
+    classes = replace(
+        masked,
+        architecture=f"{name}ForSequenceClassification",
+        constants=constants | {"head": "classification"},
+        required=(*free, RequiredValue("problem_type", (None, "single_label_classification"))),
+        outer=of_classes,
+        read_more=lambda theirs: {**masked.read_more(theirs), **read_labels(theirs)},
+        write_more=lambda model: {**masked.write_more(model), **write_labels(model)},
+    )
+    choices = replace(
+        masked,
+        architecture=f"{name}ForMultipleChoice",
+        constants=constants | {"head": "multiple_choice"},
+        required=free,
+        outer=of_choices,
+    )
+    return classes, choices
 
 
 MEGATRON_BERT = replace(

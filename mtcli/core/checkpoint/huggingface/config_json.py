@@ -20,6 +20,7 @@ from mtcli.core.checkpoint.huggingface.gpt_oss import GPT_OSS
 from mtcli.core.checkpoint.huggingface.granite import GRANITE
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
+from mtcli.core.checkpoint.huggingface.modernbert import MODERNBERT
 from mtcli.core.checkpoint.huggingface.multimodal import TEXT, TEXT_MODELS, text_of
 from mtcli.core.checkpoint.huggingface.nemotron import NEMOTRON
 from mtcli.core.checkpoint.huggingface.olmo import OLMO2, OLMO3
@@ -27,6 +28,7 @@ from mtcli.core.checkpoint.huggingface.phi import PHI
 from mtcli.core.checkpoint.huggingface.phi3 import PHI3
 from mtcli.core.checkpoint.huggingface.qwen2 import QWEN2, QWEN2_MOE
 from mtcli.core.checkpoint.huggingface.qwen3 import QWEN3, QWEN3_MOE
+from mtcli.core.checkpoint.huggingface.roberta import ROBERTAS
 from mtcli.core.checkpoint.huggingface.smollm3 import SMOLLM3
 from mtcli.core.checkpoint.huggingface.stablelm import STABLELM
 from mtcli.core.checkpoint.huggingface.starcoder2 import STARCODER2
@@ -41,7 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     *(SMOLLM3, PHI, PHI3, STABLELM, GLM4, GPT_NEOX, FALCON),
     *(DEEPSEEK_V3, DEEPSEEK_V2, GLM4_MOE),
     *(GEMMA2, GEMMA3, STARCODER2, NEMOTRON, GPT_OSS),
-    *BERTS,
+    *(*BERTS, *ROBERTAS, MODERNBERT),
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
 OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # of a family's model_type
@@ -230,7 +232,7 @@ def _function(model: ModelConfig) -> Table:
     derived = {"windows": windows, "out_bias": model.has_out_bias, "mlp_bias": model.has_mlp_bias}
     if model.num_experts:
         derived["router_biases"] = model.has_router_biases
-    derived["norm_bias"] = model.has_norm_bias
+    derived |= {"norm_bias": model.has_norm_bias, "embedding_norm": model.has_embedding_norm}
     if model.position == "rope":
         derived["rotating"] = [model.layer_rotates(layer) for layer in range(model.num_layers)]
     if model.attention_scale == model.head_dim**-0.5:

@@ -57,6 +57,8 @@ class WindowRule(NamedTuple):
     """only where `use_sliding_window` is true"""
     by_layer: bool = False
     """`layer_types` may say which layers; else all have the window, or none"""
+    doubled: str = ""
+    """the field that has, in place of `sliding_window`, twice the tokens on either side"""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,11 @@ def alternating(theirs: Table, period: int) -> str:
     return "".join("LG"[layer % period == 0] for layer in _layers(theirs))
 
 
+def after_global(theirs: Table, period: int) -> str:
+    """Gives the window to all layers but the first and each `period`-th after it, as ModernBERT."""
+    return "".join("LG"[(layer - 1) % period == 0] for layer in _layers(theirs))
+
+
 def _layers(theirs: Table) -> range:
     """The numbers of the layers, from 1 on."""
     return range(1, _number(theirs, "num_hidden_layers") + 1)
@@ -43,10 +48,7 @@ def read_window(theirs: Table, rule: WindowRule | None) -> Table:
 
     Raises MtcliError for a window where the family has none, and for layers of another kind.
     """
-    size, context = theirs.get("sliding_window"), theirs.get("max_position_embeddings")
-    if size is not None and (type(size) is not int or size < 0):
-        raise wrong(f"sliding_window={shown(size)} is not a whole number", "null, or a number")
-    size = size or 0
+    size, context = _size(theirs, rule), theirs.get("max_position_embeddings")
     if rule and rule.switched and not theirs.get(SWITCH):
         size = 0
     is_short = size > 0 and not (isinstance(context, int) and size >= context)
@@ -72,14 +74,26 @@ def write_window(model: ModelConfig, rule: WindowRule | None) -> Table:
     if rule is None:
         return {}
     table: Table = {"sliding_window": model.window or None}
+    if rule.doubled:  # of no layer, where there is no window
+        table = {rule.doubled: 2 * (model.window or model.max_seq_len)}
     if rule.switched:
         table[SWITCH] = model.window > 0
     if rule.by_layer:
         windows = [model.layer_window(layer) for layer in range(model.num_layers)]
         kinds = [KINDS["L" if window else "G"] for window in windows]
         first = next((layer for layer, window in enumerate(windows) if window), len(windows))
-        table |= {"max_window_layers": first, "layer_types": kinds}
+        table |= {"layer_types": kinds} | ({} if rule.doubled else {"max_window_layers": first})
     return table
+
+
+def _size(theirs: Table, rule: WindowRule | None) -> int:
+    """The tokens of a window, or in an encoder those on either side; 0 is none."""
+    name = rule.doubled if rule and rule.doubled else "sliding_window"
+    size, least = theirs.get(name), 0 if name == "sliding_window" else 2
+    if (size is None and not least) or (type(size) is int and size >= least):
+        return (size or 0) // max(1, least)
+    what = f"a whole number of {least} or more" if least else "a whole number"
+    raise wrong(f"{name}={shown(size)} is not {what}", "128" if least else "null, or a number")
 
 
 def _letters(kinds: object) -> str:

@@ -17,7 +17,7 @@ from mtcli.core.data.bert.examples import (
 )
 from mtcli.core.data.bert.masked_rows import MaskedRows
 from mtcli.core.data.bert.row_format import EncoderBatches
-from mtcli.core.data.bert.special_tokens import special_tokens
+from mtcli.core.data.bert.special_tokens import SpecialTokens, special_tokens
 from mtcli.core.data.blend import chosen
 from mtcli.core.data.indexed import tokenizer_folder
 from mtcli.core.data.subset import require_subset
@@ -39,7 +39,7 @@ def encoder_batches(
         examples.num_samples = num_samples
         return examples
     paths, split = chosen(config.data, which)
-    special = special_tokens(encoder_tokenizer(config, tokenizer, paths))
+    special = _special_tokens(config, encoder_tokenizer(config, tokenizer, paths))
     where = (paths, split, which, num_samples, config.batch.seq_len, config.data_seed)
     rows = MaskedRows(*where, special, config.model.sentence_order)
     rows.require_order()
@@ -61,7 +61,7 @@ def open_examples(
     loaded = encoder_tokenizer(config, tokenizer, paths)
     read = partial(_read, config, loaded, which)
     *sources, special = collect_errors(
-        *(partial(read, word) for word in words), partial(special_tokens, loaded)
+        *(partial(read, word) for word in words), partial(_special_tokens, config, loaded)
     )
     shares = [(word, share_of(one, split, which)) for word, one in zip(words, sources, strict=True)]
     batch = config.batch
@@ -86,6 +86,17 @@ def encoder_tokenizer(
         hint = "name one in data.tokenizer, or start from weights that have one, with --init"
         raise wrong(message, hint, "data.tokenizer")
     return load_tokenizer(spec)
+
+
+def _special_tokens(config: RunConfig, tokenizer: Tokenizer) -> SpecialTokens:
+    """Finds the tokenizer's special tokens. Raises MtcliError where one is missing, or positions
+    begin behind another padding id."""
+    special, offset = special_tokens(tokenizer), config.model.position_offset
+    if offset not in (0, special.pad + 1):
+        message = f"position_offset={offset} with a tokenizer whose padding is id {special.pad}"
+        hint = f"model.position_offset = {special.pad + 1}, where RoBERTa's positions then begin"
+        raise wrong(message, hint, "model.position_offset")
+    return special
 
 
 def _read(config: RunConfig, tokenizer: Tokenizer, which: Which, word: str) -> Examples:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from mtcli.core.checkpoint.adapters import Adapters
 from mtcli.core.checkpoint.huggingface.config_json import differing_fields, model_of
-from mtcli.core.checkpoint.huggingface.peft import peft_boxes
+from mtcli.core.checkpoint.huggingface.peft import peft_modules
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.config.loading import load_config
@@ -189,7 +189,7 @@ def test_adapters_are_not_written_for_the_whole_whose_modules_have_other_names(s
     base = open_checkpoint(saved[1] / "gemma3")
     trained = replace(base, adapters=Adapters(base, base, LoraConfig(rank=2)))
     with pytest.raises(MtcliError, match="has a multi_modal_projector, and peft") as error:
-        list(peft_boxes(trained))
+        list(peft_modules(trained))
     assert "gemma3 TEXT --to hf` writes its text model: --base TEXT" in str(error.value)
     bare = replace(base, unread=())
-    assert list(peft_boxes(replace(trained, adapters=Adapters(bare, bare, LoraConfig(rank=2)))))
+    assert list(peft_modules(replace(trained, adapters=Adapters(bare, bare, LoraConfig(rank=2)))))

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.bert.masking import choose, mask, words
 from mtcli.core.data.bert.special_tokens import SpecialTokens, special_tokens
-from mtcli.core.data.tokenize import byte_tokenizer, train_word_pieces
+from mtcli.core.data.tokenize import Tokenizer, byte_tokenizer, train_word_pieces
 
 V = 100
 IS_PLAIN = np.arange(V) >= 5
@@ -95,6 +97,29 @@ def test_special_tokens_are_a_tokenizers_own_and_its_words_begin_where_it_says()
     assert [special.pad, special.cls, special.sep, special.mask] == [0, 2, 3, 4]
     assert not special.is_plain[:5].any() and special.is_plain[5:].all()
     assert all(special.begins_word[i] != token.startswith("##") for token, i in vocab.items())
+
+
+def test_robertas_special_tokens_are_its_own_and_its_words_begin_with_a_space():
+    names = ["<s>", "<pad>", "</s>", "<unk>"]  # ids 0 to 3 of the published ones; the mask is last
+    backend = HfTokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=names, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(["unbelievable believers believe in belief"] * 9, trainer)
+    backend.add_special_tokens(["<mask>"])
+    tokenizer = Tokenizer(backend)
+    special = special_tokens(tokenizer)
+    size = tokenizer.vocab_size
+    assert [special.cls, special.pad, special.sep, special.mask] == [0, 1, 2, size - 1]
+    assert np.flatnonzero(~special.is_plain).tolist() == [0, 1, 2, 3, size - 1]
+    text = np.array([0, *tokenizer.encode("believe in unbelievers"), 2, 1, 1])
+    first, end = words(text, special)
+    found = [tokenizer.decode(text[a:b].tolist()) for a, b in zip(first, end, strict=True)]
+    assert found == ["believe", " in", " unbelievers"]
+    assert (end - first).max() > 1, "a word of several tokens"
 
 
 def test_a_tokenizer_without_special_tokens_is_refused_with_all_that_it_lacks():

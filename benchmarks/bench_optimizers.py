@@ -1,0 +1,188 @@
+"""Muon beside AdamW, each tuned: steps to a loss of held-out text, from the command line.
+
+Small Llamas train on the running Python's library sources. `mtcli sweep` tunes the learning rate
+and weight decay of each optimizer, and AdamW's betas and Muon's momentum; the best settings train
+with three further seeds. The loss to reach is the one that AdamW ends with, the mean of its seeds.
+Rates at the end of a grid are named: the best one may lie beyond.
+
+    python benchmarks/bench_optimizers.py --size tiny --plot docs/images/optimizers-tiny.png
+    python benchmarks/bench_optimizers.py --size 10m --steps 150 --json FILE
+    python benchmarks/bench_optimizers.py --read FILE
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from progress import each, say
+
+SIZES = {
+    "tiny": (
+        *("num_layers=4", "hidden_size=128", "num_heads=4", "ffn_hidden_size=344"),
+        *("vocab_size=257", "max_seq_len=128", "architecture=llama"),
+    ),
+    "10m": (
+        *("num_layers=8", "hidden_size=320", "num_heads=5", "ffn_hidden_size=864"),
+        *("vocab_size=257", "max_seq_len=128", "architecture=llama"),
+    ),
+}
+BATCH = ("seq_len=128", "micro_batch_size=8", "global_batch_size=8")
+RATES = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), "muon": (5e-3, 1e-2, 2e-2, 4e-2, 8e-2)}
+DECAYS = (0.03, 0.1)
+# Of the settings that no array of models can differ in, one sweep each.
+SHAPES = {
+    "adamw": ("optimizer.betas=[0.9, 0.95]", "optimizer.betas=[0.9, 0.99]"),
+    "muon": ("optimizer.momentum=0.95", "optimizer.momentum=0.9"),
+}
+EVALUATIONS, SEEDS, TUNING_SEED = 30, (1, 2, 3), 0
+T_95 = 4.303  # of Student's distribution with two degrees of freedom
+
+Curve = list[tuple[int, float]]  # (step, held-out loss)
+Table = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--json", help="write the curves to this file")
+    parser.add_argument("--plot", help="draw the curves into this file")
+    parser.add_argument("--read", help="show curves that were written")
+    args = parser.parse_args()
+    if args.read:
+        found = json.loads(Path(args.read).read_text())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            found = measured(Path(folder), args.size, args.steps)
+    if args.json:
+        Path(args.json).write_text(json.dumps(found) + "\n")
+    report(found)
+    if args.plot:
+        draw(found, args.plot)
+
+
+def measured(folder: Path, size: str, steps: int) -> Table:
+    """The best settings of each optimizer, and the curves of its seeds."""
+    data = folder / "stdlib"
+    mtcli("preprocess", "stdlib", "--output", str(data), "--tokenizer", "bytes")
+    common = [f"model.{one}" for one in SIZES[size]] + [f"batch.{one}" for one in BATCH]
+    common += [f'data.train=["{data}"]', f"train.steps={steps}", "train.device=cpu"]
+    common += [f"optimizer.warmup_steps={steps // 20}", "optimizer.schedule=linear"]
+    common += [f"train.eval_every={steps // EVALUATIONS}", "train.eval_batches=8"]
+    found: Table = {"size": size, "steps": steps, "optimizers": {}}
+    for name in each(RATES):
+        settings = [*common, f"optimizer.name={name}"]
+        best = tuned(folder, name, settings)
+        values = [f"{field}={value}" for field, value in best["values"].items()]
+        rows = sweep(folder / f"{name}-seeds", [*settings, best["shape"], *values], seeds=SEEDS)
+        curves = [curve(Path(row["folder"])) for row in rows]
+        found["optimizers"][name] = {"best": best, "curves": curves}
+    return found
+
+
+def tuned(folder: Path, name: str, settings: list[str]) -> Table:
+    """The trial with the lowest held-out loss at its end."""
+    trials = []
+    for number, shape in enumerate(SHAPES[name]):
+        vary = {"optimizer.lr": RATES[name], "optimizer.weight_decay": DECAYS}
+        output = folder / f"{name}-tuning-{number}"
+        rows = sweep(output, [*settings, shape], vary=vary, seeds=(TUNING_SEED,))
+        for row in rows:
+            del row["values"]["seed"]
+            trials.append({"shape": shape, **{key: row[key] for key in ("values", "valid_loss")}})
+    best = min(trials, key=lambda trial: trial["valid_loss"] or float("inf"))
+    ends = best["values"]["optimizer.lr"] in (RATES[name][0], RATES[name][-1])
+    say(f"{name}: {best['shape']}, {best['values']}: {best['valid_loss']:.4f}{' (end)' * ends}")
+    return {**best, "trials": trials}
+
+
+def sweep(
+    output: Path, settings: list[str], seeds: tuple[int, ...], vary: Table | None = None
+) -> list[Table]:
+    """The trials of `mtcli sweep`."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    varied = {**(vary or {}), "seed": seeds}
+    for field, values in varied.items():
+        words += ["--vary", f"{field}={','.join(map(str, values))}"]
+    result = output.parent / f"{output.name}.json"
+    mtcli("sweep", "tiny", *words, "--output", str(output), "--json", str(result))
+    trials: list[Table] = json.loads(result.read_text())["trials"]
+    return trials
+
+
+def curve(folder: Path) -> Curve:
+    """The held-out losses of a run."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row]
+
+
+def mtcli(*words: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "mtcli", *words], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+
+
+def steps_to(losses: Curve, target: float) -> float:
+    """The step at which a curve reaches a loss, between evaluations on a straight line; infinity
+    where it does not."""
+    before = losses[0]
+    for step, loss in losses:
+        if loss <= target:
+            share = (before[1] - target) / (before[1] - loss) if before[1] > loss else 1.0
+            return before[0] + share * (step - before[0])
+        before = (step, loss)
+    return float("inf")
+
+
+def interval(values: list[float]) -> str:
+    """The mean and its 95 % interval."""
+    half = T_95 * stdev(values) / len(values) ** 0.5
+    return f"{mean(values):.4g} +- {half:.2g}"
+
+
+def report(found: Table) -> None:
+    """Prints a row for each optimizer."""
+    optimizers = found["optimizers"]
+    target = mean(losses[-1][1] for losses in optimizers["adamw"]["curves"])
+    print(f"\n{found['size']}, {found['steps']} steps, to a held-out loss of {target:.4f}")
+    print("| optimizer | settings | held-out loss at the end | steps to AdamW's | of its steps |")
+    print("|---|---|---|---|---|")
+    for name, result in optimizers.items():
+        best, curves = result["best"], result["curves"]
+        values = [f"{key.partition('.')[2]} {value:g}" for key, value in best["values"].items()]
+        ends = interval([losses[-1][1] for losses in curves])
+        steps = [steps_to(losses, target) for losses in curves]
+        reached = [step for step in steps if step < float("inf")]
+        said = interval(reached) if len(reached) == len(steps) else f"{len(reached)} of 3 reach it"
+        share = f"{mean(reached) / found['steps']:.2f}" if len(reached) == len(steps) else ""
+        shape = best["shape"].partition(".")[2]
+        print(f"| {name} | {', '.join([shape, *values])} | {ends} | {said} | {share} |")
+
+
+def draw(found: Table, path: str) -> None:
+    """Held-out loss against steps, a line for each seed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for color, (name, result) in zip(("C0", "C1"), found["optimizers"].items(), strict=True):
+        for number, losses in enumerate(result["curves"]):
+            label = name if number == 0 else None
+            steps, values = zip(*losses, strict=True)
+            axes.plot(steps, values, color=color, linewidth=1, label=label)
+    target = mean(losses[-1][1] for losses in found["optimizers"]["adamw"]["curves"])
+    axes.axhline(target, color="0.5", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="steps", ylabel="held-out loss, nats per byte", ylim=(None, 3.0))
+    axes.set_title(f"{found['size']}: three seeds each, both tuned")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
