@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
 
-from mtcli.core.config.model import ModelConfig
+from mtcli.core.config.model import Mla, ModelConfig
 from mtcli.core.config.untrusted import shown
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.hardware import GPUS, Device, link
@@ -246,7 +246,8 @@ def _precision(printed: str, device: Device) -> str:
 
 
 def _model(m: Table, flash: bool) -> ModelConfig:
-    """The model, with latent attention as full heads and sliding windows as full attention."""
+    """The model. Records of latent attention are DeepSeek-V3's, and those of windows gpt-oss's,
+    whose every other layer has one; neither prints more than that."""
     hidden, gated = m["hidden"], bool(m.get("gated"))
     heads = m.get("heads") or max(1, hidden // 128)
     inner = m.get("ffn_hidden") or (4 * hidden if not gated else -(-8 * hidden // 768) * 256)
@@ -266,12 +267,19 @@ def _model(m: Table, flash: bool) -> ModelConfig:
     }
     if m.get("experts"):
         table |= {
+            "first_dense_layers": m.get("dense_layers") or 0,
+            "ffn_hidden_size": m.get("dense_ffn_hidden") or inner,
             "num_experts": m["experts"],
             "top_k": m.get("topk") or 1,
             "moe_ffn_hidden_size": inner,
             "shared_expert_ffn_hidden_size": m.get("shared_expert_hidden")
             or (m.get("shared_experts") or 0) * inner,
         }
+    if m.get("mla"):
+        mla = Mla(q_rank=1536)
+        table |= {"mla": mla.model_dump(), "head_dim": mla.nope_dim + mla.rope_dim}
+    if m.get("sliding_window"):
+        table |= {"window": m["sliding_window"], "window_pattern": "LG"}
     return ModelConfig.model_validate(table)
 
 

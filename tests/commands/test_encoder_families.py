@@ -60,6 +60,28 @@ def home(request, tmp_path):
     return tmp_path
 
 
+def assert_adapters(home):
+    """peft has the logits of adapters whose modules are the family's; others are merged alone."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForMaskedLM
+
+    run(home, "shard", "adapted", "merged", "--to", "hf", "--merge-lora", "--verify")
+    base, merged = (AutoModelForMaskedLM.from_pretrained(home / x) for x in ("theirs", "merged"))
+    if base.config.model_type == "roberta":
+        done = run(home, "shard", "adapted", "peft", "--to", "peft", code=2)
+        assert "roberta has 3 modules for c_attn, whose adapters are one" in done.stderr
+        assert "hint: --merge-lora" in done.stderr
+        return
+    run(home, "shard", "adapted", "peft", "--to", "peft")
+    ids = torch.arange(5, 30)[None]
+    with torch.no_grad():
+        expected, before = merged.eval()(ids).logits, base.eval()(ids).logits
+        found = PeftModel.from_pretrained(base, home / "peft").eval()(ids).logits
+    assert (expected - before).abs().max() > 1e-3
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 def test_a_folder_comes_in_is_trained_on_masked_tokens_and_goes_out_complete(home):
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
@@ -74,6 +96,9 @@ def test_a_folder_comes_in_is_trained_on_masked_tokens_and_goes_out_complete(hom
     rows = map(json.loads, (home / "run" / "metrics.jsonl").read_text().splitlines())
     losses = [row["loss"] for row in rows if "loss" in row]
     assert losses[-1] < losses[0] - 1.0
+    adapted = settings | {"lora.rank": 2, "train.steps": 3, "train.output": "adapted"}
+    run(home, "train", "--init", "ours", "--nproc", 2, **adapted)
+    assert_adapters(home)
     run(home, "shard", "run", "again", "--layout", "tp=4,pp=2", "--verify")
     run(home, "shard", "again", "back", "--to", "hf", "--verify")
     model, told = AutoModelForMaskedLM.from_pretrained(home / "back", output_loading_info=True)

@@ -18,6 +18,7 @@ from published.scores import (
 )
 
 from mtcli.core.config.errors import MtcliError
+from mtcli.core.mesh.parameters import count_parameters
 
 MODEL = {
     "layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "ffn_hidden": 8192, "vocab": 50368,
@@ -144,6 +145,20 @@ def test_a_dense_model_may_say_that_it_has_no_experts():
     assert read_record(row({"experts": 0, "topk": 0})) == read_record(ROW)
     with pytest.raises(ValueError, match="topk=0 is no whole number above 0"):
         read_record(row({"experts": 8, "topk": 0}))
+
+
+def test_a_record_of_latent_attention_is_deepseek_v3_to_a_parameter_and_one_of_a_window_gpt_oss():
+    deepseek = {
+        "layers": 61, "hidden": 7168, "heads": 128, "kv_heads": 128, "ffn_hidden": 2048,
+        "vocab": 129280, "experts": 256, "topk": 8, "gated": True, "mla": True, "dense_layers": 3,
+        "dense_ffn_hidden": 18432, "shared_experts": 1,
+    }  # fmt: skip
+    model = read_record(row(deepseek)).work.model
+    assert count_parameters(model) == 671_026_404_352
+    short = read_record(row({"sliding_window": 128})).work.model
+    assert [short.layer_window(layer) for layer in range(4)] == [128, 0, 128, 0]
+    with pytest.raises(ValueError):
+        read_record(row({"sliding_window": "wide"}))
 
 
 def test_what_describes_no_step_is_left_out_with_its_reason(tmp_path):

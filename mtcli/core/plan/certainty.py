@@ -23,11 +23,11 @@ class Spread(NamedTuple):
 
 
 RANGES = {
-    "dense models on GPUs with 16 bits alone": Spread(0.888, 1.208, 156),
-    "dense models on GPUs with fp8": Spread(0.807, 1.534, 58),
-    "dense models on GPUs with nvfp4": Spread(0.880, 1.150, 42),
-    "mixtures on GPUs with fp8": Spread(0.797, 1.137, 51),
-    "mixtures on GPUs with nvfp4": Spread(0.593, 1.437, 61),
+    "dense models on GPUs with 16 bits alone": Spread(0.890, 1.215, 156),
+    "dense models on GPUs with fp8": Spread(0.812, 1.537, 58),
+    "dense models on GPUs with nvfp4": Spread(0.880, 1.149, 42),
+    "mixtures on GPUs with fp8": Spread(0.793, 1.142, 51),
+    "mixtures on GPUs with nvfp4": Spread(0.577, 1.448, 61),
 }
 
 

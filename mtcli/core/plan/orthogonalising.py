@@ -8,7 +8,7 @@ from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.mesh.matrices import matrix_stacks
 from mtcli.core.mesh.sharding import Box
 from mtcli.core.mesh.update_rules import MUON, update_of
-from mtcli.core.plan.communication import transfer_seconds
+from mtcli.core.plan.communication import collective_seconds
 from mtcli.core.plan.elements import Run, parameter_copies
 from mtcli.core.plan.gpu_time import gemm_seconds
 from mtcli.core.plan.hardware import Device
@@ -42,10 +42,12 @@ def muon_seconds(work: Workload, pp_rank: int, device: Device) -> float:
                 local = number / layout.ep if expert else number
                 busy += local * _seconds(rows, columns, work, device)
                 elements += local * rows * columns
+        if not elements:
+            continue
         ways = 2 if work.zero or layout.tp > 1 else 1  # else each rank has the momenta whole
         rank_bytes = elements * work.sizes.weight / (size if work.zero else layout.tp)
-        sent = [Transfer("all_to_all", rank_bytes, size, times=ways)] if size > 1 else []
-        total += max(busy / size, transfer_seconds(sent, device))
+        sent = Transfer("all_to_all", rank_bytes, size, times=ways)
+        total += max(busy / size, collective_seconds(sent, device))
     return total
 
 

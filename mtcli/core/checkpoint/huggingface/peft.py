@@ -49,6 +49,7 @@ from mtcli.core.mesh.sharding import Box, Parameter
 
 WEIGHTS = "adapter_model.safetensors"
 TARGETS = "mtcli.targets"  # in the file's metadata: targets whose adapters in a module are apart
+TASKS = {"lm": "CAUSAL_LM", "classification": "SEQ_CLS"}  # of heads; peft has none for others
 Header = Mapping[str, TensorEntry]
 Number = TypeVar("Number", int, float)
 # Settings that change what adapters compute, and the values that we represent.
@@ -324,15 +325,15 @@ def peft_config(source: Checkpoint, modules: Sequence[PeftModule]) -> dict[str, 
     family = family_of_base(base)
     arrays = {module: as_parameter(family, module) for module in modules}
     wide = {re.escape(m.suffix): m.rank // lora.rank for m in modules if m.rank > lora.rank}
-    table = {
+    table: dict[str, Any] = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": TASKS.get(base.model.head),
         "base_model_name_or_path": str(base.folder),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0 if any(arrays.values()) else lora.dropout,  # peft refuses it there
         "target_modules": sorted({module.suffix for module in modules if not arrays[module]}),
-        "fan_in_fan_out": base.model.position == "learned",  # GPT-2's Conv1D
+        "fan_in_fan_out": family.model_type == "gpt2",  # its Conv1D
         "bias": "none",
         "inference_mode": True,
     }

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from mtcli.core.checkpoint.huggingface.family import Family
 from mtcli.core.checkpoint.safetensors_file import StoredBox
+from mtcli.core.config.errors import wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.mesh.adapters import LoraTarget, targets_of
 from mtcli.core.mesh.sharding import Box, Parameter
@@ -100,6 +101,10 @@ def modules_of(
     keys = list(dict.fromkeys(box.key for box in boxes))
     if len(keys) == 1:
         return [_module(weight, targets, boxes, rank_of)]
+    if len(targets) != len(boxes):  # an encoder's with learned positions
+        names = ", ".join(target.name for target in targets)
+        message = f"{family.model_type} has {len(keys)} modules for {names}, whose adapters are one"
+        raise wrong(message, "--merge-lora adds them to its weights")
     pairs = zip(targets, boxes, strict=True)
     return [_module(weight, (target,), [box], rank_of) for target, box in pairs]
 
