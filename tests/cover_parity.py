@@ -1,8 +1,9 @@
 """Chooses the rows of the parity table: `python tests/cover_parity.py` writes parity_rows.json.
 
 The rows are a covering array of parity_factors.py: each pair of levels that some legal row has
-occurs in one. They are chosen greedily, as by AETG (Cohen et al. 1997): of some random legal rows
-with a pair that is still missing, the one that has most missing pairs for each rank.
+occurs in one. Rows that are there stay, and those for pairs of new levels are added. They are
+chosen greedily, as by AETG (Cohen et al. 1997): of some random legal rows with a pair that is still
+missing, the one that has most missing pairs for each rank.
 """
 
 import json
@@ -10,7 +11,7 @@ import random
 import sys
 from itertools import combinations
 
-from parity_factors import FACTORS, PLAIN, ROWS_FILE, row_of
+from parity_factors import FACTORS, GATE, PLAIN, ROWS, ROWS_FILE, row_of
 
 TRIES = 300  # random rows among which no legal one is found that has an illegal pair
 CLIMBS, RANKS = 4, 2  # searches for a row; ranks that a row costs besides its own
@@ -58,8 +59,9 @@ def climbed(row, pair, missing, draw):
 
 
 def cover(seed):
-    """Rows that together have each pair of which some row is legal."""
-    draw, missing, rows = random.Random(seed), set(PAIRS), []
+    """Rows that together with the table's have each pair of which some row is legal."""
+    covered = set().union(*map(pairs_of, ROWS))
+    draw, missing, rows = random.Random(seed), set(PAIRS) - covered, []
     while missing:
         pair = draw.choice(sorted(missing, key=sorted))
         start = legal_row(pair, draw)
@@ -75,18 +77,18 @@ def without_needless(rows):
     """The rows without those whose pairs all others have too, the largest first."""
     rows = list(rows)
     for row in sorted(rows, key=lambda row: -row.world):
-        others = set().union(*(pairs_of(other) for other in rows if other is not row))
+        others = set().union(*(pairs_of(other) for other in [*ROWS, *rows] if other is not row))
         if pairs_of(row) <= others:
             rows.remove(row)
     return rows
 
 
 def main(seeds=8):
-    """Writes the rows of the seed that needs the fewest ranks."""
+    """Adds the rows of the seed that needs the fewest ranks to the table."""
     tables = (without_needless(cover(seed)) for seed in range(seeds))
     rows = min(tables, key=lambda rows: sum(RANKS + row.world for row in rows))
-    write([row.levels for row in rows], [])
-    print(f"{len(rows)} rows, {sum(row.world for row in rows)} ranks")
+    write([row.levels for row in [*ROWS, *rows]], sorted(GATE))
+    print(f"{len(rows)} rows more, {sum(row.world for row in rows)} ranks")
 
 
 def write(rows, gate):

@@ -28,7 +28,7 @@ TOKENS = 16
 
 def test_every_group_of_ranks_counts_for_one_axis_of_the_plan():
     counted = [group for groups in CARRIERS.values() for group in groups]
-    assert sorted(counted) == sorted([*AXES, "ends", "world"])
+    assert sorted(counted) == sorted([*AXES, "ends", "matrices", "world"])
 
 
 def test_model_flops_are_three_forward_passes_with_full_attention(profile):
