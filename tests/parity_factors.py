@@ -411,6 +411,7 @@ MORE_ROWS = [
     row_of({"model": "moe", "experts": "ep", "zero": "1", "dp": "2", "adapters": "lora"},
            optimizer=MUON),
     row_of({"model": "llama", "tp": "2", "update": "diloco"}, optimizer=MUON),
+    row_of({"model": "gpt", "update": "muon"}, parallel={"pp": 4, "stage_layers": [0, 1, 1, 0]}),
     row_of({"model": "moe", "tp": "2", "cp": "ring", "experts": "ep etp", "zero": "1"},
            lora=ADAPTED),
     row_of({"model": "moe", "tp": "2", "experts": "etp", "dp": "2", "zero": "1",

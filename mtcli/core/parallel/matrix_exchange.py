@@ -7,7 +7,7 @@ results are on their way.
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -148,31 +148,25 @@ class MatrixExchange:
 
         `like` has the dtype in which matrices pass, and the device.
         """
-        ahead = iter(self.rounds)
-        gather = self._gather(next(ahead, None), sources, like)
+        gathers = (self._gather(number, sources, like) for number in self.rounds)
+        ahead = pairwise(chain(gathers, [None]))  # which begins the next before it yields one
         scatter: Passing | None = None
-        while gather is not None:
-            (number, stacks, passing), gather = (
-                gather,
-                self._gather(next(ahead, None), sources, like),
-            )
+        for number, (gather, _) in zip(self.rounds, ahead, strict=True):
+            assert gather is not None, "a round each"
+            stacks, passing = gather
             passing.wait()
             results = yield stacks
-            assert results is not None, "what is yielded is sent back"
+            assert results is not None, "a result for each stack"
             if scatter is not None:
                 scatter.wait()
             scatter = Passing(number.scatter, results, targets, like)
         if scatter is not None:
             scatter.wait()
 
-    def _gather(
-        self, number: Round | None, sources: Tensors, like: Tensor
-    ) -> tuple[Round, Stacks, Passing] | None:
-        """Starts a round."""
-        if number is None:
-            return None
+    def _gather(self, number: Round, sources: Tensors, like: Tensor) -> tuple[Stacks, Passing]:
+        """Starts a round: the stacks of this rank's matrices, and what arrives in them."""
         stacks = {shape: like.new_empty(n, *shape) for shape, n in number.counts.items()}
-        return number, stacks, Passing(number.gather, sources, stacks, like)
+        return stacks, Passing(number.gather, sources, stacks, like)
 
     def _round(self, owned: Sequence[Sequence[Sequence[MatrixStack]]]) -> Round:
         """The round in which each owner has some stacks, or none."""

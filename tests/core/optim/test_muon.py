@@ -5,8 +5,6 @@ import torch
 from tiny import GPT, LLAMA, MOE, Samples, run_config
 
 from mtcli.core.config.schema import OptimizerConfig
-from mtcli.core.mesh.matrices import matrix_stacks
-from mtcli.core.mesh.sharding import Box
 from mtcli.core.optim.newton_schulz import orthogonalised
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
@@ -27,6 +25,18 @@ def test_an_iteration_in_bfloat16_is_torchs_to_the_bit(shape):
         torch.optim._muon._zeropower_via_newtonschulz(matrix, coefficients, 5, 1e-7) for matrix in x
     ]
     torch.testing.assert_close(ours, torch.stack(theirs), rtol=0, atol=0)
+
+
+def logical(name, x, split_heads):
+    """The matrices that a weight stands for, by its layout alone."""
+    layer = name.split(".")[-2]
+    experts = x if ".experts." in name else [x]
+    if layer == "gate_up":
+        return [half for expert in experts for half in expert]
+    if layer != "qkv":
+        return list(experts)
+    heads = [x[:, :-2], x[:, -2:-1], x[:, -1:]]
+    return [y for role in heads for y in (role.flatten(0, 1) if split_heads else [role])]
 
 
 class Theirs:
@@ -62,13 +72,8 @@ class Theirs:
         """The logical matrices of a weight or gradient; another parameter itself."""
         if name not in self.matrices:
             return [x]
-        shape = self.table[name].shape
-        stacks = matrix_stacks(self.table[name], Box.of(shape), self.split)
-        return [
-            matrix
-            for s in stacks
-            for matrix in x.view(shape)[s.box.slices].reshape(-1, s.rows, s.columns)
-        ]
+        x = x.view(self.table[name].shape)
+        return [matrix.reshape(-1, x.shape[-1]) for matrix in logical(name, x, self.split)]
 
     def note(self, gradients, factor):
         for name, gradient in gradients.items():
