@@ -4,7 +4,12 @@ import pytest
 import torch
 from tiny import GPT, LLAMA, MOE, Samples, run_config
 
+from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import OptimizerConfig
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.matrices import assigned, boxes_of_ranks, chunks, matrix_stacks
+from mtcli.core.mesh.parameters import parameters
+from mtcli.core.mesh.sharding import Box
 from mtcli.core.optim.newton_schulz import orthogonalised
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
@@ -127,3 +132,84 @@ def test_twenty_steps_are_torchs(monkeypatch, model, optimizer):
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())  # in which torch's iterates
     config = run_config(model, optimizer={"name": "muon"} | optimizer, train={"steps": 20})
     assert largest_difference(config) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (7, 1), (1, 1), (5, 8)])
+def test_degenerate_matrices_stay_finite(shape):
+    zeros = orthogonalised(torch.zeros(2, *shape), OptimizerConfig(name="muon"))
+    assert torch.equal(zeros, torch.zeros(2, *shape))
+    ones = orthogonalised(torch.full((1, *shape), 1e-20), OptimizerConfig(name="muon"))
+    (largest, *others) = torch.linalg.svdvals(ones[0].double()).tolist()
+    assert 0.6 < largest < 1.3 and max(others, default=0.0) < 1e-3
+
+
+# Of the scalar iteration: the images of singular values between 0.01 and 1.
+IMAGES = {"jordan": (0.68, 1.14), "quintic5": (0.97, 1.04), "polar_express": (0.85, 1.15)}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_singular_values_come_near_1_and_vectors_stay(name):
+    generator = torch.Generator().manual_seed(3)
+    u, v = (
+        torch.linalg.qr(torch.randn(n, 24, dtype=torch.float64, generator=generator))[0]
+        for n in (24, 40)
+    )
+    # divided by their norm they lie between 0.01 and 1
+    values = torch.logspace(-1.9, 0, 24, dtype=torch.float64)
+    x = (u * values @ v.T)[None]
+    out = orthogonalised(x, OptimizerConfig(name="muon", ns_coefficients=name))[0]
+    images = u.T @ out @ v
+    diagonal = images.diagonal()
+    assert float((images - diagonal.diag()).abs().max()) < 1e-10
+    low, high = IMAGES[name]
+    within = diagonal[values / values.norm() > 0.01]
+    assert low < float(within.min()) and float(within.max()) < high
+
+
+def test_coefficients_of_ones_own_are_those_of_the_name_they_equal():
+    x = torch.randn(2, 6, 9, generator=torch.Generator().manual_seed(1))
+    named = orthogonalised(x.clone(), OptimizerConfig(name="muon"))
+    given = OptimizerConfig(name="muon", ns_coefficients=(3.4445, -4.7750, 2.0315))
+    assert torch.equal(named, orthogonalised(x, given))
+
+
+def test_an_overflow_leaves_the_momentum_as_it_was():
+    train = {"steps": 4, "precision": "fp16", "initial_loss_scale": 2.0**40}
+    config = run_config(LLAMA, optimizer={"name": "muon"}, train=train)
+    trainer = Trainer(config, ALONE)
+    initialise(trainer)
+    loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+    assert trainer.train_step(loader).outcome == "overflow"
+    assert not any(m.any() for kind in trainer.optimizer.moments.values() for m in kind.values())
+
+
+def test_accumulation_makes_one_iteration_a_step():
+    weights = []
+    for size in (1, 4):
+        batch = {"micro_batch_size": size, "global_batch_size": 4}
+        train = {"steps": 3, "precision": "fp64"}
+        config = run_config(LLAMA, optimizer={"name": "muon"}, train=train, batch=batch)
+        trainer = Trainer(config, ALONE)
+        initialise(trainer)
+        loader = MicroBatchLoader(Samples(config), config, trainer.groups)
+        for _ in range(3):
+            trainer.train_step(loader)
+        weights.append(trainer.strategy.weights())
+    for name, one in weights[0].items():
+        torch.testing.assert_close(one, weights[1][name], rtol=0, atol=1e-12, msg=name)
+
+
+def test_owners_have_equal_work():
+    """Of a model of equal layers on ranks that divide them: within the largest matrix."""
+    table = parameters(ModelConfig(**LLAMA | {"num_layers": 4}))
+    names = [name for name, parameter in table.items() if parameter.matrices]
+    layout, ranks = ParallelLayout(4, tp=2), (0, 1, 2, 3)
+    chunks_of = {}
+    for name in names:
+        boxes = boxes_of_ranks(table[name], layout, ranks, ())
+        for stack in matrix_stacks(table[name], Box.of(table[name].shape), False):
+            chunks_of[stack] = chunks(stack, boxes)
+    work = [sum(stack.flops for stack in stacks) for stacks in assigned(chunks_of, 4)]
+    assert sum(work) == sum(stack.flops for stack in chunks_of)
+    assert max(work) - min(work) <= max(stack.flops for stack in chunks_of)
+    assert len(chunks_of) == 4 * 7
