@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -39,7 +40,8 @@ SHAPES = {
     "adamw": ("optimizer.betas=[0.9, 0.95]", "optimizer.betas=[0.9, 0.99]"),
     "muon": ("optimizer.momentum=0.95", "optimizer.momentum=0.9"),
 }
-EVALUATIONS, SEEDS, TUNING_SEED = 30, (1, 2, 3), 0
+EVALUATIONS, SEEDS, TUNING_SEED = 20, (1, 2, 3), 0
+MEDIAN = 5  # times in a run at which tuning stops trials that are worse than the median
 T_95 = 4.303  # of Student's distribution with two degrees of freedom
 
 Curve = list[tuple[int, float]]  # (step, held-out loss)
@@ -49,7 +51,7 @@ Table = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="tiny")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", help="write the curves to this file")
     parser.add_argument("--plot", help="draw the curves into this file")
     parser.add_argument("--read", help="show curves that were written")
@@ -73,26 +75,27 @@ def measured(folder: Path, size: str, steps: int) -> Table:
     common = [f"model.{one}" for one in SIZES[size]] + [f"batch.{one}" for one in BATCH]
     common += [f'data.train=["{data}"]', f"train.steps={steps}", "train.device=cpu"]
     common += [f"optimizer.warmup_steps={steps // 20}", "optimizer.schedule=linear"]
-    common += [f"train.eval_every={steps // EVALUATIONS}", "train.eval_batches=8"]
+    common += [f"train.eval_every={steps // EVALUATIONS}", "train.eval_batches=4"]
     found: Table = {"size": size, "steps": steps, "optimizers": {}}
     for name in each(RATES):
         settings = [*common, f"optimizer.name={name}"]
-        best = tuned(folder, name, settings)
+        best = tuned(folder, name, settings, steps)
         values = [f"{field}={value}" for field, value in best["values"].items()]
-        rows = sweep(folder / f"{name}-seeds", [*settings, best["shape"], *values], seeds=SEEDS)
+        rows = sweep(folder / f"{name}-seeds", [*settings, best["shape"], *values], SEEDS)
         curves = [curve(Path(row["folder"])) for row in rows]
         found["optimizers"][name] = {"best": best, "curves": curves}
     return found
 
 
-def tuned(folder: Path, name: str, settings: list[str]) -> Table:
+def tuned(folder: Path, name: str, settings: list[str], steps: int) -> Table:
     """The trial with the lowest held-out loss at its end."""
     trials = []
     for number, shape in enumerate(SHAPES[name]):
         vary = {"optimizer.lr": RATES[name], "optimizer.weight_decay": DECAYS}
         output = folder / f"{name}-tuning-{number}"
-        rows = sweep(output, [*settings, shape], vary=vary, seeds=(TUNING_SEED,))
-        for row in rows:
+        more = ["--median", str(steps // MEDIAN)]
+        rows = sweep(output, [*settings, shape], (TUNING_SEED,), vary, more)
+        for row in (row for row in rows if row["status"] == "finished"):
             del row["values"]["seed"]
             trials.append({"shape": shape, **{key: row[key] for key in ("values", "valid_loss")}})
     best = min(trials, key=lambda trial: trial["valid_loss"] or float("inf"))
@@ -102,10 +105,14 @@ def tuned(folder: Path, name: str, settings: list[str]) -> Table:
 
 
 def sweep(
-    output: Path, settings: list[str], seeds: tuple[int, ...], vary: Table | None = None
+    output: Path,
+    settings: list[str],
+    seeds: tuple[int, ...],
+    vary: Table | None = None,
+    more: Sequence[str] = (),
 ) -> list[Table]:
     """The trials of `mtcli sweep`."""
-    words = [word for setting in settings for word in ("--set", setting)]
+    words = [*more, *(word for setting in settings for word in ("--set", setting))]
     varied = {**(vary or {}), "seed": seeds}
     for field, values in varied.items():
         words += ["--vary", f"{field}={','.join(map(str, values))}"]
