@@ -1,9 +1,9 @@
 """Takes a tiny random model of each Hugging Face family through mtcli, as a user would, and back.
 
-transformers writes a folder; `mtcli shard --verify` reads it, `mtcli train` runs 4 steps on it on
-tp=2, pp=2, and `mtcli shard --to hf --verify` writes the weights after 3. All samples are one
-sequence, so transformers' loss on the two folders should be mtcli's of the first and of the fourth
-step.
+transformers writes a folder; `mtcli shard --verify` reads it, `mtcli train` runs 6 steps of SGD on
+it on tp=2, pp=2, and `mtcli shard --to hf --verify` writes the weights after 3. transformers trains
+on from both folders. All samples are one sequence, so its losses should be mtcli's: of steps 1 to 3
+from its own folder, and of steps 4 to 6 from the one that came back.
 
     python benchmarks/families_by_command.py                 # all families of tests/core/tiny_hf.py
     python benchmarks/families_by_command.py gemma2 glm4     # some
@@ -25,15 +25,16 @@ sys.path[:0] = [str(TESTS), str(TESTS / "core")]
 from indexed_dataset import write_dataset  # noqa: E402 - a file of the tests
 from tiny_hf import ENCODERS, FAMILIES, configs  # noqa: E402 - a file of the tests
 
-SEQ_LEN, STEPS = 16, 4
+SEQ_LEN, STEPS, RATE = 52, 6, 0.1
 
 
 def main() -> None:
-    """Prints a row for each family: both losses, and their differences from transformers'."""
+    """Prints a row for each family: the first and the last loss, and how far transformers' are from
+    mtcli's at most, ahead of the export and after it."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tiny = configs()
-    print("| family | first loss | differs by | fourth loss | differs by |")
+    print(f"| family | loss of step 1 | of step {STEPS} | differ by, steps 1 to 3 | 4 to {STEPS} |")
     print("|---|---|---|---|---|")
     others = ("gpt2", *ENCODERS)  # of 3 heads, and without next tokens
     for name in sys.argv[1:] or (name for name in FAMILIES if name not in others):
@@ -54,21 +55,26 @@ def row(config: transformers.PretrainedConfig, folder: Path) -> list[str]:
     write_dataset(folder / "data", [np.append(np.tile(period, 40), period[0])], np.uint16)
     mtcli("shard", folder / "theirs", folder / "ours", "--verify", "--layout", "tp=2")
     losses = trained(folder, config.num_hidden_layers)
-    saved = folder / "run" / "checkpoints" / f"step-{STEPS - 1:08d}"
+    saved = folder / "run" / "checkpoints" / f"step-{STEPS // 2:08d}"
     mtcli("shard", saved, folder / "back", "--to", "hf", "--verify")
-    expected = [their_loss(folder / name, sequence) for name in ("theirs", "back")]
-    pairs = zip((losses[0], losses[-1]), expected, strict=True)
-    return [cell for ours, other in pairs for cell in (f"{ours:.6f}", f"{abs(ours - other):.1e}")]
+    halves = losses[: STEPS // 2], losses[STEPS // 2 :]
+    differences = [
+        max(abs(a - b) for a, b in zip(half, their_losses(folder / name, sequence), strict=True))
+        for name, half in zip(("theirs", "back"), halves, strict=True)
+    ]
+    return [f"{losses[0]:.6f}", f"{losses[-1]:.6f}", *(f"{x:.1e}" for x in differences)]
 
 
 def trained(folder: Path, layers: int) -> list[float]:
-    """Trains on 4 ranks, saves ahead of the last step, and returns the loss of each step."""
+    """Trains on 4 ranks, saves half-way, and returns the loss of each step."""
     settings = {
         "data.train": folder / "data", "data.split": "1,0,0", "train.output": folder / "run",
-        "train.steps": STEPS, "train.save_every": STEPS - 1, "train.precision": "fp32",
+        "train.steps": STEPS, "train.save_every": STEPS // 2, "train.precision": "fp32",
         "parallel.tp": 2, "parallel.pp": 2, "parallel.stage_layers": [layers // 2, -(-layers // 2)],
         "batch.seq_len": SEQ_LEN, "batch.micro_batch_size": 1, "batch.global_batch_size": 2,
-        "optimizer.lr": 1e-3, "optimizer.warmup_steps": 0,
+        "optimizer.name": "sgd", "optimizer.lr": RATE, "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0,
+        "model.aux_loss_coeff": 0.0, "model.router_bias_update_rate": 0.0,
     }  # fmt: skip
     given = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     mtcli("train", folder / "theirs", "--nproc", 4, *given)
@@ -76,14 +82,20 @@ def trained(folder: Path, layers: int) -> list[float]:
     return [entry["loss"] for entry in rows if "loss" in entry]
 
 
-def their_loss(folder: Path, sequence: np.ndarray) -> float:
-    """The mean cross entropy that transformers has of a sequence."""
+def their_losses(folder: Path, sequence: np.ndarray) -> list[float]:
+    """The losses of the sequence of half of the steps, as transformers trains by SGD."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    tokens = torch.tensor(sequence)
-    with torch.no_grad():
-        return float(cross_entropy(model(tokens[None, :-1]).logits[0], tokens[1:]))
+    ).eval()  # without dropout
+    tokens, losses = torch.tensor(sequence), []
+    sgd = torch.optim.SGD(model.parameters(), lr=RATE)
+    for _ in range(STEPS // 2):
+        loss = cross_entropy(model(tokens[None, :-1]).logits[0], tokens[1:])
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        losses.append(float(loss))
+    return losses
 
 
 def mtcli(*words: object) -> None:
