@@ -27,7 +27,7 @@ from mtcli.core.parallel.collectives import start_all_to_all_v
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ownership import Ownership
 
-ROUND = 2**22  # elements of an owner's matrices in a round, or one part of a stack
+ROUND = 2**20  # elements of an owner's matrices in a round, or one part of a stack
 
 Tensors = Mapping[str, Tensor]  # a rank's rows by parameter
 Shape = tuple[int, int]  # of a matrix
@@ -160,6 +160,7 @@ class MatrixExchange:
             if scatter is not None:
                 scatter.wait()
             scatter = Passing(number.scatter, results, targets, like)
+            del gather, stacks, passing, results  # of which the next round has its own
         if scatter is not None:
             scatter.wait()
 
