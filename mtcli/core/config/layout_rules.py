@@ -89,8 +89,8 @@ def _grid_holds_whole_sequences(config: RunConfig, world: int) -> Iterator[Probl
 
 
 def rows_share_micro_batches(config: RunConfig, world: int) -> Iterator[Problem]:
-    """Checks that the rows of a grid of tp ranks get equal numbers of sequences, and of experts'
-    tokens."""
+    """Checks that the rows of a grid of tp ranks get equal numbers of sequences, and their ranks
+    of experts' and latents' tokens."""
     p, m, b = config.parallel, config.model, config.batch
     rows = p.grid_rows
     if rows > 1 and b.micro_batch_size % rows:
@@ -100,7 +100,7 @@ def rows_share_micro_batches(config: RunConfig, world: int) -> Iterator[Problem]
             f"micro_batch_size {listing(multiples_around(b.micro_batch_size, rows))}",
             "batch.micro_batch_size",
         )
-    elif rows > 1 and m.num_experts:
+    elif rows > 1 and (m.num_experts or m.mla):
         tokens = b.micro_batch_size // rows * b.seq_len
         dividend = "the tokens of a row's micro-batch"
         yield from divides("parallel.tp", p.tp // rows, dividend, tokens, COLUMNS)

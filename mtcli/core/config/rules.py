@@ -179,7 +179,7 @@ def _pairs_rotate(config: RunConfig, world: int) -> Iterator[Problem]:
 def _latents_have_heads(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks that multi-head latent attention has no setting of a query, key and value
     projection."""
-    m, p, mla = config.model, config.parallel, config.model.mla
+    m, mla = config.model, config.model.mla
     if mla is None:
         return
     width = mla.nope_dim + mla.rope_dim
@@ -195,9 +195,6 @@ def _latents_have_heads(config: RunConfig, world: int) -> Iterator[Problem]:
         message = f"rope_dim={mla.rope_dim} is odd and rotary positions turn pairs"
         hint = f"{mla.rope_dim - 1} or {mla.rope_dim + 1}"
         yield Problem(message, hint, "model.mla.rope_dim")
-    if p.grid_rows > 1:
-        message = f"{p.grid_rows} rows of tp ranks with model.mla, whose latents are not sharded"
-        yield Problem(message, "parallel.tp_mode = '1d'", "parallel.tp_mode")
 
 
 def _experts_are_whole(config: RunConfig, world: int) -> Iterator[Problem]:

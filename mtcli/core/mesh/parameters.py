@@ -276,9 +276,13 @@ def _latent_attention(model: ModelConfig, mla: Mla, name: str, layer: int) -> It
             yield Parameter(f"{down}.bias", (width,), (None,), "zeros", layer)
         init: Init = "zeros" if model.norm_offset else "ones"
         yield Parameter(f"{name}.{norm}.weight", (rank,), (None,), init, layer)
-    axes, query = ("tp", None, None), "q_up" if mla.q_rank else "q"
-    shape = (heads, turned, mla.q_rank or hidden)
-    yield _linear(f"{name}.{query}", shape, axes, layer, Matrix("query"))
+    axes = ("tp", None, None)
+    if mla.q_rank:
+        shape = (heads, turned, mla.q_rank)
+        yield _linear(f"{name}.q_up", shape, axes, layer, Matrix("query"))
+    else:
+        shape = (heads, turned, hidden)
+        yield _linear(f"{name}.q", shape, (*axes[:2], "tp_row"), layer, Matrix("query"))
     shape = (heads, mla.nope_dim + mla.value_dim, mla.kv_rank)
     slots = Matrix("key", 1, 0, mla.nope_dim), Matrix("value", 1, mla.nope_dim, mla.value_dim)
     yield _linear(f"{name}.kv_up", shape, axes, layer, *slots)

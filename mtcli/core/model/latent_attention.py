@@ -24,9 +24,10 @@ class LatentAttention(Attention):
     """Attention whose keys and values are made from latents.
 
     Tensor parallel ranks replicate the down-projections and shard heads. Latents and the common
-    part of keys pass one boundary to the heads (`enter`): under sequence parallelism an all-gather
-    of latents, which are narrower than the residual stream. Kernels take queries, keys and values
-    of one width, so the narrower ones are padded with zeros.
+    part of keys pass one boundary to the heads: under sequence parallelism an all-gather of
+    latents, which are narrower than the residual stream. The rows of a grid of tp ranks replicate
+    the up-projections too, each rank those of its heads. Kernels take queries, keys and values of
+    one width, so the narrower ones are padded with zeros.
     """
 
     def __init__(self, layer: int, model: ModelConfig, build: LayerFactory, seed: int) -> None:
@@ -35,25 +36,22 @@ class LatentAttention(Attention):
         grown = model.head_dim**-0.5 * score_growth(model.rope_scaling) ** 2
         scale = model.attention_scale or grown
         self.query_scale = scale * self.head_dim**0.5
-        self.enter, self.tp, self.activation_rows = (
-            build.enter,
-            build.groups.tp,
-            build.activation_rows,
-        )
+        self.enter, self.tp = build.enter_latents, build.groups.tp
+        self.to_tokens, self.activation_rows = build.to_tokens, build.activation_rows
 
     def make_projections(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         """Makes the down-projections, their norms and the up-projections."""
         self.mla = mla = cast(Mla, model.mla)
         latent = model.model_copy(update={"norm": "rmsnorm", "norm_eps": mla.norm_eps})
         if mla.q_rank:
-            self.q_down = build.dense(f"{name}.q_down")
+            self.q_down = build.down_linear(f"{name}.q_down")
             self.q_norm = build.norm(f"{name}.q_norm", latent)
-            self.q_up = build.column_linear(f"{name}.q_up")
+            self.q_up = build.up_linear(f"{name}.q_up")
         else:
             self.q = build.column_linear(f"{name}.q")
-        self.kv_down = build.dense(f"{name}.kv_down")
+        self.kv_down = build.down_linear(f"{name}.kv_down")
         self.kv_norm = build.norm(f"{name}.kv_norm", latent)
-        self.kv_up = build.column_linear(f"{name}.kv_up")
+        self.kv_up = build.up_linear(f"{name}.kv_up")
 
     def project(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> this rank's queries, the latent, the common part of keys, in one
@@ -61,12 +59,14 @@ class LatentAttention(Attention):
         mla, numbers = self.mla, inputs.numbers
         if numbers is not None:  # of the tokens in x_TD
             numbers = self.activation_rows(numbers.flatten())
-        latent, common = self.kv_down(x_TD, numbers=numbers).split([mla.kv_rank, mla.rope_dim], -1)
+        tokens_TD = self.to_tokens(x_TD)
+        narrow = self.kv_down(tokens_TD, numbers=numbers)
+        latent, common = narrow.split([mla.kv_rank, mla.rope_dim], -1)
         kv = self.kv_norm(latent.contiguous()), common
         if not mla.q_rank:
             q = self.q(x_TD, numbers=inputs.numbers)
             return torch.cat([q, self.enter(torch.cat(kv, -1), self.tp)], -1)
-        of_queries = self.q_norm(self.q_down(x_TD, numbers=numbers))
+        of_queries = self.q_norm(self.q_down(tokens_TD, numbers=numbers))
         latents = torch.cat([of_queries, *kv], -1)
         sizes = [mla.q_rank, mla.kv_rank + mla.rope_dim]
         of_queries, of_keys = self.enter(latents, self.tp).split(sizes, -1)

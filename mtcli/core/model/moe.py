@@ -106,10 +106,10 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        routed_TD, routing = self.router(self.build.enter_experts(x_TD), inputs)
+        routed_TD, routing = self.router(self.build.to_tokens(x_TD), inputs)
         capacity = self.router.capacity(inputs)
         y_TD = dispatch(self.dispatcher, routed_TD, routing, self.experts, self.groups, capacity)
-        y_TD = self.build.leave_experts(y_TD)
+        y_TD = self.build.to_columns(y_TD)
         if not self.has_shared:
             return y_TD
         shared = self.shared_expert(x_TD, inputs)

@@ -107,6 +107,20 @@ class LayerFactory(ABC):
         Like `row_linear` it also takes `numbers` [T], for the dropout of adapters.
         """
 
+    def down_linear(self, name: str) -> "Dense":
+        """Layer(x) -> y: a linear layer to a narrow latent, of the tokens of `to_tokens`, whose
+        weight tp ranks replicate."""
+        return Dense(name, self, self.linear)
+
+    def up_linear(self, name: str) -> Any:
+        """`column_linear` of latents that have entered."""
+        return self.column_linear(name)
+
+    @property
+    def enter_latents(self) -> Exchange:
+        """The collective on latents of the tokens of `to_tokens` ahead of an `up_linear`."""
+        return self.enter
+
     def share_heads(self, name: str) -> nn.Module:
         """Layer(y_TF) -> query, key and value of this rank's heads [T, g * (q + 2) * d], from the
         columns that its `column_linear` computes."""
@@ -231,12 +245,12 @@ class LayerFactory(ABC):
         """The row numbers that index dropout's mask, for the columns that this rank has."""
         return numbers_N
 
-    def enter_experts(self, x_TD: Tensor) -> Tensor:
-        """x_TD -> the router's input: tokens of this rank alone, with all D columns."""
+    def to_tokens(self, x_TD: Tensor) -> Tensor:
+        """x_TD -> tokens of this rank alone, with all D columns: what routers and latents read."""
         return x_TD
 
-    def leave_experts(self, y_TD: Tensor) -> Tensor:
-        """The transpose of `enter_experts`."""
+    def to_columns(self, y_TD: Tensor) -> Tensor:
+        """The transpose of `to_tokens`."""
         return y_TD
 
     def gate(self, x_TD: Tensor, weight: Tensor) -> Tensor:
@@ -312,8 +326,7 @@ class LayerFactory(ABC):
 
 
 class Dense(nn.Module):
-    """y = x W^T + b by an engine's `linear`, which one-dimensional tp replicates: of a head, or
-    down to a narrow latent."""
+    """y = x W^T + b by a `linear` of an engine's: of a head, or down to a narrow latent."""
 
     def __init__(self, name: str, build: LayerFactory, linear: Callable[..., Tensor]) -> None:
         super().__init__()

@@ -24,13 +24,14 @@ from mtcli.core.parallel.collectives import (
     all_gather,
     all_to_all,
     copy_in,
+    gather_in,
     scatter_out,
     sum_out,
 )
 from mtcli.core.parallel.factory import Dense, Exchange, as_it_is
 from mtcli.core.parallel.norms import ShardedNorm
 from mtcli.core.parallel.summa import TensorGrid, gemm, gemm_transposed
-from mtcli.core.parallel.tensor import TensorParallelLayers
+from mtcli.core.parallel.tensor import ColumnLinear, TensorParallelLayers
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
 
@@ -98,13 +99,24 @@ class GridLayers(TensorParallelLayers):
         """Numbers n * c + j for row n on column rank j, as each has D/c columns of a row."""
         return numbers_N * self.groups.tp.size + self.groups.tp.rank
 
-    def enter_experts(self, x_TD: Tensor) -> Tensor:
+    def up_linear(self, name: str) -> ColumnLinear:
+        """Layer(latents [T, R]) -> [T, F/c], with a weight [F/c, R] that all rows have."""
+        layer = ColumnLinear(name, self)
+        layer.linear = self.linear
+        return layer
+
+    @property
+    def enter_latents(self) -> Exchange:
+        """All-gathers [T/c, R] of the ranks of a row -> [T, R]."""
+        return gather_in
+
+    def to_tokens(self, x_TD: Tensor) -> Tensor:
         """x_TD [T, D/c] -> [T/c, D]: an all-to-all to different tokens on each rank of the row."""
         parts = all_to_all(x_TD.unflatten(0, (self.groups.tp.size, -1)), self.groups.tp)
         return parts.transpose(0, 1).flatten(1)
 
-    def leave_experts(self, y_TD: Tensor) -> Tensor:
-        """y_TD [T/c, D] -> [T, D/c], the transpose of `enter_experts`."""
+    def to_columns(self, y_TD: Tensor) -> Tensor:
+        """y_TD [T/c, D] -> [T, D/c], the transpose of `to_tokens`."""
         parts = y_TD.unflatten(1, (self.groups.tp.size, -1)).transpose(0, 1)
         return all_to_all(parts, self.groups.tp).flatten(0, 1)
 

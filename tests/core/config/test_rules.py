@@ -356,10 +356,9 @@ ALSO = {  # further branches of the same rules
         [*MLA, "model.mla.rope_dim=15", "model.head_dim=143"], 1, "model.mla.rope_dim",
         "rope_dim=15 is odd and rotary positions turn pairs", "14 or 16"),
     "latents on a grid": (
-        [*MLA, "parallel.tp=4", "parallel.tp_mode=2d", "batch.micro_batch_size=2"], 4,
-        "parallel.tp_mode",
-        "2 rows of tp ranks with model.mla, whose latents are not sharded",
-        "parallel.tp_mode = '1d'"),
+        [*MLA, "parallel.tp=4", "parallel.tp_mode=2d", "batch.micro_batch_size=2",
+         "batch.seq_len=31"], 4, "parallel.tp",
+        "tp/tp_rows=2 does not divide the tokens of a row's micro-batch=31", "1"),
     "more tp ranks than heads with latents": (
         [*MLA, "parallel.tp=16"], 16, "parallel.tp", "tp=16 does not divide num_heads=8",
         "1, 2, 4 or 8"),
