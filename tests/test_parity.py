@@ -37,8 +37,11 @@ def test_every_layout_is_the_run_without_parallelism(row):
 @pytest.mark.parametrize("row", tiered(LONG_ROWS, "20 steps of 4 ranks", {str(LONG_ROWS[0])}))
 def test_twenty_steps_in_float32_have_the_curve_to_rounding(row):
     exact = oracle(row, "fp32", 20)
+    losses = exact.replicas[0].losses
     for rank in run_ranks(row.world, train_on, row.config("fp32", 20), row.samples, 20):
-        assert len(rank.losses) == 20 and curve_off(rank, exact) < CLOSE
+        assert len(rank.losses) == 20 and rank.losses == pytest.approx(losses, rel=CLOSE, abs=0)
+        # Norms of gradients are sums of squares of many small ones, and feel rounding more.
+        assert curve_off(rank, exact) < 10 * CLOSE
 
 
 @st.composite
