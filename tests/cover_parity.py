@@ -15,9 +15,13 @@ from parity_factors import FACTORS, GATE, PLAIN, ROWS, ROWS_FILE, row_of
 
 TRIES = 300  # random rows among which no legal one is found that has an illegal pair
 CLIMBS, RANKS = 4, 2  # searches for a row; ranks that a row costs besides its own
+# Factors with so many levels that their pairs alone would be hundreds of rows; a layer's detail is
+# computed alike in every model, and its gradient updated as any.
+APART = ({"model", "detail"}, {"detail", "update"})
 PAIRS = [
     frozenset({(a, x), (b, y)})
     for a, b in combinations(FACTORS, 2)
+    if {a, b} not in APART
     for x in FACTORS[a]
     for y in FACTORS[b]
 ]

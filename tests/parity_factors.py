@@ -37,6 +37,38 @@ LAMB = {"name": "lamb", "lr": 0.1}  # a trust ratio near 0.04 makes it small
 MUON = {"name": "muon", "lr": 0.02, "other": {"lr": 0.003}}
 TWO = {"replicas": 2}
 
+WINDOW = {"window": 3, "window_pattern": "GL"}
+QK_NORM = {"qk_norm": "head"}
+EACH_HEAD = {"qk_norm": "each_head"}
+ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
+GEGLU = {"activation": "geglu_tanh"}
+SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
+OFFSET_ALONE = {"norm_offset": 1.0}
+OFFSET = OFFSET_ALONE | {"qk_norm": "head"}
+# Scores and logits of these models are small, so caps that bend them are too.
+CAPS = {"attention_softcap": 0.3, "logit_softcap": 0.2, "init_std": 0.2}
+PARALLEL, HEAD_BIAS = {"parallel_residual": True}, {"head_bias": True}
+# A limit that about half of the gates and ups of these models pass.
+CLAMPED = {"activation": "swiglu_clamped", "activation_limit": 0.3, "init_std": 0.2}
+EXPERT_BIASES = {"expert_bias": True, "router_bias": True}
+SINKS = {"attention_sinks": True, "init_std": 0.2}
+SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
+OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
+ADAPTED = {"rank": 3, "alpha": 6.0, "targets": ["all-linear"]}
+FEW_ADAPTED = {"rank": 2, "targets": ["o_proj", "experts.up_proj", "experts.down_proj"]}
+FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
+MLA = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_dim": 7},
+       "num_kv_heads": 4, "head_dim": 5, "qkv_bias": True}  # fmt: skip
+MLA_PLAIN = {"mla": {"kv_rank": 3, "nope_dim": 4, "rope_dim": 2, "value_dim": 3},
+             "num_kv_heads": 4, "head_dim": 6}  # fmt: skip
+ROBERTA = {"norm_order": "post", "norm_eps": 1e-5, "sentence_order": False, "token_types": 1,
+           "position_offset": 2}  # fmt: skip
+MODERNBERT = ROTATION | {"position": "rope", "window": 1, "window_pattern": "GL", "init_std": 0.2,
+                         "embedding_norm": True, "first_attention_norm": False, "norm_bias": False,
+                         "activation": "geglu", "ffn_hidden_size": 24, "bias": False,
+                         "qkv_bias": False, "transform_bias": False, "sentence_order": False,
+                         "token_types": 0, "norm_order": "pre"}  # fmt: skip
+
 # By factor and level, what a level sets: fields of its section, or sections, or a number. The first
 # level of a factor is the plain one.
 FACTORS = {
@@ -54,6 +86,31 @@ FACTORS = {
         # With weights of 0.02 the pooler is linear, and the gradients of softmax sum to 0 over the
         # choices: the gradient of the last norm's bias would be what is left of terms that cancel.
         "bert choices": BERT | CHOOSING | {"norm_order": "post", "init_std": 0.2},
+    },
+    # What a layer may have besides, as the model's fields.
+    "detail": {
+        "none": {},
+        "window": WINDOW,
+        "rotation": WINDOW | ROTATION | {"rope_interleaved": True},
+        # A bias of keys that do not rotate moves no softmax, and RMSNorm has none.
+        "norms of heads": QK_NORM | {"norm": "rmsnorm"},
+        "norms of projections": {"qk_norm": "projection", "norm": "rmsnorm", "init_std": 0.2},
+        "sandwich": SANDWICH,
+        "after": AFTER | {"init_std": 0.2},
+        "parallel": PARALLEL,
+        "one norm": PARALLEL | {"parallel_norms": 1},
+        "offset": OFFSET_ALONE,
+        "scales": SCALES,
+        "geglu": GEGLU,
+        "clamped": CLAMPED,
+        "relu2": {"activation": "relu2"},
+        "caps": CAPS,
+        "sinks": SINKS,
+        "head bias": HEAD_BIAS,
+        "expert biases": EXPERT_BIASES,
+        "first dense": FIRST_DENSE,
+        "latents": MLA,
+        "latents of keys": MLA_PLAIN,
     },
     "tp": {
         "1": {},
@@ -156,7 +213,8 @@ class Row(NamedTuple):
     @property
     def model(self):
         layers = {"num_layers": 4 if self.parallel.get("vpp", 1) > 1 else 2}
-        return self.chosen("model") | layers | self.chosen("dropout") | self.more.get("model", {})
+        fields = self.chosen("model") | self.chosen("detail") | layers | self.chosen("dropout")
+        return fields | self.more.get("model", {})
 
     @property
     def samples(self):
@@ -235,37 +293,6 @@ def row_of(levels, **more):
 # Sizes that are no levels: grids of 6 and 9 ranks, stages of other numbers of layers, more ranks of
 # experts than of a replica's attention, 8 ranks along one axis.
 SIXES = {"hidden_size": 24, "num_heads": 6}
-WINDOW = {"window": 3, "window_pattern": "GL"}
-QK_NORM = {"qk_norm": "head"}
-EACH_HEAD = {"qk_norm": "each_head"}
-ROTATION = {"rope_theta": 90.0, "rotary_fraction": 0.5, "rope_local_theta": 30.0}
-GEGLU = {"activation": "geglu_tanh"}
-SCALES = {"attention_scale": 0.7, "embedding_scale": 9.0, "residual_scale": 0.4, "logit_scale": 3.0}
-OFFSET_ALONE = {"norm_offset": 1.0}
-OFFSET = OFFSET_ALONE | {"qk_norm": "head"}
-# Scores and logits of these models are small, so caps that bend them are too.
-CAPS = {"attention_softcap": 0.3, "logit_softcap": 0.2, "init_std": 0.2}
-PARALLEL, HEAD_BIAS = {"parallel_residual": True}, {"head_bias": True}
-# A limit that about half of the gates and ups of these models pass.
-CLAMPED = {"activation": "swiglu_clamped", "activation_limit": 0.3, "init_std": 0.2}
-EXPERT_BIASES = {"expert_bias": True, "router_bias": True}
-SINKS = {"attention_sinks": True, "init_std": 0.2}
-SANDWICH, AFTER = {"norm_order": "sandwich"}, {"norm_order": "after"}
-OLMO = AFTER | {"qk_norm": "projection", "init_std": 0.2}
-ADAPTED = {"rank": 3, "alpha": 6.0, "targets": ["all-linear"]}
-FEW_ADAPTED = {"rank": 2, "targets": ["o_proj", "experts.up_proj", "experts.down_proj"]}
-FIRST_DENSE = {"first_dense_layers": 1, "ffn_hidden_size": 20, "routed_scale": 2.5}
-MLA = {"mla": {"q_rank": 5, "kv_rank": 6, "nope_dim": 3, "rope_dim": 2, "value_dim": 7},
-       "num_kv_heads": 4, "head_dim": 5, "qkv_bias": True}  # fmt: skip
-MLA_PLAIN = {"mla": {"kv_rank": 3, "nope_dim": 4, "rope_dim": 2, "value_dim": 3},
-             "num_kv_heads": 4, "head_dim": 6}  # fmt: skip
-ROBERTA = {"norm_order": "post", "norm_eps": 1e-5, "sentence_order": False, "token_types": 1,
-           "position_offset": 2}  # fmt: skip
-MODERNBERT = ROTATION | {"position": "rope", "window": 1, "window_pattern": "GL", "init_std": 0.2,
-                         "embedding_norm": True, "first_attention_norm": False, "norm_bias": False,
-                         "activation": "geglu", "ffn_hidden_size": 24, "bias": False,
-                         "qkv_bias": False, "transform_bias": False, "sentence_order": False,
-                         "token_types": 0, "norm_order": "pre"}  # fmt: skip
 MORE_ROWS = [
     row_of({"model": "gpt", "micro_batch_size": "2", "dropout": "yes"},
            model=SIXES, parallel={"tp": 6, "tp_mode": "2d", "tp_rows": 2}),
