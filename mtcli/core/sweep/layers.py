@@ -44,7 +44,7 @@ class ArrayLayers(LayerFactory):
         """A linear layer of each model; nothing is sharded, so all kinds of them are alike."""
         return ArrayLinear(name, self)
 
-    row_linear = dense = column_linear  # type: ignore[assignment]  # dense: no Dense
+    row_linear = dense = down_linear = column_linear  # type: ignore[assignment]  # no Dense
 
     def embedding(self, name: str) -> "ArrayEmbedding":
         """A token table of each model."""
