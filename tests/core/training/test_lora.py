@@ -32,7 +32,7 @@ from mtcli.kernels.grouped_gemm import grouped_gemms
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 KINDS = ("llama", "gpt2", "phi3", "gpt_oss", "deepseek_v3")
 MORE = ("mixtral", "qwen2_moe", "gemma2", "starcoder2", "glm4", "gpt_neox", "falcon", "qwen3_moe")
-MORE += ("deepseek_v2", "glm4_moe")
+MORE += ("deepseek_v2", "glm4_moe", "qwen2_moe-dense", "qwen3_moe-dense")
 KINDS += tuple(slow_cases("another family, 3 s", *((kind,) for kind in MORE)))
 FEW = {  # some targets of modules and arrays that have several
     "phi3": ["q_proj", "v_proj", "up_proj", "down_proj"],

@@ -25,7 +25,7 @@ PREFIX = "base_model.model."
 RankOf = Callable[[str, tuple[LoraTarget, ...]], int]  # the rank of a module, by name and targets
 # Families in which peft 0.21 takes the names of dense layers' and shared experts' modules for those
 # of routed experts, so that it has to find them as parameters.
-MISREAD = ("deepseek_v2", "deepseek_v3", "glm4_moe")
+MISREAD = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_moe")
 OF_EXPERTS = {"gate_up": "gate_up_proj", "up": "up_proj", "down": "down_proj"}
 
 
