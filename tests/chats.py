@@ -151,7 +151,10 @@ FURTHER = {  # further models, by kind: transformers' config, and sizes of its o
     "phi3": ("Phi3Config", {"pad_token_id": None}),
     "glm4": ("Glm4Config", {"pad_token_id": None, "head_dim": 8}),
     "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "qwen3_moe": ("Qwen3MoeConfig", EXPERTS | {"num_experts": 4, "head_dim": 8}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        EXPERTS | {"num_experts": 4, "head_dim": 8, "mlp_only_layers": [0]},
+    ),
     "gpt_oss": (
         "GptOssConfig",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 9},
@@ -197,6 +200,7 @@ def save_model(folder, kind="llama", template=MARKED, **sizes):
     elif kind == "qwen2_moe":
         experts = {"num_experts": 4, "moe_intermediate_size": 16}
         experts |= {"shared_expert_intermediate_size": 24, "num_experts_per_tok": 2}
+        experts["mlp_only_layers"] = [0]
         config = t.Qwen2MoeConfig(**(shape | experts | sizes), **ids)
     elif kind == "gemma2":
         caps = {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 4.0}
@@ -207,6 +211,7 @@ def save_model(folder, kind="llama", template=MARKED, **sizes):
         name, more = FURTHER[kind]
         config = getattr(t, name)(**(shape | more | sizes), **ids)
     else:
+        assert kind == "llama", kind
         config = t.LlamaConfig(**(shape | sizes), **ids)
     model = t.AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.eos_token_id = [ids["eos_token_id"], 5]
