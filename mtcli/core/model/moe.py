@@ -77,7 +77,7 @@ class ExpertArray(nn.Module):
 
 
 def _adapted(module: nn.Module, x_ND: Tensor, y_NF: Tensor, counts_E: Tensor | None) -> Tensor:
-    """What a matrix's adapters make of its results y [N, F], if it has any."""
+    """Adds the outputs of the matrix's adapters, if it has any, to its outputs y [N, F]."""
     adapter = cast(nn.Module | None, module.adapter)
     return y_NF if adapter is None else cast(Tensor, adapter(x_ND, y_NF, counts_E))
 

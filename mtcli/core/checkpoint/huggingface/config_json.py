@@ -36,6 +36,7 @@ from mtcli.core.checkpoint.huggingface.window import read_window, write_window
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
 from mtcli.core.config.model import OF_ROPE, ModelConfig
+from mtcli.core.config.synonyms import closest
 from mtcli.core.config.untrusted import load_json, shown
 
 FAMILIES: tuple[Family, ...] = (
@@ -46,6 +47,7 @@ FAMILIES: tuple[Family, ...] = (
     *(*BERTS, *ROBERTAS, MODERNBERT),
 )
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
+LONG_NAME = 100  # letters, with which no name is compared
 OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # of a family's model_type
 NAME = "config.json"
 GENERATION = "generation_config.json"
@@ -103,7 +105,9 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
     kind = table.get("model_type")
     kind = OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in BY_TYPE:
-        hint = f"one of {', '.join((*BY_TYPE, *TEXT_MODELS))}"
+        known = (*BY_TYPE, *TEXT_MODELS)
+        near = closest(kind, known) if isinstance(kind, str) and len(kind) < LONG_NAME else ""
+        hint = f"one of {', '.join(known)}{near}"
         message = f"{path}: model_type={shown(kind)} is not supported"
         if isinstance(text := table.get(TEXT), dict):
             inner = text.get("model_type")

@@ -65,7 +65,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 
 
 class PeftSettings(NamedTuple):
-    """What adapter_config.json says of ranks and scales, by module."""
+    """The ranks and scales in adapter_config.json, which may be a module's own."""
 
     path: Path
     rank: int

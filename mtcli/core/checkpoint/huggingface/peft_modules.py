@@ -45,7 +45,7 @@ class PeftModule(NamedTuple):
     a: tuple[StoredBox, ...]
     b: tuple[StoredBox, ...]
     is_array: bool = False
-    """of the matrices of all experts"""
+    """whether it is one array that holds all experts' matrices"""
 
     @property
     def shape_of_a(self) -> tuple[int, ...]:

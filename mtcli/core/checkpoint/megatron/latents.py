@@ -1,6 +1,7 @@
 """Reads Megatron-LM's arguments of latent attention (MLA) and of YaRN.
 
-Latent attention has arguments of YaRN of its own; other attention has those that begin with yarn_.
+Megatron-LM has two sets of YaRN's arguments: those of latent attention, and, for all other
+attention, those whose names begin with yarn_.
 """
 
 import math

@@ -299,6 +299,7 @@ def test_parts_of_several_dtypes_are_read_in_the_widest(hf_folders, tmp_path):
 
 CONFIGS = [
     ("gpt2", {"model_type": "bloom"}, "model_type='bloom' is not supported"),
+    ("gpt2", {"model_type": "qwen33"}, "did you mean 'qwen3'"),
     ("gpt2", {"model_type": None}, "model_type=null is not supported"),
     ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping=5.0 cannot be"),
     ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is not above 0"),
