@@ -105,9 +105,9 @@ def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family
     kind = table.get("model_type")
     kind = OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in BY_TYPE:
-        known = (*BY_TYPE, *TEXT_MODELS)
-        near = closest(kind, known) if isinstance(kind, str) and len(kind) < LONG_NAME else ""
-        hint = f"one of {', '.join(known)}{near}"
+        types = (*BY_TYPE, *TEXT_MODELS)
+        near = closest(kind, types) if isinstance(kind, str) and len(kind) < LONG_NAME else ""
+        hint = f"one of {', '.join(types)}{near}"
         message = f"{path}: model_type={shown(kind)} is not supported"
         if isinstance(text := table.get(TEXT), dict):
             inner = text.get("model_type")
