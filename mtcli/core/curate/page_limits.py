@@ -99,7 +99,10 @@ def has_many_attributes(html: bytes) -> bool:
 
 @contextmanager
 def time_limit(seconds: float = MAX_SECONDS) -> Iterator[None]:
-    """Raises TooSlow in a block that takes more processor time. Works in the main thread only."""
+    """Raises TooSlow in a block that takes more processor time; again after as long where a callback
+    of the interpreter (of the garbage collector, say) took the exception. Works in the main thread
+    only.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -108,7 +111,7 @@ def time_limit(seconds: float = MAX_SECONDS) -> Iterator[None]:
         raise TooSlow
 
     previous_handler = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
     try:
         yield
     finally:

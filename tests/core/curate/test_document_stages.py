@@ -11,6 +11,7 @@ import random
 import re
 import tracemalloc
 import zlib
+from time import process_time
 
 import ftfy
 import numpy as np
@@ -339,6 +340,20 @@ def test_a_page_that_takes_too_long_or_is_no_html_is_dropped(pages, run, tmp_pat
     path.write_bytes(warc_of(b"<p>x" * 4000) + warc_of(b"<!--" * 50))
     said = refusal(lambda: run(path, stages=["extract"], settings=["extract.engine='justext'"]))
     assert "1 more than 20 s of a processor" in said and "1 not HTML: ParserError" in said
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_limit_holds_after_a_callback_took_its_exception():
+    class Slow:
+        def __del__(self):
+            while True:
+                pass
+
+    begun = process_time()
+    with pytest.raises(page_limits.TooSlow), page_limits.time_limit(0.05):
+        Slow()  # ends by the first exception, which Python ignores
+        while process_time() - begun < 20:
+            pass
 
 
 def wet_bytes(texts, kind="text/plain"):
