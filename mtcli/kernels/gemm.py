@@ -132,24 +132,26 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return (a.to(wide) @ b.to(wide)).to(a.dtype)
 
 
-def add_products_(sink: GradientSink, grad: Tensor, x: Tensor, beta: int) -> None:
+def add_gemms_(sink: GradientSink, grad: Tensor, x: Tensor, beta: int) -> None:
     """Adds grad^T x to beta times a sink's rows, in a GEMM for each of its owners."""
-    for rows_RD, rows in sink.pieces():
+    for rows_RD, rows in sink.owned_rows():
         add_matmul_(rows_RD, grad[:, rows].T, x, beta)
 
 
-def _add_wgrad(sink: GradientSink, grad: Tensor, x: Tensor) -> None:
+def add_weight_gradient_(sink: GradientSink, grad: Tensor, x: Tensor) -> None:
     """Adds grad^T x in one GEMM; that of several owners, whose rows may be too few to keep a GPU
     busy, is a batch."""
-    beta, (owners, each, _) = sink.begin(), sink.blocks_ORD.shape
-    if owners > 1 and sink.rows == owners * each:
-        g_ORT = grad.T.unflatten(0, (owners, each))
+    beta, (owners, rows_each, _) = sink.begin(), sink.blocks_ORD.shape
+    if owners > 1 and sink.rows == owners * rows_each:
+        g_ORT = grad.T.unflatten(0, (owners, rows_each))
         add_matmul_(sink.blocks_ORD, g_ORT, x.expand(owners, *x.shape), beta)
     else:
-        add_products_(sink, grad, x, beta)
+        add_gemms_(sink, grad, x, beta)
 
 
-DEFAULT_GEMMS = LinearGemms(_forward, _matmul, lambda grad, x: _matmul(grad.T, x), _add_wgrad)
+DEFAULT_GEMMS = LinearGemms(
+    _forward, _matmul, lambda grad, x: _matmul(grad.T, x), add_weight_gradient_
+)
 
 
 class LinearFunction(torch.autograd.Function):

@@ -27,16 +27,26 @@ class GradientSink(NamedTuple):
         """The dtype of the sum, float32 or wider."""
         return self.blocks_ORD.dtype
 
+    @property
+    def row_stride(self) -> int | None:
+        """The rows of D from an owner's first row to the next owner's; None where that is no whole
+        number."""
+        owners, _, columns = self.blocks_ORD.shape
+        if owners == 1:
+            return 0
+        rows, left = divmod(self.blocks_ORD.stride(0), columns)
+        return None if left else rows
+
     def part(self, first: int, rows: int) -> "GradientSink":
         """The sink of some rows; the first gradient of any rows zeroes the others."""
         return GradientSink(self.blocks_ORD, rows, self._begin_from_zero, first)
 
-    def pieces(self) -> Iterator[tuple[Tensor, slice]]:
+    def owned_rows(self) -> Iterator[tuple[Tensor, slice]]:
         """Each owner's rows [r, D] of the memory, and which of this sink's rows those are."""
-        each, row, end = self.blocks_ORD.shape[1], self.first, self.first + self.rows
+        rows_each, row, end = self.blocks_ORD.shape[1], self.first, self.first + self.rows
         while row < end:
-            owner, begin = divmod(row, each)
-            count = min(each - begin, end - row)
+            owner, begin = divmod(row, rows_each)
+            count = min(rows_each - begin, end - row)
             yield (
                 self.blocks_ORD[owner, begin : begin + count],
                 slice(row - self.first, row - self.first + count),

@@ -15,8 +15,8 @@ from mtcli.kernels.custom_op import custom_op
 from mtcli.kernels.gemm import (
     LinearFunction,
     LinearGemms,
+    add_gemms_,
     add_matmul_,
-    add_products_,
     float32_precision,
     linear,
 )
@@ -172,11 +172,19 @@ def _wgrad(
         x = tl.load(x_at, mask=valid[:, None] & d_inside, other=0.0)
         total = tl.dot(grad, x, total, input_precision=PRECISION)
     row = expert.to(tl.int64) * width + f
-    row_at = row // owned_rows * of_owner + row % owned_rows * inner
-    at = out_ptr + row_at[:, None] + d[None, :]
+    row_at = out_ptr + (row // owned_rows * of_owner + row % owned_rows * inner)[:, None]
     if ADDS:
-        total += tl.load(at, mask=f_inside & d_inside)
-    tl.store(at, total, mask=f_inside & d_inside)
+        # Half of the columns at a time: next to `total`, all sums would not fit into registers.
+        left, right = tl.split(total.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
+        d = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS // 2)
+        inside = f_inside & (d < inner)[None, :]
+        at = row_at + d[None, :]
+        tl.store(at, left + tl.load(at, mask=inside), mask=inside)
+        inside = f_inside & (d + COLUMNS // 2 < inner)[None, :]
+        at += COLUMNS // 2
+        tl.store(at, right + tl.load(at, mask=inside), mask=inside)
+    else:
+        tl.store(row_at + d[None, :], total, mask=f_inside & d_inside)
 
 
 def grouped_linear(
@@ -251,7 +259,7 @@ def _batched_gemms(experts: int) -> LinearGemms:
             return
         rows = grad.shape[1]
         for expert, (g, x_nD) in enumerate(zip(runs(grad), runs(x), strict=True)):
-            add_products_(sink.part(expert * rows, rows), g, x_nD, beta)
+            add_gemms_(sink.part(expert * rows, rows), g, x_nD, beta)
 
     return LinearGemms(
         lambda x, weight, bias: torch.bmm(runs(x), weight.transpose(1, 2)).flatten(0, 1),

@@ -68,11 +68,12 @@ class ExpertArray(nn.Module):
         rows = split_rows(x_ND, counts_E, len(up_EFD))
         matrices = up_EFD.unbind(0), down_EDF.unbind(0)
         biases = (repeat(None) if bias is None else bias.unbind(0) for bias in (up_EF, down_ED))
-        each = (_of_experts(sink, self.count) for sink in sinks)
+        sinks_E = (_of_experts(sink, self.count) for sink in sinks)
         parts = []
-        for x, up, down, up_F, down_D, *to in zip(rows, *matrices, *biases, *each, strict=False):
-            inner = build.linear(x, up, up_F, to[0])
-            y = build.activated_linear(activation, inner, None, down, to[1])
+        of_experts = zip(rows, *matrices, *biases, *sinks_E, strict=False)
+        for x, up_FD, down_DF, up_F, down_D, up_sink, down_sink in of_experts:
+            inner = build.linear(x, up_FD, up_F, up_sink)
+            y = build.activated_linear(activation, inner, None, down_DF, down_sink)
             parts.append(y if down_D is None else y + down_D)
         return torch.cat(parts)
 

@@ -28,6 +28,7 @@ from mtcli.core.parallel.lora import (
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.activation import ActivatedLinear, Activation
 from mtcli.kernels.dropout import DropoutStream, dropout_stream
+from mtcli.kernels.embedding import embedding
 from mtcli.kernels.gemm import (
     DEFAULT_GEMMS,
     DeferGradient,
@@ -271,7 +272,7 @@ class LayerFactory(ABC):
 
     def lookup(self, ids_T: Tensor, weight: Tensor) -> Tensor:
         """The rows `ids_T` of a table that tp ranks replicate."""
-        return F.embedding(ids_T, weight)
+        return embedding(ids_T, weight, self.gradient_sinks.of(weight))
 
     def dropout(self, site: str, drop: float, seed: int) -> DropoutStream:
         """The random stream and probability of dropout at a site."""

@@ -20,7 +20,6 @@ from mtcli.kernels.gemm import (
 )
 from mtcli.kernels.gradient_sink import GradientSink, GradientSinks
 
-LINEAR = {"qkv.weight", "out.weight", "gate_up.weight", "up.weight", "down.weight"}
 BATCH = {"seq_len": 8, "micro_batch_size": 1}
 
 
@@ -42,10 +41,14 @@ def trained(runtime, config, by_pass=False, steps=2):
     return {n: g.clone() for n, g in trainer.strategy.gradients.items()}, losses, passed
 
 
-def linear_weights(names):
-    """The weights of attention and MLPs, without those of experts."""
-    of_linear = {n for n in names if n.split(".", 3)[-1] in LINEAR or n.endswith("_proj.weight")}
-    return {n for n in of_linear if ".experts." not in n}
+def by_gemms(names):
+    """The weights of linear layers, experts, heads and tables of tokens, whose GEMMs add."""
+    ends = ("qkv", "out", "up", "gate_up", "down", "embedding", "head", "position_embedding")
+    return {
+        n
+        for n in names
+        if n.removesuffix(".weight").rsplit(".", 1)[-1] in ends and n.endswith(".weight")
+    }
 
 
 def both(world, precision="fp32", micro_batches=3, model=GPT, **parallel):
@@ -70,6 +73,9 @@ LAYOUTS = {
     "gpt": (1, {}),
     "llama": (1, {"model": LLAMA}),
     "moe": (1, {"model": MOE}),
+    "owners of experts": (2, {"model": MOE, "zero": 1}),
+    "owners of parts of experts": (3, {"model": MOE, "zero": 1}),
+    "experts of ranks": (2, {"model": MOE, "ep": 2, "zero": 1}),
     "replicas": (2, {}),
     "owners": (2, {"zero": 1}),
     "owners of rows that do not divide": (3, {"zero": 1, "model": LLAMA}),
@@ -89,8 +95,8 @@ def test_sums_are_those_of_passes(name, micro_batches):
     for (ours, losses, passed), (theirs, expected, by_pass) in both(
         world, micro_batches=micro_batches, **options
     ):
-        weights = linear_weights(by_pass)
-        assert weights and not weights & passed, "GEMMs have added those of linear layers"
+        weights = by_gemms(by_pass)
+        assert weights and not weights & passed, weights & passed
         assert losses == pytest.approx(expected, rel=1e-6, abs=0)
         for key, gradient in theirs.items():
             # of two steps, whose first has moved the weights
