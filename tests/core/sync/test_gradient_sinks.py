@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 from tiny import GPT, LLAMA, MOE, Samples, run_config
 
-from mtcli.core.sync.all_reduce import Bucket
+from mtcli.core.sync.all_reduce import Bucket, BucketedDataParallel
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
@@ -104,6 +104,27 @@ def test_sums_are_those_of_passes(name, micro_batches):
             assert error < 1e-6, (key, error)
             if micro_batches == 1 and options.get("zero", 0) == 0:
                 assert torch.equal(ours[key], gradient), key
+
+
+def early(runtime, config):
+    """The buckets whose reductions are on their way when the last backward has ended, of all."""
+    found = []
+    after_backward = BucketedDataParallel.after_backward
+
+    def noting(strategy):
+        found.append([bucket.work is not None for bucket in strategy.buckets])
+        after_backward(strategy)
+
+    with patch.object(BucketedDataParallel, "after_backward", noting):
+        trained(runtime, config)
+    return found
+
+
+def test_buckets_leave_once_gemms_and_passes_have_filled_them():
+    batch = BATCH | {"global_batch_size": 6}
+    config = run_config(batch=batch, parallel={"bucket_mib": 0.01, "zero": 1})
+    for steps in run_ranks(2, early, config):
+        assert len(steps) == 2 and all(map(all, steps)) and len(steps[0]) > 4, steps
 
 
 def test_frozen_weights_have_no_sink_and_adapters_train_as_before():
