@@ -7,7 +7,12 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiny import GPT, LLAMA, MOE, Samples, run_config
+from torch import nn
 
+from mtcli.core.mesh.layout import ParallelLayout
+from mtcli.core.mesh.sharding import Parameter
+from mtcli.core.parallel.groups import make_groups
+from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import Bucket, BucketedDataParallel
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
@@ -104,6 +109,38 @@ def test_sums_are_those_of_passes(name, micro_batches):
             assert error < 1e-6, (key, error)
             if micro_batches == 1 and options.get("zero", 0) == 0:
                 assert torch.equal(ours[key], gradient), key
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 4))
+
+
+def summed(runtime):
+    """[(sum of a step's micro-batches, what it has to be)] of three steps."""
+    groups = make_groups(ParallelLayout(1), 0, runtime.device)
+    table = {"weight": Parameter("weight", (6, 4), (None, None), "normal", 0)}
+    ownership = Ownership(groups, table, sequence_parallel=True, shard=False)
+    module, sinks, found = Layer(), GradientSinks(), []
+    strategy = BucketedDataParallel({0: module}, ownership, 1e9, sinks)
+    generator = torch.Generator().manual_seed(0)
+    for micro_batches in (3, 2, 0):
+        strategy.before_step()
+        expected = torch.zeros(6, 4)
+        for _ in range(micro_batches):
+            x, grad = (torch.randn(5, n, generator=generator) for n in (4, 6))
+            sink = sinks.of(module.weight)
+            LinearFunction.apply(x, module.weight, None, DEFAULT_GEMMS, None, sink).backward(grad)
+            expected += grad.T @ x
+        strategy.after_backward()
+        found.append((strategy.gradients["weight"].clone(), expected))
+    return found
+
+
+def test_each_step_sums_its_own_micro_batches():
+    for ours, expected in run_ranks(1, summed)[0]:
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
 def early(runtime, config):
