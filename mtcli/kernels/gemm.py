@@ -132,21 +132,32 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return (a.to(wide) @ b.to(wide)).to(a.dtype)
 
 
+def add_weight_gradient_(sink: GradientSink, grad: Tensor, x: Tensor) -> None:
+    """Adds grad^T x to a sink in one GEMM, or in one for each owner's rows.
+
+    On a GPU those of several owners are a batch where they have equally many rows, as one owner's
+    may be too few to keep it busy.
+    """
+    beta, (owners, rows_each, _) = sink.begin(), sink.blocks_ORD.shape
+    if owners > 1 and sink.rows == owners * rows_each and grad.device.type != "cpu":
+        add_batch_(sink, grad, x, beta)
+    else:
+        add_gemms_(sink, grad, x, beta)
+
+
 def add_gemms_(sink: GradientSink, grad: Tensor, x: Tensor, beta: int) -> None:
-    """Adds grad^T x to beta times a sink's rows, in a GEMM for each of its owners."""
+    """beta times a sink's rows plus grad^T x, in a GEMM for each of its owners."""
+    if grad.device.type == "cpu":  # once for all of them
+        grad, x = grad.to(sink.dtype), x.to(sink.dtype)
     for rows_RD, rows in sink.owned_rows():
         add_matmul_(rows_RD, grad[:, rows].T, x, beta)
 
 
-def add_weight_gradient_(sink: GradientSink, grad: Tensor, x: Tensor) -> None:
-    """Adds grad^T x in one GEMM; that of several owners, whose rows may be too few to keep a GPU
-    busy, is a batch."""
-    beta, (owners, rows_each, _) = sink.begin(), sink.blocks_ORD.shape
-    if owners > 1 and sink.rows == owners * rows_each:
-        g_ORT = grad.T.unflatten(0, (owners, rows_each))
-        add_matmul_(sink.blocks_ORD, g_ORT, x.expand(owners, *x.shape), beta)
-    else:
-        add_gemms_(sink, grad, x, beta)
+def add_batch_(sink: GradientSink, grad: Tensor, x: Tensor, beta: int) -> None:
+    """`add_gemms_` of owners with equally many rows, as a batch."""
+    owners, rows_each, _ = sink.blocks_ORD.shape
+    g_ORT = grad.T.unflatten(0, (owners, rows_each))
+    add_matmul_(sink.blocks_ORD, g_ORT, x.expand(owners, *x.shape), beta)
 
 
 DEFAULT_GEMMS = LinearGemms(

@@ -20,6 +20,7 @@ from mtcli.core.training.step import Trainer
 from mtcli.kernels.gemm import (
     DEFAULT_GEMMS,
     LinearFunction,
+    add_batch_,
     adds_to,
     set_bfloat16_in_float32,
 )
@@ -205,6 +206,18 @@ def test_rows_of_each_owner_are_added_where_they_are(owners, rows, dtype):
     in_rows = blocks.reshape(-1, 4)
     torch.testing.assert_close(in_rows[:rows], expected, rtol=1e-5, atol=1e-6)
     assert in_rows[rows:].isnan().all() and memory[:, :3].isnan().all()
+
+
+@pytest.mark.parametrize("beta", [0, 1])
+def test_a_batch_of_owners_is_their_gemms(beta):
+    """A GPU's way, in a bucket that has other numbers between the owners' rows."""
+    generator = torch.Generator().manual_seed(1)
+    grad, x = (torch.randn(5, n, generator=generator).double() for n in (6, 4))
+    memory = torch.full((3, 3 + 8), torch.nan if beta == 0 else 2.0, dtype=torch.float64)
+    sink = GradientSink(memory[:, 3:].view(3, 2, 4), 6, lambda: 1 / 0)
+    add_batch_(sink, grad, x, beta)
+    torch.testing.assert_close(sink.blocks_ORD.reshape(6, 4), 2.0 * beta + grad.T @ x)
+    assert memory[:, :3].isnan().all() if beta == 0 else (memory[:, :3] == 2.0).all()
 
 
 def test_a_product_without_such_a_gemm_is_returned():
