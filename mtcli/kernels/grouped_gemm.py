@@ -146,12 +146,12 @@ def _gemm(
 def _wgrad(
     grad_ptr, x_ptr, ends_ptr, out_ptr, rows_each, width, inner, itemsize, owned_rows,
     of_owner: tl.int64,
-    ADDS: tl.constexpr, UNITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, INNER: tl.constexpr,
+    OWNERS: tl.constexpr, ADDS: tl.constexpr, UNITS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """out [E * width, inner] = grad^T x over an expert's rows, INNER at a time; plus out if ADDS.
 
-    Each owner has `owned_rows` of out's rows; `of_owner` numbers on are the next one's.
+    With OWNERS each owner has `owned_rows` of out's rows; `of_owner` numbers on are the next one's.
     """
     width, inner = multiple(width, UNITS[0]), multiple(inner, UNITS[1])
     of_owner = multiple(of_owner, UNITS[2])
@@ -172,7 +172,9 @@ def _wgrad(
         x = tl.load(x_at, mask=valid[:, None] & d_inside, other=0.0)
         total = tl.dot(grad, x, total, input_precision=PRECISION)
     row = expert.to(tl.int64) * width + f
-    row_at = out_ptr + (row // owned_rows * of_owner + row % owned_rows * inner)[:, None]
+    row_at = out_ptr + row[:, None] * inner
+    if OWNERS:
+        row_at = out_ptr + (row // owned_rows * of_owner + row % owned_rows * inner)[:, None]
     if ADDS:
         # Half of the columns at a time: next to `total`, all sums would not fit into registers.
         left, right = tl.split(total.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
@@ -337,4 +339,5 @@ def _launch_wgrad(sums_ORD: Tensor, grad: Tensor, x: Tensor, ends: Tensor, adds:
     sizes = (len(x) // experts, width, inner, x.element_size(), sums_ORD.shape[1], of_owner)
     grid = lambda meta: (cdiv(width, meta["ROWS"]) * cdiv(inner, meta["COLUMNS"]), experts)  # noqa: E731
     flags = {"UNITS": units(width, inner, of_owner), "PRECISION": float32_precision()}
-    _wgrad[grid](grad, x, ends, sums_ORD, *sizes, ADDS=adds, **flags)
+    flags |= {"OWNERS": len(sums_ORD) > 1, "ADDS": adds}
+    _wgrad[grid](grad, x, ends, sums_ORD, *sizes, **flags)
