@@ -133,6 +133,9 @@ def test_a_library_is_the_default_of_a_gpu_that_was_not_measured(
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU that is not there")
+    facts = autotune.DeviceFacts(".".join(map(str, capability)), 132)
+    monkeypatch.setattr(autotune, "device_facts", lambda device: facts)
+    autotune._measured.cache_clear()
     with FakeTensorMode():
         q, k = (torch.empty_like(x, device="cuda") for x in made(M, d)[:2])
         found = attention_library.library_for("attention_backward", q, k)
