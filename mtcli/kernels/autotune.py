@@ -154,10 +154,10 @@ def _measured(device: torch.device) -> AutotuneTable:
 
 def _distance(table: AutotuneTable, facts: DeviceFacts | None) -> int | None:
     """How many multiprocessors a table's device has more or less; None of another capability."""
-    known = table.get(DEVICE, {}).get(FACTS)
-    if facts is None or known is None or known["capability"] != facts.capability:
+    noted = table.get(DEVICE, {}).get(FACTS)
+    if facts is None or noted is None or noted["capability"] != facts.capability:
         return None
-    return abs(int(known["multiprocessors"]) - facts.multiprocessors)
+    return abs(int(noted["multiprocessors"]) - facts.multiprocessors)
 
 
 def _milliseconds(launch: Callable[[LaunchConfig], object], config: LaunchConfig) -> float:

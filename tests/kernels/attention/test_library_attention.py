@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtcli.kernels import autotune
 from mtcli.kernels.attention import library as attention_library
 from mtcli.kernels.attention.attention import attention, attention_backward
+from mtcli.kernels.attention.backends import sdpa_backends
 from mtcli.kernels.attention.library import LIBRARIES
 from mtcli.kernels.attention.merge import merge_
 
@@ -122,6 +123,15 @@ def test_a_library_is_not_asked_for_heads_that_it_does_not_take(device, measured
         assert attention_library.library_for("attention", q, k) is None
     measured("flash", 160, device)
     assert attention_library.library_for("attention", *made(M, 160, device)[:2]) is not None
+
+
+def test_a_library_that_plans_is_not_asked_for_shapes_that_come_once(device, measured, monkeypatch):
+    measured("cudnn", D, device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    q, k, *_ = made(M, D)
+    with sdpa_backends(torch.device("cuda"), repeats=False):
+        assert attention_library.library_for("attention", q, k) is LIBRARIES["flash"]
+    assert attention_library.library_for("attention", q, k) is LIBRARIES["cudnn"]
 
 
 @pytest.mark.parametrize(
