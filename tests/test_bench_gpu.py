@@ -109,6 +109,7 @@ def kernels(scripts, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(autotune, "device_name", lambda device: "Played")
+    monkeypatch.setattr(autotune, "device_facts", lambda device: None)
     monkeypatch.setattr(autotune, "_milliseconds", lambda launch, config: config["BLOCK"])
     monkeypatch.setattr(harness, "milliseconds", lambda step, repeats: 2.0)
     measured = []

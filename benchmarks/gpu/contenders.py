@@ -30,6 +30,7 @@ from mtcli.core.profile.clock import clock_for
 from mtcli.core.runtime.launch import Runtime, let_segments_grow, set_gpu_matmul
 from mtcli.core.schedule.generators import forward_only
 from mtcli.core.training.loader import StepBatch
+from mtcli.core.training.run_log import describe_attention
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Phases, Trainer
 from mtcli.kernels.gemm import DTYPES
@@ -91,7 +92,8 @@ def ours(config: RunConfig, device: torch.device) -> Contender:
         ends = [clock.seconds(stamp) for stamp in trainer.phases]
         return {name: b - a for name, a, b in zip(Phases._fields[1:], ends, ends[1:], strict=False)}
 
-    return Contender(losses, train, {"precision": config.train.precision}, phases)
+    facts = {"precision": config.train.precision} | describe_attention(config, device)
+    return Contender(losses, train, facts, phases)
 
 
 class _Fixed:

@@ -39,6 +39,7 @@ from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader, StepBatch
 from mtcli.core.training.state import RunState
+from mtcli.kernels.attention.backends import sdpa_backends
 from mtcli.kernels.gemm import DTYPES
 
 Outcome = Literal["updated", "overflow", "fault"]
@@ -204,7 +205,8 @@ class Trainer:
         self.exchange.before_step(learning_rate(optimizer, self.step + 1, steps))
         self.strategy.before_step()
         self.balance.begin()
-        with compiler_errors(self.config.train.compile):
+        backends = sdpa_backends(self.groups.device, repeats=True)
+        with compiler_errors(self.config.train.compile), backends:
             loss_sum = self._micro_batches(batch.load, gradient_scale, as_written)
         self._end_phase("pipeline")
         self.strategy.after_backward()
@@ -263,7 +265,7 @@ class Trainer:
             total.add_(last.losses(x_TD, inputs).double().sum())
 
         labels = 0.0
-        with averaged(self.exchange):
+        with averaged(self.exchange), sdpa_backends(self.groups.device, repeats=True):
             for step in range(steps):
                 batch = loader.step(step, loss_scale=0.0)
                 pipeline.forward(batch.load, self.micro_batch_tokens, add)
