@@ -28,8 +28,10 @@ lint: .venv/installed-test
 budgets: .venv/installed-test
 	$(BIN)/python tests/kernels/budgets_seen.py --compile
 
+# Every benchmark of a CPU, into one JSON file of benchmarks/results. BENCH_ARGS=--resume goes on with an interrupted
+# one, and BENCH_ARGS=--tiny tries every script in seconds each.
 bench: .venv/installed-test
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 
 # What needs a GPU: the kernels' and the engines' tests on one. They are skipped without.
 gpu: .venv/installed-test

@@ -28,7 +28,9 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+from arguments import Arguments, write_rows
 from progress import in_turn, say
+from runs import mtcli
 
 WORKERS = 2
 CLOCKS = ("command", "work", "cpu")
@@ -37,14 +39,14 @@ SLOW = ("tokenizers", "Megatron")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, mb=1, slow_mb=1, repeats=1, contenders=["mtcli", "tokenizers"])
     parser.add_argument("--mb", type=int, default=50)
     parser.add_argument("--slow-mb", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--tokenizer", help="default: MTCLI_TEST_DATA/gpt2-bpe, else one trained here"
     )
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--contenders", nargs="+", default=[*CONTENDERS])
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:WORKERS])
@@ -55,8 +57,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(args, Path(folder))
     show(rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
 def measure(args, folder):
@@ -64,7 +65,7 @@ def measure(args, folder):
     sizes = {"large": write_corpus(large, args.mb), "small": write_corpus(small, args.slow_mb)}
     tokenizer = make_tokenizer(args.tokenizer, folder)
     check_equal(folder, small, tokenizer)
-    runs = {name: [] for name in CONTENDERS}
+    runs = {name: [] for name in args.contenders}
     for name in in_turn(runs, args.repeats):
         corpus = small if name in SLOW else large
         runs[name].append(spawn(name, corpus, folder / "out", tokenizer))
@@ -106,16 +107,7 @@ def make_tokenizer(spec, folder):
     if spec or data:
         load_tokenizer(spec or f"{data}/gpt2-bpe").save(folder / "tokenizer")
     else:
-        command = [
-            sys.executable,
-            "-m",
-            "mtcli",
-            "preprocess",
-            "stdlib",
-            "--tokenizer",
-            "train:16384",
-        ]
-        subprocess.run([*command, "--output", folder / "t"], check=True, capture_output=True)
+        mtcli("preprocess", "stdlib", "--tokenizer", "train:16384", "--output", folder / "t")
         (folder / "t.tokenizer").rename(folder / "tokenizer")
     return folder / "tokenizer"
 

@@ -11,8 +11,6 @@ mtcli and Megatron must give the same tokens first.
     python benchmarks/bench_samples.py [--samples 8000] [--repeats 5] [--json FILE]
 """
 
-import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -22,6 +20,7 @@ from time import thread_time
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np  # noqa: E402
+from arguments import Arguments, write_rows
 from progress import in_turn, say  # noqa: E402
 
 from mtcli.core.data.indexed import write_index  # noqa: E402
@@ -33,17 +32,15 @@ GOAL_MTOK = 300
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, samples=256, tokens=300_000, repeats=1)
     parser.add_argument("--samples", type=int, default=8000)
     parser.add_argument("--tokens", type=int, default=40_000_000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(args, Path(folder) / "data")
     show(rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
 def measure(args, prefix):

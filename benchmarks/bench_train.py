@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
+from arguments import Arguments, threads, write_rows
 from progress import in_turn, say
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))  # contenders.py, which knows no device
@@ -38,18 +39,16 @@ def main() -> None:
         return
     rows = measure(args)
     show(args, rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, model="nano", repeats=1, steps=1, contenders="ours,plain")
     parser.add_argument("--model", choices=SIZES, default="tiny")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=0, help="timed steps of a run")
     parser.add_argument("--contenders", default="ours,hf,plain,plain-tuned")
-    parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.steps = args.steps or (4 if args.model == "124m" else 20)
@@ -135,7 +134,7 @@ def set_torch(name: str) -> None:
 
     from mtcli.core.runtime.launch import set_matmul
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads())
     if name.startswith("ours"):
         set_matmul("fast")
     elif name.endswith("-tuned"):
