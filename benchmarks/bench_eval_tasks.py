@@ -84,8 +84,9 @@ def make_model(folder: Path) -> None:
 
     files = (str(DATA / "gpt2-bpe" / name) for name in ("vocab.json", "merges.txt"))
     tokenizer = ByteLevelBPETokenizer(*files)
-    end = "<|endoftext|>"
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, eos_token=end)
+    file = str(folder / "tokenizer.json")
+    tokenizer.save(file)
+    fast = PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|endoftext|>")
     fast.save_pretrained(folder)
     torch.manual_seed(0)
     config = GPT2Config(n_embd=256, n_layer=4, n_head=4, initializer_range=0.1)

@@ -180,9 +180,14 @@ def batch_rows(data, number: int) -> range:
     return range(number * count, (number + 1) * count)
 
 
+def batch_examples(data, number: int) -> list:
+    """The numbers of the examples of each row of a global batch."""
+    return [data.epochs.items(row) for row in batch_rows(data, number)]
+
+
 def real_tokens(data, number: int) -> int:
     """Tokens of examples in a global batch: those that fill rows up are none."""
-    return sum(int(data.lengths[data._row(row)].sum()) for row in batch_rows(data, number))
+    return sum(int(data.lengths[examples].sum()) for examples in batch_examples(data, number))
 
 
 def ours(args: argparse.Namespace):
@@ -251,10 +256,10 @@ def padded(data, number: int):
     """The same examples, as many in a batch as fill a row on average, padded to its longest."""
     import torch
 
-    of_step = batch_rows(data, number)
-    examples = [e for row in of_step for e in data._row(row)]
+    by_row = batch_examples(data, number)
+    examples = [int(example) for row in by_row for example in row]
     random.Random(number).shuffle(examples)
-    size = max(1, len(examples) // len(of_step))
+    size = max(1, len(examples) // len(by_row))
     for first in range(0, len(examples), size):
         part = examples[first : first + size]
         longest = max(int(data.lengths[e]) for e in part)
@@ -264,7 +269,7 @@ def padded(data, number: int):
             found, length = data.examples[data.source[example]], int(data.lengths[example])
             end = int(found.ends[data.number[example]])
             tokens[i, :length] = torch.from_numpy(found.tokens[end - length : end].copy())
-            weights[i, :length] = torch.from_numpy(found.counts[end - length : end].copy())
+            weights[i, :length] = torch.from_numpy(found.weights[end - length : end].copy())
             mask[i, :length] = 1
         inputs = {"input_ids": tokens[:, :-1], "attention_mask": mask[:, :-1]}
         yield inputs, tokens[:, 1:], weights[:, 1:]

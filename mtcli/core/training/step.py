@@ -24,7 +24,7 @@ from mtcli.core.model.inputs import Inputs
 from mtcli.core.optim.grad_norm import clip_factor, square_sum
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr_schedule import learning_rate
-from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.optim.optimizer import Optimizer, moment_dtype
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Groups, make_groups
 from mtcli.core.parallel.pipeline import Pipeline
@@ -114,7 +114,8 @@ class Trainer:
         if config.train.compile:
             compile_blocks(self.stages.values(), config.data.document_mask)
         weights, ownership = self.strategy.weights(), self.strategy.ownership
-        self.optimizer = Optimizer(weights, ownership, config.optimizer, self.dtype)
+        moments = moment_dtype(config.train)
+        self.optimizer = Optimizer(weights, ownership, config.optimizer, self.dtype, moments)
         self.exchange = replica_exchange(config, self.strategy, self.optimizer)
         inside = REDUCED if self.layout.dp * self.layout.cp > 1 else ()
         self.sync_traffic = SyncTraffic((*EXCHANGED, *inside))
