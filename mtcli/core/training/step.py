@@ -192,7 +192,7 @@ class Trainer:
 
     def forward_backward(
         self, loader: MicroBatchLoader, as_written: bool = False
-    ) -> tuple[float, StepBatch]:
+    ) -> tuple[Tensor | float, StepBatch]:
         """(sum of this rank's weighted losses, its batch), with the gradients reduced.
 
         `as_written` replays nothing, so that hooks of modules are called.
@@ -220,7 +220,7 @@ class Trainer:
 
     def _micro_batches(
         self, load: Callable[[int], Inputs], gradient_scale: float, as_written: bool
-    ) -> float:
+    ) -> Tensor | float:
         if self.cuda_graphs and not as_written:
             return self.cuda_graphs.train_step(load, gradient_scale)
         return self.pipeline.train_step(
@@ -270,24 +270,24 @@ class Trainer:
                 batch = loader.step(step, loss_scale=0.0)
                 pipeline.forward(batch.load, self.micro_batch_tokens, add)
                 labels += batch.labels
-        loss_sums, _ = self._global(float(total), 0.0)
+        loss_sums, _ = self._global(total, 0.0)
         return sum(loss_sums) / labels
 
     def _global(
-        self, loss_sum: float, square_sum: float, only_replica: bool = False
+        self, loss_sum: Tensor | float, square_sum: Tensor | float, only_replica: bool = False
     ) -> tuple[list[float], list[float]]:
         """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or, with
-        `only_replica`, of this replica alone.
+        `only_replica`, of this replica alone. The host waits for the device here, once a step.
 
         Each tp rank of the last stage has the same losses, so only rank 0 of tp adds them.
         """
         axis, replicas, replica = self.groups.world, self.layout.replicas, self.groups.replicas.rank
         if only_replica:
             axis, replicas, replica = self.groups.replica, 1, 0
-        sums = torch.zeros(2, replicas, dtype=torch.float64)
+        sums = torch.zeros(2, replicas, dtype=torch.float64, device=self.groups.device)
         sums[0, replica] = loss_sum if self.groups.tp.rank == 0 else 0.0
         sums[1, replica] = square_sum
-        loss_sums, squares = all_reduce(sums.to(self.groups.device), axis).tolist()
+        loss_sums, squares = all_reduce(sums, axis).tolist()
         return loss_sums, [math.sqrt(square) for square in squares]
 
 
