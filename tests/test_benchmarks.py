@@ -8,6 +8,7 @@ import json
 import math
 import re
 import subprocess
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,17 @@ def test_each_script_measures_a_tiny_row(name, tmp_path):
     if "skipped" in found:
         pytest.skip(found["skipped"])
     assert any(math.isfinite(number) for number in numbers(found)), found
+    if table := performance_docs().TABLES.get(SCRIPTS[name].stem.removeprefix("bench_")):
+        assert all(len(cells) == 4 and cells[1] for cells in table(found)) and [*table(found)]
+
+
+def performance_docs():
+    """The script that writes tables from rows."""
+    path = ROOT / "scripts" / "performance_docs.py"
+    spec = spec_from_file_location(path.stem, path)
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def numbers(found):
