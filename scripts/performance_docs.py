@@ -72,13 +72,20 @@ def bench(found: dict[str, Any]) -> str:
     lines = [f"{about}, {found['date']}, commit {found['commit']}. {names}.", ""]
     lines += [f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD))]
     for name, entry in done.items():
-        if name in TABLES and not entry["status"]:
-            what = " ".join([f"bench_{name}.py", *entry["arguments"]])
-            for first, *cells in TABLES[name](entry["rows"]):
-                lines.append(f"| {' | '.join([first, f'`{what}`', *cells])} |")
+        command = " ".join([f"bench_{name}.py", *entry["arguments"]])
+        for what, *cells in rows_of(name, entry):
+            lines.append(f"| {' | '.join([what, f'`{command}`', *cells])} |")
     if failed := [name for name, entry in done.items() if entry["status"]]:
         lines += ["", f"Failed: {', '.join(failed)}."]
     return "\n".join(lines) + "\n"
+
+
+def rows_of(name: str, entry: dict[str, Any]) -> Iterator[Row]:
+    """The rows of a script's entry, without contenders that were skipped."""
+    rows = entry["rows"]
+    if name in TABLES and entry["status"] == 0 and "skipped" not in rows:
+        left_out = [who for who, row in rows.items() if isinstance(row, dict) and "skipped" in row]
+        yield from TABLES[name]({who: row for who, row in rows.items() if who not in left_out})
 
 
 def against(ours: float, peers: dict[str, float], unit: str) -> Row:
