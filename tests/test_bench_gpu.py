@@ -60,32 +60,35 @@ def test_other_weights_and_a_loss_of_one_percent_more_are_seen(scripts):
     assert spread_apart(ours, [1.01 * loss for loss in ours]) > 2 * BOUNDS["bf16"][0]
 
 
-@slow("two processes that build a model, one of them Megatron's: 17 s")
+@slow("three processes that build a model: 20 s")
 def test_a_pair_is_measured_in_processes_of_their_own_and_kept(
     scripts, tmp_path, monkeypatch, capsys
 ):
     import bench_step
 
     flags = ["--device", "cpu", "--tiny", "--repeats", "2", "--output", str(tmp_path)]
-    flags += ["--only", "gpt2-124m", "--contenders", "megatron", "--budget", "900"]
+    flags += ["--only", "gpt2-124m", "--contenders", "hf", "--budget", "900"]
 
     def said(*more):
         monkeypatch.setattr(sys, "argv", ["bench_step.py", *flags, *more])
         assert bench_step.measure(bench_step.parse()) == 0
         return capsys.readouterr().out
 
-    first = said("--variant", "odd", "train.nothing=1")
+    more = ("--variant", "more", "batch.global_batch_size=8")
+    first = said("--variant", "odd", "train.nothing=1", *more)
     assert "gpt2-124m beside odd: skipped: unknown key 'nothing' in [train]" in first
     (path,) = tmp_path.glob("step-cpu-*.json")
     record = json.loads(path.read_text())
-    row = next(row for row in record["rows"] if row["contender"] == "megatron")
+    row, longer = (next(r for r in record["rows"] if r["contender"] == w) for w in ("hf", "more"))
     assert row["agrees"] and row["in_turns"] and len(row["other"]["seconds"]) == 2
     ours, theirs = row["mtcli"], row["other"]
     assert row["ratio"] == pytest.approx(theirs["median_s"] / ours["median_s"])
-    assert ours["tokens_per_s"] == pytest.approx(64 / ours["median_s"])
+    assert ours["tokens_per_s"] == pytest.approx(2 * 64 / ours["median_s"])
+    other = longer["other"]
+    assert other["tokens_per_s"] == pytest.approx(4 * 64 / other["median_s"]) and longer["agrees"]
     assert torch.__version__.startswith(record["versions"]["torch"])
     assert len(record["date"]) == 10
-    again = said()
+    again = said(*more)
     assert "beside" not in again and f"wrote {path}" in again
     assert json.loads(path.read_text())["rows"] == record["rows"]
 
@@ -109,6 +112,7 @@ def kernels(scripts, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(autotune, "device_name", lambda device: "Played")
+    monkeypatch.setattr(autotune, "device_facts", lambda device: None)
     monkeypatch.setattr(autotune, "_milliseconds", lambda launch, config: config["BLOCK"])
     monkeypatch.setattr(harness, "milliseconds", lambda step, repeats: 2.0)
     measured = []
@@ -399,12 +403,27 @@ def test_a_record_goes_on_only_for_the_same_device_and_source(scripts, tmp_path,
     assert not other.rows and other.path != first.path
 
 
-def test_the_six_shapes_of_the_goals_come_first_beside_transformers(scripts):
+def test_a_case_that_a_device_is_too_small_for_is_left_out(scripts):
+    from argparse import Namespace
+
+    from cases import CASES
+    from pair import Pair
+
+    args = Namespace(device="cuda", tiny=True, repeats=1)
+    with Pair(lambda *words: pytest.fail("begun"), args, {"memory_bytes": 80 * 2**30}) as pair:
+        row = pair.measure(CASES["qwen2-57b/2"], "hf", None, float("inf"))
+    assert row["skipped"] == "it needs 100 GiB of memory, not 80"
+
+
+def test_the_six_shapes_of_the_goals_come_first_ours_before_others(scripts):
     from cases import CASES, contenders, pairs
 
     first = pairs(list(CASES), contenders())[:6]
+    assert all(CASES[case].micro_batches >= 8 for case, _ in first)
     models = ["gpt2-124m", "llama-1b", "gpt-1.3b", "llama-8b", "mixtral-8x7b", "qwen2-57b"]
-    assert [(case.split("/")[0], who) for case, who in first] == [(m, "hf") for m in models]
+    assert [(case.split("/")[0], who) for case, who in first] == [
+        (m, "mtcli-compile") for m in models
+    ]
     assert CASES["gpt-1.3b"].config().model.hidden_size == 2048
 
 

@@ -77,6 +77,12 @@ BF16 = [
         ),
         GROUPED,
     ),
+    (
+        "syrk",
+        ("1024x4096", "4096x4096", "4096x14336", "770x65"),
+        ("syrk._syrk",),
+    ),
+    ("syrk_tall", ("14336x4096",), ("syrk._syrk",)),
     ("adamw", (), ("adamw._adamw",)),
     ("lamb", (), LAMB),
     ("compress", (), ("onebit._add", "onebit._pack")),
@@ -138,6 +144,7 @@ OWN = {
     ),
     "* grouped_linear 6x1024x2052x1402 *": (Limits(load_bits=48, store_bits=32), "even widths"),
     "* grouped_linear 6x1024x2057x1401 *": (Limits(load_bits=16, store_bits=16), "odd widths"),
+    "* syrk 770x65 *": (Limits(load_bits=16, store_bits=16), "an odd width"),
     "* top_k.*": (Limits(load_bits=32, store_bits=32), "rows of few experts, k numbers of each"),
 }
 
