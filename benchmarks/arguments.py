@@ -10,18 +10,20 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 
 class Arguments(argparse.ArgumentParser):
-    """Parses a script's flags; keywords are the defaults that `--tiny` has for them."""
+    """Parses a script's flags; keywords are the defaults that `--tiny` has for them. A script that
+    `needs` packages which are not installed ends, with the reason for its rows."""
 
-    def __init__(self, description: str | None, **tiny: object) -> None:
+    def __init__(self, description: str | None, needs: Sequence[str] = (), **tiny: object) -> None:
         shape = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=shape)
-        self._tiny = tiny
+        self._needs, self._tiny = needs, tiny
         self.add_argument("--tiny", action="store_true", help="a run of seconds, to try the script")
         self.add_argument("--json", metavar="FILE", help="write the rows to this file")
 
@@ -29,7 +31,11 @@ class Arguments(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         if "--tiny" in words:
             self.set_defaults(**self._tiny)
-        return super().parse_args(words, namespace)
+        parsed = super().parse_args(words, namespace)
+        if missing := lacking({package: package for package in self._needs}):
+            write_rows(parsed.json, {"skipped": ", ".join(missing.values())})
+            self.exit()
+        return parsed
 
 
 def write_rows(path: str | Path | None, rows: object) -> None:
@@ -38,6 +44,18 @@ def write_rows(path: str | Path | None, rows: object) -> None:
         partial = Path(f"{path}.partial")
         partial.write_text(json.dumps(rows, indent=1) + "\n")
         partial.replace(path)
+
+
+def lacking(packages: Mapping[str, str]) -> dict[str, str]:
+    """The contenders whose package is not installed here, each with that reason; prints them."""
+    missing = {
+        name: f"{package} is not installed"
+        for name, package in packages.items()
+        if find_spec(package) is None
+    }
+    for name, why in missing.items():
+        print(f"{name} is left out: {why}")
+    return missing
 
 
 def threads() -> int:

@@ -48,7 +48,13 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = Arguments(
-        __doc__, repeats=1, steps=1, documents=300, rows=4, contenders=["ours", "hf"]
+        __doc__,
+        needs=("transformers",),
+        repeats=1,
+        steps=1,
+        documents=300,
+        rows=4,
+        contenders=["ours", "hf"],
     )
     parser.add_argument("--drop", type=float, default=0.0, help="dropout, and of attention")
     parser.add_argument("--repeats", type=int, default=3)

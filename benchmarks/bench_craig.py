@@ -45,7 +45,7 @@ CHOICES = {
 
 
 def main() -> None:
-    parser = Arguments(__doc__)
+    parser = Arguments(__doc__, needs=("sklearn",))
     parser.add_argument("what", choices=("logistic", "language"), nargs="?", default="logistic")
     parser.add_argument("--plot", help="draw into this file")
     args = parser.parse_args()

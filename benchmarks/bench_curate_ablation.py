@@ -18,7 +18,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import justext
 from arguments import Arguments, data_folder, write_rows
 from progress import each, say
 from runs import metrics, mtcli, sets
@@ -52,6 +51,8 @@ def documents(path: Path, characters: int = 1500) -> list[str]:
 
 def dirty(clean: list[str], source: random.Random, kinds: dict[str, float]) -> list[str]:
     """The clean documents, a fifth of them broken, and megabytes of what a crawl has beside."""
+    import justext
+
     foreign = {name: sorted(justext.get_stoplist(name)) for name in LANGUAGES}
     shop, signs = SHOP.split(), "#$%^*|~<>{}[]0123456789 \n"
 
@@ -148,7 +149,7 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = Arguments(__doc__, steps=2, seeds=1, eval_batches=1)
+    parser = Arguments(__doc__, needs=("justext",), steps=2, seeds=1, eval_batches=1)
     parser.add_argument("--steps", type=int, default=200, help="of 2,048 bytes")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--eval-batches", type=int, default=60)

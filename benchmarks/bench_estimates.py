@@ -71,7 +71,7 @@ def cases(random: Random) -> Iterator[Case]:
 
 
 def main() -> None:
-    parser = Arguments(__doc__, count=2)
+    parser = Arguments(__doc__, count=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     given = parser.parse_args()

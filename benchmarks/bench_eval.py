@@ -68,7 +68,13 @@ def main():
 
 
 def parse():
-    parser = Arguments(__doc__, items=8, repeats=1, contenders=["mtcli", "lm-eval"])
+    parser = Arguments(
+        __doc__,
+        needs=("lm_eval", "transformers"),
+        items=8,
+        repeats=1,
+        contenders=["mtcli", "lm-eval"],
+    )
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--items", type=int, default=200)

@@ -42,7 +42,7 @@ PAGE = 250  # words of WikiText that are one item of the others
 
 
 def main() -> None:
-    parser = Arguments(__doc__, limit=2)
+    parser = Arguments(__doc__, needs=("lm_eval", "transformers"), limit=2)
     parser.add_argument("--limit", type=int, default=200)
     parser.add_argument("--threads", type=int, default=threads())
     parser.add_argument("--markdown", type=Path, help="a file for the table")

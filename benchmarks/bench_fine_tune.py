@@ -46,7 +46,15 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = Arguments(__doc__, repeats=1, steps=1, seq=64, tokens=256, contenders=["ours", "peft"])
+    parser = Arguments(
+        __doc__,
+        needs=("transformers", "peft"),
+        repeats=1,
+        steps=1,
+        seq=64,
+        tokens=256,
+        contenders=["ours", "peft"],
+    )
     parser.add_argument("--rank", type=int, default=8, help="of the adapters; 0 trains all weights")
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--tokens", type=int, default=2048, help="of a step")

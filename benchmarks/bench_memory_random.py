@@ -40,7 +40,7 @@ Section = dict[str, Any]
 
 
 def main() -> None:
-    parser = Arguments(__doc__, count=2)
+    parser = Arguments(__doc__, count=1)
     parser.add_argument("--device", choices=sorted(DEVICES), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from arguments import Arguments, write_rows
+from arguments import Arguments, lacking, write_rows
 from progress import in_turn, say
 from tqdm import tqdm
 
@@ -62,6 +62,8 @@ def peers(n: int, k: int, repeats: int, threads: int) -> list[dict]:
     matrix = (distances.max() - distances).numpy()
     single = matrix.astype(np.float32)
     contenders = {"mtcli": _ours, "apricot": _apricot, "submodlib": _submodlib}
+    missing = lacking({name: name for name in ("apricot", "submodlib")})
+    contenders = {name: work for name, work in contenders.items() if name not in missing}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     values = {}
     for name in in_turn(contenders, repeats):
@@ -72,7 +74,7 @@ def peers(n: int, k: int, repeats: int, threads: int) -> list[dict]:
         values[name] = float(matrix[chosen].max(0).sum())
         wall = time.perf_counter() - begin[1]
         say(f"{name:12}{times[name][-1]:>9.2f} s of processor, {wall:.2f} s")
-    rows = []
+    rows: list[dict] = [{"contender": name, "skipped": why} for name, why in missing.items()]
     for name, seconds in times.items():
         ratio = min(seconds) / min(times["mtcli"])
         say(f"{name:12}{min(seconds):>9.2f} s{ratio:>8.1f} x   objective {values[name]:,.6f}")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
-from arguments import Arguments, threads, write_rows
+from arguments import Arguments, lacking, threads, write_rows
 from progress import in_turn, say
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))  # contenders.py, which knows no device
@@ -56,7 +56,9 @@ def parse() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict]:
-    contenders = args.contenders.split(",")
+    asked = args.contenders.split(",")
+    missing = lacking({name: "transformers" for name in asked if name.startswith("hf")})
+    contenders = [name for name in asked if name not in missing]
     rows: dict[str, dict] = {name: {"seconds": [], "first_step": []} for name in contenders}
     rates, (*_, seq, batch) = [], SIZES[args.model]
     for name in in_turn(["product", *contenders], args.repeats):
@@ -76,7 +78,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
         row["flop_per_s_of_a_product"] = max(rates)
         limit = 1e-5 if args.precision == "fp32" else 2e-2
         assert max(gaps) < limit, f"{name}: losses differ by {max(gaps):.1e}, not below {limit}"
-    return rows
+    return rows | {name: {"skipped": why} for name, why in missing.items()}
 
 
 def spawn(args: argparse.Namespace, name: str) -> dict:
@@ -106,6 +108,8 @@ def show(args: argparse.Namespace, rows: dict[str, dict]) -> None:
     )
     flops = token_flops(args)
     for name, row in rows.items():
+        if "skipped" in row:
+            continue
         best, middle = (pick(row["seconds"]) for pick in (min, median))
         ratios = min(row["seconds"]) / min(ours["seconds"]), middle / median(ours["seconds"])
         tokens = batch * seq

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from arguments import write_rows
+from arguments import Arguments, write_rows
 from machine import commit, machine, versions
 
 HERE = Path(__file__).parent
@@ -49,12 +49,9 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    shape = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shape)
+    parser = Arguments(__doc__)
     parser.add_argument("names", nargs="*", help="some of them [all]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="[results/bench-DATE-CPU.json]")
     parser.add_argument("--resume", action="store_true", help="go on with a file")
-    parser.add_argument("--tiny", action="store_true", help="try every script, in seconds each")
     return parser.parse_args()
 
 
@@ -65,7 +62,7 @@ def opened(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     cpu = "-".join(facts["machine"]["cpu"].replace("(R)", "").split())
     folder = Path(tempfile.gettempdir()) if args.tiny else HERE / "results"
     default = folder / f"bench-{'tiny-' * args.tiny}{facts['date']}-{cpu}.json"
-    path = args.json or default
+    path = Path(args.json or default)
     if path.exists() and not args.resume and not args.tiny:
         sys.exit(f"error: {path} is there\n\nhint: --resume goes on with it, --json names another")
     if not (path.exists() and args.resume):

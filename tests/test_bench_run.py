@@ -13,10 +13,12 @@ COMMON = ("run.py", "progress.py", "arguments.py", "machine.py", "gpu/record.py"
 SCRIPT = """
 from pathlib import Path
 from arguments import Arguments, write_rows
-args = Arguments(__doc__, steps=1).parse_args()
+parser = Arguments(__doc__, steps=1)
+parser.add_argument("--steps", type=int, default=5)
+args = parser.parse_args()
 with Path(__file__).with_suffix(".ran").open("a") as file:
     file.write("x")
-write_rows(args.json, [{"steps": 1 if args.tiny else 5}])
+write_rows(args.json, [{"steps": args.steps}])
 """
 FAILS = SCRIPT + "if not Path(__file__).with_name('mended').exists(): raise SystemExit(3)\n"
 

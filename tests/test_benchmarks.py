@@ -8,6 +8,7 @@ import json
 import math
 import re
 import subprocess
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,19 @@ def test_each_script_measures_a_tiny_row(name, tmp_path):
     if "skipped" in found:
         pytest.skip(found["skipped"])
     assert any(math.isfinite(number) for number in numbers(found)), found
+    docs, stem = performance_docs(), SCRIPTS[name].stem.removeprefix("bench_")
+    if stem in docs.TABLES:
+        rows = [*docs.rows_of(stem, {"status": 0, "rows": found})]
+        assert rows and all(len(cells) == 4 and cells[1] for cells in rows)
+
+
+def performance_docs():
+    """The script that writes tables from rows."""
+    path = ROOT / "scripts" / "performance_docs.py"
+    spec = spec_from_file_location(path.stem, path)
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
 
 
 def numbers(found):
@@ -110,6 +124,25 @@ def numbers(found):
             yield from numbers(part)
     elif isinstance(found, int | float) and not isinstance(found, bool):
         yield found
+
+
+def test_a_peer_that_is_not_installed_is_left_out_and_the_rows_say_so(monkeypatch, tmp_path):
+    import arguments
+    import bench_select
+
+    there = arguments.find_spec
+    monkeypatch.setattr(
+        arguments, "find_spec", lambda name: None if name == "apricot" else there(name)
+    )
+    rows = {row["contender"]: row for row in bench_select.peers(20, 2, 1, 1)}
+    assert rows["apricot"] == {"contender": "apricot", "skipped": "apricot is not installed"}
+    assert rows["submodlib"]["objective"] == pytest.approx(rows["mtcli"]["objective"])
+
+    with pytest.raises(SystemExit) as end:
+        flags = ["--json", str(tmp_path / "rows.json")]
+        arguments.Arguments("words", needs=("torch", "nothing_of_this_name")).parse_args(flags)
+    why = {"skipped": "nothing_of_this_name is not installed"}
+    assert end.value.code == 0 and json.loads((tmp_path / "rows.json").read_text()) == why
 
 
 def test_scripts_that_other_tests_run_are_named_there():
