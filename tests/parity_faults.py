@@ -32,7 +32,8 @@ def facts(row):
         micro_batches=config.batch.global_batch_size // (config.batch.micro_batch_size * shards),
         moe=m.num_experts > 0, dropout=m.attention_dropout > 0,
         padded=row.level("samples") == "weights",
-        lamb=config.optimizer.name == "lamb", sync=config.sync.method, lora=config.lora.rank > 0,
+        lamb=config.optimizer.name == "lamb", muon=config.optimizer.name == "muon",
+        sync=config.sync.method, lora=config.lora.rank > 0,
         adapted_experts=m.num_experts > 0 and adapts_experts(config.lora.targets),
         no_sp=p.tp > 1 and not p.sequence_parallel,
         sp=p.tp > 1 and p.sequence_parallel and p.grid_rows == 1,
@@ -261,5 +262,13 @@ FAULTS = [
         "axes = self.replicated_over(layout)",
         'axes = tuple(a for a in self.replicated_over(layout) if a != "etp")',
         lambda f: f.adapted_experts and f.p.etp > 1),
+    Fault("missing copy: a step goes to the first of the ranks that have a chunk",
+        "parallel/matrix_exchange.py",
+        "for holder in chunk.holders:\n", "for holder in chunk.holders[:1]:\n",
+        lambda f: f.muon and f.p.zero == 0 and f.dp > 1),
+    Fault("wrong offset: every round of an owner starts at its first matrix",
+        "parallel/matrix_exchange.py",
+        "first = counts.get(shape, 0)", "first = 0",
+        lambda f: f.muon and f.world > 1),
 ]
 # fmt: on

@@ -118,7 +118,7 @@ def one_at_a_time(runtime, config, workers, dp=1, order=None, steps=5):
         loader = MicroBatchLoader(Part(alone, part, workers, dp), alone, trainer.groups)
         loss_sum, batch = trainer.forward_backward(loader)
         loader.close()
-        losses[worker].append(loss_sum / batch.labels)
+        losses[worker].append(float(loss_sum) / batch.labels)
         decayed = {name for name in here if trainer.optimizer.update_of(name).decays}
         sgd(config.optimizer, x[worker], momentum[worker], trainer.strategy.gradients, decayed)
         if (ticket + 1) % workers == 0:

@@ -5,13 +5,20 @@ from functools import partial
 import torch
 from harness import passes, tried
 
-from mtcli.kernels.autotune import AutotuneTable, autotuning, bucket_of, merged, save_table
+from mtcli.kernels.autotune import (
+    AutotuneTable,
+    autotuning,
+    bucket_of,
+    facts_table,
+    merged,
+    save_table,
+)
 
 
 def tune(entry, device, dtype, size, known: AutotuneTable) -> AutotuneTable:
     """Times what there is to choose from at a size of an entry, and is not yet known.
 
-    Returns what it kept.
+    Returns what it kept, with the facts of the device.
     """
     arguments = entry.make(device, dtype, *size)
     with autotuning(known) as table:
@@ -23,11 +30,12 @@ def tune(entry, device, dtype, size, known: AutotuneTable) -> AutotuneTable:
         # With the configs just kept.
         table.setdefault(entry.name, {})[bucket] = {"by": fastest(entry, arguments)}
         keep(table, device)
-    return {
+    kept = {
         kernel: new
         for kernel, buckets in table.items()
         if (new := {b: c for b, c in buckets.items() if b not in known.get(kernel, {})})
     }
+    return merged(kept, facts_table(torch.device(device))) if kept else kept
 
 
 def chosen(rows) -> AutotuneTable:

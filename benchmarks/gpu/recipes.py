@@ -21,6 +21,7 @@ from mtcli.kernels.cross_entropy import logits_gradient_, row_parts
 from mtcli.kernels.permute import sort_copies
 from mtcli.kernels.relu2 import relu2, relu2_backward_
 from mtcli.kernels.swiglu import swiglu, swiglu_backward_
+from mtcli.kernels.syrk import syrk
 from mtcli.kernels.top_k import TopKRouting, route
 
 HEADS = (16, 32, 64, 72, 80, 96, 112, 128, 160, 192, 256)
@@ -122,6 +123,11 @@ SHAPES = {
         # Multiples of 8, of 2, and odd numbers.
         ((6, 1024, 2056, 1400), (6, 1024, 2052, 1402), (6, 1024, 2057, 1401)),
     ),
+    "syrk": Shapes(
+        lambda count, rows, inner: (rows, inner),
+        lambda rows, inner: (1, rows, inner),
+        ((770, 65),),
+    ),
     "adamw": OPTIMIZER,
     "lamb": OPTIMIZER,
     "compress": ANY,
@@ -143,6 +149,7 @@ SHAPES = {
     "relu2_again": last(9216, 24576),
     "route_groups": experts_and_k((64, 6), (256, 8)),
     "sort_with_capacity": experts_and_k((8, 2)),
+    "syrk_tall": Shapes(tuple, lambda *size: (1, *size), ((14336, 4096),)),
 }
 
 
@@ -221,6 +228,7 @@ UNMEASURED = [
     unmeasured("relu2", relu2, elementwise.rows_and(0), **BACKWARD),
     unmeasured("relu2_again", relu2_again, elementwise.biased),
     unmeasured("grouped_outer", add_gradients, rows_and_sums),
+    unmeasured("syrk_tall", lambda x: syrk(x.mT), updates.matrices),
     unmeasured("sort_with_capacity", sort_with_capacity, mixture.unsorted),
 ]
 

@@ -1,9 +1,10 @@
-"""The Markdown tables of docs/performance.md, from the files of benchmarks/results.
+"""The Markdown tables of kernels and steps on a GPU, from the files of benchmarks/results.
 
     python benchmarks/gpu/table.py benchmarks/results/*.json
 
-Rows are copied from there, never typed. A model that was measured by its layers gets one more row:
-what a step of all its layers would take, and the utilisation of the layers alone.
+scripts/performance_docs.py puts them into docs/performance.md. A model that was measured by its
+layers gets one more row: what a step of all its layers would take, and the utilisation of the
+layers alone.
 """
 
 import json
@@ -16,6 +17,9 @@ Row = dict[str, Any]
 STEP = ["model", "layers", "tokens of a step", "mtcli tok/s", "MFU", "goal", "causal TFLOP/s"]
 STEP += ["of the product", "update", "peak GiB", "beside", "tok/s", "ratio", "memory"]
 KERNEL = ["kernel", "size", "dtype", "ms", "of the copy", "of the product", "beside, ms"]
+COUNTS = ["model, tokens of a micro-batch", "launches of a layer: torch + Triton + collectives"]
+COUNTS += ["GB of a layer", "TFLOP of a layer: GEMMs + attention", "launches of the rest"]
+COUNTS += ["launches of a step", "host waits"]
 DEEPER = ["model", "whose", "a layer, ms", "MFU of the layers", "goal", "all layers, s a step"]
 
 
@@ -26,6 +30,8 @@ def main() -> None:
 
 def page(record: Row) -> str:
     """A heading line and the tables of a record."""
+    if record["what"] == "step counts":
+        return "\n".join(table(COUNTS, map(count_row, record["rows"])))
     names = ", ".join(f"{name} {v}" for name, v in record["versions"].items() if v)
     ceilings = f"copy {record['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
     ceilings += f"product {record['flop_per_s'] / 1e12:.0f} TFLOP/s in bfloat16"
@@ -71,6 +77,25 @@ def step_row(row: Row) -> list[str]:
         f"{other['tokens_per_s']:,.0f}",
         f"{row['ratio']:.2f}" + ("" if row["agrees"] else ", losses differ"),
         "" if memory is None else f"{memory:.2f}",
+    ]
+
+
+def count_row(row: Row) -> list[str]:
+    """What trace_step.py counted of a model: of a layer and micro-batch, of the rest of a
+    micro-batch, and of the rest of a step."""
+    layer, rest, step = (row["parts"][part] for part in ("layer", "micro_batch", "step"))
+    waits = [p["host_reads"] + p["host_uploads"] for p in (step, layer)]
+    collectives = (
+        f" + {layer['collectives']:.1f}".removesuffix(".0") if layer["collectives"] else ""
+    )
+    return [
+        row["name"],
+        f"{layer['aten']:.3g} + {layer['triton']:.3g}{collectives}",
+        f"{(layer['bytes_read'] + layer['bytes_written']) / 1e9:.1f}",
+        f"{layer['gemm_flops'] / 1e12:.2f} + {layer['attention_flops'] / 1e12:.2f}",
+        f"{rest['launches']:.0f}",
+        f"{step['launches']:.0f}",
+        f"{waits[0]:.0f}" + (f" + {waits[1]:.0f} a layer and micro-batch" if waits[1] else ""),
     ]
 
 

@@ -20,6 +20,7 @@ from mtcli.kernels.onebit import (
     unpack,
     unpack_reference,
 )
+from mtcli.kernels.syrk import syrk, syrk_reference
 
 UPDATE = OptimizerStep(1e-4, (0.9, 0.95), 1e-8, 0.1, count=3)
 BOUNDS = (0.01, 10.0)  # of LAMB's trust ratios
@@ -101,8 +102,16 @@ def signs(device, dtype, size):
     return *torch_compress(x, error, other), size
 
 
+def matrices(device, dtype, count, rows, inner):
+    return (seeded((count, rows, inner), dtype, device),)
+
+
 # fmt: off
 ENTRIES = [
+    Entry("syrk", syrk, {"torch": syrk_reference}, matrices,
+        [(8, 1024, 4096), (8, 4096, 4096), (4, 4096, 14336)], (2, 70, 9),
+        forward_flops=lambda count, rows, inner: count * rows * rows * inner,
+        chosen=("torch",), magnitudes=lambda count, rows, inner: (rows,)),
     Entry("adamw", by_ours, {"torch": by_torch, "reference": by_reference}, optimizers,
         [(64, 2**22), (400, 2**18)], (2, 70),
         lambda itemsize, tensors, numel: (24 + 4 + itemsize) * tensors * numel, torch_compiles=""),

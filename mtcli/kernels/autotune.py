@@ -3,7 +3,9 @@
 Configs are timed inside `autotuning()` alone, never in training: ranks could measure different
 winners, and another order of a sum changes its last bits. Entries are by device, kernel, dtype and
 sizes (rounded up to powers of two), in the user's cache folder and, for devices that were measured,
-in choices.json in this folder. Without an entry a kernel uses its default config.
+in choices.json in this folder. A device without an entry of its own takes that of a device with its
+compute capability, best one with as many multiprocessors (an H100 has an H200's of both). Without
+any a kernel uses its default config.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,9 +26,18 @@ LaunchConfig = Mapping[str, Any]
 AutotuneTable = dict[str, dict[str, dict[str, Any]]]  # kernel -> bucket -> config
 
 SHIPPED = Path(__file__).with_name("choices.json")
+# Where the table of a device has the facts of the device itself, in place of a kernel and a bucket.
+DEVICE, FACTS = "device", "facts"
 # The tables of `autotuning()`, innermost last. Process-wide: on a GPU the kernels of a backward are
 # launched by autograd's device threads, whose context variables are all at their defaults.
 _timing: list[AutotuneTable] = []
+
+
+class DeviceFacts(NamedTuple):
+    """What decides which config is fastest on a GPU: compute capability and multiprocessors."""
+
+    capability: str  # such as "9.0"
+    multiprocessors: int
 
 
 def best_config(
@@ -85,8 +96,8 @@ def merged(*tables: AutotuneTable) -> AutotuneTable:
 
 
 def save_table(table: AutotuneTable, device: torch.device) -> Path:
-    """Adds a device's table to the user's file, and returns its path."""
-    write_table(table, device_name(device), user_file())
+    """Adds a device's table to the user's file, with its facts, and returns the file's path."""
+    write_table(merged(table, facts_table(device)), device_name(device), user_file())
     return user_file()
 
 
@@ -112,11 +123,41 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def device_facts(device: torch.device) -> DeviceFacts | None:
+    """The facts of a GPU; None of a CPU."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    capability = f"{properties.major}.{properties.minor}"
+    return DeviceFacts(capability, properties.multi_processor_count)
+
+
+def facts_table(device: torch.device) -> AutotuneTable:
+    """The facts of a GPU as an entry of its table."""
+    facts = device_facts(device)
+    return {} if facts is None else {DEVICE: {FACTS: facts._asdict()}}
+
+
 @cache
 def _measured(device: torch.device) -> AutotuneTable:
-    """The entries of a device from both files; the user's override the shipped ones."""
-    files = [json.loads(file.read_text()) for file in (SHIPPED, user_file()) if file.exists()]
-    return merged(*(tables.get(device_name(device), {}) for tables in files))
+    """The entries for a device from both files, the user's after the shipped ones: those of devices
+    with its capability, nearest in multiprocessors last, then its own."""
+    name, facts, ranked = device_name(device), device_facts(device), []
+    for file in (SHIPPED, user_file()):
+        for other, table in (json.loads(file.read_text()) if file.exists() else {}).items():
+            distance = 0 if other == name else _distance(table, facts)
+            if distance is not None:
+                ranked.append((other == name, -distance, table))
+    # a stable sort: of equal ones the user's stays after the shipped
+    return merged(*(table for *_, table in sorted(ranked, key=lambda row: row[:2])))
+
+
+def _distance(table: AutotuneTable, facts: DeviceFacts | None) -> int | None:
+    """How many multiprocessors a table's device has more or less; None of another capability."""
+    noted = table.get(DEVICE, {}).get(FACTS)
+    if facts is None or noted is None or noted["capability"] != facts.capability:
+        return None
+    return abs(int(noted["multiprocessors"]) - facts.multiprocessors)
 
 
 def _milliseconds(launch: Callable[[LaunchConfig], object], config: LaunchConfig) -> float:

@@ -24,7 +24,8 @@ WIDTH, ALIGNED, FIRST, GRADIENT = 8, 2, 3, 7
 
 
 class OptimizerTensors(NamedTuple):
-    """The tensors that an update reads and writes: float32 but for the weights."""
+    """The tensors that an update reads and writes: float32 but for the weights, and moments in
+    bfloat16 (train.moments)."""
 
     masters: Sequence[Tensor]
     exp_avgs: Sequence[Tensor]

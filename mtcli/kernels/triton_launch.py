@@ -63,11 +63,14 @@ def runs_triton(x: Tensor) -> bool:
     return _mode.get() is not None and x.dtype in DTYPES
 
 
-def prefers_kernel(op: str, x: Tensor, size: int) -> bool:
-    """Whether the Triton kernel runs on x, and torch's function was not measured to be faster."""
+def prefers_kernel(op: str, x: Tensor, size: int, unmeasured: str = "mtcli") -> bool:
+    """Whether the Triton kernel runs on x, and torch's function was not measured to be faster;
+    `unmeasured` is taken to be faster where neither was measured."""
     if not runs_triton(x):
         return False
-    return torch.compiler.is_compiling() or fastest_backend(op, x, [size]) != "torch"
+    return torch.compiler.is_compiling() or (
+        (fastest_backend(op, x, [size]) or unmeasured) != "torch"
+    )
 
 
 @contextmanager

@@ -82,6 +82,12 @@ BF16 = [
         ("8x8192x4096x28672", "128x2048x2048x1536", "6x1024x2056x1400"),
         GROUPED[1:],
     ),
+    (
+        "syrk",
+        ("1024x4096", "4096x4096", "4096x14336", "770x65"),
+        ("syrk._syrk",),
+    ),
+    ("syrk_tall", ("14336x4096",), ("syrk._syrk",)),
     ("adamw", (), ("adamw._adamw",)),
     ("lamb", (), LAMB),
     ("compress", (), ("onebit._add", "onebit._pack")),
@@ -144,6 +150,7 @@ OWN = {
     ),
     "* grouped_linear 6x1024x2052x1402 *": (Limits(load_bits=48, store_bits=32), "even widths"),
     "* grouped_linear 6x1024x2057x1401 *": (Limits(load_bits=16, store_bits=16), "odd widths"),
+    "* syrk 770x65 *": (Limits(load_bits=16, store_bits=16), "an odd width"),
     "* top_k.*": (Limits(load_bits=32, store_bits=32), "rows of few experts, k numbers of each"),
 }
 

@@ -1,8 +1,9 @@
 import pytest
 import torch
 from exact import TOLERANCE, check, seeded
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mtcli.kernels import grouped_gemm
+from mtcli.kernels import grouped_gemm, triton_launch
 from mtcli.kernels.gradient_sink import GradientSink
 from mtcli.kernels.grouped_gemm import add_by_expert, grouped_linear, grouped_linear_reference
 
@@ -89,6 +90,29 @@ def test_a_frozen_weight_gets_no_gradient(device):
     grouped_linear(x, weight, rows_of([3, 5], device)).sum().backward()
     expected = torch.cat([weight[0].sum(0).expand(3, 4), weight[1].sum(0).expand(5, 4)])
     torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "by_torch"),
+    [
+        ((9, 0), torch.bfloat16, True),
+        ((9, 0), torch.float16, False),  # which torch's does not take
+        ((8, 0), torch.bfloat16, False),
+        ((10, 0), torch.bfloat16, False),
+    ],
+)
+def test_a_hopper_that_was_not_measured_takes_torchs_grouped_products(
+    monkeypatch, capability, dtype, by_torch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton_launch, "fastest_backend", lambda *_: None)
+    monkeypatch.setattr(triton_launch, "HAS_TRITON", True)
+    chosen = {True: "_torch_gemms", False: "_triton_gemms"}[by_torch]
+    monkeypatch.setattr(grouped_gemm, chosen, lambda ends: chosen)
+    with FakeTensorMode():
+        x = torch.empty(64, 32, dtype=dtype, device="cuda")
+        weight, counts = x.new_empty(4, 16, 32), torch.empty(4, dtype=torch.int64, device="cuda")
+        assert grouped_gemm.grouped_gemms(x, weight, counts) == chosen
 
 
 def test_torchs_grouped_products_are_those_of_each_expert(device, monkeypatch):

@@ -214,6 +214,61 @@ def test_measurements_of_more_kernels_are_added_to_the_file(measured):
     assert "other" in autotune._measured(x.device)
 
 
+H200 = autotune.DeviceFacts("9.0", 132)
+KEPT = {"op._kernel": {"float32 128": {"BLOCK": 4}}}
+
+
+@pytest.fixture
+def board(measured, monkeypatch, tmp_path):
+    """A function that makes the device another GPU, by name and facts; nothing comes with mtcli."""
+    monkeypatch.setattr(autotune, "SHIPPED", tmp_path / "none.json")
+
+    def become(name, facts):
+        monkeypatch.setattr(autotune, "device_name", lambda device: name)
+        monkeypatch.setattr(autotune, "device_facts", lambda device: facts)
+        autotune._measured.cache_clear()
+
+    return become
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "block"),
+    [
+        ("H200", H200, 4),
+        ("H100", H200, 4),
+        ("H100 PCIe", H200._replace(multiprocessors=114), 4),
+        ("B200", autotune.DeviceFacts("10.0", 148), None),
+        ("cpu", None, None),
+    ],
+)
+def test_a_gpu_takes_what_one_of_its_capability_measured(board, name, facts, block):
+    x = torch.empty(1)
+    board("H200", H200)
+    autotune.save_table(KEPT, x.device)
+    board(name, facts)
+    assert (chosen(x, 100) or {}).get("BLOCK") == block
+
+
+def test_the_nearest_gpu_s_measurement_is_taken_and_its_own_before_any(board):
+    x = torch.empty(1)
+    for sms, block in ((132, 4), (78, 1), (114, 2)):
+        board(f"of {sms}", H200._replace(multiprocessors=sms))
+        autotune.save_table({"op._kernel": {"float32 128": {"BLOCK": block}}}, x.device)
+    for sms, block in ((131, 4), (116, 2), (80, 1)):
+        board("another", H200._replace(multiprocessors=sms))
+        assert chosen(x, 100) == {"BLOCK": block}
+    board("of 78", H200)  # by name, whatever its facts
+    assert chosen(x, 100) == {"BLOCK": 1}
+
+
+def test_the_shipped_table_is_an_h100_s_too(measured, monkeypatch):
+    monkeypatch.setattr(autotune, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(autotune, "device_facts", lambda device: H200)
+    x = torch.empty(1, dtype=torch.bfloat16)
+    assert autotune.fastest_backend("grouped_linear", x, [28672]) == "torch"
+    assert autotune.fastest_backend("rms_norm", x, [4096]) == "mtcli"
+
+
 def test_a_magnitude_is_rounded_up_to_a_power_of_two():
     sizes = [(n, autotune.bucket_of(torch.bfloat16, [n])) for n in (0, 1, 2, 3, 4096, 4097)]
     powers = {0: 0, 1: 1, 2: 2, 3: 4, 4096: 4096, 4097: 8192}

@@ -34,6 +34,7 @@ from mtcli.core.config.sync_rules import READ_BY, SYNC_RULES
 from mtcli.core.config.untrusted import shown
 
 MAX_ELEMENTS = 10**15  # of a tensor: its bytes are far from overflowing
+LARGEST_NARROW_DECAY = 1 - 2**-8  # of a mean that is kept in bfloat16
 SHAPES = ("model", "parallel", "batch")  # sections that decide which layouts are legal
 
 
@@ -259,6 +260,30 @@ def _trust_bounds_are_a_range(config: RunConfig, world: int) -> Iterator[Problem
     if least > largest:
         message = f"the least trust ratio {least:g} is above the largest {largest:g}"
         yield Problem(message, f"[{largest:g}, {least:g}]", "optimizer.trust_bounds")
+
+
+def _narrow_moments_move(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks moments of bfloat16, of which neighbours differ by 1 part in 128: a rounded mean stays
+    where it is unless it moves by 1 part in 256."""
+    t, o, field = config.train, config.optimizer, "train.moments"
+    if t.moments == "fp32":
+        return
+    if t.precision == "fp64":
+        message = "moments='bf16' with precision='fp64', whose sums are as exact"
+        yield Problem(message, "'fp32', or another train.precision", field)
+    if config.sync.method == "onebit":
+        message = "moments='bf16' with sync.method='onebit', which sums moments in float32"
+        yield Problem(message, "'fp32', or another sync.method", field)
+    of_adam = "optimizer.other.betas" if o.name == "muon" and o.other else "optimizer.betas"
+    decays = [(beta, of_adam) for beta in o.of_others.betas]
+    decays += [(o.momentum, "optimizer.momentum")] if o.name == "muon" else []
+    for decay, where in decays:
+        if decay > LARGEST_NARROW_DECAY:
+            message = (
+                f"a decay of {decay:g} moves a mean by {1 - decay:.2g} of its value a step, and "
+                "moments='bf16' round what is less than 1/256"
+            )
+            yield Problem(message, f"at most {LARGEST_NARROW_DECAY:.3f}, or moments='fp32'", where)
 
 
 def _fp8_has_gemms(config: RunConfig, world: int) -> Iterator[Problem]:
@@ -552,6 +577,7 @@ NEEDS = (
     Need(("model.transform_bias",), "model.head", ("mlm",), "which has no such layer"),
     Need(("model.num_labels",), "model.head", ("classification",), "which has no classes"),
     Need(("optimizer.trust_bounds",), "optimizer.name", ("lamb",), "which has no trust ratio"),
+    Need(("train.moments",), "optimizer.name", ("adamw", "muon"), "whose state stays in fp32"),
     Need(("train.loss_scale",), "train.precision", ("fp16",), "whose loss is not scaled"),
     Need(("train.fp8_scaling",), "train.precision", ("fp8",), "which scales nothing"),
     Need(
@@ -664,6 +690,7 @@ RULES: tuple[Rule, ...] = (
     _curve_fits,
     _run_has_a_length,
     _trust_bounds_are_a_range,
+    _narrow_moments_move,
     fields_are_used,
     _weights_are_compiled,
     _adapters_fit,

@@ -99,9 +99,9 @@ def has_many_attributes(html: bytes) -> bool:
 
 @contextmanager
 def time_limit(seconds: float = MAX_SECONDS) -> Iterator[None]:
-    """Raises TooSlow in a block that takes more processor time; again after as long where a callback
-    of the interpreter (of the garbage collector, say) took the exception. Works in the main thread
-    only.
+    """Raises TooSlow in a block that takes more processor time, in the main thread only.
+
+    Raises it again after as long, where the interpreter ignored it, as in a finalizer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

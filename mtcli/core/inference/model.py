@@ -40,6 +40,7 @@ from mtcli.core.parallel.together import together
 from mtcli.core.parallel.vocab_parallel import VocabLoss
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.schedule.generators import forward_only
+from mtcli.kernels.attention.backends import sdpa_backends
 from mtcli.kernels.gemm import DTYPES
 
 SCORED_ROWS = 512  # logits at once in evaluation: 256 MiB of float32 at a vocabulary of 128k
@@ -82,7 +83,8 @@ class InferenceModel:
         pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(self.config))
         b, s = inputs[0].shape
         outputs: list[Tensor] = []
-        pipeline.forward(inputs.__getitem__, b * s, lambda x_TD, _: outputs.append(x_TD))
+        with sdpa_backends(self.groups.device, repeats=False):
+            pipeline.forward(inputs.__getitem__, b * s, lambda x_TD, _: outputs.append(x_TD))
         return outputs
 
     @torch.no_grad()

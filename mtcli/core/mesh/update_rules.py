@@ -2,7 +2,7 @@
 
 The rules are files of `core/optim`. The optimizer, arrays of models and the plan read here the
 state that a rule has and the norms it needs. All state is as wide as master weights: float32, or
-float64 for float64 weights.
+float64 for float64 weights; moments in bfloat16 where `train.moments` says so.
 """
 
 from collections.abc import Mapping

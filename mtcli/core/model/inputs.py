@@ -12,18 +12,31 @@ from mtcli.core.model.rope import RotaryTable, rotary_tables
 from mtcli.core.parallel.attention_mask import Documents, restarted
 from mtcli.core.parallel.factory import Scale
 
+ROOM = 128  # tokens: memory of a cache grows by half, to multiples of these
+
 
 @dataclass(frozen=True)
 class KVCache:
-    """The keys and values of the tokens read so far, by layer, for generation."""
+    """The keys and values of the tokens read so far, by layer, for generation.
+
+    They are views of `memory`, which has room for more tokens: a copy of a cache of n tokens for
+    each new one would be n / 2 copies of every token.
+    """
 
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    memory: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends keys and values [b, heads, s, head_dim]; returns those of all tokens so far."""
         if layer in self.layers:
-            old_k, old_v = self.layers[layer]
-            k, v = torch.cat([old_k, k], 2), torch.cat([old_v, v], 2)
+            old = self.layers[layer]
+            start, end = old[0].shape[2], old[0].shape[2] + k.shape[2]
+            if layer not in self.memory or self.memory[layer][0].shape[2] < end:
+                self.memory[layer] = _with_room(old[0], end), _with_room(old[1], end)
+            memory = self.memory[layer]
+            for target, new in zip(memory, (k, v), strict=True):
+                target[:, :, start:end] = new
+            k, v = memory[0][:, :, :end], memory[1][:, :, :end]
         self.layers[layer] = (k, v)
         return k, v
 
@@ -35,6 +48,14 @@ class KVCache:
             for layer, (k, v) in self.layers.items()
         }  # fmt: skip
         return KVCache(layers)
+
+
+def _with_room(x: Tensor, tokens: int) -> Tensor:
+    """New memory [b, heads, more than `tokens`, head_dim] that begins with x."""
+    b, heads, size, width = x.shape
+    memory = x.new_empty(b, heads, -(-(tokens + tokens // 2) // ROOM) * ROOM, width)
+    memory[:, :, :size] = x
+    return memory
 
 
 @dataclass(frozen=True)

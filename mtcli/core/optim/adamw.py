@@ -24,9 +24,14 @@ class Adamw(UpdateRule):
             return adamw_(self.table, tensors, gradients, update)
         for decays in (True, False):
             at = [i for i, flag in enumerate(tensors.decays) if flag == decays]
-            if at:
-                kinds = (*tensors[:3], gradients)
-                _by_torch([[kind[i] for i in at] for kind in kinds], decays, update)
+            kinds = [[kind[i] for i in at] for kind in (*tensors[:3], gradients)]
+            if at and kinds[1][0].dtype == kinds[0][0].dtype:
+                _by_torch(kinds, decays, update)
+            else:
+                for master, *moments, gradient in zip(*kinds, strict=True):
+                    wide = [moment.to(master.dtype) for moment in moments]
+                    _by_torch([[x] for x in (master, *wide, gradient)], decays, update)
+                    torch._foreach_copy_(moments, wide)
         tensors.round_()
 
 

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 
-def square_sum(gradients: list[Tensor] | tuple[Tensor, ...]) -> float:
-    """The sum of squares of this rank's gradients, norms in their own dtype, summed in float64."""
+def square_sum(gradients: list[Tensor] | tuple[Tensor, ...]) -> Tensor | float:
+    """The sum of squares of this rank's gradients, norms in their own dtype, summed in float64; on
+    the device, so that the host does not wait for it."""
     if not gradients:
         return 0.0
-    return float(torch.stack(torch._foreach_norm(gradients)).double().square().sum())
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
 
 
 def clip_factor(norm: float, clip: float) -> float:

@@ -53,10 +53,16 @@ class Muon(UpdateRule):
         yields are orthogonalised and sent back."""
         tensors, c = self.tensors, self.config
         steps, momenta, masters = list(gradients), list(tensors.exp_avgs), list(tensors.masters)
-        if masters:  # torch takes no empty list
+        if masters and momenta[0].dtype == steps[0].dtype:  # torch takes no empty list
             torch._foreach_lerp_(momenta, steps, 1.0 - c.momentum)
-        if masters and c.nesterov:
-            torch._foreach_lerp_(steps, momenta, c.momentum)
+            if c.nesterov:
+                torch._foreach_lerp_(steps, momenta, c.momentum)
+        else:
+            for momentum, step in zip(momenta, steps, strict=True):
+                wide = momentum.to(step.dtype).lerp_(step, 1.0 - c.momentum)
+                momentum.copy_(wide)
+                if c.nesterov:
+                    step.lerp_(wide, c.momentum)
         sources = dict(zip(self.names, steps if c.nesterov else momenta, strict=True))
         targets = dict(zip(self.names, steps, strict=True))
         for exchange in self.exchanges:

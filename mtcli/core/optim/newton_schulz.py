@@ -1,8 +1,8 @@
 """Newton-Schulz iterations, which bring the singular values of a matrix near 1 (Muon).
 
 Each multiplies X by a polynomial of X X^T: X = a X + (b G + c G G) X with G = X X^T, after X is
-divided by its Frobenius norm. The products are fused as in torch.optim.Muon, so that bfloat16
-rounds alike.
+divided by its Frobenius norm. Of the two symmetric GEMMs a kernel computes a half. Products are
+fused as in torch.optim.Muon, so that bfloat16 rounds alike.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.schema import OptimizerConfig
+from mtcli.kernels.syrk import syrk
 
 Triple = tuple[float, float, float]
 # By name: a factor of the norm that X is divided by, and the polynomials in turn; the last is
@@ -53,8 +54,8 @@ def orthogonalised(stack_SMN: Tensor, optimizer: OptimizerConfig) -> Tensor:
     norm = x.norm(dim=(-2, -1), keepdim=True) * safety
     x.div_(norm.clamp_(min=torch.finfo(x.dtype).tiny))
     for a, b, c in _each(polynomials, optimizer.ns_steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        gram = syrk(x)
+        x = torch.baddbmm(x, syrk(gram, c, gram, b), x, beta=a)
     return x.mT if is_tall else x
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mtcli.core.config.schema import OptimizerConfig, OptimizerName
+from mtcli.core.config.schema import OptimizerConfig, OptimizerName, TrainConfig
 from mtcli.core.mesh.update_rules import (
     ParameterUpdate,
     RuleFacts,
@@ -44,16 +44,22 @@ class Optimizer:
         ownership: Ownership,
         config: OptimizerConfig,
         dtype: torch.dtype,
+        moments: torch.dtype | None = None,
     ) -> None:
-        """`weights` are the owned rows of parameters; the model computes in `dtype`."""
+        """`weights` are the owned rows of parameters; the model computes in `dtype`. `moments` is
+        the dtype of moments, None that of masters."""
         self.ownership, self.config, self.dtype = ownership, config, dtype
         self.updates = 0  # made so far, which AdamW's bias correction depends on
         masters = {name: _master(weight) for name, weight in weights.items() if weight.numel()}
-        moments = {
-            kind: {name: torch.zeros_like(m) for name, m in masters.items() if name in names}
+        zeros = {
+            kind: {
+                name: torch.zeros_like(master, dtype=moments)
+                for name, master in masters.items()
+                if name in names
+            }
             for kind, names in moments_of(ownership.table, config).items()
         }
-        self.set_tensors(weights, masters, moments)
+        self.set_tensors(weights, masters, zeros)
 
     def set_tensors(
         self,
@@ -148,6 +154,11 @@ class Optimizer:
             if master.dtype != self.dtype:
                 tensors[f"master/{name}"] = master
         return tensors
+
+
+def moment_dtype(train: TrainConfig) -> torch.dtype | None:
+    """The dtype of a run's moments; None is that of masters."""
+    return torch.bfloat16 if train.moments == "bf16" else None
 
 
 def _master(weight: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ arXiv:2504.14960, section 3): it takes a rank's tokens whatever axes shard them.
 D, k experts per token, N copies of tokens, E experts of which E/ep are local.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,7 +21,13 @@ from mtcli.core.parallel.collectives import (
     scatter_out,
 )
 from mtcli.core.parallel.groups import Groups
-from mtcli.kernels.permute import permute, reorder, sort_copies, unpermute
+from mtcli.kernels.permute import (
+    TokenPermutation,
+    permute,
+    reorder,
+    sort_copies,
+    unpermute,
+)
 
 
 class Routing(NamedTuple):
@@ -41,38 +49,47 @@ class Experts(Protocol):
         """Returns partial sums over etp, which shards the experts' inner width."""
 
 
-def dispatch(
+def start_dispatch(
     name: str, x_TD: Tensor, routing: Routing, experts: Experts, groups: Groups, capacity: int
-) -> Tensor:
-    """Returns the sum over k of weight * expert(x) for each token: [T, D] -> [T, D].
+) -> Callable[[], Tensor]:
+    """Returns a function to the sum over k of weight * expert(x) for each token: [T, D] -> [T, D].
 
-    With a `capacity` above 0 every expert gets exactly `capacity` rows of every rank, padded with
-    zeros. Both dispatchers give the same result.
+    What the caller computes before it calls the function, a GPU works on while the host waits for
+    the numbers of rows that ranks send. With a `capacity` above 0 there is no wait: every expert
+    gets exactly `capacity` rows of every rank, padded with zeros. Both dispatchers give the same
+    result.
     """
     # One rank keeps its tokens, and the way without sizes asks a GPU for none.
-    name = name if groups.axes["experts"].size > 1 else "all_gather"
-    kind = {"all_to_all": _all_to_all, "all_gather": _all_gather}[name]
-    return kind(x_TD, routing, experts, groups, capacity)
+    if name == "all_gather" or groups.axes["experts"].size == 1:
+        return partial(_all_gather, x_TD, routing, experts, groups, capacity)
+    copies = sort_copies(x_TD, routing.experts, routing.kept, routing.num_experts, capacity)
+    read: Callable[[], Tensor]
+    if capacity:
+        everyone = copies.rows.expand(groups.axes["experts"].size, -1)
+        read = partial(torch.full, everyone.shape, capacity)
+    else:
+        everyone = all_gather(copies.counts[None], groups.axes["experts"])
+        read = _start_read(everyone)
+    return partial(_all_to_all, x_TD, routing, experts, groups, copies, everyone, read)
 
 
-def _all_to_all(
-    x_TD: Tensor, routing: Routing, experts: Experts, groups: Groups, capacity: int
+def _all_to_all(  # noqa: PLR0913 - what `start_dispatch` has, in its order
+    x_TD: Tensor,
+    routing: Routing,
+    experts: Experts,
+    groups: Groups,
+    copies: TokenPermutation,
+    everyone: Tensor,
+    read: Callable[[], Tensor],
 ) -> Tensor:
     """Sends each copy to its expert's ranks: all-to-all over ep, all-gather over etp.
 
-    Without a capacity the host waits for the GPU once, to read the numbers of rows that ranks send.
+    `everyone` [ranks, E] are the rows that ranks send, and `read` returns them on the host.
     """
-    ep, etp, ranks = (groups.axes[name] for name in ("ep", "etp", "experts"))
-    copies = sort_copies(x_TD, routing.experts, routing.kept, routing.num_experts, capacity)
-    if capacity:
-        everyone = copies.rows.expand(ranks.size, -1)
-        on_host = torch.full(everyone.shape, capacity)
-    else:
-        everyone = all_gather(copies.counts[None], ranks)
-        on_host = everyone.cpu()
+    ep, etp = groups.axes["ep"], groups.axes["etp"]
     # Rows of every rank of this expert group: [ep, etp, ep of the expert, E/ep].
     shape = (ep.size, etp.size, ep.size, routing.num_experts // ep.size)
-    table = on_host.view(shape)
+    table = read().view(shape)
     sent = table[ep.rank, etp.rank].sum(-1).tolist()
     arriving = table[:, :, ep.rank]  # what arrives at this ep rank: [ep sender, etp sender, E/ep]
     received = arriving[:, etp.rank].sum(-1).tolist()
@@ -82,9 +99,26 @@ def _all_to_all(
     order, back = _by_expert(segments, sum(shared))
     rows = all_to_all_v(permute(x_TD, copies, sum(sent)), sent, received, ep)
     rows = reorder(all_gather_v(rows, shared, etp), order)
-    results = reorder(experts(rows, None if capacity else segments.sum(0)), back)
+    results = reorder(experts(rows, None if copies.capacity else segments.sum(0)), back)
     results = all_to_all_v(reduce_scatter_v(results, shared, etp), received, sent, ep)
     return unpermute(results, routing.weights, copies)
+
+
+def _start_read(x: Tensor) -> Callable[[], Tensor]:
+    """Starts to copy x to the host, and returns a function that waits for the copy alone: not for
+    what is launched after it."""
+    if not x.is_cuda:
+        return x.cpu
+    on_host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    on_host.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> Tensor:
+        copied.synchronize()
+        return on_host
+
+    return read
 
 
 def _all_gather(

@@ -88,8 +88,9 @@ class Pipeline(Generic[Given]):
         tokens: int,
         scale: float,
         before_last_backward: Callable[[int], None],
-    ) -> float:
-        """Runs forward and backward of every micro-batch; returns the sum of this rank's losses.
+    ) -> Tensor | float:
+        """Runs forward and backward of every micro-batch; returns the sum of this rank's losses,
+        on the device, so that the host does not wait for it.
 
         `load(m)` returns micro-batch m, of `tokens` tokens. Gradients are those of scale * (sum of
         losses). `before_last_backward(stage)` is called ahead of the last op that adds to the
@@ -201,9 +202,9 @@ class _Step(Generic[Given]):
             self.p2p.limit_sending()
             self.p2p.send(op, y)
 
-    def total_loss(self) -> float:
+    def total_loss(self) -> Tensor | float:
         """The sum of all micro-batches' losses; 0 on ranks without the last stage."""
-        return float(torch.stack(self.losses).double().sum()) if self.losses else 0.0
+        return torch.stack(self.losses).double().sum() if self.losses else 0.0
 
     def _activations(self, op: Op) -> Tensor | None:
         if op.stage == 0:

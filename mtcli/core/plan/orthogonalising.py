@@ -52,10 +52,12 @@ def muon_seconds(work: Workload, pp_rank: int, device: Device) -> float:
 
 
 def _seconds(rows: int, columns: int, work: Workload, device: Device) -> float:
-    """Seconds of the iterations of one matrix."""
+    """Seconds of the iterations of one matrix. A GPU computes half of a symmetric GEMM."""
     short, long = sorted((rows, columns))
-    gemms = ((short, short, long), (short, short, short), (short, long, short))
-    one = sum(gemm_seconds(gemm, work, device) for gemm in gemms)
+    part = 1.0 if device.name == "cpu" else 0.5
+    symmetric = ((short, short, long), (short, short, short))
+    one = part * sum(gemm_seconds(gemm, work, device) for gemm in symmetric)
+    one += gemm_seconds((short, long, short), work, device)
     return work.optimizer.ns_steps * one
 
 

@@ -57,6 +57,7 @@ class Workload:
     micro_batch_size: int
     global_batch_size: int
     precision: str = "bf16"
+    moments: str = "fp32"
     fp8_scaling: Fp8Scaling = "rowwise"
     optimizer: OptimizerConfig = OptimizerConfig()
     sync: SyncConfig = SyncConfig()
@@ -101,7 +102,8 @@ class Workload:
     @property
     def sizes(self) -> Precision:
         """Bytes per element of weights, gradients and optimizer state."""
-        return PRECISIONS[self.precision]
+        sizes = PRECISIONS[self.precision]
+        return sizes._replace(moment=2) if self.moments == "bf16" else sizes
 
     @property
     def gradient_width(self) -> int:

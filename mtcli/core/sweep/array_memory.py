@@ -72,8 +72,10 @@ class ArrayMemory:
         models: int,
         optimizer: OptimizerConfig,
         like: Tensor,
+        moments: torch.dtype | None,
     ) -> None:
-        """`like` has the weights' dtype and device."""
+        """`like` has the weights' dtype and device; `moments` is the dtype of moments, None that
+        of masters."""
         wide = like.to(torch.promote_types(like.dtype, torch.float32))
         stored = {name: described.stored_shape(layout) for name, described in table.items()}
         shapes = {name: shape for name, shape in stored.items() if not table[name].frozen}
@@ -85,7 +87,9 @@ class ArrayMemory:
             self.masters = ParameterArray(shapes, models, wide)
         self.gradients = ParameterArray(shapes, models, wide)
         self.moments = {
-            kind: ParameterArray({n: shapes[n] for n in shapes if n in names}, models, wide)
+            kind: ParameterArray(
+                {n: shapes[n] for n in shapes if n in names}, models, wide.to(moments or wide.dtype)
+            )
             for kind, names in moments_of(table, optimizer).items()
         }
 

@@ -67,7 +67,7 @@ class CudaGraphPipeline:
         self.total: Tensor | None = None
         self.replays: dict[str, Run] = {}
 
-    def train_step(self, load: Callable[[int], Inputs], scale: float) -> float:
+    def train_step(self, load: Callable[[int], Inputs], scale: float) -> Tensor:
         """Runs a step as Pipeline.train_step does; gradients are reduced after the last backward.
 
         A new scale needs a new recording, unless there are loss weights, whose number differs from
@@ -92,7 +92,7 @@ class CudaGraphPipeline:
                     losses.append(self.total.clone())
                 spans.append(OpSpan(op, start, pipeline.clock()))
         pipeline.spans = spans
-        return float(torch.stack(losses).double().sum()) / factor
+        return torch.stack(losses).double().sum() / factor
 
     def _is_new(self, inputs: Inputs, scale: float) -> bool:
         """Whether a constant of the graphs has changed."""

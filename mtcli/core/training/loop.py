@@ -31,7 +31,7 @@ from mtcli.core.training.reselect import Reselect, adopt_current, is_due
 from mtcli.core.training.rounds import Rounds
 from mtcli.core.training.run_folder import how_it_goes_on, newest_saved
 from mtcli.core.training.run_lock import PATIENCE, lock_folder
-from mtcli.core.training.run_log import RunLog
+from mtcli.core.training.run_log import RunLog, describe_attention
 from mtcli.core.training.save import Saver
 from mtcli.core.training.save_schedule import SaveSchedule
 from mtcli.core.training.state import (
@@ -117,6 +117,7 @@ def _train(
     log = RunLog(config, runtime.rank == 0, trainer.step)
     saves = SaveSchedule(config.train, config.data.reselect_every)
     data = describe_vocabulary(config) | loader.batches.describe()
+    data |= describe_attention(config, runtime.device)
     log.begin(runtime, trainer.state_bytes(), str(start), data | {"saves": str(saves)})
     train_step = Rounds(trainer).train if trainer.is_asynchronous else trainer.train_step
 

@@ -26,8 +26,34 @@ from mtcli.core.runtime.launch import Runtime
 from mtcli.core.runtime.progress import LINE_SECONDS, write_line
 from mtcli.core.training.metrics import RunRecords, SaveRecord, StepFacts
 from mtcli.core.training.step import Step
+from mtcli.kernels.attention.backends import backend_name, sdpa_backends
+from mtcli.kernels.attention.library import library_for
+from mtcli.kernels.gemm import DTYPES
 
 BAR = "{percentage:3.0f}% {n_fmt}/{total_fmt} |{bar:6}| {elapsed}<{remaining}{postfix}"
+
+
+def describe_attention(config: RunConfig, device: torch.device) -> dict[str, str]:
+    """Names the kernels of attention on a GPU, as a line of the run's numbers; none on a CPU."""
+    m, p = config.model, config.parallel
+    if device.type != "cuda":
+        return {}
+    if m.attention_dropout:
+        return {"sdpa": "mtcli's masked softmax, with dropout of probabilities"}
+    reasons = {"documents": config.data.document_mask, "a soft cap": bool(m.attention_softcap)}
+    reasons |= {"sinks": m.attention_sinks, "windows": bool(m.window)}
+    words = [word for word, is_so in reasons.items() if is_so]
+    dtype = DTYPES[config.train.precision]
+    heads = m.num_heads, m.num_heads if dtype == torch.float32 else m.num_kv_heads
+    q, k = (torch.empty(1, n, 1024, m.head_dim, dtype=dtype, device=device) for n in heads)
+    texts = [f"mtcli's kernel for {', '.join(words)}"] if words else []
+    with sdpa_backends(device, repeats=True):
+        if p.cp > 1 and p.cp_mode == "ring":
+            library = library_for("attention", q, k)
+            texts.insert(0, "mtcli's kernel" if library is None else library.name)
+        elif words in ([], ["windows"]):
+            texts.insert(0, backend_name(q.requires_grad_(), k, m.causal))
+    return {"sdpa": ", ".join(texts)}
 
 
 class RunLog:

@@ -24,7 +24,7 @@ from mtcli.core.model.inputs import Inputs
 from mtcli.core.optim.grad_norm import clip_factor, square_sum
 from mtcli.core.optim.loss_scale import LossScale
 from mtcli.core.optim.lr_schedule import learning_rate
-from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.optim.optimizer import Optimizer, moment_dtype
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.groups import Groups, make_groups
 from mtcli.core.parallel.pipeline import Pipeline
@@ -39,6 +39,7 @@ from mtcli.core.training.compile import compile_blocks, compiler_errors
 from mtcli.core.training.cuda_graphs import CudaGraphPipeline, CudaGraphs
 from mtcli.core.training.loader import MicroBatchLoader, StepBatch
 from mtcli.core.training.state import RunState
+from mtcli.kernels.attention.backends import sdpa_backends
 from mtcli.kernels.gemm import DTYPES
 
 Outcome = Literal["updated", "overflow", "fault"]
@@ -113,7 +114,8 @@ class Trainer:
         if config.train.compile:
             compile_blocks(self.stages.values(), config.data.document_mask)
         weights, ownership = self.strategy.weights(), self.strategy.ownership
-        self.optimizer = Optimizer(weights, ownership, config.optimizer, self.dtype)
+        moments = moment_dtype(config.train)
+        self.optimizer = Optimizer(weights, ownership, config.optimizer, self.dtype, moments)
         self.exchange = replica_exchange(config, self.strategy, self.optimizer)
         inside = REDUCED if self.layout.dp * self.layout.cp > 1 else ()
         self.sync_traffic = SyncTraffic((*EXCHANGED, *inside))
@@ -190,7 +192,7 @@ class Trainer:
 
     def forward_backward(
         self, loader: MicroBatchLoader, as_written: bool = False
-    ) -> tuple[float, StepBatch]:
+    ) -> tuple[Tensor | float, StepBatch]:
         """(sum of this rank's weighted losses, its batch), with the gradients reduced.
 
         `as_written` replays nothing, so that hooks of modules are called.
@@ -203,7 +205,8 @@ class Trainer:
         self.exchange.before_step(learning_rate(optimizer, self.step + 1, steps))
         self.strategy.before_step()
         self.balance.begin()
-        with compiler_errors(self.config.train.compile):
+        backends = sdpa_backends(self.groups.device, repeats=True)
+        with compiler_errors(self.config.train.compile), backends:
             loss_sum = self._micro_batches(batch.load, gradient_scale, as_written)
         self._end_phase("pipeline")
         self.strategy.after_backward()
@@ -217,7 +220,7 @@ class Trainer:
 
     def _micro_batches(
         self, load: Callable[[int], Inputs], gradient_scale: float, as_written: bool
-    ) -> float:
+    ) -> Tensor | float:
         if self.cuda_graphs and not as_written:
             return self.cuda_graphs.train_step(load, gradient_scale)
         return self.pipeline.train_step(
@@ -262,29 +265,29 @@ class Trainer:
             total.add_(last.losses(x_TD, inputs).double().sum())
 
         labels = 0.0
-        with averaged(self.exchange):
+        with averaged(self.exchange), sdpa_backends(self.groups.device, repeats=True):
             for step in range(steps):
                 batch = loader.step(step, loss_scale=0.0)
                 pipeline.forward(batch.load, self.micro_batch_tokens, add)
                 labels += batch.labels
-        loss_sums, _ = self._global(float(total), 0.0)
+        loss_sums, _ = self._global(total, 0.0)
         return sum(loss_sums) / labels
 
     def _global(
-        self, loss_sum: float, square_sum: float, only_replica: bool = False
+        self, loss_sum: Tensor | float, square_sum: Tensor | float, only_replica: bool = False
     ) -> tuple[list[float], list[float]]:
         """(sum of weighted losses, gradient norm) of each replica, the same on every rank; or, with
-        `only_replica`, of this replica alone.
+        `only_replica`, of this replica alone. The host waits for the device here, once a step.
 
         Each tp rank of the last stage has the same losses, so only rank 0 of tp adds them.
         """
         axis, replicas, replica = self.groups.world, self.layout.replicas, self.groups.replicas.rank
         if only_replica:
             axis, replicas, replica = self.groups.replica, 1, 0
-        sums = torch.zeros(2, replicas, dtype=torch.float64)
+        sums = torch.zeros(2, replicas, dtype=torch.float64, device=self.groups.device)
         sums[0, replica] = loss_sum if self.groups.tp.rank == 0 else 0.0
         sums[1, replica] = square_sum
-        loss_sums, squares = all_reduce(sums.to(self.groups.device), axis).tolist()
+        loss_sums, squares = all_reduce(sums, axis).tolist()
         return loss_sums, [math.sqrt(square) for square in squares]
 
 

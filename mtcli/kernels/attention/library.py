@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mtcli.kernels.attention.backends import shapes_repeat
 from mtcli.kernels.autotune import fastest_backend
 
 # Between these numbers of keys the fastest backend is measured.
@@ -28,20 +29,23 @@ class AttentionLibrary(NamedTuple):
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
     backward: Callable[[Tensor, tuple[Tensor, ...], Tensor, bool], Grads]
     max_head_dim: int
+    name: str
 
 
 def library_for(op: str, q: Tensor, k: Tensor) -> AttentionLibrary | None:
     """The library measured to be fastest for "attention" or "attention_backward".
 
     Without a measurement: cuDNN from compute capability 9.0 on, else FlashAttention, and the Triton
-    kernel under torch.use_deterministic_algorithms. None is the Triton kernel, which also takes
-    what no library does.
+    kernel under torch.use_deterministic_algorithms. FlashAttention stands in for cuDNN where shapes
+    do not repeat. None is the Triton kernel, which also takes what no library does.
     """
     best = fastest_backend(op, q, tuned_sizes(k.shape[2], q.shape[3]))
     if best is None and q.is_cuda and not torch.are_deterministic_algorithms_enabled():
         narrow = q.shape[3] <= LIBRARIES["cudnn"].max_head_dim
         hopper = torch.cuda.get_device_capability(q.device) >= (9, 0)
         best = "cudnn" if narrow and hopper else "flash"
+    if best == "cudnn" and not shapes_repeat():
+        best = "flash"
     # They take 16 bits, in rows of a multiple of 16 bytes.
     library, fits = LIBRARIES.get(best), q.element_size() == 2 and q.shape[3] % 8 == 0
     return library if library and fits and q.shape[3] <= library.max_head_dim else None
@@ -95,6 +99,6 @@ def _no_dropout(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 LIBRARIES: dict[Any, AttentionLibrary] = {
-    "flash": AttentionLibrary(_flash, _flash_backward, 256),
-    "cudnn": AttentionLibrary(_cudnn, _cudnn_backward, 128),
+    "flash": AttentionLibrary(_flash, _flash_backward, 256, "FlashAttention"),
+    "cudnn": AttentionLibrary(_cudnn, _cudnn_backward, 128, "cuDNN"),
 }

@@ -328,6 +328,27 @@ ALSO = {  # further branches of the same rules
         ["train.precision=bf16", "train.loss_scale=128"], 1, "train.loss_scale",
         "loss_scale=128.0 with precision='bf16', whose loss is not scaled",
         "train.precision = 'fp16', or leave train.loss_scale out"),
+    "narrow moments beside wide sums": (
+        ["train.precision=fp64", "train.moments=bf16"], 1, "train.moments",
+        "moments='bf16' with precision='fp64', whose sums are as exact",
+        "'fp32', or another train.precision"),
+    "narrow moments that are sent as signs": (
+        ["train.moments=bf16", "sync.method=onebit", "parallel.replicas=2"], 2, "train.moments",
+        "moments='bf16' with sync.method='onebit', which sums moments in float32",
+        "'fp32', or another sync.method"),
+    "a mean of squares that would never fall": (
+        ["train.moments=bf16", "optimizer.betas=[0.9, 0.999]"], 1, "optimizer.betas",
+        "a decay of 0.999 moves a mean by 0.001 of its value a step, and moments='bf16' round what "
+        "is less than 1/256", "at most 0.996, or moments='fp32'"),
+    "a momentum that would never fall": (
+        ["train.moments=bf16", "optimizer.name=muon", "optimizer.momentum=0.997"], 1,
+        "optimizer.momentum",
+        "a decay of 0.997 moves a mean by 0.003 of its value a step, and moments='bf16' round what "
+        "is less than 1/256", "at most 0.996, or moments='fp32'"),
+    "narrow moments of a rule without": (
+        ["train.moments=bf16", "optimizer.name=lamb"], 1, "train.moments",
+        "moments='bf16' with name='lamb', whose state stays in fp32",
+        "optimizer.name = 'adamw' or 'muon', or leave train.moments out"),
     "scales without float8": (
         ["train.precision=bf16", "train.fp8_scaling=blockwise"], 1, "train.fp8_scaling",
         "fp8_scaling='blockwise' with precision='bf16', which scales nothing",

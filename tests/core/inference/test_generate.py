@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 import mtcli.core.inference.generate as subject
+import mtcli.core.inference.model as inference_model
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.convert.layout import parse_layout
@@ -16,6 +18,7 @@ from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.verify import logit_difference
 from mtcli.core.inference.generate import Ends, Sampling, choose, generate, generate_text
 from mtcli.core.inference.model import open_model
+from mtcli.core.model.inputs import KVCache
 from mtcli.core.runtime.launch import Runtime
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -73,6 +76,34 @@ def without_end(model):
     greedy = greedy_of(model)
     assert 96 not in greedy
     return greedy
+
+
+def test_a_cache_has_every_token_and_is_rarely_copied():
+    cache, generator = KVCache(), torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 1, 3, 5, 4, generator=generator)
+    parts = [k], [v]
+    assert cache.extend(0, k, v)[0] is k  # of a prompt alone nothing is copied
+    places = set()
+    for _ in range(200):
+        new = torch.randn(2, 1, 3, 1, 4, generator=generator)
+        for seen, x in zip(parts, new, strict=True):
+            seen.append(x)
+        for found, seen in zip(cache.extend(0, *new), parts, strict=True):
+            torch.testing.assert_close(found, torch.cat(seen, 2), rtol=0, atol=0)
+        places.add(cache.layers[0][0].data_ptr())
+    assert len(places) == 2  # 128 tokens, then 256
+
+
+def test_what_is_generated_builds_no_plans_of_attention(model, monkeypatch):
+    asked = []
+
+    def note(device, repeats):
+        asked.append(repeats)
+        return nullcontext()
+
+    monkeypatch.setattr(inference_model, "sdpa_backends", note)
+    tokens(ALONE, model[1], count=3)
+    assert asked == [False] * 3
 
 
 def test_greedy_tokens_are_transformers(model):

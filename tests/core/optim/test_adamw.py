@@ -21,8 +21,8 @@ CONFIG = OptimizerConfig(lr=1e-2, betas=(0.8, 0.97), eps=1e-6, weight_decay=0.3)
 ALONE = make_groups(ParallelLayout(1), 0, torch.device("cpu"))
 
 
-def adamw(named, dtype, config=CONFIG):
-    return Optimizer(named, Ownership(ALONE, TABLE, False, False), config, dtype)
+def adamw(named, dtype, config=CONFIG, moments=None):
+    return Optimizer(named, Ownership(ALONE, TABLE, False, False), config, dtype, moments)
 
 
 def seeded(shape, seed):
@@ -126,3 +126,27 @@ def test_masters_follow_weights_that_were_loaded():
     ours.reset_masters()
     ours.step({name: torch.zeros(p.shape) for name, p in TABLE.items()}, 0.0)
     assert (ours.weights["up.bias"] == 0.5).all()
+
+
+def test_narrow_moments_are_rounded_after_each_step_and_steps_are_of_wide_ones():
+    parameters, config = named(torch.float32), OptimizerConfig(lr=1e-2, betas=(0.8, 0.97))
+    ours = adamw(parameters, torch.float32, config, torch.bfloat16)
+    copies = {n: p.detach().double() for n, p in parameters.items()}
+    moments = {n: [torch.zeros_like(x), torch.zeros_like(x)] for n, x in copies.items()}
+    for step, lr in enumerate(RATES):
+        grads = gradients(step)
+        ours.step(grads, lr)
+        for name, x in copies.items():
+            g, (m, v) = grads[name].double(), moments[name]
+            m.lerp_(g, 0.2)
+            v.lerp_(g * g, 0.03)
+            decay = config.weight_decay * ours.update_of(name).decays
+            x.mul_(1 - lr * decay)
+            root = (v / (1 - 0.97 ** (step + 1))).sqrt() + config.eps
+            x.sub_(lr / (1 - 0.8 ** (step + 1)) * m / root)
+            for moment in (m, v):
+                moment.copy_(moment.float().bfloat16())
+    for name, x in copies.items():
+        torch.testing.assert_close(parameters[name].double(), x, rtol=2e-6, atol=2e-6)
+    kept = [x for key, x in ours.state().items() if key.startswith("exp_avg")]
+    assert len(kept) == 2 * len(TABLE) and {x.dtype for x in kept} == {torch.bfloat16}

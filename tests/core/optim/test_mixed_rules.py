@@ -82,7 +82,7 @@ def test_the_plan_counts_the_moments_of_each_parameter(mixed):
 
 
 def test_an_array_has_the_moments_of_each_parameter(mixed):
-    memory = ArrayMemory(TABLE, ParallelLayout(1), 3, ADAMW, torch.empty(0))
+    memory = ArrayMemory(TABLE, ParallelLayout(1), 3, ADAMW, torch.empty(0), None)
     assert memory.moments["momentum"].tensors.keys() == MATRICES
     for kind in ("exp_avg", "exp_avg_sq"):
         assert memory.moments[kind].tensors.keys() == TABLE.keys() - MATRICES

@@ -10,7 +10,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.matrices import assigned, boxes_of_ranks, chunks, matrix_stacks
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import Box
-from mtcli.core.optim.newton_schulz import orthogonalised
+from mtcli.core.optim.newton_schulz import POLYNOMIALS, orthogonalised
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
@@ -164,6 +164,22 @@ def test_singular_values_come_near_1_and_vectors_stay(name):
     low, high = IMAGES[name]
     within = diagonal[values / values.norm() > 0.01]
     assert low < float(within.min()) and float(within.max()) < high
+
+
+@pytest.mark.parametrize("name", POLYNOMIALS)
+@pytest.mark.parametrize("steps", [1, 3, 5, 7])
+def test_each_iteration_has_its_polynomial_and_the_last_is_repeated(name, steps):
+    generator = torch.Generator().manual_seed(3)
+    u, s, vt = torch.linalg.svd(
+        torch.randn(6, 9, generator=generator, dtype=torch.float64), full_matrices=False
+    )
+    safety, polynomials = POLYNOMIALS[name]
+    value = s / (s.square().sum().sqrt() * safety)
+    for a, b, c in (*polynomials, *[polynomials[-1]] * 7)[:steps]:
+        value = a * value + b * value**3 + c * value**5
+    config = OptimizerConfig(name="muon", ns_coefficients=name, ns_steps=steps)
+    found = orthogonalised((u * s @ vt)[None].clone(), config)[0]
+    torch.testing.assert_close(found, u * value @ vt, rtol=1e-9, atol=1e-9)
 
 
 def test_coefficients_of_ones_own_are_those_of_the_name_they_equal():

@@ -65,7 +65,7 @@ class Alone:
                     for name, g in found.items()
                 }
             )
-            losses.append(loss / batch.labels)
+            losses.append(float(loss) / batch.labels)
             norms.append(norm)
             trainer.step = number
         lr = learning_rate(o, number, self.config.train.steps)

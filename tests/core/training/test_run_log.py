@@ -4,13 +4,15 @@ import re
 
 import pytest
 import torch
-from tiny import run_config
+from tiny import LLAMA, run_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training import metrics, run_log
 from mtcli.core.training.metrics import StepFacts
 from mtcli.core.training.run_log import RunLog
 from mtcli.core.training.step import Step
+from mtcli.kernels import autotune
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 LINE = re.compile(r"step (\d+)/20( [a-z_/]+ [\d.:e%+-]+)+")
@@ -60,3 +62,42 @@ def test_on_a_terminal_80_columns_show_what_matters_first(told, monkeypatch):
     shown = told(is_terminal=True, validated=(20,)).split("\r")[-1]
     assert re.search(r"100% 20/20 .* loss 0.1000 valid 3.2500 grad_norm 0.5", shown), shown
     assert "step 20/20" not in shown
+
+
+CUDA = torch.device("cuda")
+HEADED = LLAMA | {"hidden_size": 64, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "line"),
+    [
+        (HEADED, {}, "cuDNN"),
+        (HEADED, {"data": {"document_mask": True}}, "mtcli's kernel for documents"),
+        (HEADED | {"window": 4}, {}, "cuDNN, mtcli's kernel for windows"),
+        (HEADED | {"attention_softcap": 9.0}, {}, "mtcli's kernel for a soft cap"),
+        (HEADED | {"attention_dropout": 0.1}, {},
+         "mtcli's masked softmax, with dropout of probabilities"),
+        (HEADED, {"parallel": {"cp": 2}}, "cuDNN"),
+    ],
+)  # fmt: skip
+def test_a_run_on_a_gpu_says_what_computes_attention(monkeypatch, model, sections, line):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(autotune, "device_facts", lambda device: None)
+    monkeypatch.setattr(autotune, "device_name", lambda device: "a GPU that is not there")
+    autotune._measured.cache_clear()
+    asked = []
+
+    def choose(q, k, v, **options):
+        asked.append((q.shape, k.shape, options))
+        return torch._C._get_sdp_priority_order()[0]
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    config = run_config(model, **sections | {"train": {"precision": "bf16", "device": "cuda"}})
+    with FakeTensorMode():
+        assert run_log.describe_attention(config, CUDA) == {"sdpa": line}
+    for q, k, options in asked:
+        assert (q[1], k[1], options["enable_gqa"]) == (4, 2, True)
+
+
+def test_on_a_cpu_nothing_is_said_of_attention():
+    assert run_log.describe_attention(run_config(), torch.device("cpu")) == {}

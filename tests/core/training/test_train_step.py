@@ -1,6 +1,7 @@
 """A training step against a plain loop of transformers and torch, and on layouts against itself."""
 
 import math
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,12 +10,13 @@ from indexed_dataset import write_dataset
 from ranks import run_ranks
 from tiny import GPT, LLAMA, Samples, documents, metrics, run_config
 
+import mtcli.core.training.step as step_module
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.indexed import token_dtype
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.rehearse.live_memory import LiveMemory
 from mtcli.core.runtime.launch import Runtime
-from mtcli.core.training.loader import MicroBatchLoader
+from mtcli.core.training.loader import MicroBatchLoader, synthetic_loader
 from mtcli.core.training.loop import train
 from mtcli.core.training.state import initialise, load_weights
 from mtcli.core.training.step import Trainer
@@ -146,6 +148,23 @@ def test_evaluation_is_the_mean_loss_without_dropout_on_any_layout(world, parall
     losses = [trainer.train_step(loader).loss for _ in range(2)]
     loader.close()
     assert answers[0][0] == pytest.approx(sum(losses) / 2, rel=1e-12)
+
+
+def test_steps_and_evaluations_plan_attention_as_their_shapes_repeat(monkeypatch):
+    asked = []
+
+    def note(device, repeats):
+        asked.append(repeats)
+        return nullcontext()
+
+    monkeypatch.setattr(step_module, "sdpa_backends", note)
+    trainer = Trainer(run_config(), Runtime(0, 1, 0, 1, torch.device("cpu")))
+    initialise(trainer)
+    with closing(synthetic_loader(trainer.config, trainer.groups)) as loader:
+        trainer.train_step(loader)
+        assert asked == [True]
+        trainer.evaluate(loader)
+    assert asked == [True] * 2
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient"])

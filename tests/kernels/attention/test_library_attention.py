@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mtcli.kernels import autotune
 from mtcli.kernels.attention import library as attention_library
 from mtcli.kernels.attention.attention import attention, attention_backward
+from mtcli.kernels.attention.backends import sdpa_backends
 from mtcli.kernels.attention.library import LIBRARIES
 from mtcli.kernels.attention.merge import merge_
 
@@ -124,6 +125,15 @@ def test_a_library_is_not_asked_for_heads_that_it_does_not_take(device, measured
     assert attention_library.library_for("attention", *made(M, 160, device)[:2]) is not None
 
 
+def test_a_library_that_plans_is_not_asked_for_shapes_that_come_once(device, measured, monkeypatch):
+    measured("cudnn", D, device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    q, k, *_ = made(M, D)
+    with sdpa_backends(torch.device("cuda"), repeats=False):
+        assert attention_library.library_for("attention", q, k) is LIBRARIES["flash"]
+    assert attention_library.library_for("attention", q, k) is LIBRARIES["cudnn"]
+
+
 @pytest.mark.parametrize(
     ("capability", "d", "expected"),
     [((9, 0), 128, "cudnn"), ((9, 0), 256, "flash"), ((8, 0), 64, "flash"), ((9, 0), 20, None)],
@@ -133,6 +143,9 @@ def test_a_library_is_the_default_of_a_gpu_that_was_not_measured(
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU that is not there")
+    facts = autotune.DeviceFacts(".".join(map(str, capability)), 132)
+    monkeypatch.setattr(autotune, "device_facts", lambda device: facts)
+    autotune._measured.cache_clear()
     with FakeTensorMode():
         q, k = (torch.empty_like(x, device="cuda") for x in made(M, d)[:2])
         found = attention_library.library_for("attention_backward", q, k)
