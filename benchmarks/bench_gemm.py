@@ -114,7 +114,7 @@ def measure_sum(dtype: torch.dtype, shape: tuple[int, int, int], repeats: int) -
         "sink": lambda: add_weight_gradient_(sink, grad, x),
     }
     rates = quickest(ways, 2e-9 * tokens * inner * width, repeats)
-    chosen = "sink" if adds_to(x, torch.float32) else "pass"
+    chosen = "sink" if adds_to(x, torch.empty(width, inner), torch.float32) else "pass"
     return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "chosen": chosen} | rates
 
 

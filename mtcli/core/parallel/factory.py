@@ -300,8 +300,9 @@ class LayerFactory(ABC):
         """F.linear, whose weight gradients are summed in a sink, by default the weight's, and can
         wait for the W pass of a schedule that splits backwards."""
         sink = sink or self.gradient_sinks.of(weight)
-        sums_here = sink is not None and adds_to(x, sink.dtype)
-        if not sums_here and self.weight_passes is None and self.gemms is None:
+        if sink is not None and not adds_to(x, weight, sink.dtype):
+            sink = None
+        if sink is None and self.weight_passes is None and self.gemms is None:
             return plain_linear(x, weight, bias)
         gemms = self.gemms or DEFAULT_GEMMS
         return LinearFunction.apply(x, weight, bias, gemms, self._defer, sink)  # type: ignore[no-untyped-call, no-any-return]  # torch

@@ -57,7 +57,7 @@ def by_gemms(names):
     }
 
 
-def both(world, precision="fp32", micro_batches=3, model=GPT, **parallel):
+def both(world, precision="fp64", micro_batches=3, model=GPT, **parallel):
     """[(rank's results by sinks, its results by passes)]."""
     shards = world // (parallel.get("tp", 1) * parallel.get("pp", 1))
     config = run_config(
@@ -103,11 +103,11 @@ def test_sums_are_those_of_passes(name, micro_batches):
     ):
         weights = by_gemms(by_pass)
         assert weights and not weights & passed, weights & passed
-        assert losses == pytest.approx(expected, rel=1e-6, abs=0)
+        assert losses == pytest.approx(expected, rel=1e-12, abs=0)
         for key, gradient in theirs.items():
             # of two steps, whose first has moved the weights
             error = (ours[key] - gradient).norm() / gradient.norm().clamp(min=1e-30)
-            assert error < 1e-6, (key, error)
+            assert error < 1e-12, (key, error)
             if micro_batches == 1 and options.get("zero", 0) == 0:
                 assert torch.equal(ours[key], gradient), key
 
@@ -160,7 +160,8 @@ def early(runtime, config):
 
 def test_buckets_leave_once_gemms_and_passes_have_filled_them():
     batch = BATCH | {"global_batch_size": 6}
-    config = run_config(batch=batch, parallel={"bucket_mib": 0.01, "zero": 1})
+    parallel = {"bucket_mib": 0.01, "zero": 1}
+    config = run_config(batch=batch, parallel=parallel, train={"precision": "fp64"})
     for steps in run_ranks(2, early, config):
         assert len(steps) == 2 and all(map(all, steps)) and len(steps[0]) > 4, steps
 
@@ -181,9 +182,21 @@ def test_bfloat16_adds_by_gemms_where_they_run_in_float32(widens):
     """Elsewhere a pass adds their results, which a CPU computes faster in bfloat16."""
     before = set_bfloat16_in_float32(widens)
     try:
-        assert adds_to(torch.zeros(1, dtype=torch.bfloat16), torch.float32) == widens
+        x = torch.zeros(1, 1, dtype=torch.bfloat16)
+        assert adds_to(x, x, torch.float32) == widens
     finally:
         set_bfloat16_in_float32(before)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "by_gemm"), [(256, 512, True), (257, 512, False), (256, 511, False)]
+)
+def test_float32_adds_by_gemms_on_a_cpu_where_tokens_are_few_and_weights_large(
+    tokens, width, by_gemm
+):
+    x, weight = torch.empty(tokens, 512), torch.empty(width, 512)
+    assert adds_to(x, weight, torch.float32) == by_gemm
+    assert adds_to(x.to("meta"), weight, torch.float32)
 
 
 @pytest.mark.parametrize(("owners", "rows"), [(1, 7), (2, 6), (3, 7), (4, 9), (5, 3)])
