@@ -263,12 +263,64 @@ def test_the_whole_benchmark_begins_with_the_small_steps_and_shares_its_time(scr
     monkeypatch.setattr(run.subprocess, "Popen", Measured)
     monkeypatch.setattr(sys, "argv", ["run.py", "--budget", "540"])
     run.main()
-    small = ["--only", "gpt2-124m", "gpt2-355m", "--contenders", "hf"]
+    small = ["--only", "gpt2-124m", "--contenders", "mtcli-compile", "hf"]
     assert [command[:2] for command in commands] == [
-        ("bench_step.py", small), ("bench_kernels.py", ["--tune"]), ("bench_step.py", []),
-        ("bench_fused_models.py", []),
+        ("first.py", []), ("profile_step.py", []), ("bench_step.py", small),
+        ("bench_kernels.py", ["--tune"]), ("bench_step.py", []), ("bench_fused_models.py", []),
     ]  # fmt: skip
-    assert [budget for *_, budget in commands] == pytest.approx([180, 270, 360, 540], abs=2)
+    budgets = [budget for *_, budget in commands]
+    assert budgets == pytest.approx([135, 135, 180, 270, 360, 540], abs=2)
+
+
+def rows_of(script, folder, monkeypatch, *words):
+    """The rows of a script's record, rehearsed in this process."""
+    flags = ["--device", "cpu", "--tiny", "--output", str(folder), *words]
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+    importlib.import_module(script).main()
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text())["rows"]
+
+
+@slow("four models of two layers, twice: 10 s")
+def test_the_first_minutes_have_gemms_launches_and_losses_like_the_cpus(
+    scripts, monkeypatch, tmp_path
+):
+    rows = rows_of("first", tmp_path, monkeypatch)
+    assert len([row for row in rows if row.get("wgrad added TFLOP/s", 0) > 0]) == 12
+    assert all(row["us"] > 0 for row in rows if "launch" in row)
+    models = [row for row in rows if "model" in row]
+    assert len(models) == 4 and all(row["agrees"] and row["cpu"] > 5 for row in models)
+
+
+@slow("a profile in a process of its own: 8 s")
+def test_a_steps_operations_are_profiled(scripts, monkeypatch, tmp_path):
+    (row,) = rows_of("profile_step", tmp_path, monkeypatch, "--only", "gpt2-124m")
+    names = {one["name"]: one for one in row["operations"]}
+    assert "aten::mm" in names or "aten::addmm" in names
+    assert any(one["of_copy"] for one in names.values())
+    assert 0 < sum(one["ms"] for one in names.values()) * 1e3 <= row["trace_us"] * 1.0001
+
+
+def test_kernels_count_for_what_launched_them_and_gaps_for_what_follows(scripts):
+    from profile_step import device_spans, gaps, operations
+
+    def event(category, name, begin, length, number):
+        return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": length,
+                "args": {"External id": number}, "tid": 1}  # fmt: skip
+
+    events = [
+        event("cpu_op", "mtcli::swiglu", 0, 3, 7), event("kernel", "_forward", 100, 50, 7),
+        event("cpu_op", "aten::mm", 4, 2, 8), event("kernel", "gemm", 250, 40, 8),
+        event("kernel", "copy", 295, 5, 9),
+    ]  # fmt: skip
+    spans, whole = device_spans(events)
+    assert whole == 200
+    # 50 us at 1e12 bytes/s are 5e7 bytes; half of them is half of a copy
+    first, *_ = operations(spans, {"mtcli::swiglu": 2.5e7}, 1e12)
+    assert first == {"name": "mtcli::swiglu", "kernels": 1, "ms": 0.05, "of_copy": 0.5}
+    assert gaps(spans) == {"us": 100, "before": {"aten::mm": 100}}  # 5 us are no gap
+    calls = [event("cpu_op", "linear", 0, 30, 1), event("cpu_op", "mm", 10, 15, 2)]
+    assert device_spans(calls) == ([("linear", 0, 10), ("mm", 10, 25), ("linear", 25, 30)], 30)
 
 
 def test_a_script_that_takes_too_long_may_end_what_it_started(scripts, monkeypatch, tmp_path):

@@ -21,15 +21,13 @@ SOURCES = [
     for folder in ("benchmarks", "fused/benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
-# Methods of named tuples; and attributes of torch's operators, tensors and nodes, and of sys.
-PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
-PUBLIC |= {"_schema", "_op_dk", "_version", "_sequence_nr", "_getframe"}
-# `aten` are operators of torch.
-OWNERS = ("self", "torch", "aten")
+# Named tuples have their methods under such names, torch's tensors and graph nodes their counters.
+PUBLIC = {"_asdict", "_fields", "_make", "_replace", "_version", "_sequence_nr"}
+NOT_OURS = ("self", "sys", "torch", "aten", "func")  # the last two are torch's operators
 # What a script replaces: `patch.object` fails where it is no more.
 REPLACED = {
     "_milliseconds": "played.py has no GPU whose clock autotune could read",
-    "_launch": "step_counts.py counts launches on fake tensors",
+    "_launch": "step_counts.py counts launches of kernels that fake tensors do not reach",
 }
 
 
@@ -42,7 +40,7 @@ def private_names(source, package=""):
         names = []
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mtcli"):
             names = [*(alias.name for alias in node.names), *(node.module or "").split(".")]
-        elif isinstance(node, ast.Attribute) and root_of(node) not in OWNERS:
+        elif isinstance(node, ast.Attribute) and root_of(node) not in NOT_OURS:
             names = {node.attr} - defined - PUBLIC
         elif isinstance(node, ast.Constant) and re.fullmatch(r"_[a-z]\w*", str(node.value)):
             defines = rf"(?:def|class) {node.value}\b|^ *{node.value}\b[^\n]*="
@@ -82,6 +80,8 @@ ELSEWHERE = {
     "benchmarks/gpu/bench_kernels.py": "tests/test_bench_gpu.py",
     "benchmarks/gpu/bench_step.py": "tests/test_bench_gpu.py",
     "benchmarks/gpu/compile.py": "tests/kernels/test_compile.py",
+    "benchmarks/gpu/first.py": "tests/test_bench_gpu.py",
+    "benchmarks/gpu/profile_step.py": "tests/test_bench_gpu.py",
     "benchmarks/gpu/run.py": "tests/test_bench_gpu.py",
     "benchmarks/gpu/table.py": "tests/test_bench_gpu.py",
     "benchmarks/gpu/trace_step.py": "tests/test_trace_step.py",
