@@ -5,6 +5,7 @@ b sequences of s tokens, h query and g key heads, d head width.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mtcli.kernels.attention.tiles import contiguous_rows, empty_by_token
 from mtcli.kernels.custom_op import custom_op
+from mtcli.kernels.grouped_gemm import multiple, units
 from mtcli.kernels.triton_launch import cdiv, kernel, power_of_two, runs_triton
 
 if TYPE_CHECKING:
@@ -57,9 +59,9 @@ def _config(half: int) -> dict[str, int]:
 def _rotate(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, s, h, g, members, sign,
     q_b, q_s, q_g, q_r, k_b, k_s, k_g, q_out_t, q_out_g, q_out_r, k_out_t, k_out_g,
-    HALF: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, LANES: tl.constexpr, UNIT: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: on
-    """A program rotates HEADS heads of q or k of one token, of b * s."""
+    """A program rotates HEADS heads of q or k of one token, of b * s; UNIT divides all strides."""
     token = tl.program_id(0).to(tl.int64)
     b, t = token // s, token % s
     lane = tl.arange(0, LANES)[None, :]
@@ -68,14 +70,19 @@ def _rotate(
     sin = tl.load(sin_ptr + angle, mask=lane < HALF, other=0.0).to(tl.float32) * sign
     block, of_q = tl.program_id(1), (h + HEADS - 1) // HEADS
     if block < of_q:
-        x, out, first = q_ptr + b * q_b + t * q_s, q_out_ptr + token * q_out_t, block * HEADS
+        x = q_ptr + b * multiple(q_b, UNIT) + t * multiple(q_s, UNIT)
+        out, first = q_out_ptr + token * multiple(q_out_t, UNIT), block * HEADS
         _rotate_heads(
-            x, out, h, first, cos, sin, members, q_g, q_r, q_out_g, q_out_r, HALF, LANES, HEADS
-        )
+            x, out, h, first, cos, sin, members, multiple(q_g, UNIT), multiple(q_r, UNIT),
+            multiple(q_out_g, UNIT), multiple(q_out_r, UNIT), HALF, LANES, HEADS
+        )  # fmt: skip
     else:
-        x, out = k_ptr + b * k_b + t * k_s, k_out_ptr + token * k_out_t
-        first = (block - of_q) * HEADS
-        _rotate_heads(x, out, g, first, cos, sin, 1, k_g, 0, k_out_g, 0, HALF, LANES, HEADS)
+        x = k_ptr + b * multiple(k_b, UNIT) + t * multiple(k_s, UNIT)
+        out, first = k_out_ptr + token * multiple(k_out_t, UNIT), (block - of_q) * HEADS
+        _rotate_heads(
+            x, out, g, first, cos, sin, 1, multiple(k_g, UNIT), 0,
+            multiple(k_out_g, UNIT), 0, HALF, LANES, HEADS
+        )  # fmt: skip
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,8 +120,9 @@ def _launch(q, k, q_out, k_out, cos, sin, back):
     grid = lambda meta: (b * s, cdiv(h, meta["HEADS"]) + cdiv(g, meta["HEADS"]))  # noqa: E731
     layout = (*q.stride()[:4], *k.stride()[:3], *q_out.stride()[1:4], *k_out.stride()[1:3])
     sizes, sign = (s, h, g, members), -1.0 if back else 1.0
+    (unit,) = units(gcd(*layout, d // 2))
     pointers = (q, k, cos, sin, q_out, k_out)
-    _rotate[grid](*pointers, *sizes, sign, *layout, d // 2, power_of_two(d // 2))
+    _rotate[grid](*pointers, *sizes, sign, *layout, d // 2, power_of_two(d // 2), unit)
 
 
 def split_rotated(

@@ -130,7 +130,7 @@ class Limits(NamedTuple):
 # What rows have instead, and why.
 OWN = {
     "*flash_backward._dkv": (Limits(load_bits=64), "a query has two numbers of 4 bytes"),
-    "* rotate* 16x16x72 *": (Limits(load_bits=32, store_bits=32), "halves of 36 elements"),
+    "* rotate* 16x16x72 *": (Limits(load_bits=64, store_bits=64), "halves of 36 elements"),
     "*cross_entropy._row_parts": (Limits(store_bits=0), "three numbers of a row"),
     "* lamb._totals": (Limits(load_bits=32, store_bits=0), "two numbers of a chunk"),
     "* lamb *": (Limits(load_bits=64, store_bits=64), "half of it is for the last chunk, masked"),
