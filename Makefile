@@ -5,6 +5,8 @@ BIN := .venv/bin
 # Processes of the suite: most tests use one core, some start ranks of their own, and many wait. So three
 # are quicker than two on two cores, by a seventh.
 WORKERS ?= 3
+# Those of the tests on a GPU, which mostly compile kernels.
+GPU_WORKERS ?= 6
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test test-all lint budgets bench gpu bench-gpu
@@ -28,13 +30,15 @@ lint: .venv/installed-test
 budgets: .venv/installed-test
 	$(BIN)/python tests/kernels/budgets_seen.py --compile
 
+# Every benchmark of a CPU, into one JSON file of benchmarks/results. BENCH_ARGS=--resume goes on with an interrupted
+# one, and BENCH_ARGS=--tiny tries every script in seconds each.
 bench: .venv/installed-test
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py $(BENCH_ARGS)
 
 # What needs a GPU: the kernels' and the engines' tests on one. They are skipped without.
 gpu: .venv/installed-test
 	$(BIN)/python -c 'import torch; assert torch.cuda.is_available(), "this machine shows torch no GPU"'
-	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(GPU_WORKERS) -m gpu $(PYTEST_ARGS)
 
 # Chooses the kernels' configurations on this machine's GPU, then measures kernels and training steps into
 # benchmarks/results; without a GPU it says so. BENCH_ARGS='--budget 540' stops in time, and the next run goes on.

@@ -8,16 +8,14 @@ is beside causal attention of the full row, by torch's kernel; the goal is a fou
     python benchmarks/bench_attention.py --threads 1
 """
 
-import argparse
-import json
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from time import process_time
 from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from arguments import Arguments, write_rows
 from progress import each, say
 
 from mtcli.core.mesh.visibility import Visibility
@@ -41,10 +39,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, repeats=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     set_matmul("fast")
@@ -52,7 +49,8 @@ def main() -> None:
     print(f"{args.threads} threads; {', '.join(ALLOCATOR)} as the environment has them")
     print(f"{'':30}{'torch':>14}{'mtcli':>14}{'ratio':>14}   forward, backward ms")
     rows = []
-    for case in each([*product((torch.float32, torch.bfloat16), SHAPES), *BLOCKS]):
+    cases = [*product((torch.float32, torch.bfloat16), SHAPES), *BLOCKS]
+    for case in each(cases[-3:-1] if args.tiny else cases):
         rows.append((measure_block if case in BLOCKS else measure)(*case, args.repeats))
         pairs = (rows[-1][key] for key in ("torch", "mtcli"))
         cells = "".join(f"{f'{a:.1f}, {b:.1f}':>14}" for a, b in pairs)
@@ -61,10 +59,9 @@ def main() -> None:
     rows.append(measure_documents(DOCUMENTS, args.repeats))
     line = "{what:30}{one by one:14.1f}{grouped:14.1f}{ratio:14.2f}   one by one, grouped, ms"
     say(line.format(**rows[-1]))
-    rows.append(measure_window(4096, 256, args.repeats))
+    rows.append(measure_window(512 if args.tiny else 4096, 256, args.repeats))
     say("{what:30}{full:14.1f}{window:14.1f}{ratio:14.2f}   full, window, ms".format(**rows[-1]))
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
 def measure(dtype: torch.dtype, shape: tuple[int, int, int, int], repeats: int) -> dict:

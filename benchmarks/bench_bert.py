@@ -20,9 +20,10 @@ import tempfile
 from pathlib import Path
 from time import perf_counter, process_time
 
+from arguments import Arguments, threads, write_rows
 from progress import in_turn, say
 
-LAYERS, HIDDEN, HEADS, VOCAB, SEQ, ROWS, MICRO = 4, 256, 4, 8192, 256, 16, 4
+LAYERS, HIDDEN, HEADS, VOCAB, SEQ, MICRO = 4, 256, 4, 8192, 256, 4
 LR, BETAS, CLIP = 1e-4, (0.9, 0.999), 1.0
 WIDTHS = (10, 8, 9, 10, 9, 12, 9)
 CONTENDERS = ("ours", "ours-padded", "hf", "hf-packed", "hf-tuned")
@@ -42,14 +43,25 @@ def main() -> None:
             found[name].append(spawn(args, name))
             say(f"{name:12} {min(found[name][-1]['seconds']):.3f} s a step")
     show(args, found)
+    write_rows(args.json, found)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(
+        __doc__,
+        needs=("transformers",),
+        repeats=1,
+        steps=1,
+        documents=300,
+        rows=4,
+        contenders=["ours", "hf"],
+    )
     parser.add_argument("--drop", type=float, default=0.0, help="dropout, and of attention")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a run")
     parser.add_argument("--sentence", type=float, default=2.6, help="log of words, on average")
+    parser.add_argument("--rows", type=int, default=16, help="of a step")
+    parser.add_argument("--documents", type=int, default=4000, help="of the text")
     parser.add_argument("--contenders", type=lambda x: x.split(","), default=CONTENDERS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -61,7 +73,7 @@ def prepare(args: argparse.Namespace) -> None:
     draw, folder = random.Random(0), Path(args.folder)
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 7))) for _ in range(3000)]
     documents = []
-    for _ in range(4000):
+    for _ in range(args.documents):
         lengths = [max(2, int(draw.lognormvariate(args.sentence, 0.6))) for _ in range(4)]
         chosen = lengths[: draw.randint(2, 4)]
         documents.append(" ".join(" ".join(draw.choices(words, k=n)).title() + "." for n in chosen))
@@ -97,15 +109,15 @@ def spawn(args: argparse.Namespace, name: str) -> dict:
 
     env = os.environ | (ALLOCATOR if name in ("ours", "ours-padded", "hf-tuned") else {})
     command = [sys.executable, __file__, "--child", name, "--folder", args.folder]
-    command += ["--drop", str(args.drop), "--steps", str(args.steps)]
+    command += ["--drop", str(args.drop), "--steps", str(args.steps), "--rows", str(args.rows)]
     done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def show(args: argparse.Namespace, found: dict[str, list[dict]]) -> None:
     print(
-        f"\nBERT: {LAYERS} layers of {HIDDEN}, V {VOCAB}, {ROWS} rows of {SEQ}, dropout "
-        f"{args.drop:g}, fp32, {cores()} cores, {args.repeats} runs of {args.steps} steps"
+        f"\nBERT: {LAYERS} layers of {HIDDEN}, V {VOCAB}, {args.rows} rows of {SEQ}, dropout "
+        f"{args.drop:g}, fp32, {threads()} threads, {args.repeats} runs of {args.steps} steps"
     )
     heads = ("step best", "median", "text", "tokens/s", "ours/it", "processor", "loss")
     print(" " * 12 + "".join(f"{head:>{n}}" for head, n in zip(heads, WIDTHS, strict=True)))
@@ -124,10 +136,6 @@ def show(args: argparse.Namespace, found: dict[str, list[dict]]) -> None:
         assert max(losses) - min(losses) < 1e-3, f"the first losses differ: {losses}"
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def per_token(runs: list[dict], kind: str) -> float:
     """The least seconds of a step by the tokens of its text."""
     return min(s / t for run in runs for s, t in zip(run[kind], run["tokens"], strict=True))
@@ -138,7 +146,7 @@ def run_child(args: argparse.Namespace) -> dict:
 
     from mtcli.core.runtime.launch import set_matmul
 
-    torch.set_num_threads(cores())
+    torch.set_num_threads(threads())
     if args.child.startswith("ours"):
         set_matmul("fast")
     elif args.child == "hf-tuned":
@@ -209,7 +217,7 @@ def padded(found: list[tuple], width: int):
     )  # fmt: skip
 
 
-def opened(args: argparse.Namespace, rows: int = ROWS, micro: int = MICRO, width: int = SEQ):
+def opened(args: argparse.Namespace, rows: int = 0, micro: int = MICRO, width: int = SEQ):
     """(trainer, loader) of ours; the loader gives everybody's batches."""
     import torch
 
@@ -221,7 +229,7 @@ def opened(args: argparse.Namespace, rows: int = ROWS, micro: int = MICRO, width
     from mtcli.core.training.step import Trainer
 
     settings = [f'data.train=["{args.folder}/text"]', f"batch.seq_len={width}", "train.steps=100"]
-    settings += [f"batch.global_batch_size={rows}", f"batch.micro_batch_size={micro}"]
+    settings += [f"batch.global_batch_size={rows or args.rows}", f"batch.micro_batch_size={micro}"]
     settings += [f"optimizer.lr={LR}", "optimizer.schedule=constant", "train.device=cpu"]
     settings += [f"model.dropout={args.drop}", f"model.attention_dropout={args.drop}"]
     settings += ["train.precision=fp32", "parallel.recompute=none", "optimizer.weight_decay=0"]
@@ -233,12 +241,12 @@ def opened(args: argparse.Namespace, rows: int = ROWS, micro: int = MICRO, width
 
 def ours(args: argparse.Namespace):
     trainer, loader = opened(args)
-    packed, rows, width = loader.batches, ROWS, SEQ
+    packed, rows, width = loader.batches, args.rows, SEQ
     if args.child == "ours-padded":  # as many tokens in a step, and a micro-batch
-        some = [one for n in range(args.steps + 1) for one in sequences(packed.rows(n, ROWS))]
+        some = sequences(packed.rows(0, args.rows + args.steps))
         width = max(len(one[0]) for one in some)
         micro = MICRO * SEQ // width
-        rows = micro * ROWS // MICRO
+        rows = micro * args.rows // MICRO
         trainer, loader = opened(args, rows, micro, width)
         loader.batches = Sequences(packed, width)
 
@@ -267,10 +275,10 @@ def theirs(args: argparse.Namespace):
     chooses = args.child == "hf-tuned"
 
     def step(number: int) -> tuple[float, int, int]:
-        rows = packed.rows(number * ROWS, ROWS)
+        rows = packed.rows(number * args.rows, args.rows)
         predicted, classified = float(rows.weights.sum()), float(rows.class_weights.sum())
         total, room = 0.0, 0
-        for batch, mask in batches(packed, number):
+        for batch, mask in batches(packed, number, args.rows):
             loss = hf_loss(model, batch, mask, (predicted, classified), chooses)
             loss.backward()
             total, room = total + loss.item(), room + batch.tokens.numel()
@@ -304,22 +312,22 @@ def hf_loss(model, batch, mask, sums: tuple[float, float], chooses: bool):
     return masked.sum() / sums[0] + (order * batch.class_weights).sum() / sums[1]
 
 
-def packed_batches(packed, number: int):
+def packed_batches(packed, number: int, count: int):
     """Micro-batches of our rows, and a mask of their sequences, to add to scores."""
     import torch
 
-    for first in range(number * ROWS, (number + 1) * ROWS, MICRO):
+    for first in range(number * count, (number + 1) * count, MICRO):
         batch = on_torch(packed.rows(first, MICRO))
         same = batch.documents[:, :, None] == batch.documents[:, None, :]
         mask = torch.zeros(same.shape).masked_fill_(~same, torch.finfo(torch.float32).min)
         yield batch, mask[:, None]
 
 
-def padded_batches(packed, number: int):
+def padded_batches(packed, number: int, count: int):
     """The same sequences, as many in a batch as ours have, padded to its longest."""
-    found = sequences(packed.rows(number * ROWS, ROWS))
+    found = sequences(packed.rows(number * count, count))
     random.Random(number).shuffle(found)
-    size = -(-len(found) * MICRO // ROWS)
+    size = -(-len(found) * MICRO // count)
     for first in range(0, len(found), size):
         part = found[first : first + size]
         batch = on_torch(padded(part, max(len(one[0]) for one in part)))

@@ -4,10 +4,10 @@ that in Python before it, on the same random weights. The time of compiling is p
     python benchmarks/bench_blend.py --sets 2 32 200
 """
 
-import argparse
 from time import process_time
 
 import numpy as np
+from arguments import Arguments, write_rows
 
 from mtcli.core.data.blend import normalised
 from mtcli.core.data.blend_order import blend_indices
@@ -16,15 +16,17 @@ COMPILED, PYTHON, REPEATS = 4_000_000, 100_000, 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, sets=[2])
     parser.add_argument("--sets", type=int, nargs="+", default=[2, 32, 200])
+    args = parser.parse_args()
     begin = process_time()
     blend_indices([1.0], 1)
     print(f"loaded or compiled in {process_time() - begin:.2f} s")
     print(
         "| data sets | compiled, picks/s | Python, picks/s | of 1.8 G samples |\n|---|---|---|---|"
     )
-    for sets in parser.parse_args().sets:
+    rows = []
+    for sets in args.sets:
         weights = np.random.default_rng(0).random(sets).tolist()
         times = [[], []]
         for _ in range(REPEATS):  # alternated, so that a busy machine slows both
@@ -37,6 +39,8 @@ def main() -> None:
         rates = COMPILED / min(times[0]), PYTHON / min(times[1])
         told = " and ".join(f"{1.8e9 / rate / 60:.1f}" for rate in rates)
         print(f"| {sets} | {rates[0]:,.0f} | {rates[1]:,.0f} | {told} min |")
+        rows.append({"sets": sets, "compiled_per_s": rates[0], "python_per_s": rates[1]})
+    write_rows(args.json, rows)
 
 
 def in_python(weights: list[float], size: int) -> list[int]:

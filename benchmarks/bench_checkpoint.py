@@ -18,8 +18,6 @@ ours by boxes.
     python benchmarks/bench_checkpoint.py [--gib 0.5] [--repeats 5] [--folder DIR] [--json FILE]
 """
 
-import argparse
-import json
 import mmap
 import os
 import shutil
@@ -33,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from arguments import Arguments, write_rows
 from progress import each, in_turn, say
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
@@ -77,16 +76,14 @@ def main():
     for name, times in rows.items():
         if name != "stall":
             show(name, times, size)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(arguments.json, rows)
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, gib=0.01, repeats=1)
     parser.add_argument("--gib", type=float, default=0.5)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", help="on the disk to measure; default: the system's temporary")
-    parser.add_argument("--json")
     return parser.parse_args()
 
 
@@ -121,7 +118,7 @@ def touch_memory(tensors):
 
 
 def show(title, times, size):
-    disk = times.get("raw", times.get("DCP"))
+    disk = next((times[name] for name in ("raw", "DCP") if name in times), times["mtcli"])
     print(f"\n{title}: {size / 1e9:.2f} GB, beside {'raw' if 'raw' in times else 'DCP'}")
     print(f"{'':14}{'min s':>8}{'median':>8}{'GB/s':>7}{'of mins':>9}{'medians':>9}")
     for name, found in times.items():
@@ -277,11 +274,12 @@ def show_stalls(times, size):
 def reshard(root, arguments):
     """Seconds from the first rank's start to the last rank's end, for ours and DCP in turn."""
     root.mkdir()
-    spawn(2, write_halves, root, arguments.gib)
-    times = {"DCP": [], "mtcli": []}
+    writers, readers = (1, 1) if arguments.tiny else (2, 4)
+    spawn(writers, write_parts, root, arguments.gib)
+    times = {"mtcli": []} if arguments.tiny else {"DCP": [], "mtcli": []}
     for name in in_turn(times, arguments.repeats):
         forget(root)
-        times[name].append(max(spawn(4, read_columns, root, arguments.gib, name)))
+        times[name].append(max(spawn(readers, read_columns, root, arguments.gib, name)))
         say(f"{'reshard':8}{name:14}{times[name][-1]:8.2f} s")
     return times
 
@@ -300,7 +298,7 @@ def _rank(rank, world, store, work, results, *rest):
     dist.destroy_process_group()
 
 
-def write_halves(rank, world, root, gib):
+def write_parts(rank, world, root, gib):
     mesh = init_device_mesh("cpu", (world,))
     tensors = make_tensors(gib)
     cut = {name: distribute_tensor(t, mesh, [DtensorShard(0)]) for name, t in tensors.items()}

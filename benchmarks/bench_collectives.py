@@ -6,15 +6,14 @@ Results are compared first. The best of many calls counts: other work only ever 
 """
 
 import argparse
-import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from arguments import Arguments, write_rows
 
 from mtcli.core.parallel.transport.process_group import gather_json
 from mtcli.core.parallel.transport.same_machine import connect
@@ -24,12 +23,11 @@ CALLS = 60
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", help="write the rows to this file")
-    torch.multiprocessing.spawn(measure, (2, parser.parse_args().json), 2)
+    parser = Arguments(__doc__)
+    torch.multiprocessing.spawn(measure, (2, parser.parse_args()), 2)
 
 
-def measure(rank: int, world: int, output: str | None) -> None:
+def measure(rank: int, world: int, args: argparse.Namespace) -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29560"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
@@ -38,7 +36,7 @@ def measure(rank: int, world: int, output: str | None) -> None:
     rows: list[dict] = []
     if rank == 0:
         print(f"{'':24}{'gloo':>10}{'shared':>10}{'ratio':>8}{'copy':>10}   microseconds")
-    for kib in KIB:
+    for kib in KIB[: 1 if args.tiny else None]:
         x, several = torch.randn(kib * 256), torch.randn(world, kib * 256)
         parts = [torch.empty_like(several) for _ in range(2)]
         sums = [torch.empty_like(x) for _ in range(2)]
@@ -51,8 +49,8 @@ def measure(rank: int, world: int, output: str | None) -> None:
         new = best(lambda r=several, out=sums[1]: memory.reduce_scatter(out, r).wait())
         assert torch.equal(*sums)
         rows.append(show(rank, row(f"reduce-scatter {kib} KiB", old, new, copy)))
-    if rank == 0 and output:
-        Path(output).write_text(json.dumps(rows, indent=2) + "\n")
+    if rank == 0:
+        write_rows(args.json, rows)
     dist.destroy_process_group()
 
 

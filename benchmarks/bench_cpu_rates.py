@@ -7,14 +7,15 @@ seconds by the clock, on an idle one. Waits for another rank are not counted.
     python benchmarks/bench_cpu_rates.py [--steps 4] [--only 124m] [--tries 2]
 """
 
-import argparse
 import multiprocessing
 import os
 import tempfile
 from statistics import median
 from time import thread_time
 
+from arguments import Arguments, write_rows
 from progress import each, say
+from runs import SMALL
 
 SHORT = ("batch.seq_len=128", "batch.micro_batch_size=2", "batch.global_batch_size=4")
 # name: (preset, ranks, settings)
@@ -31,15 +32,17 @@ GOAL = 0.25
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, steps=1, only="tiny, 1 rank")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tries", type=int, default=1)
     parser.add_argument("--only", default="", help="cases that hold this word")
     args = parser.parse_args()
     os.environ["OMP_WAIT_POLICY"] = "passive"  # a thread that waits takes no processor time
     chosen = [name for name in CASES if args.only in name] * args.tries
+    rows = []
     for name in each(chosen):
         preset, ranks, settings = CASES[name]
+        settings = (*settings, *(SMALL if args.tiny else ()))
         with tempfile.TemporaryDirectory() as folder:
             spawn = multiprocessing.get_context("spawn")
             answers = spawn.Queue()
@@ -55,8 +58,10 @@ def main() -> None:
         planned = _planned(preset, settings, ranks)
         load = os.getloadavg()[0]
         ratio = planned / measured
+        rows.append({"case": name, "planned_s": planned, "measured_s": measured, "load": load})
         verdict = "" if abs(ratio - 1) <= GOAL else f"  off by more than {GOAL:.0%}"
         say(f"{name:20} {planned:8.3f} s{measured:8.3f} s{ratio:7.2f}  load {load:4.1f}{verdict}")
+    write_rows(args.json, rows)
 
 
 def _planned(preset: str, settings: tuple[str, ...], ranks: int) -> float:

@@ -9,22 +9,20 @@ clean, repeated and gibberish; it needs WikiText-103 in the folder that MTCLI_TE
     python benchmarks/bench_craig.py language --plot docs/images/craig-language.png
 """
 
-import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from arguments import Arguments, data_folder, write_rows
 from progress import each, say
+from runs import metrics, mtcli, sets
 
 from mtcli.core.data.indexed import write_index
 
-SEEDS = range(5)
+SEEDS = 5
 SEQ_LEN = 128
 KINDS = ("clean", "repeated", "gibberish")
 # Of the language model: bytes of each kind of text, and the runs.
@@ -47,15 +45,13 @@ CHOICES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("logistic", "language"))
+    parser = Arguments(__doc__, needs=("sklearn",))
+    parser.add_argument("what", choices=("logistic", "language"), nargs="?", default="logistic")
     parser.add_argument("--plot", help="draw into this file")
-    parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     run, draw = (logistic, plot_logistic) if args.what == "logistic" else (language, plot_language)
-    found = run()
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
+    found = run(args.tiny)
+    write_rows(args.json, found)
     if args.plot:
         draw(found, args.plot)
 
@@ -78,7 +74,7 @@ PENALTY = 1e-5
 PARTS = (0.1, 0.3)
 
 
-def logistic() -> dict[str, list[dict]]:
+def logistic(tiny: bool) -> dict[str, list[dict]]:
     """The curves of each choice, by seed; the learning rate is the best of RATES for each."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -87,14 +83,18 @@ def logistic() -> dict[str, list[dict]]:
     split = train_test_split(data / 16.0, labels, test_size=0.25, random_state=0, stratify=labels)
     _members(split[0], split[2], PARTS[0], "core-set", seed=0)  # imports, and compiles loops
     choices = {"all data": (1.0, "all")}
-    for part in PARTS:
+    seeds, rates, epochs = (1, RATES[:1], 1) if tiny else (SEEDS, RATES, EPOCHS_OF_ALL)
+    for part in PARTS[: 1 if tiny else None]:
         choices |= {f"{kind} {part:.0%}": (part, kind) for kind in ("core-set", "random")}
     found, heading = {}, "to 1.05 times the loss of all data: gradients, seconds"
     say(f"{'':16}{'rate':>6}{'loss':>9}{'accuracy':>10}{heading:>52}")
     for name in each(choices):
         part, kind = choices[name]
-        runs = [[_regression(split, part, kind, rate, seed) for seed in SEEDS] for rate in RATES]
-        best = min(range(len(RATES)), key=lambda i: np.mean([r.losses[-1] for r in runs[i]]))
+        runs = [
+            [_regression(split, (part, kind), rate, seed, epochs) for seed in range(seeds)]
+            for rate in rates
+        ]
+        best = min(range(len(rates)), key=lambda i: np.mean([r.losses[-1] for r in runs[i]]))
         found[name] = [run._asdict() | {"rate": RATES[best]} for run in runs[best]]
         goal = 1.05 * np.mean([run["losses"][-1] for run in found["all data"]])
         reached = [at for run in runs[best] if (at := _first_below(run, goal))]
@@ -115,18 +115,18 @@ def _first_below(curve: Curve, goal: float) -> tuple[int, float] | None:
     return None
 
 
-def _regression(split, part: float, kind: str, rate: float, seed: int) -> Curve:
+def _regression(split, choice: tuple[float, str], rate: float, seed: int, epochs: int) -> Curve:
     """One run: stochastic gradient steps of one weighted example each, in a random order."""
     x, x_held, y, y_held = split
     begin = time.perf_counter()
-    members, weights = _members(x, y, part, kind, seed)
+    members, weights = _members(x, y, *choice, seed)
     spent = time.perf_counter() - begin
     random, w = np.random.default_rng(seed), np.zeros((10, x.shape[1] + 1))
     x, x_held = (np.c_[one, np.ones(len(one))] for one in (x, x_held))
     targets, curve, done = np.eye(10)[y], Curve([0], [spent], [np.log(10.0)], [0.1]), 0
     weights = weights / weights.mean()
     check = len(x) // 4
-    while done < EPOCHS_OF_ALL * len(x):
+    while done < epochs * len(x):
         begin = time.perf_counter()
         for i in random.permutation(len(members)):
             j, decayed = members[i], rate / (1.0 + 5.0 * done / len(x))
@@ -191,20 +191,23 @@ def plot_logistic(found: dict[str, list[dict]], target: str) -> None:
 # --- a language model
 
 
-def language() -> dict[str, dict[str, list[float]]]:
+def language(tiny: bool) -> dict[str, dict[str, list[float]]]:
     """The held-out losses of each choice by seed, and the shares of the kinds of text in it."""
-    home = Path(os.environ["MTCLI_TEST_DATA"]) / "wikitext-103"
+    data = data_folder("wikitext-103")
+    if data is None:
+        raise SystemExit("error: MTCLI_TEST_DATA names no folder with wikitext-103")
+    seeds, warm_up, steps = (1, 2, 2) if tiny else (SEEDS, WARM_UP, STEPS)
     found: dict[str, dict[str, list[float]]] = {
         name: {key: [] for key in ("losses", *KINDS)} for name in CHOICES
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _write_corpora(folder, home)
-        for seed in each(SEEDS):
-            _train(folder, seed, f"warm-{seed}", WARM_UP)
+        _write_corpora(folder, data / "wikitext-103")
+        for seed in each(range(seeds)):
+            _train(folder, seed, f"warm-{seed}", warm_up)
             for choice, method in CHOICES.items():
                 subset = method and _select(folder, seed, method)
-                loss = _train(folder, seed, f"run-{choice}-{seed}", STEPS, subset)
+                loss = _train(folder, seed, f"run-{choice}-{seed}", steps, subset)
                 found[choice]["losses"].append(loss)
                 for kind, share in _shares(folder, subset).items():
                     found[choice][kind].append(share)
@@ -254,10 +257,9 @@ def _train(folder: Path, seed: int, output: str, steps: int, subset: str | None 
     }
     settings |= {"data.subset": subset} if subset else {}
     (folder / "base.toml").write_text("[model]\narchitecture = 'gpt'\n")
-    sets = [word for item in settings.items() for word in ("--set", "{}={}".format(*item))]
-    _mtcli(folder, "train", "base.toml", *sets)
-    last = (folder / output / "metrics.jsonl").read_text().splitlines()[-1]
-    return json.loads(last)["valid_loss"]
+    given = sets(f"{name}={value}" for name, value in settings.items())
+    mtcli("train", "base.toml", *given, folder=folder)
+    return metrics(folder / output)[-1]["valid_loss"]
 
 
 def _select(folder: Path, seed: int, method: tuple[str, ...]) -> str:
@@ -266,7 +268,7 @@ def _select(folder: Path, seed: int, method: tuple[str, ...]) -> str:
     words = ["--data", "mixed", "--model", f"warm-{seed}", "--fraction", "0.1", "--output", output]
     words += ["--target", "target"] if method[1] == "dsir" else []
     words += ["--set", f"seed={seed}", "--set", 'data.valid=["valid"]']
-    _mtcli(folder, "select", *words, *method)
+    mtcli("select", *words, *method, folder=folder)
     return output
 
 
@@ -308,13 +310,6 @@ def _figure(columns: int):
 
     figure, _ = plt.subplots(1, columns, figsize=(5.0 * columns, 4.0), layout="constrained")
     return figure
-
-
-def _mtcli(folder: Path, *words: str) -> None:
-    command = [sys.executable, "-m", "mtcli", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ measured where it is installed; it reads no language, as its model would be down
 rensa's own LSH and jusText come with the test extra.
 """
 
-import argparse
 import importlib
 import json
 import os
@@ -26,6 +25,8 @@ from collections import defaultdict
 from importlib.util import find_spec
 from itertools import combinations
 from pathlib import Path
+
+from arguments import Arguments, write_rows
 
 from mtcli.core.curate import passes
 from mtcli.core.curate.batch import BATCH_BYTES, Batch
@@ -430,11 +431,10 @@ def scaling(source, repeats, folder, megabytes=480):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, mb=0.2, repeats=1, only=["stages_mb_per_s", "extract_mb_per_s"])
     parser.add_argument("--mb", type=float, default=20)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", help="of the figures' names")
-    parser.add_argument("--json")
     parser.add_argument("--plot", help="draw the growth of memory into this PNG")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -458,10 +458,8 @@ def main():
         there = [name for name in figures if name not in needs or find_spec(needs[name])]
         wanted = options.only or there
         found = {name: figures[name]() for name in wanted}
-    text = json.dumps(found, indent=2)
-    sys.stdout.write(text + "\n")
-    if options.json:
-        Path(options.json).write_text(text + "\n")
+    print(json.dumps(found, indent=2))
+    write_rows(options.json, found)
     if options.plot:
         draw_memory(found["memory_mb_by_mb"], options.plot)
 

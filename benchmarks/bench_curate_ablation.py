@@ -13,16 +13,14 @@ articles alone: what a perfect filter gives.
 
 import argparse
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import justext
+from arguments import Arguments, data_folder, write_rows
 from progress import each, say
+from runs import metrics, mtcli, sets
 
 STAGES = ["normalise", "language", "rules", "quality", "exact", "fuzzy"]
 LANGUAGES = ["German", "French", "Spanish", "Italian", "Polish", "Turkish", "Dutch", "Portuguese"]
@@ -53,6 +51,8 @@ def documents(path: Path, characters: int = 1500) -> list[str]:
 
 def dirty(clean: list[str], source: random.Random, kinds: dict[str, float]) -> list[str]:
     """The clean documents, a fifth of them broken, and megabytes of what a crawl has beside."""
+    import justext
+
     foreign = {name: sorted(justext.get_stoplist(name)) for name in LANGUAGES}
     shop, signs = SHOP.split(), "#$%^*|~<>{}[]0123456789 \n"
 
@@ -91,26 +91,19 @@ def write(path: Path, texts: list[str]) -> None:
     path.write_text("".join(line + "\n" for line in lines))
 
 
-def mtcli(folder: Path, *words: str) -> None:
-    """Runs a command in a folder; ends with what it said where it fails."""
-    command = [sys.executable, "-m", "mtcli", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
-
-
-def loss_of(folder: Path, name: str, steps: int, seed: int) -> float:
+def loss_of(folder: Path, name: str, options: argparse.Namespace, seed: int) -> float:
     """The loss on held-out text, nats per byte, of a GPT trained on `name`.jsonl's bytes."""
     if not (folder / f"{name}.bin").exists():
-        mtcli(folder, "preprocess", f"{name}.jsonl", "--output", name, "--tokenizer", "bytes")
-    run = [f"train.steps={steps}", f"train.eval_every={steps}", "train.eval_batches=60"]
+        words = [f"{name}.jsonl", "--output", name, "--tokenizer", "bytes"]
+        mtcli("preprocess", *words, folder=folder)
+    steps = options.steps
+    run = [f"train.steps={steps}", f"train.eval_every={steps}"]
+    run += [f"train.eval_batches={options.eval_batches}"]
     run += ["train.output=run", "train.device=cpu", f"seed={seed}", "optimizer.lr=2e-3"]
     data = [f'data.train=["{name}"]', 'data.valid=["held"]']
-    words = [word for setting in [*MODEL, *run, *data] for word in ("--set", setting)]
     shutil.rmtree(folder / "run", ignore_errors=True)
-    mtcli(folder, "train", "tiny", *words)
-    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    return [row["valid_loss"] for row in rows if "valid_loss" in row][-1]
+    mtcli("train", "tiny", *sets([*MODEL, *run, *data]), folder=folder)
+    return [row["valid_loss"] for row in metrics(folder / "run") if "valid_loss" in row][-1]
 
 
 def curated(folder: Path, stages: list[str]) -> dict[str, int]:
@@ -118,7 +111,8 @@ def curated(folder: Path, stages: list[str]) -> dict[str, int]:
     out = folder / "out"
     words = ["--set", f"stages={json.dumps(stages)}", "--set", "quality.model=q.bin", "--force"]
     words += ["--set", "quality.keep=threshold"]
-    mtcli(folder, "curate", "dirty.jsonl", "--output", "out", "--workers", "1", *words)
+    words += ["--output", "out", "--workers", "1"]
+    mtcli("curate", "dirty.jsonl", *words, folder=folder)
     report = json.loads((out / "report.json").read_text())
     (folder / f"curated-{len(stages)}.jsonl").write_bytes(
         b"".join(map(read, sorted(out.glob("shard-*.jsonl.zst"))))
@@ -155,42 +149,48 @@ def draw(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, needs=("justext",), steps=2, seeds=1, eval_batches=1)
     parser.add_argument("--steps", type=int, default=200, help="of 2,048 bytes")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--eval-batches", type=int, default=60)
     parser.add_argument("--plot", help="draw them into this PNG")
     options = parser.parse_args()
-    if "MTCLI_TEST_DATA" not in os.environ:
-        sys.exit("set MTCLI_TEST_DATA to a folder with wikitext-103/wiki.test.tokens")
-    data = Path(os.environ["MTCLI_TEST_DATA"]) / "wikitext-103"
+    test_data = data_folder("wikitext-103/wiki.test.tokens")
+    if test_data is None:
+        why = "MTCLI_TEST_DATA names no folder with wikitext-103/wiki.test.tokens"
+        say(why)
+        return write_rows(options.json, {"skipped": why})
+    data = test_data / "wikitext-103"
+    stages, share = (STAGES[:1], 0.05) if options.tiny else (STAGES, 1.0)
+    dirt = {kind: share * megabytes for kind, megabytes in DIRTY_MB.items()}
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder, source = Path(name), random.Random(0)
         clean, valid = documents(data / "wiki.test.tokens"), documents(data / "wiki.valid.tokens")
         half = len(valid) // 2
+        clean = clean[: 100 if options.tiny else None]
         write(folder / "clean.jsonl", clean)
-        write(folder / "dirty.jsonl", dirty(clean, source, DIRTY_MB))
+        write(folder / "dirty.jsonl", dirty(clean, source, dirt))
         write(folder / "bad.jsonl", dirty([], source, {"shops": 0.3, "symbols": 0.1}))
         write(folder / "held.jsonl", valid[half:])
         write(folder / "good.jsonl", valid[:half])
-        mtcli(folder, "preprocess", "held.jsonl", "--output", "held", "--tokenizer", "bytes")
-        inputs = ["--good", "good.jsonl", "--bad", "bad.jsonl"]
-        mtcli(folder, "curate", "train-quality", *inputs, "--output", "q.bin")
+        words = ["held.jsonl", "--output", "held", "--tokenizer", "bytes"]
+        mtcli("preprocess", *words, folder=folder)
+        words = ["--good", "good.jsonl", "--bad", "bad.jsonl", "--output", "q.bin"]
+        mtcli("curate", "train-quality", *words, folder=folder)
         say(f"{'after':12}{'documents':>10}{'MB':>7}   loss on held-out text, nats per byte")
-        cases = [(name, n) for n, name in enumerate(["nothing", *STAGES])] + [("clean only", -1)]
+        cases = [(name, n) for n, name in enumerate(["nothing", *stages])] + [("clean only", -1)]
         for name, count in each(cases, lambda case: case[0]):
             if count < 0:
                 texts, corpus = clean, "clean"
                 facts = {"documents": len(texts), "bytes": sum(len(t.encode()) for t in texts)}
             else:
                 facts, corpus = curated(folder, STAGES[:count]), f"curated-{count}"
-            losses = [loss_of(folder, corpus, options.steps, seed) for seed in range(options.seeds)]
+            losses = [loss_of(folder, corpus, options, seed) for seed in range(options.seeds)]
             rows.append({"after": name, **facts, "losses": losses})
             told = "  ".join(f"{loss:.4f}" for loss in losses)
             say(f"{name:12}{facts['documents']:10,}{facts['bytes'] / 1e6:7.2f}   {told}")
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
+    write_rows(options.json, rows)
     if options.plot:
         draw(rows, Path(options.plot))
 

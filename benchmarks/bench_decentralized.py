@@ -12,11 +12,12 @@ validation part, over the first column's.
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+from arguments import Arguments, write_rows
 from progress import each
+from runs import metrics, mtcli, sets
 
 TESTS = Path(__file__).parent.parent / "tests"
 MOMENTA = (0.0, 0.5, 0.8, 0.9)
@@ -24,8 +25,8 @@ BIASED = ("decentlam", "dmsgd", "awc_dmsgd", "da_dmsgd")
 TRAINED = ("all_reduce", "dmsgd", "decentlam")
 
 
-def bias_table(replicas: int, lr: float, steps: int) -> str:
-    """The bias of each method and momentum, and by closed form, as a table in Markdown."""
+def bias_rows(replicas: int, lr: float, steps: int) -> list[dict]:
+    """The bias of each method and momentum, and by closed form."""
     sys.path[:0] = [str(TESTS), str(TESTS / "core" / "sync")]
     import numpy as np
     import quadratics
@@ -36,18 +37,23 @@ def bias_table(replicas: int, lr: float, steps: int) -> str:
     cases = [(method, "ring", b, lr) for method in BIASED for b in MOMENTA]
     ranks = run_ranks(replicas, quadratics.trained, cases, steps, deadline=3600.0)
     matrix = np.array(MixingGraph("ring", replicas).matrix())
-    rows = ["| method | " + " | ".join(f"b = {b:g}" for b in MOMENTA) + " |"]
-    rows += ["|---" * (1 + len(MOMENTA)) + "|"]
+    rows = []
+    for case, (method, _, b, _) in enumerate(cases):
+        found = quadratics.bias(np.stack([rank[case][-1] for rank in ranks]))
+        kind = "dsgd" if not b and method != "awc_dmsgd" else method
+        closed = quadratics.bias(quadratics.limit(kind, matrix, b, lr))
+        rows.append({"method": method, "b": b, "bias": float(found), "closed": float(closed)})
+    return rows
+
+
+def bias_table(rows: list[dict]) -> str:
+    """The bias of each method and momentum, and by closed form in brackets, in Markdown."""
+    lines = ["| method | " + " | ".join(f"b = {b:g}" for b in MOMENTA) + " |"]
+    lines += ["|---" * (1 + len(MOMENTA)) + "|"]
     for method in BIASED:
-        cells = [method]
-        for b in MOMENTA:
-            case = cases.index((method, "ring", b, lr))
-            found = quadratics.bias(np.stack([rank[case][-1] for rank in ranks]))
-            kind = "dsgd" if not b and method != "awc_dmsgd" else method
-            closed = quadratics.bias(quadratics.limit(kind, matrix, b, lr))
-            cells.append(f"{found:.4g} ({closed:.4g})")
-        rows.append("| " + " | ".join(cells) + " |")
-    return "\n".join(rows)
+        cells = [f"{r['bias']:.4g} ({r['closed']:.4g})" for r in rows if r["method"] == method]
+        lines.append("| " + " | ".join([method, *cells]) + " |")
+    return "\n".join(lines)
 
 
 def text_losses(options: argparse.Namespace) -> dict[str, dict[int, float]]:
@@ -83,14 +89,9 @@ def _trained(options: argparse.Namespace, method: str, size: int) -> float:
         "train.output": str(folder),
         "data.train": json.dumps([options.data]),
     }
-    words = [sys.executable, "-m", "mtcli", "train", "tiny", "--nproc", str(options.nproc)]
-    for name, value in fields.items():
-        words += ["--set", f"{name}={value}"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    *_, last = (folder / "metrics.jsonl").read_text().splitlines()
-    return json.loads(last)["valid_loss"]
+    given = sets(f"{name}={value}" for name, value in fields.items())
+    mtcli("train", "tiny", "--nproc", options.nproc, *given)
+    return metrics(folder)[-1]["valid_loss"]
 
 
 def text_table(losses: dict[str, dict[int, float]]) -> str:
@@ -124,8 +125,8 @@ def draw(losses: dict[str, dict[int, float]], path: Path) -> None:
 
 def main() -> None:
     """Parses the command line and prints a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("bias", "text"))
+    parser = Arguments(__doc__, replicas=2, steps=20, nproc=2, samples=64, batches=[16])
+    parser.add_argument("what", choices=("bias", "text"), nargs="?", default="bias")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--data", help="prefix of preprocessed text")
@@ -137,9 +138,11 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.025, help="of the smallest batch")
     options = parser.parse_args()
     if options.what == "bias":
-        print(bias_table(options.replicas, 0.01, options.steps))
-        return
+        rows = bias_rows(options.replicas, 0.01, options.steps)
+        print(bias_table(rows))
+        return write_rows(options.json, rows)
     losses = text_losses(options)
+    write_rows(options.json, losses)
     print(text_table(losses))
     if options.plot:
         draw(losses, options.plot)

@@ -6,16 +6,14 @@ the same seed on the same samples. The loss is that of the average of replicas.
     python benchmarks/bench_diloco.py --plot docs/images/diloco.png
 """
 
-import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from arguments import Arguments, write_rows
 from progress import each, say
+from runs import metrics, mtcli, sets
 
 RANKS = 4
 MODEL = ["num_layers=4", "hidden_size=64", "num_heads=4", "vocab_size=257", "max_seq_len=64"]
@@ -46,18 +44,17 @@ class Curve(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, steps=16)
     parser.add_argument("--steps", type=int, default=256)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--plot", help="draw loss against bytes into this file")
-    parser.add_argument("--json", help="write the curves to this file")
     args = parser.parse_args()
     curves: dict[str, Curve] = {}
     with tempfile.TemporaryDirectory() as folder:
         data = str(Path(folder) / "stdlib")
         mtcli("preprocess", "stdlib", "--output", data, "--tokenizer", "bytes")
         say(f"{'':44}{'bytes/step':>12}{'of DP':>9}{'loss':>8}{'- DP':>8}")
-        for name in each(RUNS):
+        for name in each(list(RUNS)[: 2 if args.tiny else None]):
             curves[name] = curve = train(
                 data, RUNS[name], args.steps, args.lr, Path(folder) / "run"
             )
@@ -66,8 +63,7 @@ def main() -> None:
             gap = curve.losses[-1] - plain.losses[-1]
             row = f"{name:44}{sent / args.steps:12,.0f}{less:>9}{curve.losses[-1]:8.3f}{gap:+8.3f}"
             say(row)
-    if args.json:
-        Path(args.json).write_text(json.dumps({k: c._asdict() for k, c in curves.items()}) + "\n")
+    write_rows(args.json, {k: c._asdict() for k, c in curves.items()})
     if args.plot:
         draw(curves, args.plot)
 
@@ -78,21 +74,14 @@ def train(data: str, sync: tuple[str, ...], steps: int, lr: float, output: Path)
     settings += [f'data.train=["{data}"]', f"train.output={output}", f"train.steps={steps}"]
     settings += [f"train.eval_every={steps // 8}", "train.eval_batches=2", "train.device=cpu"]
     settings += [f"optimizer.lr={lr}", f"optimizer.warmup_steps={steps // 16}", *sync]
-    words = [word for setting in settings for word in ("--set", setting)]
-    mtcli("train", "tiny", "--nproc", str(RANKS), *words)
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    mtcli("train", "tiny", "--nproc", RANKS, *sets(settings))
+    rows = metrics(output)
     for file in sorted(output.rglob("*"), reverse=True):
         file.unlink() if not file.is_dir() else file.rmdir()
     sent = list(accumulate(row["sync_bytes"] for row in rows))
     measured = [i for i, row in enumerate(rows) if "valid_loss" in row]
     losses = [rows[i]["valid_loss"] for i in measured]
     return Curve([rows[i]["step"] for i in measured], losses, [sent[i] for i in measured])
-
-
-def mtcli(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "mtcli", *words], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
 
 
 def draw(curves: dict[str, Curve], path: str) -> None:

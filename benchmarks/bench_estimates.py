@@ -6,11 +6,11 @@ estimates are more than MARGIN off, and the quantiles of all.
     python benchmarks/bench_estimates.py [--seed 0] [--count 100]
 """
 
-import argparse
 from collections.abc import Iterator
 from random import Random
 from typing import NamedTuple
 
+from arguments import Arguments, write_rows
 from tqdm import tqdm
 
 from mtcli.core.config import rules
@@ -71,7 +71,7 @@ def cases(random: Random) -> Iterator[Case]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, count=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=100)
     given = parser.parse_args()
@@ -82,6 +82,7 @@ def main() -> None:
         if abs(errors[-1]) > MARGIN:
             tqdm.write(f"{errors[-1]:+.1%} {case.words}")
     errors.sort()
+    write_rows(given.json, {"seed": given.seed, "errors": errors})
     for share in (0.0, 0.05, 0.5, 0.95, 1.0):
         print(f"{share:4.0%} of layouts: at most {errors[round(share * (len(errors) - 1))]:+.1%}")
 

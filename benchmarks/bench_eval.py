@@ -22,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 
+from arguments import Arguments, threads, write_rows
 from progress import in_turn, say
 
 SIZES = {"tiny": (256, 4, 4), "124m": (768, 12, 12)}  # width, layers, heads
@@ -58,7 +59,7 @@ def main():
         return work(arguments)
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(Path(folder), arguments)
-        runs = {name: [] for name in ("mtcli", "lm-eval", "lm-eval tuned")}
+        runs = {name: [] for name in arguments.contenders}
         for name in in_turn(runs, arguments.repeats):
             runs[name].append(found := spawn(name, folder, arguments))
             say(f"{name:14} {found['seconds']:8.2f} s {found['cpu_seconds']:8.2f} cpu s")
@@ -67,14 +68,20 @@ def main():
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(
+        __doc__,
+        needs=("lm_eval", "transformers"),
+        items=8,
+        repeats=1,
+        contenders=["mtcli", "lm-eval"],
+    )
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--items", type=int, default=200)
     parser.add_argument("--shots", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--json")
+    parser.add_argument("--threads", type=int, default=threads())
+    parser.add_argument("--contenders", nargs="+", default=["mtcli", "lm-eval", "lm-eval tuned"])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -223,12 +230,11 @@ def report(runs, difference, arguments):
             f"{name:14} {min(times):8.2f} {median(times):9.2f} {row['min_cpu_seconds']:8.2f} "
             f"{row['items_per_second']:8.1f} {row['min_seconds_ratio']:8.2f}x"
         )
-    if arguments.json:
-        settings = {
-            key: getattr(arguments, key) for key in ("size", "dtype", "shots", "items", "threads")
-        }
-        result = {"row": "C10", **settings, "difference": difference, "runs": rows}
-        Path(arguments.json).write_text(json.dumps(result, indent=2) + "\n")
+    settings = {
+        key: getattr(arguments, key) for key in ("size", "dtype", "shots", "items", "threads")
+    }
+    result = {"row": "C10", **settings, "difference": difference, "runs": rows}
+    write_rows(arguments.json, result)
 
 
 if __name__ == "__main__":

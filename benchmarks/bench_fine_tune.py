@@ -20,9 +20,10 @@ import tempfile
 from pathlib import Path
 from time import perf_counter, process_time
 
+from arguments import Arguments, threads, write_rows
 from progress import in_turn, say
 
-LAYERS, HIDDEN, HEADS, FFN, VOCAB, STEP_TOKENS = 4, 256, 4, 1024, 8192, 2048
+LAYERS, HIDDEN, HEADS, FFN, VOCAB = 4, 256, 4, 1024, 8192
 LR, BETAS, CLIP, ALPHA = 2e-4, (0.9, 0.95), 1.0, 16.0
 WIDTHS = (10, 8, 10, 9, 12, 9)
 CONTENDERS = ("ours", "peft", "peft-tuned", "peft-padded")
@@ -36,17 +37,28 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         args.folder = folder
         prepare(Path(folder), args.seq)
-        found = {name: [] for name in CONTENDERS}
-        for name in in_turn(list(CONTENDERS), args.repeats):
+        found = {name: [] for name in args.contenders}
+        for name in in_turn(args.contenders, args.repeats):
             found[name].append(spawn(args, name))
             say(f"{name:12} {min(found[name][-1]['seconds']):.3f} s a step")
     show(args, found)
+    write_rows(args.json, found)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(
+        __doc__,
+        needs=("transformers", "peft"),
+        repeats=1,
+        steps=1,
+        seq=64,
+        tokens=256,
+        contenders=["ours", "peft"],
+    )
     parser.add_argument("--rank", type=int, default=8, help="of the adapters; 0 trains all weights")
-    parser.add_argument("--seq", type=int, default=1024, help="tokens of a row; a step has 2048")
+    parser.add_argument("--seq", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step")
+    parser.add_argument("--contenders", nargs="+", default=[*CONTENDERS])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="timed steps of a run")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -82,7 +94,8 @@ def spawn(args: argparse.Namespace, name: str) -> dict:
 
     env = os.environ | (ALLOCATOR if name in ("ours", "peft-tuned") else {})
     command = [sys.executable, __file__, "--child", name, "--folder", args.folder]
-    command += ["--rank", str(args.rank), "--seq", str(args.seq), "--steps", str(args.steps)]
+    for flag in ("rank", "seq", "tokens", "steps"):
+        command += [f"--{flag}", str(getattr(args, flag))]
     done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -104,7 +117,7 @@ def show(args: argparse.Namespace, found: dict[str, list[dict]]) -> None:
             f"{best[name] / best['ours']:9.2f}{busy[name] / busy['ours']:12.2f}"
             f"{runs[0]['loss']:9.4f}"
         )
-    losses = [found[name][0]["loss"] for name in ("ours", "peft", "peft-tuned")]
+    losses = [runs[0]["loss"] for name, runs in found.items() if name != "peft-padded"]
     assert max(losses) - min(losses) < 1e-3, f"the first losses differ: {losses}"
 
 
@@ -118,7 +131,7 @@ def run_child(args: argparse.Namespace) -> dict:
 
     from mtcli.core.runtime.launch import set_matmul
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads())
     if args.child == "ours":
         set_matmul("fast")
     elif args.child == "peft-tuned":
@@ -171,30 +184,30 @@ def opened(args: argparse.Namespace):
 
 def rows(args: argparse.Namespace) -> int:
     """Rows of a step."""
-    return STEP_TOKENS // args.seq
+    return args.tokens // args.seq
 
 
-def batch_rows(data, number: int) -> range:
+def batch_rows(args: argparse.Namespace, number: int) -> range:
     """The rows of a global batch."""
-    count = STEP_TOKENS // data.seq_len
-    return range(number * count, (number + 1) * count)
+    return range(number * rows(args), (number + 1) * rows(args))
 
 
-def batch_examples(data, number: int) -> list:
-    """The numbers of the examples of each row of a global batch."""
-    return [data.epochs.items(row) for row in batch_rows(data, number)]
+def examples_of(data, of_step: range) -> list:
+    """The numbers of the examples of each row."""
+    return [data.epochs.items(row) for row in of_step]
 
 
-def real_tokens(data, number: int) -> int:
-    """Tokens of examples in a global batch: those that fill rows up are none."""
-    return sum(int(data.lengths[examples].sum()) for examples in batch_examples(data, number))
+def real_tokens(data, of_step: range) -> int:
+    """Tokens of examples in rows: those that fill rows up are none."""
+    return sum(int(data.lengths[examples].sum()) for examples in examples_of(data, of_step))
 
 
 def ours(args: argparse.Namespace):
     trainer, loader = opened(args)
 
     def step(number: int) -> tuple[float, int]:
-        return trainer.train_step(loader).loss, real_tokens(loader.batches, number)
+        of_step = batch_rows(args, number)
+        return trainer.train_step(loader).loss, real_tokens(loader.batches, of_step)
 
     return step
 
@@ -217,9 +230,9 @@ def theirs(args: argparse.Namespace):
     batches = padded if args.child == "peft-padded" else packed
 
     def step(number: int) -> tuple[float, int]:
-        of_step = batch_rows(data, number)
+        of_step = batch_rows(args, number)
         total, weight = 0.0, float(data.loss_weights(of_step.start, len(of_step)).sum())
-        for inputs, labels, weights in batches(data, number):
+        for inputs, labels, weights in batches(data, of_step):
             logits = model(**inputs, use_cache=False).logits
             losses = torch.nn.functional.cross_entropy(
                 logits.flatten(0, 1), labels.flatten(), reduction="none"
@@ -230,16 +243,16 @@ def theirs(args: argparse.Namespace):
         torch.nn.utils.clip_grad_norm_(trained, CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        return total, real_tokens(data, number)
+        return total, real_tokens(data, of_step)
 
     return step
 
 
-def packed(data, number: int):
+def packed(data, of_step: range):
     """A row at a time, as ours: positions and a mask of its documents."""
     import torch
 
-    for row in batch_rows(data, number):
+    for row in of_step:
         tokens, documents = (torch.from_numpy(f(row, 1)) for f in (data.batch, data.documents))
         of = documents[:, :-1]
         seq = of.shape[1]
@@ -252,13 +265,13 @@ def packed(data, number: int):
         yield inputs, tokens[:, 1:], torch.from_numpy(data.loss_weights(row, 1))
 
 
-def padded(data, number: int):
+def padded(data, of_step: range):
     """The same examples, as many in a batch as fill a row on average, padded to its longest."""
     import torch
 
-    by_row = batch_examples(data, number)
+    by_row = examples_of(data, of_step)
     examples = [int(example) for row in by_row for example in row]
-    random.Random(number).shuffle(examples)
+    random.Random(of_step.start).shuffle(examples)
     size = max(1, len(examples) // len(by_row))
     for first in range(0, len(examples), size):
         part = examples[first : first + size]

@@ -12,8 +12,6 @@ separates.
     python benchmarks/bench_fuzzy_shingles.py --prose /data/wikitext-103 [--json FILE]
 """
 
-import argparse
-import json
 import random
 import re
 import sys
@@ -22,6 +20,7 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+from arguments import Arguments, data_folder, write_rows
 from progress import each
 
 from mtcli.core.curate.hashing import jaccard
@@ -157,17 +156,26 @@ def report(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prose", type=Path, required=True, help="a folder of wiki.*.tokens")
-    parser.add_argument("--json")
+    parser = Arguments(__doc__)
+    parser.add_argument("--prose", type=Path, help="[MTCLI_TEST_DATA/wikitext-103]")
     options = parser.parse_args()
     source = random.Random(0)
-    texts = prose(options.prose, source)
-    copies, kinds = near_copies(texts, source), unrelated(texts, source)
-    rows = [measure(*candidate, copies, kinds) for candidate in each(CANDIDATES)]
+    test_data = data_folder("wikitext-103/wiki.test.tokens")
+    folder = options.prose or (test_data and test_data / "wikitext-103")
+    if folder is None:
+        why = "neither --prose nor MTCLI_TEST_DATA names a folder of wiki.*.tokens"
+        print(why)
+        return write_rows(options.json, {"skipped": why})
+    texts = prose(folder, source)
+    if options.tiny:
+        texts = texts[:8]
+        kinds, candidates = {"prose": texts}, CANDIDATES[:1]
+    else:
+        kinds, candidates = unrelated(texts, source), CANDIDATES
+    copies = near_copies(texts, source)
+    rows = [measure(*candidate, copies, kinds) for candidate in each(candidates)]
     report(rows)
-    if options.json:
-        Path(options.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(options.json, rows)
 
 
 if __name__ == "__main__":

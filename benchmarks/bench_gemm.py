@@ -8,17 +8,15 @@ they have:
     ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/bench_gemm.py
 """
 
-import argparse
-import json
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from time import perf_counter
 
 import torch
 import torch.nn.functional as F
+from arguments import Arguments, write_rows
 from progress import each, say
 from torch import Tensor
 
@@ -28,9 +26,8 @@ SHAPES = [(4096, 256, 1024), (2048, 768, 3072), (2048, 2048, 2048)]  # tokens, i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, repeats=1)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     choose_gemm_dtype()
     isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "all")
@@ -40,18 +37,18 @@ def main() -> None:
         f"{'tokens, input, output':24}{'dtype':10}{'torch':>8}{'float32':>9}{'ratio':>7}   chosen"
     )
     rows = []
-    for dtype, shape in each([*product((torch.bfloat16, torch.float16), SHAPES)]):
+    shapes = [(64, 32, 32)] if args.tiny else SHAPES
+    for dtype, shape in each([*product((torch.bfloat16, torch.float16), shapes)]):
         rows.append(row := measure(dtype, shape, args.repeats))
         rates = f"{row['torch']:8.0f}{row['float32']:9.0f}{row['float32'] / row['torch']:7.2f}"
         say(f"{row['shape']!s:24}{row['dtype']:10}{rates}   {row['chosen']}")
     print(f"{'tokens, input, output':24}{'product':10}{'torch':>8}{'oneDNN':>9}{'ratio':>7}")
-    for shape in each(SHAPES):
+    for shape in each(shapes):
         for row in measure_float32(shape, args.repeats):
             rates = f"{row['torch']:8.0f}{row['oneDNN']:9.0f}{row['oneDNN'] / row['torch']:7.2f}"
             say(f"{row['shape']!s:24}{row['product']:10}{rates}")
             rows.append(row)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
 def measure(dtype: torch.dtype, shape: tuple[int, int, int], repeats: int) -> dict:

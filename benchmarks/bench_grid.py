@@ -7,12 +7,12 @@ compared first. The best step counts, as other work on the machine only ever add
     python benchmarks/bench_grid.py --repeats 3
 """
 
-import argparse
 import sys
 from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 
+from arguments import Arguments, write_rows
 from progress import say
 
 from mtcli.core.rehearse.live_memory import LiveMemory
@@ -33,23 +33,26 @@ FOUR = [(1, 4), (2, 2), (4, 1)]  # whose time is
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, repeats=0)
     parser.add_argument("--repeats", type=int, default=3, help="of the timing; 0 leaves it out")
     args = parser.parse_args()
     print(f"{'grid':8}{'state MiB':>11}{'of one rank':>13}{'step MiB':>13}{'of one rank':>13}")
-    whole = None
-    for rows, columns in GRIDS:
+    whole, found = None, {"memory": [], "seconds": []}
+    for rows, columns in GRIDS[: 1 if args.tiny else None]:
         state, peak, _, _ = trained(rows, columns)
         whole = whole or (state, peak)
         shares = state / whole[0], peak / whole[1]
         sizes = f"{state / 2**20:11.2f}{shares[0]:13.3f}{peak / 2**20:13.2f}{shares[1]:13.3f}"
         say(f"{rows} x {columns}   {sizes}")
+        found["memory"].append({"grid": [rows, columns], "state_bytes": state, "peak_bytes": peak})
     best: dict[tuple[int, int], float] = {}
     losses = {}
     for _ in range(args.repeats):
         for grid in FOUR:
             _, _, seconds, losses[grid] = trained(*grid)
             best[grid] = min(seconds, best.get(grid, seconds))
+    found["seconds"] = [{"grid": grid, "seconds": seconds} for grid, seconds in best.items()]
+    write_rows(args.json, found)
     if not args.repeats:
         return
     first = losses[FOUR[0]]

@@ -8,15 +8,13 @@ metrics.jsonl's sync_bytes, summed over ranks; what measuring sends is none of t
     python benchmarks/bench_leaders.py --plot docs/images/leaders.png
 """
 
-import argparse
-import json
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from arguments import Arguments, write_rows
 from progress import each, say
+from runs import metrics, mtcli, sets
 
 MODEL = ["model.num_layers=2", "model.hidden_size=64", "model.num_heads=4", "model.vocab_size=257"]
 MODEL += ["model.max_seq_len=64", "batch.seq_len=64"]
@@ -34,18 +32,18 @@ STRATEGIES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, steps=12, lr=[0.1])
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--lr", type=float, nargs="+", default=[0.1, 0.3])
-    parser.add_argument("--json", help="write the curves to this file")
     parser.add_argument("--plot", help="draw them into this PNG")
     args = parser.parse_args()
     curves = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        mtcli(folder, "preprocess", "stdlib", "--output", "text", "--tokenizer", "bytes")
+        words = ["stdlib", "--output", "text", "--tokenizer", "bytes"]
+        mtcli("preprocess", *words, folder=folder)
         print(f"{'':26}{'lr':>6}{'valid':>8}{'MB sent':>9}{'share':>8}")
-        for strategy in each(STRATEGIES):
+        for strategy in each(list(STRATEGIES)[: 2 if args.tiny else None]):
             runs = [(lr, curve(folder, strategy, lr, args.steps)) for lr in args.lr]
             lr, best = min(runs, key=lambda run: run[1][-1]["valid_loss"])
             curves[strategy] = {"lr": lr, "curve": best}
@@ -54,8 +52,7 @@ def main() -> None:
                 f"{strategy:26}{lr:6g}{best[-1]['valid_loss']:8.3f}{sent / 1e6:9.1f}"
                 f"{sent / most:8.1%}"
             )
-    if args.json:
-        Path(args.json).write_text(json.dumps(curves, indent=1) + "\n")
+    write_rows(args.json, curves)
     if args.plot:
         draw(curves, Path(args.plot))
 
@@ -66,24 +63,14 @@ def curve(folder: Path, strategy: str, lr: float, steps: int) -> list[dict[str, 
     run = [f"train.steps={steps}", f"train.eval_every={every}", "train.eval_batches=8"]
     run += ["train.output=run", "train.device=cpu", 'data.train=["text"]', f"optimizer.lr={lr}"]
     settings = [*MODEL, *SGD, *run, *STRATEGIES[strategy]]
-    words = [word for setting in settings for word in ("--set", setting)]
     shutil.rmtree(folder / "run", ignore_errors=True)
-    mtcli(folder, "train", "tiny", "--nproc", "4", *words)
+    mtcli("train", "tiny", "--nproc", 4, *sets(settings), folder=folder)
     found, sent = [], 0
-    for line in (folder / "run" / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in metrics(folder / "run"):
         sent += row["sync_bytes"]
         if "valid_loss" in row:
             found.append({"step": row["step"], "valid_loss": row["valid_loss"], "bytes": sent})
     return found
-
-
-def mtcli(folder: Path, *words: str) -> None:
-    """Runs a command in a folder; ends with what it said where it fails."""
-    command = [sys.executable, "-m", "mtcli", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr)
 
 
 def draw(curves: dict[str, dict], path: Path) -> None:

@@ -5,14 +5,12 @@ State has to agree to the byte, and the peak of everything else within 5 %.
     python benchmarks/bench_memory.py [--json FILE]
 """
 
-import argparse
-import json
 import os
 import sys
-from pathlib import Path
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+from arguments import Arguments, write_rows
 from progress import each, say
 
 from mtcli.core.config.loading import config_of
@@ -48,13 +46,12 @@ ROWS = [  # ranks, model, parallel
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the rows to this file")
-    output = parser.parse_args().json
+    parser = Arguments(__doc__)
+    args = parser.parse_args()
     print("Memory of the fullest rank, MiB: planned, and counted in a dry run")
     print(f"ranks {'model':11}{'layout':45}{'state':>8}{'peak':>8}{'planned':>9}{'off by':>8}")
     rows = []
-    for case in each(ROWS, name=lambda case: case[1]):
+    for case in each(ROWS[: 1 if args.tiny else None], name=lambda case: case[1]):
         rows.append(row := measure(*case))
         state, held, said = (
             row[key] / 2**20
@@ -64,8 +61,7 @@ def main() -> None:
             f"{row['ranks']:5} {row['model']:11}{row['layout']:45}"
             f"{state:8.1f}{held:8.1f}{said:9.1f}{said / held - 1:+8.1%}"
         )
-    if output:
-        Path(output).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
     if any(row["problems"] for row in rows):
         sys.exit("error: plan and step disagree")
 

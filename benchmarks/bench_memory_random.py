@@ -8,7 +8,6 @@ shows it, and how many there were. With --run each draw is trained on this CPU i
     python benchmarks/bench_memory_random.py --run [--seed 0] [--count 100]
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+from arguments import Arguments, write_rows
 from tqdm import tqdm
 
 from mtcli.core.config import rules
@@ -40,22 +40,20 @@ Section = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, count=1)
     parser.add_argument("--device", choices=sorted(DEVICES), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=40)
-    parser.add_argument("--json", help="write every draw to this file")
     parser.add_argument("--run", action="store_true", help="train each draw on this CPU")
     given = parser.parse_args()
     random, rows = Random(given.seed), []
     if given.run:
-        return report_runs(random, given.count)
+        return write_rows(given.json, report_runs(random, given.count))
     for _ in tqdm(range(given.count), unit="layout"):
         rows.append(measure(random, given.device))
         if rows[-1]["problems"]:
             tqdm.write(json.dumps(rows[-1]))
-    if given.json:
-        Path(given.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(given.json, rows)
     wrong = sum(bool(row["problems"]) for row in rows)
     print(f"{wrong} of {len(rows)} layouts of {given.device} are off by more than {TOLERANCE:.0%}")
     sys.exit(wrong > 0)
@@ -70,17 +68,19 @@ def measure(random: Random, device: str) -> Section:
     return {"ranks": world, "config": table} | found.as_json()
 
 
-def report_runs(random: Random, count: int) -> None:
-    """Prints each run whose peak is off by more than CLOSE, and how many are not."""
-    close = 0
+def report_runs(random: Random, count: int) -> list[Section]:
+    """Prints each run whose peak is off by more than CLOSE, and how many are not; returns all."""
+    close, rows = 0, []
     for _ in tqdm(range(count), unit="run"):
         world, table = legal(random)
         peak = run(config_of(table), world)["figures"]["memory.peak"]
         error = peak["planned"] / peak["measured"] - 1
         close += abs(error) <= CLOSE
+        rows.append({"ranks": world, "config": table, "peak": peak})
         if abs(error) > CLOSE:
             tqdm.write(f"{error:+.1%} on {world} ranks: {json.dumps(table)}")
     print(f"the peaks of {close} of {count} runs are within {CLOSE:.0%} of the plan")
+    return rows
 
 
 def run(config: RunConfig, world: int) -> Section:

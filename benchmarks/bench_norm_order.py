@@ -12,13 +12,13 @@ of its words in an hour on a CPU. Writes JSON, and a plot for the docs.
 import argparse
 import json
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
 
+from arguments import Arguments, write_rows
 from progress import each, say
+from runs import metrics, mtcli, sets
 
 RATES = (3e-3,)
 VOCAB, ROW, ROWS, LAST, WARMUP = 300, 32, 32, 20, 3
@@ -37,36 +37,35 @@ def main() -> None:
     rows = json.loads(Path(args.read).read_text()) if args.read else {}
     if not rows:
         with tempfile.TemporaryDirectory() as folder:
-            data = preprocessed(Path(folder))
+            data = preprocessed(Path(folder), args.documents)
             cases = [(order, rate) for rate in args.rates for order in ("pre", "post")]
             for order, rate in each(cases, lambda case: f"{case[0]}, {case[1]:g}"):
                 name = f"{order}, lr {rate:g}"
                 rows[name] = run(order, rate, [f'data.train=["{data}"]', *args.set], args.steps)
                 say(f"{name:16} {mean(rows[name][-LAST:]):.3f}")
     show(rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows) + "\n")
+    write_rows(args.json, rows)
     if args.plot:
         draw(rows, Path(args.plot))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, steps=3, documents=300)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--rates", type=lambda x: [float(r) for r in x.split(",")], default=RATES)
+    parser.add_argument("--documents", type=int, default=3000, help="of the text")
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--json", help="write the losses to this file")
     parser.add_argument("--plot", help="draw the losses into this file")
     parser.add_argument("--read", help="losses that were measured")
     return parser.parse_args()
 
 
-def preprocessed(folder: Path) -> Path:
+def preprocessed(folder: Path, count: int) -> Path:
     """The prefix of sentences that count in threes through 60 words, from document to document
     onwards from another one: easy to predict for a model that looks at its neighbours."""
     words = [first + rest for first in "bdfgklmnprst" for rest in ("ab", "ec", "id", "of", "ug")]
     draw, documents = random.Random(0), []
-    for _ in range(3000):
+    for _ in range(count):
         at, text = draw.randrange(len(words)), []
         for _ in range(4):
             count = draw.randint(4, 8)
@@ -86,14 +85,8 @@ def run(order: str, rate: float, settings: list[str], steps: int) -> list[float]
         given = [*SETTINGS, f"model.norm_order={order}", f"optimizer.lr={rate:g}"]
         given += [f"train.steps={steps}", f"optimizer.warmup_steps={WARMUP}"]
         given += [f"train.output={output}", *settings]
-        mtcli("train", "bert-110m", *(part for one in given for part in ("--set", one)))
-        lines = Path(output, "metrics.jsonl").read_text().splitlines()
-    return [round(json.loads(line)["loss"], 4) for line in lines]
-
-
-def mtcli(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "mtcli", *words], capture_output=True, text=True)
-    assert not done.returncode, done.stderr
+        mtcli("train", "bert-110m", *sets(given))
+        return [round(step["loss"], 4) for step in metrics(Path(output))]
 
 
 def show(rows: dict[str, list[float]]) -> None:

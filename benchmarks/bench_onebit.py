@@ -19,7 +19,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from arguments import Arguments, write_rows
 from progress import each, say
+from runs import metrics, mtcli, sets
 
 RANKS, STEPS = 4, 300
 MODEL = ["num_layers=2", "hidden_size=64", "num_heads=4", "vocab_size=257", "max_seq_len=64"]
@@ -33,8 +35,8 @@ ONE_BIT_LAMB = ["optimizer.name=lamb", "optimizer.lr=0.03", *ONE_BIT]
 VARIANTS = {  # name: (settings, attributes of OneBit)
     "LAMB": (LAMB, {}),
     "1-bit LAMB": (ONE_BIT_LAMB, {}),
-    "without scaling": (ONE_BIT_LAMB, {"_scales": False}),
-    "without feedback": (ONE_BIT_LAMB, {"_keeps_errors": False}),
+    "without scaling": (ONE_BIT_LAMB, {"scales_updates": False}),
+    "without feedback": (ONE_BIT_LAMB, {"keeps_errors": False}),
     "AdamW": (ADAM, {}),
     "1-bit Adam": ([*ADAM, *ONE_BIT], {}),
 }
@@ -56,19 +58,17 @@ def main() -> None:
             rows.setdefault(name, []).append(run(name, seed, data, args))
             say(f"{name:18} seed {seed}: {last(rows[name][-1]):.4f}")
     show(rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows) + "\n")
+    write_rows(args.json, rows)
     if args.plot:
         draw(rows, Path(args.plot))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, seeds=1, steps=20, variants=["LAMB", "1-bit LAMB"])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--variants", type=lambda x: x.split(","), default=list(VARIANTS))
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--plot", help="draw the losses into this file")
     parser.add_argument("--read", action="append", default=[], help="rows that were measured")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -83,8 +83,7 @@ def preprocessed(folder: Path) -> list[str]:
         at = Path(given) / "wikitext-103"
         sources = {"train": str(at / "wiki.test.tokens"), "valid": str(at / "wiki.valid.tokens")}
     for name, source in sources.items():
-        command = ["preprocess", source, "--output", str(folder / name), "--tokenizer", "bytes"]
-        subprocess.run([sys.executable, "-m", "mtcli", *command], check=True, capture_output=True)
+        mtcli("preprocess", source, "--output", folder / name, "--tokenizer", "bytes")
     return [f'data.{name}=["{folder / name}"]' for name in sources]
 
 
@@ -97,8 +96,7 @@ def run(name: str, seed: int, data: list[str], args: argparse.Namespace) -> dict
         command = [sys.executable, *ranks, __file__, "--child", name, *settings]
         done = subprocess.run(command, capture_output=True, text=True)
         assert not done.returncode, done.stderr
-        lines = Path(output, "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines]
+        steps = metrics(Path(output))
     found: dict[str, Any] = {"loss": [round(step["loss"], 4) for step in steps]}
     found["sync_bytes"] = [step["sync_bytes"] for step in steps]
     return found | {"valid_loss": [x["valid_loss"] for x in steps if "valid_loss" in x]}
@@ -142,14 +140,13 @@ def draw(rows: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 def train(name: str, settings: list[str]) -> None:
     """A rank of a run: `mtcli train`, with OneBit's attributes as a variant has them."""
-    from mtcli.__main__ import main as mtcli
+    from mtcli.__main__ import main as run_line
     from mtcli.core.sync.onebit import OneBit
 
     for attribute, value in VARIANTS[name][1].items():
         setattr(OneBit, attribute, value)
-    flags = [part for setting in settings for part in ("--set", setting)]
-    sys.argv = ["mtcli", "train", "tiny", *flags]
-    mtcli()
+    sys.argv = ["mtcli", "train", "tiny", *sets(settings)]
+    run_line()
 
 
 if __name__ == "__main__":

@@ -12,15 +12,15 @@ Rates at the end of a grid are named: the best one may lie beyond.
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from arguments import Arguments, write_rows
 from progress import each, say
+from runs import SMALL, metrics, mtcli, sets
 
 SIZES = {
     "tiny": (
@@ -49,10 +49,9 @@ Table = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, steps=20)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--json", help="write the curves to this file")
     parser.add_argument("--plot", help="draw the curves into this file")
     parser.add_argument("--read", help="show curves that were written")
     args = parser.parse_args()
@@ -60,40 +59,41 @@ def main() -> None:
         found = json.loads(Path(args.read).read_text())
     else:
         with tempfile.TemporaryDirectory() as folder:
-            found = measured(Path(folder), args.size, args.steps)
-    if args.json:
-        Path(args.json).write_text(json.dumps(found) + "\n")
+            found = measured(Path(folder), args)
+    write_rows(args.json, found)
     report(found)
     if args.plot:
         draw(found, args.plot)
 
 
-def measured(folder: Path, size: str, steps: int) -> Table:
+def measured(folder: Path, args: argparse.Namespace) -> Table:
     """The best settings of each optimizer, and the curves of its seeds."""
-    data = folder / "stdlib"
+    data, size, steps = folder / "stdlib", args.size, args.steps
     mtcli("preprocess", "stdlib", "--output", str(data), "--tokenizer", "bytes")
     common = [f"model.{one}" for one in SIZES[size]] + [f"batch.{one}" for one in BATCH]
     common += [f'data.train=["{data}"]', f"train.steps={steps}", "train.device=cpu"]
     common += [f"optimizer.warmup_steps={steps // 20}", "optimizer.schedule=linear"]
     common += [f"train.eval_every={steps // EVALUATIONS}", "train.eval_batches=4"]
+    common += SMALL if args.tiny else ()
+    seeds = SEEDS[:2] if args.tiny else SEEDS
     found: Table = {"size": size, "steps": steps, "optimizers": {}}
     for name in each(RATES):
         settings = [*common, f"optimizer.name={name}"]
-        best = tuned(folder, name, settings, steps)
+        best = tuned(folder, name, settings, args)
         values = [f"{field}={value}" for field, value in best["values"].items()]
-        rows = sweep(folder / f"{name}-seeds", [*settings, best["shape"], *values], SEEDS)
+        rows = sweep(folder / f"{name}-seeds", [*settings, best["shape"], *values], seeds)
         curves = [curve(Path(row["folder"])) for row in rows]
         found["optimizers"][name] = {"best": best, "curves": curves}
     return found
 
 
-def tuned(folder: Path, name: str, settings: list[str], steps: int) -> Table:
+def tuned(folder: Path, name: str, settings: list[str], args: argparse.Namespace) -> Table:
     """The trial with the lowest held-out loss at its end."""
-    trials = []
-    for number, shape in enumerate(SHAPES[name]):
-        vary = {"optimizer.lr": RATES[name], "optimizer.weight_decay": DECAYS}
+    trials, most = [], 1 if args.tiny else None  # of each field's values
+    for number, shape in enumerate(SHAPES[name][:most]):
+        vary = {"optimizer.lr": RATES[name][:most], "optimizer.weight_decay": DECAYS[:most]}
         output = folder / f"{name}-tuning-{number}"
-        more = ["--median", str(steps // MEDIAN)]
+        more = ["--median", str(args.steps // MEDIAN)]
         rows = sweep(output, [*settings, shape], (TUNING_SEED,), vary, more)
         for row in (row for row in rows if row["status"] == "finished"):
             del row["values"]["seed"]
@@ -112,7 +112,7 @@ def sweep(
     more: Sequence[str] = (),
 ) -> list[Table]:
     """The trials of `mtcli sweep`."""
-    words = [*more, *(word for setting in settings for word in ("--set", setting))]
+    words = [*more, *sets(settings)]
     varied = {**(vary or {}), "seed": seeds}
     for field, values in varied.items():
         words += ["--vary", f"{field}={','.join(map(str, values))}"]
@@ -124,14 +124,7 @@ def sweep(
 
 def curve(folder: Path) -> Curve:
     """The held-out losses of a run."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["valid_loss"]) for row in rows if "valid_loss" in row]
-
-
-def mtcli(*words: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "mtcli", *words], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
+    return [(row["step"], row["valid_loss"]) for row in metrics(folder) if "valid_loss" in row]
 
 
 def steps_to(losses: Curve, target: float) -> float:
@@ -165,7 +158,11 @@ def report(found: Table) -> None:
         ends = interval([losses[-1][1] for losses in curves])
         steps = [steps_to(losses, target) for losses in curves]
         reached = [step for step in steps if step < float("inf")]
-        said = interval(reached) if len(reached) == len(steps) else f"{len(reached)} of 3 reach it"
+        said = (
+            interval(reached)
+            if len(reached) == len(steps)
+            else f"{len(reached)} of {len(steps)} reach it"
+        )
         share = f"{mean(reached) / found['steps']:.2f}" if len(reached) == len(steps) else ""
         shape = best["shape"].partition(".")[2]
         print(f"| {name} | {', '.join([shape, *values])} | {ends} | {said} | {share} |")

@@ -7,14 +7,13 @@ first. The best step counts, as other work on the machine only ever adds time.
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
+from arguments import Arguments, write_rows
 from progress import each, say
+from runs import SMALL, metrics, mtcli, sets
 
 from mtcli.core.data.indexed import write_index
 
@@ -31,40 +30,39 @@ LAYOUTS = {  # name: (settings of the run, of two ranks only, goal)
     "cp=2": ([], ["parallel.cp=2"], 0.85),
     "ep=2": (MOE, ["parallel.ep=2"], 0.85),
 }
-STEPS = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, repeats=1, steps=2)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--steps", type=int, default=8)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         random = np.random.default_rng(0)
-        tokens = (random.zipf(1.3, (400, 500)) % 8192).astype(np.uint16)
+        tokens = (random.zipf(1.3, (400, 500)) % (512 if args.tiny else 8192)).astype(np.uint16)
         tokens.tofile(f"{data}.bin")
         write_index(Path(f"{data}.idx"), tokens.dtype, np.full(len(tokens), tokens.shape[1]))
         print(
             f"{'':6}{'1 process':>11}{'2 ranks':>9}{'ratio':>7}{'goal':>6}{'loss gap':>10}   tok/s"
         )
         rows = {}
-        for name in each(LAYOUTS):
-            rows[name] = row = compare(name, data, args.repeats)
+        for name in each(list(LAYOUTS)[: 1 if args.tiny else None]):
+            rows[name] = row = compare(name, data, args)
             say(
                 f"{name:6}{row['one']:11,.0f}{row['two']:9,.0f}{row['ratio']:7.2f}"
                 f"{row['goal']:6.2f}{row['loss_gap']:10.1e}"
             )
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
-def compare(name: str, data: Path, repeats: int) -> dict[str, float]:
+def compare(name: str, data: Path, args: argparse.Namespace) -> dict[str, float]:
     settings, layout, goal = LAYOUTS[name]
     best, losses = [0.0, 0.0], [[], []]
-    for _ in range(repeats):
+    small = SMALL if args.tiny else ()
+    for _ in range(args.repeats):
         for ranks, extra in ((1, []), (2, layout)):
-            steps = train(ranks, data, [*settings, *extra])
+            steps = train(ranks, data, [*settings, *extra, f"train.steps={args.steps}", *small])
             speed = max(step["tokens_per_second"] for step in steps[1:])
             best[ranks - 1] = max(best[ranks - 1], speed)
             losses[ranks - 1] = [step["loss"] for step in steps]
@@ -83,15 +81,12 @@ def train(ranks: int, data: Path, settings: list[str]) -> list[dict[str, float]]
     with tempfile.TemporaryDirectory() as output:
         settings = [
             *settings,
-            f"train.steps={STEPS}",
             f"train.output={output}/run",
             f'data.train=["{data}"]',
             "data.split=1,0,0",
         ]
-        flags = [part for setting in settings for part in ("--set", setting)]
-        command = [sys.executable, "-m", "mtcli", "train", "tiny", "--nproc", str(ranks), *flags]
-        subprocess.run(command, check=True, capture_output=True)
-        return [json.loads(line) for line in Path(output, "run/metrics.jsonl").open()]
+        mtcli("train", "tiny", "--nproc", ranks, *sets(settings))
+        return metrics(Path(output, "run"))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,13 @@ and what a step keeps on top. The first plan of a kind of run measures the machi
     python benchmarks/bench_plan.py [--steps 8] [--only wide,tp] [--json FILE]
 """
 
-import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from arguments import Arguments, write_rows
 from progress import each, say
+from runs import mtcli, sets
 
 from mtcli.core.plan.hardware import HERE
 
@@ -54,10 +52,9 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, steps=1, only="one process")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--only", default="", help="cases that hold one of these words, by commas")
-    parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     chosen = [name for name in CASES if any(word in name for word in args.only.split(","))]
     if not chosen:
@@ -72,8 +69,7 @@ def main() -> None:
     inside = sum(one <= GOAL_TIME for one in off)
     print(f"time   within {GOAL_TIME:.0%}: {inside} of {len(off)}, worst {off[-1]:.0%}")
     print(f"state  within {GOAL_MEMORY:.0%}: {'met' if exact else 'MISSED'}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
 def show(name: str, row: dict[str, float]) -> None:
@@ -89,12 +85,12 @@ def measure(name: str, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "run.toml"
         config.write_text(toml(model | {"max_seq_len": seq_len}, seq_len, micro_batch, batch))
-        wanted = [part for setting in settings for part in ("--set", setting)]
+        wanted = sets(settings)
         device = ["--gpus", str(ranks), "--device", "cpu"]
         saves = ["--set", "train.async_save=false"]  # profile makes none
-        planned = mtcli("plan", config, *device, *wanted, *saves)
+        planned = told("plan", config, *device, *wanted, *saves)
         timed = ["--nproc", str(ranks), "--steps", str(steps), "--set", "train.device=cpu"]
-        real = mtcli("profile", config, *timed, *wanted)
+        real = told("profile", config, *timed, *wanted)
     said, held = planned["memory_bytes"], real["memory_bytes"]
     state = ("weights", "gradients", "optimizer")
     seconds = real["step_seconds"]["median"]
@@ -115,12 +111,9 @@ def toml(model: dict, seq_len: int, micro_batch: int, batch: int) -> str:
     return "[model]\n" + "\n".join(lines) + f"\n\n[batch]\n{sizes}\n"
 
 
-def mtcli(command: str, *arguments: object) -> dict:
-    line = [sys.executable, "-m", "mtcli", command, *map(str, arguments), "--json", "-"]
-    done = subprocess.run(line, capture_output=True, text=True, env=dict(os.environ))
-    if done.returncode:
-        sys.exit(f"error: {' '.join(line[2:])} ended with {done.returncode}: {done.stderr}")
-    return json.loads(done.stdout)
+def told(command: str, *arguments: object) -> dict:
+    """What a command says as JSON."""
+    return json.loads(mtcli(command, *arguments, "--json", "-"))
 
 
 if __name__ == "__main__":

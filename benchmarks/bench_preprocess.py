@@ -28,7 +28,9 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
+from arguments import Arguments, lacking, write_rows
 from progress import in_turn, say
+from runs import mtcli
 
 WORKERS = 2
 CLOCKS = ("command", "work", "cpu")
@@ -37,14 +39,14 @@ SLOW = ("tokenizers", "Megatron")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, mb=1, slow_mb=1, repeats=1, contenders=["mtcli", "tokenizers"])
     parser.add_argument("--mb", type=int, default=50)
     parser.add_argument("--slow-mb", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
         "--tokenizer", help="default: MTCLI_TEST_DATA/gpt2-bpe, else one trained here"
     )
-    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--contenders", nargs="+", default=[*CONTENDERS])
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:WORKERS])
@@ -55,16 +57,17 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(args, Path(folder))
     show(rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
 def measure(args, folder):
     large, small = folder / "large.jsonl", folder / "small.jsonl"
     sizes = {"large": write_corpus(large, args.mb), "small": write_corpus(small, args.slow_mb)}
     tokenizer = make_tokenizer(args.tokenizer, folder)
-    check_equal(folder, small, tokenizer)
-    runs = {name: [] for name in CONTENDERS}
+    missing = lacking({"gigatoken": "gigatoken", "Megatron": "megatron"})
+    if "Megatron" not in missing:
+        check_equal(folder, small, tokenizer)
+    runs = {name: [] for name in args.contenders if name not in missing}
     for name in in_turn(runs, args.repeats):
         corpus = small if name in SLOW else large
         runs[name].append(spawn(name, corpus, folder / "out", tokenizer))
@@ -77,7 +80,7 @@ def measure(args, folder):
         for clock in CLOCKS:
             seconds = [run[clock] for run in found]
             rows[name][clock] = {"best": mb / min(seconds), "median": mb / median(seconds)}
-    return rows
+    return rows | {name: {"skipped": why} for name, why in missing.items()}
 
 
 def write_corpus(path, megabytes):
@@ -106,16 +109,7 @@ def make_tokenizer(spec, folder):
     if spec or data:
         load_tokenizer(spec or f"{data}/gpt2-bpe").save(folder / "tokenizer")
     else:
-        command = [
-            sys.executable,
-            "-m",
-            "mtcli",
-            "preprocess",
-            "stdlib",
-            "--tokenizer",
-            "train:16384",
-        ]
-        subprocess.run([*command, "--output", folder / "t"], check=True, capture_output=True)
+        mtcli("preprocess", "stdlib", "--tokenizer", "train:16384", "--output", folder / "t")
         (folder / "t.tokenizer").rename(folder / "tokenizer")
     return folder / "tokenizer"
 
@@ -228,7 +222,8 @@ CONTENDERS = {
 }
 
 
-def show(rows):
+def show(every):
+    rows = {name: row for name, row in every.items() if "skipped" not in row}
     print(f"{'MB/s':12}{'MB':>5} " + "".join(f"{clock:>10} best{'median':>8}" for clock in CLOCKS))
     for name, row in rows.items():
         speeds = (f"{row[clock]['best']:15.1f}{row[clock]['median']:8.1f}" for clock in CLOCKS)

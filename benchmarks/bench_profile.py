@@ -7,15 +7,15 @@ of neighbours over the median bare step.
     python benchmarks/bench_profile.py [--pairs 30] [--json FILE]
 """
 
-import argparse
-import json
 import os
 import random
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
 
+from arguments import Arguments, write_rows
 from progress import each
+from runs import SMALL
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -24,25 +24,23 @@ WARMUP = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, pairs=2)
     parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
-    rows = measure(args.pairs)
+    rows = measure(args.pairs, SMALL if args.tiny else ())
     cost, named = rows["cost"], rows["accounted_for"]
     print(f"bare step        {1e3 * rows['bare_seconds']:9.2f} ms (median of {args.pairs})")
     print(f"timed step       {1e3 * rows['timed_seconds']:9.2f} ms")
     print(f"cost of timers   {cost:9.2%}    goal at most {GOAL_COST:.0%}: {met(cost <= GOAL_COST)}")
     print(f"of a step named  {named:9.2%}    goal {GOAL_NAMED:.0%}: {met(named >= GOAL_NAMED)}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
 def met(held: bool) -> str:
     return "met" if held else "MISSED"
 
 
-def measure(pairs: int) -> dict[str, float]:
+def measure(pairs: int, settings: Sequence[str]) -> dict[str, float]:
     from mtcli.core.config.loading import load_config
     from mtcli.core.profile.breakdown import attribute
     from mtcli.core.profile.clock import HostClock
@@ -53,7 +51,8 @@ def measure(pairs: int) -> dict[str, float]:
     from mtcli.core.training.state import initialise
     from mtcli.core.training.step import Trainer
 
-    config = load_config("tiny", ["batch.global_batch_size=4", "batch.micro_batch_size=1"])
+    batch = ["batch.global_batch_size=4", "batch.micro_batch_size=1"]
+    config = load_config("tiny", [*batch, *settings])
     with bring_up("cpu", 60.0) as runtime:
         trainer = Trainer(config, runtime)
         initialise(trainer)
@@ -77,7 +76,15 @@ def measure(pairs: int) -> dict[str, float]:
         bare, timed, records = bare[WARMUP:], timed[WARMUP:], records[WARMUP:]
         step = records[0]
         record = RankRecord(
-            0, 0, True, records, Profiled(step, {}, {}, 0.0, [], [], {}, []), {}, 0, 1.0
+            rank=0,
+            pp_rank=0,
+            speaks=True,
+            steps=records,
+            profiled=Profiled(step, {}, {}, 0.0, [], [], {}, []),
+            state_bytes={},
+            allocated_bytes=None,
+            process_bytes=0,
+            peak_flops=1.0,
         )
         spent = [
             attribute(record, [records[i]], i, trainer.pipeline.schedule) for i in range(pairs)

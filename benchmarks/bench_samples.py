@@ -11,8 +11,6 @@ mtcli and Megatron must give the same tokens first.
     python benchmarks/bench_samples.py [--samples 8000] [--repeats 5] [--json FILE]
 """
 
-import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -22,6 +20,7 @@ from time import thread_time
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np  # noqa: E402
+from arguments import Arguments, lacking, write_rows
 from progress import in_turn, say  # noqa: E402
 
 from mtcli.core.data.indexed import write_index  # noqa: E402
@@ -33,17 +32,15 @@ GOAL_MTOK = 300
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, samples=256, tokens=300_000, repeats=1)
     parser.add_argument("--samples", type=int, default=8000)
     parser.add_argument("--tokens", type=int, default=40_000_000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(args, Path(folder) / "data")
     show(rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
 def measure(args, prefix):
@@ -52,15 +49,19 @@ def measure(args, prefix):
     random.integers(0, 50257, lengths.sum(), np.uint16).tofile(f"{prefix}.bin")
     write_index(Path(f"{prefix}.idx"), np.dtype("<u2"), lengths)
     ours = Batches([str(prefix)], "1", "train", args.samples, SEQ_LEN, SEED)
-    theirs = megatron(prefix, args.samples)
-    for i in range(200):
-        assert (ours.batch(i, 1)[0] == joined(theirs[i])).all(), i
-    print(f"equal outputs: 200 samples of {SEQ_LEN + 1} tokens\n")
     contenders = {
         "mtcli": lambda start: ours.batch(start, BATCH),
-        "Megatron": lambda start: np.stack([joined(theirs[start + i]) for i in range(BATCH)]),
         "gather": gather(prefix, random),
     }
+    missing = lacking({"Megatron": "megatron"})
+    if not missing:
+        theirs = megatron(prefix, args.samples)
+        for i in range(200):
+            assert (ours.batch(i, 1)[0] == joined(theirs[i])).all(), i
+        print(f"equal outputs: 200 samples of {SEQ_LEN + 1} tokens\n")
+        contenders["Megatron"] = lambda start: np.stack(
+            [joined(theirs[start + i]) for i in range(BATCH)]
+        )
     runs = {name: [] for name in contenders}
     for name in in_turn(contenders, args.repeats):
         count = args.samples if name != "Megatron" else args.samples // 8
@@ -70,7 +71,8 @@ def measure(args, prefix):
         tokens = count // BATCH * BATCH * (SEQ_LEN + 1)
         runs[name].append(tokens / 1e6 / (thread_time() - began))
         say(f"{name:10}{runs[name][-1]:10.0f} Mtok/s")
-    return {name: {"best": max(found), "median": median(found)} for name, found in runs.items()}
+    rows = {name: {"best": max(found), "median": median(found)} for name, found in runs.items()}
+    return rows | {name: {"skipped": why} for name, why in missing.items()}
 
 
 def joined(item):
@@ -115,6 +117,8 @@ def show(rows):
     print(f"{'':10}{'best':>10}{'median':>10}  Mtok/s   mtcli is (best)")
     ours = rows["mtcli"]["best"]
     for name, row in rows.items():
+        if "skipped" in row:
+            continue
         row["ratio"] = ours / row["best"]
         goal = f" (goal {GOALS[name]:g})" if name in GOALS else f"    (goal {GOAL_MTOK} Mtok/s)"
         speeds = f"{row['best']:10.0f}{row['median']:10.0f}"

@@ -10,13 +10,13 @@ and submodlib float32). Objectives are of float64. `million` also chooses 1 % of
 parts, and at once by lazy greedy, and compares their objectives. Peers are those of the test extra.
 """
 
-import argparse
 import resource
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
+from arguments import Arguments, lacking, write_rows
 from progress import in_turn, say
 from tqdm import tqdm
 
@@ -30,8 +30,8 @@ WIDTH, CENTRES = 64, 500
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("peers", "memory", "million"))
+    parser = Arguments(__doc__, n=200, repeats=1, threads=1)
+    parser.add_argument("what", choices=("peers", "memory", "million"), nargs="?", default="peers")
     parser.add_argument("--n", type=int, help="points [8000, 50000 or 1000000]")
     parser.add_argument("--k", type=int, help="picks [a tenth of them; of a million a hundredth]")
     parser.add_argument("--repeats", type=int, default=3)
@@ -40,13 +40,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     n = args.n or {"peers": 8000, "memory": 50_000, "million": 1_000_000}[args.what]
     k = args.k or n // (100 if args.what == "million" else 10)
-    if args.what == "peers":
-        peers(n, k, args.repeats, args.threads)
-    elif args.what == "memory":
-        large(n, k)
-    else:
-        large(n, k)
-        parts_beside_all(min(n, 131_072))
+    rows = peers(n, k, args.repeats, args.threads) if args.what == "peers" else [large(n, k)]
+    if args.what == "million":
+        rows += parts_beside_all(min(n, 131_072))
+    write_rows(args.json, rows)
 
 
 def clusters(n: int, seed: int = 0) -> torch.Tensor:
@@ -57,13 +54,16 @@ def clusters(n: int, seed: int = 0) -> torch.Tensor:
     return centres[of] + torch.randn(n, WIDTH, generator=random)
 
 
-def peers(n: int, k: int, repeats: int, threads: int) -> None:
-    """Prints processor seconds and objectives of ours, apricot's and submodlib's lazy greedy."""
+def peers(n: int, k: int, repeats: int, threads: int) -> list[dict]:
+    """Prints and returns processor seconds and objectives of lazy greedy: ours, apricot's and
+    submodlib's."""
     points = clusters(n).double()
     distances = torch.cdist(points, points)
     matrix = (distances.max() - distances).numpy()
     single = matrix.astype(np.float32)
     contenders = {"mtcli": _ours, "apricot": _apricot, "submodlib": _submodlib}
+    missing = lacking({name: name for name in ("apricot", "submodlib")})
+    contenders = {name: work for name, work in contenders.items() if name not in missing}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     values = {}
     for name in in_turn(contenders, repeats):
@@ -74,9 +74,13 @@ def peers(n: int, k: int, repeats: int, threads: int) -> None:
         values[name] = float(matrix[chosen].max(0).sum())
         wall = time.perf_counter() - begin[1]
         say(f"{name:12}{times[name][-1]:>9.2f} s of processor, {wall:.2f} s")
+    rows: list[dict] = [{"contender": name, "skipped": why} for name, why in missing.items()]
     for name, seconds in times.items():
         ratio = min(seconds) / min(times["mtcli"])
         say(f"{name:12}{min(seconds):>9.2f} s{ratio:>8.1f} x   objective {values[name]:,.6f}")
+        rows.append({"contender": name, "n": n, "k": k, "processor_s": seconds})
+        rows[-1] |= {"ratio": ratio, "objective": values[name]}
+    return rows
 
 
 def _ours(matrix: np.ndarray, k: int) -> list[int]:
@@ -99,8 +103,8 @@ def _submodlib(matrix: np.ndarray, k: int) -> list[int]:
     return [index for index, _ in picks]
 
 
-def large(n: int, k: int) -> None:
-    """Chooses k of n points, and prints the time, and the peak of the process's memory."""
+def large(n: int, k: int) -> dict:
+    """Chooses k of n points; prints and returns the time, and the peak of the process's memory."""
     points = clusters(n)
     say(f"{n:,} points, {k:,} picks: {coreset.planned_bytes([n], WIDTH) / 2**30:.2f} GiB planned")
     begin, spent = time.perf_counter(), time.process_time()
@@ -109,10 +113,13 @@ def large(n: int, k: int) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     say(f"{seconds:.1f} s, {spent:.1f} s of processor, {peak:.2f} GiB at the peak of the process")
     say(f"objective {chosen.objective:,.1f}, L(S) {chosen.bound:,.1f}")
+    row = {"n": n, "k": k, "seconds": seconds, "processor_s": spent, "peak_gib": peak}
+    return row | {"objective": chosen.objective, "bound": chosen.bound}
 
 
-def parts_beside_all(n: int) -> None:
-    """Prints the objective of 1 % of n points, chosen in parts, as a share of that of all."""
+def parts_beside_all(n: int) -> list[dict]:
+    """Prints and returns the objective of 1 % of n points, chosen in parts, as a share of that
+    of all."""
     points, k, most = clusters(n, seed=1), n // 100, coreset.MOST
     in_parts = _chosen(points, k)
     coreset.MOST = n
@@ -120,10 +127,13 @@ def parts_beside_all(n: int) -> None:
     coreset.MOST = most
     drawn = coreset.random_orders([np.arange(n)], [k], seed=0)
     random = coreset.judge(points, [np.arange(n)], drawn, _work())
+    rows = []
     for name, one in {"in parts": in_parts, "at random": random}.items():
         share = one.objective / at_once.objective
         say(f"{n:,} points, 1 % {name}: {share:.4f} of lazy greedy's objective over all of them")
+        rows.append({"n": n, "k": k, "chosen": name, "of_lazy_greedy": share})
     say(f"L(S) {in_parts.bound:,.1f} in parts, {at_once.bound:,.1f} over all")
+    return rows
 
 
 def _work(advance: Callable[[int], object] = lambda done: None) -> Work:

@@ -18,13 +18,16 @@ import tempfile
 from pathlib import Path
 from time import perf_counter, sleep
 
+from arguments import Arguments, write_rows
 from progress import in_turn, say
 from rich.console import Console
 from rich.table import Table
+from runs import sets
 
 BIN = Path(sys.executable).parent
 PYTHON = sys.executable
-TINY = ["--set", "model.hidden_size=64", "--set", "model.vocab_size=512", "--set", "train.steps=1"]
+TINY = ["model.hidden_size=64", "model.vocab_size=512", "train.steps=1"]
+OURS = ("mtcli --help", "mtcli plan tiny")
 TRAIN = "mtcli train to its first step"
 # fmt: off
 CONTENDERS = {
@@ -43,16 +46,14 @@ CONTENDERS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, repeats=1)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--json", help="write the milliseconds to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         prepare(Path(folder))
-        milliseconds = measure(args.repeats, Path(folder))
+        milliseconds = measure(args, Path(folder))
     show(milliseconds)
-    if args.json:
-        Path(args.json).write_text(json.dumps(milliseconds, indent=2) + "\n")
+    write_rows(args.json, milliseconds)
 
 
 def prepare(folder: Path) -> None:
@@ -63,11 +64,13 @@ def prepare(folder: Path) -> None:
     subprocess.run([*command, "bytes"], check=True, capture_output=True)
 
 
-def measure(repeats: int, folder: Path) -> dict[str, list[float]]:
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """Milliseconds of every repeat, by contender; those that are not installed are left out."""
     present = {name: argv for name, argv in CONTENDERS.items() if shutil.which(argv[0])}
+    if args.tiny:
+        present = {name: present[name] for name in ("import torch", *OURS)}
     found: dict[str, list[float]] = {name: [] for name in (*present, TRAIN)}
-    for name in in_turn(found, repeats):
+    for name in in_turn(found, args.repeats):
         found[name].append(1e3 * seconds_of(name, present, folder, len(found[name])))
         say(f"{name:30}{found[name][-1]:8.0f} ms")
     return found
@@ -85,7 +88,7 @@ def first_step_seconds(folder: Path, output: Path) -> float:
     """Seconds from the start of `mtcli train` until its first step is in metrics.jsonl."""
     metrics = output / "metrics.jsonl"
     data = json.dumps([str(folder / "data")])
-    argv = [BIN / "mtcli", "train", "tiny", *TINY, "--set", f"data.train={data}"]
+    argv = [BIN / "mtcli", "train", "tiny", *sets(TINY), "--set", f"data.train={data}"]
     start = perf_counter()
     with subprocess.Popen(
         [*argv, "--set", f"train.output={output}"],

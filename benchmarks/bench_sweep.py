@@ -28,9 +28,11 @@ from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
 import torch
+from arguments import Arguments
 from plain_gpt import PlainGPT
 from progress import say
 from resident import peak_mib
+from runs import mtcli, sets
 from torch import Tensor
 from torch.func import functional_call, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -87,7 +89,7 @@ def main() -> None:
         one = argparse.Namespace(**vars(args) | {"model": model, "models": models})
         run(one, extra)
     if args.markdown:
-        print(markdown(json.loads(args.json.read_text())))
+        print(markdown(json.loads(Path(args.json).read_text())))
 
 
 def run(args: argparse.Namespace, extra: list[str]) -> None:
@@ -132,7 +134,9 @@ def tell(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(
+        __doc__, models="2", steps=3, model="mini", contenders="alone,array", threads=1
+    )
     parser.add_argument("--model", choices=list(MODELS), default="small")
     parser.add_argument("--models", default="1,2,4,8,16", help="B of each array")
     parser.add_argument("--steps", type=int, default=12)
@@ -142,7 +146,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--whole", action="store_true", help="command lines instead of steps")
     parser.add_argument("--fused", action="store_true", help="all models in one array")
     parser.add_argument("--every", action="store_true", help="all that docs/sweep.md tells")
-    parser.add_argument("--json", type=Path, help="put the rows into this file")
     parser.add_argument("--markdown", action="store_true", help="print the file's tables")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(words)
@@ -284,12 +287,13 @@ def record(args: argparse.Namespace, key: list[tuple[str, Any]], row: dict[str, 
     """Puts a row into the file, in place of the one with the same key."""
     if not args.json:
         return
-    rows = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
+    path = Path(args.json)
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = [old for old in rows if any(old.get(field) != value for field, value in key)]
     cpu = torch.cpu.get_capabilities().get("cpu_name", "a CPU")
     row |= {"threads": args.threads, "steps": args.steps, "date": str(date.today())}
     told = {"cpu": cpu, "cores": os.cpu_count(), "torch": torch.__version__}
-    write_text(args.json, json.dumps(told | {"rows": [*rows, row]}, indent=1) + "\n")
+    write_text(path, json.dumps(told | {"rows": [*rows, row]}, indent=1) + "\n")
 
 
 def markdown(found: dict[str, Any]) -> str:
@@ -343,11 +347,9 @@ def whole(args: argparse.Namespace, environ: dict[str, str]) -> None:
         with tempfile.TemporaryDirectory() as room:
             folder = Path(room)
             (folder / "text.txt").write_text("all the world is a stage\n" * 20_000)
-            mtcli(
-                folder, environ, "preprocess", "text.txt", "--output", "d", "--tokenizer", "bytes"
-            )
-            settings = [*overrides(args.model, args.steps), "data.train=d"]
-            words = [word for one in settings for word in ("--set", one)]
+            words = ["text.txt", "--output", "d", "--tokenizer", "bytes"]
+            mtcli("preprocess", *words, folder=folder, env=environ)
+            words = sets([*overrides(args.model, args.steps), "data.train=d"])
             rates = [f"{1e-3 * (1 + i / count):.6g}" for i in range(count)]
             vary = ["--vary", f"optimizer.lr={','.join(rates)}", "--max-fused", str(count)]
             seconds = [timed(folder, environ, ["sweep", "tiny", *words, *vary, "--output", "out"])]
@@ -387,10 +389,6 @@ def timed(folder: Path, environ: dict[str, str], words: list[str]) -> float:
     start = perf_counter()
     assert spawn(folder, environ, words).wait() == 0, words
     return perf_counter() - start
-
-
-def mtcli(folder: Path, environ: dict[str, str], *words: str) -> None:
-    assert spawn(folder, environ, list(words)).wait() == 0, words
 
 
 def spawn(folder: Path, environ: dict[str, str], words: list[str]) -> subprocess.Popen[bytes]:

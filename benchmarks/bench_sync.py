@@ -16,8 +16,6 @@ over all of its steps.
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +23,9 @@ from statistics import mean
 from types import MappingProxyType
 
 import slow_links
+from arguments import Arguments, write_rows
 from progress import each, say
+from runs import metrics, mtcli, sets
 
 RANKS = 4
 MODEL = {
@@ -82,8 +82,7 @@ def main() -> None:
             for gbits, link in row.get("links", {}).items():
                 link["planned"] = planned(name, gbits, args.timed_steps)
     print(table(rows))
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows) + "\n")
+    write_rows(args.json, rows)
     if args.plot:
         plot(rows, args.plot)
 
@@ -92,7 +91,7 @@ def measure(rows: dict[str, dict], names: list[str], root: Path, args: argparse.
     """Trains with each strategy, alone unless it has a row, and over links; adds its row."""
     data = root / "data"
     mtcli("preprocess", "stdlib", "--output", str(data), "--tokenizer", "bytes")
-    if lacks := slow_links.missing():
+    if lacks := args.gbits and slow_links.missing():
         say(f"seconds over links are left out: {lacks}")
     for name in each(names):
         row = rows.get(name) or curve(flags(name, args.steps) + files(data, root / f"curve {name}"))
@@ -105,18 +104,16 @@ def measure(rows: dict[str, dict], names: list[str], root: Path, args: argparse.
         rows[name] = row
         seconds = ", ".join(f"{x['seconds']:.3f} s at {at}" for at, x in row["links"].items())
         say(f"{name:<24}{told(row)}, {seconds}")
-        if args.json:
-            Path(args.json).write_text(json.dumps(rows) + "\n")
+        write_rows(args.json, rows)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, steps=2, timed_steps=4, gbits=[], only=["all_reduce adamw"])
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--timed-steps", type=int, default=32)
     parser.add_argument("--gbits", type=float, nargs="*", default=[0.1, 1.0, 10.0])
     parser.add_argument("--only", nargs="*", choices=STRATEGIES)
     parser.add_argument("--read", help="rows that were measured; only what they lack is")
-    parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--plot", help="draw them into this file")
     return parser.parse_args()
 
@@ -169,20 +166,7 @@ def files(data: Path, output: Path) -> list[str]:
 
 
 def settings(fields: Mapping[str, object]) -> list[str]:
-    return [word for field, value in fields.items() for word in ("--set", f"{field}={value}")]
-
-
-def metrics(output: Path) -> list[dict]:
-    """The records of a run's steps."""
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-def mtcli(*words: str) -> str:
-    """Runs a command; returns its stdout. Ends the benchmark where it fails."""
-    done = subprocess.run([sys.executable, "-m", "mtcli", *words], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"error: mtcli {' '.join(words)}\n{done.stderr[-2000:]}")
-    return done.stdout
+    return sets(f"{field}={value}" for field, value in fields.items())
 
 
 def told(row: dict) -> str:

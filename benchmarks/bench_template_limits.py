@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
+from arguments import Arguments, write_rows
 from progress import in_turn, say
 
 from mtcli.core.data import chat_template
@@ -102,17 +103,15 @@ TEMPLATES = {"chats": QWEN, "last": QWEN, "marked": MARKED}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__, lines=50, repeats=1, cases=["chats"])
     parser.add_argument("--lines", type=int, default=20_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cases", nargs="+", default=[*TEMPLATES, "items"])
-    parser.add_argument("--json", help="write the rows to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder), args.lines)
         rows = [measure(case, args.repeats, Path(folder)) for case in args.cases]
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
 def measure(case, repeats, folder):

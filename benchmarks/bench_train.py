@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 
+from arguments import Arguments, lacking, threads, write_rows
 from progress import in_turn, say
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))  # contenders.py, which knows no device
@@ -38,18 +39,16 @@ def main() -> None:
         return
     rows = measure(args)
     show(args, rows)
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+    write_rows(args.json, rows)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Arguments(__doc__, model="nano", repeats=1, steps=1, contenders="ours,plain")
     parser.add_argument("--model", choices=SIZES, default="tiny")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=0, help="timed steps of a run")
     parser.add_argument("--contenders", default="ours,hf,plain,plain-tuned")
-    parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.steps = args.steps or (4 if args.model == "124m" else 20)
@@ -57,7 +56,9 @@ def parse() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict]:
-    contenders = args.contenders.split(",")
+    asked = args.contenders.split(",")
+    missing = lacking({name: "transformers" for name in asked if name.startswith("hf")})
+    contenders = [name for name in asked if name not in missing]
     rows: dict[str, dict] = {name: {"seconds": [], "first_step": []} for name in contenders}
     rates, (*_, seq, batch) = [], SIZES[args.model]
     for name in in_turn(["product", *contenders], args.repeats):
@@ -77,7 +78,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict]:
         row["flop_per_s_of_a_product"] = max(rates)
         limit = 1e-5 if args.precision == "fp32" else 2e-2
         assert max(gaps) < limit, f"{name}: losses differ by {max(gaps):.1e}, not below {limit}"
-    return rows
+    return rows | {name: {"skipped": why} for name, why in missing.items()}
 
 
 def spawn(args: argparse.Namespace, name: str) -> dict:
@@ -107,6 +108,8 @@ def show(args: argparse.Namespace, rows: dict[str, dict]) -> None:
     )
     flops = token_flops(args)
     for name, row in rows.items():
+        if "skipped" in row:
+            continue
         best, middle = (pick(row["seconds"]) for pick in (min, median))
         ratios = min(row["seconds"]) / min(ours["seconds"]), middle / median(ours["seconds"])
         tokens = batch * seq
@@ -135,7 +138,7 @@ def set_torch(name: str) -> None:
 
     from mtcli.core.runtime.launch import set_matmul
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads())
     if name.startswith("ours"):
         set_matmul("fast")
     elif name.endswith("-tuned"):

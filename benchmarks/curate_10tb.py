@@ -11,6 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
+from arguments import Arguments, write_rows
+
 from mtcli.core.curate.config import FuzzyConfig
 from mtcli.core.curate.minhash import bands_of
 
@@ -21,7 +23,8 @@ HEAD_BYTES = 48  # of a removed document: its row of five numbers, and masks
 TASK_PARTS = 512  # of 8 MiB: cluster.GROUP_PARTS
 
 
-def rows_of(rates: dict, options: argparse.Namespace) -> dict[str, str]:
+def rows_of(rates: dict, options: argparse.Namespace) -> tuple[dict[str, str], float]:
+    """What each part takes, in words, and the hours of all."""
     config, text = FuzzyConfig(), options.tb * 1e12
     documents = text / options.document_bytes
     bands = bands_of(config)[0]
@@ -37,7 +40,7 @@ def rows_of(rates: dict, options: argparse.Namespace) -> dict[str, str]:
     hours = (work + network + head) / 3600
     objects = text + documents * (config.hashes + 8 * bands + 96)
     groups = text / (TASK_PARTS * 8 * 2**20)
-    return {
+    rows = {
         "documents": f"{documents / 1e9:.2f} billion of {options.document_bytes:,} bytes",
         "objects of the parts": f"{objects / 1e12:.1f} TB, {objects / nodes / 1e12:.2f} TB a node",
         "shuffled: bands, then lines": f"{shuffled / 1e12:.1f} TB",
@@ -47,10 +50,11 @@ def rows_of(rates: dict, options: argparse.Namespace) -> dict[str, str]:
         "the head's report": f"{head:,.0f} s, {removed * HEAD_BYTES / 1e9:,.0f} GB",
         "in all": f"{hours:.1f} hours, {hours * options.cores * options.dollars:,.0f} dollars",
     }
+    return rows, hours
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Arguments(__doc__)
     parser.add_argument("--tb", type=float, default=10, help="of text")
     parser.add_argument("--document-bytes", type=int, default=4000)
     parser.add_argument("--removed", type=float, default=0.5, help="share of documents")
@@ -60,8 +64,10 @@ def main() -> None:
     parser.add_argument("--rates", default=str(RATES), help="what bench_curate.py --json wrote")
     options = parser.parse_args()
     rates = json.loads(Path(options.rates).read_text())
-    for name, value in rows_of(rates, options).items():
+    rows, hours = rows_of(rates, options)
+    for name, value in rows.items():
         print(f"{name:30}{value}")
+    write_rows(options.json, rows | {"hours": hours})
 
 
 if __name__ == "__main__":

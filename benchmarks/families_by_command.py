@@ -9,8 +9,6 @@ from its own folder, and of steps 4 to 6 from the one that came back.
     python benchmarks/families_by_command.py gemma2 glm4     # some
 """
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +16,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 import transformers
+from arguments import Arguments, write_rows
+from runs import metrics, mtcli, sets
 from torch.nn.functional import cross_entropy
 
 TESTS = Path(__file__).parent.parent / "tests"
@@ -31,20 +31,27 @@ SEQ_LEN, STEPS, RATE = 52, 6, 0.1
 def main() -> None:
     """Prints a row for each family: the first and the last loss, and how far transformers' are from
     mtcli's at most, ahead of the export and after it."""
+    parser = Arguments(__doc__, families=["llama"])
+    parser.add_argument("families", nargs="*", help="[all of tests/core/tiny_hf.py but encoders]")
+    args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     tiny = configs()
     print(f"| family | loss of step 1 | of step {STEPS} | differ by, steps 1 to 3 | 4 to {STEPS} |")
     print("|---|---|---|---|---|")
     others = ("gpt2", *ENCODERS)  # of 3 heads, and without next tokens
-    for name in sys.argv[1:] or (name for name in FAMILIES if name not in others):
+    rows = {}
+    for name in args.families or (name for name in FAMILIES if name not in others):
         with TemporaryDirectory() as folder:
-            cells = " | ".join(row(tiny[name], Path(folder)))
-        print(f"| {name} | {cells} |", flush=True)
+            rows[name] = found = row(tiny[name], Path(folder))
+        losses = f"{found['first_loss']:.6f} | {found['last_loss']:.6f}"
+        gaps = " | ".join(f"{gap:.1e}" for gap in found["differences"])
+        print(f"| {name} | {losses} | {gaps} |", flush=True)
+    write_rows(args.json, rows)
 
 
-def row(config: transformers.PretrainedConfig, folder: Path) -> list[str]:
-    """Takes a model of a config through mtcli in a folder; returns the cells of its row."""
+def row(config: transformers.PretrainedConfig, folder: Path) -> dict:
+    """Takes a model of a config through mtcli in a folder; returns its losses and differences."""
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -62,7 +69,7 @@ def row(config: transformers.PretrainedConfig, folder: Path) -> list[str]:
         max(abs(a - b) for a, b in zip(half, their_losses(folder / name, sequence), strict=True))
         for name, half in zip(("theirs", "back"), halves, strict=True)
     ]
-    return [f"{losses[0]:.6f}", f"{losses[-1]:.6f}", *(f"{x:.1e}" for x in differences)]
+    return {"first_loss": losses[0], "last_loss": losses[-1], "differences": differences}
 
 
 def trained(folder: Path, layers: int) -> list[float]:
@@ -76,10 +83,9 @@ def trained(folder: Path, layers: int) -> list[float]:
         "optimizer.warmup_steps": 0, "optimizer.weight_decay": 0.0, "optimizer.clip": 0.0,
         "model.aux_loss_coeff": 0.0, "model.router_bias_update_rate": 0.0,
     }  # fmt: skip
-    given = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    given = sets(f"{name}={value}" for name, value in settings.items())
     mtcli("train", folder / "theirs", "--nproc", 4, *given)
-    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
-    return [entry["loss"] for entry in rows if "loss" in entry]
+    return [entry["loss"] for entry in metrics(folder / "run") if "loss" in entry]
 
 
 def their_losses(folder: Path, sequence: np.ndarray) -> list[float]:
@@ -96,11 +102,6 @@ def their_losses(folder: Path, sequence: np.ndarray) -> list[float]:
         sgd.step()
         losses.append(float(loss))
     return losses
-
-
-def mtcli(*words: object) -> None:
-    """Runs a command, whose errors end this program."""
-    subprocess.run([sys.executable, "-m", "mtcli", *map(str, words)], check=True, stdout=-3)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from functools import partial
 from math import exp, log, sqrt
 from statistics import mean, median
 
+from arguments import Arguments, write_rows
 from published.records import PublishedRun
-from published.scores import Scored, read_records, score, summarize
+from published.scores import FEW, Scored, read_records, score, summarize
 from published.software import PUBLISHED, PublishedPhysics, published
 from rich.console import Console
 from rich.table import Table
@@ -47,6 +48,7 @@ def main() -> None:
     if options.ranges:
         return _print_ranges(records, options.processes)
     fitted = fit(records, fields=options.fields)
+    write_rows(options.json, asdict(fitted))
     for name, value in asdict(fitted).items():
         print(f"{name:20} {value:.4g}  (was {getattr(PUBLISHED, name):.4g})")
     for title, chosen in (("before", PUBLISHED), ("after", fitted)):
@@ -182,8 +184,9 @@ def _print_table(title: str, rows: list[list[str]]) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", help="a JSON list of records, see docs/plan.md")
+    parser = Arguments(__doc__, fields=["gemm"])
+    words = "a JSON list of records, see docs/plan.md [published/few.json]"
+    parser.add_argument("runs", nargs="?", default=str(FEW), help=words)
     parser.add_argument("--hold-out", action="store_true", help="predict what is not fitted on")
     parser.add_argument("--ranges", action="store_true", help="print the ranges of kinds of runs")
     parser.add_argument("--check", metavar="FILE", help="records to score with the result as well")

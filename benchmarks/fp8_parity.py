@@ -12,10 +12,11 @@ folder under --work where it was cut off, and one that is done is read again.
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from arguments import Arguments, write_rows
+from runs import metrics, mtcli, sets
 
 SCALINGS = ("rowwise", "blockwise", "tensorwise")
 TAIL = 50  # steps whose mean is the final loss
@@ -28,8 +29,8 @@ BATCH = {"seq_len": 128, "micro_batch_size": 4, "global_batch_size": 4}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("text", type=Path)
+    parser = Arguments(__doc__, steps=2, runs="bf16,rowwise")
+    parser.add_argument("text", nargs="?", default="stdlib", help="[the standard library]")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--work", type=Path, help="where runs are kept; a folder that goes away")
     parser.add_argument(
@@ -37,7 +38,6 @@ def main() -> None:
         help="the first is what gaps are to",
         default="bf16,bf16 other seed,rowwise,blockwise,tensorwise",
     )
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     args = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -45,9 +45,8 @@ def main() -> None:
     reference = curves[next(iter(curves))]
     rows = {name: row(curve, reference) for name, curve in curves.items()}
     show(rows)
-    if args.json:
-        data = {"model": MODEL, "batch": BATCH, "steps": args.steps, "rows": rows, "losses": curves}
-        args.json.write_text(json.dumps(data) + "\n")
+    about = {"model": MODEL, "batch": BATCH, "steps": args.steps}
+    write_rows(args.json, about | {"rows": rows, "losses": curves})
     if args.png:
         draw(curves, args.png)
 
@@ -57,7 +56,7 @@ def trained(args: argparse.Namespace, work: Path) -> dict[str, list[float]]:
     work.mkdir(parents=True, exist_ok=True)
     data = work / "data"
     if not data.with_suffix(".bin").exists():
-        run("preprocess", str(args.text), "--output", str(data), "--tokenizer", "bytes")
+        mtcli("preprocess", args.text, "--output", data, "--tokenizer", "bytes")
     return {name: losses(name, args.steps, work, data) for name in args.runs.split(",")}
 
 
@@ -72,19 +71,14 @@ def losses(name: str, steps: int, work: Path, data: Path) -> list[float]:
         **{f"model.{k}": v for k, v in MODEL.items()},
         **{f"batch.{k}": v for k, v in BATCH.items()},
         **{f"train.{k}": v for k, v in train.items()},
-        "optimizer.warmup_steps": WARMUP,
+        "optimizer.warmup_steps": min(WARMUP, steps),
         "data.train": json.dumps([str(data)]),
         "train.save_every": 100,
     }
-    metrics = folder / "metrics.jsonl"
     if not (folder / "checkpoints" / f"step-{steps:08d}").exists():
-        flags = [word for k, v in settings.items() for word in ("--set", f"{k}={v}")]
-        run("train", "tiny", *flags, *(["--resume"] if (folder / "checkpoints").exists() else []))
-    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
-
-
-def run(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "mtcli", *arguments], check=True, stdout=sys.stderr)
+        resume = ["--resume"] if (folder / "checkpoints").exists() else []
+        mtcli("train", "tiny", *sets(f"{k}={v}" for k, v in settings.items()), *resume)
+    return [step["loss"] for step in metrics(folder)]
 
 
 def row(curve: list[float], reference: list[float]) -> dict[str, float]:

@@ -10,7 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from published.scores import Scored, memory_line, read_records, score, summarize, summary_rows
+from arguments import Arguments
+from published.scores import FEW, Scored, memory_line, read_records, score, summarize, summary_rows
 
 from mtcli.commands.output import write_json
 from mtcli.core.config.errors import MtcliError
@@ -72,9 +73,9 @@ def save_scatter(scored: Sequence[Scored], target: str) -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", help="a JSON list of records, or a folder of such lists")
-    parser.add_argument("--json", metavar="FILE", help="write every run as JSON; - is stdout")
+    parser = Arguments(__doc__, runs=str(FEW))
+    words = "a JSON list of records, or a folder of such lists [published/few.json]"
+    parser.add_argument("runs", nargs="?", default=str(FEW), help=words)
     parser.add_argument("--plot", metavar="FILE", help="draw predicted over published seconds")
     return parser.parse_args()
 

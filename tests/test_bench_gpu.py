@@ -60,32 +60,35 @@ def test_other_weights_and_a_loss_of_one_percent_more_are_seen(scripts):
     assert spread_apart(ours, [1.01 * loss for loss in ours]) > 2 * BOUNDS["bf16"][0]
 
 
-@slow("two processes that build a model, one of them Megatron's: 17 s")
+@slow("three processes that build a model: 20 s")
 def test_a_pair_is_measured_in_processes_of_their_own_and_kept(
     scripts, tmp_path, monkeypatch, capsys
 ):
     import bench_step
 
     flags = ["--device", "cpu", "--tiny", "--repeats", "2", "--output", str(tmp_path)]
-    flags += ["--only", "gpt2-124m", "--contenders", "megatron", "--budget", "900"]
+    flags += ["--only", "gpt2-124m", "--contenders", "hf", "--budget", "900"]
 
     def said(*more):
         monkeypatch.setattr(sys, "argv", ["bench_step.py", *flags, *more])
         assert bench_step.measure(bench_step.parse()) == 0
         return capsys.readouterr().out
 
-    first = said("--variant", "odd", "train.nothing=1")
+    more = ("--variant", "more", "batch.global_batch_size=8")
+    first = said("--variant", "odd", "train.nothing=1", *more)
     assert "gpt2-124m beside odd: skipped: unknown key 'nothing' in [train]" in first
     (path,) = tmp_path.glob("step-cpu-*.json")
     record = json.loads(path.read_text())
-    row = next(row for row in record["rows"] if row["contender"] == "megatron")
+    row, longer = (next(r for r in record["rows"] if r["contender"] == w) for w in ("hf", "more"))
     assert row["agrees"] and row["in_turns"] and len(row["other"]["seconds"]) == 2
     ours, theirs = row["mtcli"], row["other"]
     assert row["ratio"] == pytest.approx(theirs["median_s"] / ours["median_s"])
-    assert ours["tokens_per_s"] == pytest.approx(64 / ours["median_s"])
+    assert ours["tokens_per_s"] == pytest.approx(2 * 64 / ours["median_s"])
+    other = longer["other"]
+    assert other["tokens_per_s"] == pytest.approx(4 * 64 / other["median_s"]) and longer["agrees"]
     assert torch.__version__.startswith(record["versions"]["torch"])
     assert len(record["date"]) == 10
-    again = said()
+    again = said(*more)
     assert "beside" not in again and f"wrote {path}" in again
     assert json.loads(path.read_text())["rows"] == record["rows"]
 
@@ -260,12 +263,64 @@ def test_the_whole_benchmark_begins_with_the_small_steps_and_shares_its_time(scr
     monkeypatch.setattr(run.subprocess, "Popen", Measured)
     monkeypatch.setattr(sys, "argv", ["run.py", "--budget", "540"])
     run.main()
-    small = ["--only", "gpt2-124m", "gpt2-355m", "--contenders", "hf"]
+    small = ["--only", "gpt2-124m", "--contenders", "mtcli-compile", "hf"]
     assert [command[:2] for command in commands] == [
-        ("bench_step.py", small), ("bench_kernels.py", ["--tune"]), ("bench_step.py", []),
-        ("bench_fused_models.py", []),
+        ("first.py", []), ("profile_step.py", []), ("bench_step.py", small),
+        ("bench_kernels.py", ["--tune"]), ("bench_step.py", []), ("bench_fused_models.py", []),
     ]  # fmt: skip
-    assert [budget for *_, budget in commands] == pytest.approx([180, 270, 360, 540], abs=2)
+    budgets = [budget for *_, budget in commands]
+    assert budgets == pytest.approx([135, 135, 180, 270, 360, 540], abs=2)
+
+
+def rows_of(script, folder, monkeypatch, *words):
+    """The rows of a script's record, rehearsed in this process."""
+    flags = ["--device", "cpu", "--tiny", "--output", str(folder), *words]
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+    importlib.import_module(script).main()
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text())["rows"]
+
+
+@slow("four models of two layers, twice: 10 s")
+def test_the_first_minutes_have_gemms_launches_and_losses_like_the_cpus(
+    scripts, monkeypatch, tmp_path
+):
+    rows = rows_of("first", tmp_path, monkeypatch)
+    assert len([row for row in rows if row.get("wgrad added TFLOP/s", 0) > 0]) == 12
+    assert all(row["us"] > 0 for row in rows if "launch" in row)
+    models = [row for row in rows if "model" in row]
+    assert len(models) == 4 and all(row["agrees"] and row["cpu"] > 5 for row in models)
+
+
+@slow("a profile in a process of its own: 8 s")
+def test_a_steps_operations_are_profiled(scripts, monkeypatch, tmp_path):
+    (row,) = rows_of("profile_step", tmp_path, monkeypatch, "--only", "gpt2-124m")
+    names = {one["name"]: one for one in row["operations"]}
+    assert "aten::mm" in names or "aten::addmm" in names
+    assert any(one["of_copy"] for one in names.values())
+    assert 0 < sum(one["ms"] for one in names.values()) * 1e3 <= row["trace_us"] * 1.0001
+
+
+def test_kernels_count_for_what_launched_them_and_gaps_for_what_follows(scripts):
+    from profile_step import device_spans, gaps, operations
+
+    def event(category, name, begin, length, number):
+        return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": length,
+                "args": {"External id": number}, "tid": 1}  # fmt: skip
+
+    events = [
+        event("cpu_op", "mtcli::swiglu", 0, 3, 7), event("kernel", "_forward", 100, 50, 7),
+        event("cpu_op", "aten::mm", 4, 2, 8), event("kernel", "gemm", 250, 40, 8),
+        event("kernel", "copy", 295, 5, 9),
+    ]  # fmt: skip
+    spans, whole = device_spans(events)
+    assert whole == 200
+    # 50 us at 1e12 bytes/s are 5e7 bytes; half of them is half of a copy
+    first, *_ = operations(spans, {"mtcli::swiglu": 2.5e7}, 1e12)
+    assert first == {"name": "mtcli::swiglu", "kernels": 1, "ms": 0.05, "of_copy": 0.5}
+    assert gaps(spans) == {"us": 100, "before": {"aten::mm": 100}}  # 5 us are no gap
+    calls = [event("cpu_op", "linear", 0, 30, 1), event("cpu_op", "mm", 10, 15, 2)]
+    assert device_spans(calls) == ([("linear", 0, 10), ("mm", 10, 25), ("linear", 25, 30)], 30)
 
 
 def test_a_script_that_takes_too_long_may_end_what_it_started(scripts, monkeypatch, tmp_path):
@@ -400,12 +455,27 @@ def test_a_record_goes_on_only_for_the_same_device_and_source(scripts, tmp_path,
     assert not other.rows and other.path != first.path
 
 
-def test_the_six_shapes_of_the_goals_come_first_beside_transformers(scripts):
+def test_a_case_that_a_device_is_too_small_for_is_left_out(scripts):
+    from argparse import Namespace
+
+    from cases import CASES
+    from pair import Pair
+
+    args = Namespace(device="cuda", tiny=True, repeats=1)
+    with Pair(lambda *words: pytest.fail("begun"), args, {"memory_bytes": 80 * 2**30}) as pair:
+        row = pair.measure(CASES["qwen2-57b/2"], "hf", None, float("inf"))
+    assert row["skipped"] == "it needs 100 GiB of memory, not 80"
+
+
+def test_the_six_shapes_of_the_goals_come_first_ours_before_others(scripts):
     from cases import CASES, contenders, pairs
 
     first = pairs(list(CASES), contenders())[:6]
+    assert all(CASES[case].micro_batches >= 8 for case, _ in first)
     models = ["gpt2-124m", "llama-1b", "gpt-1.3b", "llama-8b", "mixtral-8x7b", "qwen2-57b"]
-    assert [(case.split("/")[0], who) for case, who in first] == [(m, "hf") for m in models]
+    assert [(case.split("/")[0], who) for case, who in first] == [
+        (m, "mtcli-compile") for m in models
+    ]
     assert CASES["gpt-1.3b"].config().model.hidden_size == 2048
 
 

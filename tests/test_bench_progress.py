@@ -19,8 +19,9 @@ for name in in_turn(["ours", "theirs"], 2):
 
 @pytest.mark.timeout(120)
 def test_a_row_comes_before_the_next_is_measured(tmp_path):
-    for name in ("run.py", "progress.py"):
-        shutil.copy(FOLDER / name, tmp_path)
+    (tmp_path / "gpu").mkdir()
+    for name in ("run.py", "progress.py", "arguments.py", "machine.py", "gpu/record.py"):
+        shutil.copy(FOLDER / name, tmp_path / name)
     (tmp_path / "bench_one.py").write_text(BENCH)
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, str(tmp_path / "run.py")]
@@ -31,5 +32,6 @@ def test_a_row_comes_before_the_next_is_measured(tmp_path):
             assert run.stdout.readline() == f"{name} 1.0\n"
             run.stdin.write("\n")  # which the benchmark waits for
         out, errors = run.communicate()
-    assert out == "" and "theirs" in errors and "4" in errors
+    (path,) = (tmp_path / "results").iterdir()
+    assert out == f"\nwrote {path}\n" and "theirs" in errors and "4" in errors
     assert run.returncode == 0

@@ -7,6 +7,7 @@ forks of the warm process, and `stdlib` stands for a twelfth of its files.
 """
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -274,6 +275,34 @@ def test_the_page_of_families_is_current():
     script = script_named("families_docs")
     text = script.PAGE.read_text()
     assert text == script.with_tables(text), "run python scripts/families_docs.py"
+
+
+def test_the_page_of_performance_is_what_its_result_files_say():
+    script = script_named("performance_docs")
+    text = script.PAGE.read_text()
+    assert text == script.with_tables(text), "run python scripts/performance_docs.py"
+    assert "| flash forward | 4 x 32 x 8 x 8192 x 128 | bfloat16 | 4.960 |" in script.with_tables(
+        re.sub(r"(?m)^\| flash forward.*\n", "", text)
+    )
+
+
+def test_a_file_of_make_bench_becomes_a_table_of_rates_and_ratios(tmp_path):
+    script = script_named("performance_docs")
+    samples = {"mtcli": {"best": 500.0}, "Megatron": {"best": 40.0}, "gather": {"best": 1250.0}}
+    entry = {"arguments": [], "seconds": 9.0, "status": 0, "rows": samples}
+    found = {"date": "2026-01-02", "commit": "abc", "tiny": False, "versions": {"torch": "2.0"}}
+    found |= {"machine": {"cpu": "A", "cores": 2, "memory_gib": 8.0, "gpus": []}}
+    found |= {"scripts": {"samples": entry, "train": entry | {"status": 1, "rows": None}}}
+    older = found | {"date": "2026-01-01", "scripts": {}}
+    for name, file in {"2026-01-02-A": found, "2026-01-01-A": older}.items():
+        (tmp_path / f"bench-{name}.json").write_text(json.dumps(file))
+    (tmp_path / "bench-2026-01-03-A.json").write_text(json.dumps(older | {"tiny": True}))
+    text = script.with_tables(script.PAGE.read_text(), tmp_path)
+    assert "A, 2 cores, 8 GiB, 2026-01-02, commit abc. torch 2.0.\n" in text
+    row = "| sample fetch, one thread | `bench_samples.py` | 500 Mtok/s "
+    assert row + "| Megatron 40, gather 1,250 | 12.5, 0.4 |\n" in text
+    assert "Failed: train.\n" in text and "2026-01-01, commit" not in text
+    assert "2026-01-03" not in text and "flash forward | 4 x 32" not in text
 
 
 def test_the_config_page_is_current_and_names_every_field():

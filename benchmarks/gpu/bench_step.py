@@ -1,4 +1,4 @@
-"""G1 to G5, G8, G9: the training step on one GPU beside transformers, Megatron and torchtitan.
+"""G1 to G5, G8, G9: the training step on one GPU beside transformers, Liger and torchtitan.
 
     python benchmarks/gpu/bench_step.py --budget 540        # by importance, until the time is up
     python benchmarks/gpu/bench_step.py --budget 540        # again: goes on with what is left
@@ -155,11 +155,16 @@ def builder(name: str) -> Callable[..., Any]:
     """The function that makes a contender; any that is no rival is our step."""
     import contenders as known
 
-    if name in ("megatron", "torchtitan"):
-        import others
+    if name == "torchtitan":
+        import torchtitan_llama
 
-        return getattr(others, name)
-    rivals = {"hf": known.hugging_face, "hf-bf16": known.hugging_face_bf16, "plain": known.plain}
+        return torchtitan_llama.torchtitan
+    rivals = {
+        "hf": known.hugging_face,
+        "hf-bf16": known.hugging_face_bf16,
+        "hf-liger": known.hugging_face_liger,
+        "plain": known.plain,
+    }
     return rivals.get(name, known.ours)
 
 

@@ -14,16 +14,17 @@ from mtcli.core.config.rules import require
 from mtcli.core.config.schema import RunConfig
 
 OURS = "mtcli"
-PACKAGES = {"hf": "transformers", "hf-bf16": "transformers", "megatron": "megatron"}
+PACKAGES = {"hf": "transformers", "hf-bf16": "transformers", "hf-liger": "liger_kernel"}
 PACKAGES |= {"torchtitan": "torchtitan"}
 LIFELONG = 10**6  # steps of the configs: longer than any measurement
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its batch: `batch` sequences of `seq_len` tokens in one micro-batch.
+    """A model and its batch: `batch` sequences of `seq_len` tokens in each of some micro-batches.
 
-    `goal` is the model FLOPs utilisation to reach. `steps` are those of a turn.
+    `goal` is the model FLOPs utilisation to reach. `steps` are those of a turn. A device needs
+    memory of `gib`.
     """
 
     name: str
@@ -31,24 +32,26 @@ class Case:
     batch: int
     seq_len: int
     goal: float
-    steps: int = 5
+    steps: int = 1
     settings: tuple[str, ...] = ()
     layers: int | None = None  # instead of the preset's
-    rivals: tuple[str, ...] = ("hf", "hf-bf16", "megatron")
+    rivals: tuple[str, ...] = ("hf", "hf-bf16")
     rank: int = 0  # of importance: smaller is measured earlier
+    micro_batches: int = 8  # of a step
+    gib: float = 0.0
 
     def config(self, settings: Sequence[str] = (), tiny: bool = False) -> RunConfig:
         """The run config; `tiny` shrinks every size. Raises MtcliError for settings that it lacks.
 
         The optimizer is the one of bench_train.py, at a constant rate.
         """
-        batch, seq_len = (2, 32) if tiny else (self.batch, self.seq_len)
+        batch, seq_len, number = (2, 32, 2) if tiny else self.sizes
         table = {
             "model": read_table(self.preset)["model"] | {"max_seq_len": seq_len},
             "batch": {
                 "seq_len": seq_len,
                 "micro_batch_size": batch,
-                "global_batch_size": batch,
+                "global_batch_size": batch * number,
             },
             "optimizer": {"lr": 1e-4, "schedule": "constant"},
             "train": {"steps": LIFELONG},
@@ -59,6 +62,11 @@ class Case:
         config = config_of(table, [*self.settings, *layers, *small, *settings])
         require(config, 1)
         return config
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Sequences of a micro-batch, their tokens, and micro-batches."""
+        return self.batch, self.seq_len, self.micro_batches
 
     def whole(self) -> RunConfig:
         """The config of the preset's own depth."""
@@ -78,8 +86,9 @@ def _small(model: dict, layers: int | None) -> list[str]:
     return [f"model.{field}={value}" for field, value in sizes.items()]
 
 
-_GPT = ("hf", "hf-bf16", "plain", "megatron")
-_LLAMA = ("hf", "hf-bf16", "torchtitan", "megatron")
+_GPT = ("hf", "hf-bf16", "plain")
+_LLAMA = ("hf", "hf-bf16", "hf-liger", "torchtitan")
+_MIXTRAL = ("hf", "hf-bf16", "hf-liger")
 _XL = ("model.num_layers=24", "model.hidden_size=2048", "model.num_heads=16")  # arXiv:2005.14165
 _FINE = ("model.num_experts=128", "model.top_k=8", "model.hidden_size=2048", "model.num_kv_heads=4")
 _FINE += ("model.ffn_hidden_size=768", "model.head_dim=128")  # Qwen3-30B-A3B's layers
@@ -90,15 +99,15 @@ _LITE += ("model.shared_expert_ffn_hidden_size=2816",)  # DeepSeek-V2-Lite's exp
 
 # fmt: off
 CASES = {case.name: case for case in (
-    Case("gpt2-124m", "gpt2-124m", 64, 1024, 0.45, steps=10, rivals=_GPT),
+    Case("gpt2-124m", "gpt2-124m", 64, 1024, 0.45, steps=2, rivals=_GPT),
     Case("llama-1b", "tinyllama-1.1b", 8, 2048, 0.55, rivals=_LLAMA),
     Case("gpt-1.3b", "gpt2-1.5b", 16, 1024, 0.55, settings=_XL, rivals=_GPT),
     Case("llama-8b/6", "llama-3.1-8b", 2, 4096, 0.52, layers=6, rivals=_LLAMA),
-    Case("mixtral-8x7b/2", "mixtral-8x7b", 2, 4096, 0.50, layers=2),
+    Case("mixtral-8x7b/2", "mixtral-8x7b", 2, 4096, 0.50, layers=2, rivals=_MIXTRAL),
     Case("qwen2-57b/1", "qwen2-57b-a14b", 2, 4096, 0.40, layers=1),
     Case("llama-8b/2", "llama-3.1-8b", 2, 4096, 0.52, layers=2, rivals=_LLAMA, rank=1),
-    Case("mixtral-8x7b/1", "mixtral-8x7b", 2, 4096, 0.50, layers=1, rank=1),
-    Case("qwen2-57b/2", "qwen2-57b-a14b", 2, 4096, 0.40, layers=2, rank=1),
+    Case("mixtral-8x7b/1", "mixtral-8x7b", 2, 4096, 0.50, layers=1, rivals=_MIXTRAL, rank=1),
+    Case("qwen2-57b/2", "qwen2-57b-a14b", 2, 4096, 0.40, layers=2, rank=1, gib=100),
     Case("gpt-2.7b", "gpt3-2.7b", 8, 2048, 0.55, rivals=_GPT, rank=1),
     Case("deepseek-lite/2", "qwen2-57b-a14b", 4, 4096, 0.40, settings=_LITE, layers=2, rank=1),
     Case("deepseek-lite/4", "qwen2-57b-a14b", 4, 4096, 0.40, settings=_LITE, layers=4, rank=2),
@@ -118,8 +127,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "mtcli-fp8-blockwise": ("train.precision=fp8", "train.fp8_scaling=blockwise"),
     "mtcli-fp8-tensorwise": ("train.precision=fp8", "train.fp8_scaling=tensorwise"),
 }
-RANKS = {"hf": 0, "mtcli-compile": 1, "plain": 2, "torchtitan": 2, "megatron": 2, "mtcli-fp8": 2}
-LATER = 3  # the rank of every other
+# What tunes our step comes first.
+RANKS = {"mtcli-compile": 0, "mtcli-fp8": 1, "hf": 1, "hf-liger": 2, "plain": 3, "torchtitan": 3}
+LATER = 4  # the rank of every other
 
 
 def pairs(cases: Sequence[str], contenders: Sequence[str]) -> list[tuple[str, str]]:

@@ -3,13 +3,14 @@
 The weights are those that mtcli draws from the config's seed, rounded as its model holds them, and
 go to the others by the maps that read and write their checkpoints. All train with AdamW, decay of
 matrices alone and clipping; rivals as their users run them on one GPU: torch.compile of model and
-loss (but for Megatron), float32 weights under autocast to bfloat16, torch's fused AdamW, and no
+loss, float32 weights under autocast to bfloat16, torch's fused AdamW, and no
 question to the device within a step.
 """
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,20 @@ class _Fixed:
     """A loader that gives the rows it was told last."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.model, self.rows = trainer.config.model, torch.empty(0)
+        self.model, self.batch = trainer.config.model, trainer.config.batch
+        self.rows = torch.empty(0)
         self.dtype = trainer.dtype
 
     def step(self, step: int, loss_scale: float) -> StepBatch:
-        rows = self.rows
-        tokens, labels = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-        scale = loss_scale / labels.numel()
-        inputs = make_inputs(self.model, self.dtype, tokens, labels=labels, aux_scale=scale)
-        return StepBatch(lambda m: inputs, *[float(labels.numel())] * 3)
+        labels = float(self.rows[:, 1:].numel())
+        parts = self.rows.split(self.batch.micro_batch_size)
+
+        def load(m: int) -> Inputs:
+            inputs, following = parts[m][:, :-1].contiguous(), parts[m][:, 1:].contiguous()
+            scale = loss_scale / labels
+            return make_inputs(self.model, self.dtype, inputs, labels=following, aux_scale=scale)
+
+        return StepBatch(load, labels, labels, labels)
 
 
 def hugging_face(config: RunConfig, device: torch.device) -> Contender:
@@ -128,6 +134,21 @@ def hugging_face_bf16(config: RunConfig, device: torch.device) -> Contender:
     return _hugging_face(config, device, DTYPES[config.train.precision])
 
 
+def hugging_face_liger(config: RunConfig, device: torch.device) -> Contender:
+    """The same with Liger's kernels: norms, rotations, MLPs, and the head's GEMM with its loss."""
+    import liger_kernel.transformers as liger
+
+    kind = config_json.config_to_hf(config.model, config_json.family_of(config.model))["model_type"]
+    getattr(liger, f"apply_liger_kernel_to_{kind}")()
+    return _hugging_face(config, device, torch.float32, loss_of=_loss_by_model)
+
+
+def _loss_by_model(model: nn.Module, rows: Tensor) -> Tensor:
+    """The mean loss as the model itself computes it, without logits where it can."""
+    loss: Tensor = model(rows[:, :-1], shift_labels=rows[:, 1:]).loss
+    return loss
+
+
 def plain(config: RunConfig, device: torch.device) -> Contender:
     """benchmarks/plain_gpt.py: a GPT in the plain torch that most people write."""
     sys.path.append(str(Path(__file__).parent.parent))
@@ -144,7 +165,11 @@ def plain(config: RunConfig, device: torch.device) -> Contender:
 
 
 def _hugging_face(
-    config: RunConfig, device: torch.device, dtype: torch.dtype, masters: bool = False
+    config: RunConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    masters: bool = False,
+    loss_of: Callable[[nn.Module, Tensor], Tensor] | None = None,
 ) -> Contender:
     import transformers
 
@@ -160,7 +185,8 @@ def _hugging_face(
         attn_implementation="sdpa",
     )
     model = model.to(device).train()
-    found = stepper(model, lambda tokens: model(tokens).logits, config, device, masters)
+    by_model = loss_of and partial(loss_of, model)
+    found = stepper(model, lambda x: model(x).logits, config, device, masters, loss_of=by_model)
     experts = getattr(model.config, "_experts_implementation", None)
     found.facts |= {"experts": experts} if config.model.num_experts else {}
     return found
@@ -196,32 +222,37 @@ def stepper(
     config: RunConfig,
     device: torch.device,
     masters: bool = False,
-    compiles: bool = True,
+    loss_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Contender:
     """A rival's step: `masters` keeps float32 weights beside those of 16 bits, as Megatron does.
 
-    With `compiles` a GPU gets model and loss from torch.compile.
+    A GPU gets model and loss from torch.compile.
     """
     dtype, wide = DTYPES[config.train.precision], next(model.parameters()).dtype
     narrows = wide == torch.float32 and dtype != torch.float32
     held = list(model.parameters())
     updated = [p.detach().float().requires_grad_() for p in held] if masters else held
     optimizer = _adamw(updated, config, device)
-    compiles &= device.type == "cuda"
+    compiles = device.type == "cuda"
 
     def cast() -> torch.autocast:
         return torch.autocast(device.type, dtype if narrows else torch.bfloat16, enabled=narrows)
 
-    def loss_of(rows: Tensor) -> Tensor:
+    def of_logits(rows: Tensor) -> Tensor:
         logits = logits_of(rows[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
 
-    now = {"loss": torch.compile(loss_of, dynamic=False) if compiles else loss_of}
+    eager = loss_of or of_logits
+    now = {"loss": torch.compile(eager, dynamic=False) if compiles else eager}
 
     def train(rows: Tensor) -> Tensor:
-        with cast():
-            loss = now["loss"](rows)
-        loss.backward()
+        parts = rows.split(config.batch.micro_batch_size)
+        total = rows.new_zeros((), dtype=torch.float32)
+        for part in parts:
+            with cast():
+                loss = now["loss"](part) / len(parts)
+            loss.backward()
+            total += loss.detach()
         if masters:
             _hand_over(held, updated)
         torch.nn.utils.clip_grad_norm_(updated, config.optimizer.clip)
@@ -230,7 +261,7 @@ def stepper(
         if masters:
             with torch.no_grad():
                 torch._foreach_copy_(held, updated)
-        return loss.detach()
+        return total
 
     @torch.no_grad()
     def losses(rows: Tensor) -> Tensor:
@@ -239,7 +270,7 @@ def stepper(
         return F.cross_entropy(logits[0].float(), rows[0, 1:], reduction="none")[:COMPARED]
 
     def without_compile() -> None:
-        now["loss"] = loss_of
+        now["loss"] = eager
         for parameter in held:
             parameter.grad = None  # of a backward pass that did not end
 

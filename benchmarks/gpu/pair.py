@@ -46,10 +46,12 @@ class Pair:
         """The row of a case beside a contender; `settings` are those of a variant of ours."""
         begin = monotonic()
         row: dict[str, Any] = {"case": case.name, "contender": name}
-        if why := missing(name) or refused(case, settings, self.args.device):
+        tiny = self.args.tiny
+        if why := missing(name) or self._too_large(case) or refused(case, settings, self.args):
             return row | {"skipped": why}
-        config = case.config(tiny=self.args.tiny)
+        config = case.config(tiny=tiny)
         row |= described(case, config) | {"settings": settings, "repeats": self.args.repeats}
+        row["other_tokens"] = tokens_of(case.config(settings or (), tiny))
         words = (case.name, name, *(settings or ()))
         found = None
         if self._fit_together(config):
@@ -130,6 +132,10 @@ class Pair:
             self.ours[1].end()
             self.ours = None
 
+    def _too_large(self, case: Case) -> str | None:
+        gib = self.limits.get("memory_bytes", float("inf")) / 2**30
+        return f"it needs {case.gib:.0f} GiB of memory, not {gib:.0f}" if gib < case.gib else None
+
     def _fit_together(self, config: RunConfig) -> bool:
         room = self.limits.get("memory_bytes", float("inf"))
         return STATE_BYTES * count_parameters(config.model) < TOGETHER * room
@@ -137,24 +143,26 @@ class Pair:
     def _figures(
         self, row: dict[str, Any], config: RunConfig, found: dict[str, Answer]
     ) -> dict[str, Any]:
-        figures = {who: self._speed(row, answer) for who, answer in found.items()}
+        tokens = {"mtcli": row["tokens"], "other": row["other_tokens"]}
+        figures = {who: self._speed(row, tokens[who], answer) for who, answer in found.items()}
         ours, other = figures["mtcli"], figures["other"]
         peaks = [figures[who]["peak_bytes"] for who in ("mtcli", "other")]
         apart = spread_apart(found["mtcli"]["first"], found["other"]["first"])
-        gap = largest_gap(found["mtcli"]["losses"], found["other"]["losses"])
+        same = row["tokens"] == row["other_tokens"]  # else batches have other texts
+        gap = largest_gap(found["mtcli"]["losses"], found["other"]["losses"]) if same else 0.0
         precision = found["other"]["facts"].get("precision", config.train.precision)
         bounds = BOUNDS.get(precision, BOUNDS["bf16"])
         return figures | {
-            "ratio": other["median_s"] / ours["median_s"],
+            "ratio": ours["tokens_per_s"] / other["tokens_per_s"],
             "memory_ratio": peaks[0] / peaks[1] if all(peaks) else None,
             "apart": apart,
             "loss_gap": gap,
             "agrees": apart < bounds[0] and gap < bounds[1],
         }
 
-    def _speed(self, row: dict[str, Any], answer: Answer) -> dict[str, Any]:
+    def _speed(self, row: dict[str, Any], tokens: int, answer: Answer) -> dict[str, Any]:
         seconds = [turn["seconds"] for turn in answer["turns"]]
-        rate = row["tokens"] / median(seconds)
+        rate = tokens / median(seconds)
         causal = rate * row["causal_flops_per_token"]
         peaks = [turn["peak_bytes"] for turn in answer["turns"]]
         return {
@@ -177,12 +185,12 @@ class Pair:
         return GPUS[board].peak("bf16") if board else float(self.limits["flop_per_s"])
 
 
-def refused(case: Case, settings: tuple[str, ...] | None, device: str) -> str | None:
+def refused(case: Case, settings: tuple[str, ...] | None, args: Any) -> str | None:
     """What the config, or a CPU, says against settings of ours, or None."""
-    if device == "cpu" and "train.cuda_graphs=true" in (settings or ()):
+    if args.device == "cpu" and "train.cuda_graphs=true" in (settings or ()):
         return "a CPU has no CUDA graphs"
     try:
-        case.config(settings or ())
+        case.config(settings or (), args.tiny)
     except MtcliError as error:
         return "; ".join(problem.message for problem in error.problems)
     return None
@@ -198,13 +206,19 @@ def described(case: Case, config: RunConfig) -> dict[str, Any]:
         "layers": model.num_layers,
         "whole_layers": whole.num_layers,
         "seq_len": seq_len,
-        "tokens": config.batch.global_batch_size * seq_len,
+        "tokens": tokens_of(config),
+        "micro_batches": config.batch.global_batch_size // config.batch.micro_batch_size,
         "flops_per_token": MODEL.token_flops(model, seq_len),
         "causal_flops_per_token": CAUSAL.token_flops(model, seq_len),
         "whole_flops_per_token": MODEL.token_flops(whole, seq_len),
         "convention": MODEL.name,
         "goal_mfu": case.goal,
     }
+
+
+def tokens_of(config: RunConfig) -> int:
+    """Tokens of a step."""
+    return config.batch.global_batch_size * config.batch.seq_len
 
 
 def spread_apart(ours: list[float], theirs: list[float]) -> float:

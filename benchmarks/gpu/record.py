@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -61,9 +61,9 @@ def open_record(folder: Path, what: str, device: str, afresh: bool = False) -> R
     return Record(path, facts, [])
 
 
-def versions() -> dict[str, str | None]:
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
     """Of Python, of mtcli's source, and of every package that is compared; None: not installed."""
-    found = {name: _version(name) for name in PACKAGES}
+    found = {name: _version(name) for name in packages}
     return {"python": platform.python_version(), "mtcli": _source(), **found}
 
 

@@ -2,13 +2,13 @@
 
     python benchmarks/gpu/run.py                       # all of it
     python benchmarks/gpu/run.py --budget 540          # what fits; the next run goes on
-    python benchmarks/gpu/run.py --only step           # `gpt2`, `kernels`, `step` or `fused` alone
+    python benchmarks/gpu/run.py --only step           # one part alone; PARTS has them
     python benchmarks/gpu/run.py --ship                # on any machine: choices.json from the files
     python benchmarks/gpu/run.py --device cpu --tiny --output FOLDER   # all of it, rehearsed
 
-What matters most comes first: the step of the two small GPT-2 beside transformers, then attention,
-experts, optimizers and the other kernels, each at its best configuration, then every other step,
-and last arrays of fused models.
+What matters most comes first: what the device and its libraries do, where the time of our step
+goes, and a GPT-2 step beside transformers; then attention, experts, optimizers and the other
+kernels, each at its best configuration, then every other step, and last arrays of fused models.
 `--ship` has everybody's kernels take those configurations. Needs no make and no environment of its
 own: any Python with torch, triton and mtcli's dependencies will do. What else is missing is left
 out with a line that says so.
@@ -29,12 +29,16 @@ HERE = Path(__file__).parent
 SHIPPED = ROOT / "mtcli" / "kernels" / "choices.json"
 GRACE = 20.0  # seconds that a script may take longer than it was given
 PARTS = {
-    "gpt2": ["bench_step.py", "--only", "gpt2-124m", "gpt2-355m", "--contenders", "hf"],
+    "first": ["first.py"],
+    "profile": ["profile_step.py"],
+    "gpt2": ["bench_step.py", "--only", "gpt2-124m", "--contenders", "mtcli-compile", "hf"],
     "kernels": ["bench_kernels.py", "--tune"],
     "step": ["bench_step.py"],
     "fused": ["../../fused/benchmarks/bench_fused_models.py"],
 }
 SHARES = {
+    "first": 1 / 4,
+    "profile": 1 / 4,
     "gpt2": 1 / 3,
     "kernels": 1 / 2,
     "step": 2 / 3,

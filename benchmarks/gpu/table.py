@@ -1,9 +1,10 @@
-"""The Markdown tables of docs/performance.md, from the files of benchmarks/results.
+"""The Markdown tables of kernels and steps on a GPU, from the files of benchmarks/results.
 
     python benchmarks/gpu/table.py benchmarks/results/*.json
 
-Rows are copied from there, never typed. A model that was measured by its layers gets one more row:
-what a step of all its layers would take, and the utilisation of the layers alone.
+scripts/performance_docs.py puts them into docs/performance.md. A model that was measured by its
+layers gets one more row: what a step of all its layers would take, and the utilisation of the
+layers alone.
 """
 
 import json

@@ -14,6 +14,7 @@ from published.software import PUBLISHED, PublishedPhysics
 
 Json = dict[str, Any]
 
+FEW = Path(__file__).parent / "few.json"  # four published runs, to try what reads records
 SHOWN_REASONS = 20  # of records that cannot be read, where none can
 
 

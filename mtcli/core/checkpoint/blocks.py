@@ -221,12 +221,12 @@ def verify_file(path: Path, record: FileRecord, only: Collection[int] | None = N
     shares = [indices[thread::THREADS] for thread in range(THREADS)]
     try:
         with open_untrusted(path, 0) as file, ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(lambda share: _verify_blocks(file.fileno(), path, record, share), shares))
+            list(pool.map(lambda share: verify_blocks(file.fileno(), path, record, share), shares))
     except OSError as error:
         raise damaged(path, f"it cannot be read ({error.strerror})") from None
 
 
-def _verify_blocks(file: int, path: Path, record: FileRecord, indices: list[int]) -> None:
+def verify_blocks(file: int, path: Path, record: FileRecord, indices: list[int]) -> None:
     """Checks some blocks through one buffer."""
     buffer = aligned_bytes(BLOCK_BYTES).data
     for index in indices:

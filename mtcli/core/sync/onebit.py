@@ -54,7 +54,8 @@ class OneBit(ReplicaExchange):
 
     ratio_decay = 0.9
     """of the running mean of trust ratios"""
-    _scales, _keeps_errors = True, True  # what benchmarks/bench_onebit.py tries without
+    scales_updates, keeps_errors = True, True
+    """what benchmarks/bench_onebit.py tries without"""
 
     def __init__(self, inside: Strategy, optimizer: Optimizer, facts: OneBitFacts) -> None:
         super().__init__(inside, optimizer, facts)
@@ -63,7 +64,7 @@ class OneBit(ReplicaExchange):
         self.global_sums = GlobalSums(optimizer.masters, ownership)
         self.mean: CompressedMean | None = None
         if ERROR in self.kept:
-            self.mean = CompressedMean(optimizer.masters, ownership, self._keeps_errors)
+            self.mean = CompressedMean(optimizer.masters, ownership, self.keeps_errors)
         self.lamb = FrozenLamb(optimizer, self.global_sums) if FRESH in self.kept else None
         self.live: dict[str, Tensor] = {}  # masks of parameters that have elements without variance
         shapes = {name: x.shape for name, x in inside.weights().items()}
@@ -206,7 +207,7 @@ class OneBit(ReplicaExchange):
         numbers["live"].copy_(sums[:, 0])
         numbers["factor"].fill_(1.0)
         roots = (sums[:, 1] / sums[:, 0]).sqrt().nan_to_num()
-        if self._scales and (moved := roots > 0).any():
+        if self.scales_updates and (moved := roots > 0).any():
             numbers["scale"].copy_(torch.where(moved, roots[moved].mean() / roots, 1.0))
 
     def _clear_noise(self) -> None:
