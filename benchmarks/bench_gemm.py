@@ -1,5 +1,6 @@
 """CPU products of 16 bits by torch and in float32, and of float32 by torch's default and by oneDNN:
-what `kernels/gemm.py` and `set_matmul` choose between.
+what `kernels/gemm.py` and `set_matmul` choose between. Then the gradients of weights, added to a
+float32 sum in a pass after each product and by the product itself (`adds_to`).
 
 GFLOP/s of a linear layer's forward product, of float32 its two gradients' as well, the best of
 several, values compared first. Other CPUs can be played where oneDNN knows more instructions than
@@ -20,9 +21,20 @@ from arguments import Arguments, write_rows
 from progress import each, say
 from torch import Tensor
 
-from mtcli.kernels.gemm import choose_gemm_dtype, runs_in_float32
+from mtcli.core.parallel.groups import Axis
+from mtcli.core.runtime.health.flight_recorder import FlightRecorder
+from mtcli.core.sync.all_reduce import Bucket
+from mtcli.kernels.gemm import (
+    DEFAULT_GEMMS,
+    add_weight_gradient_,
+    adds_to,
+    choose_gemm_dtype,
+    runs_in_float32,
+)
 
 SHAPES = [(4096, 256, 1024), (2048, 768, 3072), (2048, 2048, 2048)]  # tokens, input, output
+ALONE = Axis("data", (0,), 0, None, FlightRecorder())
+SUMS = [*SHAPES, (512, 768, 3072), (64, 1024, 4096)]
 
 
 def main() -> None:
@@ -48,6 +60,13 @@ def main() -> None:
             rates = f"{row['torch']:8.0f}{row['oneDNN']:9.0f}{row['oneDNN'] / row['torch']:7.2f}"
             say(f"{row['shape']!s:24}{row['product']:10}{rates}")
             rows.append(row)
+    print(f"{'tokens, input, output':24}{'dtype':10}{'pass':>8}{'sink':>9}{'ratio':>7}   chosen")
+    for dtype, shape in each(
+        [*product((torch.float32, torch.bfloat16), shapes if args.tiny else SUMS)]
+    ):
+        rows.append(row := measure_sum(dtype, shape, args.repeats))
+        rates = f"{row['pass']:8.0f}{row['sink']:9.0f}{row['sink'] / row['pass']:7.2f}"
+        say(f"{row['shape']!s:24}{row['dtype']:10}{rates}   {row['chosen']}")
     write_rows(args.json, rows)
 
 
@@ -83,7 +102,23 @@ def measure_float32(shape: tuple[int, int, int], repeats: int) -> Iterator[dict]
         yield {"shape": shape, "dtype": "float32", "product": name} | rates
 
 
-def quickest(ways: dict[str, Callable[[], Tensor]], gflop: float, repeats: int) -> dict[str, float]:
+def measure_sum(dtype: torch.dtype, shape: tuple[int, int, int], repeats: int) -> dict:
+    """The rates of a weight's gradient that is added to a float32 sum."""
+    tokens, inner, width = shape
+    grad, x = torch.randn(tokens, width).to(dtype), torch.randn(tokens, inner).to(dtype)
+    bucket = Bucket({"w": (width, inner)}, ALONE, ALONE, torch.zeros(1))
+    sink = bucket.sink("w", lambda: 1)
+    wgrad = DEFAULT_GEMMS.wgrad
+    ways = {
+        "pass": lambda: bucket.put("w", wgrad(grad, x), first=False),
+        "sink": lambda: add_weight_gradient_(sink, grad, x),
+    }
+    rates = quickest(ways, 2e-9 * tokens * inner * width, repeats)
+    chosen = "sink" if adds_to(x, torch.float32) else "pass"
+    return {"shape": shape, "dtype": str(dtype).removeprefix("torch."), "chosen": chosen} | rates
+
+
+def quickest(ways: dict[str, Callable[[], object]], gflop: float, repeats: int) -> dict[str, float]:
     """GFLOP/s of the quickest of a way's turns."""
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(repeats):

@@ -143,7 +143,7 @@ def head_step(loss):
 def chunked_loss(x, table, labels):
     axis = make_groups(ParallelLayout(1), 0, x.device).tp
     shard = VocabShard(0, len(table), axis)
-    return ChunkedLoss.apply(x, table, labels, None, shard, 1.0 / len(x))[1]
+    return ChunkedLoss.apply(x, labels, None, table, None, shard, 1.0 / len(x))[1]
 
 
 def torch_loss(x, table, labels):

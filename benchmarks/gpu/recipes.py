@@ -143,6 +143,11 @@ SHAPES = {
     "geglu": last(768, 9216, 14336),
     "geglu_tanh": last(768, 9216, 14336),
     "geglu_again": last(768, 9216, 14336),
+    "grouped_outer": Shapes(
+        lambda *size: size,
+        lambda e, each, inner, width: (e, min(each, 1024), shrunk(inner), shrunk(width)),
+        ((8, 8192, 4096, 28672), (128, 2048, 2048, 1536), (6, 1024, 2056, 1400)),
+    ),
     "relu2": last(9216, 24576),
     "relu2_again": last(9216, 24576),
     "route_groups": experts_and_k((64, 6), (256, 8)),
@@ -185,6 +190,19 @@ def geglu_again(mine, grad, gate_up):
     return swiglu_backward_(mine, gate_up, "gelu")
 
 
+def rows_and_sums(device, dtype, num_experts, each, inner, width):
+    """Sums [O, R, D] of two owners, the gradient, the input, and the ends of experts' rows."""
+    x, _, counts = mixture.ragged(device, dtype, num_experts, each, inner, width)
+    sums = torch.zeros(2, num_experts * width // 2, inner, device=device)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    return sums, leaf((len(x), width), dtype, device), x, ends
+
+
+def add_gradients(sums, grad, x, ends):
+    torch.ops.mtcli.grouped_add_outer(sums, grad.detach(), x.detach(), ends, True)
+    return sums
+
+
 def relu2_again(mine, grad, x, bias):
     return relu2_backward_(mine, x, None)
 
@@ -212,6 +230,7 @@ UNMEASURED = [
     unmeasured("geglu_again", geglu_again, elementwise.gated),
     unmeasured("relu2", relu2, elementwise.rows_and(0), **BACKWARD),
     unmeasured("relu2_again", relu2_again, elementwise.biased),
+    unmeasured("grouped_outer", add_gradients, rows_and_sums),
     unmeasured("syrk_tall", lambda x: syrk(x.mT), updates.matrices),
     unmeasured("sort_with_capacity", sort_with_capacity, mixture.unsorted),
 ]

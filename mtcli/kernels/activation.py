@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mtcli.kernels.gelu import gelu, gelu_backward_
 from mtcli.kernels.gemm import DeferGradient, LinearGemms, weight_gradient
+from mtcli.kernels.gradient_sink import GradientSink
 from mtcli.kernels.relu2 import relu2, relu2_backward_
 from mtcli.kernels.swiglu import GPT_OSS, Clamp, Gate, swiglu, swiglu_backward_
 
@@ -66,10 +67,11 @@ class ActivatedLinear(torch.autograd.Function):
         activation: Activation,
         gemms: LinearGemms,
         defer: DeferGradient | None = None,
+        sink: GradientSink | None = None,
     ) -> Tensor:
         """Returns the layer's output, without an output bias."""
         ctx.save_for_backward(x, bias, weight)
-        ctx.activation, ctx.gemms, ctx.defer = activation, gemms, defer
+        ctx.activation, ctx.gemms, ctx.defer, ctx.sink = activation, gemms, defer, sink
         return gemms.forward(activation.forward(x, bias), weight, None)
 
     @staticmethod
@@ -80,5 +82,5 @@ class ActivatedLinear(torch.autograd.Function):
         of_x, of_bias, y = ctx.activation.backward_(of_y, x, bias)
         of_weight = None
         if ctx.needs_input_grad[2]:
-            of_weight = weight_gradient(ctx.gemms, ctx.defer, weight, grad, y)
-        return of_x, of_bias, of_weight, None, None, None
+            of_weight = weight_gradient(ctx.gemms, ctx.defer, ctx.sink, weight, grad, y)
+        return of_x, of_bias, of_weight, None, None, None, None

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from mtcli.kernels.custom_op import custom_op
-from mtcli.kernels.gemm import LinearFunction, LinearGemms, float32_precision, linear
+from mtcli.kernels.gemm import (
+    LinearFunction,
+    LinearGemms,
+    add_gemms_,
+    add_matmul_,
+    float32_precision,
+    linear,
+)
+from mtcli.kernels.gradient_sink import GradientSink
 from mtcli.kernels.triton_launch import cdiv, kernel, power_of_two, prefers_kernel, runs_triton
 
 if TYPE_CHECKING:
@@ -136,12 +144,17 @@ def _gemm(
 
 @kernel(CONFIGS, key=["rows_each", "width", "inner", "itemsize"], default=default_wgrad_config)
 def _wgrad(
-    grad_ptr, x_ptr, ends_ptr, out_ptr, rows_each, width, inner, itemsize,
-    UNITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
+    grad_ptr, x_ptr, ends_ptr, out_ptr, rows_each, width, inner, itemsize, owned_rows,
+    of_owner: tl.int64,
+    OWNERS: tl.constexpr, ADDS: tl.constexpr, UNITS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    """out [E, width, inner] = grad^T x over an expert's rows, INNER at a time."""
+    """out [E * width, inner] = grad^T x over an expert's rows, INNER at a time; plus out if ADDS.
+
+    With OWNERS each owner has `owned_rows` of out's rows; `of_owner` numbers on are the next one's.
+    """
     width, inner = multiple(width, UNITS[0]), multiple(inner, UNITS[1])
+    of_owner = multiple(of_owner, UNITS[2])
     expert = tl.program_id(1)
     start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends_ptr + expert)
@@ -158,18 +171,36 @@ def _wgrad(
         x_at = x_ptr + at[:, None] * inner + d[None, :]
         x = tl.load(x_at, mask=valid[:, None] & d_inside, other=0.0)
         total = tl.dot(grad, x, total, input_precision=PRECISION)
-    at = out_ptr + (expert.to(tl.int64) * width + f[:, None]) * inner + d[None, :]
-    tl.store(at, total, mask=f_inside & d_inside)
+    row = expert.to(tl.int64) * width + f
+    row_at = out_ptr + row[:, None] * inner
+    if OWNERS:
+        row_at = out_ptr + (row // owned_rows * of_owner + row % owned_rows * inner)[:, None]
+    if ADDS:
+        # Half of the columns at a time: next to `total`, all sums would not fit into registers.
+        left, right = tl.split(total.reshape(ROWS, 2, COLUMNS // 2).permute(0, 2, 1))
+        d = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS // 2)
+        inside = f_inside & (d < inner)[None, :]
+        at = row_at + d[None, :]
+        tl.store(at, left + tl.load(at, mask=inside), mask=inside)
+        inside = f_inside & (d + COLUMNS // 2 < inner)[None, :]
+        at += COLUMNS // 2
+        tl.store(at, right + tl.load(at, mask=inside), mask=inside)
+    else:
+        tl.store(row_at + d[None, :], total, mask=f_inside & d_inside)
 
 
-def grouped_linear(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> Tensor:
+def grouped_linear(
+    x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None, sink: GradientSink | None = None
+) -> Tensor:
     """`grouped_linear_reference`, on a GPU in one launch for all experts, forward and backward.
 
-    6 * N * D * F operations with both gradients. The host does not wait for the numbers of rows.
+    6 * N * D * F operations with both gradients. The host does not wait for the numbers of rows. On
+    a GPU the weight's gradient is added to its sink, if it has one.
     """
     if not runs_triton(x_ND):
         return grouped_linear_reference(x_ND, weight_EFD, counts_E)
-    return LinearFunction.apply(x_ND, weight_EFD, None, grouped_gemms(x_ND, weight_EFD, counts_E))
+    gemms = grouped_gemms(x_ND, weight_EFD, counts_E)
+    return LinearFunction.apply(x_ND, weight_EFD, None, gemms, None, sink)
 
 
 def add_by_expert(x_NF: Tensor, bias_EF: Tensor | None, counts_E: Tensor | None) -> Tensor:
@@ -206,7 +237,9 @@ def grouped_gemms(x_ND: Tensor, weight_EFD: Tensor, counts_E: Tensor | None) -> 
 
     Equal counts (None) are a batched GEMM of cuBLAS; torch's grouped GEMM runs where it was
     measured to be faster than the Triton kernel, and on Hopper also where neither was measured: on
-    an H200 its backward of [8, 8192, 4096 -> 28672] took 48 ms, ours 67.
+    an H200 its backward of [8, 8192, 4096 -> 28672] took 48 ms, ours 67. torch's cannot add to a
+    sink, so there the kernel computes the weight's gradient: at three other shapes both took the
+    same time backward, and a pass takes more.
     """
     if counts_E is None:
         return _batched_gemms(len(weight_EFD))
@@ -224,10 +257,21 @@ def _batched_gemms(experts: int) -> LinearGemms:
     def runs(x: Tensor) -> Tensor:
         return x.unflatten(0, (experts, -1))
 
+    def add_wgrad(sink: GradientSink, grad: Tensor, x: Tensor) -> None:
+        beta, memory_ORD = sink.begin(), sink.blocks_ORD
+        if len(memory_ORD) == 1:
+            total_EFD = memory_ORD[0].unflatten(0, (experts, -1))
+            add_matmul_(total_EFD, runs(grad).transpose(1, 2), runs(x), beta)
+            return
+        rows = grad.shape[1]
+        for expert, (g, x_nD) in enumerate(zip(runs(grad), runs(x), strict=True)):
+            add_gemms_(sink.part(expert * rows, rows), g, x_nD, beta)
+
     return LinearGemms(
         lambda x, weight, bias: torch.bmm(runs(x), weight.transpose(1, 2)).flatten(0, 1),
         lambda grad, weight: torch.bmm(runs(grad), weight).flatten(0, 1),
         lambda grad, x: torch.bmm(runs(grad).transpose(1, 2), runs(x)),
+        add_wgrad,
     )
 
 
@@ -236,6 +280,7 @@ def _triton_gemms(ends: Tensor) -> LinearGemms:
         lambda x, weight, bias: _grouped_linear(x, weight, ends),
         lambda grad, weight: _grouped_linear(grad, weight.transpose(1, 2), ends),
         lambda grad, x: _grouped_wgrad(grad, x, ends),
+        lambda sink, grad, x: _add_grouped_wgrad(sink, grad, x, ends),
     )
 
 
@@ -245,7 +290,12 @@ def _torch_gemms(ends: Tensor) -> LinearGemms:
         lambda x, weight, bias: multiply(x, weight.transpose(1, 2), offs=ends),
         lambda grad, weight: multiply(grad, weight, offs=ends),
         lambda grad, x: multiply(grad.transpose(0, 1), x, offs=ends),
+        lambda sink, grad, x: _add_grouped_wgrad(sink, grad, x, ends),
     )
+
+
+def _add_grouped_wgrad(sink: GradientSink, grad: Tensor, x: Tensor, ends: Tensor) -> None:
+    _grouped_add_wgrad(sink.blocks_ORD, grad, x, ends, bool(sink.begin()))
 
 
 @custom_op(
@@ -274,11 +324,24 @@ def _grouped_linear(x, weight, ends):
     fake=lambda grad, x, ends: x.new_empty(len(ends), grad.shape[1], x.shape[1]),
 )
 def _grouped_wgrad(grad, x, ends):
-    grad, x, experts = grad.contiguous(), x.contiguous(), len(ends)
-    width, inner = grad.shape[1], x.shape[1]
-    out = x.new_empty(experts, width, inner)
-    sizes = (len(x) // experts, width, inner, x.element_size())
-    grid = lambda meta: (cdiv(width, meta["ROWS"]) * cdiv(inner, meta["COLUMNS"]), experts)  # noqa: E731
-    flags = {"UNITS": units(width, inner), "PRECISION": float32_precision()}
-    _wgrad[grid](grad, x, ends, out, *sizes, **flags)
+    out = x.new_empty(len(ends), grad.shape[1], x.shape[1])
+    _launch_wgrad(out.flatten(0, 1)[None], grad, x, ends, adds=False)
     return out
+
+
+@custom_op(
+    "grouped_add_outer(Tensor(a!) sums, Tensor grad, Tensor x, Tensor ends, bool adds) -> ()"
+)
+def _grouped_add_wgrad(sums, grad, x, ends, adds):
+    _launch_wgrad(sums, grad, x, ends, adds)
+
+
+def _launch_wgrad(sums_ORD: Tensor, grad: Tensor, x: Tensor, ends: Tensor, adds: bool) -> None:
+    """Writes grad^T x of each expert to the rows of all owners, or adds it."""
+    grad, x, experts = grad.contiguous(), x.contiguous(), len(ends)
+    width, inner, of_owner = grad.shape[1], x.shape[1], sums_ORD.stride(0)
+    sizes = (len(x) // experts, width, inner, x.element_size(), sums_ORD.shape[1], of_owner)
+    grid = lambda meta: (cdiv(width, meta["ROWS"]) * cdiv(inner, meta["COLUMNS"]), experts)  # noqa: E731
+    flags = {"UNITS": units(width, inner, of_owner), "PRECISION": float32_precision()}
+    flags |= {"OWNERS": len(sums_ORD) > 1, "ADDS": adds}
+    _wgrad[grid](grad, x, ends, sums_ORD, *sizes, **flags)

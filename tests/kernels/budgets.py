@@ -79,6 +79,11 @@ BF16 = [
         GROUPED,
     ),
     (
+        "grouped_outer",
+        ("8x8192x4096x28672", "128x2048x2048x1536", "6x1024x2056x1400"),
+        GROUPED[1:],
+    ),
+    (
         "syrk",
         ("1024x4096", "4096x4096", "4096x14336", "770x65"),
         ("syrk._syrk",),
@@ -107,6 +112,7 @@ FP32 = [
     ("route_groups", ("64x6", "256x8"), ROUTE),
     ("unpermute", ("2048x128x8",), ("permute._gather", "permute._gather_backward")),
     ("grouped_linear", ("8x8192x4096x28672", "6x1024x2056x1400"), GROUPED),
+    ("grouped_outer", ("8x8192x4096x28672", "6x1024x2056x1400"), GROUPED[1:]),
     ("adamw", (), ("adamw._adamw",)),
 ]
 # Compute capability 8.0 has no float8.

@@ -4,6 +4,7 @@ from exact import TOLERANCE, check, seeded
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mtcli.kernels import grouped_gemm, triton_launch
+from mtcli.kernels.gradient_sink import GradientSink
 from mtcli.kernels.grouped_gemm import add_by_expert, grouped_linear, grouped_linear_reference
 
 CASES = {
@@ -125,3 +126,49 @@ def test_torchs_grouped_products_are_those_of_each_expert(device, monkeypatch):
     rows = rows_of(counts, device)
     check(lambda x, w: grouped_linear(x, w, rows), formula(counts), inputs, torch.bfloat16)
     assert len(called) == 3
+
+
+@pytest.mark.parametrize("owners", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "case", ["ragged, odd", "more than a tile of each", "as many rows of each"]
+)
+def test_the_weights_gradient_is_added_to_the_rows_of_its_owners(device, case, owners):
+    """The first one overwrites what is there, NaN too; what is beside the rows stays as it is."""
+    counts, inner, width = CASES[case]
+    rows = len(counts) * width
+    each = -(-rows // owners)
+    memory = torch.full((owners, 5 + each * inner + 3), torch.nan, device=device)
+    blocks = memory[:, 5:-3].view(owners, each, inner)
+    sink = GradientSink(blocks, rows, iter([0, 1]).__next__)
+    weight = seeded(len(counts), width, inner, seed=1, device=device).float().requires_grad_()
+    expected = torch.zeros(len(counts), width, inner, dtype=torch.float64, device=device)
+    for seed in (2, 3):
+        x = seeded(sum(counts), inner, seed=seed, device=device).float()
+        grad = seeded(sum(counts), width, seed=seed + 2, device=device).float()
+        grouped_linear(x, weight, rows_of(counts, device), sink).backward(grad)
+        runs = zip(grad.double().split(counts), x.double().split(counts), strict=True)
+        expected += torch.stack([g.T @ of_expert for g, of_expert in runs])
+    assert weight.grad is None
+    written = blocks.reshape(-1, inner)
+    torch.testing.assert_close(
+        written[:rows].double(), expected.flatten(0, 1), rtol=1e-5, atol=2e-5
+    )
+    assert written[rows:].isnan().all()
+    assert memory[:, :5].isnan().all() and memory[:, -3:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("owners", [1, 3])
+def test_gradients_in_16_bits_are_added_in_float32_on_a_gpu(owners):
+    counts, device = [67, 0, 130], torch.device("cuda")
+    blocks = torch.zeros(owners, -(-3 * 136 // owners), 64, device=device)
+    sink = GradientSink(blocks, 3 * 136, iter([0, 1]).__next__)
+    weight = seeded(3, 136, 64, seed=1, device=device).bfloat16().requires_grad_()
+    x, grad = seeded(197, 64, device=device), seeded(197, 136, seed=4, device=device)
+    x, grad = x.bfloat16(), grad.bfloat16()
+    for _ in range(2):
+        grouped_linear(x, weight, rows_of(counts, device), sink).backward(grad)
+    runs = zip(grad.double().split(counts), x.double().split(counts), strict=True)
+    expected = 2 * torch.stack([g.T @ of_expert for g, of_expert in runs]).flatten(0, 1)
+    written = blocks.reshape(-1, 64)[: 3 * 136].double()
+    torch.testing.assert_close(written, expected, rtol=1e-4, atol=1e-4)

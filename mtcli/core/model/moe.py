@@ -5,6 +5,7 @@ y = sum over chosen experts of weight * expert(x) (arXiv:1701.06538; Mixtral arX
 Qwen2-MoE arXiv:2407.10671). N copies of tokens, F an expert's width, E/ep local experts.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import repeat
 from typing import cast
@@ -21,6 +22,7 @@ from mtcli.core.parallel.expert import start_dispatch
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import Axis
 from mtcli.kernels.activation import activation_of
+from mtcli.kernels.gradient_sink import GradientSink
 from mtcli.kernels.grouped_gemm import add_by_expert, grouped_linear, split_rows
 from mtcli.kernels.triton_launch import runs_triton
 
@@ -57,16 +59,21 @@ class ExpertArray(nn.Module):
             x_NF = activation.forward(_adapted(up, x_ND, inner_NF, counts_E), None)
             y_ND = _adapted(down, x_NF, grouped_linear(x_NF, down_EDF, rows_E), counts_E)
             return add_by_expert(y_ND, down_ED, rows_E)
+        sinks = [build.gradient_sinks.of(cast(Tensor, module.weight)) for module in (up, down)]
         if runs_triton(x_ND):
-            inner_NF = add_by_expert(grouped_linear(x_ND, up_EFD, counts_E), up_EF, counts_E)
-            y_ND = build.activated_experts(activation, inner_NF, down_EDF, counts_E)
+            inner_NF = grouped_linear(x_ND, up_EFD, counts_E, sinks[0])
+            inner_NF = add_by_expert(inner_NF, up_EF, counts_E)
+            y_ND = build.activated_experts(activation, inner_NF, down_EDF, counts_E, sinks[1])
             return add_by_expert(y_ND, down_ED, counts_E)
         rows = split_rows(x_ND, counts_E, len(up_EFD))
         matrices = up_EFD.unbind(0), down_EDF.unbind(0)
         biases = (repeat(None) if bias is None else bias.unbind(0) for bias in (up_EF, down_ED))
+        sinks_E = (_of_experts(sink, self.count) for sink in sinks)
         parts = []
-        for x, up_FD, down_DF, up_F, down_D in zip(rows, *matrices, *biases, strict=False):
-            y = build.activated_linear(activation, build.linear(x, up_FD, up_F), None, down_DF)
+        of_experts = zip(rows, *matrices, *biases, *sinks_E, strict=False)
+        for x, up_FD, down_DF, up_F, down_D, up_sink, down_sink in of_experts:
+            inner = build.linear(x, up_FD, up_F, up_sink)
+            y = build.activated_linear(activation, inner, None, down_DF, down_sink)
             parts.append(y if down_D is None else y + down_D)
         return torch.cat(parts)
 
@@ -80,6 +87,14 @@ def _adapted(module: nn.Module, x_ND: Tensor, y_NF: Tensor, counts_E: Tensor | N
     """Adds the outputs of the matrix's adapters, if it has any, to its outputs y [N, F]."""
     adapter = cast(nn.Module | None, module.adapter)
     return y_NF if adapter is None else cast(Tensor, adapter(x_ND, y_NF, counts_E))
+
+
+def _of_experts(sink: GradientSink | None, experts: int) -> Iterable[GradientSink | None]:
+    """The sink of each expert's rows of a weight."""
+    if sink is None:
+        return repeat(None)
+    rows = sink.rows // experts
+    return [sink.part(expert * rows, rows) for expert in range(experts)]
 
 
 def _padded(bias_ED: Tensor, etp: Axis) -> Tensor:

@@ -7,7 +7,7 @@ grid of tp ranks, decides how they are sharded.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -28,8 +28,16 @@ from mtcli.core.parallel.lora import (
 from mtcli.core.parallel.zero_bubble import WeightPasses
 from mtcli.kernels.activation import ActivatedLinear, Activation
 from mtcli.kernels.dropout import DropoutStream, dropout_stream
-from mtcli.kernels.gemm import DEFAULT_GEMMS, DeferGradient, LinearFunction, LinearGemms
+from mtcli.kernels.embedding import embedding
+from mtcli.kernels.gemm import (
+    DEFAULT_GEMMS,
+    DeferGradient,
+    LinearFunction,
+    LinearGemms,
+    adds_to,
+)
 from mtcli.kernels.gemm import linear as plain_linear
+from mtcli.kernels.gradient_sink import GradientSink, GradientSinks
 from mtcli.kernels.grouped_gemm import grouped_gemms, grouped_linear
 from mtcli.kernels.random import stream_key
 from mtcli.kernels.triton_launch import runs_triton
@@ -93,6 +101,7 @@ class LayerFactory(ABC):
     device: torch.device | None = None  # of new parameters; None is the rank's
     adapters: AdapterSettings | None = None  # where adapters are trained
     num_models: int = 1  # whose activations follow each other in those of all: [models * T, D]
+    gradient_sinks: GradientSinks = field(default_factory=GradientSinks)  # of weights' gradients
 
     @property
     def enter(self) -> Exchange:
@@ -263,7 +272,7 @@ class LayerFactory(ABC):
 
     def lookup(self, ids_T: Tensor, weight: Tensor) -> Tensor:
         """The rows `ids_T` of a table that tp ranks replicate."""
-        return F.embedding(ids_T, weight)
+        return embedding(ids_T, weight, self.gradient_sinks.of(weight))
 
     def dropout(self, site: str, drop: float, seed: int) -> DropoutStream:
         """The random stream and probability of dropout at a site."""
@@ -281,19 +290,29 @@ class LayerFactory(ABC):
         """(chosen experts [T, k], number of experts), numbered over all models of an array."""
         return experts, count
 
-    @property
-    def linear(self) -> Callable[..., Tensor]:
-        """F.linear, whose weight gradients can wait for the W pass of a schedule that splits
-        backwards."""
-        if self.weight_passes is None and self.gemms is None:
-            return plain_linear
-        return self._linear
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return LinearFunction.apply(x, weight, bias, self.gemms or DEFAULT_GEMMS, self._defer)  # type: ignore[no-untyped-call, no-any-return]  # torch
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        sink: GradientSink | None = None,
+    ) -> Tensor:
+        """F.linear, whose weight gradients are summed in a sink, by default the weight's, and can
+        wait for the W pass of a schedule that splits backwards."""
+        sink = sink or self.gradient_sinks.of(weight)
+        sums_here = sink is not None and adds_to(x, sink.dtype)
+        if not sums_here and self.weight_passes is None and self.gemms is None:
+            return plain_linear(x, weight, bias)
+        gemms = self.gemms or DEFAULT_GEMMS
+        return LinearFunction.apply(x, weight, bias, gemms, self._defer, sink)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
     def activated_linear(
-        self, activation: Activation, x: Tensor, bias: Tensor | None, weight: Tensor
+        self,
+        activation: Activation,
+        x: Tensor,
+        bias: Tensor | None,
+        weight: Tensor,
+        sink: GradientSink | None = None,
     ) -> Tensor:
         """activation(x + bias) weight^T, which on a GPU saves x alone for backward.
 
@@ -302,19 +321,25 @@ class LayerFactory(ABC):
         to 1.08 times as long.
         """
         if not self._recomputes(x):
-            return self.linear(activation.forward(x, bias), weight)
+            return self.linear(activation.forward(x, bias), weight, sink=sink)
+        to = self._defer, sink or self.gradient_sinks.of(weight)
         gemms = self.gemms or DEFAULT_GEMMS
-        return ActivatedLinear.apply(x, bias, weight, activation, gemms, self._defer)  # type: ignore[no-untyped-call, no-any-return]  # torch
+        return ActivatedLinear.apply(x, bias, weight, activation, gemms, *to)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
     def activated_experts(
-        self, activation: Activation, x_NF: Tensor, weight_EDF: Tensor, counts_E: Tensor | None
+        self,
+        activation: Activation,
+        x_NF: Tensor,
+        weight_EDF: Tensor,
+        counts_E: Tensor | None,
+        sink: GradientSink | None = None,
     ) -> Tensor:
         """`activated_linear` of all experts' rows, sorted by expert; its backward is never
         split."""
         if not self._recomputes(x_NF):
-            return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts_E)
+            return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts_E, sink)
         gemms = grouped_gemms(x_NF, weight_EDF, counts_E)
-        return ActivatedLinear.apply(x_NF, None, weight_EDF, activation, gemms)  # type: ignore[no-untyped-call, no-any-return]  # torch
+        return ActivatedLinear.apply(x_NF, None, weight_EDF, activation, gemms, None, sink)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
     def _recomputes(self, x: Tensor) -> bool:
         kernel = runs_triton(x) and not torch.compiler.is_compiling()

@@ -9,11 +9,11 @@ hidden, V columns of this rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mtcli.core.parallel.collectives import (
@@ -33,7 +33,9 @@ from mtcli.kernels.cross_entropy import (
     row_max,
     row_parts,
 )
-from mtcli.kernels.gemm import add_matmul_, linear, matmul
+from mtcli.kernels.embedding import embedding
+from mtcli.kernels.gemm import add_matmul_, add_weight_gradient_, linear, matmul
+from mtcli.kernels.gradient_sink import GradientSink
 from mtcli.kernels.limits import LOSS_CHUNK_BYTES, chunk_rows
 from mtcli.kernels.softcap import softcap
 from mtcli.kernels.triton_launch import runs_triton
@@ -100,6 +102,9 @@ class VocabEmbedding(nn.Module):
         self.shard = VocabShard(box.start[0], box.size[0], build.groups.tp)
         self.leave = scatter_out if build.sequence_parallel else sum_out
         self.enter = gather_in if build.sequence_parallel else copy_in
+        self.gradient_sinks = build.gradient_sinks
+        # A head's GEMMs are torch's own, and W passes would keep its logits' gradient alive.
+        self.linear = replace(build, weight_passes=None, gemms=None).linear
 
     def forward(self, tokens_T: Tensor) -> Tensor:
         """ids [T] -> x_TD [T/tp, D]: each rank looks up its own ids, zeros for others, and ranks
@@ -108,12 +113,13 @@ class VocabEmbedding(nn.Module):
 
     def own_rows(self, tokens_T: Tensor) -> Tensor:
         """The rows [T, D] of this rank's ids; zeros for other ids."""
+        sink = self.gradient_sinks.of(self.weight)
         # One rank owns all ids: 8 launches less, one of them over [T, D] in each direction.
         if self.shard.tp.size == 1:
-            return F.embedding(tokens_T, self.weight)
+            return embedding(tokens_T, self.weight, sink)
         local_T, owned_T = self.shard.owned(tokens_T)
         elsewhere_T = ~owned_T
-        x_TD = F.embedding(local_T.masked_fill(elsewhere_T, 0), self.weight)
+        x_TD = embedding(local_T.masked_fill(elsewhere_T, 0), self.weight, sink)
         return x_TD.masked_fill(elsewhere_T[:, None], 0.0)
 
 
@@ -131,7 +137,7 @@ class VocabLoss(TokenLoss):
 
     def uncapped(self, x_TD: Tensor) -> Tensor:
         """x_TD [T/tp, D] -> logits_TV without the cap."""
-        return linear(self.table.enter(x_TD, self.tp), self.table.weight, self.bias)
+        return self.table.linear(self.table.enter(x_TD, self.tp), self.table.weight, self.bias)
 
     def losses(self, x_TD: Tensor, labels_T: Tensor) -> Tensor:
         """The cross entropy of each label [T], float32 (float64 for float64 logits)."""
@@ -150,8 +156,10 @@ class VocabLoss(TokenLoss):
         if not self._in_chunks(x_TD):
             return super().loss(x_TD, labels_T, weights_T, scale)
         x_TD = self.table.enter(x_TD, self.tp)
+        table = self.table.weight, self.bias
+        sink = self.table.gradient_sinks.of(self.table.weight)
         losses_T, scaled = ChunkedLoss.apply(  # type: ignore[no-untyped-call]  # torch
-            x_TD, self.table.weight, labels_T, weights_T, self.shard, scale, self.bias, self.cap
+            x_TD, labels_T, weights_T, *table, self.shard, scale, self.cap, sink
         )
         return losses_T.sum(), scaled
 
@@ -211,20 +219,22 @@ class ChunkedLoss(torch.autograd.Function):
     Gradients are computed in the forward pass, while a chunk's logits exist, and include `scale`,
     without which float16 gradients would underflow. The backward pass multiplies them by the
     incoming gradient. With several chunks the weight's gradient is summed in float32, 4 * V * D
-    bytes.
+    bytes, unless it has a sink: that one gets it in the forward pass, so the incoming gradient has
+    to be 1.
     """
 
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd takes no containers of tensors
         ctx: Any,
         x_TD: Tensor,
-        weight_VD: Tensor,
         labels_T: Tensor,
         weights_T: Tensor | None,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
         shard: VocabShard,
         scale: float,
-        bias_V: Tensor | None = None,
         cap: float = 0.0,
+        sink: GradientSink | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns (losses [T], scale * their sum)."""
         local_T, parts, of_bias = shard.column_or_none(labels_T), [], None
@@ -238,7 +248,9 @@ class ChunkedLoss(torch.autograd.Function):
             parts.append(losses_C)
             logits_gradient_(logits_CV, lse_C, local_T[rows], grads, shard.valid, cap)
             of_x[rows] = matmul(logits_CV, weight_VD)
-            if weight_VD.requires_grad:
+            if sink is not None:
+                add_weight_gradient_(sink, logits_CV, x_TD[rows])
+            elif weight_VD.requires_grad:
                 of_weight = _add_gemm(of_weight, logits_CV, x_TD[rows], len(x_TD))
             if bias_V is not None:
                 wide = torch.promote_types(bias_V.dtype, torch.float32)
@@ -260,7 +272,8 @@ class ChunkedLoss(torch.autograd.Function):
             of_weight = torch.mul(wide, grad, out=torch.empty_like(wide, dtype=ctx.dtype))
         if of_bias is not None:
             of_bias = (of_bias * grad).to(ctx.dtype)
-        return of_x * grad.to(of_x.dtype), of_weight, None, None, None, None, of_bias, None
+        of_x = of_x * grad.to(of_x.dtype)
+        return of_x, None, None, of_weight, of_bias, None, None, None, None
 
 
 @torch.no_grad()

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtcli.kernels.gemm import MakeGradient
+
 WeightStep = Callable[[], None]
 
 
@@ -29,7 +31,7 @@ class WeightPasses:
         finally:
             self.pending = None
 
-    def gradient(self, weight: Tensor, make: Callable[[], Tensor]) -> Tensor | None:
+    def gradient(self, weight: Tensor, make: MakeGradient) -> Tensor | None:
         """Returns make(), the weight's gradient, or None inside `collecting`, which defers it to W.
 
         W starts from the weight's node in autograd's graph, so that no copy of the weight stays
@@ -47,10 +49,10 @@ class _Left(torch.autograd.Function):
     """Computes dW lazily inside backward(), so that autograd assigns it without a copy."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, make: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, make: MakeGradient) -> Tensor:
         ctx.make = make
         return weight.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:
         return ctx.make(), None

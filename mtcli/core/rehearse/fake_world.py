@@ -200,6 +200,8 @@ class Answers(TorchDispatchMode):
             return self._learn(counts, self._balanced(args[0].numel(), args[2])), edges
         if func is torch.ops.c10d._allgather_base_.default:
             self._gather(args[0], args[1])
+        if func is aten.baddbmm.dtype_out:  # torch's fake kernel takes the dtype for beta
+            return given["out"]
         value = self._compute(func, args, given)
         if func in DYNAMIC and value is not None:
             like = next(x for x in args if isinstance(x, Tensor))

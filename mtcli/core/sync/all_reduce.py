@@ -30,6 +30,7 @@ from mtcli.core.parallel.ownership import Ownership, owned_rows, unsharded
 from mtcli.core.parallel.transport.process_group import PendingWork
 from mtcli.core.sync.strategy import Strategy, sum_tied_gradients_
 from mtcli.kernels import limits
+from mtcli.kernels.gradient_sink import GradientSink, GradientSinks
 
 
 class Slot(NamedTuple):
@@ -68,6 +69,12 @@ class Bucket:
         if missing := slot.rows * self.owners.size - slot.shape[0]:
             grad = F.pad(grad.reshape(slot.shape[0], -1), (0, 0, 0, missing))
         (target.copy_ if first else partial(_add_, target))(grad.reshape(target.shape))
+
+    def sink(self, name: str, begin: Callable[[], int]) -> GradientSink:
+        """Where GEMMs add a matrix's gradients themselves; `begin` as in GradientSink."""
+        slot = self.slots[name]
+        blocks_ORD = self.columns[name].view(self.owners.size, slot.rows, -1)
+        return GradientSink(blocks_ORD, slot.shape[0], begin)
 
     def clear(self, name: str) -> None:
         """Zeroes a gradient."""
@@ -134,9 +141,14 @@ class BucketedDataParallel(Strategy):
     recorded = True
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], ownership: Ownership, bucket_bytes: float
+        self,
+        stages: Mapping[int, nn.Module],
+        ownership: Ownership,
+        bucket_bytes: float,
+        sinks: GradientSinks,
     ) -> None:
-        self.stages, self.ownership = stages, ownership
+        """Adds the sinks of all matrices to `sinks`, which the stages' layers read."""
+        self.stages, self.ownership, self.sinks = stages, ownership, sinks
         self.shards = unsharded(stages, ownership.table)
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[str, Bucket] = {}
@@ -230,14 +242,22 @@ class BucketedDataParallel(Strategy):
         for name, parameter in members:
             self.bucket_of[name] = bucket
             parameter.register_post_accumulate_grad_hook(self._collector(bucket, stage, name))
+            if parameter.dim() == 2:
+                self.sinks.add(parameter, bucket.sink(name, partial(self._begin, name)))
+
+    def _begin(self, name: str) -> int:
+        """Notes a gradient of a parameter; returns 0 for the first of a step, then 1."""
+        is_first = name in self.fresh
+        self.fresh.discard(name)
+        return 0 if is_first else 1
 
     def _collector(self, bucket: Bucket, stage: int, name: str) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
-            if parameter.grad is None:  # its W pass brings this one later
-                return
-            bucket.put(name, parameter.grad, first=name in self.fresh)
-            self.fresh.discard(name)
-            parameter.grad = None
+            # None of a gradient that GEMMs added to its sink, or that a W pass brings later: no W
+            # pass but the last is due once the stage is in `last`.
+            if parameter.grad is not None:
+                bucket.put(name, parameter.grad, first=self._begin(name) == 0)
+                parameter.grad = None
             if stage in self.last:
                 self.missing[bucket].discard(name)
                 if not self.missing[bucket]:

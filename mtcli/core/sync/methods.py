@@ -1,6 +1,7 @@
 """Builds the strategy and the exchange of replicas that a config names."""
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
 from mtcli.core.mesh.sharding import shards_parameters
 from mtcli.core.optim.optimizer import Optimizer
+from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import Groups
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import BucketedDataParallel
@@ -46,7 +48,10 @@ def strategy_for(
     parallel, table = config.parallel, run_parameters(config.model, config.lora)
     ownership = Ownership(groups, table, parallel.sequence_parallel, parallel.zero > 0)
     if not allocates_shards(config, groups.layout):
-        return BucketedDataParallel(stages, ownership, parallel.bucket_mib * 2**20)
+        build = cast(LayerFactory, next(iter(stages.values())).build)  # one of all stages
+        return BucketedDataParallel(
+            stages, ownership, parallel.bucket_mib * 2**20, build.gradient_sinks
+        )
     from mtcli.core.sync.fsdp import FullyShardedDataParallel  # half a second of torch's imports
 
     return FullyShardedDataParallel(stages, ownership, dtype)

@@ -11,6 +11,7 @@ from tiny import MOE, Samples, run_config
 
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import parameters
+from mtcli.core.model.build import build_stages
 from mtcli.core.model.inputs import make_inputs
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.state import initialise
@@ -68,7 +69,8 @@ def by_hand(name):
     config = config_of((LOSSES | WITHOUT)[name], {})
     model, trainer = config.model, Trainer(config, ALONE)
     initialise(trainer)
-    (stage,) = trainer.stages.values()
+    (stage,) = build_stages(config, trainer.groups).values()  # autograd returns its gradients
+    stage.load_state_dict(trainer.stages[0].state_dict())
     logits = []
 
     def note(router, arguments):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import GPT, Samples, run_config
 
+from mtcli.core.model.build import build_stages
 from mtcli.core.model.inputs import make_inputs
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
@@ -20,7 +21,8 @@ def plain_loop(config):
     """([(loss, norm)], {trust ratio}) of arXiv:1904.00962's algorithm 2, a parameter at a time."""
     o, trainer = config.optimizer, Trainer(config, ALONE)
     initialise(trainer)
-    (stage,) = trainer.stages.values()
+    (stage,) = build_stages(config, trainer.groups).values()  # autograd returns its gradients
+    stage.load_state_dict(trainer.stages[0].state_dict())
     weights = dict(stage.named_parameters())
     moments = {name: [torch.zeros_like(x)] * 2 for name, x in weights.items()}
     done, ratios = [], []

@@ -1,6 +1,7 @@
 """The GPU's way to the loss, interpreted, beside cross entropy of the whole product in float64."""
 
 import importlib.util
+from itertools import chain, repeat
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from mtcli.core.parallel import vocab_parallel
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.tensor import TensorParallelLayers
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
+from mtcli.kernels.gradient_sink import GradientSink
 from mtcli.kernels.triton_launch import interpreted
 
 pytestmark = pytest.mark.skipif(
@@ -37,14 +39,15 @@ def weights_of(weighted):
     return torch.tensor([0.5, 0.0, 1.0, 0.75, 1.25, 1.0, 0.0, 0.25])
 
 
-def lost(runtime, dtype, chunk_bytes, weighted):
+def lost(runtime, dtype, chunk_bytes, weighted, by_sink):
     """Of each vocabulary (its losses, its scaled sum, gradients of x and table, losses alone)."""
     vocab_parallel.LOSS_CHUNK_BYTES = chunk_bytes, chunk_bytes  # of this forked process
     with interpreted():
-        return [_lost(runtime, dtype, vocab, weights_of(weighted)) for vocab in VOCABS]
+        weights = weights_of(weighted)
+        return [_lost(runtime, dtype, vocab, weights, by_sink) for vocab in VOCABS]
 
 
-def _lost(runtime, dtype, vocab, weights):
+def _lost(runtime, dtype, vocab, weights, by_sink):
     parameter = Parameter("table.weight", (vocab, D), ("tp", None), "normal", "first", padded=0)
     groups = make_groups(ParallelLayout(runtime.world, tp=runtime.world), runtime.rank, "cpu")
     build = TensorParallelLayers({parameter.name: parameter}, groups, dtype, sequence_parallel=True)
@@ -54,15 +57,25 @@ def _lost(runtime, dtype, vocab, weights):
         table.weight.zero_()
         table.weight[: box.size[0]] = seeded(vocab, D, seed=1)[box.slices]
     x = build.my_tokens(seeded(T, D, seed=2)).to(dtype).requires_grad_()
-    total, scaled = VocabLoss(table).loss(x, labels_of(vocab), weights, SCALE)
-    (3.0 * scaled).backward()
-    grads = x.grad, table.weight.grad
+    if by_sink:
+        sums = torch.full((1, *table.weight.shape), torch.nan)
+        sink = GradientSink(sums, len(table.weight), chain([0], repeat(1)).__next__)
+        build.gradient_sinks.add(table.weight, sink)
+        total, scaled = VocabLoss(table).loss(x, labels_of(vocab), weights, 3.0 * SCALE)
+        scaled.backward()
+        assert table.weight.grad is None
+        grads, scaled = (x.grad, sums[0]), scaled.detach() / 3.0
+    else:
+        total, scaled = VocabLoss(table).loss(x, labels_of(vocab), weights, SCALE)
+        (3.0 * scaled).backward()
+        grads = x.grad, table.weight.grad
     with torch.no_grad():
         alone = VocabLoss(table).losses(x, labels_of(vocab))
     return total, scaled.detach(), grads, alone
 
 
 # 300 columns of 4 bytes and less: one row at a time, 3 rows and all rows
+@pytest.mark.parametrize("by_sink", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     ("tp", "dtype", "chunk_bytes"),
@@ -73,8 +86,10 @@ def _lost(runtime, dtype, vocab, weights):
         (2, torch.float32, 2**20),
     ],
 )
-def test_the_loss_in_chunks_is_cross_entropy_whatever_the_chunks(tp, dtype, chunk_bytes, weighted):
-    ranks = run_ranks(tp, lost, dtype, chunk_bytes, weighted)
+def test_the_loss_in_chunks_is_cross_entropy_whatever_the_chunks(
+    tp, dtype, chunk_bytes, weighted, by_sink
+):
+    ranks = run_ranks(tp, lost, dtype, chunk_bytes, weighted, by_sink)
     weights = torch.ones(T).double() if not weighted else weights_of(True).double()
     # with weights fewer labels average their bfloat16 rounding
     tight = {torch.float32: 2e-6, torch.bfloat16: 8e-3 if weighted else 6e-3}[dtype]
@@ -88,10 +103,13 @@ def test_the_loss_in_chunks_is_cross_entropy_whatever_the_chunks(tp, dtype, chun
             torch.testing.assert_close(
                 total.double(), (expected.detach() * weights).sum(), rtol=tight, atol=0.0
             )
-            assert scaled == total * SCALE
+            assert by_sink or scaled == total * SCALE
+            assert float(scaled) == pytest.approx(float(total) * SCALE, rel=1e-6)
         of_x, of_table = (torch.cat(grads) for grads in zip(*(p[2] for p in parts), strict=True))
         assert apart(of_x, x.grad) < tight
-        assert of_table.dtype == dtype and not of_table[vocab:].any()
+        assert (
+            of_table.dtype == (torch.float32 if by_sink else dtype) and not of_table[vocab:].any()
+        )
         assert apart(of_table[:vocab], whole.grad) < tight
 
 

@@ -11,6 +11,7 @@ from mtcli.core.optim.grad_norm import square_sum
 from mtcli.core.parallel.groups import make_groups
 from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import BucketedDataParallel
+from mtcli.kernels.gradient_sink import GradientSinks
 
 NAMES = ["a", "b", "c", "unused"]
 SIZE = 5  # elements of each: 20 bytes of float32
@@ -36,7 +37,7 @@ def made(runtime, bucket_bytes, dtype=torch.float32, **layout):
     module = Sum(dtype)
     groups = make_groups(ParallelLayout(runtime.world, **layout), runtime.rank, runtime.device)
     ownership = Ownership(groups, table(), sequence_parallel=True, shard=False)
-    return module, BucketedDataParallel({0: module}, ownership, bucket_bytes)
+    return module, BucketedDataParallel({0: module}, ownership, bucket_bytes, GradientSinks())
 
 
 def x_of(rank, micro_batch):

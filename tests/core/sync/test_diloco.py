@@ -18,6 +18,7 @@ from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.parallel.transport import process_group
 from mtcli.core.sync.all_reduce import BucketedDataParallel
 from mtcli.core.sync.diloco import OuterExchange
+from mtcli.kernels.gradient_sink import GradientSinks
 
 NAMES = ("embedding.weight", "blocks.0.w", "blocks.1.w", "head.weight")
 ROWS = 700  # two blocks of 256 and more
@@ -43,7 +44,7 @@ class Replica:
         groups = make_groups(layout, runtime.rank, runtime.device)
         table = {name: Parameter(name, (rows,), (None,), "normal", 0) for name in NAMES}
         ownership = Ownership(groups, table, sequence_parallel=True, shard=False)
-        inside = BucketedDataParallel({0: Weights(rows)}, ownership, 1e9)
+        inside = BucketedDataParallel({0: Weights(rows)}, ownership, 1e9, GradientSinks())
         config = OptimizerConfig(name="sgd", momentum=0.0)
         self.optimizer = Optimizer(inside.weights(), ownership, config, torch.float32)
         sync = SyncConfig(**{"method": "diloco", "period": 1} | sync)

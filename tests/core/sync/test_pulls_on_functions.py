@@ -20,6 +20,7 @@ from mtcli.core.parallel.ownership import Ownership
 from mtcli.core.sync.all_reduce import BucketedDataParallel
 from mtcli.core.sync.easgd import ElasticPulls
 from mtcli.core.sync.lsgd import LeaderPulls
+from mtcli.kernels.gradient_sink import GradientSinks
 
 H = torch.diag(torch.tensor([1.0, 0.8, 1.4], dtype=torch.float64))
 MINIMISER = torch.tensor([0.5, -2.0, 1.0], dtype=torch.float64)
@@ -49,7 +50,9 @@ def exchange_of(runtime, sync, start, lr):
     layout = ParallelLayout(runtime.world, replicas=runtime.world)
     groups = make_groups(layout, runtime.rank, runtime.device)
     table = {"x": Parameter("x", tuple(module.x.shape), (None,), "normal", 0)}
-    strategy = BucketedDataParallel({0: module}, Ownership(groups, table, True, False), 1e6)
+    strategy = BucketedDataParallel(
+        {0: module}, Ownership(groups, table, True, False), 1e6, GradientSinks()
+    )
     config = OptimizerConfig(name="sgd", lr=lr, weight_decay=0.0)
     optimizer = Optimizer(strategy.weights(), strategy.ownership, config, torch.float64)
     share = ReplicaShare(sync, 100, runtime.world, {"x": module.x.numel()}, 8)
