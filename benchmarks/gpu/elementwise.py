@@ -29,7 +29,7 @@ from mtcli.kernels.fp8 import (
 from mtcli.kernels.gelu import gelu, gelu_backward_, gelu_reference
 from mtcli.kernels.norm import add_norm, norm, norm_reference
 from mtcli.kernels.random import normal, normal_reference
-from mtcli.kernels.rope import rotate, rotate_reference
+from mtcli.kernels.rope import rotate, rotate_reference, split_rotated
 from mtcli.kernels.swiglu import swiglu, swiglu_backward_, swiglu_reference
 
 ROWS = 32768
@@ -81,6 +81,17 @@ def rotary(device, dtype, b, s, h, g, d):
     angles = torch.cat([angles, angles], -1)
     q, k = (leaf((b, s, n, d), dtype, device, n).transpose(1, 2).detach() for n in (h, g))
     return q.requires_grad_(), k.requires_grad_(), angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def packed(device, dtype, b, s, h, g, d):
+    _, _, cos, sin = rotary(device, dtype, b, s, h, g, d)
+    return leaf((b, s, g, h // g + 2, d), dtype, device), cos, sin
+
+
+def torch_rotate_packed(qkv, cos, sin):
+    q, k, v = qkv.split([qkv.shape[3] - 2, 1, 1], 3)
+    q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))
+    return *torch_rotate(q, k, cos, sin), v
 
 
 def logits(device, dtype, rows, columns):
@@ -234,6 +245,10 @@ ENTRIES = [
         [(8, 4096, 32, 8, 128), (32, 1024, 12, 12, 64)], (2, 3, 4, 2, 8),
         lambda itemsize, b, s, h, g, d: 2 * b * s * (h + g + 1) * d * itemsize,
         lambda itemsize, b, s, h, g, d: 2 * b * s * (h + g + 1) * d * itemsize),
+    Entry("rotate_packed", split_rotated, {"torch": torch_rotate_packed}, packed,
+        [(8, 4096, 32, 8, 128)], (2, 3, 4, 2, 8),
+        lambda itemsize, b, s, h, g, d: 2 * b * s * (h + g + 1) * d * itemsize,
+        lambda itemsize, b, s, h, g, d: 2 * b * s * (h + 2 * g + 1) * d * itemsize),
     Entry("masked_softmax", with_dropout(masked_softmax),
         {"torch": with_dropout(masked_softmax_reference)},
         lambda device, dtype, b, h, n: (

@@ -42,18 +42,21 @@ def run_ranks(
     max_restarts: int = 0,
     goes_on: "GoesOn | None" = None,
 ) -> Result | None:
-    """Runs `work(runtime)` and returns this rank's result. In a process without a launcher, runs
-    the same command line in `nproc` workers and returns None when they are done.
+    """Runs `work(runtime)` and returns this rank's result. In a process without a launcher, and
+    with several ranks or restarts, runs the same command line in `nproc` workers and returns None
+    when they are done.
 
     `goes_on` returns the hint after a rank's fault; by default to run the command again.
     """
-    from mtcli.core.runtime.launch import bring_up, environment_world, launch
+    from mtcli.core.runtime.launch import become_only_rank, bring_up, environment_world, launch
     from mtcli.core.runtime.worker_errors import again
 
     goes_on = goes_on or again
     if environment_world() is None:
-        launch(nproc, sys.argv[1:], max_restarts, goes_on)
-        return None
+        if nproc > 1 or max_restarts:
+            launch(nproc, sys.argv[1:], max_restarts, goes_on)
+            return None
+        become_only_rank()
     settings = train.matmul, train.debug_collectives, train.cuda_graphs, goes_on
     with bring_up(train.device, train.timeout, *settings) as runtime:
         return work(runtime)

@@ -52,6 +52,7 @@ BF16 = [
     ("relu2_again", (9216, 24576), RELU2[1:]),
     ("dropout_add", (768, 1600, 4096), ("dropout._dropout",)),
     ("rotate", ("32x8x128", "12x12x64", "16x16x72"), ("rope._rotate",)),
+    ("rotate_packed", ("32x8x128", "16x16x72"), ("rope._rotate",)),
     ("masked_softmax", (1024, 4096), SOFTMAX),
     ("softmax_of_all", (1024,), SOFTMAX),
     ("cross_entropy_padded", VOCABULARIES, LOSS),
@@ -135,7 +136,7 @@ class Limits(NamedTuple):
 # What rows have instead, and why.
 OWN = {
     "*flash_backward._dkv": (Limits(load_bits=64), "a query has two numbers of 4 bytes"),
-    "* rotate 16x16x72 *": (Limits(load_bits=32, store_bits=32), "halves of 36 elements"),
+    "* rotate* 16x16x72 *": (Limits(load_bits=64, store_bits=64), "halves of 36 elements"),
     "*cross_entropy._row_parts": (Limits(store_bits=0), "three numbers of a row"),
     "* lamb._totals": (Limits(load_bits=32, store_bits=0), "two numbers of a chunk"),
     "* lamb *": (Limits(load_bits=64, store_bits=64), "half of it is for the last chunk, masked"),

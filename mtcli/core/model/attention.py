@@ -41,6 +41,8 @@ class Attention(nn.Module):
         self.layer, self.head_dim = layer, model.head_dim
         self.visibility, self.table = layer_visibility(model, layer), layer_table(model, layer)
         self.num_interleaved = model.rotary_dim * model.rope_interleaved
+        # what comes between the projection and the rotation
+        self.reorders = self.num_interleaved > 0 or model.qk_norm in ("head", "each_head")
         # kernels multiply scores by 1 / sqrt(head_dim)
         self.query_scale = model.attention_scale * model.head_dim**0.5 or 1.0
         tp = build.groups.tp
@@ -80,14 +82,19 @@ class Attention(nn.Module):
         """Fused projections [T, g * (r + 2) * head_dim] -> attended values [T, h * head_dim]."""
         b, s = inputs.shape
         r, d = self.queries_per_group, self.head_dim
-        # split, not slices: its backward is one concatenation instead of three padded sums
-        q, k, v = qkv_TF.view(b, s, -1, r + 2, d).split([r, 1, 1], 3)
-        if self.qk_norm == "head":
-            q, k = _normed(self.q_norm, q, -1), _normed(self.k_norm, k, -1)
-        elif self.qk_norm == "each_head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
-        q, k = self.rotated(q, k, inputs)
+        qkv = qkv_TF.view(b, s, -1, r + 2, d)
+        table = None if self.table is None or self.reorders else inputs.rotations[self.table]
+        if table is not None and table.splits(qkv):
+            q, k, v = table.split(qkv)
+        else:
+            # split, not slices: its backward is one concatenation instead of three padded sums
+            q, k, v = qkv.split([r, 1, 1], 3)
+            if self.qk_norm == "head":
+                q, k = _normed(self.q_norm, q, -1), _normed(self.k_norm, k, -1)
+            elif self.qk_norm == "each_head":
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k, v = (x.flatten(2, 3).transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
+            q, k = self.rotated(q, k, inputs)
         if self.query_scale != 1.0:
             q = q * self.query_scale
         if inputs.cache is not None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from mtcli.core.config.model import ModelConfig, RopeScaling
-from mtcli.kernels.rope import rotate
+from mtcli.kernels.rope import rotate, split_rotated
+from mtcli.kernels.triton_launch import runs_triton
 
 
 class RotaryTable(NamedTuple):
@@ -27,6 +28,16 @@ class RotaryTable(NamedTuple):
         (q, q_rest), (k, k_rest) = (x.split([r, d - r], -1) for x in (q_bhsd, k_bgsd))
         q, k = rotate(q, k, self.cos, self.sin)
         return torch.cat([q, q_rest], -1), torch.cat([k, k_rest], -1)
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Splits fused projections [b, s, g, r + 2, d] into rotated queries and keys, and values
+        [b, heads, s, d], in one launch; for `splits` alone."""
+        return split_rotated(qkv, self.cos, self.sin)
+
+    def splits(self, qkv: Tensor) -> bool:
+        """Whether a kernel rotates whole heads of fused projections."""
+        eager = not torch.compiler.is_compiling()
+        return eager and self.cos.shape[-1] == qkv.shape[-1] and runs_triton(qkv)
 
 
 def halves(x_bhsd: Tensor, r: int) -> Tensor:

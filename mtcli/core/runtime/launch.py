@@ -5,6 +5,7 @@ variables) and of Slurm. Imports torch only inside functions, as allocator setti
 import.
 """
 
+import ctypes
 import os
 import signal
 import sys
@@ -67,15 +68,22 @@ def launch(
 ) -> None:
     """Runs `mtcli <arguments>` in `nproc` workers and returns once all are done.
 
-    With one worker this process runs it. Raises MtcliError with the first failure's own text.
+    Raises MtcliError with the first failure's own text.
     """
     settings = {name: value for name, value in ALLOCATOR.items() if name not in os.environ}
-    command = [sys.executable, "-m", "mtcli", *arguments]
-    if nproc == 1 and max_restarts == 0:
-        os.execve(sys.executable, command, os.environ | settings | _RANK_ZERO)
     os.environ.update(settings | {LAUNCHED: "1"})
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // nproc)))
+    command = [sys.executable, "-m", "mtcli", *arguments]
     _run_workers(nproc, command, max_restarts, goes_on)
+
+
+def become_only_rank() -> None:
+    """Makes this process the one rank of a run, with an allocator that keeps freed blocks."""
+    os.environ.update(_RANK_ZERO)
+    if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # of glibc
+        for name, (parameter, value) in MALLOPT.items():
+            if name not in os.environ:
+                libc.mallopt(parameter, value)
 
 
 @contextmanager
@@ -336,7 +344,13 @@ def _run_workers(nproc: int, command: list[str], max_restarts: int, goes_on: Goe
 
 
 # glibc gives freed blocks back to the system and faults them in again at the next step; keeping
-# them made a training step 1.25 to 1.5 times faster (benchmarks/bench_train.py). Read at exec.
+# them made a training step 1.25 to 1.5 times faster (benchmarks/bench_train.py). Read at exec; in a
+# process that runs, mallopt(3) sets the same.
+MALLOPT = {  # (parameter, value); a threshold of -1 is never reached
+    "MALLOC_MMAP_MAX_": (-4, 0),
+    "MALLOC_TRIM_THRESHOLD_": (-1, -1),
+    "MALLOC_TOP_PAD_": (-2, 268435456),
+}
 ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",

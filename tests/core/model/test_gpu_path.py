@@ -29,7 +29,7 @@ CALLED = {
     | {"masked_softmax", "masked_softmax_backward"}
     | SHARED,
     "llama": {"norm", "norm_backward", "add_norm", "swiglu", "swiglu_backward_with_output"}
-    | {"rotate"}
+    | {"rotate_packed", "rotate_packed_backward"}
     | SHARED,
     "geglu": {"swiglu", "swiglu_backward_with_output"},
     "clamped": {"swiglu", "swiglu_backward_with_output"},

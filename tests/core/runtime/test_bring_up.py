@@ -1,5 +1,9 @@
+import ctypes
 import os
+import resource
 import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -9,7 +13,7 @@ import torch
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime import launch as bringing_up
 from mtcli.core.runtime import launch as launch_module
-from mtcli.core.runtime.launch import StopSignal, bring_up, cores, environment_world
+from mtcli.core.runtime.launch import ALLOCATOR, StopSignal, bring_up, cores, environment_world
 from mtcli.core.runtime.worker_errors import LostPeer, first_failure, telling_of_lost_peers
 from mtcli.kernels import limits
 
@@ -272,3 +276,29 @@ def test_a_connection_that_breaks_is_told_in_a_line(monkeypatch, error, what):
 def test_an_error_of_another_kind_is_left_alone():
     with pytest.raises(RuntimeError, match="^shapes differ$"), telling_of_lost_peers(0):
         raise RuntimeError("shapes differ")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="glibc's allocator")
+def test_the_only_rank_keeps_freed_blocks_as_workers_do_from_their_environment():
+    code = """
+import resource, sys
+from mtcli.core.runtime.launch import become_only_rank
+if sys.argv[1:]:
+    become_only_rank()
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+bytearray(2**25)
+before = faults()
+for _ in range(20):
+    bytearray(2**25)
+print(faults() - before)
+"""
+    path = os.pathsep.join(sys.path)
+
+    def faults(*words, **more):
+        env = {"PATH": os.environ["PATH"], "PYTHONPATH": path, **more}
+        return int(subprocess.check_output([sys.executable, "-c", code, *words], env=env))
+
+    fresh = 20 * 2**25 // resource.getpagesize()
+    assert faults() > fresh // 600  # huge pages of 512 at the most
+    assert max(faults("rank"), faults(**ALLOCATOR)) < fresh // 1000
+    assert faults("rank", MALLOC_MMAP_MAX_="65536", MALLOC_TOP_PAD_="0") > fresh // 600
