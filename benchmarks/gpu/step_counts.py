@@ -277,8 +277,11 @@ def _our_flops(name: str, args: Any) -> tuple[int, int]:
     if name == "grouped_linear":
         x_NK, weight_EFK = args[:2]
         return 2 * len(x_NK) * x_NK.shape[1] * weight_EFK.shape[1], 0
-    if name == "grouped_outer":
-        return 2 * args[0].numel() * args[1].shape[1], 0
+    if name in ("grouped_outer", "grouped_add_outer"):
+        grad_NF, x_ND = args[:2] if name == "grouped_outer" else args[1:3]
+        return 2 * grad_NF.numel() * x_ND.shape[1], 0
+    if name == "syrk":
+        return args[0].numel() * args[0].shape[1], 0
     if name == "fp8_product":
         return 2 * args[0].numel() * len(args[3]), 0
     if name in ("flash", "flash_backward"):
