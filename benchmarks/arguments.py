@@ -31,6 +31,7 @@ class Arguments(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         if "--tiny" in words:
             self.set_defaults(**self._tiny)
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
         parsed = super().parse_args(words, namespace)
         if missing := lacking({package: package for package in self._needs}):
             write_rows(parsed.json, {"skipped": ", ".join(missing.values())})

@@ -14,14 +14,13 @@ import argparse
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter, process_time
 
 from arguments import Arguments, threads, write_rows
 from progress import in_turn, say
+from runs import answer, mtcli
 
 LAYERS, HIDDEN, HEADS, VOCAB, SEQ, MICRO = 4, 256, 4, 8192, 256, 4
 LR, BETAS, CLIP = 1e-4, (0.9, 0.999), 1.0
@@ -80,7 +79,7 @@ def prepare(args: argparse.Namespace) -> None:
     (folder / "text.txt").write_text("\n\n".join(documents))
     command = ["preprocess", str(folder / "text.txt"), "--split-on", "blank", "--sentences"]
     command += ["--tokenizer", f"train:{VOCAB}", "--output", str(folder / "text")]
-    subprocess.run([sys.executable, "-m", "mtcli", *command], check=True, capture_output=True)
+    mtcli(*command)
 
     import torch
     from transformers import BertForPreTraining
@@ -108,10 +107,8 @@ def spawn(args: argparse.Namespace, name: str) -> dict:
     from mtcli.core.runtime.launch import ALLOCATOR
 
     env = os.environ | (ALLOCATOR if name in ("ours", "ours-padded", "hf-tuned") else {})
-    command = [sys.executable, __file__, "--child", name, "--folder", args.folder]
-    command += ["--drop", str(args.drop), "--steps", str(args.steps), "--rows", str(args.rows)]
-    done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    words = [f"--{flag}={getattr(args, flag)}" for flag in ("folder", "drop", "steps", "rows")]
+    return answer(__file__, "--child", name, *words, env=env)
 
 
 def show(args: argparse.Namespace, found: dict[str, list[dict]]) -> None:

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +23,7 @@ from time import perf_counter, process_time
 
 from arguments import Arguments, threads, write_rows
 from progress import in_turn, say
+from runs import answer
 
 SIZES = {"tiny": (256, 4, 4), "124m": (768, 12, 12)}  # width, layers, heads
 # Of a log-likelihood of up to 100 nats; in proportion for a larger one, as float32 rounds it.
@@ -122,15 +122,11 @@ def spawn(name, folder, arguments):
     """One run in a new process: seconds, processor seconds, [[log-likelihood] * 4] per item."""
     from mtcli.core.runtime.launch import ALLOCATOR
 
-    settings = {} if name == "lm-eval" else ALLOCATOR
-    settings |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": f"{folder}/cache"}
-    settings |= {"OMP_NUM_THREADS": str(arguments.threads)}
-    command = [sys.executable, __file__, "--worker", name, "--folder", folder]
-    command += ["--dtype", arguments.dtype, "--threads", str(arguments.threads)]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{name} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    env = os.environ | ({} if name == "lm-eval" else ALLOCATOR)
+    env |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": f"{folder}/cache"}
+    env |= {"OMP_NUM_THREADS": str(arguments.threads)}
+    words = ["--folder", folder, "--dtype", arguments.dtype, "--threads", arguments.threads]
+    return answer(__file__, "--worker", name, *words, env=env)
 
 
 def work(arguments):

@@ -12,7 +12,6 @@ that overlap by nothing. Ends with 1 where figures differ.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from arguments import Arguments, data_folder, threads, write_rows
 from progress import each, say
+from runs import python
 
 from mtcli.core.evaluate.tasks.wikitext import split_pages
 
@@ -106,10 +106,8 @@ def timed(command: list[str], threads: int) -> tuple:
     """(the JSON that a Python command prints last, its seconds)."""
     environ = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     begin = time.perf_counter()
-    done = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{command} failed:\n{done.stderr}")
-    text = done.stdout if "mtcli" in command else done.stdout.splitlines()[-1]
+    said = python(*command, env=environ)
+    text = said if "mtcli" in command else said.splitlines()[-1]
     return json.loads(text), time.perf_counter() - begin
 
 

@@ -14,14 +14,13 @@ import argparse
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter, process_time
 
 from arguments import Arguments, threads, write_rows
 from progress import in_turn, say
+from runs import answer
 
 LAYERS, HIDDEN, HEADS, FFN, VOCAB = 4, 256, 4, 1024, 8192
 LR, BETAS, CLIP, ALPHA = 2e-4, (0.9, 0.95), 1.0, 16.0
@@ -93,11 +92,9 @@ def spawn(args: argparse.Namespace, name: str) -> dict:
     from mtcli.core.runtime.launch import ALLOCATOR
 
     env = os.environ | (ALLOCATOR if name in ("ours", "peft-tuned") else {})
-    command = [sys.executable, __file__, "--child", name, "--folder", args.folder]
-    for flag in ("rank", "seq", "tokens", "steps"):
-        command += [f"--{flag}", str(getattr(args, flag))]
-    done = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    flags = ("folder", "rank", "seq", "tokens", "steps")
+    words = [f"--{flag}={getattr(args, flag)}" for flag in flags]
+    return answer(__file__, "--child", name, *words, env=env)
 
 
 def show(args: argparse.Namespace, found: dict[str, list[dict]]) -> None:

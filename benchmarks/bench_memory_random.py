@@ -10,7 +10,6 @@ shows it, and how many there were. With --run each draw is trained on this CPU i
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from typing import Any
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from arguments import Arguments, write_rows
+from runs import mtcli
 from tqdm import tqdm
 
 from mtcli.core.config import rules
@@ -88,12 +88,8 @@ def run(config: RunConfig, world: int) -> Section:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "run.toml"
         path.write_text(dump_toml(config))
-        line = [sys.executable, "-m", "mtcli", "profile", str(path), "--nproc", str(world)]
-        line += ["--steps", "1", "--warmup", "0", "--json", "-"]
-        done = subprocess.run(line, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: {done.stderr}")
-    return json.loads(done.stdout)
+        words = ["--nproc", world, "--steps", 1, "--warmup", 0, "--json", "-"]
+        return json.loads(mtcli("profile", path, *words))
 
 
 def legal(random: Random) -> tuple[int, Section]:

@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from itertools import accumulate
@@ -21,7 +20,7 @@ from typing import Any
 
 from arguments import Arguments, write_rows
 from progress import each, say
-from runs import metrics, mtcli, sets
+from runs import metrics, mtcli, python, sets
 
 RANKS, STEPS = 4, 300
 MODEL = ["num_layers=2", "hidden_size=64", "num_heads=4", "vocab_size=257", "max_seq_len=64"]
@@ -93,9 +92,7 @@ def run(name: str, seed: int, data: list[str], args: argparse.Namespace) -> dict
         settings = [*SETTINGS, *VARIANTS[name][0], *data, f"seed={seed}", f"train.output={output}"]
         settings += [f"train.steps={args.steps}", f"train.eval_every={args.steps // 2}", *args.set]
         ranks = ["-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", "--standalone"]
-        command = [sys.executable, *ranks, __file__, "--child", name, *settings]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert not done.returncode, done.stderr
+        python(*ranks, __file__, "--child", name, *settings)
         steps = metrics(Path(output))
     found: dict[str, Any] = {"loss": [round(step["loss"], 4) for step in steps]}
     found["sync_bytes"] = [step["sync_bytes"] for step in steps]

@@ -11,7 +11,6 @@ first. Contenders run in turn, each run a process of its own, so that allocator 
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from time import perf_counter
 
 from arguments import Arguments, lacking, threads, write_rows
 from progress import in_turn, say
+from runs import answer
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))  # contenders.py, which knows no device
 
@@ -87,10 +87,8 @@ def spawn(args: argparse.Namespace, name: str) -> dict:
     env = dict(os.environ)
     if name.startswith(("ours", "product")) or name.endswith("-tuned"):
         env |= ALLOCATOR
-    command = [sys.executable, __file__, "--child", name, "--model", args.model]
-    command += ["--precision", args.precision, "--steps", str(args.steps)]
-    out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
-    return json.loads(out.splitlines()[-1])
+    words = [f"--{flag}={getattr(args, flag)}" for flag in ("model", "precision", "steps")]
+    return answer(__file__, "--child", name, *words, env=env)
 
 
 def show(args: argparse.Namespace, rows: dict[str, dict]) -> None:

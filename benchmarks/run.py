@@ -13,6 +13,7 @@ that failed, and exits with 1.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -78,8 +79,9 @@ def run(script: Path, flags: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         start = perf_counter()
+        env = os.environ | ({"OMP_NUM_THREADS": "1"} if "--tiny" in flags else {})
         # -u: a row is shown when it is measured, in a pipe too
-        done = subprocess.run([sys.executable, "-u", script, *flags, "--json", rows])
+        done = subprocess.run([sys.executable, "-u", script, *flags, "--json", rows], env=env)
         entry = {"arguments": flags, "seconds": round(perf_counter() - start, 1)}
         measured = json.loads(rows.read_text()) if rows.exists() else None
     return entry | {"status": done.returncode, "rows": measured}

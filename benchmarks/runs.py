@@ -1,4 +1,4 @@
-"""Runs `mtcli` in a process of its own, as a user would, and reads what a run wrote."""
+"""Runs `mtcli` and scripts in processes of their own, and reads what they wrote."""
 
 import json
 import subprocess
@@ -13,10 +13,20 @@ SMALL = ("model.hidden_size=64", "model.vocab_size=512", "batch.seq_len=64")
 
 def mtcli(*words: object, folder: Path | None = None, env: Mapping[str, str] | None = None) -> str:
     """Runs a command, in a folder; returns its stdout. Ends the benchmark where it fails."""
-    command = [sys.executable, "-m", "mtcli", *map(str, words)]
+    return python("-m", "mtcli", *words, folder=folder, env=env)
+
+
+def answer(*words: object, env: Mapping[str, str] | None = None) -> Any:
+    """The JSON in the last line that a script prints."""
+    return json.loads(python(*words, env=env).splitlines()[-1])
+
+
+def python(*words: object, folder: Path | None = None, env: Mapping[str, str] | None = None) -> str:
+    """Runs Python with these words; returns its stdout. Ends the benchmark where it fails."""
+    command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"error: mtcli {' '.join(command[3:])}\n{done.stderr[-2000:]}")
+        raise SystemExit(f"error: {' '.join(command[1:])}\n{done.stderr[-2000:]}")
     return done.stdout
 
 

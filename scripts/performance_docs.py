@@ -22,6 +22,7 @@ BEGIN, END = (
 NONE = {
     "bench": "No file of `make bench` is committed yet: the tables below were copied by hand.\n",
     "step": "No file of a training step is committed yet.\n",
+    "step counts": "No file of trace_step.py is committed yet.\n",
     "kernels": "No file of kernels is committed yet.\n",
 }
 HEAD = ["what", "script", "mtcli", "peers", "ratio"]
@@ -47,10 +48,10 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
 def newest(kind: str, results: Path) -> list[Path]:
     """The last file of each machine or device."""
     last: dict[str, Path] = {}
-    for path in sorted(results.glob(f"{kind}-*.json")):
+    for path in sorted(results.glob(f"{kind.replace(' ', '-')}*.json")):
         found = json.loads(path.read_text())
-        if not found.get("tiny"):
-            last[str(found.get("device") or found["machine"])] = path
+        if found.get("what", kind) == kind and not found.get("tiny"):
+            last[str(found.get("device") or found.get("machine"))] = path
     return list(last.values())
 
 

@@ -84,6 +84,7 @@ ELSEWHERE = {
     "benchmarks/gpu/profile_step.py": "tests/test_bench_gpu.py",
     "benchmarks/gpu/run.py": "tests/test_bench_gpu.py",
     "benchmarks/gpu/table.py": "tests/test_bench_gpu.py",
+    "benchmarks/gpu/trace_step.py": "tests/test_trace_step.py",
     "fused/benchmarks/bench_fused_models.py": "fused/tests/test_fused_models.py",
 }
 SCRIPTS = {

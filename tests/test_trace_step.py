@@ -132,6 +132,6 @@ def test_the_command_prints_a_table_that_aligns_and_writes_it(
 
 def test_the_page_has_the_published_counts(trace_step):
     table = importlib.import_module("table")
-    record = json.loads((ROOT / "benchmarks" / "results" / "launches.json").read_text())
+    record = json.loads((ROOT / "benchmarks" / "results" / "step-counts.json").read_text())
     assert [row["name"] for row in record["rows"]] == list(trace_step.PUBLISHED)
     assert table.page(record) in (ROOT / "docs" / "performance.md").read_text()

@@ -12,6 +12,7 @@ after the update the owners' rows are all-gathered.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -220,10 +221,14 @@ class BucketedDataParallel(Strategy):
 
     @torch.no_grad()
     def after_update(self) -> None:
-        """All-gathers the rows that owners have updated (zero = 1)."""
+        """All-gathers the rows that owners have updated (zero = 1), a bucket while the next one is
+        under way: all at once would take the memory of the model's weights again."""
         tensors = {name: shard.tensor for name, shard in self.shards.items()}
-        gathered = [bucket for bucket in self.buckets if bucket.owners.size > 1]
-        for finish in [bucket.start_all_gather(tensors) for bucket in gathered]:
+        gathers = (
+            bucket.start_all_gather(tensors) for bucket in self.buckets if bucket.owners.size > 1
+        )
+        for finish, _ in pairwise(chain(gathers, [None])):
+            assert finish is not None, "a bucket's"
             finish()
 
     def saves(self, name: str) -> bool:

@@ -1,5 +1,8 @@
 """Bucketed gradient reduction on modules small enough to sum by hand."""
 
+from itertools import accumulate
+from types import SimpleNamespace
+
 import pytest
 import torch
 from ranks import run_ranks
@@ -125,3 +128,18 @@ def test_a_replicated_parameter_counts_once_in_the_norm():
     assert sum(before for before, _ in answers) == pytest.approx(expected)
     assert answers[1] == (0.0, 0.0)
     assert answers[0][1] == pytest.approx(expected / 4)
+
+
+def test_no_more_than_two_buckets_of_updated_weights_are_gathered_at_a_time():
+    events = []
+
+    def start(tensors):
+        events.append(1)
+        return lambda: events.append(-1)
+
+    strategy = object.__new__(BucketedDataParallel)
+    strategy.shards = {}
+    owners = SimpleNamespace(size=2)
+    strategy.buckets = [SimpleNamespace(owners=owners, start_all_gather=start) for _ in range(5)]
+    strategy.after_update()
+    assert events.count(1) == 5 and sum(events) == 0 and max(accumulate(events)) == 2
