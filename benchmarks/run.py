@@ -58,7 +58,7 @@ def parse() -> argparse.Namespace:
 
 def opened(args: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
     """The file, and what it holds: the facts of this machine, and what finished in it before."""
-    facts = {"date": str(date.today()), "commit": commit(), "tiny": args.tiny}
+    facts = {"what": "bench", "date": str(date.today()), "commit": commit(), "tiny": args.tiny}
     facts |= {"machine": machine(), "versions": versions(), "scripts": {}}
     cpu = "-".join(facts["machine"]["cpu"].replace("(R)", "").split())
     folder = Path(tempfile.gettempdir()) if args.tiny else HERE / "results"

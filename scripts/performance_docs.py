@@ -40,7 +40,8 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
         begin, end = BEGIN.format(kind=kind), END.format(kind=kind)
         before, _, rest = text.partition(begin)
         _, _, after = rest.partition(end)
-        sections = [section(kind, json.loads(path.read_text())) for path in newest(kind, results)]
+        files = (json.loads(path.read_text()) for path in newest(kind, results))
+        sections = [section(kind, found).rstrip() + "\n" for found in files]
         text = "\n".join([before + begin, *(sections or [none]), end + after])
     return text
 
@@ -48,9 +49,9 @@ def with_tables(text: str, results: Path = RESULTS) -> str:
 def newest(kind: str, results: Path) -> list[Path]:
     """The last file of each machine or device."""
     last: dict[str, Path] = {}
-    for path in sorted(results.glob(f"{kind.replace(' ', '-')}*.json")):
+    for path in sorted(results.glob("*.json")):
         found = json.loads(path.read_text())
-        if found.get("what", kind) == kind and not found.get("tiny"):
+        if isinstance(found, dict) and found.get("what") == kind and not found.get("tiny"):
             last[str(found.get("device") or found.get("machine"))] = path
     return list(last.values())
 

@@ -290,7 +290,13 @@ def test_a_file_of_make_bench_becomes_a_table_of_rates_and_ratios(tmp_path):
     script = script_named("performance_docs")
     samples = {"mtcli": {"best": 500.0}, "Megatron": {"best": 40.0}, "gather": {"best": 1250.0}}
     entry = {"arguments": [], "seconds": 9.0, "status": 0, "rows": samples}
-    found = {"date": "2026-01-02", "commit": "abc", "tiny": False, "versions": {"torch": "2.0"}}
+    found = {
+        "what": "bench",
+        "date": "2026-01-02",
+        "commit": "abc",
+        "tiny": False,
+        "versions": {"torch": "2.0"},
+    }
     found |= {"machine": {"cpu": "A", "cores": 2, "memory_gib": 8.0, "gpus": []}}
     found |= {"scripts": {"samples": entry, "train": entry | {"status": 1, "rows": None}}}
     older = found | {"date": "2026-01-01", "scripts": {}}

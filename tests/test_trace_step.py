@@ -20,6 +20,7 @@ from mtcli.core.model.mlp import GatedMlp
 ROOT = Path(__file__).parent.parent
 LAYERS = MICRO_BATCHES = 2
 FULL = {"capacity_factor": 1.0, "pad_to_capacity": True}
+SIZES = {"hidden_size": 64, "head_dim": 16, "moe_ffn_hidden_size": 48, "max_seq_len": 64}
 LAYOUTS = {  # model, ranks, sections
     "dense": (LLAMA, 1, {}),
     "GPT with dropout": (GPT | DROPPING, 1, {}),
@@ -104,6 +105,15 @@ def test_a_layer_launches_and_computes_what_arithmetic_says(trace_step):
     assert trace.sums()["step"]["host_reads"] == 1
 
 
+def test_a_layer_of_experts_computes_those_that_a_token_visits(trace_step):
+    batch = {"seq_len": 64, "micro_batch_size": 2, "global_batch_size": 2}
+    train = {"steps": 4, "precision": "bf16"}
+    trace = trace_step.traced({"model": MOE | SIZES, "batch": batch, "train": train}, 1, 0, [])
+    attention = (4 + 2 * 2 + 4) * 16  # heads of queries, keys and values, and those of the output
+    weights = 64 * (attention + MOE["num_experts"] + MOE["top_k"] * 3 * 48)
+    assert trace.sums()["layer"]["gemm_flops"] == 3 * 2 * 2 * 64 * weights
+
+
 def test_the_command_prints_a_table_that_aligns_and_writes_it(
     trace_step, tmp_path, monkeypatch, capsys
 ):
@@ -122,6 +132,6 @@ def test_the_command_prints_a_table_that_aligns_and_writes_it(
 
 def test_the_page_has_the_published_counts(trace_step):
     table = importlib.import_module("table")
-    record = json.loads((ROOT / "benchmarks" / "results" / "launches.json").read_text())
+    record = json.loads((ROOT / "benchmarks" / "results" / "step-counts.json").read_text())
     assert [row["name"] for row in record["rows"]] == list(trace_step.PUBLISHED)
     assert table.page(record) in (ROOT / "docs" / "performance.md").read_text()

@@ -241,11 +241,6 @@ def _bytes(func: Any, args: Any, given: Any, outs: list[Tensor]) -> tuple[int, i
         read += size * (name != "out")
     if not func._schema.is_mutable:
         written += sum(map(_size, outs))
-    if given.get("beta") == 0:  # of a GEMM that overwrites its sum
-        read -= _size(args[0])
-    if packet is torch.ops.aten.index_put_:  # it adds rows to a table
-        rows = _size(args[2])
-        return 2 * rows + sum(_size(x) for x in args[1] if _is_tensor(x)), rows
     if packet in GATHERS:
         read = min(read, written + sum(_size(x) for x in tree_leaves(args[1:]) if _is_tensor(x)))
     return read, written
@@ -282,10 +277,11 @@ def _our_flops(name: str, args: Any) -> tuple[int, int]:
     if name == "grouped_linear":
         x_NK, weight_EFK = args[:2]
         return 2 * len(x_NK) * x_NK.shape[1] * weight_EFK.shape[1], 0
-    if name == "grouped_outer":
-        return 2 * args[0].numel() * args[1].shape[1], 0
-    if name == "grouped_add_outer":
-        return 2 * args[1].numel() * args[2].shape[1], 0
+    if name in ("grouped_outer", "grouped_add_outer"):
+        grad_NF, x_ND = args[:2] if name == "grouped_outer" else args[1:3]
+        return 2 * grad_NF.numel() * x_ND.shape[1], 0
+    if name == "syrk":
+        return args[0].numel() * args[0].shape[1], 0
     if name == "fp8_product":
         return 2 * args[0].numel() * len(args[3]), 0
     if name in ("flash", "flash_backward"):
