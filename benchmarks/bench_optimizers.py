@@ -6,7 +6,7 @@ with three further seeds. The loss to reach is the one that AdamW ends with, the
 Rates at the end of a grid are named: the best one may lie beyond.
 
     python benchmarks/bench_optimizers.py --size tiny --plot docs/images/optimizers-tiny.png
-    python benchmarks/bench_optimizers.py --size 10m --steps 150 --json FILE
+    python benchmarks/bench_optimizers.py --size 10m --steps 150 --json FILE --work FOLDER
     python benchmarks/bench_optimizers.py --read FILE
 """
 
@@ -54,12 +54,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--plot", help="draw the curves into this file")
     parser.add_argument("--read", help="show curves that were written")
+    parser.add_argument("--work", type=Path, help="keep the sweeps here; the next run goes on")
     args = parser.parse_args()
     if args.read:
         found = json.loads(Path(args.read).read_text())
     else:
         with tempfile.TemporaryDirectory() as folder:
-            found = measured(Path(folder), args)
+            found = measured(args.work or Path(folder), args)
     write_rows(args.json, found)
     report(found)
     if args.plot:
@@ -69,7 +70,9 @@ def main() -> None:
 def measured(folder: Path, args: argparse.Namespace) -> Table:
     """The best settings of each optimizer, and the curves of its seeds."""
     data, size, steps = folder / "stdlib", args.size, args.steps
-    mtcli("preprocess", "stdlib", "--output", str(data), "--tokenizer", "bytes")
+    if not data.with_suffix(".json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        mtcli("preprocess", "stdlib", "--output", str(data), "--tokenizer", "bytes")
     common = [f"model.{one}" for one in SIZES[size]] + [f"batch.{one}" for one in BATCH]
     common += [f'data.train=["{data}"]', f"train.steps={steps}", "train.device=cpu"]
     common += [f"optimizer.warmup_steps={steps // 20}", "optimizer.schedule=linear"]
@@ -111,13 +114,17 @@ def sweep(
     vary: Table | None = None,
     more: Sequence[str] = (),
 ) -> list[Table]:
-    """The trials of `mtcli sweep`."""
+    """The trials of `mtcli sweep`, unless an earlier run of this script has them."""
     words = [*more, *sets(settings)]
     varied = {**(vary or {}), "seed": seeds}
     for field, values in varied.items():
         words += ["--vary", f"{field}={','.join(map(str, values))}"]
     result = output.parent / f"{output.name}.json"
-    mtcli("sweep", "tiny", *words, "--output", str(output), "--json", str(result))
+    if not result.exists():
+        words += ["--resume"] * (output / "sweep.json").exists()
+        partial = result.with_suffix(".partial")
+        mtcli("sweep", "tiny", *words, "--output", str(output), "--json", str(partial))
+        partial.replace(result)
     trials: list[Table] = json.loads(result.read_text())["trials"]
     return trials
 
