@@ -24,7 +24,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,  # of all but the operands of linear layers
 }
-FEW_TOKENS, LARGE_WEIGHT = 256, 2**18  # of float32 on a CPU: see `adds_to`
+FEW_TOKENS, LARGE_WEIGHT = 128, 2**18  # of float32 on a CPU: see `adds_to`
 # Dtypes whose GEMMs a CPU computes in float32. Process-wide like torch's own float32 matmul
 # precision: backwards and compiled graphs, which nothing can be passed to, read it too.
 _IN_FLOAT32 = {torch.float16}

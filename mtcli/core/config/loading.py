@@ -320,14 +320,16 @@ def all_fields() -> tuple[str, ...]:
 
 def value_named(word: str) -> str:
     """Returns section.name=value, such as train.precision=bf16, for the only field with an option
-    of this name; empty where none or several have it."""
+    of this name, or the one whose number formats others repeat; empty where none or several have
+    it."""
     found = []
     for field in all_fields():
         *sections, name = field.split(".")
         section = section_at(RunConfig, sections)
         if section and word in field_kind(section.model_fields[name]).options:
             found.append(f"{field}={word}")
-    return found[0] if len(found) == 1 else ""
+    formats = [value for value in found if value.startswith("train.precision=")]
+    return found[0] if len(found) == 1 else "".join(formats)
 
 
 def _leaves(section: type[BaseModel], path: str) -> Iterator[str]:

@@ -113,7 +113,7 @@ def _block(work: Workload, on_cpu: bool) -> BlockBytes:
     m, stream, entered = work.model, _stream(work), _entered(work)
     parts = [_attention(work, on_cpu)]
     parts += [_mlp(work, on_cpu)] if m.dense_ffn_hidden_size else []
-    parts += [_experts(work)] if m.num_experts else []
+    parts += [_experts(work, on_cpu)] if m.num_experts else []
     saved = work.block_bytes or m.norms_per_block * stream + sum(part.saved for part in parts)
     forward = max(part.forward for part in parts) + entered + 2 * stream
     backward = max(part.backward for part in parts) + entered + 2 * stream
@@ -161,9 +161,10 @@ def _mlp(work: Workload, on_cpu: bool) -> PartBytes:
     )
 
 
-def _experts(work: Workload) -> PartBytes:
-    """Counts the token copies sent and received, their inner values, and the outputs to sum; the
-    gradients of all of a rank's experts are alive at once.
+def _experts(work: Workload, on_cpu: bool) -> PartBytes:
+    """Counts the token copies sent and received, their inner values, and the outputs to sum. On a
+    CPU the gradients of all of a rank's experts are alive at once; on a GPU, GEMMs add them to
+    their sums.
 
     With etp the rows of an expert are those of all ranks of etp (arXiv:2504.14960, section 3.2).
     """
@@ -174,7 +175,7 @@ def _experts(work: Workload) -> PartBytes:
     router = work.tokens / work.sequence_shards * m.num_experts * max(WIDE, size)
     saved = work.routed_bytes + inner * m.up_factor + sent + outputs + 3 * router
     elements = m.num_experts // layout.ep * m.hidden_size * m.moe_ffn_hidden_size / layout.etp
-    table = elements * m.up_factor * size * (not (work.lora.rank or is_sharded(work)))
+    table = elements * m.up_factor * size * on_cpu * (not (work.lora.rank or is_sharded(work)))
     moving = work.routed_bytes + inner * (m.up_factor + 1)
     return PartBytes(saved, moving + work.routed_bytes, moving + table)
 
@@ -198,7 +199,7 @@ def _wide(work: Workload, output: float) -> float:
 
 def _head(work: Workload, on_cpu: bool) -> HeadBytes:
     """Counts the head's input, and the logits; or, of a fused loss, the gradients and a chunk of
-    logits."""
+    logits. The weight's gradient is added to its sum by GEMMs unless zero=3 shards that."""
     m, size, stream = work.model, work.sizes.weight, _stream(work)
     if m.head in CLASSIFIERS:
         return HeadBytes(stream, 2 * stream)
@@ -210,7 +211,7 @@ def _head(work: Workload, on_cpu: bool) -> HeadBytes:
         saved = stream + entered + logits * (1 + (m.logit_softcap > 0))
         return HeadBytes(saved, saved + entered + _wide(work, logits))
     rows = min(tokens, chunk_rows(columns * size))
-    table = columns * m.hidden_size * (work.lora.rank == 0)
+    table = columns * m.hidden_size * (is_sharded(work) and work.lora.rank == 0)
     saved = stream + entered + table * (size if rows == tokens else max(WIDE, size))
     return HeadBytes(saved, saved + entered + rows * columns * size)
 

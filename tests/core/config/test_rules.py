@@ -20,6 +20,10 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["model.hidden_size=100000000"], 1, "model",
         "ffn_hidden_size * hidden_size: 8e+16 elements, of 1e+15 at most",
         "smaller layers"),
+    "_narrow_moments_move": (
+        ["train.precision=fp64", "train.moments=bf16"], 1, "train.moments",
+        "moments='bf16' with precision='fp64', whose sums are as exact",
+        "'fp32', or another train.precision"),
     "_heads": (
         ["model.num_kv_heads=3"], 1, "model.num_kv_heads",
         "num_kv_heads=3 does not divide num_heads=8", "1, 2, 4 or 8"),
@@ -328,12 +332,8 @@ ALSO = {  # further branches of the same rules
         ["train.precision=bf16", "train.loss_scale=128"], 1, "train.loss_scale",
         "loss_scale=128.0 with precision='bf16', whose loss is not scaled",
         "train.precision = 'fp16', or leave train.loss_scale out"),
-    "narrow moments beside wide sums": (
-        ["train.precision=fp64", "train.moments=bf16"], 1, "train.moments",
-        "moments='bf16' with precision='fp64', whose sums are as exact",
-        "'fp32', or another train.precision"),
     "narrow moments that are sent as signs": (
-        ["train.moments=bf16", "sync.method=onebit", "parallel.replicas=2"], 2, "train.moments",
+        ["train.moments=bf16", "sync.method=onebit", "sync.replicas=2"], 2, "train.moments",
         "moments='bf16' with sync.method='onebit', which sums moments in float32",
         "'fp32', or another sync.method"),
     "a mean of squares that would never fall": (
