@@ -30,7 +30,8 @@ from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer, run_groups
 
-TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 2e-3}
+# An array rounds gradients to fp16 that a run alone on a CPU adds in float32.
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 2e-2, "fp16": 8e-3}
 RATES = (
     {"lr": 3e-3, "weight_decay": 0.1},
     {"lr": 1e-2, "weight_decay": 0.0, "betas": [0.8, 0.99], "clip": 0.3, "schedule": "linear"},
