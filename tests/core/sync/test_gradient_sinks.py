@@ -189,7 +189,7 @@ def test_bfloat16_adds_by_gemms_where_they_run_in_float32(widens):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "width", "by_gemm"), [(256, 512, True), (257, 512, False), (256, 511, False)]
+    ("tokens", "width", "by_gemm"), [(128, 512, True), (129, 512, False), (128, 511, False)]
 )
 def test_float32_adds_by_gemms_on_a_cpu_where_tokens_are_few_and_weights_large(
     tokens, width, by_gemm
