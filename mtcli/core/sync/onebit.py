@@ -54,8 +54,10 @@ class OneBit(ReplicaExchange):
 
     ratio_decay = 0.9
     """of the running mean of trust ratios"""
-    scales_updates, keeps_errors = True, True
-    """what benchmarks/bench_onebit.py tries without"""
+    scales_updates = True
+    """whether a scale for each parameter's momentum is fixed when the warm-up ends"""
+    keeps_errors = True
+    """whether the error of a compression is added to the next momentum"""
 
     def __init__(self, inside: Strategy, optimizer: Optimizer, facts: OneBitFacts) -> None:
         super().__init__(inside, optimizer, facts)
