@@ -81,9 +81,10 @@ def become_only_rank() -> None:
     """Makes this process the one rank of a run, with an allocator that keeps freed blocks."""
     os.environ.update(_RANK_ZERO)
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):  # of glibc
-        for name, (parameter, value) in MALLOPT.items():
+        for name, value in ALLOCATOR.items():
             if name not in os.environ:
-                libc.mallopt(parameter, value)
+                # A threshold of -1 is never reached, as one that is no int.
+                libc.mallopt(MALLOPT[name], int(value) if int(value) < 2**31 else -1)
 
 
 @contextmanager
@@ -346,11 +347,7 @@ def _run_workers(nproc: int, command: list[str], max_restarts: int, goes_on: Goe
 # glibc gives freed blocks back to the system and faults them in again at the next step; keeping
 # them made a training step 1.25 to 1.5 times faster (benchmarks/bench_train.py). Read at exec; in a
 # process that runs, mallopt(3) sets the same.
-MALLOPT = {  # (parameter, value); a threshold of -1 is never reached
-    "MALLOC_MMAP_MAX_": (-4, 0),
-    "MALLOC_TRIM_THRESHOLD_": (-1, -1),
-    "MALLOC_TOP_PAD_": (-2, 268435456),
-}
+MALLOPT = {"MALLOC_MMAP_MAX_": -4, "MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2}
 ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "100000000000",
