@@ -53,17 +53,19 @@ class Muon(UpdateRule):
         yields are orthogonalised and sent back."""
         tensors, c = self.tensors, self.config
         steps, momenta, masters = list(gradients), list(tensors.exp_avgs), list(tensors.masters)
+        means = steps  # by which matrices step
         if masters and momenta[0].dtype == steps[0].dtype:  # torch takes no empty list
             torch._foreach_lerp_(momenta, steps, 1.0 - c.momentum)
             if c.nesterov:
                 torch._foreach_lerp_(steps, momenta, c.momentum)
-        else:
+            else:
+                means = momenta
+        else:  # one wide momentum at a time
             for momentum, step in zip(momenta, steps, strict=True):
                 wide = momentum.to(step.dtype).lerp_(step, 1.0 - c.momentum)
                 momentum.copy_(wide)
-                if c.nesterov:
-                    step.lerp_(wide, c.momentum)
-        sources = dict(zip(self.names, steps if c.nesterov else momenta, strict=True))
+                step.lerp_(wide, c.momentum if c.nesterov else 1.0)
+        sources = dict(zip(self.names, means, strict=True))
         targets = dict(zip(self.names, steps, strict=True))
         for exchange in self.exchanges:
             yield from exchange.stacks(sources, targets, self.like)

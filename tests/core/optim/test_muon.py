@@ -11,6 +11,8 @@ from mtcli.core.mesh.matrices import assigned, boxes_of_ranks, chunks, matrix_st
 from mtcli.core.mesh.parameters import parameters
 from mtcli.core.mesh.sharding import Box
 from mtcli.core.optim.newton_schulz import POLYNOMIALS, orthogonalised
+from mtcli.core.plan.memory import state_bytes
+from mtcli.core.plan.workload import Workload
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.training.loader import MicroBatchLoader
 from mtcli.core.training.state import initialise
@@ -197,6 +199,27 @@ def test_an_overflow_leaves_the_momentum_as_it_was():
     loader = MicroBatchLoader(Samples(config), config, trainer.groups)
     assert trainer.train_step(loader).outcome == "overflow"
     assert not any(m.any() for kind in trainer.optimizer.moments.values() for m in kind.values())
+
+
+@pytest.mark.parametrize(
+    "optimizer", [{"name": "muon"}, {"name": "muon", "nesterov": False}, {"name": "adamw"}], ids=str
+)
+def test_narrow_moments_are_rounded_and_a_step_is_of_wide_ones(optimizer):
+    trainers = {}
+    for moments in ("fp32", "bf16"):
+        train = {"steps": 4, "precision": "fp32", "moments": moments}
+        config = run_config(LLAMA, optimizer=optimizer, train=train)
+        trainers[moments] = trainer = Trainer(config, ALONE)
+        initialise(trainer)
+        trainer.train_step(MicroBatchLoader(Samples(config), config, trainer.groups))
+    wide, narrow = (trainer.optimizer for trainer in trainers.values())
+    for kind, moments in narrow.moments.items():
+        for parameter, moment in moments.items():
+            assert torch.equal(moment, wide.moments[kind][parameter].bfloat16())
+    for parameter, weight in narrow.weights.items():
+        assert torch.equal(weight, wide.weights[parameter])
+    config = trainers["bf16"].config
+    assert trainers["bf16"].state_bytes() == sum(state_bytes(Workload.of(config, 1), 0))
 
 
 def test_accumulation_makes_one_iteration_a_step():
