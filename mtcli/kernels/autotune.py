@@ -34,7 +34,7 @@ _timing: list[AutotuneTable] = []
 
 
 class DeviceFacts(NamedTuple):
-    """What decides which config is fastest on a GPU: compute capability and multiprocessors."""
+    """The facts of a GPU on which the fastest config depends."""
 
     capability: str  # such as "9.0"
     multiprocessors: int
