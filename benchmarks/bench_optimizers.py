@@ -6,8 +6,11 @@ with three further seeds. The loss to reach is the one that AdamW ends with, the
 Rates at the end of a grid are named: the best one may lie beyond.
 
     python benchmarks/bench_optimizers.py --size tiny --plot docs/images/optimizers-tiny.png
-    python benchmarks/bench_optimizers.py --size 10m --steps 150 --json FILE --work FOLDER
+    python benchmarks/bench_optimizers.py --size 10m --like FILE --json OTHER --work FOLDER
     python benchmarks/bench_optimizers.py --read FILE
+
+`--like` takes betas and momentum from the best of a smaller size, and tunes rate and decay alone.
+A run goes on with the optimizers of its `--json`, and with the sweeps of its `--work`.
 """
 
 import argparse
@@ -54,6 +57,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--plot", help="draw the curves into this file")
     parser.add_argument("--read", help="show curves that were written")
+    parser.add_argument("--like", help="tune around the best shapes of this file")
     parser.add_argument("--work", type=Path, help="keep the sweeps here; the next run goes on")
     args = parser.parse_args()
     if args.read:
@@ -80,20 +84,31 @@ def measured(folder: Path, args: argparse.Namespace) -> Table:
     common += SMALL if args.tiny else ()
     seeds = SEEDS[:2] if args.tiny else SEEDS
     found: Table = {"size": size, "steps": steps, "optimizers": {}}
-    for name in each(RATES):
+    if args.json and Path(args.json).exists():
+        found = json.loads(Path(args.json).read_text())
+    if (found["size"], found["steps"]) != (size, steps):
+        raise SystemExit(f"error: {args.json} has another size or number of steps")
+    shapes = SHAPES
+    if args.like:
+        bests = json.loads(Path(args.like).read_text())["optimizers"]
+        shapes = {name: (bests[name]["best"]["shape"],) for name in SHAPES}
+    for name in each([name for name in RATES if name not in found["optimizers"]]):
         settings = [*common, f"optimizer.name={name}"]
-        best = tuned(folder, name, settings, args)
+        best = tuned(folder, name, settings, shapes[name], args)
         values = [f"{field}={value}" for field, value in best["values"].items()]
         rows = sweep(folder / f"{name}-seeds", [*settings, best["shape"], *values], seeds)
         curves = [curve(Path(row["folder"])) for row in rows]
         found["optimizers"][name] = {"best": best, "curves": curves}
+        write_rows(args.json, found)
     return found
 
 
-def tuned(folder: Path, name: str, settings: list[str], args: argparse.Namespace) -> Table:
+def tuned(
+    folder: Path, name: str, settings: list[str], shapes: Sequence[str], args: argparse.Namespace
+) -> Table:
     """The trial with the lowest held-out loss at its end."""
     trials, most = [], 1 if args.tiny else None  # of each field's values
-    for number, shape in enumerate(SHAPES[name][:most]):
+    for number, shape in enumerate(shapes[:most]):
         vary = {"optimizer.lr": RATES[name][:most], "optimizer.weight_decay": DECAYS[:most]}
         output = folder / f"{name}-tuning-{number}"
         more = ["--median", str(args.steps // MEDIAN)]
