@@ -10,7 +10,8 @@ seconds of a step of each, beside those that `mtcli plan` expects.
     python benchmarks/bench_optimizers.py --size 10m --like FILE --json OTHER --work FOLDER
     python benchmarks/bench_optimizers.py --read FILE
 
-`--like` starts from the best of a smaller size: its betas and momentum, and rates of half to twice.
+`--like` starts from the best of a smaller size: its betas and momentum, and rates from a
+quarter of its own to twice.
 A run goes on with the optimizers of its `--json`, and with the sweeps of its `--work`.
 """
 
@@ -117,7 +118,7 @@ def step_seconds(folder: Path, settings: list[str]) -> Table:
 def around(best: Table) -> Grid:
     """The shape of the best trial of a smaller size, and rates around its own."""
     rate = best["values"]["optimizer.lr"]
-    return (best["shape"],), (rate / 2, rate, 2 * rate)
+    return (best["shape"],), (rate / 4, rate / 2, rate, 2 * rate)
 
 
 def tuned(folder: Path, name: str, settings: list[str], grid: Grid, tiny: bool) -> Table:
