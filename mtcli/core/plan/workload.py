@@ -65,6 +65,7 @@ class Workload:
     steps: int = 1  # of the run, over which an exchange now and then is averaged
     schedule_name: str = "1f1b"
     sequence_parallel: bool = True
+    tp_overlap: bool = False  # collectives of tensor parallel layers travel beside their GEMMs
     zero: int = 0
     recompute: str = "none"
     stage_sizes: tuple[int, ...] = ()
@@ -91,6 +92,7 @@ class Workload:
             "overlaps_neighbours": config.overlaps_neighbours,
             "schedule_name": p.schedule,
             "sequence_parallel": p.sequence_parallel or p.grid_rows > 1,
+            "tp_overlap": p.tp_overlap and _takes_overlap(config),
             "stage_sizes": () if p.stage_layers == even else p.stage_layers,
             "document_mask": config.data.document_mask or config.model.head != "lm",
             "bucket_bytes": p.bucket_mib * 2**20,
@@ -330,6 +332,12 @@ class Workload:
         uneven = self.layout.vpp > 1 and len(set(self.layers_of_stage)) > 1
         rounds = UNEVEN_ROUNDS if self.stage_sizes or uneven else rounds
         return m if m < (rounds + 1) * pp else rounds * pp + m % pp
+
+
+def _takes_overlap(config: RunConfig) -> bool:
+    """Whether linear layers are those that exchange beside their GEMMs."""
+    train = config.train
+    return not (train.compile or train.precision == "fp8" or config.lora.rank)
 
 
 @lru_cache(maxsize=16)  # a search asks for the same ones again and again
