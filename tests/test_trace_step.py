@@ -20,6 +20,7 @@ from mtcli.core.model.mlp import GatedMlp
 ROOT = Path(__file__).parent.parent
 LAYERS = MICRO_BATCHES = 2
 FULL = {"capacity_factor": 1.0, "pad_to_capacity": True}
+SHARED = MOE | {"shared_expert_ffn_hidden_size": 24}
 SIZES = {"hidden_size": 64, "head_dim": 16, "moe_ffn_hidden_size": 48, "max_seq_len": 64}
 LAYOUTS = {  # model, ranks, sections
     "dense": (LLAMA, 1, {}),
@@ -31,13 +32,14 @@ LAYOUTS = {  # model, ranks, sections
     "cp": (LLAMA, 2, {"parallel": {"cp": 2}}),
     "ep": (MOE, 2, {"parallel": {"ep": 2}}),
     "ep with capacity": (MOE | FULL, 2, {"parallel": {"ep": 2}}),
+    "ep with capacity, a shared expert": (SHARED | FULL, 2, {"parallel": {"ep": 2, "tp": 2}}),
     "experts of one rank": (MOE, 1, {}),
     "fp8": (LLAMA, 1, {"train": {"precision": "fp8"}}),
     "documents": (LLAMA, 1, {"data": {"document_mask": True}}),
     "Muon": (LLAMA, 1, {"optimizer": {"name": "muon"}}),
 }
 STEP = {"read core/training/step.py Trainer._global": 1}
-EXCHANGED = {"read core/parallel/expert.py _all_to_all": LAYERS * MICRO_BATCHES}
+EXCHANGED = {"read core/parallel/expert.py Dispatch._send": LAYERS * MICRO_BATCHES}
 HOST_WAITS = dict.fromkeys(LAYOUTS, STEP) | {"ep": STEP | EXCHANGED}
 
 

@@ -9,6 +9,7 @@ from mtcli.core.mesh.update_rules import RuleFacts
 from mtcli.core.plan.communication import (
     collective_seconds,
     context_parallel,
+    dispatch_seconds,
     exchange_seconds,
     expert_parallel,
     passes,
@@ -23,6 +24,7 @@ from mtcli.core.plan.gpu_time import (
     dense_gemms,
     embedding_seconds,
     gemm_seconds,
+    gemms_seconds,
     head_seconds,
 )
 from mtcli.core.plan.hardware import Device
@@ -86,7 +88,8 @@ def _block_parts(work: Workload, device: Device) -> Costs:
     # a hop travels while a block of scores is computed
     hides = device.physics.ring_overlap * (work.cp_mode == "ring")
     tensor_shown = tensor.beyond(_beside_gemms(work, device))
-    busy = compute + tensor_shown + expert + context.beyond(attention * hides)
+    expert_shown = expert.beyond(_beside_shared_expert(work, device))
+    busy = compute + tensor_shown + expert_shown + context.beyond(attention * hides)
     again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}[work.recompute]
     return Costs(
         block=Pass(busy.forward, busy.backward + again),
@@ -127,6 +130,24 @@ def _beside_gemms(work: Workload, device: Device) -> Pass:
             ahead = gemm_seconds((m, k, n), work, device) / tp
             behind = gemm_seconds((m, n, k), work, device)
             hidden += Pass(min(summed, behind) * chunked, min(gathered, ahead))
+    return hidden * device.physics.data_overlap
+
+
+def _beside_shared_expert(work: Workload, device: Device) -> Pass:
+    """Seconds of the exchanges over ep that the shared expert hides (model/moe.py): the dispatch
+    travels beside its second GEMM; where the host waits for no numbers of rows, the dispatch beside
+    the first, and the combine beside the second."""
+    m, tp = work.model, work.layout.tp
+    if not (m.num_experts and m.shared_expert_ffn_hidden_size and work.ep_overlap):
+        return Pass()
+    inner = m.shared_expert_ffn_hidden_size // tp
+    shapes = [(work.tokens, m.hidden_size, inner)]
+    if m.pad_to_capacity:
+        shapes.append((work.tokens, m.up_factor * inner, m.hidden_size))
+    sent, hidden = dispatch_seconds(work, device), Pass()
+    for shape in shapes:
+        gemms = gemms_seconds(work, device, [shape])
+        hidden += Pass(min(sent, gemms.forward), min(sent, gemms.backward))
     return hidden * device.physics.data_overlap
 
 

@@ -65,6 +65,7 @@ class Workload:
     steps: int = 1  # of the run, over which an exchange now and then is averaged
     schedule_name: str = "1f1b"
     sequence_parallel: bool = True
+    ep_overlap: bool = False  # tokens travel to experts beside the shared expert's GEMMs
     tp_overlap: bool = False  # collectives of tensor parallel layers travel beside their GEMMs
     zero: int = 0
     recompute: str = "none"
@@ -92,6 +93,7 @@ class Workload:
             "overlaps_neighbours": config.overlaps_neighbours,
             "schedule_name": p.schedule,
             "sequence_parallel": p.sequence_parallel or p.grid_rows > 1,
+            "ep_overlap": p.dispatcher == "all_to_all",
             "tp_overlap": p.tp_overlap and _takes_overlap(config),
             "stage_sizes": () if p.stage_layers == even else p.stage_layers,
             "document_mask": config.data.document_mask or config.model.head != "lm",

@@ -79,6 +79,22 @@ def test_tensor_traffic_hides_behind_the_gemms_it_travels_beside(sequence_parall
     assert long.forward == pytest.approx(share * (gathers + (out + down) * 3 / 4), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("padded", "rate"), [(False, 1e15), (False, 1e6), (True, 1e15), (True, 1e6)]
+)
+def test_the_dispatch_hides_behind_the_shared_expert(padded, rate):
+    experts = {"num_experts": 16, "top_k": 2, "moe_ffn_hidden_size": 1024}
+    experts |= {"shared_expert_ffn_hidden_size": 2048, "capacity_factor": 1.0}
+    model = MODEL.model_copy(update=experts | {"pad_to_capacity": padded})
+    work, device = replace(step(ParallelLayout(8, ep=8)), model=model), network(rate)
+    (short, costs), n, d = hidden(work, device, "ep_overlap"), work.tokens, MODEL.hidden_size
+    down, up = (gemm_seconds(shape, work, device) for shape in ((n, d, 2048), (n, 2048, d)))
+    # the dispatch is one of two all-to-alls of equal bytes
+    one = costs.expert.backward / 2
+    expected = min(one, down) + min(one, up) * padded
+    assert short.forward == pytest.approx(PHYSICS.data_overlap * expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("rate", [450e9, 1e9])
 def test_sharded_weights_are_fetched_behind_as_much_work_as_overlaps(rate):
     costs = step_costs(step(ParallelLayout(4), zero=3), network(rate))
