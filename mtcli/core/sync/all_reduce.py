@@ -137,15 +137,12 @@ class Bucket:
     ) -> Callable[[], None]:
         """Starts the all-gather of copies of the owned rows of some parameters; returns what waits
         for it."""
-        padded = []
-        for name, slot in slots.items():
-            rows = parameters[name][self.rows(name)].flatten()
-            padded.append(F.pad(rows, (0, slot.size - len(rows))))
-        sent = torch.cat(padded)
+        rows_of = {name: parameters[name][self.rows(name)].flatten() for name in slots}
+        sent = torch.cat([F.pad(x, (0, slots[name].size - len(x))) for name, x in rows_of.items()])
         gathered = sent.new_empty(self.owners.size, len(sent))
         work = start_all_gather(gathered, sent, self.owners)
 
-        def finish() -> None:
+        def finish(_: Tensor = sent) -> None:  # which stays alive until then
             work.wait()
             sizes = [slot.size for slot in slots.values()]
             for (name, slot), columns in zip(slots.items(), gathered.split(sizes, 1), strict=True):
