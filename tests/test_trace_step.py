@@ -80,6 +80,13 @@ def test_one_rank_s_embedding_is_a_lookup_alone(trace_step):
     assert "aten.masked_fill" in ops["tp, sp"]
 
 
+def test_layers_that_exchange_in_chunks_copy_no_activations(trace_step, monkeypatch):
+    monkeypatch.setattr("mtcli.core.parallel.overlap.exchange_chunks", lambda moved: 2)
+    events = trace_step.step_events(config_of("tp, sp")[0], 2, 0)
+    summed = [e.name for e in events if e.place == "core/parallel/overlap.py _summed"]
+    assert summed == ["aten.bmm"] * 2 * 2 * LAYERS * MICRO_BATCHES  # attention's output and MLP's
+
+
 def test_a_wait_of_a_layer_is_seen_with_the_line_that_made_it(trace_step, monkeypatch):
     forward = GatedMlp.forward
 

@@ -133,10 +133,10 @@ def _summed(x_TF: Tensor, right_FD: Tensor, overlap: Overlap) -> Tensor:
     axis, ranks = overlap.axis, overlap.axis.size if overlap.shards_tokens else 1
     x_ntF = x_TF.unflatten(0, (ranks, -1))
     y_tD = x_TF.new_empty(x_ntF.shape[1], right_FD.shape[1])
-    sums = []
+    right_nFD, sums = right_FD.expand(ranks, -1, -1), []  # torch would copy rows to fold them
     for rows in _chunks(y_tD, ranks):
         if overlap.shards_tokens:
-            part_ntD = matmul(x_ntF[:, rows], right_FD)
+            part_ntD = matmul(x_ntF[:, rows], right_nFD)
             sums.append(start_reduce_scatter(y_tD[rows], part_ntD, axis))
         else:
             matmul_into(y_tD[rows], x_TF[rows], right_FD)
