@@ -214,7 +214,7 @@ FAULTS = [
         "parts = y_TD.unflatten(1, (self.groups.tp.size, -1)).transpose(0, 1).flip(0)",
         lambda f: f.grid and f.columns > 1 and f.moe),
     Fault("wrong order: experts' results as they were computed", "parallel/expert.py",
-        "segments.sum(0)), back)", "segments.sum(0)), order)",
+        "self.experts(rows, counts), back)", "self.experts(rows, counts), order)",
         lambda f: f.p.ep * f.p.etp > 1 and f.p.dispatcher == "all_to_all"),
     Fault("wrong slice: every rank takes the first experts' tokens", "parallel/expert.py",
         "local = all_gather(routing.experts, axis) - ep.rank * per_rank",

@@ -20,6 +20,7 @@ from mtcli.core.model.mlp import GatedMlp
 ROOT = Path(__file__).parent.parent
 LAYERS = MICRO_BATCHES = 2
 FULL = {"capacity_factor": 1.0, "pad_to_capacity": True}
+SHARED = MOE | {"shared_expert_ffn_hidden_size": 24}
 SIZES = {"hidden_size": 64, "head_dim": 16, "moe_ffn_hidden_size": 48, "max_seq_len": 64}
 LAYOUTS = {  # model, ranks, sections
     "dense": (LLAMA, 1, {}),
@@ -31,13 +32,14 @@ LAYOUTS = {  # model, ranks, sections
     "cp": (LLAMA, 2, {"parallel": {"cp": 2}}),
     "ep": (MOE, 2, {"parallel": {"ep": 2}}),
     "ep with capacity": (MOE | FULL, 2, {"parallel": {"ep": 2}}),
+    "ep with capacity, a shared expert": (SHARED | FULL, 2, {"parallel": {"ep": 2, "tp": 2}}),
     "experts of one rank": (MOE, 1, {}),
     "fp8": (LLAMA, 1, {"train": {"precision": "fp8"}}),
     "documents": (LLAMA, 1, {"data": {"document_mask": True}}),
     "Muon": (LLAMA, 1, {"optimizer": {"name": "muon"}}),
 }
 STEP = {"read core/training/step.py Trainer._global": 1}
-EXCHANGED = {"read core/parallel/expert.py _all_to_all": LAYERS * MICRO_BATCHES}
+EXCHANGED = {"read core/parallel/expert.py Dispatch._send": LAYERS * MICRO_BATCHES}
 HOST_WAITS = dict.fromkeys(LAYOUTS, STEP) | {"ep": STEP | EXCHANGED}
 
 
@@ -76,6 +78,13 @@ def test_one_rank_s_embedding_is_a_lookup_alone(trace_step):
         ops[name] = set(rows)
     assert ops["dense"] == {"aten.embedding"}
     assert "aten.masked_fill" in ops["tp, sp"]
+
+
+def test_layers_that_exchange_in_chunks_copy_no_activations(trace_step, monkeypatch):
+    monkeypatch.setattr("mtcli.core.parallel.overlap.exchange_chunks", lambda moved: 2)
+    events = trace_step.step_events(config_of("tp, sp")[0], 2, 0)
+    summed = [e.name for e in events if e.place == "core/parallel/overlap.py _summed"]
+    assert summed == ["aten.bmm"] * 2 * 2 * LAYERS * MICRO_BATCHES  # attention's output and MLP's
 
 
 def test_a_wait_of_a_layer_is_seen_with_the_line_that_made_it(trace_step, monkeypatch):

@@ -37,7 +37,6 @@ class PublishedWork(Workload):
     adds_in_gemm: bool = True  # a GEMM adds the gradient that it makes to those before
     hides_reduction: bool = True  # gradients are reduced behind the last backward pass
     narrow_gradients: bool = False  # gradients are added and reduced in the weights' 16 bits
-    gathers_ahead: bool = False  # zero=1 gathers new weights behind the next forward pass
     once_per_node: bool = False  # a token crosses to another node once for all of its experts there
 
     @property

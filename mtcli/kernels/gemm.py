@@ -91,6 +91,16 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return _matmul(a, b)
 
 
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
+    """out = a @ b + bias, of matrices, outside of autograd."""
+    if runs_in_float32(a):
+        out.copy_(_forward(a, b.T, bias))
+    elif bias is None:
+        torch.mm(a, b, out=out)
+    else:
+        torch.addmm(bias, a, b, out=out)
+
+
 def add_matmul_(total: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
     """beta * total + a @ b, without rounding the product where total is wider than a and b.
 

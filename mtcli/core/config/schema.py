@@ -59,6 +59,8 @@ class ParallelConfig(Section):
     """rows of 2d's grid of tp ranks, which shard the batch; 1 is Megatron-LM's layout [sqrt(tp)]"""
     sequence_parallel: bool = True
     """norms, dropout and residuals have 1/tp of the tokens; 2d always shards sequences, columns"""
+    tp_overlap: bool = True
+    """on a GPU, 1d's collectives travel beside the GEMMs of their layers; fp8 and compile do not"""
     cp: Ranks = 1
     """context parallel size"""
     cp_mode: Literal["ring", "all_gather", "a2a"] = "ring"

@@ -19,6 +19,7 @@ from mtcli.core.mesh.layout import ParallelLayout
 
 VOCAB_MULTIPLE = 128  # rows of a vocabulary shard: tensor cores want multiples of 64 to 128
 BOX_BYTES = 32 << 20  # memory of one box, where a tensor is processed box by box
+LARGE_ELEMENTS = 2**21  # in 16 bits 4 MiB, whose copies take as long as a collective's start
 
 Role = Literal["query", "key", "value", "latent", "output", "gate", "up", "down"]
 # "normal_vector" has the values of "normal" without being a matrix: no GEMM, and no weight decay
@@ -263,6 +264,12 @@ def owner_axes(
         return ()
     summed = parameter.gradient_axes(layout, sequence_parallel)
     return tuple(axis for axis in summed if axis not in ("tp", "tp_row"))
+
+
+def needs_no_copy(rows: int, elements: int, owners: int) -> bool:
+    """Whether owners' updated rows of a parameter are gathered where they lie: all have equally
+    many, and it is large enough for a collective of its own."""
+    return rows % owners == 0 and elements >= LARGE_ELEMENTS
 
 
 def owned_rows(rows: int, owner: int, owners: int) -> slice:

@@ -21,14 +21,21 @@ class Mlp(nn.Module):
         self.activation = activation_of(model.activation, model.activation_clamp)
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
-        """x_TD [T/tp, D] -> [T/tp, D].
+        """x_TD [T/tp, D] -> [T/tp, D]."""
+        return self.finish(self.begin(x_TD, inputs), inputs)
+
+    def begin(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        """Returns up(x) [T, F/tp].
 
         On a GPU the kernel of the activation adds the bias: its gradient needs no extra pass.
         """
-        fused = runs_triton(x_TD)
-        bias = self.up.flat_bias if fused else None
-        inner = self.up(x_TD, with_bias=not fused, numbers=inputs.numbers)
-        y_TD = self.down.of_activated(self.activation, inner, bias, numbers=inputs.numbers)
+        with_bias = not runs_triton(x_TD)
+        return cast(Tensor, self.up(x_TD, with_bias=with_bias, numbers=inputs.numbers))
+
+    def finish(self, inner_TF: Tensor, inputs: Inputs) -> Tensor:
+        """Returns down(activation(inner)) [T/tp, D] of what `begin` returned."""
+        bias = self.up.flat_bias if runs_triton(inner_TF) else None
+        y_TD = self.down.of_activated(self.activation, inner_TF, bias, numbers=inputs.numbers)
         return cast(Tensor, y_TD)
 
 
@@ -43,6 +50,15 @@ class GatedMlp(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
+        return self.finish(self.begin(x_TD, inputs), inputs)
+
+    def begin(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+        """Returns gate and up of x [T, 2F/tp]."""
         inner = self.gate_up(x_TD, numbers=inputs.numbers)
-        y_TD = self.down.of_activated(self.activation, inner, numbers=inputs.numbers)
+        return cast(Tensor, inner)
+
+    def finish(self, inner_TF: Tensor, inputs: Inputs) -> Tensor:
+        """Returns down(activation(inner)) [T/tp, D] of what `begin` returned."""
+        numbers = inputs.numbers
+        y_TD = self.down.of_activated(self.activation, inner_TF, numbers=numbers)
         return cast(Tensor, y_TD)

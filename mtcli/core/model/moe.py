@@ -18,7 +18,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.mlp import GatedMlp, Mlp
 from mtcli.core.model.router import Router
-from mtcli.core.parallel.expert import start_dispatch
+from mtcli.core.parallel.expert import Dispatch
 from mtcli.core.parallel.factory import LayerFactory
 from mtcli.core.parallel.groups import Axis
 from mtcli.kernels.activation import activation_of
@@ -124,11 +124,13 @@ class MixtureOfExperts(nn.Module):
         routed_TD, routing = self.router(self.build.to_tokens(x_TD), inputs)
         capacity = self.router.capacity(inputs)
         tokens = routed_TD, routing, self.experts, self.groups, capacity
-        dispatch = start_dispatch(self.dispatcher, *tokens)
+        dispatch = Dispatch(self.dispatcher, *tokens)
         if not self.has_shared:
-            return self.build.to_columns(dispatch())
-        shared = self.shared_expert(x_TD, inputs)  # while ranks tell each other what they send
+            return self.build.to_columns(dispatch.finish())
+        inner = self.shared_expert.begin(x_TD, inputs)  # while numbers or tokens travel
+        dispatch.advance()
+        shared = self.shared_expert.finish(inner, inputs)  # while tokens or results travel
         if self.has_gate:
             weight = cast(Tensor, self.shared_expert_gate.weight)
             shared = self.build.gate(x_TD, weight).sigmoid() * shared
-        return self.build.to_columns(dispatch()) + cast(Tensor, shared)
+        return self.build.to_columns(dispatch.finish()) + shared

@@ -277,6 +277,72 @@ reduce_scatter_v = _differentiable(_scatter_v,      _gather_v)      # (x, sizes,
 # fmt: on
 
 
+def start_exchange(
+    x: Tensor, sent: list[int], received: list[int], axis: Axis
+) -> Callable[[], Tensor]:
+    """Starts `all_to_all_v`; the returned function waits for the rows that this rank receives.
+
+    What is computed in between travels beside them; so does its backward beside their gradient,
+    since autograd runs the nodes of a graph from the last to the first.
+    """
+    if axis.size == 1:
+        return lambda: x
+    flight = _Flight(axis)
+    out = _Departure.apply(x, sent, received, flight)  # type: ignore[no-untyped-call]  # torch
+    return lambda: _Arrival.apply(out, sent, received, flight)  # type: ignore[no-untyped-call]  # torch
+
+
+class _Flight:
+    """Rows on their way to other ranks."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def start(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Returns the memory of the rows that arrive."""
+        self.sent, self.out = x.contiguous(), x.new_empty(sum(received), *x.shape[1:])
+        self.work = start_all_to_all_v(self.out, self.sent, received, sent, self.axis)
+        return self.out
+
+    def wait(self) -> Tensor:
+        """Returns the rows that have arrived."""
+        self.work.wait()
+        out = self.out
+        del self.sent, self.out, self.work
+        return out
+
+
+class _Departure(torch.autograd.Function):
+    """Sends rows; its backward waits for the gradient, which `_Arrival`'s sent."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sent: list[int], received: list[int], flight: _Flight
+    ) -> Tensor:
+        ctx.flight = flight
+        return flight.start(x, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.flight.wait(), None, None, None
+
+
+class _Arrival(torch.autograd.Function):
+    """Waits for rows; its backward sends their gradient, and passes on a tensor of its shape."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, sent: list[int], received: list[int], flight: _Flight
+    ) -> Tensor:
+        ctx.flight, ctx.sizes = flight, (received, sent)
+        return flight.wait().view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.flight.start(grad, *ctx.sizes)
+        return grad, None, None, None
+
+
 class RingShift:
     """Sends x to the next rank of a ring and receives the previous rank's, while this rank
     computes."""

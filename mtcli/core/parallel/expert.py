@@ -15,14 +15,13 @@ from torch import Tensor
 from mtcli.core.parallel.collectives import (
     all_gather,
     all_gather_v,
-    all_to_all_v,
     gather_in,
     reduce_scatter_v,
     scatter_out,
+    start_exchange,
 )
 from mtcli.core.parallel.groups import Groups
 from mtcli.kernels.permute import (
-    TokenPermutation,
     permute,
     reorder,
     sort_copies,
@@ -49,59 +48,88 @@ class Experts(Protocol):
         """Returns partial sums over etp, which shards the experts' inner width."""
 
 
-def start_dispatch(
-    name: str, x_TD: Tensor, routing: Routing, experts: Experts, groups: Groups, capacity: int
-) -> Callable[[], Tensor]:
-    """Returns a function to the sum over k of weight * expert(x) for each token: [T, D] -> [T, D].
+class Dispatch:
+    """The sum over k of weight * expert(x) for each token, [T, D] -> [T, D], in steps.
 
-    What the caller computes before it calls the function, a GPU works on while the host waits for
-    the numbers of rows that ranks send. With a `capacity` above 0 there is no wait: every expert
-    gets exactly `capacity` rows of every rank, padded with zeros. Both dispatchers give the same
-    result.
+    Ranks tell each other how many rows they send, then send them, then compute and send results
+    back. What the caller computes before the first `advance`, a GPU works on while the host waits
+    for the numbers; what it computes after one, travels beside rows, and its backward beside their
+    gradients. With a `capacity` above 0 there is no wait: every expert gets exactly `capacity` rows
+    of every rank, padded with zeros, which are sent at once. Both dispatchers give the same result.
     """
-    # One rank keeps its tokens, and the way without sizes asks a GPU for none.
-    if name == "all_gather" or groups.axes["experts"].size == 1:
-        return partial(_all_gather, x_TD, routing, experts, groups, capacity)
-    copies = sort_copies(x_TD, routing.experts, routing.kept, routing.num_experts, capacity)
-    read: Callable[[], Tensor]
-    if capacity:
-        everyone = copies.rows.expand(groups.axes["experts"].size, -1)
-        read = partial(torch.full, everyone.shape, capacity)
-    else:
-        everyone = all_gather(copies.counts[None], groups.axes["experts"])
-        read = _start_read(everyone)
-    return partial(_all_to_all, x_TD, routing, experts, groups, copies, everyone, read)
 
+    def __init__(  # noqa: PLR0913
+        self,
+        name: str,
+        x_TD: Tensor,
+        routing: Routing,
+        experts: Experts,
+        groups: Groups,
+        capacity: int,
+    ) -> None:
+        self.x_TD, self.routing, self.experts = x_TD, routing, experts
+        self.groups, self.capacity = groups, capacity
+        self.tokens: Callable[[], Tensor] | None = None  # waits for them
+        self.results: Callable[[], Tensor] | None = None
+        # One rank keeps its tokens, and the way without sizes asks a GPU for none.
+        self.gathers = name == "all_gather" or groups.axes["experts"].size == 1
+        if self.gathers:
+            return
+        number = routing.num_experts
+        self.copies = sort_copies(x_TD, routing.experts, routing.kept, number, capacity)
+        if capacity:
+            self.everyone = self.copies.rows.expand(groups.axes["experts"].size, -1)
+            self.read: Callable[[], Tensor] = partial(torch.full, self.everyone.shape, capacity)
+            self.advance()
+        else:
+            self.everyone = all_gather(self.copies.counts[None], groups.axes["experts"])
+            self.read = _start_read(self.everyone)
 
-def _all_to_all(  # noqa: PLR0913 - what `start_dispatch` has, in its order
-    x_TD: Tensor,
-    routing: Routing,
-    experts: Experts,
-    groups: Groups,
-    copies: TokenPermutation,
-    everyone: Tensor,
-    read: Callable[[], Tensor],
-) -> Tensor:
-    """Sends each copy to its expert's ranks: all-to-all over ep, all-gather over etp.
+    def advance(self) -> None:
+        """Sends this rank's tokens to their experts; where they are sent, results back."""
+        if self.gathers:
+            return
+        if self.tokens is None:
+            self.tokens = self._send()
+        elif self.results is None:
+            self.results = self._compute(self.tokens())
 
-    `everyone` [ranks, E] are the rows that ranks send, and `read` returns them on the host.
-    """
-    ep, etp = groups.axes["ep"], groups.axes["etp"]
-    # Rows of every rank of this expert group: [ep, etp, ep of the expert, E/ep].
-    shape = (ep.size, etp.size, ep.size, routing.num_experts // ep.size)
-    table = read().view(shape)
-    sent = table[ep.rank, etp.rank].sum(-1).tolist()
-    arriving = table[:, :, ep.rank]  # what arrives at this ep rank: [ep sender, etp sender, E/ep]
-    received = arriving[:, etp.rank].sum(-1).tolist()
-    shared = arriving.sum((0, 2)).tolist()
-    # Rows lie by (etp sender, ep sender, expert).
-    segments = everyone.view(shape)[:, :, ep.rank].transpose(0, 1).flatten(0, 1)
-    order, back = _by_expert(segments, sum(shared))
-    rows = all_to_all_v(permute(x_TD, copies, sum(sent)), sent, received, ep)
-    rows = reorder(all_gather_v(rows, shared, etp), order)
-    results = reorder(experts(rows, None if copies.capacity else segments.sum(0)), back)
-    results = all_to_all_v(reduce_scatter_v(results, shared, etp), received, sent, ep)
-    return unpermute(results, routing.weights, copies)
+    def finish(self) -> Tensor:
+        """Returns the weighted sums of the experts' results."""
+        if self.gathers:
+            return _all_gather(self.x_TD, self.routing, self.experts, self.groups, self.capacity)
+        while self.results is None:
+            self.advance()
+        return unpermute(self.results(), self.routing.weights, self.copies)
+
+    def _send(self) -> Callable[[], Tensor]:
+        """Starts to send each copy to its expert's ranks, once the host knows how many there
+        are."""
+        ep, etp = self.groups.axes["ep"], self.groups.axes["etp"]
+        table = self.read().view(self._shape)
+        sent = table[ep.rank, etp.rank].sum(-1).tolist()
+        arriving = table[:, :, ep.rank]  # what arrives at this ep rank: [ep sender, etp, E/ep]
+        received = arriving[:, etp.rank].sum(-1).tolist()
+        self.sizes = sent, received, arriving.sum((0, 2)).tolist()
+        return start_exchange(permute(self.x_TD, self.copies, sum(sent)), sent, received, ep)
+
+    def _compute(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Computes this rank's experts, and starts to send results to the tokens' ranks."""
+        ep, etp = self.groups.axes["ep"], self.groups.axes["etp"]
+        sent, received, shared = self.sizes
+        # Rows lie by (etp sender, ep sender, expert).
+        segments = self.everyone.view(self._shape)[:, :, ep.rank].transpose(0, 1).flatten(0, 1)
+        order, back = _by_expert(segments, sum(shared))
+        rows = reorder(all_gather_v(rows, shared, etp), order)
+        counts = None if self.capacity else segments.sum(0)
+        results = reduce_scatter_v(reorder(self.experts(rows, counts), back), shared, etp)
+        return start_exchange(results, received, sent, ep)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """Of the rows of every rank of this expert group: [ep, etp, ep of the expert, E/ep]."""
+        ep, etp = self.groups.axes["ep"], self.groups.axes["etp"]
+        return ep.size, etp.size, ep.size, self.routing.num_experts // ep.size
 
 
 def _start_read(x: Tensor) -> Callable[[], Tensor]:

@@ -102,6 +102,7 @@ class LayerFactory(ABC):
     adapters: AdapterSettings | None = None  # where adapters are trained
     num_models: int = 1  # whose activations follow each other in those of all: [models * T, D]
     gradient_sinks: GradientSinks = field(default_factory=GradientSinks)  # of weights' gradients
+    tp_overlap: bool = True  # of tensor parallel collectives and GEMMs, on a GPU
 
     @property
     def enter(self) -> Exchange:
@@ -299,13 +300,19 @@ class LayerFactory(ABC):
     ) -> Tensor:
         """F.linear, whose weight gradients are summed in a sink, by default the weight's, and can
         wait for the W pass of a schedule that splits backwards."""
-        sink = sink or self.gradient_sinks.of(weight)
-        if sink is not None and not adds_to(x, weight, sink.dtype):
-            sink = None
+        sink = self.sink_of(x, weight, sink)
         if sink is None and self.weight_passes is None and self.gemms is None:
             return plain_linear(x, weight, bias)
         gemms = self.gemms or DEFAULT_GEMMS
-        return LinearFunction.apply(x, weight, bias, gemms, self._defer, sink)  # type: ignore[no-untyped-call, no-any-return]  # torch
+        return LinearFunction.apply(x, weight, bias, gemms, self.defer, sink)  # type: ignore[no-untyped-call, no-any-return]  # torch
+
+    def sink_of(
+        self, x: Tensor, weight: Tensor, sink: GradientSink | None = None
+    ) -> GradientSink | None:
+        """Where the GEMM of the gradient of a weight of x adds it, by default the weight's sink;
+        None where autograd returns it."""
+        sink = sink or self.gradient_sinks.of(weight)
+        return sink if sink is not None and adds_to(x, weight, sink.dtype) else None
 
     def activated_linear(
         self,
@@ -321,9 +328,9 @@ class LayerFactory(ABC):
         output. On CPU recomputing is a pass of its own: steps of a Llama of hidden size 256 took up
         to 1.08 times as long.
         """
-        if not self._recomputes(x):
+        if not self.recomputes(x):
             return self.linear(activation.forward(x, bias), weight, sink=sink)
-        to = self._defer, sink or self.gradient_sinks.of(weight)
+        to = self.defer, sink or self.gradient_sinks.of(weight)
         gemms = self.gemms or DEFAULT_GEMMS
         return ActivatedLinear.apply(x, bias, weight, activation, gemms, *to)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
@@ -337,17 +344,19 @@ class LayerFactory(ABC):
     ) -> Tensor:
         """`activated_linear` of all experts' rows, sorted by expert; its backward is never
         split."""
-        if not self._recomputes(x_NF):
+        if not self.recomputes(x_NF):
             return grouped_linear(activation.forward(x_NF, None), weight_EDF, counts_E, sink)
         gemms = grouped_gemms(x_NF, weight_EDF, counts_E)
         return ActivatedLinear.apply(x_NF, None, weight_EDF, activation, gemms, None, sink)  # type: ignore[no-untyped-call, no-any-return]  # torch
 
-    def _recomputes(self, x: Tensor) -> bool:
+    def recomputes(self, x: Tensor) -> bool:
+        """Whether the backward recomputes the activation of x, in the kernel of its gradient."""
         kernel = runs_triton(x) and not torch.compiler.is_compiling()
         return kernel and self.recompute_activations
 
     @property
-    def _defer(self) -> DeferGradient | None:
+    def defer(self) -> DeferGradient | None:
+        """What leaves weight gradients to the W pass; None where no schedule splits backwards."""
         return None if self.weight_passes is None else self.weight_passes.gradient
 
 

@@ -161,7 +161,10 @@ def make_groups(
     lists["ends"] = _pipeline_ends(layout)
     with recorder.call("make_groups", world):
         axes = {"world": _connected(world, timeout + LATER)}
-        axis_of_groups: dict[tuple[tuple[int, ...], ...], Axis] = {(world.ranks,): axes["world"]}
+        axis_of_groups: dict[tuple[tuple[int, ...], ...], Axis] = {}
+        # What all ranks agree on would wait behind weights that a GPU gathers ahead of a forward.
+        if torch.device(device).type != "cuda":
+            axis_of_groups[(world.ranks,)] = axes["world"]
         for name, groups in lists.items():
             same = tuple(tuple(ranks) for ranks in groups)
             axis = None if name in OWN else axis_of_groups.get(same)

@@ -15,6 +15,12 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.parallel.collectives import all_to_all, copy_in, gather_in, scatter_out, sum_out
 from mtcli.core.parallel.factory import Exchange, LayerFactory
 from mtcli.core.parallel.norms import AddNorm, Norm, ShardedNorm
+from mtcli.core.parallel.overlap import (
+    Overlap,
+    OverlappedColumn,
+    OverlappedRow,
+    hides_collectives,
+)
 from mtcli.core.parallel.vocab_parallel import VocabEmbedding, VocabLoss
 from mtcli.kernels.activation import Activation
 
@@ -46,6 +52,31 @@ class TensorParallelLayers(LayerFactory):
     def activated_row_gemm(self) -> Callable[..., Tensor]:
         """(activation, x, inner bias, weight) -> `row_gemm` of (activation(x + bias), weight)."""
         return self.activated_linear
+
+    def overlap(self, x: Tensor, weight: Tensor) -> Overlap | None:
+        """What a layer of x exchanges beside its GEMMs; None where they take turns."""
+        tp, takes_turns = self.groups.tp, self.gemms is not None or not self.tp_overlap
+        if tp.size == 1 or takes_turns or not hides_collectives(x):
+            return None
+        return Overlap(tp, self.sequence_parallel, self.defer, self.sink_of(x, weight))
+
+    def overlapped_column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """`column_gemm` of what `enter` returns of x; None where they take turns."""
+        overlap = self.overlap(x, weight)
+        if overlap is None:
+            return None
+        return cast(Tensor, OverlappedColumn.apply(x, weight, bias, overlap))  # type: ignore[no-untyped-call]  # torch
+
+    def overlapped_row(
+        self, activation: Activation | None, x: Tensor, bias: Tensor | None, weight: Tensor
+    ) -> Tensor | None:
+        """`leave` of `row_gemm` of activation(x + bias); None where they take turns."""
+        overlap = self.overlap(x, weight)
+        if overlap is None:
+            return None
+        if activation is not None and not self.recomputes(x):
+            x, bias, activation = activation.forward(x, bias), None, None
+        return cast(Tensor, OverlappedRow.apply(x, bias, weight, activation, overlap))  # type: ignore[no-untyped-call]  # torch
 
     def column_linear(self, name: str) -> "ColumnLinear":
         """A linear layer whose outputs are sharded over tp."""
@@ -94,6 +125,7 @@ class ColumnLinear(nn.Module):
         self.bias = build.optional(f"{name}.bias")
         self.adapter = build.adapter(name)
         self.tp, self.linear, self.enter = build.groups.tp, build.column_gemm, build.enter
+        self.overlapped = build.overlapped_column
 
     @property
     def flat_bias(self) -> Tensor | None:
@@ -113,6 +145,10 @@ class ColumnLinear(nn.Module):
         `has_entered`.
         """
         bias = self.flat_bias if with_bias else None
+        if self.adapter is None and not has_entered:
+            y_TF = self.overlapped(x_TD, self.weight, bias)
+            if y_TF is not None:
+                return y_TF
         x_TD = x_TD if has_entered else self.enter(x_TD, self.tp)
         y_TF = self.linear(x_TD, self.weight, bias)
         return y_TF if self.adapter is None else self.adapter(x_TD, y_TF, numbers)
@@ -156,10 +192,14 @@ class RowLinear(nn.Module):
         self.bias = build.optional(f"{name}.bias")
         self.adapter = build.adapter(name)
         self.tp, self.linear, self.leave = build.groups.tp, build.row_gemm, build.leave
-        self.activated = build.activated_row_gemm
+        self.activated, self.overlapped = build.activated_row_gemm, build.overlapped_row
 
     def forward(self, x_TF: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Returns the summed output; `numbers` as in ColumnLinear."""
+        if self.adapter is None:
+            y_TD = self.overlapped(None, x_TF, None, self.weight)
+            if y_TD is not None:
+                return self._biased(y_TD)
         y_TD = self.linear(x_TF, self.weight)
         return self._summed(y_TD if self.adapter is None else self.adapter(x_TF, y_TD, numbers))
 
@@ -174,8 +214,13 @@ class RowLinear(nn.Module):
         it is gated."""
         if self.adapter is not None:  # the adapter reads the activation too
             return cast(Tensor, self(activation.forward(x, inner_bias), numbers=numbers))
+        y_TD = self.overlapped(activation, x, inner_bias, self.weight)
+        if y_TD is not None:
+            return self._biased(y_TD)
         return self._summed(self.activated(activation, x, inner_bias, self.weight))
 
     def _summed(self, y_TD: Tensor) -> Tensor:
-        y_TD = self.leave(y_TD, self.tp)
+        return self._biased(self.leave(y_TD, self.tp))
+
+    def _biased(self, y_TD: Tensor) -> Tensor:
         return y_TD if self.bias is None else y_TD + self.bias

@@ -51,6 +51,10 @@ class GridLayers(TensorParallelLayers):
 
     leave = enter
 
+    def overlap(self, x: Tensor, weight: Tensor) -> None:
+        """Returns None: the panels of a GEMM travel beside each other's products."""
+        return
+
     def column_gemm(self, x_TD: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """(x [T, D/c], weight [F/c, D/r], bias [F/c]) -> x weight^T + bias [T, F/c]."""
         y_TF = gemm(x_TD, weight.mT, self.grid, self.weight_passes)

@@ -18,7 +18,6 @@ from mtcli.core.plan.elements import (
     is_sharded,
     parameter_copies,
     rank_elements,
-    trained_of_rank,
 )
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.rank_bytes import RankBytes, StageBytes
@@ -234,21 +233,14 @@ def _gathered(work: Workload, first: bool, last: bool) -> tuple[float, float]:
 
 
 def _update(work: Workload, pp_rank: int) -> float:
-    """Bytes of zero=1's update: the all-gather's buffers, and a copy of the largest parameter."""
-    if not gathered_bytes(work, pp_rank):
-        return 0.0
-    sizes = (prod(p.local_shape(work.layout)) for _, p in trained_of_rank(work, pp_rank))
-    return gathered_bytes(work, pp_rank) + max(sizes, default=0) * work.sizes.weight
+    """Bytes of zero=1's update: copies of rows to gather, and of the largest parameter of them."""
+    widest = rank_elements(work, pp_rank).widest * (work.zero == 1)
+    return gathered_bytes(work, pp_rank) + widest * work.sizes.weight
 
 
 def gathered_bytes(work: Workload, pp_rank: int) -> float:
-    """Bytes of zero=1's all-gather of updated rows: this rank's and all owners'; 0 for one
-    owner."""
-    elements, layout = rank_elements(work, pp_rank), work.layout
-    alone = elements.attention * (layout.dp * layout.cp == 1)
-    alone += elements.experts * (layout.edp == 1)
-    gathered = elements.padded + elements.shard - 2 * alone
-    return (work.zero == 1) * gathered * work.sizes.weight
+    """Bytes of the copies that zero=1 gathers of updated rows: this rank's and all owners'."""
+    return (work.zero == 1) * rank_elements(work, pp_rank).copied * float(work.sizes.weight)
 
 
 def _panels(work: Workload) -> float:

@@ -112,6 +112,13 @@ def expert_parallel(work: Workload, device: Device) -> Pass:
     return passes(traffic.expert_parallel(work), device, work.crossing_share(nodes))
 
 
+def dispatch_seconds(work: Workload, device: Device) -> float:
+    """Seconds of sending token copies to their experts' ranks, one of the all-to-alls over ep."""
+    nodes = work.layout.ep / _together(work.layout.ep, work.layout.etp, device)
+    (sent,) = (one for one in traffic.expert_parallel(work).forward if one.kind == "all_to_all")
+    return collective_seconds(sent._replace(times=1), device, work.crossing_share(nodes))
+
+
 def exchange_seconds(work: Workload, pp_rank: int, device: Device) -> float:
     """Mean seconds per step of a rank's exchange with other replicas, after its update, and of its
     arithmetic. All-reduces between replicas are trees on CPUs (gloo)."""

@@ -9,7 +9,7 @@ from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig, OptimizerConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters, stage_parameters
-from mtcli.core.mesh.sharding import Parameter, shards_parameters
+from mtcli.core.mesh.sharding import Parameter, needs_no_copy, shards_parameters
 from mtcli.core.mesh.update_rules import RuleFacts, update_of
 from mtcli.core.plan.workload import BlockCounts, Workload
 
@@ -50,14 +50,18 @@ class RankElements(NamedTuple):
     """Elements on a rank: on the attention grid, on the expert grid, and sharded over data ranks.
 
     `shard` are the rows of one data rank; the first data rank has the most. `padded` is `shard` of
-    the first rank times the data ranks. `untrained` (routers' biases) and `frozen` (the weights
-    under adapters) are not in the other counts, have no gradient and are never sharded.
+    the first rank times the data ranks. `copied` are those that zero=1 copies to gather them from
+    their owners, a rank's and all of them, and `widest` the most of one parameter. `untrained`
+    (routers' biases) and `frozen` (the weights under adapters) are not in the other counts, have no
+    gradient and are never sharded.
     """
 
     attention: int = 0
     experts: int = 0
     shard: int = 0
     padded: int = 0
+    copied: int = 0
+    widest: int = 0
     untrained: int = 0
     frozen: int = 0
     rules: tuple[RuleElements, ...] = ()
@@ -129,7 +133,7 @@ def _elements(
     ends: tuple[bool, bool],
     owner: Owner,
 ) -> RankElements:
-    attention = experts = shard = padded = untrained = frozen = 0
+    attention = experts = shard = padded = untrained = frozen = copied = widest = 0
     rules: dict[RuleFacts, RuleElements] = {}
     for parameter, times in parameter_copies(run, blocks, ends):
         local = parameter.local_shape(layout)
@@ -146,6 +150,9 @@ def _elements(
         total, owned = times * prod(local), times * max(0, min(share, rows - first)) * prod(columns)
         shard += owned
         padded += times * ranks * share * prod(columns)
+        if times and ranks > 1 and not needs_no_copy(rows, rows * prod(columns), ranks):
+            copied += times * (ranks + 1) * share * prod(columns)
+            widest = max(widest, ranks * share * prod(columns))
         rule = update_of(parameter, optimizer).rule
         counted = rules.get(rule, RuleElements(rule, 0, 0))
         rules[rule] = RuleElements(rule, counted.total + total, counted.shard + owned)
@@ -154,7 +161,8 @@ def _elements(
         else:
             attention += total
     by_rule = tuple(rules.values())
-    return RankElements(attention, experts, shard, padded, untrained, frozen, by_rule)
+    counts = attention, experts, shard, padded, copied, widest, untrained, frozen
+    return RankElements(*counts, by_rule)
 
 
 def parameter_copies(

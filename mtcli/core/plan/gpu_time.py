@@ -66,7 +66,7 @@ def head_seconds(work: Workload, device: Device) -> Pass:
     columns = -(-m.vocab_size // work.columns)
     wide = replace(work, precision="bf16") if work.sizes.gemm in ("fp8", "nvfp4") else work
     shape = (work.tokens // rows, columns, m.hidden_size // panels)
-    logits_gemm = _gemms(wide, device, [shape]) * panels
+    logits_gemm = gemms_seconds(wide, device, [shape]) * panels
     logits = 4.0 * work.tokens // rows * columns * device.physics.traffic
     moved = logits / device.reached_bandwidth
     return logits_gemm + Pass(2 * moved, 2 * moved) + _host_seconds(END_CALLS, device)
@@ -133,7 +133,7 @@ def _dense(work: Workload, device: Device) -> Pass:
     for index, (m, n, k) in enumerate(dense_gemms(work)):
         n, k = (n // columns, k // panels) if index % 2 == 0 else (n // panels, k // columns)
         sharded.append((m // rows, n, k))
-    return _gemms(work, device, sharded) * panels
+    return gemms_seconds(work, device, sharded) * panels
 
 
 def _routed(work: Workload, device: Device) -> Pass:
@@ -146,10 +146,10 @@ def _routed(work: Workload, device: Device) -> Pass:
     rows = max(1, round(work.expert_rows / experts))
     inner = m.moe_ffn_hidden_size // layout.etp
     shapes = [(rows, m.up_factor * inner, m.hidden_size), (rows, m.hidden_size, inner)]
-    return _gemms(work, device, shapes, experts)
+    return gemms_seconds(work, device, shapes, experts)
 
 
-def _gemms(work: Workload, device: Device, shapes: list[GemmShape], copies: int = 1) -> Pass:
+def gemms_seconds(work: Workload, device: Device, shapes: list[GemmShape], copies: int = 1) -> Pass:
     """Seconds of the GEMMs (M, N, K), and of the backward's two GEMMs each, one where weights are
     frozen; bfloat16 where float8 does not take a weight of [N, K]."""
     forward = backward = 0.0

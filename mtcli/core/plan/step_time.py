@@ -9,6 +9,7 @@ from mtcli.core.mesh.update_rules import RuleFacts
 from mtcli.core.plan.communication import (
     collective_seconds,
     context_parallel,
+    dispatch_seconds,
     exchange_seconds,
     expert_parallel,
     passes,
@@ -20,19 +21,24 @@ from mtcli.core.plan.elements import block_elements, rank_elements
 from mtcli.core.plan.gpu_time import (
     attention_seconds,
     block_seconds,
+    dense_gemms,
     embedding_seconds,
+    gemm_seconds,
+    gemms_seconds,
     head_seconds,
 )
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.orthogonalising import muon_seconds
 from mtcli.core.plan.traffic import (
     gradient_reduction,
+    half_block,
     pipeline_hop,
     sharded_block,
     tied_embedding,
 )
 from mtcli.core.plan.workload import Precision, Workload, schedule_of
 from mtcli.core.schedule.timeline import Timeline, simulate
+from mtcli.kernels.limits import exchange_chunks
 
 STATE_PASSES = 2  # the optimizer reads and writes masters and moments
 UPDATE_CALLS = 80  # operations of the update of a block's tensors
@@ -81,7 +87,9 @@ def _block_parts(work: Workload, device: Device) -> Costs:
     attention = attention_seconds(work, device)
     # a hop travels while a block of scores is computed
     hides = device.physics.ring_overlap * (work.cp_mode == "ring")
-    busy = compute + tensor + expert + context.beyond(attention * hides)
+    tensor_shown = tensor.beyond(_beside_gemms(work, device))
+    expert_shown = expert.beyond(_beside_shared_expert(work, device))
+    busy = compute + tensor_shown + expert_shown + context.beyond(attention * hides)
     again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}[work.recompute]
     return Costs(
         block=Pass(busy.forward, busy.backward + again),
@@ -93,6 +101,54 @@ def _block_parts(work: Workload, device: Device) -> Costs:
         last=head_seconds(work, device),
         recomputed=again,
     )
+
+
+def _beside_gemms(work: Workload, device: Device) -> Pass:
+    """Seconds of a block's collectives over tp that its GEMMs hide (parallel/overlap.py).
+
+    A gather travels beside the product of this rank's tokens, 1/tp of all; the sum of an output
+    beside the products of all its chunks but the first; that of an input's gradient beside the
+    product of its weight's.
+    """
+    tp = work.layout.tp
+    if not work.tp_overlap or tp == 1 or work.layout.tp_rows > 1:
+        return Pass()
+    half = [collective_seconds(transfer, device) for transfer in half_block(work)]
+    gathered, summed = half if work.sequence_parallel else (0.0, half[0])
+    chunked = 1 - 1 / exchange_chunks(work.stream_bytes)
+    hidden = Pass()
+    for index, (m, n, k) in enumerate(dense_gemms(work)):
+        if work.model.mla and index < 3:  # latents enter apart from their layers
+            continue
+        if index % 2 == 0:
+            n //= tp
+            ahead = gemm_seconds((m, n, k), work, device) / tp
+            behind = gemm_seconds((n, k, m), work, device) * (work.gemms_back > 1)
+            hidden += Pass(min(gathered, ahead), min(summed, behind))
+        else:
+            k //= tp
+            ahead = gemm_seconds((m, k, n), work, device) / tp
+            behind = gemm_seconds((m, n, k), work, device)
+            hidden += Pass(min(summed, behind) * chunked, min(gathered, ahead))
+    return hidden * device.physics.data_overlap
+
+
+def _beside_shared_expert(work: Workload, device: Device) -> Pass:
+    """Seconds of the exchanges over ep that the shared expert hides (model/moe.py): the dispatch
+    travels beside its second GEMM; where the host waits for no numbers of rows, the dispatch beside
+    the first, and the combine beside the second."""
+    m, tp = work.model, work.layout.tp
+    if not (m.num_experts and m.shared_expert_ffn_hidden_size and work.ep_overlap):
+        return Pass()
+    inner = m.shared_expert_ffn_hidden_size // tp
+    shapes = [(work.tokens, m.hidden_size, inner)]
+    if m.pad_to_capacity:
+        shapes.append((work.tokens, m.up_factor * inner, m.hidden_size))
+    sent, hidden = dispatch_seconds(work, device), Pass()
+    for shape in shapes:
+        gemms = gemms_seconds(work, device, [shape])
+        hidden += Pass(min(sent, gemms.forward), min(sent, gemms.backward))
+    return hidden * device.physics.data_overlap
 
 
 def _undisturbed(work: Workload, block: Pass, parts: Costs, device: Device) -> Pass:

@@ -65,6 +65,9 @@ class Workload:
     steps: int = 1  # of the run, over which an exchange now and then is averaged
     schedule_name: str = "1f1b"
     sequence_parallel: bool = True
+    gathers_ahead: bool = False  # zero=1 gathers new weights behind the next forward pass
+    ep_overlap: bool = False  # tokens travel to experts beside the shared expert's GEMMs
+    tp_overlap: bool = False  # collectives of tensor parallel layers travel beside their GEMMs
     zero: int = 0
     recompute: str = "none"
     stage_sizes: tuple[int, ...] = ()
@@ -91,6 +94,9 @@ class Workload:
             "overlaps_neighbours": config.overlaps_neighbours,
             "schedule_name": p.schedule,
             "sequence_parallel": p.sequence_parallel or p.grid_rows > 1,
+            "gathers_ahead": config.sync.method == "all_reduce" and not config.train.cuda_graphs,
+            "ep_overlap": p.dispatcher == "all_to_all",
+            "tp_overlap": p.tp_overlap and _takes_overlap(config),
             "stage_sizes": () if p.stage_layers == even else p.stage_layers,
             "document_mask": config.data.document_mask or config.model.head != "lm",
             "bucket_bytes": p.bucket_mib * 2**20,
@@ -122,9 +128,8 @@ class Workload:
     @property
     def hiding_passes(self) -> Pass:
         """Shares of the passes that hide data parallel traffic: buckets are reduced behind the
-        last backwards; zero=1's all-gather of weights comes ahead of the next forward and is
-        not hidden."""
-        return Pass(0.0, 1.0)
+        last backwards, and zero=1's all-gather of weights runs behind the next forward."""
+        return Pass(float(self.gathers_ahead), 1.0)
 
     @property
     def unfused(self) -> float:
@@ -330,6 +335,12 @@ class Workload:
         uneven = self.layout.vpp > 1 and len(set(self.layers_of_stage)) > 1
         rounds = UNEVEN_ROUNDS if self.stage_sizes or uneven else rounds
         return m if m < (rounds + 1) * pp else rounds * pp + m % pp
+
+
+def _takes_overlap(config: RunConfig) -> bool:
+    """Whether linear layers are those that exchange beside their GEMMs."""
+    train = config.train
+    return not (train.compile or train.precision == "fp8" or config.lora.rank)
 
 
 @lru_cache(maxsize=16)  # a search asks for the same ones again and again

@@ -120,6 +120,7 @@ def dry_run(config: RunConfig, plan: Prediction, rank: int | None) -> DryRun:
         live.begin()
         with closing(loader):
             trainer.train_step(loader)
+            trainer.strategy.settle()
             step_peak, peak_at = live.peak, live.peak_at
             live.begin()
             if config.train.eval_every:

@@ -92,6 +92,7 @@ def rehearse(rehearsal: Rehearsal) -> RankBytes:
             trace.watch(number, trainer.stages[number])
         with closing(synthetic_loader(config, trainer.groups)) as loader:
             trainer.train_step(loader)
+        trainer.strategy.settle()  # as the next forward does, ahead of any peak
         trace.mark("update", -1)
     more = gathered_bytes(work, pp_rank) - gathered_bytes(Workload.of(config, world), pp_rank)
     return _rank_bytes(work, trace.marks, pp_rank, more, casts)

@@ -7,7 +7,7 @@ starts as soon as the last micro-batch's backward has filled it.
 A bucket is [owners, part]: row i holds the gradients of owner i's rows (dim 0) of each parameter.
 With one owner (zero = 0) every rank owns all rows, and the reduction is an all-reduce. With several
 (ZeRO stage 1, arXiv:1910.02054, section 5.1) it is a reduce-scatter, which leaves row i to owner i;
-after the update the owners' rows are all-gathered.
+after the update the owners' rows are all-gathered, on a GPU while the next forward runs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mtcli.core.mesh.sharding import needs_no_copy
 from mtcli.core.parallel.collectives import (
     all_reduce,
     start_all_gather,
@@ -29,7 +30,7 @@ from mtcli.core.parallel.collectives import (
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.ownership import Ownership, owned_rows, unsharded
 from mtcli.core.parallel.transport.process_group import PendingWork
-from mtcli.core.sync.strategy import Strategy, sum_tied_gradients_
+from mtcli.core.sync.strategy import Strategy, is_block, sum_tied_gradients_
 from mtcli.kernels import limits
 from mtcli.kernels.gradient_sink import GradientSink, GradientSinks
 
@@ -113,27 +114,46 @@ class Bucket:
         return self.owned[slot.offset : slot.offset + prod(shape)].view(shape)
 
     def start_all_gather(self, parameters: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Starts the all-gather of the owners' updated rows; returns what waits for it."""
-        sent = torch.zeros_like(self.owned, dtype=parameters[next(iter(self.slots))].dtype)
+        """Starts the all-gather of the owners' updated rows, of large parameters where they lie;
+        returns what waits for it."""
+        owners, waits, copied = self.owners, list[Callable[[], object]](), dict[str, Slot]()
         for name, slot in self.slots.items():
-            rows = parameters[name][self.rows(name)].flatten()
-            sent[slot.offset : slot.offset + rows.numel()] = rows
+            if needs_no_copy(slot.shape[0], prod(slot.shape), owners.size):
+                rows = parameters[name].view(owners.size, -1)
+                waits.append(start_all_gather(rows, rows[owners.rank], owners).wait)
+            else:
+                copied[name] = slot
+        if copied:
+            waits.append(self._gather_copies(copied, parameters))
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+
+        return finish
+
+    def _gather_copies(
+        self, slots: Mapping[str, Slot], parameters: Mapping[str, Tensor]
+    ) -> Callable[[], None]:
+        """Starts the all-gather of copies of the owned rows of some parameters; returns what waits
+        for it."""
+        rows_of = {name: parameters[name][self.rows(name)].flatten() for name in slots}
+        sent = torch.cat([F.pad(x, (0, slots[name].size - len(x))) for name, x in rows_of.items()])
         gathered = sent.new_empty(self.owners.size, len(sent))
         work = start_all_gather(gathered, sent, self.owners)
-        return partial(self._finish_all_gather, work, sent, gathered, parameters)
 
-    def _finish_all_gather(
-        self, work: PendingWork, sent: Tensor, gathered: Tensor, parameters: Mapping[str, Tensor]
-    ) -> None:
-        """Waits and writes all owners' rows. Keeps `sent` alive until then."""
-        work.wait()
-        for name, slot in self.slots.items():
-            columns = gathered[:, slot.offset : slot.offset + slot.size]
-            rows = columns.reshape(self.owners.size * slot.rows, *slot.shape[1:])
-            parameters[name].copy_(rows[: slot.shape[0]])
+        def finish(_: Tensor = sent) -> None:  # which stays alive until then
+            work.wait()
+            sizes = [slot.size for slot in slots.values()]
+            for (name, slot), columns in zip(slots.items(), gathered.split(sizes, 1), strict=True):
+                rows = columns.reshape(self.owners.size * slot.rows, *slot.shape[1:])
+                parameters[name].copy_(rows[: slot.shape[0]])
+
+        return finish
 
 
 NamedParameters = list[tuple[str, nn.Parameter]]
+FINAL_NORM = "final_norm"  # a stage calls it behind its blocks
 
 
 class BucketedDataParallel(Strategy):
@@ -147,8 +167,13 @@ class BucketedDataParallel(Strategy):
         ownership: Ownership,
         bucket_bytes: float,
         sinks: GradientSinks,
+        gathers_ahead: bool = False,
     ) -> None:
-        """Adds the sinks of all matrices to `sinks`, which the stages' layers read."""
+        """Adds the sinks of all matrices to `sinks`, which the stages' layers read.
+
+        With `gathers_ahead` updated rows are gathered while the next forward runs, which waits for
+        the weights that it is about to read.
+        """
         self.stages, self.ownership, self.sinks = stages, ownership, sinks
         self.shards = unsharded(stages, ownership.table)
         self.buckets: list[Bucket] = []
@@ -168,6 +193,10 @@ class BucketedDataParallel(Strategy):
         # Buckets whose reduction has started and whose callback is still due.
         self.summing: list[Bucket] = []
         self.on_reduced: Callable[[Mapping[str, Tensor]], None] | None = None
+        self.gathers_ahead = gathers_ahead
+        self.gathering: dict[Bucket, Callable[[], None]] = {}  # to what waits for a bucket's rows
+        for stage in stages.values() if gathers_ahead else ():
+            self._wait_when_read(stage)
 
     @cached_property
     def gradients(self) -> dict[str, Tensor]:
@@ -204,6 +233,7 @@ class BucketedDataParallel(Strategy):
                 bucket.start()
         for bucket in self.buckets:
             bucket.finish()
+        self.settle()
         sum_tied_gradients_(self.gradients, self.ownership)
 
     def when_reduced(self, on_reduced: Callable[[Mapping[str, Tensor]], None]) -> None:
@@ -222,14 +252,50 @@ class BucketedDataParallel(Strategy):
     @torch.no_grad()
     def after_update(self) -> None:
         """All-gathers the rows that owners have updated (zero = 1), a bucket while the next one is
-        under way: all at once would take the memory of the model's weights again."""
+        under way: all copies at once would take the memory of a small model's weights again. Ahead
+        of a forward all buckets set out, in its order."""
         tensors = {name: shard.tensor for name, shard in self.shards.items()}
-        gathers = (
-            bucket.start_all_gather(tensors) for bucket in self.buckets if bucket.owners.size > 1
-        )
+        owned = [bucket for bucket in self.buckets if bucket.owners.size > 1]
+        self.settle()
+        if self.gathers_ahead:
+            self.gathering = {b: b.start_all_gather(tensors) for b in self._in_order(owned)}
+            return
+        gathers = (bucket.start_all_gather(tensors) for bucket in owned)
         for finish, _ in pairwise(chain(gathers, [None])):
             assert finish is not None, "a bucket's"
             finish()
+
+    def settle(self) -> None:
+        """Waits for the rows that `after_update` gathers."""
+        self._wait_for(self.bucket_of)
+
+    @torch.no_grad()
+    def _wait_for(self, names: Iterable[str]) -> None:
+        """Waits for the updated rows of some parameters."""
+        if self.gathering:
+            for bucket in {self.bucket_of[name]: None for name in names}:
+                if finish := self.gathering.pop(bucket, None):
+                    finish()
+
+    def _wait_when_read(self, stage: nn.Module) -> None:
+        """Has forwards wait for updated rows: a block's and the final norm's ahead of it, the
+        head's behind the stage, where losses read it, and all others ahead of the stage."""
+        names = [name for name, _ in self.ownership.trained(stage)]
+        parts = [name for name, _ in stage.named_modules() if is_block(name) or name == FINAL_NORM]
+        later = tuple(f"{part}." for part in (*parts, "head"))
+        first = [name for name in names if not name.startswith(later)]
+        stage.register_forward_pre_hook(lambda *_: self._wait_for(first))
+        for part in parts:
+            own_names = [name for name in names if name.startswith(f"{part}.")]
+            wait = partial(self._wait_for, own_names)
+            stage.get_submodule(part).register_forward_pre_hook(lambda *_, wait=wait: wait())
+        stage.register_forward_hook(lambda *_: self._wait_for(names))
+
+    def _in_order(self, buckets: list[Bucket]) -> list[Bucket]:
+        """Sorts buckets as forwards read them: by the first of their parameters."""
+        names = (name for stage in self.stages.values() for name, _ in stage.named_parameters())
+        position = {name: index for index, name in enumerate(dict.fromkeys(names))}
+        return sorted(buckets, key=lambda bucket: min(position[name] for name in bucket.slots))
 
     def saves(self, name: str) -> bool:
         """Whether this rank is the first that holds a parameter's shard."""

@@ -32,7 +32,7 @@ from mtcli.core.parallel.groups import Axis, Groups
 from mtcli.core.parallel.ownership import OwnedShard, Ownership, unsharded
 from mtcli.core.runtime.health.flight_recorder import FlightRecorder
 from mtcli.core.sync.flat import flatten, unflatten
-from mtcli.core.sync.strategy import Strategy, sum_tied_gradients_
+from mtcli.core.sync.strategy import Strategy, is_block, sum_tied_gradients_
 
 
 class FullyShardedDataParallel(Strategy):
@@ -120,7 +120,7 @@ def _shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) 
         for name, module in reversed(list(stage.named_modules())):  # children before parents
             if _is_expert_array(name):
                 fully_shard(module, mesh=experts, mp_policy=policy)
-            elif _is_block(name):
+            elif is_block(name):
                 fully_shard(module, mesh=data, mp_policy=policy, ignored_params=untrained)
         fully_shard(stage, mesh=data, mp_policy=policy, ignored_params=untrained)
         for reads_head in ("loss", "losses"):
@@ -185,10 +185,6 @@ def _prefetch(stage: nn.Module) -> None:
 def _mesh(axis: Axis, device: str) -> DeviceMesh:
     group = axis.group or dist.new_group(list(axis.ranks), use_local_synchronization=True)
     return DeviceMesh.from_group(group, device)
-
-
-def _is_block(name: str) -> bool:
-    return name.startswith("blocks.") and name.count(".") == 1
 
 
 def _is_expert_array(name: str) -> bool:

@@ -49,8 +49,14 @@ def strategy_for(
     ownership = Ownership(groups, table, parallel.sequence_parallel, parallel.zero > 0)
     if not allocates_shards(config, groups.layout):
         build = cast(LayerFactory, next(iter(stages.values())).build)  # one of all stages
+        # Graphs read weights without a module's hooks, and other replicas change weights later.
+        waits_in_forward = config.sync.method == "all_reduce" and not config.train.cuda_graphs
         return BucketedDataParallel(
-            stages, ownership, parallel.bucket_mib * 2**20, build.gradient_sinks
+            stages,
+            ownership,
+            parallel.bucket_mib * 2**20,
+            build.gradient_sinks,
+            gathers_ahead=waits_in_forward and groups.device.type != "cpu",
         )
     from mtcli.core.sync.fsdp import FullyShardedDataParallel  # half a second of torch's imports
 

@@ -62,7 +62,15 @@ class Strategy(Protocol):
         return [list(self.weights())]
 
     def after_update(self) -> None:
-        """All-gathers the updated rows, where ranks own rows of replicated parameters."""
+        """All-gathers the updated rows, where ranks own rows of replicated parameters.
+
+        Forwards may overlap it. Whoever reads weights apart from the stages' forwards calls
+        `settle` first.
+        """
+        return
+
+    def settle(self) -> None:
+        """Waits until the weights are those of the last update."""
         return
 
     def counted_gradients(self) -> list[Tensor]:
@@ -77,6 +85,11 @@ class Strategy(Protocol):
 
     def saves(self, name: str) -> bool:
         """Whether this rank writes its shard of a parameter into a checkpoint."""
+
+
+def is_block(name: str) -> bool:
+    """Whether a module of a stage, by its name there, is one of its blocks."""
+    return name.startswith("blocks.") and name.count(".") == 1
 
 
 def sum_tied_gradients_(gradients: Mapping[str, Tensor], ownership: Ownership) -> None:

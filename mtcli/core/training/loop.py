@@ -212,6 +212,7 @@ def drive(live: Live, until: int) -> bool:
             save([seat for seat, goes in zip(seats, going, strict=True) if goes], live.saves)
         live.after(steps, going, stopped)
     for seat in live.seats:
+        seat.run.strategy.settle()
         seat.saver.wait()
     return not stopped
 

@@ -5,6 +5,8 @@ the time in collectives, on a GPU that of their stream.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from statistics import median
 from typing import NamedTuple
 
@@ -78,5 +80,19 @@ def agreed(
     """
     decisions = float(stops), float(saves and groups.world.rank == 0), float(sent)
     terms = torch.tensor([*decisions, *taken], dtype=torch.float64)
-    stopped, saved, total, *of_ranks = all_reduce(terms.to(groups.device), groups.world).tolist()
+    if groups.world.size > 1:  # one rank alone asks its GPU for nothing
+        with _ahead_of_the_queue(groups.device):
+            terms = all_reduce(terms.to(groups.device), groups.world).cpu()
+    stopped, saved, total, *of_ranks = terms.tolist()
     return stopped > 0.0, saved > 0.0, round(total), rank_times(of_ranks)
+
+
+def _ahead_of_the_queue(device: torch.device) -> AbstractContextManager[object]:
+    """The context of what waits for nothing that a GPU has yet to do: the update of the weights,
+    and their gathers."""
+    return torch.cuda.stream(_side_stream(device)) if device.type == "cuda" else nullcontext()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -210,6 +210,7 @@ def shards(trainer: RunState) -> list[Shard]:
     """
     own_shards = []
     strategy, exchange = trainer.strategy, trainer.exchange
+    strategy.settle()
     is_first = trainer.groups.replicas.rank == 0
     writes = is_first or exchange.weights_differ
     for name, shard in strategy.shards.items():

@@ -9,7 +9,8 @@ from mtcli.core.config.schema import OptimizerConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan import communication as sent
 from mtcli.core.plan import traffic
-from mtcli.core.plan.gpu_time import attention_seconds, head_seconds
+from mtcli.core.plan.costs import Pass
+from mtcli.core.plan.gpu_time import attention_seconds, gemm_seconds, head_seconds
 from mtcli.core.plan.hardware import GPUS, Link
 from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.step_time import simulated, stage_seconds, step_costs, weight_seconds
@@ -50,6 +51,48 @@ def test_tensor_traffic_shows_in_full():
     costs = step_costs(step(ParallelLayout(4, tp=4)), H100)
     assert costs.tensor.forward > 0
     assert costs.block.forward == pytest.approx(costs.compute.forward + costs.tensor.forward)
+
+
+def hidden(work, device, option):
+    """Seconds that an overlap takes off a block's passes, and the block's costs without it."""
+    alone, beside = (step_costs(replace(work, **{option: on}), device) for on in (False, True))
+    ways = ("forward", "backward")
+    return Pass(*(getattr(alone.block, way) - getattr(beside.block, way) for way in ways)), alone
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_tensor_traffic_hides_behind_the_gemms_it_travels_beside(sequence_parallel):
+    work = step(ParallelLayout(2, tp=2), sequence_parallel=sequence_parallel)
+    share = PHYSICS.data_overlap
+    short, costs = hidden(work, network(1e15), "tp_overlap")
+    # of four collectives each way, gathers hide in full, and sums of outputs but for their first
+    # of four chunks; without sequence parallelism each pass has two sums
+    forward = (2 + 2 * 3 / 4) / 4 if sequence_parallel else 3 / 4
+    assert short.forward == pytest.approx(share * costs.tensor.forward * forward, rel=1e-5)
+    assert short.backward == pytest.approx(share * costs.tensor.backward, rel=1e-5)
+    slow = network(1e6)
+    n, d = work.tokens, MODEL.hidden_size
+    shapes = [(n, 3 * d // 2, d), (n, d, d // 2), (n, 2 * d, d), (n, d, 2 * d)]
+    qkv, out, up, down = (gemm_seconds(shape, work, slow) for shape in shapes)
+    gathers = (qkv + up) / 2 if sequence_parallel else 0.0
+    long, _ = hidden(work, slow, "tp_overlap")
+    assert long.forward == pytest.approx(share * (gathers + (out + down) * 3 / 4), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("padded", "rate"), [(False, 1e15), (False, 1e6), (True, 1e15), (True, 1e6)]
+)
+def test_the_dispatch_hides_behind_the_shared_expert(padded, rate):
+    experts = {"num_experts": 16, "top_k": 2, "moe_ffn_hidden_size": 1024}
+    experts |= {"shared_expert_ffn_hidden_size": 2048, "capacity_factor": 1.0}
+    model = MODEL.model_copy(update=experts | {"pad_to_capacity": padded})
+    work, device = replace(step(ParallelLayout(8, ep=8)), model=model), network(rate)
+    (short, costs), n, d = hidden(work, device, "ep_overlap"), work.tokens, MODEL.hidden_size
+    down, up = (gemm_seconds(shape, work, device) for shape in ((n, d, 2048), (n, 2048, d)))
+    # the dispatch is one of two all-to-alls of equal bytes
+    one = costs.expert.backward / 2
+    expected = min(one, down) + min(one, up) * padded
+    assert short.forward == pytest.approx(PHYSICS.data_overlap * expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("rate", [450e9, 1e9])

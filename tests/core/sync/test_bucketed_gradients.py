@@ -138,7 +138,8 @@ def test_no_more_than_two_buckets_of_updated_weights_are_gathered_at_a_time():
         return lambda: events.append(-1)
 
     strategy = object.__new__(BucketedDataParallel)
-    strategy.shards = {}
+    strategy.shards, strategy.gathering, strategy.gathers_ahead = {}, {}, False
+    strategy.bucket_of = {}
     owners = SimpleNamespace(size=2)
     strategy.buckets = [SimpleNamespace(owners=owners, start_all_gather=start) for _ in range(5)]
     strategy.after_update()

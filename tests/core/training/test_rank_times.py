@@ -6,10 +6,11 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.parallel.collectives import all_reduce
-from mtcli.core.parallel.groups import Axis, _connected, world_axis
+from mtcli.core.parallel.groups import Axis, _connected, make_groups, world_axis
 from mtcli.core.runtime.health.flight_recorder import FlightRecorder
-from mtcli.core.training.rank_times import RankTimes, StepTimer, rank_times
+from mtcli.core.training.rank_times import RankTimes, StepTimer, agreed, rank_times
 
 
 def test_a_row_names_the_largest_the_median_and_whose_the_largest_is():
@@ -71,3 +72,8 @@ def test_a_rank_that_comes_late_computes_and_its_peer_waits():
         assert computed >= before and computed + waited == pytest.approx(whole)
     expected = pytest.approx((0, LATE, LATE, 0), abs=0.2 * LATE)
     assert any((*mine[:2], *peers[:2]) == expected for mine, peers in zip(early, late, strict=True))
+
+
+def test_one_rank_alone_asks_its_gpu_for_nothing_to_agree_with_itself():
+    groups = make_groups(ParallelLayout(1), 0, torch.device("meta"))
+    assert agreed(groups, True, False, 7) == (True, False, 7, None)
