@@ -81,14 +81,14 @@ def test_one_rank_s_embedding_is_a_lookup_alone(trace_step):
 def test_a_wait_of_a_layer_is_seen_with_the_line_that_made_it(trace_step, monkeypatch):
     forward = GatedMlp.forward
 
-    def look(mlp, x_TD, inputs):
+    def look(mlp, x_TD, *options):
         assert x_TD.sum().item() > 0
-        return forward(mlp, x_TD, inputs)
+        return forward(mlp, x_TD, *options)
 
     monkeypatch.setattr(GatedMlp, "forward", look)
     waits = trace_step.waits_by_place(trace_step.step_events(*config_of("dense"), 0))
     planted = {place: count for place, count in waits.items() if place not in STEP}
-    assert planted == {"read core/model/block.py PreNormBlock._run": LAYERS * MICRO_BATCHES}
+    assert planted == {"read core/model/block.py Block._with_mlp": LAYERS * MICRO_BATCHES}
 
 
 def test_a_layer_launches_and_computes_what_arithmetic_says(trace_step):

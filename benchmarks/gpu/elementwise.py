@@ -31,6 +31,7 @@ from mtcli.kernels.norm import add_norm, norm, norm_reference
 from mtcli.kernels.random import normal, normal_reference
 from mtcli.kernels.rope import rotate, rotate_reference, split_rotated
 from mtcli.kernels.swiglu import swiglu, swiglu_backward_, swiglu_reference
+from mtcli.kernels.split_heads import join_heads
 
 ROWS = 32768
 WIDE = [(ROWS, 768), (ROWS, 4096), (ROWS, 16384)]
@@ -200,6 +201,27 @@ CHOSEN = {"chosen": ("torch",)}
 
 def operand(device, dtype, rows, columns, block, transposed):
     """[rows, columns] to be quantized in e4m3, or its transpose, by the number of a block."""
+def add_layer_norm(x, y, weight, bias, y_bias):
+    return add_norm(x, y, weight, bias, y_bias=y_bias, **LAYER)
+
+
+def torch_add_layer_norm(x, y, weight, bias, y_bias):
+    return added(layer)(x, y + y_bias, weight, bias)
+
+
+def of_heads(device, dtype, b, s, h, g, d):
+    """Gradients of queries, keys and values, laid out by token."""
+    return tuple(
+        seeded((b, s, n, d), dtype, device, i).transpose(1, 2) for i, n in enumerate((h, g, g))
+    )
+
+
+def torch_join_heads(of_q, of_k, of_v):
+    q, k, v = (x.transpose(1, 2) for x in (of_q, of_k, of_v))
+    joined = torch.cat([q.unflatten(2, (k.shape[2], -1)), k[:, :, :, None], v[:, :, :, None]], 3)
+    return joined, joined.flatten(0, 1).flatten(1).sum(0)
+
+
     x = seeded((rows, columns), dtype, device)
     return x.T if transposed else x, BLOCKS[block], torch.float8_e4m3fn
 
@@ -221,8 +243,8 @@ ENTRIES = [
         rows_and(2), WIDE, (5, 22), moved(2), moved(3), **CHOSEN),
     Entry("add_rms_norm", partial(add_norm, **RMS), {"torch": added(rms)},
         rows_and(1, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
-    Entry("add_layer_norm", partial(add_norm, **LAYER), {"torch": added(layer)},
-        rows_and(2, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
+    Entry("add_layer_norm", add_layer_norm, {"torch": torch_add_layer_norm},
+        rows_and(3, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
     Entry("gelu", lambda x, b: gelu(x, b), {"torch": lambda x, b: gelu_reference(x, b)},
         rows_and(1), WIDE, (5, 22), moved(2), moved(3)),
     Entry("gelu_tanh", lambda x, b: gelu(x, b, "tanh"),
@@ -257,6 +279,9 @@ ENTRIES = [
             torch.arange(b * n, device=device).view(b, n)),
         [(8, 12, 1024), (1, 16, 4096)], (2, 2, 9),
         lambda itemsize, b, h, n: 2 * b * h * n * n * itemsize,
+    Entry("join_heads", lambda *grads: join_heads(*grads, True), {"torch": torch_join_heads},
+        of_heads, [(32, 1024, 12, 12, 64)], (2, 3, 4, 2, 8),
+        lambda itemsize, b, s, h, g, d: 2 * b * s * (h + 2 * g) * d * itemsize),
         lambda itemsize, b, h, n: 3 * b * h * n * n * itemsize,
         **CHOSEN),
     Entry("cross_entropy", cross_entropy(row_parts, logits_gradient_),

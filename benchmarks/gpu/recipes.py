@@ -104,6 +104,11 @@ SHAPES = {
     "rotate_packed": Shapes(
         lambda b, s, h, g, d: (h, g, d), lambda h, g, d: (2, 64, h, g, d), ((16, 16, 72),)
     ),
+    "join_heads": Shapes(
+        lambda b, s, h, g, d: (h, g, d),
+        lambda h, g, d: (2, 64, h, g, d),
+        ((16, 16, 128), (8, 2, 72)),
+    ),
     "masked_softmax": Shapes(lambda b, h, n: (n,), lambda n: (1, 2, n)),
     "cross_entropy": last(),
     "linear_cross_entropy": Shapes(lambda t, d, v: (v,), lambda v: (64, 64, v)),

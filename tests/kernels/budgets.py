@@ -55,6 +55,7 @@ BF16 = [
     ("rotate_packed", ("32x8x128", "16x16x72"), ("rope._rotate",)),
     ("masked_softmax", (1024, 4096), SOFTMAX),
     ("softmax_of_all", (1024,), SOFTMAX),
+    ("join_heads", ("12x12x64", "16x16x128", "8x2x72"), ("split_heads._join",)),
     ("cross_entropy_padded", VOCABULARIES, LOSS),
     ("cross_entropy_capped", (256000,), LOSS),
     ("sort_copies", EXPERTS, SORT),

@@ -20,7 +20,12 @@ class Mlp(nn.Module):
         self.down = build.row_linear(f"{name}.down")
         self.activation = activation_of(model.activation, model.activation_clamp)
 
-    def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+    @property
+    def output_bias(self) -> Tensor | None:
+        """The bias [D] of `down`, which a caller may add, or None."""
+        return cast(Tensor | None, self.down.flat_bias)
+
+    def forward(self, x_TD: Tensor, inputs: Inputs, with_bias: bool = True) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D].
 
         On a GPU the kernel of the activation adds the bias: its gradient needs no extra pass.
@@ -28,8 +33,8 @@ class Mlp(nn.Module):
         fused = runs_triton(x_TD)
         bias = self.up.flat_bias if fused else None
         inner = self.up(x_TD, with_bias=not fused, numbers=inputs.numbers)
-        y_TD = self.down.of_activated(self.activation, inner, bias, numbers=inputs.numbers)
-        return cast(Tensor, y_TD)
+        options = {"with_bias": with_bias, "numbers": inputs.numbers}
+        return cast(Tensor, self.down.of_activated(self.activation, inner, bias, **options))
 
 
 class GatedMlp(nn.Module):
@@ -41,8 +46,13 @@ class GatedMlp(nn.Module):
         self.down = build.row_linear(f"{name}.down")
         self.activation = activation_of(model.activation, model.activation_clamp)
 
-    def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+    @property
+    def output_bias(self) -> Tensor | None:
+        """The bias [D] of `down`, which a caller may add, or None."""
+        return cast(Tensor | None, self.down.flat_bias)
+
+    def forward(self, x_TD: Tensor, inputs: Inputs, with_bias: bool = True) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
         inner = self.gate_up(x_TD, numbers=inputs.numbers)
-        y_TD = self.down.of_activated(self.activation, inner, numbers=inputs.numbers)
-        return cast(Tensor, y_TD)
+        options = {"with_bias": with_bias, "numbers": inputs.numbers}
+        return cast(Tensor, self.down.of_activated(self.activation, inner, **options))

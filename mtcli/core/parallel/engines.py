@@ -39,6 +39,7 @@ def layer_factory(
         recompute_activations=parallel.recompute != "full",
         device=device,
         adapters=adapter_settings(config),
+        frees_weights=parallel.zero == 3,
     )
 
 

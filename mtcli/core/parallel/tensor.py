@@ -106,13 +106,16 @@ class ColumnLinear(nn.Module):
         with_bias: bool = True,
         numbers: Tensor | None = None,
         has_entered: bool = False,
+        trains_bias: bool = True,
     ) -> Tensor:
         """Returns this rank's columns of y, without the bias if the caller adds it.
 
         `numbers` [T] index the dropout mask of adapters. `x_TD` is all tokens [T, D] if it
-        `has_entered`.
+        `has_entered`. The bias gets no gradient here unless `trains_bias`.
         """
         bias = self.flat_bias if with_bias else None
+        if bias is not None and not trains_bias:
+            bias = bias.detach()
         x_TD = x_TD if has_entered else self.enter(x_TD, self.tp)
         y_TF = self.linear(x_TD, self.weight, bias)
         return y_TF if self.adapter is None else self.adapter(x_TD, y_TF, numbers)
@@ -147,7 +150,7 @@ class HeadExchange(nn.Module):
 class RowLinear(nn.Module):
     """y = x W^T + b with the columns of W sharded over tp, so that partial products are summed.
 
-    x_TF [T, F/tp] -> y_TD [T/tp, D]. The bias is added once, after the sum.
+    x_TF [T, F/tp] -> y_TD [T/tp, D]. The bias is added once, after the sum, here or by the caller.
     """
 
     def __init__(self, name: str, build: TensorParallelLayers) -> None:
@@ -158,24 +161,35 @@ class RowLinear(nn.Module):
         self.tp, self.linear, self.leave = build.groups.tp, build.row_gemm, build.leave
         self.activated = build.activated_row_gemm
 
-    def forward(self, x_TF: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Returns the summed output; `numbers` as in ColumnLinear."""
+    @property
+    def flat_bias(self) -> Tensor | None:
+        """b [D], or None."""
+        return self.bias
+
+    def forward(
+        self, x_TF: Tensor, with_bias: bool = True, numbers: Tensor | None = None
+    ) -> Tensor:
+        """Returns the summed output, without the bias if the caller adds it; `numbers` as in
+        ColumnLinear."""
         y_TD = self.linear(x_TF, self.weight)
-        return self._summed(y_TD if self.adapter is None else self.adapter(x_TF, y_TD, numbers))
+        y_TD = y_TD if self.adapter is None else self.adapter(x_TF, y_TD, numbers)
+        return self._summed(y_TD, with_bias)
 
     def of_activated(
         self,
         activation: Activation,
         x: Tensor,
         inner_bias: Tensor | None = None,
+        with_bias: bool = True,
         numbers: Tensor | None = None,
     ) -> Tensor:
         """Returns the output for activation(x + inner_bias), with x [T, F/tp], or [T, 2F/tp] where
         it is gated."""
         if self.adapter is not None:  # the adapter reads the activation too
-            return cast(Tensor, self(activation.forward(x, inner_bias), numbers=numbers))
-        return self._summed(self.activated(activation, x, inner_bias, self.weight))
+            return cast(Tensor, self(activation.forward(x, inner_bias), with_bias, numbers))
+        y_TD = self.activated(activation, x, inner_bias, self.weight)
+        return self._summed(y_TD, with_bias)
 
-    def _summed(self, y_TD: Tensor) -> Tensor:
+    def _summed(self, y_TD: Tensor, with_bias: bool) -> Tensor:
         y_TD = self.leave(y_TD, self.tp)
-        return y_TD if self.bias is None else y_TD + self.bias
+        return y_TD + self.bias if with_bias and self.bias is not None else y_TD
