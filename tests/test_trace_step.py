@@ -34,6 +34,7 @@ LAYOUTS = {  # model, ranks, sections
     "experts of one rank": (MOE, 1, {}),
     "fp8": (LLAMA, 1, {"train": {"precision": "fp8"}}),
     "documents": (LLAMA, 1, {"data": {"document_mask": True}}),
+    "packed documents": (LLAMA | SIZES, 1, {"data": {"document_mask": True}}),
     "Muon": (LLAMA, 1, {"optimizer": {"name": "muon"}}),
 }
 STEP = {"read core/training/step.py Trainer._global": 1}
