@@ -36,6 +36,7 @@ LAYOUTS = {  # model, ranks, sections
     "experts of one rank": (MOE, 1, {}),
     "fp8": (LLAMA, 1, {"train": {"precision": "fp8"}}),
     "documents": (LLAMA, 1, {"data": {"document_mask": True}}),
+    "packed documents": (LLAMA | SIZES, 1, {"data": {"document_mask": True}}),
     "Muon": (LLAMA, 1, {"optimizer": {"name": "muon"}}),
 }
 STEP = {"read core/training/step.py Trainer._global": 1}
@@ -90,14 +91,14 @@ def test_layers_that_exchange_in_chunks_copy_no_activations(trace_step, monkeypa
 def test_a_wait_of_a_layer_is_seen_with_the_line_that_made_it(trace_step, monkeypatch):
     forward = GatedMlp.forward
 
-    def look(mlp, x_TD, inputs):
+    def look(mlp, x_TD, *options):
         assert x_TD.sum().item() > 0
-        return forward(mlp, x_TD, inputs)
+        return forward(mlp, x_TD, *options)
 
     monkeypatch.setattr(GatedMlp, "forward", look)
     waits = trace_step.waits_by_place(trace_step.step_events(*config_of("dense"), 0))
     planted = {place: count for place, count in waits.items() if place not in STEP}
-    assert planted == {"read core/model/block.py PreNormBlock._run": LAYERS * MICRO_BATCHES}
+    assert planted == {"read core/model/block.py Block._with_mlp": LAYERS * MICRO_BATCHES}
 
 
 def test_a_layer_launches_and_computes_what_arithmetic_says(trace_step):

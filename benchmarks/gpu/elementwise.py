@@ -14,6 +14,7 @@ from mtcli.kernels.attention.softmax import ScoreDropout, masked_softmax, masked
 from mtcli.kernels.cross_entropy import (
     logits_gradient_,
     logits_gradient_reference,
+    losses_and_gradient_,
     row_parts,
     row_parts_reference,
 )
@@ -30,6 +31,7 @@ from mtcli.kernels.gelu import gelu, gelu_backward_, gelu_reference
 from mtcli.kernels.norm import add_norm, norm, norm_reference
 from mtcli.kernels.random import normal, normal_reference
 from mtcli.kernels.rope import rotate, rotate_reference, split_rotated
+from mtcli.kernels.split_heads import join_heads
 from mtcli.kernels.swiglu import swiglu, swiglu_backward_, swiglu_reference
 
 ROWS = 32768
@@ -115,6 +117,13 @@ def cross_entropy(row_parts, gradient):
     return step
 
 
+def one_launch(logits_TV, target_T):
+    """`cross_entropy` as one rank computes it."""
+    logits_TV, ones_T = logits_TV.clone(), torch.ones(len(logits_TV), device=logits_TV.device)
+    losses_T = losses_and_gradient_(logits_TV, target_T, ones_T, logits_TV.shape[1])
+    return losses_T, logits_TV
+
+
 def torch_cross_entropy(logits_TV, target_T):
     logits_TV = logits_TV.detach().requires_grad_()
     with torch.enable_grad():
@@ -192,6 +201,27 @@ def added(reference):
     return function
 
 
+def add_layer_norm(x, y, weight, bias, y_bias):
+    return add_norm(x, y, weight, bias, y_bias=y_bias, **LAYER)
+
+
+def torch_add_layer_norm(x, y, weight, bias, y_bias):
+    return added(layer)(x, y + y_bias, weight, bias)
+
+
+def of_heads(device, dtype, b, s, h, g, d):
+    """Gradients of queries, keys and values, laid out by token."""
+    return tuple(
+        seeded((b, s, n, d), dtype, device, i).transpose(1, 2) for i, n in enumerate((h, g, g))
+    )
+
+
+def torch_join_heads(of_q, of_k, of_v):
+    q, k, v = (x.transpose(1, 2) for x in (of_q, of_k, of_v))
+    joined = torch.cat([q.unflatten(2, (k.shape[2], -1)), k[:, :, :, None], v[:, :, :, None]], 3)
+    return joined, joined.flatten(0, 1).flatten(1).sum(0)
+
+
 LAYER, RMS = {"eps": EPS, "centred": True}, {"eps": EPS, "centred": False}
 layer, rms = partial(norm_reference, **LAYER), partial(norm_reference, **RMS)
 
@@ -221,8 +251,8 @@ ENTRIES = [
         rows_and(2), WIDE, (5, 22), moved(2), moved(3), **CHOSEN),
     Entry("add_rms_norm", partial(add_norm, **RMS), {"torch": added(rms)},
         rows_and(1, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
-    Entry("add_layer_norm", partial(add_norm, **LAYER), {"torch": added(layer)},
-        rows_and(2, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
+    Entry("add_layer_norm", add_layer_norm, {"torch": torch_add_layer_norm},
+        rows_and(3, tensors=2), WIDE, (5, 4096), moved(4), moved(4)),
     Entry("gelu", lambda x, b: gelu(x, b), {"torch": lambda x, b: gelu_reference(x, b)},
         rows_and(1), WIDE, (5, 22), moved(2), moved(3)),
     Entry("gelu_tanh", lambda x, b: gelu(x, b, "tanh"),
@@ -249,6 +279,9 @@ ENTRIES = [
         [(8, 4096, 32, 8, 128)], (2, 3, 4, 2, 8),
         lambda itemsize, b, s, h, g, d: 2 * b * s * (h + g + 1) * d * itemsize,
         lambda itemsize, b, s, h, g, d: 2 * b * s * (h + 2 * g + 1) * d * itemsize),
+    Entry("join_heads", lambda *grads: join_heads(*grads, True), {"torch": torch_join_heads},
+        of_heads, [(32, 1024, 12, 12, 64)], (2, 3, 4, 2, 8),
+        lambda itemsize, b, s, h, g, d: 2 * b * s * (h + 2 * g) * d * itemsize),
     Entry("masked_softmax", with_dropout(masked_softmax),
         {"torch": with_dropout(masked_softmax_reference)},
         lambda device, dtype, b, h, n: (
@@ -259,10 +292,11 @@ ENTRIES = [
         lambda itemsize, b, h, n: 2 * b * h * n * n * itemsize,
         lambda itemsize, b, h, n: 3 * b * h * n * n * itemsize,
         **CHOSEN),
-    Entry("cross_entropy", cross_entropy(row_parts, logits_gradient_),
+    Entry("cross_entropy", one_launch,
         {"torch": torch_cross_entropy,
+         "two launches": cross_entropy(row_parts, logits_gradient_),
          "reference": cross_entropy(row_parts_reference, logits_gradient_reference)},
-        logits, [(8192, 50304), (8192, 128256)], (5, 33), moved(5),
+        logits, [(8192, 50304), (8192, 128256)], (5, 33), moved(4),
         torch_compiles="reference"),
     Entry("linear_cross_entropy", head_step(chunked_loss),
         {"torch": head_step(torch_loss), **liger("linear_cross_entropy")},

@@ -12,6 +12,7 @@ What launches, tails of a grid and masked tiles cost is left out, so estimates a
 
 import json
 from collections.abc import Iterable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,8 @@ def gemm_share(kernels: list[Any], floors: dict[str, float]) -> float:
     useful = 1.0
     for kernel in kernels:
         loop, config = kernel.code.loop, kernel.config
-        tile = config["ROWS"] * config["COLUMNS"] * config.get("INNER", 1)
+        sides = (config.get(name) or config["SIDE"] for name in ("ROWS", "COLUMNS"))
+        tile = prod(sides) * config.get("INNER", 1)
         ideal += loop.tensor / tile
         taken += gemm_cycles(loop) / tile
         useful = USEFUL.get(kernel.name, useful)

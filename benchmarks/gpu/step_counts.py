@@ -264,7 +264,7 @@ def _flops(func: Any, args: Any, given: Any, outs: Any) -> tuple[int, int]:
     if count is None:
         return 0, 0
     out = outs[0] if len(outs) == 1 else tuple(outs)
-    if "scaled_dot_product" not in func.overloadpacket.__name__:
+    if "attention" not in func.overloadpacket.__name__:
         return int(count(*filter(_is_tensor, args), out_val=out)), 0
     flops = int(count(*args, **given, out_val=out))
     names = [argument.name for argument in func._schema.arguments]
@@ -284,6 +284,10 @@ def _our_flops(name: str, args: Any) -> tuple[int, int]:
         return args[0].numel() * args[0].shape[1], 0
     if name == "fp8_product":
         return 2 * args[0].numel() * len(args[3]), 0
+    if name in ("document_flash", "document_flash_backward"):
+        q, *_, longest, _, right = args  # or its gradient, of the same size
+        gemms = 5 if name.endswith("backward") else 2
+        return 0, gemms * 2 * q.numel() * longest // (2 if right == 0 else 1)
     if name in ("flash", "flash_backward"):
         q, k = args[1:3] if name == "flash_backward" else args[:2]
         causal = args[6] if name == "flash_backward" else args[3]

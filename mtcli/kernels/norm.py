@@ -1,10 +1,11 @@
 """LayerNorm (arXiv:1607.06450) and RMSNorm (arXiv:1910.07467), fused with a residual add ahead of
-them.
+them, and with the bias of what is added.
 
 N rows of D columns. Statistics are in float32. On a GPU the forward reads each row once and saves
 means and reciprocal deviations [N, 2] for backward; the backward runs a few persistent programs per
-SM, each of which sums the gradients of weight and bias over its rows in float32. Those sums fill
-half of an SM's registers at 16384 columns, so rows of more than LONGEST are read in chunks.
+SM, each of which sums the gradients of weight and biases over its rows in float32. Those of weight
+and bias fill half of an SM's registers at 16384 columns, so rows of more than LONGEST are read in
+chunks.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def gain(weight: Tensor, offset: float) -> Tensor:
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
 
 
-# Columns of which a tile holds a row, and the next one, beside the sums.
-LONGEST = 8192
+# Columns of which a tile holds a row, and the next one, beside the sums of two gradients; and of
+# three, which leaves room for several programs on an SM. Torch sums the third of more columns.
+LONGEST, SUMMED = 8192, 2048
 CHUNKS = tuple({"CHUNK": n, "num_warps": warps} for n, warps in ((4096, 16), (4096, 8), (2048, 8)))
 _configs = partial(full_row_configs, elements=2048)
 
@@ -71,9 +73,9 @@ _configs = partial(full_row_configs, elements=2048)
 # fmt: off
 @kernel(_configs, key=["width"])
 def _forward(
-    x_ptr, y_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, stats_ptr, rows, width, eps, offset,
-    CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    x_ptr, y_ptr, y_bias_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, stats_ptr, rows, width, eps,
+    offset, CENTRED: tl.constexpr, ADDS: tl.constexpr, Y_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: on
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -81,7 +83,10 @@ def _forward(
     at = row * width + column
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        x += tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        if Y_BIAS:
+            y += tl.load(y_bias_ptr + column, mask=real, other=0.0).to(tl.float32)
+        x += y
         x = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + at, x, mask=inside)
         # Of the rounded sum, which the backward reads.
@@ -104,8 +109,8 @@ def _forward(
 @kernel(lambda width, centred: _configs(width), key=["width", "CENTRED"])
 def _backward(
     grad_ptr, dsum_ptr, x_ptr, weight_ptr, stats_ptr, out_ptr, parts_ptr, rows, width, offset,
-    CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    CENTRED: tl.constexpr, ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, Y_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: on
     """Takes whole rows; a program's next ones are on their way while it computes."""
     column = tl.arange(0, BLOCK)[None, :]
@@ -113,6 +118,7 @@ def _backward(
     weight = tl.load(weight_ptr + column, mask=real, other=0.0).to(tl.float32) + offset
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
+    dy_bias = tl.zeros([ROWS, BLOCK], tl.float32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, rows, step, num_stages=2):
         row = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
@@ -133,12 +139,16 @@ def _backward(
         out *= scale
         if ADDS:
             out += tl.load(dsum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        dy_bias += out
         tl.store(out_ptr + at, out, mask=inside)
-    part = parts_ptr + tl.program_id(0) * (2 if HAS_BIAS else 1) * width + tl.arange(0, BLOCK)
+    vectors: tl.constexpr = 1 + HAS_BIAS + Y_BIAS
+    part = parts_ptr + tl.program_id(0) * vectors * width + tl.arange(0, BLOCK)
     inside_row = tl.arange(0, BLOCK) < width
     tl.store(part, tl.sum(dweight, 0), mask=inside_row)
     if HAS_BIAS:
         tl.store(part + width, tl.sum(dbias, 0), mask=inside_row)
+    if Y_BIAS:
+        tl.store(part + (vectors - 1) * width, tl.sum(dy_bias, 0), mask=inside_row)
 
 
 @kernel()
@@ -229,16 +239,21 @@ def add_norm(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    y_bias: Tensor | None = None,
     eps: float,
     centred: bool,
     offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(x + y, its norm): 4 * N * D * itemsize bytes moved in each direction."""
+    """(x + y + y_bias, its norm): 4 * N * D * itemsize bytes moved in each direction.
+
+    `y_bias` [D], or None, is the bias of the linear layer that made y. On a GPU the sum of the
+    three is rounded once, and the backward sums the bias's gradient as it makes that of y.
+    """
     if not runs_triton(x):
-        total = x + y
+        total = x + (y if y_bias is None else y + y_bias)
         options = {"eps": eps, "centred": centred, "offset": offset}
         return total, norm_reference(total, weight, bias, **options)
-    total, normed, _ = _add_norm(x, y, weight, bias, eps, centred, offset)
+    total, normed, _ = _add_norm(x, y, y_bias, weight, bias, eps, centred, offset)
     return total, normed
 
 
@@ -248,14 +263,22 @@ def _out_and_stats(x: Tensor) -> tuple[Tensor, Tensor]:
     return out, x.new_empty(rows, 2, dtype=torch.float32)
 
 
-def _gradients(grad: Tensor, dsum: Tensor | None, *saved: Any) -> tuple[Tensor, ...]:
-    dx, dweights = _norm_backward(grad, dsum, *saved)
-    return dx, *(dweights[i] for i in range(len(dweights)))
+def _gradients(grad: Tensor, dsum: Tensor | None, *saved: Any) -> tuple[Tensor, Tensor]:
+    """(gradient of x; gradients of weight, bias and y_bias, of those that there are)."""
+    dx, dvectors = _norm_backward(grad, dsum, *saved)
+    return dx, dvectors.unbind(0)
 
 
-def _gradients_of_add(dsum: Tensor, grad: Tensor, _: Tensor, *saved: Any) -> tuple[Tensor, ...]:
-    dx, *dweights = _gradients(grad, dsum, *saved)
-    return dx, dx, *dweights
+def _gradients_of_norm(grad: Tensor, _: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+    dx, dvectors = _gradients(grad, None, *saved)
+    return dx, *dvectors
+
+
+def _gradients_of_add(dsum: Tensor, grad: Tensor, _: Tensor, *saved: Any) -> tuple[Any, ...]:
+    dx, dvectors = _gradients(grad, dsum, *saved)
+    *_, has_y_bias, _ = saved
+    dvectors, dy_bias = (dvectors[:-1], dvectors[-1]) if has_y_bias else (dvectors, None)
+    return dx, dx, dy_bias, *dvectors
 
 
 @custom_op(
@@ -264,64 +287,70 @@ def _gradients_of_add(dsum: Tensor, grad: Tensor, _: Tensor, *saved: Any) -> tup
     fake=lambda x, *inputs: _out_and_stats(x),
     saved=lambda outputs, x, weight, bias, eps, centred, offset: (
         *(x.contiguous(), weight, outputs[1]),
-        *(centred, bias is not None, offset),
+        *(centred, bias is not None, False, offset),
     ),
-    backward=lambda grad, _, *saved: _gradients(grad, None, *saved),
+    backward=_gradients_of_norm,
 )
 def _norm(x, weight, bias, *options):
-    return _launch_forward(x, None, weight, bias, *options)[1:]
+    return _launch_forward(x, None, None, weight, bias, *options)[1:]
 
 
 @custom_op(
-    "add_norm(Tensor x, Tensor y, Tensor weight, Tensor? bias, float eps, bool centred,"
-    " float offset) -> (Tensor, Tensor, Tensor)",
+    "add_norm(Tensor x, Tensor y, Tensor? y_bias, Tensor weight, Tensor? bias, float eps,"
+    " bool centred, float offset) -> (Tensor, Tensor, Tensor)",
     fake=lambda x, *inputs: (_out_and_stats(x)[0], *_out_and_stats(x)),
-    saved=lambda outputs, x, y, weight, bias, eps, centred, offset: (
+    saved=lambda outputs, x, y, y_bias, weight, bias, eps, centred, offset: (
         *(outputs[0], weight, outputs[2]),
-        *(centred, bias is not None, offset),
+        *(centred, bias is not None, y_bias is not None, offset),
     ),
     backward=_gradients_of_add,
 )
-def _add_norm(x, y, weight, bias, *options):
-    return _launch_forward(x, y, weight, bias, *options)
+def _add_norm(x, y, y_bias, weight, bias, *options):
+    return _launch_forward(x, y, y_bias, weight, bias, *options)
 
 
-def _launch_forward(
-    x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(x + y, or x without y; its norm; statistics); the options are eps, centred and offset."""
+def _launch_forward(x, y, y_bias, weight, bias, *options):
+    """(x + y + y_bias, or x without y; its norm; statistics); the options are eps, centred and
+    offset."""
     eps, centred, offset = options
     x, adds = x.contiguous(), y is not None
     y = y.contiguous() if adds else x
     out, stats = _out_and_stats(x)
     total, rows, width = torch.empty_like(x) if adds else x, len(stats), x.shape[-1]
-    pointers = (x, y, weight, weight if bias is None else bias, total, out, stats)
-    flags = (centred, adds, bias is not None, power_of_two(width))
+    biases = [weight if vector is None else vector for vector in (y_bias, bias)]
+    pointers = (x, y, biases[0], weight, biases[1], total, out, stats)
+    flags = (centred, adds, y_bias is not None, bias is not None, power_of_two(width))
     _forward[row_grid(rows)](*pointers, rows, width, eps, offset, *flags)
     return total, out, stats
 
 
 @custom_op(
     "norm_backward(Tensor grad, Tensor? dsum, Tensor x, Tensor weight, Tensor stats,"
-    " bool centred, bool has_bias, float offset) -> (Tensor, Tensor)",
-    fake=lambda grad, dsum, x, weight, stats, centred, has_bias, offset: (
+    " bool centred, bool has_bias, bool has_y_bias, float offset) -> (Tensor, Tensor)",
+    fake=lambda grad, dsum, x, weight, stats, centred, has_bias, has_y_bias, offset: (
         torch.empty_like(x),
-        weight.new_empty(1 + has_bias, x.shape[-1]),
+        weight.new_empty(1 + has_bias + has_y_bias, x.shape[-1]),
     ),
 )
-def _norm_backward(grad, dsum, x, weight, stats, centred, has_bias, offset):
-    """(gradient of x, gradients of weight and bias [1 or 2, D])."""
+def _norm_backward(grad, dsum, x, weight, stats, centred, has_bias, has_y_bias, offset):
+    """(gradient of x; gradients of weight, bias and y_bias [1 to 3, D])."""
     grad, rows, width = grad.contiguous(), stats.shape[0], x.shape[-1]
     dsum = None if dsum is None else dsum.contiguous()
     block, out = power_of_two(width), torch.empty_like(x)
+    sums_apart = has_y_bias and block > SUMMED
+    vectors = 1 + has_bias + (has_y_bias and not sums_apart)
     # As many as registers hold.
-    fitting = max(1, min(4, 8192 // block) if has_bias else min(6, 10240 // block))
-    programs = max(1, min(rows, multiprocessors(x) * fitting))
-    parts = x.new_empty(programs, 1 + has_bias, width, dtype=torch.float32)
+    most, columns = {1: (6, 10240), 2: (4, 8192), 3: (4, 6144)}[vectors]
+    programs = max(1, min(rows, multiprocessors(x) * max(1, min(most, columns // block))))
+    parts = x.new_empty(programs, vectors, width, dtype=torch.float32)
     pointers = (grad, grad if dsum is None else dsum, x, weight, stats, out, parts)
     flags = (centred, dsum is not None, has_bias)
     if block <= LONGEST:
-        _backward[(programs,)](*pointers, rows, width, offset, *flags, block)
+        flags = (*flags, has_y_bias and not sums_apart, block)
+        _backward[(programs,)](*pointers, rows, width, offset, *flags)
     else:
         _backward_in_chunks[(programs,)](*pointers, rows, width, offset, *flags)
-    return out, parts.sum(0).to(weight.dtype)
+    sums = parts.sum(0)
+    if sums_apart:
+        sums = torch.cat([sums, out.view(rows, width).sum(0, True, dtype=torch.float32)])
+    return out, sums.to(weight.dtype)

@@ -25,6 +25,7 @@ GELU, SWIGLU = ("gelu._forward", "gelu._backward"), ("swiglu._forward", "swiglu.
 RELU2 = ("relu2._forward", "relu2._backward")
 FLASH = ("flash_forward._forward", "flash_backward._dq", "flash_backward._dkv")
 LOSS = ("cross_entropy._row_parts", "cross_entropy._logits_gradient")
+ONE_LOSS = ("cross_entropy._losses_and_gradient",)
 LAMB = ("lamb._moments", "lamb._totals", "lamb._step")
 SORT = ("permute._count", "permute._place")
 GROUPED = ("grouped_gemm._gemm", "grouped_gemm._wgrad")
@@ -55,8 +56,10 @@ BF16 = [
     ("rotate_packed", ("32x8x128", "16x16x72"), ("rope._rotate",)),
     ("masked_softmax", (1024, 4096), SOFTMAX),
     ("softmax_of_all", (1024,), SOFTMAX),
-    ("cross_entropy_padded", VOCABULARIES, LOSS),
-    ("cross_entropy_capped", (256000,), LOSS),
+    ("join_heads", ("12x12x64", "16x16x128", "8x2x72"), ("split_heads._join",)),
+    ("cross_entropy", (50304, 128256), ONE_LOSS),
+    ("cross_entropy_padded", VOCABULARIES, (*LOSS, *ONE_LOSS)),
+    ("cross_entropy_capped", (256000,), (*LOSS, *ONE_LOSS)),
     ("sort_copies", EXPERTS, SORT),
     ("sort_with_capacity", ("8x2",), SORT),
     ("permute", ("2048x128x8", "4096x8x2", "768x60x4"), ("permute._scatter", "permute._gather")),
@@ -106,8 +109,8 @@ FP32 = [
     ("geglu", (9216,), SWIGLU),
     ("relu2", (9216,), RELU2),
     ("rotate", ("32x8x128",), ("rope._rotate",)),
-    ("cross_entropy_padded", VOCABULARIES, LOSS),
-    ("cross_entropy_capped", (256000,), LOSS),
+    ("cross_entropy_padded", VOCABULARIES, (*LOSS, *ONE_LOSS)),
+    ("cross_entropy_capped", (256000,), (*LOSS, *ONE_LOSS)),
     ("route", EXPERTS, ROUTE),
     ("route_groups", ("64x6", "256x8"), ROUTE),
     ("unpermute", ("2048x128x8",), ("permute._gather", "permute._gather_backward")),
@@ -184,6 +187,7 @@ ROWS = [
 PREFETCHED = [  # rows are fetched before they are read
     Row(90, "bf16", "layer_norm 4096", "norm._backward"),
     Row(90, "bf16", "cross_entropy_padded 50257", "cross_entropy._row_parts"),
+    Row(90, "bf16", "cross_entropy_padded 50257", "cross_entropy._losses_and_gradient"),
 ]
 HANDFUL = {
     (90, "bf16", "flash 128"),

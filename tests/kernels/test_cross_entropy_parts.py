@@ -1,4 +1,4 @@
-"""The GPU's two passes of cross entropy against its formula in float64."""
+"""The GPU's passes of cross entropy, in one launch and in two, against its formula in float64."""
 
 import torch
 import torch.nn.functional as F
@@ -7,6 +7,7 @@ from exact import TOLERANCE, cases_on, distance, seeded
 from mtcli.kernels.cross_entropy import (
     logits_gradient_,
     logits_gradient_reference,
+    losses_and_gradient_,
     row_parts,
     row_parts_reference,
 )
@@ -55,6 +56,23 @@ def test_capped_logits_have_their_losses_and_gradients(device, subtests):
                 torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-5)
                 found = gradient(logits.clone(), lse, target, grad, width, 3.0)
                 assert distance(found, exact.grad) < TOLERANCE[dtype]
+
+
+def test_one_launch_has_losses_and_gradients(device, subtests):
+    for width, dtype in cases_on(device, [129, 20_001, 16_384]):  # more than a block, and one
+        for cap in (0.0, 3.0):
+            logits, target = made(width, dtype, device)
+            padded = F.pad(logits, (0, 9), value=1e4)
+            exact = logits.detach().cpu().double().requires_grad_()
+            capped = cap * (exact / cap).tanh() if cap else exact
+            expected = F.cross_entropy(capped, target.cpu(), reduction="none")
+            grad = torch.linspace(0.5, 2.0, T, device=device)
+            expected.backward(grad.cpu().double())
+            with subtests.test(f"{width} {dtype} {cap}"):
+                losses = losses_and_gradient_(padded, target, grad, width, cap).cpu().double()
+                torch.testing.assert_close(losses, expected.detach(), rtol=1e-5, atol=1e-5)
+                assert distance(padded[:, :width], exact.grad) < TOLERANCE[dtype]
+                assert not padded[:, width:].any()
 
 
 def test_padding_columns_count_nothing_and_get_no_gradient(device):

@@ -61,6 +61,29 @@ def test_the_sum_before_an_rms_norm_gets_both_gradients(device, dtype):
     check(add_rms_norm, formula, inputs((9, 130), device, 1), dtype)
 
 
+def test_a_bias_of_what_is_added_gets_its_gradient_with_the_sum(device, subtests):
+    kinds = ((add_layer_norm, layer_formula, 2), (add_rms_norm, rms_formula, 1))
+    kinds += ((add_layer_norm, lambda x, w: layer_formula(x, w, 0.0), 1),)
+    for shape in SHAPES:
+        for function, formula, vectors in kinds:
+
+            def whole(x, y, b, *weights, of=formula):
+                return x + y + b, of(x + y + b, *weights)
+
+            def ours(x, y, b, *weights, of=function):
+                return of(x, y, *weights, y_bias=b)
+
+            x, y, y_bias, *weights = inputs(shape, device, vectors + 1)
+            with subtests.test(f"{shape} {vectors}"):
+                check(ours, whole, [x, y, y_bias, *weights], torch.float32)
+
+
+def test_a_sum_with_a_bias_is_rounded_once(device):
+    x, y, y_bias, weight = (v.half() for v in inputs((6, 40), device, 2))
+    total, _ = add_rms_norm(x, y, weight, y_bias=y_bias)
+    assert torch.equal(total, (x.float() + (y.float() + y_bias.float())).half())
+
+
 def test_a_layer_norm_may_have_no_bias(device):
     x, _, weight = inputs((3, 20), device, 1)
     formula = lambda x, weight: layer_formula(x, weight, 0.0)  # noqa: E731

@@ -25,6 +25,8 @@ from mtcli.kernels.attention.sinks import with_sinks
 from mtcli.kernels.attention.softmax import ScoreDropout, masked_softmax
 from mtcli.kernels.gemm import matmul
 from mtcli.kernels.softcap import softcap
+from mtcli.kernels.split_heads import split_heads
+from mtcli.kernels.triton_launch import runs_triton
 
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values
 
@@ -64,19 +66,37 @@ class Attention(nn.Module):
         local = build.table[f"{name}.qkv.weight"].local_shape(build.groups.layout)
         self.columns = local[:-1]  # [g, r + 2, d], or of shared heads fewer columns of more queries
 
-    def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+    @property
+    def output_bias(self) -> Tensor | None:
+        """The bias [D] of the output projection, which a caller may add, or None."""
+        return cast(Tensor | None, self.out.flat_bias)
+
+    def forward(self, x_TD: Tensor, inputs: Inputs, with_bias: bool = True) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        qkv_TF = self.project(x_TD, inputs)
-        return cast(Tensor, self.out(self.mix(qkv_TF, inputs), numbers=inputs.numbers))
+        mixed_TF = self.mix(self.project(x_TD, inputs), inputs)
+        return cast(Tensor, self.out(mixed_TF, with_bias, inputs.numbers))
 
     def project(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """x_TD [T/tp, D] -> query, key and value of this rank's heads [T, g * (r + 2) * d]."""
-        qkv_TF = self.qkv(x_TD, numbers=inputs.numbers)
+        trains_bias = self._split_bias(x_TD) is None
+        qkv_TF = self.qkv(x_TD, numbers=inputs.numbers, trains_bias=trains_bias)
         if self.qk_norm == "projection":  # here every column of a shared head is on one rank
             q, k, v = qkv_TF.view(-1, *self.columns).split([self.columns[1] - 2, 1, 1], 2)
             q, k = _normed(self.q_norm, q, 1), _normed(self.k_norm, k, 1)
             qkv_TF = torch.cat([q, k, v], 2).flatten(1)
         return cast(Tensor, self.share_heads(qkv_TF))
+
+    @property
+    def _splits_only(self) -> bool:
+        """Whether attention takes the columns of the projections as they are."""
+        plain = self.table is None and self.qk_norm == "none"
+        return plain and isinstance(self.share_heads, nn.Identity)
+
+    def _split_bias(self, x: Tensor) -> Tensor | None:
+        """The bias of the projections, where `split_heads` sums its gradient; else None."""
+        sums = runs_triton(x) and not torch.compiler.is_compiling() and self._splits_only
+        bias = self.qkv.flat_bias if sums else None
+        return cast(Tensor | None, bias) if bias is not None and bias.requires_grad else None
 
     def mix(self, qkv_TF: Tensor, inputs: Inputs) -> Tensor:
         """Fused projections [T, g * (r + 2) * head_dim] -> attended values [T, h * head_dim]."""
@@ -86,6 +106,8 @@ class Attention(nn.Module):
         table = None if self.table is None or self.reorders else inputs.rotations[self.table]
         if table is not None and table.splits(qkv):
             q, k, v = table.split(qkv)
+        elif self._splits_only:
+            q, k, v = split_heads(qkv, self._split_bias(qkv))
         else:
             # split, not slices: its backward is one concatenation instead of three padded sums
             q, k, v = qkv.split([r, 1, 1], 3)

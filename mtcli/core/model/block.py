@@ -6,7 +6,7 @@ T tokens of a micro-batch, D hidden; x_TD is [T/tp, D] under sequence parallelis
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,27 @@ from mtcli.core.parallel.factory import LayerFactory
 NormMaker = Callable[[str, ModelConfig], nn.Module]
 
 
+class Residual(NamedTuple):
+    """The residual stream, and the output of a branch with its bias, which the next norm adds.
+
+    A sum of its own would read and write the stream once more in each direction.
+    """
+
+    x_TD: Tensor
+    y_TD: Tensor | None = None
+    y_bias: Tensor | None = None
+
+    def total(self) -> Tensor:
+        """x + y + y_bias; None is zero."""
+        if self.y_TD is None:
+            return self.x_TD
+        return self.x_TD + (self.y_TD if self.y_bias is None else self.y_TD + self.y_bias)
+
+
 class Block(nn.Module):
     """Attention, MLP and their dropouts, with the norms that a subclass chooses."""
+
+    no_norm: NormMaker = nn.Identity  # ahead of attention, where a layer has none
 
     def __init__(
         self, layer: int, model: ModelConfig, build: LayerFactory, seed: int, recompute: str
@@ -37,7 +56,7 @@ class Block(nn.Module):
             mlp = MixtureOfExperts
         attention_norm, mlp_norm = self.norm_makers(model, build)
         if not model.has_attention_norm(layer):
-            attention_norm = nn.Identity
+            attention_norm = self.no_norm
         self.attention_norm = attention_norm(f"{name}.attention_norm", model)
         attention = LatentAttention if model.mla else Attention
         self.attention = attention(layer, model, build, seed)
@@ -46,47 +65,90 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(build.dropout(f"{name}.attention", model.dropout, seed))
         self.mlp_dropout = Dropout(build.dropout(f"{name}.mlp", model.dropout, seed))
         self.recompute, self.residual_scale = recompute, model.residual_scale
+        # whether the next norm adds the bias of attention, and that of the MLP
+        self.leaves_bias = model.residual_scale == 1.0 and not self.mlp_dropout.active
+        self.leaves_last_bias = self.leaves_bias and not build.frees_weights
 
     @abstractmethod
     def norm_makers(self, model: ModelConfig, build: LayerFactory) -> tuple[NormMaker, NormMaker]:
         """Returns what makes the norms ahead of attention and of the MLP."""
 
     @abstractmethod
-    def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor: ...
+    def _run(self, residual: Residual, inputs: Inputs, numbers_T: Tensor | None) -> Residual: ...
 
-    def forward(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
-        """x_TD -> x_TD; with recompute = "full" it saves only its input for backward."""
+    def forward(self, residual: Residual, inputs: Inputs, numbers_T: Tensor | None) -> Residual:
+        """The residual stream ahead of the block -> after it; with recompute = "full" it saves only
+        its input for backward."""
         if self.recompute == "full" and torch.is_grad_enabled():
-            return _recomputed(self._run, x_TD, inputs, numbers_T)
-        return self._run(x_TD, inputs, numbers_T)
+            return Residual(_recomputed(self._total, residual.total(), inputs, numbers_T))
+        return self._run(residual, inputs, numbers_T)
 
-    def _attention(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+    def _total(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
+        return self._run(Residual(x_TD), inputs, numbers_T).total()
+
+    def _attention(self, x_TD: Tensor, inputs: Inputs, with_bias: bool = True) -> Tensor:
         """Attention; with recompute = "selective" its backward recomputes scores and
         probabilities."""
         if self.recompute == "selective" and torch.is_grad_enabled():
             qkv = self.attention.project(x_TD, inputs)
             mixed = _recomputed(self.attention.mix, qkv, inputs)
-            return cast(Tensor, self.attention.out(mixed, numbers=inputs.numbers))
-        return cast(Tensor, self.attention(x_TD, inputs))
+            return cast(Tensor, self.attention.out(mixed, with_bias, inputs.numbers))
+        return cast(Tensor, self.attention(x_TD, inputs, with_bias))
 
     def _scaled(self, x_TD: Tensor) -> Tensor:
         return x_TD if self.residual_scale == 1.0 else x_TD * self.residual_scale
+
+    def _with_attention(
+        self, x_TD: Tensor, normed_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None
+    ) -> Residual:
+        """x + dropout(attention(normed))."""
+        y_TD = self._scaled(self._attention(normed_TD, inputs, not self.leaves_bias))
+        bias = self.attention.output_bias if self.leaves_bias else None
+        return self._joined(self.attention_dropout, Residual(x_TD, y_TD, bias), numbers_T)
+
+    def _with_mlp(
+        self, x_TD: Tensor, normed_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None
+    ) -> Residual:
+        """x + dropout(mlp(normed))."""
+        y_TD = self._scaled(self.mlp(normed_TD, inputs, not self.leaves_last_bias))
+        bias = self.mlp.output_bias if self.leaves_last_bias else None
+        return self._joined(self.mlp_dropout, Residual(x_TD, y_TD, bias), numbers_T)
+
+    def _joined(self, drop: Dropout, residual: Residual, numbers_T: Tensor | None) -> Residual:
+        x_TD, y_TD, _ = residual
+        return Residual(drop(y_TD, numbers_T, x_TD)) if drop.active else residual
+
+
+class NoNorm(nn.Module):
+    """The sum of a residual stream and a branch twice: a norm of sums that normalises nothing."""
+
+    def __init__(self, name: str, model: ModelConfig) -> None:
+        super().__init__()
+
+    def forward(
+        self, x_TD: Tensor, y_TD: Tensor | None = None, y_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(x + y + y_bias, the same)."""
+        total = Residual(x_TD, y_TD, y_bias).total()
+        return total, total
 
 
 class PreNormBlock(Block):
     """x + f(norm(x)) for attention, then MLP (arXiv:1909.08053, figure 7b)."""
 
-    def norm_makers(self, model: ModelConfig, build: LayerFactory) -> tuple[NormMaker, NormMaker]:
-        """Makes the second norm one of a sum, with the residual add ahead of it."""
-        return build.norm, build.add_norm
+    no_norm = NoNorm
 
-    def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
-        y_TD: Tensor | None = self._scaled(self._attention(self.attention_norm(x_TD), inputs))
-        if self.attention_dropout.active:
-            x_TD, y_TD = self.attention_dropout(y_TD, numbers_T, x_TD), None
-        x_TD, y_TD = self.mlp_norm(x_TD, y_TD)  # frees attention's output
-        y_TD = self._scaled(self.mlp(y_TD, inputs))
-        return cast(Tensor, self.mlp_dropout(y_TD, numbers_T, x_TD))
+    def norm_makers(self, model: ModelConfig, build: LayerFactory) -> tuple[NormMaker, NormMaker]:
+        """Makes both norms those of a sum, with the residual add ahead of them."""
+        return build.add_norm, build.add_norm
+
+    def _run(self, residual: Residual, inputs: Inputs, numbers_T: Tensor | None) -> Residual:
+        x_TD, y_TD = self.attention_norm(*residual)
+        # a norm frees the branch's output
+        x_TD, y_TD = self.mlp_norm(*self._with_attention(x_TD, y_TD, inputs, numbers_T))
+        residual = self._with_mlp(x_TD, y_TD, inputs, numbers_T)
+        # A compiler fuses the sum with what a block does, and sees no other block.
+        return Residual(residual.total()) if torch.compiler.is_compiling() else residual
 
 
 class PostNormBlock(Block):
@@ -96,13 +158,11 @@ class PostNormBlock(Block):
         """Makes both norms those of a sum."""
         return build.add_norm, build.add_norm
 
-    def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
-        norm, drop = self.attention_norm, self.attention_dropout
-        y_TD = self._scaled(self._attention(x_TD, inputs))
-        x_TD = _norm_of_sum(norm, drop, x_TD, y_TD, numbers_T)
-        norm, drop = self.mlp_norm, self.mlp_dropout
-        y_TD = self._scaled(self.mlp(x_TD, inputs))
-        return _norm_of_sum(norm, drop, x_TD, y_TD, numbers_T)
+    def _run(self, residual: Residual, inputs: Inputs, numbers_T: Tensor | None) -> Residual:
+        x_TD = residual.total()
+        _, x_TD = self.attention_norm(*self._with_attention(x_TD, x_TD, inputs, numbers_T))
+        _, x_TD = self.mlp_norm(*self._with_mlp(x_TD, x_TD, inputs, numbers_T))
+        return Residual(x_TD)
 
 
 class OutputNormBlock(Block):
@@ -122,11 +182,12 @@ class OutputNormBlock(Block):
         maker = nn.Identity if model.norm_order == "after" else build.norm
         return maker, maker
 
-    def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
+    def _run(self, residual: Residual, inputs: Inputs, numbers_T: Tensor | None) -> Residual:
+        x_TD = residual.total()
         y_TD = self.attention_post_norm(self._attention(self.attention_norm(x_TD), inputs))
         x_TD = self.attention_dropout(self._scaled(y_TD), numbers_T, x_TD)
         y_TD = self.mlp_post_norm(self.mlp(self.mlp_norm(x_TD), inputs))
-        return cast(Tensor, self.mlp_dropout(self._scaled(y_TD), numbers_T, x_TD))
+        return Residual(self.mlp_dropout(self._scaled(y_TD), numbers_T, x_TD))
 
 
 class ParallelBlock(Block):
@@ -143,13 +204,14 @@ class ParallelBlock(Block):
         """Makes a norm for both, or one for each."""
         return build.norm, nn.Identity if model.parallel_norms == 1 else build.norm
 
-    def _run(self, x_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None) -> Tensor:
+    def _run(self, residual: Residual, inputs: Inputs, numbers_T: Tensor | None) -> Residual:
+        x_TD = residual.total()
         normed_TD = self.attention_norm(x_TD)
         attended_TD = self._scaled(self._attention(normed_TD, inputs))
         normed_TD = normed_TD if self.shares_norm else self.mlp_norm(x_TD)
         mlp_TD = self._scaled(self.mlp(normed_TD, inputs))
         x_TD = self.attention_dropout(attended_TD, numbers_T, x_TD)
-        return cast(Tensor, self.mlp_dropout(mlp_TD, numbers_T, x_TD))
+        return Residual(self.mlp_dropout(mlp_TD, numbers_T, x_TD))
 
 
 def block_class(model: ModelConfig) -> type[Block]:
@@ -159,15 +221,6 @@ def block_class(model: ModelConfig) -> type[Block]:
     if model.norms_outputs:
         return OutputNormBlock
     return PostNormBlock if model.norm_order == "post" else PreNormBlock
-
-
-def _norm_of_sum(
-    norm: nn.Module, drop: Dropout, x_TD: Tensor, y_TD: Tensor, numbers_T: Tensor | None
-) -> Tensor:
-    """norm(x + dropout(y))."""
-    if drop.active:
-        return cast(Tensor, norm(drop(y_TD, numbers_T, x_TD))[1])
-    return cast(Tensor, norm(x_TD, y_TD)[1])
 
 
 def _recomputed(function: Callable[..., Tensor], *arguments: object) -> Tensor:

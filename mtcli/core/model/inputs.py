@@ -137,7 +137,7 @@ def make_inputs(
     tokens: Tensor,
     *,
     positions: Tensor | None = None,
-    documents: Tensor | None = None,
+    documents: Tensor | Documents | None = None,
     context: int | None = None,
     **fields: Any,
 ) -> Inputs:
@@ -152,7 +152,7 @@ def make_inputs(
     context = model.max_seq_len if context is None else context
     turned = context > 0 and model.position == "rope"
     tables = rotary_tables(model, positions, dtype, context) if turned else ()
-    apart = None if documents is None else Documents(documents)
+    apart = Documents(documents) if isinstance(documents, Tensor) else documents
     if (types := fields.get("token_types")) is not None:  # both texts have the only one
         fields["token_types"] = types.clamp(max=max(0, model.token_types - 1))
     return Inputs(tokens, positions, rotations=tables, documents=apart, **fields)

@@ -20,9 +20,14 @@ class Mlp(nn.Module):
         self.down = build.row_linear(f"{name}.down")
         self.activation = activation_of(model.activation, model.activation_clamp)
 
-    def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+    @property
+    def output_bias(self) -> Tensor | None:
+        """The bias [D] of `down`, which a caller may add, or None."""
+        return cast(Tensor | None, self.down.flat_bias)
+
+    def forward(self, x_TD: Tensor, inputs: Inputs, with_bias: bool = True) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        return self.finish(self.begin(x_TD, inputs), inputs)
+        return self.finish(self.begin(x_TD, inputs), inputs, with_bias)
 
     def begin(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """Returns up(x) [T, F/tp].
@@ -32,11 +37,11 @@ class Mlp(nn.Module):
         with_bias = not runs_triton(x_TD)
         return cast(Tensor, self.up(x_TD, with_bias=with_bias, numbers=inputs.numbers))
 
-    def finish(self, inner_TF: Tensor, inputs: Inputs) -> Tensor:
+    def finish(self, inner_TF: Tensor, inputs: Inputs, with_bias: bool = True) -> Tensor:
         """Returns down(activation(inner)) [T/tp, D] of what `begin` returned."""
         bias = self.up.flat_bias if runs_triton(inner_TF) else None
-        y_TD = self.down.of_activated(self.activation, inner_TF, bias, numbers=inputs.numbers)
-        return cast(Tensor, y_TD)
+        options = {"with_bias": with_bias, "numbers": inputs.numbers}
+        return cast(Tensor, self.down.of_activated(self.activation, inner_TF, bias, **options))
 
 
 class GatedMlp(nn.Module):
@@ -48,17 +53,21 @@ class GatedMlp(nn.Module):
         self.down = build.row_linear(f"{name}.down")
         self.activation = activation_of(model.activation, model.activation_clamp)
 
-    def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
+    @property
+    def output_bias(self) -> Tensor | None:
+        """The bias [D] of `down`, which a caller may add, or None."""
+        return cast(Tensor | None, self.down.flat_bias)
+
+    def forward(self, x_TD: Tensor, inputs: Inputs, with_bias: bool = True) -> Tensor:
         """x_TD [T/tp, D] -> [T/tp, D]."""
-        return self.finish(self.begin(x_TD, inputs), inputs)
+        return self.finish(self.begin(x_TD, inputs), inputs, with_bias)
 
     def begin(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
         """Returns gate and up of x [T, 2F/tp]."""
         inner = self.gate_up(x_TD, numbers=inputs.numbers)
         return cast(Tensor, inner)
 
-    def finish(self, inner_TF: Tensor, inputs: Inputs) -> Tensor:
+    def finish(self, inner_TF: Tensor, inputs: Inputs, with_bias: bool = True) -> Tensor:
         """Returns down(activation(inner)) [T/tp, D] of what `begin` returned."""
-        numbers = inputs.numbers
-        y_TD = self.down.of_activated(self.activation, inner_TF, numbers=numbers)
-        return cast(Tensor, y_TD)
+        options = {"with_bias": with_bias, "numbers": inputs.numbers}
+        return cast(Tensor, self.down.of_activated(self.activation, inner_TF, **options))

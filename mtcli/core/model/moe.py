@@ -119,8 +119,10 @@ class MixtureOfExperts(nn.Module):
         if self.has_gate:
             self.shared_expert_gate = build.weight(f"{name}.shared_expert_gate")
 
-    def forward(self, x_TD: Tensor, inputs: Inputs) -> Tensor:
-        """x_TD [T/tp, D] -> [T/tp, D]."""
+    output_bias = None  # experts' biases are of their own rows
+
+    def forward(self, x_TD: Tensor, inputs: Inputs, with_bias: bool = True) -> Tensor:
+        """x_TD [T/tp, D] -> [T/tp, D], always with the biases."""
         routed_TD, routing = self.router(self.build.to_tokens(x_TD), inputs)
         capacity = self.router.capacity(inputs)
         tokens = routed_TD, routing, self.experts, self.groups, capacity

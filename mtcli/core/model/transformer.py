@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mtcli.core.config.model import CLASSIFIERS, ModelConfig
-from mtcli.core.model.block import block_class
+from mtcli.core.model.block import Residual, block_class
 from mtcli.core.model.dropout import Dropout
 from mtcli.core.model.heads import HEADS, Head, NextTokens
 from mtcli.core.model.inputs import Inputs
@@ -53,7 +53,7 @@ class Stage(nn.Module):
             {str(i): block(i, model, build, seed, recompute) for i in layers}
         )
         if self.is_last and model.norm_order != "post":
-            self.final_norm = build.norm("final_norm", model)
+            self.final_norm = build.add_norm("final_norm", model)
         if self.is_last and (model.head != "lm" or not tied):
             self.head = HEADS[model.head](model, build, seed)
             if model.head_bias:
@@ -80,10 +80,13 @@ class Stage(nn.Module):
         )
         if x_TD is None:
             x_TD = self.embedding_dropout(self._embed(inputs), numbers_T)
+        residual = Residual(x_TD)
         for block in self.blocks.values():
-            x_TD = block(x_TD, inputs, numbers_T)
+            residual = block(residual, inputs, numbers_T)
         if self.is_last and self.model.norm_order != "post":
-            x_TD = self.final_norm(x_TD)
+            _, x_TD = self.final_norm(*residual)
+        else:
+            x_TD = residual.total()
         # logits are linear in what they are made of
         return _scaled(x_TD, self.model.logit_scale) if self.is_last else x_TD
 

@@ -8,11 +8,13 @@ the row.
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mtcli.core.mesh.visibility import PositionRange, Visibility
 from mtcli.kernels.attention.tiles import KeyRanges
+from mtcli.kernels.attention.varlen import PackedDocuments
 from mtcli.kernels.triton_launch import runs_triton
 
 KernelMask = Tensor | KeyRanges | None  # as kernels/attention/attention.py takes it
@@ -23,10 +25,11 @@ class Documents:
     """The document of each token: integers `rows` [b, s], ascending along a row.
 
     Every context parallel rank has them for full rows, so that the documents of another rank's keys
-    need no exchange.
+    need no exchange. `packed` has them as the host knew them, where a kernel may take them so.
     """
 
     rows: Tensor
+    packed: PackedDocuments | None = None
 
     @cached_property
     def lengths(self) -> list[list[int]]:
@@ -45,6 +48,12 @@ class AttentionMask:
     documents: Documents | None = None
     cap: float = 0.0
     sinks: Tensor | None = None
+
+    @property
+    def packed(self) -> PackedDocuments | None:
+        """The documents for a kernel that takes no cap and no sinks."""
+        plain = self.cap == 0.0 and self.sinks is None
+        return self.documents.packed if plain and self.documents is not None else None
 
     def mask(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """The mask bool [b or 1, 1, n, m] between positions [n] and [m]; None masks nothing."""
@@ -123,6 +132,16 @@ class AttentionMask:
             return visible
         near = keys >= queries - left
         return near if visible is None else visible & near
+
+
+def document_starts(rows: np.ndarray) -> tuple[np.ndarray, int]:
+    """(`PackedDocuments.starts`, the tokens of the longest one) of documents [b, s] on the host."""
+    is_first = np.ones(rows.shape, bool)
+    is_first[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    found = np.flatnonzero(is_first)
+    starts = np.full((1 << (len(found) - 1).bit_length()) + 1, rows.size, np.int32)
+    starts[: len(found)] = found
+    return starts, int(np.diff(starts).max())
 
 
 def restarted(documents: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from mtcli.kernels.attention.attention import (
 )
 from mtcli.kernels.attention.merge import merge_
 from mtcli.kernels.attention.sinks import sinks_gradient, with_sinks
+from mtcli.kernels.attention.varlen import packed_sdpa, takes_documents
 from mtcli.kernels.triton_launch import runs_triton
 
 LEAST_BAND_BLOCK = 64  # queries, for a GEMM
@@ -122,6 +123,9 @@ def _local(q: Tensor, k: Tensor, v: Tensor, masking: AttentionMask) -> Tensor:
     """Attention of full rows [b, h, s, d]; on CPU one document at a time, without a mask."""
     if _is_narrow(q, q.shape[2], masking.visibility):
         return _banded(q, k, v, 0, masking)
+    if masking.packed is not None and takes_documents(q):
+        limits = masking.visibility.left, masking.visibility.right
+        return packed_sdpa(q, k, v, masking.packed, *limits)
     kind = masking.visibility.kind(q.shape[2])
     by_document = kind != "band" and not runs_triton(q) and masking.sinks is None
     if masking.documents is not None and by_document:

@@ -40,6 +40,7 @@ def layer_factory(
         device=device,
         adapters=adapter_settings(config),
         tp_overlap=parallel.tp_overlap,
+        frees_weights=parallel.zero == 3,
     )
 
 

@@ -101,6 +101,7 @@ class LayerFactory(ABC):
     device: torch.device | None = None  # of new parameters; None is the rank's
     adapters: AdapterSettings | None = None  # where adapters are trained
     num_models: int = 1  # whose activations follow each other in those of all: [models * T, D]
+    frees_weights: bool = False  # of a block at its end: zero = 3
     gradient_sinks: GradientSinks = field(default_factory=GradientSinks)  # of weights' gradients
     tp_overlap: bool = True  # of tensor parallel collectives and GEMMs, on a GPU
 
@@ -111,8 +112,8 @@ class LayerFactory(ABC):
 
     @abstractmethod
     def column_linear(self, name: str) -> Any:
-        """Layer(x_TD, with_bias=True) -> [T, F/tp], with a `flat_bias` [F/tp] or None. `x_TD` may
-        have entered.
+        """Layer(x_TD, with_bias=True, trains_bias=True) -> [T, F/tp], with a `flat_bias` [F/tp] or
+        None. `x_TD` may have entered.
 
         Like `row_linear` it also takes `numbers` [T], for the dropout of adapters.
         """
@@ -138,7 +139,8 @@ class LayerFactory(ABC):
 
     @abstractmethod
     def row_linear(self, name: str) -> Any:
-        """Layer(x_TF) -> x_TD, with `of_activated(activation, x, inner_bias)` for an MLP."""
+        """Layer(x_TF, with_bias=True) -> x_TD, with a `flat_bias` [D/c] or None, and
+        `of_activated(activation, x, inner_bias, with_bias=True)` for an MLP."""
 
     @abstractmethod
     def embedding(self, name: str) -> Any:
@@ -150,7 +152,8 @@ class LayerFactory(ABC):
 
     @abstractmethod
     def add_norm(self, name: str, model: ModelConfig) -> Any:
-        """Layer(x_TD, y_TD or None) -> (x + y, the sum normalised and scaled)."""
+        """Layer(x_TD, y_TD or None, y_bias or None) -> (x + y + y_bias, the sum normalised and
+        scaled)."""
 
     @abstractmethod
     def loss(self, table: Any, bias: nn.Parameter | None = None, cap: float = 0.0) -> TokenLoss:

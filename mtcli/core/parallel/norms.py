@@ -44,11 +44,13 @@ class Norm(nn.Module):
 class AddNorm(Norm):
     """A residual sum and its norm."""
 
-    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one more result than a Norm's
-        """(x + y, the sum normalised and scaled); y of None is zero."""
+    def forward(  # type: ignore[override]  # one more result than a Norm's
+        self, x_TD: Tensor, y_TD: Tensor | None = None, y_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(x + y + y_bias, the sum normalised and scaled); None is zero."""
         if y_TD is None:
             return x_TD, super().forward(x_TD)
-        return add_norm(x_TD, y_TD, *self.vectors, **self.options)
+        return add_norm(x_TD, y_TD, *self.vectors, y_bias=y_bias, **self.options)
 
 
 class HeadNorms(nn.Module):

@@ -138,13 +138,16 @@ class ColumnLinear(nn.Module):
         with_bias: bool = True,
         numbers: Tensor | None = None,
         has_entered: bool = False,
+        trains_bias: bool = True,
     ) -> Tensor:
         """Returns this rank's columns of y, without the bias if the caller adds it.
 
         `numbers` [T] index the dropout mask of adapters. `x_TD` is all tokens [T, D] if it
-        `has_entered`.
+        `has_entered`. The bias gets no gradient here unless `trains_bias`.
         """
         bias = self.flat_bias if with_bias else None
+        if bias is not None and not trains_bias:
+            bias = bias.detach()
         if self.adapter is None and not has_entered:
             y_TF = self.overlapped(x_TD, self.weight, bias)
             if y_TF is not None:
@@ -183,7 +186,7 @@ class HeadExchange(nn.Module):
 class RowLinear(nn.Module):
     """y = x W^T + b with the columns of W sharded over tp, so that partial products are summed.
 
-    x_TF [T, F/tp] -> y_TD [T/tp, D]. The bias is added once, after the sum.
+    x_TF [T, F/tp] -> y_TD [T/tp, D]. The bias is added once, after the sum, here or by the caller.
     """
 
     def __init__(self, name: str, build: TensorParallelLayers) -> None:
@@ -194,33 +197,43 @@ class RowLinear(nn.Module):
         self.tp, self.linear, self.leave = build.groups.tp, build.row_gemm, build.leave
         self.activated, self.overlapped = build.activated_row_gemm, build.overlapped_row
 
-    def forward(self, x_TF: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Returns the summed output; `numbers` as in ColumnLinear."""
+    @property
+    def flat_bias(self) -> Tensor | None:
+        """b [D], or None."""
+        return self.bias
+
+    def forward(
+        self, x_TF: Tensor, with_bias: bool = True, numbers: Tensor | None = None
+    ) -> Tensor:
+        """Returns the summed output, without the bias if the caller adds it; `numbers` as in
+        ColumnLinear."""
         if self.adapter is None:
             y_TD = self.overlapped(None, x_TF, None, self.weight)
             if y_TD is not None:
-                return self._biased(y_TD)
+                return self._biased(y_TD, with_bias)
         y_TD = self.linear(x_TF, self.weight)
-        return self._summed(y_TD if self.adapter is None else self.adapter(x_TF, y_TD, numbers))
+        y_TD = y_TD if self.adapter is None else self.adapter(x_TF, y_TD, numbers)
+        return self._summed(y_TD, with_bias)
 
     def of_activated(
         self,
         activation: Activation,
         x: Tensor,
         inner_bias: Tensor | None = None,
+        with_bias: bool = True,
         numbers: Tensor | None = None,
     ) -> Tensor:
         """Returns the output for activation(x + inner_bias), with x [T, F/tp], or [T, 2F/tp] where
         it is gated."""
         if self.adapter is not None:  # the adapter reads the activation too
-            return cast(Tensor, self(activation.forward(x, inner_bias), numbers=numbers))
+            return cast(Tensor, self(activation.forward(x, inner_bias), with_bias, numbers))
         y_TD = self.overlapped(activation, x, inner_bias, self.weight)
         if y_TD is not None:
-            return self._biased(y_TD)
-        return self._summed(self.activated(activation, x, inner_bias, self.weight))
+            return self._biased(y_TD, with_bias)
+        return self._summed(self.activated(activation, x, inner_bias, self.weight), with_bias)
 
-    def _summed(self, y_TD: Tensor) -> Tensor:
-        return self._biased(self.leave(y_TD, self.tp))
+    def _summed(self, y_TD: Tensor, with_bias: bool) -> Tensor:
+        return self._biased(self.leave(y_TD, self.tp), with_bias)
 
-    def _biased(self, y_TD: Tensor) -> Tensor:
-        return y_TD if self.bias is None else y_TD + self.bias
+    def _biased(self, y_TD: Tensor, with_bias: bool) -> Tensor:
+        return y_TD + self.bias if with_bias and self.bias is not None else y_TD

@@ -133,10 +133,13 @@ class GridLayers(TensorParallelLayers):
 class GridAddNorm(ShardedNorm):
     """A residual sum and its norm, over the columns of a row's ranks."""
 
-    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one more result than a Norm's
-        """(x + y, the sum normalised and scaled); y of None is zero."""
-        total = x_TD if y_TD is None else x_TD + y_TD
-        return total, super().forward(total)
+    def forward(  # type: ignore[override]  # one more result than a Norm's
+        self, x_TD: Tensor, y_TD: Tensor | None = None, y_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(x + y + y_bias, the sum normalised and scaled); None is zero."""
+        if y_TD is not None:
+            x_TD = x_TD + (y_TD if y_bias is None else y_TD + y_bias)
+        return x_TD, super().forward(x_TD)
 
 
 class GridEmbedding(VocabEmbedding):

@@ -30,6 +30,7 @@ from mtcli.kernels.cross_entropy import (
     cross_entropy_backward_,
     exp_and_target_,
     logits_gradient_,
+    losses_and_gradient_,
     row_max,
     row_parts,
 )
@@ -73,6 +74,17 @@ class VocabShard(NamedTuple):
         sums_T = sums_T * (mine_T - top_T).exp()
         sums_T, target_T = all_reduce(torch.stack([sums_T, target_T]), self.tp)
         return top_T + sums_T.log(), target_T, top_T
+
+    def losses_and_gradient_(
+        self, logits_TV: Tensor, local_T: Tensor, grad_T: Tensor, cap: float = 0.0
+    ) -> Tensor:
+        """The cross entropy of each label [T]; overwrites the logits by the gradient of these times
+        `grad_T`."""
+        if self.tp.size == 1:
+            return losses_and_gradient_(logits_TV, local_T, grad_T, self.valid, cap)
+        lse_T, target_T, _ = self.lse_and_target(logits_TV, local_T, cap)
+        logits_gradient_(logits_TV, lse_T, local_T, grad_T, self.valid, cap)
+        return lse_T - target_T
 
     def exp_parts_(
         self, logits_TV: Tensor, top_T: Tensor, labels_T: Tensor
@@ -239,15 +251,13 @@ class ChunkedLoss(torch.autograd.Function):
         """Returns (losses [T], scale * their sum)."""
         local_T, parts, of_bias = shard.column_or_none(labels_T), [], None
         of_x, of_weight = torch.empty_like(x_TD), None
+        grad_T = x_TD.new_full(labels_T.shape, scale, dtype=torch.float32)
+        grad_T = grad_T if weights_T is None else grad_T * weights_T
         for rows in chunks(x_TD, weight_VD):
             logits_CV = linear(x_TD[rows], weight_VD, bias_V)
-            lse_C, target_C, _ = shard.lse_and_target(logits_CV, local_T[rows], cap)
-            losses_C, grads = lse_C - target_C, torch.full_like(lse_C, scale)
-            if weights_T is not None:
-                losses_C, grads = losses_C * weights_T[rows], grads * weights_T[rows]
-            parts.append(losses_C)
-            logits_gradient_(logits_CV, lse_C, local_T[rows], grads, shard.valid, cap)
-            of_x[rows] = matmul(logits_CV, weight_VD)
+            grads = local_T[rows], grad_T[rows]
+            parts.append(shard.losses_and_gradient_(logits_CV, *grads, cap))
+            add_matmul_(of_x[rows], logits_CV, weight_VD, beta=0)
             if sink is not None:
                 add_weight_gradient_(sink, logits_CV, x_TD[rows])
             elif weight_VD.requires_grad:
@@ -258,8 +268,8 @@ class ChunkedLoss(torch.autograd.Function):
                 of_bias = sums_V if of_bias is None else of_bias.add_(sums_V)
             del logits_CV  # before the next chunk's are made
         ctx.save_for_backward(of_x, of_weight, of_bias)
-        ctx.dtype = weight_VD.dtype
-        losses_T = torch.cat(parts)
+        ctx.dtype, ctx.is_one = weight_VD.dtype, sink is not None
+        losses_T = torch.cat(parts) if weights_T is None else torch.cat(parts) * weights_T
         ctx.mark_non_differentiable(losses_T)
         return losses_T, losses_T.sum() * scale
 
@@ -272,7 +282,7 @@ class ChunkedLoss(torch.autograd.Function):
             of_weight = torch.mul(wide, grad, out=torch.empty_like(wide, dtype=ctx.dtype))
         if of_bias is not None:
             of_bias = (of_bias * grad).to(ctx.dtype)
-        of_x = of_x * grad.to(of_x.dtype)
+        of_x = of_x if ctx.is_one else of_x * grad.to(of_x.dtype)
         return of_x, None, None, of_weight, of_bias, None, None, None, None
 
 

@@ -12,9 +12,10 @@ from contextlib import closing, contextmanager
 from itertools import pairwise
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.model.block import Residual
 from mtcli.core.model.build import activation_format
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.pipeline import Pipeline
@@ -59,10 +60,10 @@ class Trace:
         """Marks the end of each block's forward, and the beginning of its backward."""
         for block, module in enumerate(stage.blocks.values()):
 
-            def note(_: nn.Module, __: object, x: Tensor, block: int = block) -> None:
+            def note(_: nn.Module, __: object, after: Residual, block: int = block) -> None:
                 self.mark("F", number, block)
-                if x.requires_grad:
-                    x.register_hook(lambda _: self.mark("B", number, block))
+                if after.x_TD.requires_grad:
+                    after.x_TD.register_hook(lambda _: self.mark("B", number, block))
 
             module.register_forward_hook(note)
 

@@ -158,8 +158,9 @@ class ArrayLinear(nn.Module):
         with_bias: bool = True,
         numbers: Tensor | None = None,
         has_entered: bool = False,
+        trains_bias: bool = True,
     ) -> Tensor:
-        """x W^T + b, always with the bias, and what adapters add."""
+        """x W^T + b, always with the bias and its gradient, and what adapters add."""
         y_TF = array_linear(x_TD, self.weight, self.bias)
         return y_TF if self.adapter is None else self.adapter(x_TD, y_TF, numbers)
 
@@ -168,9 +169,10 @@ class ArrayLinear(nn.Module):
         activation: Activation,
         x: Tensor,
         inner_bias: Tensor | None = None,
+        with_bias: bool = True,
         numbers: Tensor | None = None,
     ) -> Tensor:
-        """activation(x) W^T + b."""
+        """activation(x) W^T + b, always with the bias."""
         assert inner_bias is None, "the layer before has added it"
         y_TF: Tensor = self(activation.forward(x, None), numbers=numbers)
         return y_TF
@@ -291,8 +293,11 @@ class ArrayNorm(Norm):
 class ArrayAddNorm(ArrayNorm):
     """A norm of a sum, which becomes the residual stream."""
 
-    def forward(self, x_TD: Tensor, y_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # one more result than a Norm's
+    def forward(  # type: ignore[override]  # one more result than a Norm's
+        self, x_TD: Tensor, y_TD: Tensor | None = None, y_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """(x + y, the sum normalised and scaled); no y is nothing to add."""
+        assert y_bias is None, "the layer before has added it"
         if y_TD is None:
             return x_TD, super().forward(x_TD)
         total, normal = add_norm(x_TD, y_TD, *self.vectors, **self.options | self.no_offset)

@@ -26,8 +26,10 @@ from mtcli.core.runtime.launch import Runtime
 from mtcli.core.runtime.progress import LINE_SECONDS, write_line
 from mtcli.core.training.metrics import RunRecords, SaveRecord, StepFacts
 from mtcli.core.training.step import Step
+from mtcli.core.training.token_inputs import packs_documents
 from mtcli.kernels.attention.backends import backend_name, sdpa_backends
 from mtcli.kernels.attention.library import library_for
+from mtcli.kernels.attention.varlen import takes_documents
 from mtcli.kernels.gemm import DTYPES
 
 BAR = "{percentage:3.0f}% {n_fmt}/{total_fmt} |{bar:6}| {elapsed}<{remaining}{postfix}"
@@ -47,6 +49,8 @@ def describe_attention(config: RunConfig, device: torch.device) -> dict[str, str
     heads = m.num_heads, m.num_heads if dtype == torch.float32 else m.num_kv_heads
     q, k = (torch.empty(1, n, 1024, m.head_dim, dtype=dtype, device=device) for n in heads)
     texts = [f"mtcli's kernel for {', '.join(words)}"] if words else []
+    if packs_documents(config) and not {*words} - {"documents", "windows"} and takes_documents(q):
+        texts = ["FlashAttention of packed documents"]
     with sdpa_backends(device, repeats=True):
         if p.cp > 1 and p.cp_mode == "ring":
             library = library_for("attention", q, k)

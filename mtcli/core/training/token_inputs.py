@@ -13,8 +13,9 @@ from torch import Tensor
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.data.loader import TokenBatches, require_ids
 from mtcli.core.model.inputs import Inputs, make_inputs
-from mtcli.core.parallel.attention_mask import restarted
+from mtcli.core.parallel.attention_mask import Documents, document_starts, restarted
 from mtcli.core.parallel.groups import Groups
+from mtcli.kernels.attention.varlen import PackedDocuments
 from mtcli.kernels.gemm import DTYPES
 
 Hosted = Callable[[np.ndarray], np.ndarray | Tensor]
@@ -25,6 +26,7 @@ class TokenRead(NamedTuple):
 
     tokens: np.ndarray | Tensor  # int64 [mbs, seq_len + 1]
     documents: np.ndarray | Tensor | None  # int32 of the same shape, where the config asks for them
+    packed: tuple[np.ndarray | Tensor, int] | None  # `document_starts` of the columns that attend
     weights: np.ndarray | Tensor | None  # float32 [mbs, this rank's s], of the labels' losses
     padding: np.ndarray | Tensor | None  # bool [mbs, this rank's s]
     counts: tuple[int, ...]  # this rank's labels that have a weight, and tokens; () without weights
@@ -38,6 +40,16 @@ class Divisors(NamedTuple):
     class_factor: float = 1.0  # multiplies weights of sequences' labels: both sums share `labels`
 
 
+def packs_documents(config: RunConfig) -> bool:
+    """Whether kernels on a GPU may be told the documents of each micro-batch by the host.
+
+    Of what is compiled or replayed, no size may follow from the data, and a ring has no full rows.
+    """
+    fixed = config.train.compile or config.train.cuda_graphs
+    full = config.parallel.cp == 1 or config.parallel.cp_mode == "a2a"
+    return config.data.document_mask and full and not fixed
+
+
 class TokenInputs:
     """Builds this rank's inputs from rows of tokens."""
 
@@ -45,6 +57,7 @@ class TokenInputs:
         """`positions` [s] are the columns of a full row that this cp rank has, on the host."""
         self.config, self.device = config, groups.device
         self.host_positions, self.positions = positions, positions.to(groups.device)
+        self.packs = self.device.type != "cpu" and packs_documents(config)
 
     def read(self, batches: TokenBatches, start: int, count: int, hosted: Hosted) -> TokenRead:
         """Reads samples start .. start + count - 1, and counts this rank's labels and tokens.
@@ -69,7 +82,13 @@ class TokenInputs:
         hosted_documents, hosted_weights, hosted_padding = (
             None if x is None else hosted(x) for x in (documents, weights, padding)
         )
-        return TokenRead(hosted(rows), hosted_documents, hosted_weights, hosted_padding, counts)
+        packed = None
+        if documents is not None and self.packs:
+            starts, longest = document_starts(documents[:, :-1])
+            packed = hosted(starts), longest
+        return TokenRead(
+            hosted(rows), hosted_documents, packed, hosted_weights, hosted_padding, counts
+        )
 
     def divisors(self, counts: Sequence[float], parts: int) -> Divisors:
         """The divisors of sums over a global batch, or the 1 / `parts` of it that a replica has.
@@ -108,7 +127,7 @@ class TokenInputs:
             aux_scale=aux_scale,
         )
 
-    def _documents(self, read: TokenRead) -> tuple[Tensor, Tensor | None]:
+    def _documents(self, read: TokenRead) -> tuple[Tensor, Documents | None]:
         """(positions [mbs, s of this rank], documents of full rows where attention masks them)."""
         positions, data = self.positions.expand(len(read.tokens), -1), self.config.data
         if read.documents is None:
@@ -116,7 +135,13 @@ class TokenInputs:
         documents = self._on_device(read.documents)[:, :-1].contiguous()
         if data.document_positions:
             positions = restarted(documents)[:, self.positions]
-        return positions, documents if data.document_mask else None
+        if not data.document_mask:
+            return positions, None
+        if read.packed is None:
+            return positions, Documents(documents)
+        starts, longest = read.packed
+        packed = PackedDocuments(self._on_device(starts), longest)
+        return positions, Documents(documents, packed)
 
     def _on_device(self, rows: np.ndarray | Tensor) -> Tensor:
         return torch.as_tensor(rows).to(self.device, non_blocking=True)

@@ -22,9 +22,10 @@ pytestmark = pytest.mark.skipif(
 B, S = 2, 5
 ROUTED = {"route", "route_backward", "sort_copies", "spread", "sum_rows", "sum_rows_backward"}
 ROUTED |= {"grouped_linear", "grouped_outer", "swiglu", "swiglu_backward_with_output"}
-SHARED = {"cross_entropy_parts", "cross_entropy_gradient_"}
+SHARED = {"cross_entropy_parts", "cross_entropy_with_gradient_"}
 CALLED = {
-    "gpt": {"norm", "norm_backward", "add_norm", "gelu", "gelu_backward_with_output"} | SHARED,
+    "gpt": {"norm", "norm_backward", "add_norm", "gelu", "gelu_backward_with_output", "join_heads"}
+    | SHARED,
     "gpt with dropout": {"norm", "norm_backward", "dropout", "gelu", "gelu_backward_with_output"}
     | {"masked_softmax", "masked_softmax_backward"}
     | SHARED,

@@ -1,12 +1,18 @@
 """What a query sees, against its definition one pair of tokens at a time."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mtcli.core.mesh.visibility import Visibility
-from mtcli.core.parallel.attention_mask import AttentionMask, Documents, restarted
+from mtcli.core.parallel.attention_mask import (
+    AttentionMask,
+    Documents,
+    document_starts,
+    restarted,
+)
 
 LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 LIMITS = st.none() | st.integers(0, 6)
@@ -70,3 +76,15 @@ def test_lengths_and_positions_are_those_of_each_document(lengths):
     assert Documents(rows).lengths == [lengths, [sum(lengths)]]
     expected = [place for length in lengths for place in range(length)]
     assert restarted(rows).tolist() == [expected, list(range(sum(lengths)))]
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=4))
+def test_documents_are_packed_from_their_first_tokens(rows):
+    size = max(sum(row) for row in rows)
+    rows = [[*row, *[1] * (size - sum(row))] for row in rows]
+    starts, longest = document_starts(np.array([document_of(row) for row in rows]))
+    lengths = np.diff(starts).tolist()
+    flat = [length for row in rows for length in row]
+    assert lengths == flat + [0] * (len(lengths) - len(flat)) and longest == max(flat)
+    assert starts[0] == 0 and starts.dtype == np.int32
+    assert len(flat) <= len(lengths) < 2 * len(flat) and len(lengths).bit_count() == 1

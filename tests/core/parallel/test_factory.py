@@ -48,13 +48,13 @@ class Dense(nn.Module):
         self.weight, self.bias = build.parameter(f"{name}.weight"), build.optional(f"{name}.bias")
         self.flat_bias = None
 
-    def forward(self, x, with_bias=True, numbers=None):
+    def forward(self, x, with_bias=True, numbers=None, trains_bias=True):
         if not x.is_floating_point():
             return self.weight[x]
         y = x @ self.weight.T
         return y if self.bias is None else y + self.bias.flatten()
 
-    def of_activated(self, activation, x, inner_bias=None, numbers=None):
+    def of_activated(self, activation, x, inner_bias=None, with_bias=True, numbers=None):
         if x.shape[-1] == self.weight.shape[1]:
             return self(F.gelu(x))
         gate, up = x.chunk(2, -1)
@@ -74,7 +74,7 @@ class DenseNorm(nn.Module):
 
 
 class DenseAddNorm(DenseNorm):
-    def forward(self, x, y=None):
+    def forward(self, x, y=None, y_bias=None):
         x = x if y is None else x + y
         return x, super().forward(x)
 

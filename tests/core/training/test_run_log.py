@@ -72,7 +72,11 @@ HEADED = LLAMA | {"hidden_size": 64, "num_heads": 4}
     ("model", "sections", "line"),
     [
         (HEADED, {}, "cuDNN"),
-        (HEADED, {"data": {"document_mask": True}}, "mtcli's kernel for documents"),
+        (HEADED, {"data": {"document_mask": True}}, "FlashAttention of packed documents"),
+        (HEADED, {"data": {"document_mask": True}, "train": {"compile": True}},
+         "mtcli's kernel for documents"),
+        (HEADED | {"attention_softcap": 9.0}, {"data": {"document_mask": True}},
+         "mtcli's kernel for documents, a soft cap"),
         (HEADED | {"window": 4}, {}, "cuDNN, mtcli's kernel for windows"),
         (HEADED | {"attention_softcap": 9.0}, {}, "mtcli's kernel for a soft cap"),
         (HEADED | {"attention_dropout": 0.1}, {},
@@ -92,7 +96,9 @@ def test_a_run_on_a_gpu_says_what_computes_attention(monkeypatch, model, section
         return torch._C._get_sdp_priority_order()[0]
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-    config = run_config(model, **sections | {"train": {"precision": "bf16", "device": "cuda"}})
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    train = {"precision": "bf16", "device": "cuda"} | sections.get("train", {})
+    config = run_config(model, **sections | {"train": train})
     with FakeTensorMode():
         assert run_log.describe_attention(config, CUDA) == {"sdpa": line}
     for q, k, options in asked:
