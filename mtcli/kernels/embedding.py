@@ -38,12 +38,28 @@ def _add_rows(sink: GradientSink, ids_T: Tensor, grad_TD: Tensor) -> None:
     """Adds gradients to the rows of ids, always in the same order."""
     blocks_ORD, stride = sink.blocks_ORD, sink.row_stride
     assert stride is not None, "`embedding` has asked"
+    if sink.dtype.itemsize < 4:
+        grad_TD = _summed(ids_T, grad_TD, sink.rows)
     if sink.begin() == 0:
         blocks_ORD.zero_()
     owners, rows_each, columns = blocks_ORD.shape
     rows_ND = blocks_ORD.as_strided(((owners - 1) * stride + rows_each, columns), (columns, 1))
     at_T, grad_TD = ids_T // rows_each * stride + ids_T % rows_each, grad_TD.to(sink.dtype)
+    _add_at_(rows_ND, at_T, grad_TD)
+
+
+def _summed(ids_T: Tensor, grad_TD: Tensor, rows: int) -> Tensor:
+    """The float32 sum of each id's gradients at the first of its places, and zeros at the others:
+    a GPU rounds a sum of 16 bits after each term, and loses those below 1/256 of it."""
+    places_T = torch.arange(len(ids_T), device=ids_T.device)
+    first_V = places_T.new_full((rows,), len(ids_T)).scatter_reduce_(0, ids_T, places_T, "amin")
+    sums_TD = grad_TD.new_zeros(grad_TD.shape, dtype=torch.float32)
+    _add_at_(sums_TD, first_V[ids_T], grad_TD.float())
+    return sums_TD
+
+
+def _add_at_(rows_ND: Tensor, at_T: Tensor, x_TD: Tensor) -> None:
     if rows_ND.device.type == "cpu":
-        rows_ND.index_add_(0, at_T, grad_TD)
+        rows_ND.index_add_(0, at_T, x_TD)
     else:  # it sorts them, and index_add_ adds in any order
-        rows_ND.index_put_((at_T,), grad_TD, accumulate=True)
+        rows_ND.index_put_((at_T,), x_TD, accumulate=True)

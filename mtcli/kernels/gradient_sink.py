@@ -24,7 +24,7 @@ class GradientSink(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the sum, float32 or wider."""
+        """The dtype of the sum: float32 or wider, or the weight's (train.gradients)."""
         return self.blocks_ORD.dtype
 
     @property

@@ -12,6 +12,7 @@ from mtcli.core.config.fp8 import MULTIPLE, listed, narrow_layers, weight_sizes
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import RunConfig
 
+MOST_NARROW_TERMS = 2**8  # of a sum in bfloat16: the next one may be lost
 COLUMNS = "tp/tp_rows"  # what shards heads, ffn and vocabulary where tp ranks form a grid
 
 Rule = Callable[[RunConfig, int], Iterator[Problem]]
@@ -273,6 +274,18 @@ def _batch_divides(config: RunConfig, world: int) -> Iterator[Problem]:
         )
 
 
+def _narrow_sums_add_up(config: RunConfig, world: int) -> Iterator[Problem]:
+    """Checks sums of bfloat16, of which neighbours differ by up to 1 part in 128: a micro-batch's
+    gradient below 1 part in 256 of the sum may leave it where it is."""
+    b = config.batch
+    terms = b.global_batch_size // (b.micro_batch_size * data_parallel_size(config, world))
+    is_narrow = config.train.gradients == "bf16" and config.parallel.zero < 3
+    if is_narrow and terms > MOST_NARROW_TERMS:
+        message = f"gradients='bf16' of {terms} micro-batches, and a sum in bfloat16 rounds off "
+        hint = f"at most {MOST_NARROW_TERMS} micro-batches of a rank, or gradients='fp32'"
+        yield Problem(f"{message}what is less than 1/256 of it", hint, "train.gradients")
+
+
 def _fp8_is_left(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks that a layout leaves weights of a size for float8, where the model has such."""
     p, t = config.parallel, config.train
@@ -305,5 +318,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _schedule_fits,
     _sharding_fits,
     _batch_divides,
+    _narrow_sums_add_up,
     _fp8_is_left,
 )

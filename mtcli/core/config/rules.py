@@ -286,6 +286,12 @@ def _narrow_moments_move(config: RunConfig, world: int) -> Iterator[Problem]:
             yield Problem(message, f"at most {LARGEST_NARROW_DECAY:.3f}, or moments='fp32'", where)
 
 
+def _narrow_gradients_are_sums(config: RunConfig, world: int) -> Iterator[Problem]:
+    if config.train.gradients == "bf16" and config.sync.method == "onebit":
+        message = "gradients='bf16' with sync.method='onebit', which sums them in float32"
+        yield Problem(message, "'fp32', or another sync.method", "train.gradients")
+
+
 def _fp8_has_gemms(config: RunConfig, world: int) -> Iterator[Problem]:
     t, sizes = config.train, weight_sizes(config.model, 1)
     if t.precision == "fp8" and not narrow_layers(t.fp8_scaling, sizes):
@@ -578,6 +584,8 @@ NEEDS = (
     Need(("model.num_labels",), "model.head", ("classification",), "which has no classes"),
     Need(("optimizer.trust_bounds",), "optimizer.name", ("lamb",), "which has no trust ratio"),
     Need(("train.moments",), "optimizer.name", ("adamw", "muon"), "whose state stays in fp32"),
+    Need(("train.gradients",), "optimizer.name", ("adamw", "muon"), "whose sums stay in fp32"),
+    Need(("train.gradients",), "train.precision", ("bf16", "fp8"), "which makes none of bfloat16"),
     Need(("train.loss_scale",), "train.precision", ("fp16",), "whose loss is not scaled"),
     Need(("train.fp8_scaling",), "train.precision", ("fp8",), "which scales nothing"),
     Need(
@@ -691,6 +699,7 @@ RULES: tuple[Rule, ...] = (
     _run_has_a_length,
     _trust_bounds_are_a_range,
     _narrow_moments_move,
+    _narrow_gradients_are_sums,
     fields_are_used,
     _weights_are_compiled,
     _adapters_fit,

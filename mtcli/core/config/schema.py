@@ -269,9 +269,11 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda where there is one"""
     precision: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"
-    """number format; fp8 is for GEMMs, beside bf16. Sums and master weights are fp32 or wider"""
+    """number format; fp8 is for GEMMs, beside bf16. Master weights are fp32 or wider"""
     moments: Literal["fp32", "bf16"] = "fp32"
     """number format of the optimizer's moments; bf16: adamw and muon, betas up to 0.996"""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """number format of sums of gradients; bf16: adamw and muon, precision bf16 or fp8"""
     fp8_scaling: Fp8Scaling = "rowwise"
     """fp8: what shares a scale: rows, blocks of 128 (1 by 128 of activations), or whole tensors"""
     loss_scale: Annotated[Real, Field(ge=0.0, le=1e15)] = 0.0

@@ -25,12 +25,13 @@ class Adamw(UpdateRule):
         for decays in (True, False):
             at = [i for i, flag in enumerate(tensors.decays) if flag == decays]
             kinds = [[kind[i] for i in at] for kind in (*tensors[:3], gradients)]
-            if at and kinds[1][0].dtype == kinds[0][0].dtype:
+            if at and len({kind[0].dtype for kind in kinds}) == 1:
                 _by_torch(kinds, decays, update)
             else:
                 for master, *moments, gradient in zip(*kinds, strict=True):
                     wide = [moment.to(master.dtype) for moment in moments]
-                    _by_torch([[x] for x in (master, *wide, gradient)], decays, update)
+                    wide_gradient = self.widened(gradient, update)
+                    _by_torch([[x] for x in (master, *wide, wide_gradient)], decays, update)
                     torch._foreach_copy_(moments, wide)
         tensors.round_()
 

@@ -5,11 +5,12 @@ from torch import Tensor
 
 
 def square_sum(gradients: list[Tensor] | tuple[Tensor, ...]) -> Tensor | float:
-    """The sum of squares of this rank's gradients, norms in their own dtype, summed in float64; on
-    the device, so that the host does not wait for it."""
+    """The sum of squares of this rank's gradients, norms in float32 or their own wider dtype,
+    summed in float64; on the device, so that the host does not wait for it."""
     if not gradients:
         return 0.0
-    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(gradients, 2, wide)).double().square().sum()
 
 
 def clip_factor(norm: float, clip: float) -> float:

@@ -54,7 +54,8 @@ class Muon(UpdateRule):
         tensors, c = self.tensors, self.config
         steps, momenta, masters = list(gradients), list(tensors.exp_avgs), list(tensors.masters)
         means = steps  # by which matrices step
-        if masters and momenta[0].dtype == steps[0].dtype:  # torch takes no empty list
+        # torch takes no empty list
+        if masters and momenta[0].dtype == steps[0].dtype == masters[0].dtype:
             torch._foreach_lerp_(momenta, steps, 1.0 - c.momentum)
             if c.nesterov:
                 torch._foreach_lerp_(steps, momenta, c.momentum)
@@ -62,9 +63,10 @@ class Muon(UpdateRule):
                 means = momenta
         else:  # one wide momentum at a time
             for momentum, step in zip(momenta, steps, strict=True):
-                wide = momentum.to(step.dtype).lerp_(step, 1.0 - c.momentum)
+                gradient = self.widened(step, update)
+                wide = momentum.to(gradient.dtype).lerp_(gradient, 1.0 - c.momentum)
                 momentum.copy_(wide)
-                step.lerp_(wide, c.momentum if c.nesterov else 1.0)
+                step.copy_(gradient.lerp_(wide, c.momentum if c.nesterov else 1.0))
         sources = dict(zip(self.names, means, strict=True))
         targets = dict(zip(self.names, steps, strict=True))
         for exchange in self.exchanges:

@@ -101,13 +101,17 @@ class Optimizer:
 
     @property
     def by_kernels(self) -> bool:
-        """Whether mtcli's kernels multiply gradients by a step's factor."""
+        """Whether mtcli's kernels update."""
         return all(rule.by_kernels for rule in self.rules if rule.names)
+
+    def multiplies(self, gradients: Mapping[str, Tensor]) -> bool:
+        """Whether an update multiplies the gradients by a step's factor."""
+        return all(rule.multiplies(gradients) for rule in self.rules if rule.names)
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float, factor: float = 1.0) -> None:
-        """Updates with the reduced gradients, times `factor` where kernels apply it."""
-        assert factor == 1.0 or self.by_kernels, f"gradients are not scaled by {factor} on the way"
+        """Updates with the reduced gradients, times `factor` where it `multiplies` them."""
+        assert factor == 1.0 or self.multiplies(gradients), f"nothing multiplies by {factor}"
         orthogonalise_together(self.start(gradients, lr, factor), self.config)
 
     @torch.no_grad()

@@ -43,6 +43,17 @@ class UpdateRule:
             self.table = tensor_table(self.tensors)
         return self.update_([gradients[name].contiguous() for name in self.names], update)
 
+    def multiplies(self, gradients: Mapping[str, Tensor]) -> bool:
+        """Whether `step` multiplies the gradients by a step's factor: by kernels, and those that
+        it widens, as a product in their dtype would be rounded."""
+        return self.by_kernels or all(gradients[name].dtype != self.dtype for name in self.names)
+
+    def widened(self, gradient: Tensor, update: OptimizerStep) -> Tensor:
+        """A gradient in the dtype of masters, times the factor if it is a narrower one."""
+        if gradient.dtype == self.dtype:
+            return gradient
+        return gradient.to(self.dtype).mul_(update.factor)
+
     @abstractmethod
     def update_(self, gradients: Sequence[Tensor], update: OptimizerStep) -> MatrixUpdate | None:
         """Updates the tensors in place, by mtcli's kernels where there is a `table`."""

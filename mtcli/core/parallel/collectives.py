@@ -1,8 +1,8 @@
 """Collectives: in-place ones, and differentiable ones whose gradients are their transposes.
 
 All shard and gather dim 0. An axis of one rank is the identity. Sums are in the tensor's own dtype;
-callers that need float32 sums cast first (gradient buckets are always float32). Each call is
-written to the axis's flight recorder, which names the peers that a rank waits for.
+callers that need float32 sums cast first (gradient buckets are float32, but with train.gradients).
+Each call is written to the axis's flight recorder, which names the peers that a rank waits for.
 """
 
 import json

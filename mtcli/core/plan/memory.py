@@ -168,17 +168,17 @@ def state_bytes(work: Workload, pp_rank: int, owner: Owner = FIRST) -> tuple[int
     """Bytes of weights, gradients and optimizer state (masters and moments) on a pipeline rank.
 
     zero=1 shards the optimizer state by each parameter's rows over the data ranks (dp * cp, edp for
-    experts), and pads gradients to equal shards. zero=3 shards all three, and its weights are the
-    masters. Untrained weights are replicated and as wide as gradients; frozen ones, under adapters,
-    as wide as weights. State of replicas' exchanges counts as the optimizer's.
+    experts), and pads gradients to equal shards. zero=3 shards all three; its weights are the
+    masters, and its gradients as wide. Untrained weights are replicated and as wide; frozen ones,
+    under adapters, as wide as weights. State of replicas' exchanges counts as the optimizer's.
     """
     elements, sizes = rank_elements(work, pp_rank, owner), work.sizes
     exchange = round(exchange_of(work, pp_rank).state_bytes())
-    untrained = elements.untrained * sizes.gradient + elements.frozen * sizes.weight
+    wide = sizes.master or sizes.weight
+    untrained = elements.untrained * wide + elements.frozen * sizes.weight
     beside_masters = elements.moments(sharded=work.zero > 0) * sizes.moment + exchange
     if is_sharded(work):
-        rows, width = elements.shard, sizes.master or sizes.weight
-        return rows * width + untrained, rows * sizes.gradient, beside_masters
+        return elements.shard * wide + untrained, elements.shard * wide, beside_masters
     state = elements.shard if work.zero else elements.total
     gradients = elements.padded if work.zero == 1 else elements.total
     return (

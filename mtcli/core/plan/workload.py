@@ -23,7 +23,7 @@ class Precision(NamedTuple):
     """Bytes per element of weights, gradients and optimizer state, and the precision of GEMMs."""
 
     weight: int  # also of activations
-    gradient: int  # flat buckets, always wide
+    gradient: int  # flat buckets, wide but for train.gradients
     master: int  # a wide copy of the weights, where they are narrow
     moment: int
     gemm: str
@@ -58,6 +58,7 @@ class Workload:
     global_batch_size: int
     precision: str = "bf16"
     moments: str = "fp32"
+    gradients: str = "fp32"
     fp8_scaling: Fp8Scaling = "rowwise"
     optimizer: OptimizerConfig = OptimizerConfig()
     sync: SyncConfig = SyncConfig()
@@ -109,7 +110,9 @@ class Workload:
     def sizes(self) -> Precision:
         """Bytes per element of weights, gradients and optimizer state."""
         sizes = PRECISIONS[self.precision]
-        return sizes._replace(moment=2) if self.moments == "bf16" else sizes
+        moment = 2 if self.moments == "bf16" else sizes.moment
+        gradient = 2 if self.gradients == "bf16" else sizes.gradient
+        return sizes._replace(moment=moment, gradient=gradient)
 
     @property
     def gradient_width(self) -> int:
@@ -119,7 +122,7 @@ class Workload:
     @property
     def accumulated_bytes(self) -> float:
         """Mean bytes per weight that a backward moves to accumulate a gradient: the gradient is
-        read, and the wide bucket (core/sync/all_reduce.py) is written; from the second micro-batch
+        read, and the bucket (core/sync/all_reduce.py) is written; from the second micro-batch
         on it is read too."""
         width = self.gradient_width
         again = 0.0 if self.zero == 3 else width * (1 - 1 / self.num_micro_batches)

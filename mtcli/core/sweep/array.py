@@ -19,7 +19,6 @@ from mtcli.core.model.inputs import Inputs
 from mtcli.core.model.transformer import Stage
 from mtcli.core.optim.grad_norm import clip_factor
 from mtcli.core.optim.muon import orthogonalise_together
-from mtcli.core.optim.optimizer import moment_dtype
 from mtcli.core.parallel.collectives import all_reduce
 from mtcli.core.parallel.engines import adapter_settings
 from mtcli.core.parallel.groups import Groups
@@ -47,7 +46,7 @@ class ModelArray:
         self.trained = {name for name, parameter in self.table.items() if parameter.trained}
         like = torch.empty(0, dtype=self.dtype, device=groups.device)
         sizes = self.table, groups.layout, len(configs)
-        self.memory = ArrayMemory(*sizes, first.optimizer, like, moment_dtype(first.train))
+        self.memory = ArrayMemory(*sizes, first.optimizer, like, first.train)
         self.members = [Member(config, groups, self.dtype) for config in configs]
         batch = first.batch
         self.micro_batches = batch.global_batch_size // (

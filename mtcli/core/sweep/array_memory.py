@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mtcli.core.config.schema import OptimizerConfig
+from mtcli.core.config.schema import OptimizerConfig, TrainConfig
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.sharding import Parameter
 from mtcli.core.mesh.update_rules import moments_of
+from mtcli.core.optim.optimizer import moment_dtype
+from mtcli.kernels.gemm import DTYPES
 
 ALIGNMENT = 16  # elements: 64 bytes of float32, a cache line
 
@@ -61,8 +63,8 @@ class ParameterArray:
 class ArrayMemory:
     """Weights, gradients and optimizer state of B models.
 
-    Weights are of the model's dtype; all else is in float32 at least. Frozen
-    weights, which adapters are trained for, exist once: [1, ...].
+    Weights are of the model's dtype; all else is in float32 at least, but for what `train` names
+    otherwise. Frozen weights, which adapters are trained for, exist once: [1, ...].
     """
 
     def __init__(
@@ -72,11 +74,12 @@ class ArrayMemory:
         models: int,
         optimizer: OptimizerConfig,
         like: Tensor,
-        moments: torch.dtype | None,
+        train: TrainConfig,
     ) -> None:
-        """`like` has the weights' dtype and device; `moments` is the dtype of moments, None that
-        of masters."""
+        """`like` has the weights' dtype and device."""
         wide = like.to(torch.promote_types(like.dtype, torch.float32))
+        moments = wide.to(moment_dtype(train) or wide.dtype)
+        sums = like.to(torch.promote_types(like.dtype, DTYPES[train.gradients]))
         stored = {name: described.stored_shape(layout) for name, described in table.items()}
         shapes = {name: shape for name, shape in stored.items() if not table[name].frozen}
         frozen = {name: shape for name, shape in stored.items() if table[name].frozen}
@@ -85,11 +88,9 @@ class ArrayMemory:
         self.masters = self.weights
         if wide.dtype != like.dtype:
             self.masters = ParameterArray(shapes, models, wide)
-        self.gradients = ParameterArray(shapes, models, wide)
+        self.gradients = ParameterArray(shapes, models, sums)
         self.moments = {
-            kind: ParameterArray(
-                {n: shapes[n] for n in shapes if n in names}, models, wide.to(moments or wide.dtype)
-            )
+            kind: ParameterArray({n: shapes[n] for n in shapes if n in names}, models, moments)
             for kind, names in moments_of(table, optimizer).items()
         }
 
@@ -120,9 +121,12 @@ class ArrayMemory:
         self.moments = {kind: array.kept(at) for kind, array in self.moments.items()}
 
     def norms(self, gradients: Mapping[str, Tensor]) -> list[float]:
-        """The norm of each model's gradients: a parameter's in its own dtype, summed in float64."""
+        """The norm of each model's gradients: a parameter's in float32 or its own wider dtype,
+        summed in float64."""
+        wide = self.masters.flat.dtype
         norms = [
-            torch.linalg.vector_norm(gradient.flatten(1), dim=1) for gradient in gradients.values()
+            torch.linalg.vector_norm(gradient.flatten(1), dim=1, dtype=wide)
+            for gradient in gradients.values()
         ]
         return torch.stack(norms).double().square().sum(0).sqrt().tolist()
 

@@ -1,8 +1,9 @@
 """Sums gradients over data-parallel ranks in buckets, while the last backward still runs.
 
-Gradients of all micro-batches accumulate in flat float32 buckets (float64 for float64 models), one
-set per set of axes over which gradients are partial (Parameter.gradient_axes). A bucket's reduction
-starts as soon as the last micro-batch's backward has filled it.
+Gradients of all micro-batches accumulate in flat float32 buckets (float64 for float64 models;
+bfloat16 where train.gradients says so), one set per set of axes over which gradients are partial
+(Parameter.gradient_axes). A bucket's reduction starts as soon as the last micro-batch's backward
+has filled it, in the bucket's dtype.
 
 A bucket is [owners, part]: row i holds the gradients of owner i's rows (dim 0) of each parameter.
 With one owner (zero = 0) every rank owns all rows, and the reduction is an all-reduce. With several
@@ -167,14 +168,17 @@ class BucketedDataParallel(Strategy):
         ownership: Ownership,
         bucket_bytes: float,
         sinks: GradientSinks,
+        least: torch.dtype = torch.float32,
         gathers_ahead: bool = False,
     ) -> None:
-        """Adds the sinks of all matrices to `sinks`, which the stages' layers read.
+        """Adds the sinks of all matrices to `sinks`, which the stages' layers read. Sums are in
+        `least`, or in the parameters' dtype where that is wider.
 
         With `gathers_ahead` updated rows are gathered while the next forward runs, which waits for
         the weights that it is about to read.
         """
         self.stages, self.ownership, self.sinks = stages, ownership, sinks
+        self.least = least
         self.shards = unsharded(stages, ownership.table)
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[str, Bucket] = {}
@@ -185,7 +189,7 @@ class BucketedDataParallel(Strategy):
                     axes = ownership.summed_over(name)
                     by_axes.setdefault(axes, []).append((name, parameter))
             for members in by_axes.values():
-                for part in _bucketed(reversed(members), bucket_bytes):
+                for part in _bucketed(reversed(members), bucket_bytes, self._dtype_of):
                     self._add_bucket(index, part)
         self.fresh: set[str] = set(self.bucket_of)  # without a gradient in this step so far
         self.last: set[int] = set()  # stages in their last backward of the step
@@ -305,8 +309,7 @@ class BucketedDataParallel(Strategy):
 
     def _add_bucket(self, stage: int, members: NamedParameters) -> None:
         any_name, parameter = members[0]
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        like = torch.empty(0, dtype=dtype, device=parameter.device)
+        like = torch.empty(0, dtype=self._dtype_of(parameter), device=parameter.device)
         owners, remaining_axis = self.ownership.owners(any_name), self.ownership.rest(any_name)
         bucket = Bucket({name: p.shape for name, p in members}, owners, remaining_axis, like)
         self.buckets.append(bucket)
@@ -315,6 +318,9 @@ class BucketedDataParallel(Strategy):
             parameter.register_post_accumulate_grad_hook(self._collector(bucket, stage, name))
             if parameter.dim() == 2:
                 self.sinks.add(parameter, bucket.sink(name, partial(self._begin, name)))
+
+    def _dtype_of(self, parameter: Tensor) -> torch.dtype:
+        return torch.promote_types(parameter.dtype, self.least)
 
     def _begin(self, name: str) -> int:
         """Notes a gradient of a parameter; returns 0 for the first of a step, then 1."""
@@ -353,16 +359,19 @@ class BucketedDataParallel(Strategy):
 
 
 def _bucketed(
-    members: Iterable[tuple[str, nn.Parameter]], limit: float
+    members: Iterable[tuple[str, nn.Parameter]],
+    limit: float,
+    dtype_of: Callable[[Tensor], torch.dtype],
 ) -> Iterator[NamedParameters]:
     part: NamedParameters = []
     size = 0
     for name, parameter in members:
-        if part and size + 4 * parameter.numel() > limit:
+        taken = dtype_of(parameter).itemsize * parameter.numel()
+        if part and size + taken > limit:
             yield part
             part, size = [], 0
         part.append((name, parameter))
-        size += 4 * parameter.numel()
+        size += taken
     if part:
         yield part
 

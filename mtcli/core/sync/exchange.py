@@ -62,9 +62,9 @@ class ReplicaExchange:
         return self.optimizer.start(self.inside.gradients, lr, self._factor_left(factor))
 
     def _factor_left(self, factor: float) -> float:
-        """Multiplies the gradients by the factor, unless the optimizer's kernels do; returns what
-        is left to multiply by."""
-        if factor == 1.0 or self.optimizer.by_kernels:
+        """Multiplies the gradients by the factor, unless the optimizer does; returns what is left
+        to multiply by."""
+        if factor == 1.0 or self.optimizer.multiplies(self.inside.gradients):
             return factor
         self.inside.scale_gradients_(factor)
         return 1.0

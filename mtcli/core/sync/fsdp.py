@@ -3,8 +3,9 @@
 A block's weights are all-gathered before its forward and again before its backward and freed after
 each; its gradients are reduce-scattered after every micro-batch's backward (arXiv:1910.02054,
 section 5.3; arXiv:2304.11277). Shards are float32 where training is in 16 bits, so they are the
-optimizer's master weights, and no second copy exists. Experts are sharded over edp, all else over
-dp * cp; untrained parameters are replicated.
+optimizer's master weights, and no second copy exists. Ranks sum a micro-batch's gradients in
+float32, or in bfloat16 where train.gradients says so; micro-batches are summed in the shards'
+dtype. Experts are sharded over edp, all else over dp * cp; untrained parameters are replicated.
 """
 
 from collections.abc import Mapping
@@ -41,10 +42,15 @@ class FullyShardedDataParallel(Strategy):
     recorded = False  # FSDP2 has collectives of its own
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], ownership: Ownership, dtype: torch.dtype
+        self,
+        stages: Mapping[int, nn.Module],
+        ownership: Ownership,
+        dtype: torch.dtype,
+        least: torch.dtype = torch.float32,
     ) -> None:
-        """`stages` are on the meta device, and compute in `dtype`."""
-        _shard(stages, ownership.groups, dtype)
+        """`stages` are on the meta device, and compute in `dtype`. Ranks sum gradients in `least`,
+        or in `dtype` where that is wider."""
+        _shard(stages, ownership.groups, dtype, torch.promote_types(dtype, least))
         self.stages, self.ownership = stages, ownership
         self.parameters = {
             name: cast(DTensor, parameter)
@@ -105,16 +111,18 @@ class FullyShardedDataParallel(Strategy):
         return self.ownership.answers_for(name)
 
 
-def _shard(stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype) -> None:
+def _shard(
+    stages: Mapping[int, nn.Module], groups: Groups, dtype: torch.dtype, reduced: torch.dtype
+) -> None:
     """Shards stages that were built on the meta device and allocates them, uninitialised.
 
-    Blocks and stages compute in `dtype`; gradients are summed in float32 or wider, not averaged.
+    Blocks and stages compute in `dtype`; gradients are summed over ranks in `reduced`, not
+    averaged.
     """
     filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # which nobody writes to
     device = groups.device.type
     data, experts = (_mesh(groups.axes[name], device) for name in ("data", "edp"))
-    wide = torch.promote_types(dtype, torch.float32)
-    policy = MixedPrecisionPolicy(dtype, reduce_dtype=wide, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     for stage in stages.values():
         untrained = {p for p in stage.parameters() if not p.requires_grad}
         for name, module in reversed(list(stage.named_modules())):  # children before parents

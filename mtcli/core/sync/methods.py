@@ -25,6 +25,7 @@ from mtcli.core.sync.exchange import ReplicaExchange
 from mtcli.core.sync.lsgd import LeaderPulls
 from mtcli.core.sync.onebit import OneBit
 from mtcli.core.sync.strategy import Strategy
+from mtcli.kernels.gemm import DTYPES
 
 EXCHANGES: dict[Method, type[ReplicaExchange]] = {
     "all_reduce": ReplicaExchange,
@@ -46,6 +47,7 @@ def strategy_for(
 ) -> Strategy:
     """Builds the strategy of a run over this rank's stages, which compute in `dtype`."""
     parallel, table = config.parallel, run_parameters(config.model, config.lora)
+    least = DTYPES[config.train.gradients]
     ownership = Ownership(groups, table, parallel.sequence_parallel, parallel.zero > 0)
     if not allocates_shards(config, groups.layout):
         build = cast(LayerFactory, next(iter(stages.values())).build)  # one of all stages
@@ -56,11 +58,12 @@ def strategy_for(
             ownership,
             parallel.bucket_mib * 2**20,
             build.gradient_sinks,
+            least,
             gathers_ahead=waits_in_forward and groups.device.type != "cpu",
         )
     from mtcli.core.sync.fsdp import FullyShardedDataParallel  # half a second of torch's imports
 
-    return FullyShardedDataParallel(stages, ownership, dtype)
+    return FullyShardedDataParallel(stages, ownership, dtype, least)
 
 
 def replica_exchange(config: RunConfig, inside: Strategy, optimizer: Optimizer) -> ReplicaExchange:

@@ -24,6 +24,16 @@ BROKEN = {  # rule: (overrides of tiny, world, field, message, hint)
         ["train.precision=fp64", "train.moments=bf16"], 1, "train.moments",
         "moments='bf16' with precision='fp64', whose sums are as exact",
         "'fp32', or another train.precision"),
+    "_narrow_gradients_are_sums": (
+        ["train.gradients=bf16", "train.precision=bf16", "sync.method=onebit",
+         "sync.replicas=2"], 2, "train.gradients",
+        "gradients='bf16' with sync.method='onebit', which sums them in float32",
+        "'fp32', or another sync.method"),
+    "_narrow_sums_add_up": (
+        ["train.precision=bf16", "train.gradients=bf16", "batch.micro_batch_size=1",
+         "batch.global_batch_size=514"], 2, "train.gradients",
+        "gradients='bf16' of 257 micro-batches, and a sum in bfloat16 rounds off what is less than "
+        "1/256 of it", "at most 256 micro-batches of a rank, or gradients='fp32'"),
     "_heads": (
         ["model.num_kv_heads=3"], 1, "model.num_kv_heads",
         "num_kv_heads=3 does not divide num_heads=8", "1, 2, 4 or 8"),
@@ -349,6 +359,19 @@ ALSO = {  # further branches of the same rules
         ["train.moments=bf16", "optimizer.name=lamb"], 1, "train.moments",
         "moments='bf16' with name='lamb', whose state stays in fp32",
         "optimizer.name = 'adamw' or 'muon', or leave train.moments out"),
+    "narrow sums of wide gradients": (
+        ["train.gradients=bf16", "train.precision=fp32"], 1, "train.gradients",
+        "gradients='bf16' with precision='fp32', which makes none of bfloat16",
+        "train.precision = 'bf16' or 'fp8', or leave train.gradients out"),
+    "narrow sums of float16": (
+        ["train.gradients=bf16", "train.precision=fp16"], 1, "train.gradients",
+        "gradients='bf16' with precision='fp16', which makes none of bfloat16",
+        "train.precision = 'bf16' or 'fp8', or leave train.gradients out"),
+    "narrow sums of a rule without": (
+        ["train.gradients=bf16", "train.precision=bf16", "optimizer.name=sgd"], 1,
+        "train.gradients",
+        "gradients='bf16' with name='sgd', whose sums stay in fp32",
+        "optimizer.name = 'adamw' or 'muon', or leave train.gradients out"),
     "scales without float8": (
         ["train.precision=bf16", "train.fp8_scaling=blockwise"], 1, "train.fp8_scaling",
         "fp8_scaling='blockwise' with precision='bf16', which scales nothing",

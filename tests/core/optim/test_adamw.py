@@ -150,3 +150,17 @@ def test_narrow_moments_are_rounded_after_each_step_and_steps_are_of_wide_ones()
         torch.testing.assert_close(parameters[name].double(), x, rtol=2e-6, atol=2e-6)
     kept = [x for key, x in ours.state().items() if key.startswith("exp_avg")]
     assert len(kept) == 2 * len(TABLE) and {x.dtype for x in kept} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("moments", [None, torch.bfloat16])
+def test_a_step_by_narrow_gradients_is_one_by_the_same_in_float32_times_the_factor(moments):
+    narrow, wide = (adamw(named(torch.bfloat16), torch.bfloat16, CONFIG, moments) for _ in "nw")
+    for step, lr in enumerate(RATES):
+        grads = gradients(step, torch.bfloat16)
+        assert narrow.multiplies(grads)
+        narrow.step(grads, lr, factor=0.3)
+        scaled = {name: grad.float() * 0.3 for name, grad in grads.items()}
+        assert not wide.multiplies(scaled)
+        wide.step(scaled, lr)
+    assert all(torch.equal(x, wide.state()[key]) for key, x in narrow.state().items())
+    assert all(torch.equal(x, wide.weights[name]) for name, x in narrow.weights.items())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.schema import LoraConfig, OptimizerConfig
+from mtcli.core.config.schema import LoraConfig, OptimizerConfig, TrainConfig
 from mtcli.core.mesh import update_rules
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import run_parameters
@@ -82,7 +82,7 @@ def test_the_plan_counts_the_moments_of_each_parameter(mixed):
 
 
 def test_an_array_has_the_moments_of_each_parameter(mixed):
-    memory = ArrayMemory(TABLE, ParallelLayout(1), 3, ADAMW, torch.empty(0), None)
+    memory = ArrayMemory(TABLE, ParallelLayout(1), 3, ADAMW, torch.empty(0), TrainConfig())
     assert memory.moments["momentum"].tensors.keys() == MATRICES
     for kind in ("exp_avg", "exp_avg_sq"):
         assert memory.moments[kind].tensors.keys() == TABLE.keys() - MATRICES

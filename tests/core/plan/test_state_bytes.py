@@ -12,11 +12,15 @@ ROWS = {
     "masters": (1, GPT, {}, "bf16"),
     "masters of float16": (1, MOE, {}, "fp16"),
     "onebit, one replica": (1, GPT, {}, "fp32"),
+    "narrow sums": (1, GPT, {}, "bf16"),
     "pp=2, untied": (2, LLAMA, {"pp": 2}, "fp32"),
     "zero=1 over cp, masters": (2, GPT, {"cp": 2, "zero": 1}, "bf16"),
     "zero=3 of nobody": (2, GPT, {"tp": 2, "zero": 3}, "bf16"),
     "biases of experts": (2, BIASED, {"ep": 2}, "fp64"),
     "lamb, onebit": (2, GPT, {}, "fp32"),
+    "narrow sums, zero=1 of experts": (2, BIASED, {"zero": 1}, "fp8"),
+    "narrow sums, zero=1, odd rows": (4, ODD, {"zero": 1}, "bf16"),
+    "narrow sums, zero=3": (4, BIASED, {"ep": 2, "zero": 3}, "bf16"),
     "zero=1, odd rows": (4, ODD, {"zero": 1}, "bf16"),
     "zero=3, odd rows": (4, ODD, {"zero": 3}, "fp32"),
     "zero=3 of experts": (4, MOE, {"pp": 2, "ep": 2, "zero": 3}, "bf16"),
@@ -32,7 +36,7 @@ def _config_of(row):
     _, model, parallel, precision = ROWS[row]
     rule = {"name": "lamb" if row.startswith("lamb") else "adamw"}
     sync = {"method": "onebit", "warmup_steps": 2} if "onebit" in row else {}
-    train = {"precision": precision}
+    train = {"precision": precision, "gradients": "bf16" if "narrow" in row else "fp32"}
     return run_config(model, parallel=parallel, optimizer=rule, sync=sync, train=train)
 
 

@@ -19,6 +19,7 @@ from mtcli.core.training.state import initialise
 from mtcli.core.training.step import Trainer
 
 WIDE = GPT | {"num_layers": 2, "hidden_size": 64}
+NARROW = {"precision": "bf16", "gradients": "bf16"}
 GIANT = {"w": 10**9}
 
 
@@ -48,13 +49,14 @@ def of_each(world, configs, steps):
 
 
 STEPS = {  # of one replica, by world
-    2: [(GPT, {}), (GPT, {"tp": 2})],
+    2: [(GPT, {}), (GPT, {"tp": 2}), (GPT, {"zero": 1}, NARROW), (GPT, {"zero": 3}, NARROW)],
     4: [
         (LLAMA, {"cp": 2, "tp": 2, "zero": 1}),
         (GPT, {"pp": 2}),
         (MOE, {"ep": 2, "zero": 1}),
         (GPT, {"zero": 3, "pp": 2}),
         (MOE, {"zero": 3, "ep": 2}),
+        (LLAMA, {"tp": 2}, NARROW),
     ],
 }
 
@@ -62,8 +64,8 @@ STEPS = {  # of one replica, by world
 @pytest.mark.parametrize("world", STEPS)
 def test_a_step_sends_what_is_planned(world):
     configs = [
-        run_config(model, parallel=parallel, train={"precision": "fp32"})
-        for model, parallel in STEPS[world]
+        run_config(model, parallel=parallel, train=train[0] if train else {"precision": "fp32"})
+        for model, parallel, *train in STEPS[world]
     ]
     for config, (sent, *_) in zip(configs, of_each(world, configs, 1), strict=True):
         planned = sync_bytes_per_step(Workload.of(config, world))

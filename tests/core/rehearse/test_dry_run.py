@@ -75,6 +75,7 @@ SHARED_OUT = {"tp": 2, "etp": 2, "ep": 2, "zero": 1}
 SLIM = {"ffn_hidden_size": 128, "max_seq_len": 4096, "vocab_size": 100}
 AGAIN = {"cp": 2, "recompute": "full"}
 LONG = {"batch": {"seq_len": 4096, "micro_batch_size": 1, "global_batch_size": 1}}
+NARROW_SUMS = {"train": {"gradients": "bf16"}}
 FEW = {"batch": {"seq_len": 64, "micro_batch_size": 1, "global_batch_size": 4}}
 CHUNKS = {"vpp": 3, "schedule": "interleaved", "stage_layers": (0, 2, 0)}  # of one rank
 PLACES = {"max_seq_len": 8192, "vocab_size": 512}
@@ -108,6 +109,8 @@ ROWS = {  # world, model, parallel, precision, rank, and other sections
     "without sequence parallelism": (2, LLAMA, {"tp": 2, "sequence_parallel": False}, "bf16", None),
     "zero=1, the last of three data ranks": (3, GPT, {"zero": 1}, "bf16", LAST),
     "zero=1's update of many layers": (2, DEEP | MANY, {"zero": 1}, "bf16", None, FEW),
+    "zero=1, narrow sums": (2, DEEP | MANY, {"zero": 1}, "bf16", None, FEW | NARROW_SUMS),
+    "zero=3, narrow sums": (2, MOE | BIASES, {"zero": 3}, "bf16", None, FEW | NARROW_SUMS),
     "zero=1, experts of one rank": (2, MOE | MANY, {"ep": 2, "zero": 1}, "bf16", None, FEW),
     "all_gather": (2, LLAMA, GATHERED, "bf16", None),
     "a2a": (2, GPT, {"cp": 2, "cp_mode": "a2a"}, "bf16", None),
@@ -158,6 +161,7 @@ CPU_ROWS = {
     "a long ring in float32 on CPU": (2, LLAMA | SLIM, AGAIN, "fp16", None, LONG),
     "documents round a ring on CPU": (4, LLAMA | SLIM | ONE, RING, "bf16", None, MASKED),
     "blocks of heads on CPU": (1, LLAMA | SLIM | ONE, {"recompute": "full"}, "fp32", None),
+    "narrow sums of many layers on CPU": (1, GPT | MANY, {}, "bf16", None, FEW | NARROW_SUMS),
     "a grid on CPU in 16 bits": (4, GPT, GRID | {"recompute": "selective"}, "bf16", None),
     "long documents on CPU": (1, LLAMA | SLIM | UNGROUPED, {}, "fp32", None, MASKED | LONG),
     "an encoder that drops on CPU": (2, ENCODER | DROPPING | BIG, {"pp": 2}, "fp32", LAST),
@@ -186,9 +190,9 @@ def config_of(world, model, parallel, precision, sequences=2, others=None):
     micro_batches = min(tp * cp * pp, max(2, pp))  # as many as make a peak
     count = micro_batches * sequences * world // (tp * cp * pp)
     batch = {"micro_batch_size": sequences, "global_batch_size": count}
-    train = {"precision": precision}
     sections = {"parallel": parallel, "batch": batch | {"seq_len": 256}} | (others or {})
-    return run_config(model, train=train, **sections)
+    sections["train"] = {"precision": precision} | sections.get("train", {})
+    return run_config(model, **sections)
 
 
 def planned(config, world, device, rank):
@@ -299,6 +303,14 @@ STEPS = {  # one rank's, on CPU: model, parallel, precision, sequences and other
     "lamb, a tied table": (GPT | {"vocab_size": 4096}, {"recompute": "full"}, "fp32", 1, LAMB),
     "an encoder": (ENCODER | {"vocab_size": 4096}, {}, "fp32"),
     "choices": (CHOOSER | POST, {}, "bf16", 2, RACE),
+    "narrow sums": (GPT | {"vocab_size": 4096}, {}, "bf16", 1, FEW | NARROW_SUMS),
+    "narrow sums, muon": (
+        LLAMA,
+        {},
+        "bf16",
+        1,
+        FEW | NARROW_SUMS | {"optimizer": {"name": "muon"}},
+    ),
 }
 
 

@@ -42,7 +42,7 @@ STEPS = 3
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
 
 
-def configs_of(model, precision="fp64", optimizers=RATES, **sections):
+def configs_of(model, precision="fp64", optimizers=RATES, narrow=False, **sections):
     """Configs of three models that differ in all that is fusible."""
     plain = {"dropout": 0.0, "attention_dropout": 0.0}
     drops = (plain, {}, {"dropout": 0.0}) if "dropout" in model else [{}] * 3
@@ -51,7 +51,7 @@ def configs_of(model, precision="fp64", optimizers=RATES, **sections):
             model | drop | {"init_std": 0.02 * (1 + index)},
             (f"seed={7 + index}",),
             optimizer=optimizer,
-            train={"precision": precision},
+            train={"precision": precision, "gradients": "bf16" if narrow else "fp32"},
             **sections,
         )
         for index, (drop, optimizer) in enumerate(zip(drops, optimizers, strict=True))
@@ -208,6 +208,7 @@ CASES = {
     ),
     "classes": (BERT | DROPPING | CLASSIFYING, {}),
     "choices": (BERT | CHOOSING | {"norm_order": "post"}, {"batch": {"micro_batch_size": 2}}),
+    "narrow sums": (LLAMA, {"precision": "bf16", "narrow": True}),
     "mixture with biases": (MOE | {"expert_bias": True, "router_bias": True}, {}),
     "mixture with a shared expert": (SHARED | {"drop_policy": "position"}, {}),
 }

@@ -36,11 +36,12 @@ def table(cut=None):
     return {name: Parameter(name, (SIZE,), (cut,), "normal", 0) for name in NAMES}
 
 
-def made(runtime, bucket_bytes, dtype=torch.float32, **layout):
+def made(runtime, bucket_bytes, dtype=torch.float32, least=torch.float32, **layout):
     module = Sum(dtype)
     groups = make_groups(ParallelLayout(runtime.world, **layout), runtime.rank, runtime.device)
     ownership = Ownership(groups, table(), sequence_parallel=True, shard=False)
-    return module, BucketedDataParallel({0: module}, ownership, bucket_bytes, GradientSinks())
+    sinks = GradientSinks()
+    return module, BucketedDataParallel({0: module}, ownership, bucket_bytes, sinks, least)
 
 
 def x_of(rank, micro_batch):
@@ -108,6 +109,33 @@ def dtypes(runtime):
 def test_sums_are_kept_in_float32_or_wider():
     wide = {torch.bfloat16: torch.float32, torch.float32: torch.float32}
     assert run_ranks(1, dtypes) == [wide | {torch.float64: torch.float64}]
+
+
+def narrow(runtime):
+    """The dtypes of sums that may be bfloat16, and how many buckets of 20 bytes they are."""
+    found = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        buckets = made(runtime, 20, dtype, torch.bfloat16)[1].buckets
+        found[dtype] = buckets[0].flat.dtype, len(buckets)
+    return found
+
+
+def test_sums_are_bfloat16_where_they_may_and_parameters_are():
+    assert run_ranks(1, narrow) == [
+        {
+            torch.bfloat16: (torch.bfloat16, 2),  # of 10 bytes each
+            torch.float16: (torch.float32, 4),
+            torch.float32: (torch.float32, 4),
+            torch.float64: (torch.float64, 4),
+        }
+    ]
+
+
+def test_norms_of_narrow_gradients_are_summed_in_float32():
+    gradients = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (999, 70)]
+    narrow = [x.bfloat16() for x in gradients]
+    exact = sum(x.double().square().sum().item() for x in narrow)
+    assert float(square_sum(narrow)) == pytest.approx(exact, rel=2e-6)
 
 
 def squares(runtime):
