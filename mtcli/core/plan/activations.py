@@ -248,7 +248,8 @@ def gathered_bytes(work: Workload, pp_rank: int) -> float:
     alone = elements.attention * (layout.dp * layout.cp == 1)
     alone += elements.experts * (layout.edp == 1)
     gathered = elements.padded + elements.shard - 2 * alone
-    return (work.zero == 1) * gathered * work.sizes.weight
+    copied = work.zero == 1 and not work.gathers_without_copy
+    return copied * gathered * work.sizes.weight
 
 
 def _panels(work: Workload) -> float:
