@@ -32,8 +32,8 @@ from progress import each, say
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mtcli.core.checkpoint import blocks, reader, store
-from mtcli.core.checkpoint.folder import CHECKPOINTS
-from mtcli.core.checkpoint.manifest import NAME, FileRecord, RankManifest
+from mtcli.core.checkpoint.folder import CHECKPOINTS, MANIFEST
+from mtcli.core.checkpoint.manifest import FileRecord, RankManifest
 from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
 from mtcli.core.checkpoint.safetensors_file import CODE_BYTES, encode_header
 from mtcli.core.checkpoint.store import (
@@ -211,7 +211,7 @@ def play_save(
         "received": max(mail.received.values(), default=0) // 2,  # each follows its length
         "received_bytes": max(mail.received_bytes.values(), default=0),
         "sockets": sockets,
-        "manifest_bytes": (folder / NAME).stat().st_size,
+        "manifest_bytes": (folder / MANIFEST).stat().st_size,
     }, shown
 
 

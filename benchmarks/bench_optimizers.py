@@ -2,18 +2,21 @@
 
 Small Llamas train on the running Python's library sources. `mtcli sweep` tunes the learning rate
 and weight decay of each optimizer, and AdamW's betas and Muon's momentum; the best settings train
-with three further seeds. The loss to reach is the one that AdamW ends with, the mean of its seeds.
-Rates at the end of a grid are named: the best one may lie beyond.
+with three further seeds. The loss to reach is the one that AdamW ends with at the same seed.
+Rates at the end of a grid are named: the best one may lie beyond. `mtcli profile` measures the
+seconds of a step of each, beside those that `mtcli plan` expects.
 
     python benchmarks/bench_optimizers.py --size tiny --plot docs/images/optimizers-tiny.png
-    python benchmarks/bench_optimizers.py --size 10m --steps 150 --json FILE --work FOLDER
+    python benchmarks/bench_optimizers.py --size 10m --like FILE --json OTHER --work FOLDER
     python benchmarks/bench_optimizers.py --read FILE
+
+`--like` starts from the best of a smaller size: its betas and momentum, and rates of half to twice.
+A run goes on with the optimizers of its `--json`, and with the sweeps of its `--work`.
 """
 
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -25,11 +28,11 @@ from runs import SMALL, metrics, mtcli, sets
 SIZES = {
     "tiny": (
         *("num_layers=4", "hidden_size=128", "num_heads=4", "ffn_hidden_size=344"),
-        *("vocab_size=257", "max_seq_len=128", "architecture=llama"),
+        *("vocab_size=257", "max_seq_len=128", "architecture=llama", "activation=swiglu"),
     ),
     "10m": (
         *("num_layers=8", "hidden_size=320", "num_heads=5", "ffn_hidden_size=864"),
-        *("vocab_size=257", "max_seq_len=128", "architecture=llama"),
+        *("vocab_size=257", "max_seq_len=128", "architecture=llama", "activation=swiglu"),
     ),
 }
 BATCH = ("seq_len=128", "micro_batch_size=8", "global_batch_size=8")
@@ -41,11 +44,11 @@ SHAPES = {
     "muon": ("optimizer.momentum=0.95", "optimizer.momentum=0.9"),
 }
 EVALUATIONS, SEEDS, TUNING_SEED = 20, (1, 2, 3), 0
-MEDIAN = 5  # times in a run at which tuning stops trials that are worse than the median
 T_95 = 4.303  # of Student's distribution with two degrees of freedom
 
 Curve = list[tuple[int, float]]  # (step, held-out loss)
 Table = dict[str, Any]
+Grid = tuple[tuple[str, ...], tuple[float, ...]]  # shapes and rates
 
 
 def main() -> None:
@@ -54,6 +57,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--plot", help="draw the curves into this file")
     parser.add_argument("--read", help="show curves that were written")
+    parser.add_argument("--like", help="tune around the best shapes of this file")
     parser.add_argument("--work", type=Path, help="keep the sweeps here; the next run goes on")
     args = parser.parse_args()
     if args.read:
@@ -80,29 +84,55 @@ def measured(folder: Path, args: argparse.Namespace) -> Table:
     common += SMALL if args.tiny else ()
     seeds = SEEDS[:2] if args.tiny else SEEDS
     found: Table = {"size": size, "steps": steps, "optimizers": {}}
-    for name in each(RATES):
+    if args.json and Path(args.json).exists():
+        found = json.loads(Path(args.json).read_text())
+    if (found["size"], found["steps"]) != (size, steps):
+        raise SystemExit(f"error: {args.json} has another size or number of steps")
+    grids: dict[str, Grid] = {name: (SHAPES[name], RATES[name]) for name in RATES}
+    if args.like:
+        smaller = json.loads(Path(args.like).read_text())["optimizers"]
+        grids = {name: around(smaller[name]["best"]) for name in RATES}
+    for name in each([name for name in RATES if name not in found["optimizers"]]):
         settings = [*common, f"optimizer.name={name}"]
-        best = tuned(folder, name, settings, args)
+        best = tuned(folder, name, settings, grids[name], args.tiny)
         values = [f"{field}={value}" for field, value in best["values"].items()]
         rows = sweep(folder / f"{name}-seeds", [*settings, best["shape"], *values], seeds)
         curves = [curve(Path(row["folder"])) for row in rows]
         found["optimizers"][name] = {"best": best, "curves": curves}
+        write_rows(args.json, found)
+    for name in each([name for name in RATES if "seconds" not in found["optimizers"][name]]):
+        settings = [*common, f"optimizer.name={name}", found["optimizers"][name]["best"]["shape"]]
+        found["optimizers"][name]["seconds"] = step_seconds(folder, settings)
     return found
 
 
-def tuned(folder: Path, name: str, settings: list[str], args: argparse.Namespace) -> Table:
+def step_seconds(folder: Path, settings: list[str]) -> Table:
+    """A step's seconds, measured and planned."""
+    path = folder / "profile.json"
+    mtcli("profile", "tiny", *sets(settings), "--json", str(path))
+    figures = json.loads(path.read_text())["figures"]["step_seconds"]
+    return {kind: figures[kind] for kind in ("measured", "planned")}
+
+
+def around(best: Table) -> Grid:
+    """The shape of the best trial of a smaller size, and rates around its own."""
+    rate = best["values"]["optimizer.lr"]
+    return (best["shape"],), (rate / 2, rate, 2 * rate)
+
+
+def tuned(folder: Path, name: str, settings: list[str], grid: Grid, tiny: bool) -> Table:
     """The trial with the lowest held-out loss at its end."""
-    trials, most = [], 1 if args.tiny else None  # of each field's values
-    for number, shape in enumerate(SHAPES[name][:most]):
-        vary = {"optimizer.lr": RATES[name][:most], "optimizer.weight_decay": DECAYS[:most]}
+    trials, most = [], 1 if tiny else None  # of each field's values
+    shapes, rates = grid[0][:most], grid[1][:most]
+    for number, shape in enumerate(shapes):
+        vary = {"optimizer.lr": rates, "optimizer.weight_decay": DECAYS[:most]}
         output = folder / f"{name}-tuning-{number}"
-        more = ["--median", str(args.steps // MEDIAN)]
-        rows = sweep(output, [*settings, shape], (TUNING_SEED,), vary, more)
+        rows = sweep(output, [*settings, shape], (TUNING_SEED,), vary)
         for row in (row for row in rows if row["status"] == "finished"):
             del row["values"]["seed"]
             trials.append({"shape": shape, **{key: row[key] for key in ("values", "valid_loss")}})
     best = min(trials, key=lambda trial: trial["valid_loss"] or float("inf"))
-    ends = best["values"]["optimizer.lr"] in (RATES[name][0], RATES[name][-1])
+    ends = best["values"]["optimizer.lr"] in (rates[0], rates[-1])
     say(f"{name}: {best['shape']}, {best['values']}: {best['valid_loss']:.4f}{' (end)' * ends}")
     return {**best, "trials": trials}
 
@@ -112,10 +142,9 @@ def sweep(
     settings: list[str],
     seeds: tuple[int, ...],
     vary: Table | None = None,
-    more: Sequence[str] = (),
 ) -> list[Table]:
     """The trials of `mtcli sweep`, unless an earlier run of this script has them."""
-    words = [*more, *sets(settings)]
+    words = sets(settings)
     varied = {**(vary or {}), "seed": seeds}
     for field, values in varied.items():
         words += ["--vary", f"{field}={','.join(map(str, values))}"]
@@ -155,15 +184,17 @@ def interval(values: list[float]) -> str:
 def report(found: Table) -> None:
     """Prints a row for each optimizer."""
     optimizers = found["optimizers"]
-    target = mean(losses[-1][1] for losses in optimizers["adamw"]["curves"])
-    print(f"\n{found['size']}, {found['steps']} steps, to a held-out loss of {target:.4f}")
-    print("| optimizer | settings | held-out loss at the end | steps to AdamW's | of its steps |")
-    print("|---|---|---|---|---|")
+    targets = [losses[-1][1] for losses in optimizers["adamw"]["curves"]]
+    print(f"\n{found['size']}, {found['steps']} steps")
+    columns = ["optimizer", "settings", "held-out loss at the end", "steps to AdamW's"]
+    columns += ["of its steps", "seconds of a step, of AdamW's", "planned"]
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
+    adamw = optimizers["adamw"]["seconds"]
     for name, result in optimizers.items():
         best, curves = result["best"], result["curves"]
         values = [f"{key.partition('.')[2]} {value:g}" for key, value in best["values"].items()]
         ends = interval([losses[-1][1] for losses in curves])
-        steps = [steps_to(losses, target) for losses in curves]
+        steps = [steps_to(*pair) for pair in zip(curves, targets, strict=True)]
         reached = [step for step in steps if step < float("inf")]
         said = (
             interval(reached)
@@ -172,7 +203,9 @@ def report(found: Table) -> None:
         )
         share = f"{mean(reached) / found['steps']:.2f}" if len(reached) == len(steps) else ""
         shape = best["shape"].partition(".")[2]
-        print(f"| {name} | {', '.join([shape, *values])} | {ends} | {said} | {share} |")
+        costs = [f"{result['seconds'][kind] / adamw[kind]:.2f}" for kind in ("measured", "planned")]
+        row = [name, ", ".join([shape, *values]), ends, said, share, *costs]
+        print(f"| {' | '.join(row)} |")
 
 
 def draw(found: Table, path: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mtcli.core.checkpoint.blocks import sampled_hash
-from mtcli.core.checkpoint.manifest import NAME
+from mtcli.core.checkpoint.folder import MANIFEST
 from mtcli.core.checkpoint.reader import Adapters, Checkpoint, StoredTensor
 from mtcli.core.checkpoint.run_progress import progress_of
 from mtcli.core.config.errors import MtcliError, Problem, wrong
@@ -50,7 +50,7 @@ def with_adapters(checkpoint: Checkpoint) -> Checkpoint:
 def weights_hash(base: Checkpoint) -> str:
     """Hashes weights: the manifest's hash, or one of sampled blocks of the tensors' files."""
     if base.format == "mtcli":
-        return sampled_hash([base.folder / NAME])
+        return sampled_hash([base.folder / MANIFEST])
     return sampled_hash(sorted(base.folder / name for name in base.headers))
 
 

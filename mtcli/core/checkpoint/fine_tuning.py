@@ -12,7 +12,7 @@ from mtcli.core.checkpoint.folder import (
     find_checkpoints,
     model_of,
 )
-from mtcli.core.checkpoint.huggingface import config_json
+from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.loading import Table, read_table, without_steps
 from mtcli.core.config.model import ModelConfig
@@ -27,7 +27,7 @@ def is_weights(source: str) -> bool:
     """Says whether a CONFIG is a folder of Hugging Face weights or peft adapters, which define the
     model."""
     path = Path(source)
-    names = (config_json.NAME, ADAPTER_CONFIG)
+    names = (CONFIG_JSON, ADAPTER_CONFIG)
     return any(map(isfile, (path / name for name in names))) and not (path / CONFIG).exists()
 
 

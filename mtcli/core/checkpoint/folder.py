@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from mtcli.core.checkpoint.huggingface import config_json
-from mtcli.core.checkpoint.manifest import NAME as MANIFEST
+from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON, GENERATION_JSON, read_json
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
@@ -19,6 +18,7 @@ from mtcli.core.runtime.atomic_writes import folder_of
 
 CHECKPOINTS = "checkpoints"  # of a run folder
 CONFIG = "config.toml"
+MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 HUGGINGFACE = "huggingface"  # the config.json that converted weights came with
 KINDS = "give a checkpoint, a run, or a Hugging Face or Megatron folder"
@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
 ADAPTER_CONFIG = "adapter_config.json"  # of peft
 SUBFOLDERS = (TOKENIZER, HUGGINGFACE)
 # All that is written to a checkpoint's folder, in any format, besides tensors.
-WRITTEN = {MANIFEST, CONFIG, config_json.NAME, config_json.GENERATION, ADAPTER_CONFIG}
+WRITTEN = {MANIFEST, CONFIG, CONFIG_JSON, GENERATION_JSON, ADAPTER_CONFIG}
 WRITTEN |= {*TOKENIZER_FILES}
 _TENSORS = re.compile(r"(rank|model|adapter_model)[-\d]*(-of-\d+)?\.safetensors(\.index\.json)?")
 METADATA = "metadata.json"  # of Megatron's torch_dist
@@ -102,7 +102,7 @@ def find_checkpoint(path: Path) -> CheckpointFolder:
             return CheckpointFolder("mtcli", path)
         if (path / ADAPTER_CONFIG).exists():
             return CheckpointFolder("peft", path)
-        if (path / config_json.NAME).exists():
+        if (path / CONFIG_JSON).exists():
             return CheckpointFolder("hf", path)
         if folder := _find_megatron(path):
             return CheckpointFolder("megatron", folder)
@@ -146,8 +146,10 @@ def model_of(source: CheckpointFolder) -> ModelConfig | None:
     Raises MtcliError where a Hugging Face config is of a model that we cannot represent.
     """
     if source.format == "hf":
-        path = source.folder / config_json.NAME
-        return config_json.model_of(config_json.read_json(path), path)
+        path = source.folder / CONFIG_JSON
+        from mtcli.core.checkpoint.huggingface import config_json  # loads every family
+
+        return config_json.model_of(read_json(path), path)
     if source.format == "peft":
         return model_of(find_checkpoint(peft_base(source)))
     try:
@@ -164,7 +166,7 @@ def peft_base(source: CheckpointFolder) -> Path:
     if source.base is not None:
         return source.base
     path = source.folder / ADAPTER_CONFIG
-    name = config_json.read_json(path).get("base_model_name_or_path")
+    name = read_json(path).get("base_model_name_or_path")
     if not isinstance(name, str) or not name or not Path(name).is_dir():
         message = f"{path}: base_model_name_or_path={shown(name)} is no folder here"
         raise wrong(message, "fetch the model, and name its folder there, or by --base FOLDER")
@@ -223,7 +225,7 @@ def require_free(final: Path, force: bool) -> None:
             raise wrong(message, "name another folder", "DST")
         if not final.exists() or (final.is_dir() and not any(final.iterdir())):
             return
-    marks = (MANIFEST, config_json.NAME, ADAPTER_CONFIG)
+    marks = (MANIFEST, CONFIG_JSON, ADAPTER_CONFIG)
     if final.is_symlink() or not any((final / name).is_file() for name in marks):
         what = "a link" if final.is_symlink() else "not a checkpoint"
         message = f"{final} exists and is {what}, and --force replaces nothing but a checkpoint"

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mtcli.core.checkpoint.folder import MANIFEST
 from mtcli.core.checkpoint.safetensors_file import damaged
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import open_untrusted, read_untrusted
@@ -30,7 +31,6 @@ from mtcli.core.mesh.sharding import Box
 if TYPE_CHECKING:  # numpy takes a tenth of a second, which `mtcli plan` has no need of
     from mtcli.core.checkpoint.shard_index import ShardIndex
 
-NAME = "manifest.json"
 Version = Literal[2, 3, 4, 5]  # 5 is written of tables, 4 where replicas differ, and 3 elsewhere
 OPTIMIZER = "optimizer."  # tensors "optimizer.<kind>/<parameter>"
 BLOCK_BYTES = 2 << 20  # of hashes and writing
@@ -208,7 +208,7 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises MtcliError that names the file: missing, damaged, or of another version.
     """
-    path = folder / NAME
+    path = folder / MANIFEST
     try:
         text = read_untrusted(path, MAX_MANIFEST_BYTES)
     except OSError as error:
@@ -247,12 +247,12 @@ def _check_seal(path: Path, text: bytes) -> bool:
 def seal_of(folder: Path) -> str:
     """Reads the hash at the end of a manifest; of version 2, which has none, its last bytes."""
     try:
-        with open_untrusted(folder / NAME) as file:
+        with open_untrusted(folder / MANIFEST) as file:
             file.seek(max(0, file.seek(0, 2) - 64))
             text = file.read(64)
     except OSError as error:
         raise wrong(
-            f"{folder / NAME} cannot be read: {error.strerror}", "is it a checkpoint?"
+            f"{folder / MANIFEST} cannot be read: {error.strerror}", "is it a checkpoint?"
         ) from None
     seal = _SEAL.search(text)
     return seal[1].decode() if seal else text.hex()

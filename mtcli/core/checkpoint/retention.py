@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-from mtcli.core.checkpoint.folder import step_folders, step_of, unrelated_files
-from mtcli.core.checkpoint.manifest import NAME
+from mtcli.core.checkpoint.folder import MANIFEST, step_folders, step_of, unrelated_files
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import listed, open_to_lock, open_untrusted
 from mtcli.core.runtime.atomic_writes import partial_name
@@ -42,7 +41,7 @@ def lock_for_reading(folder: Path) -> ReadLock:
     The lock is empty where there is no manifest, or the file system has no locks. Raises MtcliError
     where the checkpoint is being removed.
     """
-    path = folder / NAME
+    path = folder / MANIFEST
     try:
         file = open_untrusted(path)
     except OSError:
@@ -95,7 +94,7 @@ def prune(
 
 def _remove(folder: Path, warn: Callable[[str], None]) -> None:
     try:
-        file = open_to_lock(folder / NAME)
+        file = open_to_lock(folder / MANIFEST)
     except FileNotFoundError:
         return  # another process removes it
     partial = partial_name(folder)

@@ -18,6 +18,7 @@ from torch import Tensor
 from mtcli.core.checkpoint.blocks import write_bytes, write_tensors
 from mtcli.core.checkpoint.folder import (
     CONFIG,
+    MANIFEST,
     TOKENIZER,
     TOKENIZER_FILES,
     rank_file,
@@ -28,7 +29,6 @@ from mtcli.core.checkpoint.folder import (
 from mtcli.core.checkpoint.manifest import (
     BLOCK_BYTES,
     MAX_BLOCKS,
-    NAME,
     Manifest,
     RankManifest,
     ShardRecord,
@@ -218,8 +218,8 @@ def commit(
         (partial / name).parent.mkdir(exist_ok=True)
         files[name] = write_bytes(partial / name, read_untrusted(source))
     manifest = Manifest.of(_index(written), files, **facts)
-    check_shards(partial / NAME, manifest)
-    write_bytes(partial / NAME, manifest.as_short().to_bytes())
+    check_shards(partial / MANIFEST, manifest)
+    write_bytes(partial / MANIFEST, manifest.as_short().to_bytes())
 
 
 def dump_written(written: RankManifest) -> dict[str, Any]:

@@ -156,7 +156,8 @@ def dump_toml(config: RunConfig) -> str:
     """Writes a config as TOML that `load_config` reads back to an equal config."""
     import tomlkit
 
-    return tomlkit.dumps(config.model_dump(mode="json", exclude_none=True))
+    implied = {"optimizer": config.optimizer.implied}
+    return tomlkit.dumps(config.model_dump(mode="json", exclude_none=True, exclude=implied))
 
 
 @cache

@@ -189,6 +189,15 @@ class OptimizerConfig(Section):
         return OF_OPTIMIZER.get(values["name"], {}) | values
 
     @property
+    def implied(self) -> set[str]:
+        """The fields whose values follow from `name`. A written config leaves them out, so that
+        another name brings its own."""
+        usual = OF_OPTIMIZER.get(self.name, {})
+        fields = {field for defaults in OF_OPTIMIZER.values() for field in defaults}
+        default = {field: type(self).model_fields[field].default for field in fields} | usual
+        return {field for field in fields if getattr(self, field) == default[field]}
+
+    @property
     def of_others(self) -> "OptimizerConfig":
         """The AdamW of the parameters that muon leaves: `other`, and this section where it is
         silent."""

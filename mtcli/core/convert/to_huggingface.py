@@ -13,6 +13,11 @@ from mtcli.core.checkpoint.compatibility import require_model
 from mtcli.core.checkpoint.folder import require_free, require_inside
 from mtcli.core.checkpoint.huggingface import config_json
 from mtcli.core.checkpoint.huggingface.family import Family, Table
+from mtcli.core.checkpoint.huggingface.json_files import (
+    CONFIG_JSON,
+    GENERATION_JSON,
+    read_json,
+)
 from mtcli.core.checkpoint.huggingface.multimodal import text_of
 from mtcli.core.checkpoint.huggingface.reader import INDEX, SINGLE
 from mtcli.core.checkpoint.reader import Checkpoint
@@ -41,7 +46,7 @@ def to_hf(
     require_model(source, source.model)
     original = original_config(source)
     if original is not None:
-        family = config_json.family_in(config_json.read_json(original), original)
+        family = config_json.family_in(read_json(original), original)
     if options.family and (original is None or family.model_type != options.family):
         family, original = config_json.family_named(options.family, source.model), None
     elif original is None:
@@ -116,24 +121,24 @@ def _write_configs(
     if original is None:
         table = config_json.config_to_hf(source.model, family) | tokens
     else:
-        given = config_json.read_json(original)
+        given = read_json(original)
         table = text_of(given, original)
     # of MXFP4 and float8 folders, whose weights are written decoded
     was_packed = table.pop("quantization_config", None) is not None
     names = {"torch_dtype", "dtype"} & set(table) or {"torch_dtype"}
     is_same = all(table.get(name) == dtype_name(dtype) for name in names)
     if original is not None and table is given and is_same and not was_packed:
-        write_bytes(folder / config_json.NAME, read_untrusted(original))
+        write_bytes(folder / CONFIG_JSON, read_untrusted(original))
     else:
         written = {"architectures": [family.architecture]} | dict.fromkeys(names, dtype_name(dtype))
-        _write_json(folder / config_json.NAME, table | written)
-    generation = original.with_name(config_json.GENERATION) if original is not None else None
+        _write_json(folder / CONFIG_JSON, table | written)
+    generation = original.with_name(GENERATION_JSON) if original is not None else None
     if generation is not None and generation.is_file():
         require_inside(source.folder, generation)
-        write_bytes(folder / config_json.GENERATION, read_untrusted(generation))
+        write_bytes(folder / GENERATION_JSON, read_untrusted(generation))
     else:
         token_ids = {name: table.get(name) for name in tokens}
-        _write_json(folder / config_json.GENERATION, {"_from_model_config": True} | token_ids)
+        _write_json(folder / GENERATION_JSON, {"_from_model_config": True} | token_ids)
 
 
 def _token_ids(source: Checkpoint) -> Table:

@@ -22,6 +22,11 @@ from mtcli.core.checkpoint.folder import (
     tokenizer_files,
 )
 from mtcli.core.checkpoint.huggingface import config_json
+from mtcli.core.checkpoint.huggingface.json_files import (
+    CONFIG_JSON,
+    GENERATION_JSON,
+    read_json,
+)
 from mtcli.core.checkpoint.manifest import is_optimizer, parameter_of
 from mtcli.core.checkpoint.reader import Checkpoint
 from mtcli.core.checkpoint.safetensors_file import StoredBox
@@ -74,7 +79,7 @@ def to_mtcli(
     ranks = list(rank_shards(source, config, world, options.dtype))
     attached = {f"{TOKENIZER}/{name}": path for name, path in tokenizer_of(source).items()}
     if original := original_config(source):
-        paths = (original, original.with_name(config_json.GENERATION))
+        paths = (original, original.with_name(GENERATION_JSON))
         attached |= {
             f"{HUGGINGFACE}/{path.name}": require_inside(source.folder, path)
             for path in paths
@@ -194,8 +199,8 @@ def tokenizer_of(source: Checkpoint) -> dict[str, Path]:
 def original_config(source: Checkpoint) -> Path | None:
     """Returns the config.json that the weights came with, where it still describes the model."""
     folder = source.folder if source.config is None else source.folder / HUGGINGFACE
-    path = folder / config_json.NAME
+    path = folder / CONFIG_JSON
     if not path.is_file():
         return None
-    model = config_json.model_of(config_json.read_json(require_inside(source.folder, path)), path)
+    model = config_json.model_of(read_json(require_inside(source.folder, path)), path)
     return None if config_json.differing_fields(model, source.model) else path

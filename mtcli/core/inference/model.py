@@ -14,7 +14,11 @@ from torch import Tensor
 from mtcli.core.checkpoint.adapters import base_of
 from mtcli.core.checkpoint.blocks import sampled_hash
 from mtcli.core.checkpoint.folder import HUGGINGFACE
-from mtcli.core.checkpoint.huggingface.config_json import GENERATION, NAME, read_json
+from mtcli.core.checkpoint.huggingface.json_files import (
+    CONFIG_JSON,
+    GENERATION_JSON,
+    read_json,
+)
 from mtcli.core.checkpoint.huggingface.multimodal import text_of
 from mtcli.core.checkpoint.integrity import verify_weights
 from mtcli.core.checkpoint.opening import open_agreed
@@ -303,7 +307,9 @@ def end_ids(checkpoint: Checkpoint) -> frozenset[int] | None:
     """
     is_theirs = checkpoint.format == "hf"
     folder = checkpoint.folder if is_theirs else checkpoint.folder / HUGGINGFACE
-    path = next((folder / n for n in (GENERATION, NAME) if (folder / n).is_file()), None)
+    path = next(
+        (folder / n for n in (GENERATION_JSON, CONFIG_JSON) if (folder / n).is_file()), None
+    )
     if path is None:
         return None
     value = text_of(read_json(path), path).get("eos_token_id")

@@ -19,7 +19,7 @@ from typing import Any
 from mtcli.core.checkpoint.async_save import HostCopy, Snapshot, on_host
 from mtcli.core.checkpoint.fine_tuning import starting_folder, starting_tokenizer
 from mtcli.core.checkpoint.folder import CHECKPOINTS, HUGGINGFACE, TOKENIZER, require_inside
-from mtcli.core.checkpoint.huggingface import config_json
+from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON, GENERATION_JSON
 from mtcli.core.checkpoint.run_progress import RunProgress
 from mtcli.core.checkpoint.store import save, save_together
 from mtcli.core.config.errors import Exit, MtcliError, failed
@@ -252,7 +252,7 @@ def _original_configs(config: RunConfig) -> dict[str, Path]:
     if start is None or start.format == "megatron":
         return {}
     folder = start.folder if start.format == "hf" else start.folder / HUGGINGFACE
-    paths = (folder / config_json.NAME, folder / config_json.GENERATION)
+    paths = (folder / CONFIG_JSON, folder / GENERATION_JSON)
     return {
         f"{HUGGINGFACE}/{path.name}": require_inside(start.folder, path)
         for path in paths

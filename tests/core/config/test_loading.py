@@ -76,6 +76,19 @@ def test_a_dump_reads_back_to_the_same_config(config_file):
     assert load_config(config_file(dump_toml(config))) == config
 
 
+@pytest.mark.parametrize("name, given, expected", [
+    ("adamw", [], (0.95, True)),
+    ("sgd", ["optimizer.momentum=0.8"], (0.8, True)),
+    ("sgd", ["optimizer.momentum=0.8", "optimizer.nesterov=true"], (0.8, True)),
+    ("muon", ["optimizer.nesterov=false"], (0.95, False)),
+])  # fmt: skip
+def test_a_dump_goes_on_with_another_optimizer_by_its_defaults(config_file, name, given, expected):
+    config = load_config(config_file(MODEL), [f"optimizer.name={name}", *given])
+    muon = load_config(config_file(dump_toml(config)), ["optimizer.name=muon"]).optimizer
+    assert (muon.momentum, muon.nesterov) == expected
+    assert load_config(config_file(dump_toml(config))) == config
+
+
 def test_every_problem_of_every_section_is_reported_at_once(config_file):
     text = MODEL.replace("num_layers = 2", "num_layers = 0\nhiden_size = 3") + (
         '[parallel]\ntp = "two"\n[optimizer]\nbetas = [0.9, 1.0]\n[data]\nvalidation = 1\n'

@@ -18,6 +18,7 @@ from mtcli.core.checkpoint.huggingface.gpt2 import GPT2
 from mtcli.core.checkpoint.huggingface.gpt_neox import GPT_NEOX
 from mtcli.core.checkpoint.huggingface.gpt_oss import GPT_OSS
 from mtcli.core.checkpoint.huggingface.granite import GRANITE
+from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON
 from mtcli.core.checkpoint.huggingface.llama import LLAMA
 from mtcli.core.checkpoint.huggingface.mistral import MISTRAL, MIXTRAL
 from mtcli.core.checkpoint.huggingface.modernbert import MODERNBERT
@@ -37,7 +38,7 @@ from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.fields import refused_value
 from mtcli.core.config.model import OF_ROPE, ModelConfig
 from mtcli.core.config.synonyms import closest
-from mtcli.core.config.untrusted import load_json, shown
+from mtcli.core.config.untrusted import shown
 
 FAMILIES: tuple[Family, ...] = (
     *(GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, GRANITE, OLMO2, OLMO3),
@@ -49,9 +50,6 @@ FAMILIES: tuple[Family, ...] = (
 BY_TYPE = {family.model_type: family for family in reversed(FAMILIES)}  # the first head of each
 LONG_NAME = 100  # letters, with which no name is compared
 OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # of a family's model_type
-NAME = "config.json"
-GENERATION = "generation_config.json"
-MAX_BYTES = 16 << 20
 # Fields that training alone reads, or that others' defaults follow: a family that lacks them
 # still represents the model. Every
 # other field counts, so that a new one is refused until a family can say it.
@@ -86,14 +84,6 @@ ABSENT = ("attention_chunk_size", "attention_multiplier", "query_pre_attn_scalar
 UNSUPPORTED |= dict.fromkeys((*ONES, "residual_multiplier", "routed_scaling_factor"), (None, 1.0))
 UNSUPPORTED |= dict.fromkeys(ZEROS, (None, 0))
 UNSUPPORTED |= dict.fromkeys((*ABSENT, "quantization_config"), (None,))
-
-
-def read_json(path: Path) -> Table:
-    """Reads the JSON object in a file. Raises MtcliError where it holds none."""
-    table = load_json(path, "use another copy", "is the folder complete?", MAX_BYTES)
-    if not isinstance(table, dict):
-        raise wrong(f"{path} is not a JSON object", "use another copy")
-    return table
 
 
 def family_in(table: Table, path: Path, tensors: Collection[str] = ()) -> Family:
@@ -220,7 +210,7 @@ def differing_fields(model: ModelConfig, other: ModelConfig) -> list[str]:
 def _lost(model: ModelConfig, family: Family) -> list[str]:
     ours = _function(model)
     try:
-        back = _function(model_of(config_to_hf(model, family), Path(NAME)))
+        back = _function(model_of(config_to_hf(model, family), Path(CONFIG_JSON)))
     except MtcliError:  # such as a dense model in a family of experts
         back = {}
     return [f"{name}={ours[name]!r}" for name in ours if ours[name] != back.get(name)]

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mtcli.core.checkpoint.adapters import base_of, merged
 from mtcli.core.checkpoint.folder import ADAPTER_CONFIG, CheckpointFolder, peft_base
-from mtcli.core.checkpoint.huggingface.config_json import NAME as CONFIG_JSON
-from mtcli.core.checkpoint.huggingface.config_json import family_in, family_of, read_json
+from mtcli.core.checkpoint.huggingface.config_json import family_in, family_of
 from mtcli.core.checkpoint.huggingface.family import Family
+from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON, read_json
 from mtcli.core.checkpoint.huggingface.peft_modules import (
     OF_EXPERTS,
     PREFIX,

@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from mtcli.core.checkpoint.folder import CheckpointFolder
-from mtcli.core.checkpoint.huggingface.config_json import NAME, family_in, model_of, read_json
+from mtcli.core.checkpoint.huggingface.config_json import family_in, model_of
 from mtcli.core.checkpoint.huggingface.family import Family
 from mtcli.core.checkpoint.huggingface.fp8_blocks import SCALES as FACTORS
 from mtcli.core.checkpoint.huggingface.fp8_blocks import in_blocks
+from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON, read_json
 from mtcli.core.checkpoint.huggingface.multimodal import TEXT_MODELS, text_sources
 from mtcli.core.checkpoint.huggingface.mxfp4 import BLOCKS, SCALES, packed
 from mtcli.core.checkpoint.reader import Checkpoint, StoredTensor
@@ -34,12 +35,12 @@ def open_hf(folder: Path) -> Checkpoint:
     Raises MtcliError for a model that we cannot represent, for damaged or missing files, and for
     tensors that are missing, unknown or of another shape.
     """
-    table = read_json(folder / NAME)
-    family_in(table, folder / NAME)  # before the files are looked for
+    table = read_json(folder / CONFIG_JSON)
+    family_in(table, folder / CONFIG_JSON)  # before the files are looked for
     sources, headers = _find_tensors(folder)
     sources, parts = text_sources(sources) if table["model_type"] in TEXT_MODELS else (sources, ())
-    family = family_in(table, folder / NAME, sources)
-    model = model_of(table, folder / NAME, sources)
+    family = family_in(table, folder / CONFIG_JSON, sources)
+    model = model_of(table, folder / CONFIG_JSON, sources)
     for old, new in family.older_names:
         sources = {re.sub(f"{re.escape(old)}$", new, n): at for n, at in sources.items()}
     if not any(name.startswith(family.base) for name in sources):
@@ -118,7 +119,9 @@ def _stored(
         entry = headers[file][key]
         if entry.shape != box.shape:
             message = f"{key} is {list(entry.shape)} in {folder / file}"
-            raise wrong(f"{message} and {list(box.shape)} by its {NAME}", "is it of this model?")
+            raise wrong(
+                f"{message} and {list(box.shape)} by its {CONFIG_JSON}", "is it of this model?"
+            )
         if entry.code not in DTYPE_OF_CODE:
             message = f"{key} is {entry.code} in {folder / file}, which cannot be loaded"
             raise wrong(message, "F64, F32, BF16 or F16; quantised weights are not read")
@@ -196,5 +199,5 @@ def _require_tied(checkpoint: Checkpoint, file: str, key: str) -> None:
         return torch.equal(head.view(torch.uint8), embedding.view(torch.uint8))
 
     if not same or not all(map(is_embedding, boxes_of_at_most(shape, BOX_BYTES // dtype.itemsize))):
-        hint = f"set tie_word_embeddings to false in its {NAME}, or remove {key}"
+        hint = f"set tie_word_embeddings to false in its {CONFIG_JSON}, or remove {key}"
         raise wrong(f"{path} holds a {key} that differs from the embedding it is tied to", hint)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from mtcli.core.checkpoint.folder import METADATA
-from mtcli.core.checkpoint.huggingface.config_json import read_json
+from mtcli.core.checkpoint.huggingface.json_files import read_json
 from mtcli.core.checkpoint.megatron.gpt import (
     PADDED,
     alternatives,
