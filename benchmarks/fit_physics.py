@@ -2,7 +2,8 @@
 how well constants that were fitted on other runs predict each source.
 
 Least squares on logarithms, softened so that a run that cannot be what its record says counts
-little; half of the weight is the records', half the sources'.
+little. Every source has the same weight, as one of them has two thirds of all runs. Runs that judge
+(`PublishedRun.judges`, about half of each source) are left out of every fit.
 
     python benchmarks/fit_physics.py runs.json                # fit on all, print the constants
     python benchmarks/fit_physics.py runs.json --hold-out     # each source, and halves, left out
@@ -11,7 +12,6 @@ little; half of the weight is the records', half the sources'.
 """
 
 import argparse
-import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +23,7 @@ from statistics import mean, median
 from arguments import Arguments, write_rows
 from published.records import PublishedRun
 from published.scores import FEW, Scored, read_records, score, summarize
-from published.software import PUBLISHED, PublishedPhysics, published
+from published.software import PUBLISHED, PublishedPhysics
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
@@ -35,9 +35,10 @@ from mtcli.core.plan.step_time import block_costs
 LARGEST = 0.5  # a ratio of 1.65 either way counts no more than this in the loss that is printed
 SMALL = 0.1  # up to here the square counts, beyond it the distance
 FITTED = ("gemm", "narrow_gemm", "attention", "unfused_attention", "misaligned", "traffic")
-FITTED += ("network", "shard_overlap", "step_overhead")
+FITTED += ("network", "shard_overlap", "step_overhead", "blackwell_gemm")
+FITTED += ("eager_call", "eager_collective")
 SHARES = {"gemm", "narrow_gemm", "attention", "unfused_attention", "misaligned", "memory", "link"}
-SHARES |= {"network", "shard_overlap"}
+SHARES |= {"network", "shard_overlap", "blackwell_gemm"}
 
 
 def main() -> None:
@@ -47,12 +48,14 @@ def main() -> None:
         return _print_held_out(records, options.processes)
     if options.ranges:
         return _print_ranges(records, options.processes)
-    fitted = fit(records, fields=options.fields)
+    fitted = fit(_fitted(records), fields=options.fields)
     write_rows(options.json, asdict(fitted))
     for name, value in asdict(fitted).items():
         print(f"{name:20} {value:.4g}  (was {getattr(PUBLISHED, name):.4g})")
     for title, chosen in (("before", PUBLISHED), ("after", fitted)):
         _print_errors(f"{options.runs}, {title}", score(records, chosen))
+        judging = [record for record in records if record.judges]
+        _print_errors(f"those that judge, {title}", score(judging, chosen))
         if options.check:
             others = _timed(read_records(options.check)[0])
             _print_errors(f"{options.check}, {title}", score(others, chosen))
@@ -72,7 +75,7 @@ def fit(
     first = score(records, start)
     over = [one.seconds / _bound(one.record, start) for one in first]
     counts = Counter(record.source for record in records)
-    share = [(1 / len(records) + 1 / len(counts) / counts[one.source]) / 2 for one in records]
+    share = [1 / len(counts) / counts[one.source] for one in records]
 
     def off(logs: Sequence[float]) -> list[float]:
         tried = replace(start, **{n: exp(x) for n, x in zip(names, logs, strict=True)})
@@ -92,7 +95,7 @@ def fit(
 
 
 def _bound(record: PublishedRun, physics: PublishedPhysics) -> float:
-    device = published(record.device, physics)
+    device = record.reached(physics)
     if record.of_block:
         return block_costs(record.work, device).block.total
     return lower_bound(record.work, device)
@@ -115,13 +118,10 @@ def _print_held_out(records: list[PublishedRun], processes: int) -> None:
             found = [abs(one.error) for one in scored]
             errors += found
             rows.append([source, str(len(found)), f"{median(found):.1%}"])
-        halves = list(pool.map(partial(_half, records), range(4)))
     medians = [float(row[2][:-1]) / 100 for row in rows]
     rows.append(["all", str(len(errors)), f"{median(errors):.1%}"])
     rows.append(["mean of the sources' medians", "", f"{mean(medians):.1%}"])
     _print_table("Each source predicted by constants fitted on the others", rows)
-    found = [[f"seed {seed}", str(n), f"{error:.1%}"] for seed, (n, error) in enumerate(halves)]
-    _print_table("A random half predicted by constants fitted on the other", found)
 
 
 def _left_out(
@@ -149,15 +149,17 @@ def _print_ranges(records: list[PublishedRun], processes: int) -> None:
 
 
 def _without(records: list[PublishedRun], source: str) -> list[Scored]:
-    others = [record for record in records if record.source != source]
-    return score([record for record in records if record.source == source], fit(others))
+    """A source's runs, predicted by constants that were fitted on the others; those of software
+    that few others ran are kept."""
+    others = [record for record in _fitted(records) if record.source != source]
+    fields = [name for name in FITTED if not name.startswith("eager")]
+    fitted = fit(others, fields=fields)
+    return score([record for record in records if record.source == source], fitted)
 
 
-def _half(records: list[PublishedRun], seed: int) -> tuple[int, float]:
-    shuffled = random.Random(seed).sample(records, len(records))
-    middle = len(shuffled) // 2
-    scored = score(shuffled[middle:], fit(shuffled[:middle]))
-    return len(scored), median(abs(one.error) for one in scored)
+def _fitted(records: Sequence[PublishedRun]) -> list[PublishedRun]:
+    """The runs that constants are fitted on; all, where all of them judge."""
+    return [record for record in records if not record.judges] or list(records)
 
 
 def _timed(records: Sequence[PublishedRun]) -> list[PublishedRun]:

@@ -11,13 +11,23 @@ import sys
 from collections.abc import Sequence
 
 from arguments import Arguments
-from published.scores import FEW, Scored, memory_line, read_records, score, summarize, summary_rows
+from published.scores import (
+    FEW,
+    Scored,
+    memory_line,
+    range_lines,
+    read_records,
+    score,
+    summarize,
+    summary_rows,
+)
 
 from mtcli.commands.output import write_json
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.runtime.console import print_table
 
-COLUMNS = ("source", "runs", "median error", "median |error|", "rank by tokens/s", "by time")
+COLUMNS = ("source", "runs", "median error", "median |error|", "judging", "their |error|")
+COLUMNS += ("rank by tokens/s", "by time")
 
 
 def main() -> int:
@@ -42,7 +52,7 @@ def _validate(options: argparse.Namespace) -> int:
         write_json(data, options.json)
     if options.json != "-":
         print_table("Predicted against published step times", COLUMNS, summary_rows(data))
-        print(memory_line(data))
+        print(memory_line(data), *range_lines(data), sep="\n")
     if options.plot:
         save_scatter(scored, options.plot)
         print(f"wrote {options.plot}", file=sys.stderr)
@@ -50,25 +60,30 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def save_scatter(scored: Sequence[Scored], target: str) -> None:
-    """Writes predicted over measured seconds of every run, a colour per source."""
+    """Writes predicted over measured seconds of every run: a colour per source, dots for runs that
+    constants were fitted on, and crosses for those that judge."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 8), layout="constrained")
     axes = figure.add_subplot(
         xlabel="published step time, seconds", ylabel="predicted, seconds", aspect="equal"
     )
-    timed = [(run.record.source, run.record.seconds, run.seconds) for run in scored]
-    timed = [row for row in timed if row[1]]
-    for source in sorted({source for source, *_ in timed}):
-        pairs = [pair for name, *pair in timed if name == source]
-        axes.plot(*zip(*pairs, strict=True), ".", ms=5, alpha=0.7, label=source)
-    seconds = [row[1] or 1.0 for row in timed]
+    timed = [run for run in scored if run.record.seconds]
+    for number, source in enumerate(sorted({run.record.source for run in timed})):
+        for mark, judges in ((".", False), ("x", True)):
+            runs = [
+                run for run in timed if (run.record.source, run.record.judges) == (source, judges)
+            ]
+            pairs = [run.record.seconds for run in runs], [run.seconds for run in runs]
+            label = f"{source}: {len(runs)} that judge" if judges else source
+            axes.plot(*pairs, mark, color=f"C{number}", ms=4, alpha=0.6, label=label)
+    seconds = [run.record.seconds or 1.0 for run in timed]
     ends = [min(seconds, default=1.0) / 2, max(seconds, default=1.0) * 2]
     axes.plot(ends, ends, color="black", lw=0.8)
     lower, upper = [0.8 * end for end in ends], [1.2 * end for end in ends]
     axes.fill_between(ends, lower, upper, color="black", alpha=0.08, lw=0, label="within 20 %")
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-    axes.legend(loc="upper left", fontsize="x-small")
+    axes.legend(loc="upper left", fontsize="xx-small")
     figure.savefig(target, dpi=150)
 
 

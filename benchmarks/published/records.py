@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Any
+from zlib import crc32
 
 from mtcli.core.config.model import Mla, ModelConfig
+from mtcli.core.config.schema import LoraConfig
 from mtcli.core.config.untrusted import shown
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.plan.hardware import GPUS, Device, link
@@ -63,6 +65,12 @@ SITES = {
     ("torchtitan", "h100"): _GRAND_TETON,
 }
 
+# Reduced gradients when the last backward pass was done: Megatron-LM
+# without its flags of overlap (SimuMax, docs/b200).
+ALONE = ("simumax",)
+SOFTWARE = {"vtrain": "eager", "bigscience": "eager", "mt-nlg": "eager"}
+SOFTWARE |= {"mosaicml": "eager", "nanotron": "eager"}
+
 
 @dataclass(frozen=True)
 class PublishedRun:
@@ -78,9 +86,25 @@ class PublishedRun:
     memory_gb: float | None
     out_of_memory: bool
 
+    @property
+    def judges(self) -> bool:
+        """Whether no constant was fitted on the run: of about every other one, by its source and
+        number."""
+        return crc32(f"{self.source} {self.id}".encode()) % 2 == 1
+
     def predict(self, physics: PublishedPhysics = PUBLISHED) -> Prediction:
         """The cost of the run's step with the software of its time."""
-        return predict_workload(self.work, published(self.device, physics))
+        return predict_workload(self.work, self.reached(physics))
+
+    def reached(self, physics: PublishedPhysics = PUBLISHED) -> Device:
+        """The run's device, as its software reaches its rates."""
+        return published(self.device, physics, self.software)
+
+    @property
+    def software(self) -> str:
+        """The software whose host time a run has: see SOFTWARE."""
+        name = self.source.lower()
+        return next((kind for word, kind in SOFTWARE.items() if word in name), "megatron")
 
 
 def read_record(row: Table) -> PublishedRun:
@@ -148,6 +172,7 @@ def _workload(row: Table, source: str, device: Device) -> PublishedWork:
     fp16 = "fp16" in printed or precision == "fp16"
     former = fp16 or precision == "fp32"
     flash = since(source, FLASH_ATTENTION) and not former
+    alone = any(word in source.lower() for word in ALONE)
     if mode == "2d" and isqrt(layout.tp) ** 2 != layout.tp:
         raise ValueError(f"tp={layout.tp} is no square, and tp_mode is 2d")
     return PublishedWork(
@@ -163,10 +188,12 @@ def _workload(row: Table, source: str, device: Device) -> PublishedWork:
         recompute=_recompute(str(p.get("recompute") or "none")),
         flash=flash,
         adds_in_gemm=since(source, FUSED_ACCUMULATION, former),
-        hides_reduction=since(source, HIDDEN_REDUCTION, former),
+        hides_reduction=since(source, HIDDEN_REDUCTION, former) and not alone,
         narrow_gradients=fp16,
-        gathers_ahead=flash,
+        gathers_ahead=flash and not alone,
         once_per_node=since(source, ONCE_PER_NODE),
+        compile="torchtitan" in source.lower(),
+        lora=LoraConfig(rank=row["model"].get("lora_rank") or 0),
         fused=since(source, FUSED_SOFTMAX) and precision != "fp32",
     )
 

@@ -1,7 +1,8 @@
 """Scores the predictor against published runs: error in time per source, ranks, memory."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -9,6 +10,7 @@ from typing import Any
 
 from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.untrusted import load_json
+from mtcli.core.plan.certainty import RANGES, Spread, kind_of
 from published.records import PublishedRun, read_record
 from published.software import PUBLISHED, PublishedPhysics
 
@@ -32,12 +34,22 @@ class Scored:
         """Predicted over measured seconds, less one."""
         return self.seconds / self.record.seconds - 1 if self.record.seconds else None
 
+    @property
+    def kind(self) -> str:
+        """The run's kind, a key of RANGES where there are enough of it."""
+        return kind_of(self.record.work, self.record.device)
+
+    def lies_in(self, known: Spread) -> bool:
+        """Whether plan's range holds the measured seconds."""
+        return known.low <= (self.record.seconds or 0.0) / self.seconds <= known.high
+
     def as_dict(self) -> Json:
         """The run's figures, for `--json`."""
         record = self.record
         return {
             "id": record.id,
             "source": record.source,
+            "judges": record.judges,
             "seconds": record.seconds,
             "predicted_seconds": self.seconds,
             "error": self.error,
@@ -51,7 +63,8 @@ class Scored:
 def read_records(path: str) -> tuple[list[PublishedRun], list[str]]:
     """The records of a JSON list, and a line for each that describes no step to predict.
 
-    A folder stands for the lists in its *.json files. Raises MtcliError where a file is no such
+    A folder stands for the lists in its *.json files. An object with `columns` and `rows` stands
+    for as many records that share its other fields. Raises MtcliError where a file is no such
     list, or no record can be predicted.
     """
     folder = Path(path)
@@ -74,7 +87,21 @@ def _rows(file: Path) -> list[Any]:
     rows = load_json(file, "see docs/plan.md", "name a JSON list of records, or a folder of them")
     if not isinstance(rows, list):
         raise wrong(f"{file} holds no list of records", "see docs/plan.md")
-    return rows
+    return [row for group in rows for row in _expanded(group)]
+
+
+def _expanded(group: Any) -> Iterator[Any]:
+    """Yields the records of a group: a column such as `parallel.tp` is a field of a table."""
+    if not (isinstance(group, dict) and {"columns", "rows"} <= set(group)):
+        yield group
+        return
+    shared = {name: field for name, field in group.items() if name not in ("columns", "rows")}
+    for values in group["rows"]:
+        record = deepcopy(shared)
+        for column, value in zip(group["columns"], values, strict=True):
+            *table, field = column.split(".")
+            (record.setdefault(table[0], {}) if table else record)[field] = value
+        yield record
 
 
 def score(records: Sequence[PublishedRun], physics: PublishedPhysics = PUBLISHED) -> list[Scored]:
@@ -99,6 +126,9 @@ def summarize(scored: Sequence[Scored]) -> Json:
     errors = [abs(run.error) for run in scored if run.error is not None]
     unsaid = [run.record.id for run in scored if run.error is None and not run.record.out_of_memory]
     medians = [of["median_absolute_error"] for of in per_source.values() if of["timed"]]
+    judged = [abs(run.error) for run in scored if run.error is not None and run.record.judges]
+    ranges = [(run, RANGES.get(run.kind)) for run in scored if run.record.seconds]
+    inside = Counter(run.kind for run, known in ranges if known and run.lies_in(known))
     with_memory = [run for run in scored if run.record.memory_gb]
     memory_errors = [
         abs(run.memory_gib / float(run.record.memory_gb or 1) - 1) for run in with_memory
@@ -109,6 +139,12 @@ def summarize(scored: Sequence[Scored]) -> Json:
         "timed": len(errors),
         "median_absolute_error": median(errors) if errors else None,
         "mean_of_source_medians": mean(medians) if medians else None,
+        "judged": len(judged),
+        "judged_median_absolute_error": median(judged) if judged else None,
+        "in_range": {
+            kind: [inside[kind], runs]
+            for kind, runs in Counter(run.kind for run, known in ranges if known).items()
+        },
         "memory_records": len(with_memory),
         "median_absolute_memory_error": median(memory_errors) if memory_errors else None,
         "out_of_memory_right": sum(not run.fits for run in out),
@@ -128,12 +164,15 @@ def summary_rows(summary: Json) -> list[list[str]]:
             f"{of['timed']}",
             _percent(of["median_error"]),
             _percent(of["median_absolute_error"]),
+            f"{of['judged']}",
+            _percent(of["judged_median_absolute_error"]),
             *(_correlation(of[key]) for key in ("spearman", "spearman_seconds")),
         ]
         for source, of in summary["sources"].items()
     ]
-    overall = [f"{summary['timed']}", "", _percent(summary["median_absolute_error"]), "", ""]
-    means = ["", "", _percent(summary["mean_of_source_medians"]), "", ""]
+    overall = [f"{summary['timed']}", "", _percent(summary["median_absolute_error"])]
+    overall += [f"{summary['judged']}", _percent(summary["judged_median_absolute_error"]), "", ""]
+    means = ["", "", _percent(summary["mean_of_source_medians"]), "", "", "", ""]
     return [*rows, ["all", *overall], ["mean of the sources' medians", *means]]
 
 
@@ -145,6 +184,12 @@ def memory_line(summary: Json) -> str:
         f"over {runs} runs, {summary['measured_runs_said_to_fit']} of them said to fit; "
         f"{summary['out_of_memory_right']} of {out} that ran out said not to"
     )
+
+
+def range_lines(summary: Json) -> list[str]:
+    """Says of each kind how many runs lie in plan's range."""
+    counts = summary["in_range"].items()
+    return [f"in the range of {kind}: {inside} of {runs}" for kind, (inside, runs) in counts]
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float | None:
@@ -162,6 +207,7 @@ def _of_source(scored: Sequence[Scored], source: str) -> Json:
     of_source = [run for run in scored if run.record.source == source]
     timed = [(run, run.record.seconds) for run in of_source if run.record.seconds]
     errors = [run.error for run, _ in timed if run.error is not None]
+    judged = [abs(run.error or 0.0) for run, _ in timed if run.record.judges]
     works = [run.record.work for run, _ in timed]
     sizes = [(work.tokens_per_step, work.layout.world) for work in works]
     # Rates per GPU, so that a larger batch or world does not make the ranking easy.
@@ -173,6 +219,8 @@ def _of_source(scored: Sequence[Scored], source: str) -> Json:
         "timed": len(timed),
         "median_error": median(errors) if errors else None,
         "median_absolute_error": median(map(abs, errors)) if errors else None,
+        "judged": len(judged),
+        "judged_median_absolute_error": median(judged) if judged else None,
         "spearman": spearman(said, was),
         "spearman_seconds": spearman(*seconds),
     }

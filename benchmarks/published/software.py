@@ -13,7 +13,7 @@ from mtcli.core.plan.communication import group_bandwidth, tensor_parallel
 from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.gpu_time import attention_flops, attention_rate, attention_seconds, dense_gemms
 from mtcli.core.plan.hardware import Device
-from mtcli.core.plan.physics import Physics
+from mtcli.core.plan.physics import BLACKWELL, Physics
 from mtcli.core.plan.workload import Workload
 
 # Years and months from which a source's own code may have them.
@@ -57,6 +57,16 @@ class PublishedWork(Workload):
         return Pass(float(self.gathers_ahead), float(self.hides_reduction))
 
     @property
+    def narrow_experts(self) -> bool:
+        """Grouped GEMMs of Transformer Engine are of fp8 too."""
+        return True
+
+    @property
+    def gathers_without_copy(self) -> bool:
+        """Megatron-LM's parameters are views of the buffer that is gathered."""
+        return True
+
+    @property
     def unfused(self) -> float:
         """More where kernels of former code were not fused."""
         return 1.0 if self.fused else UNFUSED
@@ -92,19 +102,34 @@ class PublishedWork(Workload):
 class PublishedPhysics(Physics):
     """`Physics`, and the constants of attention before flash attention."""
 
-    unfused_attention: float = 0.322
+    unfused_attention: float = 0.37
     """of the sustained rate, reached by the batched products around a written-out softmax"""
-    misaligned: float = 0.103
+    misaligned: float = 0.0919
     """of that, where a head's rows are no multiple of 16 bytes and tensor cores idle"""
+    eager_call: float = 2.62e-06
+    """`call` of code without fused kernels"""
+    eager_collective: float = 6.92e-05
+    """and its `collective`"""
+    blackwell_gemm: float = BLACKWELL.gemm
+    """`gemm` on Blackwell"""
+    blackwell_attention: float = BLACKWELL.attention
+    """`attention` on Blackwell"""
 
 
 PUBLISHED = PublishedPhysics()
 
 
 @cache
-def published(device: Device, physics: PublishedPhysics = PUBLISHED) -> Device:
+def published(
+    device: Device, physics: PublishedPhysics = PUBLISHED, software: str = "megatron"
+) -> Device:
     """The device of a published run, whose software reaches these shares of its rates."""
-    return replace(device, physics=physics)
+    reached = {}
+    if "nvfp4" in device.flops:
+        reached = {"gemm": physics.blackwell_gemm, "attention": physics.blackwell_attention}
+    if software == "eager":
+        reached |= {"call": physics.eager_call, "collective": physics.eager_collective}
+    return replace(device, physics=replace(physics, **reached))
 
 
 def since(source: str, month: int, former: bool = False) -> bool:

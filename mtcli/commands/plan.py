@@ -1,7 +1,8 @@
 """`mtcli plan`: what would this run cost? Needs no GPU; torch is imported in subprocesses alone."""
 
 import os
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 OF_PLANS: tuple[str, ...]
 OF_PLANS = ("config", "base", "overrides", "fixed", "gpus", "device", "top", "global_batch", "seq")
 OF_PLANS += ("ranks", "draw", "plot", "output", "dry_run", "rank", "no_calibrate")
+OF_PLANS += ("tokens", "price", "minimise", "calibration")
 DRAWN_WIDTH = 100  # columns of a timeline, where there are as many
 
 Fixed = Annotated[
@@ -76,6 +78,21 @@ DryRunFlag = Annotated[
 Rank = Annotated[
     int | None, typer.Option(min=0, max=2**20 - 1, help="the rank of the dry run [the fullest]")
 ]
+Tokens = Annotated[
+    float | None, typer.Option(min=1, help="tokens of the run, such as 300e9 [its steps']")
+]
+Price = Annotated[
+    float | None,
+    typer.Option(min=0, help="price of an hour of one device: days, GPU-hours, money and kWh"),
+]
+Minimise = Annotated[
+    Literal["time", "money", "energy"],
+    typer.Option(help="what to search for; money and energy also try half of --gpus, a quarter..."),
+]
+CalibrationFile = Annotated[
+    str | None,
+    typer.Option("--calibration", metavar="FILE", help="the device's rates, of mtcli calibrate"),
+]
 Presets = Annotated[bool, typer.Option("--presets", help="list the presets")]
 
 
@@ -96,6 +113,10 @@ def plan(
     output: Output = None,
     dry_run: DryRunFlag = False,
     rank: Rank = None,
+    tokens: Tokens = None,
+    price: Price = None,
+    minimise: Minimise = "time",
+    calibration: CalibrationFile = None,
     presets: Presets = False,
     no_calibrate: NoCalibrate = False,
     json_out: JsonOut = None,
@@ -114,7 +135,7 @@ def plan(
             return _list_presets(json_out)
         from mtcli.core.checkpoint.fine_tuning import source_of
         from mtcli.core.data.vocabulary import with_vocabulary
-        from mtcli.core.plan.answer import answer, read_request
+        from mtcli.core.plan.answer import answer, read_request, with_run
         from mtcli.core.rehearse.request import rehearsed
 
         source = source_of(_source(config, rank, dry_run), base=base)
@@ -122,6 +143,11 @@ def plan(
         overrides = with_vocabulary(source, overrides)
         requested = [*overrides, *(f"{field}={value}" for field, value in sizes.items() if value)]
         asked = read_request(source, requested, fixed, gpus, device, not no_calibrate)
+        asked = with_run(asked, tokens, price, minimise)
+        if calibration:
+            from mtcli.core.profile.calibration_file import measured_device
+
+            asked = replace(asked, device=measured_device(asked.device, calibration))
         planned = answer(asked, top, rehearsed)
     counted = None
     if dry_run:

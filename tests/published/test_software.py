@@ -76,7 +76,7 @@ def test_former_code_adds_later_micro_batches_gradients_in_a_pass_of_their_own(m
     """3 of 4 move 2 + 4 + 4 bytes, or 2 + 2 + 2 of narrow ones."""
     fields = {"global_batch_size": m, "narrow_gradients": narrow}
     apart, fused = (
-        step_costs(step(**fields, adds_in_gemm=kind), H100).block for kind in (False, True)
+        step_costs(step(**fields, adds_in_gemm=kind), H100).busy for kind in (False, True)
     )
     seconds = moved * block_elements(step()).total / (H100.memory_bandwidth * PHYSICS.memory)
     assert apart.backward - fused.backward == pytest.approx(seconds)

@@ -240,7 +240,8 @@ def _update(work: Workload, pp_rank: int) -> float:
 
 def gathered_bytes(work: Workload, pp_rank: int) -> float:
     """Bytes of the copies that zero=1 gathers of updated rows: this rank's and all owners'."""
-    return (work.zero == 1) * rank_elements(work, pp_rank).copied * float(work.sizes.weight)
+    copies = work.zero == 1 and not work.gathers_without_copy
+    return copies * rank_elements(work, pp_rank).copied * float(work.sizes.weight)
 
 
 def _panels(work: Workload) -> float:

@@ -17,6 +17,7 @@ from mtcli.core.config.loading import (
 from mtcli.core.config.rules import lasting_problems, refusal
 from mtcli.core.config.rules import problems as broken_rules
 from mtcli.core.config.schema import RunConfig
+from mtcli.core.plan.budget import Goal, RunTotals
 from mtcli.core.plan.hardware import Device, device_named, for_run, gib
 from mtcli.core.plan.predict import Prediction, predict_workload
 from mtcli.core.plan.search import (
@@ -54,6 +55,8 @@ class PlanRequest:
     wants_search: bool  # a preset and a number of devices, without a layout from the user
     keeps_batch: bool  # the global batch is the user's, not a preset's
     calibrates: bool  # measures this machine's rates, where the plan is for it
+    budget: RunTotals | None = None  # where a total is asked for
+    goal: Goal = "time"
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,14 @@ class PlanAnswer:
     neighbours: tuple[Neighbour, ...] = ()  # the best layout with one field changed
     tried: int = 0  # layouts of a search that found none to fit
     enough: Prediction | None = None  # on the fewest devices that hold it, where these do not
+    budget: RunTotals | None = None
 
     @property
     def title(self) -> str:
         """The title: the planned model, world and device in one line."""
         work, device = self.prediction.work, self.prediction.device
-        return f"{work.layout.world} x {device.name}, {work.precision}: {work.layout_words}"
+        waits = ", waits for the host" if self.prediction.waits_for_host else ""
+        return f"{work.layout.world} x {device.name}, {work.precision}: {work.layout_words}{waits}"
 
     @property
     def drawing(self) -> Timeline:
@@ -152,6 +157,23 @@ def read_request(
     )
 
 
+def with_run(
+    request: PlanRequest, tokens: float | None, price: float | None, goal: Goal
+) -> PlanRequest:
+    """The request for a run of some tokens, by default its steps', at a price of a device
+    and hour, whose answer has the least of `goal`."""
+    problems = list(request.problems)
+    if goal != "time" and request.gpus is None:
+        problems.append(
+            Problem(f"--minimise {goal} searches counts of devices", "--gpus N", "--gpus")
+        )
+    if request.config is None or (tokens, price) == (None, None):
+        return replace(request, problems=tuple(problems), goal=goal)
+    train, batch = request.config.train, request.config.batch
+    tokens = tokens or train.steps * batch.global_batch_size * batch.seq_len
+    return replace(request, problems=tuple(problems), goal=goal, budget=RunTotals(tokens, price))
+
+
 def _chosen_device(name: str | None, usual: str) -> tuple[Device, tuple[Problem, ...]]:
     """(the device of a name, or the usual one without a name or for a wrong one; the name's
     problems)."""
@@ -191,10 +213,34 @@ def answer(request: PlanRequest, top: int | None, rehearse: Rehearse = as_estima
     Raises MtcliError with every problem of an illegal request, and where a search finds no layout.
     """
     try:
-        return _answer(request, top, rehearse)
+        if request.goal == "time":
+            found = _answer(request, top, rehearse)
+        else:
+            found = _cheapest(request, top or DEFAULT_TOP, rehearse)
+        return replace(found, budget=request.budget)
     except MtcliError as error:  # the rules are those of every command, and name its flag
         shown = (p._replace(hint=p.hint.replace("(--nproc)", "(--gpus)")) for p in error.problems)
         raise MtcliError(*shown, code=error.code, hint=error.hint) from None
+
+
+def _cheapest(request: PlanRequest, top: int, rehearse: Rehearse) -> PlanAnswer:
+    """The answer with the fewest GPU-hours, to which money and energy are proportional, among
+    searches of as many devices as asked for, half of them, a quarter and so on while one holds the
+    model."""
+    found = [_answer(request, top, rehearse)]
+    world = request.world
+    while found[-1].prediction.fits and world % 2 == 0:
+        world //= 2
+        try:
+            found.append(_answer(replace(request, world=world, gpus=world), top, rehearse))
+        except MtcliError:  # no layout divides the batch among so few
+            break
+    fitting = [one for one in found if one.prediction.fits] or found[:1]
+    best = min(fitting, key=lambda one: 1 / one.prediction.tokens_per_second_per_gpu)
+    counts = ", ".join(str(one.prediction.work.layout.world) for one in fitting)
+    return replace(
+        best, search_title=f"{best.search_title}; least {request.goal} of {counts} devices"
+    )
 
 
 def _answer(request: PlanRequest, top: int | None, rehearse: Rehearse) -> PlanAnswer:

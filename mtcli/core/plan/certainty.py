@@ -1,8 +1,8 @@
 """Gives the range of a predicted step time: measured / predicted times of 8 of 10 published runs.
 
 Runs are grouped by what most separates their errors: the narrowest format that the GPU multiplies
-(its generation), and whether the model is a mixture of experts. Each run in a range was predicted
-with constants fitted on other sources (`benchmarks/fit_physics.py --ranges`).
+(its generation), whether it is used, and whether the model is a mixture of experts. Each run in a
+range was predicted with constants fitted on other sources (`benchmarks/fit_physics.py --ranges`).
 """
 
 from typing import NamedTuple
@@ -23,17 +23,20 @@ class Spread(NamedTuple):
 
 
 RANGES = {
-    "dense models on GPUs with 16 bits alone": Spread(0.890, 1.215, 156),
-    "dense models on GPUs with fp8": Spread(0.812, 1.537, 58),
-    "dense models on GPUs with nvfp4": Spread(0.880, 1.149, 42),
-    "mixtures on GPUs with fp8": Spread(0.793, 1.142, 51),
-    "mixtures on GPUs with nvfp4": Spread(0.577, 1.448, 61),
+    "dense models on GPUs with 16 bits alone": Spread(0.807, 1.081, 939),
+    "dense models on GPUs with fp8": Spread(0.800, 1.598, 58),
+    "dense models on GPUs with nvfp4": Spread(0.894, 1.161, 42),
+    "mixtures on GPUs with fp8": Spread(0.768, 1.125, 51),
+    "mixtures on GPUs with nvfp4": Spread(0.628, 1.266, 47),
+    "models in 16 bits on GPUs with nvfp4": Spread(0.827, 1.281, 25),
 }
 
 
 def kind_of(work: Workload, device: Device) -> str:
     """The kind of a run: a key of RANGES, unless few or no published runs are of that kind."""
     narrowest = next((name for name in ("nvfp4", "fp8") if name in device.flops), "16 bits alone")
+    if narrowest == "nvfp4" and work.precision in ("bf16", "fp16"):
+        return "models in 16 bits on GPUs with nvfp4"
     model = "mixtures" if work.model.num_experts else "dense models"
     return f"{model} on GPUs with {narrowest}"
 

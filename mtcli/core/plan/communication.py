@@ -93,6 +93,16 @@ def passes(traffic: PassTransfers, device: Device, crossing: float = 1.0) -> Pas
     return Pass(*(transfer_seconds(way, device, crossing) for way in traffic))
 
 
+def starting_seconds(transfers: PassTransfers, work: Workload, device: Device) -> Pass:
+    """Seconds of the host to start the transfers of a forward and of a backward pass. Each waits
+    for the host of its slowest rank, which of n ranks is later with log(n)."""
+    waited = [
+        sum(one.times * log2(2 if one.kind in HOPS else one.size) for one in way if one.size > 1)
+        for way in transfers
+    ]
+    return Pass(*waited) * (device.physics.collective * work.host_share)
+
+
 @singledispatch  # `benchmarks/published/software.py` has the paper's grids
 def tensor_parallel(work: Workload, device: Device) -> Pass:
     """Seconds of a block's collectives over tp."""

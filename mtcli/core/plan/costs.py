@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+SHARP = 4  # of a norm: 1 would add two times, and infinity take the longer one
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -21,6 +23,11 @@ class Pass:
     def __mul__(self, times: float) -> "Pass":
         return Pass(self.forward * times, self.backward * times)
 
+    def beside(self, other: "Pass") -> "Pass":
+        """Each pass of two that wait for each other now and then: about the longer one."""
+        pairs = (self.forward, other.forward), (self.backward, other.backward)
+        return Pass(*(sum(x**SHARP for x in pair) ** (1 / SHARP) for pair in pairs))
+
     def beyond(self, hiding: "Pass") -> "Pass":
         """The seconds of each pass that exceed those of `hiding`, at least 0."""
         left = self.forward - hiding.forward, self.backward - hiding.backward
@@ -32,6 +39,8 @@ class Costs:
     """Seconds of a step's parts on one rank; a `Pass` is of one block and one micro-batch."""
 
     block: Pass  # what a block takes on its rank, exposed communication included
+    busy: Pass  # what it takes the device alone
+    host: Pass  # what starting its work takes the host
     compute: Pass
     tensor: Pass
     context: Pass

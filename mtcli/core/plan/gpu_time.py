@@ -1,8 +1,8 @@
 """Seconds of one transformer block and of embedding and head, on one rank, for one micro-batch.
 
 GEMMs run at the device's sustained rate, less for short inner dimensions and for grids that do not
-fill the processors. Element-wise operations take their bytes over the memory bandwidth. Each kernel
-costs its launch.
+fill the processors. Element-wise operations take their bytes over the memory bandwidth. The host
+that starts all this takes its own time, for each operation and collective.
 """
 
 from dataclasses import replace
@@ -15,11 +15,12 @@ from mtcli.core.plan.costs import Pass
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.workload import Workload
 
-BLOCK_KERNELS = 24  # launches of a dense block's forward pass
-EXPERT_KERNELS = 40  # more of them where tokens are routed
-# On a CPU, operations of the host that cost as much as the Python of a forward pass.
+BLOCK_KERNELS = 24  # of a dense block's forward pass
+ROUTED_KERNELS = 0  # more where tokens are routed
+# Operations of the host that cost as much as the Python of a forward pass.
 BLOCK_CALLS, END_CALLS = 450, 100
-EXPERT_CALLS = 75  # of each expert
+ROUTED_CALLS = 750  # more where tokens are routed to experts that are multiplied together
+EXPERT_CALLS = 75  # or of each expert on a CPU, where they are not
 
 GemmShape = tuple[int, int, int]
 
@@ -27,18 +28,25 @@ GemmShape = tuple[int, int, int]
 def block_seconds(work: Workload, device: Device) -> Pass:
     """Seconds of a block's arithmetic and memory traffic."""
     moving = elementwise_bytes(work, device) / device.reached_bandwidth
-    busy = (
-        _dense(work, device)
+    kernels = BLOCK_KERNELS + ROUTED_KERNELS * (work.model.num_experts > 0)
+    filling = kernels * work.unfused * device.physics.kernel
+    return (
+        Pass(filling, 2 * filling)
+        + _dense(work, device)
         + _routed(work, device)
         + attention_seconds(work, device)
         + Pass(moving, 1.5 * moving)
         + functions_seconds(work, device)
     )
-    kernels = BLOCK_KERNELS + (EXPERT_KERNELS if work.model.num_experts else 0)
-    floor = kernels * device.physics.launch
-    calls = BLOCK_CALLS + EXPERT_CALLS * work.model.num_experts // work.layout.ep
-    host = _host_seconds(calls, device)
-    return host + Pass(max(busy.forward, floor), max(busy.backward, 2 * floor))
+
+
+def host_seconds(work: Workload, device: Device) -> Pass:
+    """Seconds of the host to start a block's operations, without collectives."""
+    m, calls = work.model, float(BLOCK_CALLS)
+    if m.num_experts:
+        apart = EXPERT_CALLS * m.num_experts // work.layout.ep
+        calls += apart if device.physics.host_adds else ROUTED_CALLS
+    return _host_seconds(calls, work, device)
 
 
 def functions_seconds(work: Workload, device: Device) -> Pass:
@@ -52,11 +60,17 @@ def functions_seconds(work: Workload, device: Device) -> Pass:
     return Pass(seconds, 2 * seconds)
 
 
-def _host_seconds(calls: int, device: Device) -> Pass:
+def _host_seconds(calls: float, work: Workload, device: Device) -> Pass:
     """Seconds of the host for `calls` operations in a forward pass, and for those of its
     backward."""
-    seconds = calls * device.physics.call
+    seconds = calls * device.physics.call * work.host_share
     return Pass(seconds, 1.5 * seconds)
+
+
+def beside_host(busy: Pass, host: Pass, device: Device) -> Pass:
+    """Seconds of the device and its host together: the slower one's, or both where one is the
+    other."""
+    return busy + host if device.physics.host_adds else busy.beside(host)
 
 
 def head_seconds(work: Workload, device: Device) -> Pass:
@@ -69,14 +83,15 @@ def head_seconds(work: Workload, device: Device) -> Pass:
     logits_gemm = gemms_seconds(wide, device, [shape]) * panels
     logits = 4.0 * work.tokens // rows * columns * device.physics.traffic
     moved = logits / device.reached_bandwidth
-    return logits_gemm + Pass(2 * moved, 2 * moved) + _host_seconds(END_CALLS, device)
+    busy = logits_gemm + Pass(2 * moved, 2 * moved)
+    return beside_host(busy, _host_seconds(END_CALLS, work, device), device)
 
 
 def embedding_seconds(work: Workload, device: Device) -> Pass:
     """Seconds of the lookup, and of the backward's scatter: rows read and written."""
     rows = 2.0 * work.tokens * work.model.hidden_size * work.sizes.weight
     moved = rows * device.physics.traffic / device.reached_bandwidth
-    return Pass(moved, 2 * moved) + _host_seconds(END_CALLS, device)
+    return beside_host(Pass(moved, 2 * moved), _host_seconds(END_CALLS, work, device), device)
 
 
 @singledispatch  # `benchmarks/published/software.py` has that of former years
@@ -140,7 +155,7 @@ def _routed(work: Workload, device: Device) -> Pass:
     m, layout = work.model, work.layout
     if not m.num_experts:
         return Pass()
-    if work.precision == "fp8":  # not of routed experts: see config/fp8.py
+    if work.precision == "fp8" and not work.narrow_experts:
         work = replace(work, precision="bf16")
     experts = m.num_experts // layout.ep
     rows = max(1, round(work.expert_rows / experts))

@@ -19,7 +19,7 @@ from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.synonyms import closest
 from mtcli.core.plan.calibration import Calibration, calibrated
-from mtcli.core.plan.physics import PHYSICS, Physics, host_physics
+from mtcli.core.plan.physics import BLACKWELL, PHYSICS, Physics, host_physics
 from mtcli.core.runtime.launch import cores
 from mtcli.core.runtime.peak_flops import DENSE_TFLOPS, computes_in
 
@@ -77,12 +77,14 @@ class Device:
     node_size: int  # GPUs that share the fast link
     link: Link  # within a node: NVLink, or PCIe where there is none
     network: Link  # between nodes: InfiniBand or Ethernet
+    watts: float = 0.0  # the board's power limit; 0 where it is not known
     reserved_bytes: float = 1.5 * GIB  # CUDA context, NCCL buffers, library workspaces
     source: str = ""
     rates: Literal["datasheet", "calibration", "roofline"] = "datasheet"  # where they come from
     crowd: float = 1.0  # CPUs: ranks on a core
     widens: bool = False  # makes bfloat16's GEMMs in float32, as some CPUs do
     physics: Physics = PHYSICS  # the shares of the rates that a step reaches
+    measured: Calibration | None = None  # of this machine's CPU, by `mtcli calibrate`
 
     @property
     def usable_bytes(self) -> float:
@@ -120,14 +122,14 @@ class Device:
 
 def _gpu(
     name: str,
-    board: tuple[float, float, float, int],
+    board: tuple[float, float, float, int, float],
     links: tuple[int, float, float],
     source: str,
     within: str = "nvlink",
 ) -> Device:
-    """Builds a GPU from (sustained share, GiB, GB/s, processors) and (node size, GB/s within a
-    node, GB/s between nodes)."""
-    sustained, gib, bandwidth, processors = board
+    """Builds a GPU from (sustained share, GiB, GB/s, processors, watts) and (node size, GB/s within
+    a node, GB/s between nodes)."""
+    sustained, gib, bandwidth, processors, watts = board
     node_size, inside, between = links
     return Device(
         name=name,
@@ -136,34 +138,36 @@ def _gpu(
         memory_bytes=gib * GIB,
         memory_bandwidth=bandwidth * GIGA,
         processors=processors,
+        watts=watts,
         node_size=node_size,
         link=link(within, inside),
         network=link("infiniband", between),
         source=source,
+        physics=BLACKWELL if "nvfp4" in DENSE_TFLOPS[name] else PHYSICS,
     )
 
 
 # fmt: off
 GPUS = {device.name: device for device in (
-    _gpu("v100-32gb", (0.75, 32, 900, 80),
+    _gpu("v100-32gb", (0.75, 32, 900, 80, 350),
          (16, 150.0, 6.25), "NVIDIA V100 datasheet; DGX-2: NVSwitch, 8 x 100 Gb/s for 16 GPUs"),
-    _gpu("a100-40gb", (0.88, 40, 1555, 108),
+    _gpu("a100-40gb", (0.88, 40, 1555, 108, 400),
          (8, 300.0, 25.0), "NVIDIA A100 datasheet; NVLink3 600 GB/s both ways; HDR 200 Gb/s a GPU"),
-    _gpu("a100-80gb", (0.88, 80, 2039, 108),
+    _gpu("a100-80gb", (0.88, 80, 2039, 108, 400),
          (8, 300.0, 25.0), "NVIDIA A100 datasheet; NVLink3 600 GB/s both ways; HDR 200 Gb/s a GPU"),
-    _gpu("h100", (0.75, 80, 3352, 132), (8, 450.0, 50.0),
+    _gpu("h100", (0.75, 80, 3352, 132, 700), (8, 450.0, 50.0),
          "NVIDIA H100 SXM datasheet; NVLink4 900 GB/s both ways; NDR 400 Gb/s a GPU"),
-    _gpu("h200", (0.79, 141, 4800, 132), (8, 450.0, 50.0),
+    _gpu("h200", (0.79, 141, 4800, 132, 700), (8, 450.0, 50.0),
          "NVIDIA H200 datasheet; 769-798 TFLOP/s measured at 8192^3 in bf16"),
-    _gpu("b200", (0.75, 180, 8000, 148), (8, 900.0, 50.0),
+    _gpu("b200", (0.75, 180, 8000, 148, 1000), (8, 900.0, 50.0),
          "NVIDIA DGX B200 datasheet; NVLink5 1.8 TB/s both ways; NDR 400 Gb/s a GPU"),
-    _gpu("b300", (0.75, 270, 8000, 148), (8, 900.0, 100.0),
+    _gpu("b300", (0.75, 270, 8000, 148, 1100), (8, 900.0, 100.0),
          "NVIDIA DGX B300 datasheet; NVLink5 1.8 TB/s both ways; XDR 800 Gb/s a GPU"),
-    _gpu("gb200", (0.75, 186, 8000, 152), (72, 900.0, 50.0),
+    _gpu("gb200", (0.75, 186, 8000, 152, 1200), (72, 900.0, 50.0),
          "NVIDIA GB200 NVL72 datasheet; 72 GPUs in one NVLink domain; NDR 400 Gb/s a GPU"),
-    _gpu("gb300", (0.75, 279, 8000, 152), (72, 900.0, 100.0),
+    _gpu("gb300", (0.75, 279, 8000, 152, 1400), (72, 900.0, 100.0),
          "NVIDIA GB300 NVL72 datasheet; 72 GPUs in one NVLink domain; XDR 800 Gb/s a GPU"),
-    _gpu("rtx-5000", (0.75, 16, 448, 48), (4, 12.0, 1.75),
+    _gpu("rtx-5000", (0.75, 16, 448, 48, 230), (4, 12.0, 1.75),
          "Quadro RTX 5000 datasheet; PCIe 3 x16; TACC Frontera: FDR 56 Gb/s for 4 GPUs", "pcie"),
 )}
 # fmt: on
@@ -228,7 +232,7 @@ def for_run(device: Device, config: RunConfig, world: int, calibrate: bool = Tru
     Without `calibrate` those are quick rates, measured with numpy."""
     if device.name != "cpu":
         return device
-    measured = calibrated(config, world) if calibrate else None
+    measured = device.measured or (calibrated(config, world) if calibrate else None)
     ranks = min(world, cores())
     rates, crowd = measured or quick_rates(ranks), world / ranks
     call, network = rates.call * crowd, device.network

@@ -11,13 +11,13 @@ class Physics:
     published runs (docs/plan.md). None is specific to a source, model or row.
     """
 
-    gemm: float = 0.883
+    gemm: float = 0.897
     """share of the sustained matrix rate that a large product reaches inside a training step"""
-    narrow_gemm: float = 0.993
+    narrow_gemm: float = 1.0
     """the same share for 8- and 4-bit products, which also rescale their inputs"""
     fill: float = 128.0
     """inner dimension at which a product's prologue costs as much as its work: a tile's width"""
-    attention: float = 0.391
+    attention: float = 0.416
     """share of the sustained matrix rate that flash attention reaches"""
     memory: float = 0.9
     """share of the memory bandwidth that element-wise kernels reach: a copy's on any device"""
@@ -25,16 +25,25 @@ class Physics:
     """memory traffic of element-wise work over that of perfectly fused kernels"""
     link: float = 0.8
     """share of a node's own bandwidth that collectives reach: about 235 of 300 GB/s on A100s"""
-    network: float = 0.623
+    network: float = 0.608
     """share of the bandwidth between nodes that collectives reach"""
-    launch: float = 5e-6
-    """seconds between kernels that the host can keep up"""
+    kernel: float = 1e-5
+    """seconds in which a kernel fills the device and empties it: 4 us for about 60 kernels of a
+    block, of which its 24 steps stand for all"""
+    call: float = 1e-6
+    """seconds of the host for an operation: 2.2 ms for a layer's 1,125 on 2 cores of an EPYC, whose
+    additions take 2.8 us, over 2.4, as those of an H100's host take 1.0 to 1.3"""
+    collective: float = 2.6e-5
+    """seconds of the host to start a collective of n ranks, over log2(n): `call` times what
+    was fitted on runs of code that is slower to start both"""
+    host_adds: bool = False
+    """whether the device's work cannot hide the host's, as on a CPU"""
     data_overlap: float = 0.85
     """share of a pass that hides the exchange of gradients and weights: NCCL's channels take about
     20 of an A100's 108 or an H100's 132 processors meanwhile"""
-    shard_overlap: float = 0.435
+    shard_overlap: float = 0.372
     """share of the shorter of a block's pass and its ZeRO-3 gather that the longer hides"""
-    step_overhead: float = 0.053
+    step_overhead: float = 0.0114
     """seconds of a step outside of its micro-batches: data, logging, the host's bookkeeping"""
     tile: int = 128
     """rows and columns of an output tile of a product"""
@@ -42,11 +51,12 @@ class Physics:
     """share of a ring's attention that hides its hops"""
     element: float = 0.0
     """seconds of an element of a function such as exp, where memory does not hide it"""
-    call: float = 0.0
-    """seconds of the host for an operation, which its device's work does not hide"""
 
 
 PHYSICS = Physics()
+BLACKWELL = Physics(gemm=0.575, attention=0.64)
+"""Products of 16 bits are held by the board's power: 0.45 to 0.50 of the datasheet's rate when
+measured alone (SimuMax, configs/system/b200_bf16_ceperm.json), where attention reaches 0.48."""
 
 OVERHEAD_CALLS = 200  # of the host, in a step outside of its micro-batches
 
@@ -64,7 +74,6 @@ def host_physics(call: float, element: float) -> Physics:
         traffic=2.43,
         link=1.0,
         network=1.0,
-        launch=0.0,
         data_overlap=0.0,
         shard_overlap=0.0,
         step_overhead=OVERHEAD_CALLS * call,
@@ -72,4 +81,7 @@ def host_physics(call: float, element: float) -> Physics:
         ring_overlap=0.0,
         element=element,
         call=call,
+        kernel=0.0,
+        collective=0.0,
+        host_adds=True,
     )

@@ -87,6 +87,11 @@ class Prediction:
         return self.work.layout.attention.rank(pp=self.fullest_stage)
 
     @property
+    def waits_for_host(self) -> bool:
+        """Whether starting a block's work takes the host longer than the GPU computes."""
+        return not self.device.physics.host_adds and self.costs.host.total > self.costs.busy.total
+
+    @property
     def fits(self) -> bool:
         """Whether the rank with most bytes stays within the device's usable memory."""
         return self.memory.total <= self.device.usable_bytes

@@ -127,5 +127,9 @@ def _parts(prediction: Prediction) -> dict[str, float]:
     parts = {f"{axis} communication": seconds for axis, seconds in sent.items()}
     again = prediction.costs.recomputed * prediction.work.num_micro_batches
     parts["recomputation"] = again * prediction.work.most_layers
+    waits = prediction.costs.block.total - prediction.costs.busy.total
+    parts["waiting for the host"] = (
+        waits * prediction.work.num_micro_batches * prediction.work.most_layers
+    )
     computing = prediction.step_seconds - idle - sum(parts.values())
     return {"bubble": idle, "computing": computing, **parts}

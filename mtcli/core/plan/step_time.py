@@ -13,6 +13,7 @@ from mtcli.core.plan.communication import (
     exchange_seconds,
     expert_parallel,
     passes,
+    starting_seconds,
     tensor_parallel,
     transfer_seconds,
 )
@@ -20,18 +21,21 @@ from mtcli.core.plan.costs import Costs, Pass
 from mtcli.core.plan.elements import block_elements, rank_elements
 from mtcli.core.plan.gpu_time import (
     attention_seconds,
+    beside_host,
     block_seconds,
     dense_gemms,
     embedding_seconds,
     gemm_seconds,
     gemms_seconds,
     head_seconds,
+    host_seconds,
 )
 from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.orthogonalising import muon_seconds
 from mtcli.core.plan.traffic import (
     gradient_reduction,
     half_block,
+    of_block,
     pipeline_hop,
     sharded_block,
     tied_embedding,
@@ -46,19 +50,24 @@ UPDATE_CALLS = 80  # operations of the update of a block's tensors
 
 def step_costs(work: Workload, device: Device) -> Costs:
     elements = block_elements(work)
-    sharded = passes(sharded_block(elements, work), device)
+    gathers = sharded_block(elements, work)
+    sharded = passes(gathers, device)
     hop = collective_seconds(pipeline_hop(work), device)
     parts = replace(block_costs(work, device), sharded=sharded, hop=hop)
     added = elements.total * work.accumulated_bytes / device.reached_bandwidth
-    block = Pass(
-        _covered(parts.block.forward, sharded.forward, device),
-        _covered(parts.block.backward + added, sharded.backward, device),
+    busy = Pass(
+        _covered(parts.busy.forward, sharded.forward, device),
+        _covered(parts.busy.backward + added, sharded.backward, device),
     )
+    host = parts.host + starting_seconds(gathers, work, device)
+    block = beside_host(busy, host, device)
     undisturbed = _undisturbed(work, block, parts, device)
     gradients, exposed = _gradients(work, undisturbed, device)
     return replace(
         parts,
         block=block,
+        busy=busy,
+        host=host,
         gradients=gradients,
         gradients_exposed=exposed,
         optimizer=_optimizer(work, device),
@@ -80,7 +89,8 @@ def block_costs(work: Workload, device: Device) -> Costs:
 
 @cache
 def _block_parts(work: Workload, device: Device) -> Costs:
-    compute = block_seconds(work, device)
+    compute, host = block_seconds(work, device), host_seconds(work, device)
+    host += starting_seconds(of_block(work), work, device)
     tensor = tensor_parallel(work, device)
     context = context_parallel(work, device)
     expert = expert_parallel(work, device)
@@ -91,8 +101,12 @@ def _block_parts(work: Workload, device: Device) -> Costs:
     expert_shown = expert.beyond(_beside_shared_expert(work, device))
     busy = compute + tensor_shown + expert_shown + context.beyond(attention * hides)
     again = {"full": busy.forward, "selective": attention.forward, "none": 0.0}[work.recompute]
+    busy += Pass(backward=again)
+    host += Pass(backward=host.forward * (work.recompute == "full"))
     return Costs(
-        block=Pass(busy.forward, busy.backward + again),
+        block=beside_host(busy, host, device),
+        busy=busy,
+        host=host,
         compute=compute,
         tensor=tensor,
         context=context,
@@ -210,9 +224,9 @@ def _optimizer(work: Workload, device: Device) -> float:
     shards = layout.dp * layout.cp if work.zero else 1
     fullest = max(ranks, key=lambda elements: elements.total)
     moved = sum(part.total / shards * _moved(part.rule, work.sizes) for part in fullest.rules)
-    calls = UPDATE_CALLS * work.most_layers * device.physics.call
-    muon = max(muon_seconds(work, pp_rank, device) for pp_rank in work.large_ranks)
-    return moved / device.reached_bandwidth + calls + muon
+    calls = Pass(UPDATE_CALLS * work.most_layers * device.physics.call * work.host_share)
+    update = beside_host(Pass(moved / device.reached_bandwidth), calls, device).total
+    return update + max(muon_seconds(work, pp_rank, device) for pp_rank in work.large_ranks)
 
 
 def _moved(rule: RuleFacts, sizes: Precision) -> int:

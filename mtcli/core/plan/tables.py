@@ -12,6 +12,7 @@ from typing import Any
 from mtcli.core.mesh.layout import Grid, ParallelLayout
 from mtcli.core.mesh.parameters import count_active, count_parameters
 from mtcli.core.plan.answer import PlanAnswer
+from mtcli.core.plan.budget import budget_of, budget_rows
 from mtcli.core.plan.certainty import SHARE, kind_of, step_range
 from mtcli.core.plan.elements import rank_elements
 from mtcli.core.plan.exchange import exchange_of, sync_bytes_per_step
@@ -48,6 +49,7 @@ def as_json(answer: PlanAnswer) -> Json:
         **figures(answer.prediction),
         "candidates": [figures(candidate) for candidate in answer.candidates],
         "evaluation": evaluation(answer),
+        "budget": budget_of(answer.prediction, answer.budget) if answer.budget else None,
         "neighbours": [
             {
                 "field": near.field,
@@ -109,6 +111,8 @@ def figures(p: Prediction) -> Json:
         "hardware_tflops_per_gpu": p.hardware_flops_per_gpu / 1e12,
         "mfu": p.mfu,
         "hfu": p.hfu,
+        "waits_for_host": p.waits_for_host,
+        "block_seconds": {"host": p.costs.host.total, "device": p.costs.busy.total},
         "bubble_fraction": p.bubble_fraction,
         "communication_seconds": p.communication_seconds,
         "grid_bytes_per_step": grid_bytes_per_step(p.work)._asdict()
@@ -188,7 +192,7 @@ def summary_rows(answer: PlanAnswer) -> Rows:
         interval = f"{cost['seconds']:.4g} s every {cost['every']:,} steps"
         text = f"{interval}, {share:.1%} more time; no more memory than a step's peak"
         rows.append(["evaluation", text])
-    return rows
+    return rows + (budget_rows(answer.prediction, answer.budget) if answer.budget else [])
 
 
 def summary(p: Prediction) -> list[tuple[str, str]]:
@@ -213,6 +217,7 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
         ("rates", _roofline(p)),
         ("step time", f"{p.step_seconds:.4g} s, {p.tokens_per_second_per_gpu:,.0f} tokens/s/GPU"),
         ("how sure", _how_sure(p)),
+        ("host", _host(p)),
         ("model TFLOP/s", f"{p.model_flops_per_gpu / 1e12:.4g} per GPU ({FLOP_CONVENTION})"),
         ("MFU, HFU", f"{p.mfu:.1%}, {p.hfu:.1%} (HFU adds what is computed again)"),
         ("counted otherwise", ", ".join(f"{r / 1e12:.4g} ({n})" for n, r in rates.items())),
@@ -226,10 +231,23 @@ def summary(p: Prediction) -> list[tuple[str, str]]:
 
 def _how_sure(p: Prediction) -> str:
     """The range of seconds of most published runs of this kind."""
-    if (spread := step_range(p)) is None:
+    if p.device.name == "cpu":
         return ""
+    if (spread := step_range(p)) is None:
+        return f"not known: there are no published runs of {kind_of(p.work, p.device)}"
     runs = f"{spread.runs} of {kind_of(p.work, p.device)}"
     return f"{SHARE:.0%} of published runs lie in {spread.low:.4g} to {spread.high:.4g} s ({runs})"
+
+
+def _host(p: Prediction) -> str:
+    """Text on a step whose GPU waits for its host, and on what helps."""
+    if not p.waits_for_host:
+        return ""
+    work, (host, busy) = p.work, (p.costs.host.total * 1e3, p.costs.busy.total * 1e3)
+    ways = ["larger micro-batches"] + ["less tp"] * (work.layout.tp > 1)
+    ways += [] if work.compile else ["train.compile=true"]
+    ways += [] if work.cuda_graphs or work.layout.tp > 1 else ["train.cuda_graphs=true"]
+    return f"a block takes it {host:.2g} ms, and the GPU {busy:.2g} ms; help: {', '.join(ways)}"
 
 
 def _grid(p: Prediction) -> str:

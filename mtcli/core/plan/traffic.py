@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from mtcli.core.mesh.layout import ParallelLayout
@@ -115,6 +116,13 @@ def expert_parallel(work: Workload) -> PassTransfers:
     ]
     counts = Transfer("all_gather", 8.0 * work.model.num_experts, ep * etp)
     return PassTransfers([counts, *both], both)
+
+
+def of_block(work: Workload) -> PassTransfers:
+    """All transfers of a block but those of its sharded weights."""
+    axes = tensor_parallel(work), context_parallel(work), expert_parallel(work)
+    forward, backward = zip(*axes, strict=True)
+    return PassTransfers([*chain(*forward)], [*chain(*backward)])
 
 
 def pipeline_hop(work: Workload) -> Transfer:

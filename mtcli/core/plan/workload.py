@@ -37,6 +37,8 @@ PRECISIONS = {
     "fp8": Precision(2, 4, 4, 4, "fp8"),
     "nvfp4": Precision(2, 4, 4, 4, "nvfp4"),
 }
+COMPILED = 0.5  # of the host's time is left where blocks are compiled: fewer and larger kernels
+REPLAYED = 0.02  # and where CUDA graphs launch a micro-batch as one
 UNEVEN_ROUNDS = 8  # of pp micro-batches, after which uneven stages have a steady pace within 0.1 %
 
 
@@ -75,6 +77,8 @@ class Workload:
     cp_mode: str = "ring"
     dispatcher: str = "all_to_all"
     document_mask: bool = False
+    compile: bool = False
+    cuda_graphs: bool = False
     async_save: bool = False  # saves are written from a copy in host memory
     imbalance: float = 1.0  # copies of tokens that the busiest rank's experts get, over the mean
     bucket_bytes: float = 25 * 2**20  # of gradients that are reduced together
@@ -139,9 +143,24 @@ class Workload:
         """The ratio of element-wise memory traffic to mtcli's kernels', 1 for mtcli."""
         return 1.0
 
+    @property
+    def host_share(self) -> float:
+        """The host's time over that of launching each operation from Python."""
+        return REPLAYED if self.cuda_graphs else COMPILED if self.compile else 1.0
+
     def crossing_share(self, nodes: float) -> float:
         """The share of token copies for other nodes' experts that cross the network: 1."""
         return 1.0
+
+    @property
+    def narrow_experts(self) -> bool:
+        """Whether fp8 is also of routed experts: not for mtcli (config/fp8.py)."""
+        return False
+
+    @property
+    def gathers_without_copy(self) -> bool:
+        """Whether zero=1 gathers new weights without a buffer, as other software does."""
+        return False
 
     @property
     def gemms_back(self) -> int:

@@ -165,7 +165,9 @@ def test_an_exchange_handles_as_many_elements_of_each_kind_as_are_planned(subtes
 def test_a_step_takes_longer_by_its_arithmetic(row):
     work = Workload.of(configured(*ROWS[row]), RANKS)
     planned = list(exchange_of(work, 0).arithmetic())
-    device = replace(HERE, memory_bandwidth=1e9, physics=replace(HERE.physics, memory=1.0))
+    device = replace(
+        HERE, memory_bandwidth=1e9, physics=replace(HERE.physics, memory=1.0, call=0.0)
+    )
     called = replace(device, physics=replace(device.physics, call=1e-3))
     moved = sum(BYTES[each.kind] * each.elements for each in planned) / 1e9
     calls = 1e-3 * sum(each.calls for each in planned)

@@ -1,4 +1,4 @@
-"""A step on this machine's CPU costs its rates and the host's calls, and hides nothing."""
+"""The host's calls cost time: on a CPU beside all else, on a GPU where they are slower."""
 
 from dataclasses import replace
 
@@ -7,8 +7,9 @@ import pytest
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig
 from mtcli.core.mesh.layout import ParallelLayout
-from mtcli.core.plan.hardware import HERE, Link
-from mtcli.core.plan.physics import Physics, host_physics
+from mtcli.core.plan.costs import Pass
+from mtcli.core.plan.hardware import GPUS, HERE, Link
+from mtcli.core.plan.physics import PHYSICS, Physics, host_physics
 from mtcli.core.plan.predict import predict_workload
 from mtcli.core.plan.search import lower_bound
 from mtcli.core.plan.step_time import UPDATE_CALLS
@@ -37,7 +38,7 @@ def step(device, world=1, micro_batches=4, model=GPT, **fields):
     """Predicted step of micro-batches of 2 sequences on some ranks, laid out by the axes given."""
     axes = {name: fields.pop(name) for name in ("tp", "pp", "cp", "ep") if name in fields}
     layout = ParallelLayout(world, **axes)
-    sizes = {"seq_len": S, "micro_batch_size": 2, "precision": "fp32"}
+    sizes = {"seq_len": S, "micro_batch_size": 2, "precision": fields.pop("precision", "fp32")}
     sizes["global_batch_size"] = 2 * micro_batches * layout.dp
     return predict_workload(Workload(model=model, layout=layout, **sizes, **fields), device)
 
@@ -66,6 +67,59 @@ def test_the_host_costs_calls_of_blocks_ends_and_updates():
     mixture = GPT.model_copy(update={"num_experts": 8, "moe_ffn_hidden_size": 512, "top_k": 2})
     more = step(paid(call=1e-6), model=mixture).step_seconds - 1e-6 * calls
     assert more == pytest.approx(1e-6 * 4 * 2.5 * L * 8 * 75)
+
+
+QUICK = replace(
+    GPUS["h100"],
+    flops={"bf16": 1e30},
+    memory_bandwidth=1e30,
+    link=Link(1e30, 0.0),
+    physics=replace(PHYSICS, kernel=0.0, step_overhead=0.0),
+)
+
+
+def on_gpu(device=QUICK, **fields):
+    prices = replace(device.physics, call=1e-6, collective=1e-5)
+    return step(replace(device, physics=prices), precision="bf16", **fields)
+
+
+def test_a_gpu_waits_for_a_slower_host():
+    """450 calls of a forward pass, and half as many more of its backward; with full recomputation
+    the forward's again. Ends have 100, the update 80 for each layer."""
+    plain, again = on_gpu(), on_gpu(recompute="full")
+    assert plain.costs.block == Pass(pytest.approx(450e-6), pytest.approx(675e-6))
+    assert again.costs.block == Pass(pytest.approx(450e-6), pytest.approx(1125e-6))
+    calls = 4 * 2.5 * (450 * L + 2 * 100) + UPDATE_CALLS * L
+    assert plain.step_seconds == pytest.approx(1e-6 * calls) and plain.waits_for_host
+
+
+def test_a_quick_host_is_hidden_behind_a_slow_gpu():
+    slow = replace(QUICK, flops={"bf16": 1e9})
+    p = on_gpu(slow)
+    assert p.costs.block.total == pytest.approx(p.costs.busy.total) and not p.waits_for_host
+    assert p.costs.busy.total > 100 * p.costs.host.total
+
+
+def test_where_both_are_level_each_waits_for_the_other_now_and_then():
+    same = Pass(1.0, 2.0)
+    assert same.beside(same) == Pass(pytest.approx(2**0.25), pytest.approx(2 * 2**0.25))
+
+
+@pytest.mark.parametrize(("axes", "waited"), [({"tp": 2}, 4), ({"tp": 4}, 8), ({"cp": 4}, 3)])
+def test_a_collective_waits_for_the_slowest_of_its_ranks(axes, waited):
+    """A block's forward has four over tp, all-gathers and reduce-scatters, or a ring's three hops
+    between pairs."""
+    p = on_gpu(world=max(axes.values()), **axes)
+    assert p.costs.host.forward == pytest.approx(450e-6 + waited * 1e-5)
+    sharded = on_gpu(world=2, zero=3).costs.host
+    assert sharded == Pass(pytest.approx(460e-6), pytest.approx(695e-6))
+
+
+def test_compiling_halves_the_hosts_time_and_cuda_graphs_leave_none_of_it():
+    plain, compiled, graphed = (
+        on_gpu(**{k: True} if k else {}).costs.host.total for k in ("", "compile", "cuda_graphs")
+    )
+    assert compiled == plain / 2 and graphed == pytest.approx(plain / 50)
 
 
 def test_no_communication_is_hidden():

@@ -30,7 +30,9 @@ PERFECT = replace(
     memory=1.0,
     link=1.0,
     network=1.0,
-    launch=0.0,
+    kernel=0.0,
+    call=0.0,
+    collective=0.0,
 )
 IDEAL = replace(H100, physics=PERFECT)
 # One link rate everywhere, so that volumes can be read off the seconds.
@@ -354,7 +356,8 @@ def test_float16_is_the_half_precision_of_boards_without_bfloat16():
     }
 
 
-def test_a_block_is_never_quicker_than_its_kernels_launch():
+def test_each_kernel_of_a_block_takes_a_time_of_its_own():
     tiny = step(model=LARGE.model_copy(update={"hidden_size": 64, "ffn_hidden_size": 64}))
-    slow = replace(H100, physics=replace(PHYSICS, launch=1e-3))
-    assert block_seconds(tiny, slow).forward == pytest.approx(24 * 1e-3)
+    slow, free = (replace(IDEAL, physics=replace(PERFECT, kernel=kernel)) for kernel in (1e-3, 0.0))
+    block = block_seconds(tiny, slow).beyond(block_seconds(tiny, free))
+    assert block.forward == pytest.approx(24e-3) and block.backward == pytest.approx(48e-3)

@@ -16,8 +16,9 @@ from mtcli.core.plan.physics import PHYSICS
 from mtcli.core.plan.step_time import simulated, stage_seconds, step_costs, weight_seconds
 from mtcli.core.plan.workload import Workload
 
-H100 = GPUS["h100"]
-ALL_BANDWIDTH = replace(H100, physics=replace(PHYSICS, memory=1.0))
+QUICK_HOST = replace(PHYSICS, call=0.0, collective=0.0)
+H100 = replace(GPUS["h100"], physics=QUICK_HOST)
+ALL_BANDWIDTH = replace(H100, physics=replace(QUICK_HOST, memory=1.0))
 MODEL = ModelConfig(
     num_layers=8, hidden_size=4096, num_heads=32, vocab_size=32000, max_seq_len=8192
 )
@@ -104,7 +105,7 @@ def test_sharded_weights_are_fetched_behind_as_much_work_as_overlaps(rate):
         costs.compute.forward + costs.sharded.forward - hidden
     )
     weights = 12 * 4096**2 * 2  # bytes of a block, gathered from 4 ranks
-    device = replace(network(rate), physics=replace(PHYSICS, link=1.0, network=1.0))
+    device = replace(network(rate), physics=replace(QUICK_HOST, link=1.0, network=1.0))
     gather = sent.passes(traffic.sharded_block(block(), step(ParallelLayout(4), zero=3)), device)
     assert gather.forward == pytest.approx(weights * 3 / 4 / rate, rel=0.01)
     assert gather.backward == pytest.approx(2 * gather.forward)
@@ -122,7 +123,7 @@ def hop(work, device):
 
 def test_a_hop_sends_each_tensor_ranks_own_part():
     work = step(ParallelLayout(64, tp=4, pp=2))
-    whole = replace(H100, physics=replace(PHYSICS, link=1.0, network=1.0))
+    whole = replace(H100, physics=replace(QUICK_HOST, link=1.0, network=1.0))
     moved = 8192 * 4096 * 2 / 4
     assert hop(work, whole) == pytest.approx(moved / 50e9 + 2.7e-6)
     near = step(ParallelLayout(8, tp=4, pp=2))
