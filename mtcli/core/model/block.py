@@ -65,9 +65,9 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(build.dropout(f"{name}.attention", model.dropout, seed))
         self.mlp_dropout = Dropout(build.dropout(f"{name}.mlp", model.dropout, seed))
         self.recompute, self.residual_scale = recompute, model.residual_scale
-        # whether the next norm adds the bias of attention, and that of the MLP
+        # whether the next norm adds a branch's bias, and whether that may be the next block's
         self.leaves_bias = model.residual_scale == 1.0 and not self.mlp_dropout.active
-        self.leaves_last_bias = self.leaves_bias and not build.frees_weights
+        self.frees_weights = build.frees_weights
 
     @abstractmethod
     def norm_makers(self, model: ModelConfig, build: LayerFactory) -> tuple[NormMaker, NormMaker]:
@@ -110,8 +110,8 @@ class Block(nn.Module):
         self, x_TD: Tensor, normed_TD: Tensor, inputs: Inputs, numbers_T: Tensor | None
     ) -> Residual:
         """x + dropout(mlp(normed))."""
-        y_TD = self._scaled(self.mlp(normed_TD, inputs, not self.leaves_last_bias))
-        bias = self.mlp.output_bias if self.leaves_last_bias else None
+        y_TD = self._scaled(self.mlp(normed_TD, inputs, not self.leaves_bias))
+        bias = self.mlp.output_bias if self.leaves_bias else None
         return self._joined(self.mlp_dropout, Residual(x_TD, y_TD, bias), numbers_T)
 
     def _joined(self, drop: Dropout, residual: Residual, numbers_T: Tensor | None) -> Residual:
@@ -147,8 +147,10 @@ class PreNormBlock(Block):
         # a norm frees the branch's output
         x_TD, y_TD = self.mlp_norm(*self._with_attention(x_TD, y_TD, inputs, numbers_T))
         residual = self._with_mlp(x_TD, y_TD, inputs, numbers_T)
-        # A compiler fuses the sum with what a block does, and sees no other block.
-        return Residual(residual.total()) if torch.compiler.is_compiling() else residual
+        # A compiler fuses the sum with what a block does, and sees no other block. FSDP2 gathers a
+        # block's weights for the gradient of each of its outputs.
+        ends = torch.compiler.is_compiling() or self.frees_weights
+        return Residual(residual.total()) if ends else residual
 
 
 class PostNormBlock(Block):
