@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Parameters that have no use where no checkpoint is written, and where none are compared.
-OF_TARGETS = ("to", "layout", "upcycle", "force", "max_shard_size", "merge_lora")
+OF_TARGETS = ("to", "layout", "upcycle", "force", "max_shard_size", "merge_lora", "push")
 REFUSED = {"convert": (), "verify": OF_TARGETS, "inspect": (*OF_TARGETS, "dtype", "verify")}
+QUANTISED = "q8_0"  # a dtype of GGUF alone
 COUNTS = {"inspect": 2, "verify": 3}  # words of what reads checkpoints and writes none
+
 
 Words = Annotated[
     list[str],
@@ -33,10 +35,10 @@ Words = Annotated[
     ),
 ]
 To = Annotated[
-    Literal["mtcli", "hf", "peft"] | None,
+    Literal["mtcli", "hf", "peft", "gguf", "dcp"] | None,
     typer.Option(
         help="the format to write; default: the other one, or mtcli with --layout or --upcycle; "
-        "peft has adapters alone"
+        "peft has adapters alone; gguf is a file, DST.gguf, that llama.cpp runs; dcp torchtitan's"
     ),
 ]
 Layout = Annotated[
@@ -48,7 +50,10 @@ Layout = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="fp32|bf16|fp16|fp64", help="dtype of the weights; default: as they are"),
+    typer.Option(
+        metavar="fp32|bf16|fp16|fp64|q8_0",
+        help="dtype of the weights; default: as they are; q8_0 goes with gguf",
+    ),
 ]
 Upcycle = Annotated[
     str | None,
@@ -63,7 +68,7 @@ ModelSource = Annotated[
     str | None,
     typer.Option(
         metavar="CONFIG",
-        help="whose [model] a Megatron folder holds, where that does not say it itself",
+        help="whose [model] a Megatron or DCP folder holds, where that does not say it itself",
     ),
 ]
 MaxShardSize = Annotated[
@@ -84,6 +89,13 @@ MergeLora = Annotated[
 Verify = Annotated[
     bool, typer.Option("--verify", help="compare every bit, and logits on a seeded batch")
 ]
+Push = Annotated[
+    str | None,
+    typer.Option(
+        metavar="owner/name",
+        help="upload DST, a Hugging Face folder, to the hub, with a card of the model",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="replace a checkpoint that has the name DST")]
 
 
@@ -101,6 +113,7 @@ def shard(
     config: ModelSource = None,
     merge_lora: MergeLora = False,
     base: MovedBase = None,
+    push: Push = None,
     nproc: Nproc = 1,
     verify: Verify = False,
     force: Force = False,
@@ -113,7 +126,7 @@ def shard(
 
     # Before torch is imported.
     name, model, size, where, verb, sources = collect_errors(
-        lambda: None if dtype is None else parse_dtype(dtype),
+        lambda: None if dtype in (None, QUANTISED) else parse_dtype(dtype),
         lambda: _model(config, overrides),
         lambda: _size(max_shard_size or "5GB"),
         lambda: parse_layout(layout or ""),
@@ -122,11 +135,16 @@ def shard(
     )
     target_format = to or ("mtcli" if upcycle else None)
     if verb == "convert":
-        chosen = _target(sources[0], target_format, layout, max_shard_size)
-        if family and chosen != "hf":
+        chosen = _target(sources[0], words[1], target_format, layout, max_shard_size)
+        if family and chosen not in ("hf", "gguf"):
             hint = "--to hf, or leave --family out"
             raise wrong(f"--family {family} with --to {chosen}", hint, "--family")
-        require_free(Path(words[1]), force)
+        if push:
+            _require_pushed(push, chosen)
+        if chosen != "gguf":
+            require_free(Path(words[1]), force)
+    if dtype == QUANTISED and (verb != "convert" or chosen != "gguf"):
+        raise wrong(f"--dtype {dtype} without --to gguf", "fp32, bf16, fp16 or fp64", "--dtype")
     from mtcli.core.checkpoint.opening import open_folder
     from mtcli.core.checkpoint.resharding import DTYPES
     from mtcli.core.convert.shard import ConversionPlan, compare
@@ -141,11 +159,15 @@ def shard(
     else:
         source = opened[0]
         _require_adapters(source, chosen, merge_lora)
-        if chosen == "peft":
-            return _to_peft(source, Path(words[1]), force, json_out)
+        if upcycle and chosen not in ("mtcli", "hf"):
+            hint = "write a checkpoint of mtcli first, and the other format from it"
+            raise wrong(f"--upcycle with --to {chosen}", hint, "--upcycle")
         recipe = None if upcycle is None else recipe_of(upcycle, source.model)
         plan = ConversionPlan(chosen, where, cast, size, verify, force, recipe, nproc, family)
-        _convert(source, Path(words[1]), plan, layout or "", json_out)
+        writers = {"gguf": _to_gguf, "dcp": _to_dcp, "peft": _to_peft}
+        if chosen in writers:
+            return writers[chosen](source, Path(words[1]), plan, dtype, json_out)
+        _convert(source, Path(words[1]), plan, layout or "", push, json_out)
 
 
 def _require_adapters(source: "Checkpoint", to: str, merge: bool) -> None:
@@ -162,10 +184,47 @@ def _require_adapters(source: "Checkpoint", to: str, merge: bool) -> None:
         raise wrong("--merge-lora with --to peft, which has adapters alone", "one of them", "--to")
 
 
-def _to_peft(source: "Checkpoint", target: Path, force: bool, json_out: str | None) -> None:
+def _to_peft(
+    source: "Checkpoint",
+    target: Path,
+    plan: "ConversionPlan",
+    dtype: str | None,
+    json_out: str | None,
+) -> None:
     from mtcli.core.convert.to_peft import to_peft
 
-    _finish(to_peft(source, target, force), json_out)
+    _finish(to_peft(source, target, plan.force), json_out)
+    say_wrote(str(target))
+
+
+def _to_gguf(
+    source: "Checkpoint",
+    target: Path,
+    plan: "ConversionPlan",
+    dtype: str | None,
+    json_out: str | None,
+) -> None:
+    from mtcli.core.convert.gguf.write import plan_gguf, require_free_file, to_gguf
+
+    require_free_file(target, plan.force)
+    file = plan_gguf(source, plan.family, dtype)
+    line = f"{source.folder}: {len(file.tensors)} tensors; writing {file.architecture} as "
+    echo(f"{line}{file.dtype} to {target}", err=True)
+    _finish(to_gguf(source, target, file, plan.verify), json_out)
+    say_wrote(str(target))
+
+
+def _to_dcp(
+    source: "Checkpoint",
+    target: Path,
+    plan: "ConversionPlan",
+    dtype: str | None,
+    json_out: str | None,
+) -> None:
+    from mtcli.core.convert.to_dcp import to_dcp
+
+    echo(f"{source.folder}: writing dcp, as torchtitan has it, to {target}", err=True)
+    _finish(to_dcp(source, target, plan.dtype, plan.verify), json_out)
     say_wrote(str(target))
 
 
@@ -243,15 +302,35 @@ def _shape(model: dict[str, Any]) -> str:
     return f"{sizes}, {experts}, {model['top_k']} for each token"
 
 
+def _require_pushed(repository: str, to: str) -> None:
+    """Raises MtcliError where a folder of this format, or without a token, cannot be pushed."""
+    from mtcli.core.runtime.hub import require_token
+
+    if to != "hf":
+        raise wrong(f"--push {repository} with --to {to}", "--to hf", "--push")
+    require_token(repository, "--push")
+
+
 def _convert(
-    source: "Checkpoint", target: Path, plan: "ConversionPlan", layout: str, json_out: str | None
+    source: "Checkpoint",
+    target: Path,
+    plan: "ConversionPlan",
+    layout: str,
+    push: str | None,
+    json_out: str | None,
 ) -> None:
+    from mtcli.core.convert.model_card import CARD, model_card
     from mtcli.core.convert.shard import convert, require_target
+    from mtcli.core.runtime.hub import push_folder
 
     require_target(source, target, plan)
     echo(_announcement(source, target, plan, layout), err=True)
-    _finish(convert(source, target, plan), json_out)
-    say_wrote(str(target))
+    facts = convert(source, target, plan)
+    if push:
+        (target / CARD).write_text(model_card(source, push))
+        facts["pushed"] = push_folder(target, push, "Upload a model")
+    _finish(facts, json_out)
+    say_wrote(facts.get("pushed", str(target)))
 
 
 def _announcement(source: "Checkpoint", target: Path, plan: "ConversionPlan", layout: str) -> str:
@@ -280,13 +359,22 @@ def _announcement(source: "Checkpoint", target: Path, plan: "ConversionPlan", la
 
 
 def _target(
-    source: "CheckpointFolder", to: str | None, layout: str | None, max_shard_size: str | None
+    source: "CheckpointFolder",
+    target: str,
+    to: str | None,
+    layout: str | None,
+    max_shard_size: str | None,
 ) -> str:
+    if target.endswith(".gguf") and layout is None:
+        to = to or "gguf"
     to = to or ("hf" if source.format == "mtcli" and layout is None else "mtcli")
     if to == "hf" and layout is not None:
         raise wrong(f"--layout {layout} with --to hf", "a Hugging Face folder has no layout")
-    if to == "mtcli" and max_shard_size is not None:
-        raise wrong(f"--max-shard-size {max_shard_size} with --to mtcli", "each rank has one file")
+    if to in ("gguf", "dcp") and layout is not None:
+        raise wrong(f"--layout {layout} with --to {to}", "every layout reads the same files")
+    if to in ("mtcli", "gguf", "dcp") and max_shard_size is not None:
+        why = "each rank has one file" if to != "gguf" else "it is one file"
+        raise wrong(f"--max-shard-size {max_shard_size} with --to {to}", why)
     return to
 
 

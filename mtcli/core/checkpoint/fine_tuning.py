@@ -17,6 +17,7 @@ from mtcli.core.config.errors import MtcliError, Problem, wrong
 from mtcli.core.config.loading import Table, read_table, without_steps
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.config.schema import LoraConfig, RunConfig
+from mtcli.core.runtime.hub import is_hub, pinned
 
 # Of full fine-tuning, where nothing else is said: a hundredth of what pre-training takes, so that
 # what the weights know is kept.
@@ -24,8 +25,10 @@ OPTIMIZER = {"lr": 2e-5, "weight_decay": 0.0}
 
 
 def is_weights(source: str) -> bool:
-    """Says whether a CONFIG is a folder of Hugging Face weights or peft adapters, which define the
-    model."""
+    """Says whether a CONFIG is a Hugging Face model or peft adapters, in a folder or on the hub,
+    which define the model."""
+    if is_hub(source):
+        return True
     path = Path(source)
     names = (CONFIG_JSON, ADAPTER_CONFIG)
     return any(map(isfile, (path / name for name in names))) and not (path / CONFIG).exists()
@@ -42,6 +45,8 @@ def source_of(config: str | None, init: str | None = None, base: str | None = No
     if config is None and init is None:
         hint = "give a CONFIG (a TOML file, run folder, preset or Hugging Face folder), or --init"
         raise wrong("there is no config to train", hint, "CONFIG")
+    init = pinned(init) if init and is_hub(init) else init
+    config = pinned(config) if config and is_hub(config) else config
     if config is None or is_weights(config):
         return _table_of_weights(init or config or "", config or init or "", base)
     is_run = isfile(Path(config) / CONFIG)

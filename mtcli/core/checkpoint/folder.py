@@ -11,17 +11,18 @@ from mtcli.core.checkpoint.huggingface.json_files import CONFIG_JSON, GENERATION
 from mtcli.core.config.errors import MtcliError, Problem, collect_errors, wrong
 from mtcli.core.config.loading import load_config
 from mtcli.core.config.model import ModelConfig
-from mtcli.core.config.not_found import download, near_path
+from mtcli.core.config.not_found import HUB_NAME, download, near_path
 from mtcli.core.config.schema import RunConfig
 from mtcli.core.config.untrusted import listed, open_untrusted, shown
 from mtcli.core.runtime.atomic_writes import folder_of
+from mtcli.core.runtime.hub import fetch_small, is_hub
 
 CHECKPOINTS = "checkpoints"  # of a run folder
 CONFIG = "config.toml"
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 HUGGINGFACE = "huggingface"  # the config.json that converted weights came with
-KINDS = "give a checkpoint, a run, or a Hugging Face or Megatron folder"
+KINDS = "give a checkpoint, a run, a Hugging Face, Megatron or DCP folder, or hub:owner/name"
 TOKENIZERS = ("tokenizer.json", "vocab.json", "tokenizer.model")  # of a Hugging Face folder
 TOKENIZER_FILES = (
     *TOKENIZERS,
@@ -36,26 +37,36 @@ ADAPTER_CONFIG = "adapter_config.json"  # of peft
 SUBFOLDERS = (TOKENIZER, HUGGINGFACE)
 # All that is written to a checkpoint's folder, in any format, besides tensors.
 WRITTEN = {MANIFEST, CONFIG, CONFIG_JSON, GENERATION_JSON, ADAPTER_CONFIG}
-WRITTEN |= {*TOKENIZER_FILES}
-_TENSORS = re.compile(r"(rank|model|adapter_model)[-\d]*(-of-\d+)?\.safetensors(\.index\.json)?")
+WRITTEN |= {".metadata", *TOKENIZER_FILES, "README.md"}  # the card of a model that was pushed
+_TENSORS = re.compile(
+    r"(rank|model|adapter_model)[-\d]*(-of-\d+)?\.safetensors(\.index\.json)?|__\d+_\d+\.distcp"
+)
 METADATA = "metadata.json"  # of Megatron's torch_dist
+DCP_METADATA = ".metadata"  # of torch.distributed.checkpoint, which torch_dist has too
 LATEST = "latest_checkpointed_iteration.txt"
 LEGACY = "mp_rank_00*"  # folders of Megatron's checkpoints before torch_dist
 MAX_LATEST = 64  # characters of a step's number, or of "release"
 _STEP = re.compile(r"step-(\d{8,})")
 
 
+Format = Literal["mtcli", "hf", "peft", "megatron", "dcp"]
+# The files by which a format is known, in the order of their precedence; Megatron's has more.
+MARKS: dict[str, Format] = {MANIFEST: "mtcli", ADAPTER_CONFIG: "peft", CONFIG_JSON: "hf"}
+
+
 class CheckpointFolder(NamedTuple):
     """A checkpoint's folder and format; `of_run` where it is the newest of a run that the user
     named.
 
-    `base` is a folder of base weights that replaces the one its adapters name.
+    `base` is a folder of base weights that replaces the one its adapters name. `hub` is its name
+    there, where its files are fetched.
     """
 
-    format: Literal["mtcli", "hf", "peft", "megatron"]
+    format: Format
     folder: Path
     of_run: bool = False
     base: Path | None = None
+    hub: str = ""
 
     @property
     def tokenizer_folder(self) -> Path | None:
@@ -95,17 +106,27 @@ def find_checkpoints(paths: Sequence[str], base: str | None) -> list[CheckpointF
 
 
 def find_checkpoint(path: Path) -> CheckpointFolder:
-    """Finds the checkpoint in a folder: ours, the newest of a run folder, Hugging Face's, or
-    Megatron's. Raises MtcliError where there is none."""
+    """Finds the checkpoint in a folder: ours, the newest of a run folder, Hugging Face's,
+    Megatron's, or torchtitan's; or a Hugging Face model by its name on the hub.
+
+    Raises MtcliError where there is none."""
+    if is_hub(path):
+        source = _find_local(fetch_small(path))
+        if source.format not in ("hf", "peft"):
+            raise wrong(f"{path} holds no Hugging Face model", KINDS)
+        return source._replace(hub=str(path))
+    return _find_local(path)
+
+
+def _find_local(path: Path) -> CheckpointFolder:
     try:
-        if (path / MANIFEST).exists():
-            return CheckpointFolder("mtcli", path)
-        if (path / ADAPTER_CONFIG).exists():
-            return CheckpointFolder("peft", path)
-        if (path / CONFIG_JSON).exists():
-            return CheckpointFolder("hf", path)
+        for name, kind in MARKS.items():
+            if (path / name).exists():
+                return CheckpointFolder(kind, path)
         if folder := _find_megatron(path):
             return CheckpointFolder("megatron", folder)
+        if (path / DCP_METADATA).is_file():
+            return CheckpointFolder("dcp", path)
         for root in (path / CHECKPOINTS, path):
             if steps := step_folders(root):
                 return CheckpointFolder("mtcli", steps[-1], of_run=True)
@@ -117,7 +138,8 @@ def find_checkpoint(path: Path) -> CheckpointFolder:
         near = near_path(str(path), is_folder=True) or download(str(path))
         raise wrong(f"there is no folder {path}", KINDS + near)
     hint = f"a checkpoint has a {MANIFEST}, a run has {CHECKPOINTS}/step-..., "
-    hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json"
+    hint += "a Hugging Face folder has a config.json, Megatron's torch_dist a metadata.json, "
+    hint += "torch's DCP a .metadata"
     raise wrong(f"{path} holds no checkpoint", hint)
 
 
@@ -169,7 +191,9 @@ def peft_base(source: CheckpointFolder) -> Path:
     name = read_json(path).get("base_model_name_or_path")
     if not isinstance(name, str) or not name or not Path(name).is_dir():
         message = f"{path}: base_model_name_or_path={shown(name)} is no folder here"
-        raise wrong(message, "fetch the model, and name its folder there, or by --base FOLDER")
+        offer = f"--base hub:{name}" if isinstance(name, str) and HUB_NAME.fullmatch(name) else ""
+        hint = f"name the folder of the model there, or {offer or 'by --base FOLDER'}"
+        raise wrong(message, hint)
     if (Path(name) / ADAPTER_CONFIG).exists() and not (Path(name) / MANIFEST).exists():
         message = f"{path}: base_model_name_or_path={shown(name)} holds adapters, and no weights"
         raise wrong(message, "name the folder of the model that they are for there")
@@ -225,7 +249,7 @@ def require_free(final: Path, force: bool) -> None:
             raise wrong(message, "name another folder", "DST")
         if not final.exists() or (final.is_dir() and not any(final.iterdir())):
             return
-    marks = (MANIFEST, CONFIG_JSON, ADAPTER_CONFIG)
+    marks = (*MARKS, DCP_METADATA)
     if final.is_symlink() or not any((final / name).is_file() for name in marks):
         what = "a link" if final.is_symlink() else "not a checkpoint"
         message = f"{final} exists and is {what}, and --force replaces nothing but a checkpoint"

@@ -24,8 +24,8 @@ from mtcli.core.checkpoint.folder import (
     step_folders,
     step_of,
 )
-from mtcli.core.checkpoint.huggingface.peft import open_peft
-from mtcli.core.checkpoint.huggingface.reader import open_hf
+from mtcli.core.checkpoint.huggingface.peft import WEIGHTS, open_peft
+from mtcli.core.checkpoint.huggingface.reader import INDEX, SINGLE, open_hf, weight_map
 from mtcli.core.checkpoint.integrity import check_headers, check_sizes
 from mtcli.core.checkpoint.manifest import Manifest, read_manifest, seal_of
 from mtcli.core.checkpoint.megatron.reader import open_megatron
@@ -34,12 +34,14 @@ from mtcli.core.checkpoint.resharding import DTYPES
 from mtcli.core.checkpoint.retention import ReadLock, lock_for_reading
 from mtcli.core.checkpoint.safetensors_file import CODES
 from mtcli.core.checkpoint.shard_index import StoredShards
+from mtcli.core.checkpoint.torchtitan.reader import open_titan
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.parallel.collectives import first_bytes, first_value
 from mtcli.core.parallel.groups import Axis
 from mtcli.core.parallel.together import SHARED, require_alike, together
 from mtcli.core.runtime.atomic_writes import folder_of
+from mtcli.core.runtime.hub import fetch_files, fetch_small, is_hub, parse_hub
 
 Result = TypeVar("Result")
 
@@ -60,10 +62,14 @@ def open_folder(
     """Opens a checkpoint that was found; see `open_checkpoint`. With `alone`, one of our adapters
     is opened without the base weights."""
     try:
+        if source.hub:
+            source = _fetched(source)
         if source.format == "hf":
             return open_hf(source.folder)
         if source.format == "megatron":
             return open_megatron(source.folder, model)
+        if source.format == "dcp":
+            return open_titan(source.folder, model)
         if source.format == "peft":
             return open_peft(source, open_checkpoint)
         with offering_earlier(source.folder) if source.of_run else nullcontext():
@@ -73,6 +79,25 @@ def open_folder(
         return with_base(checkpoint, open_checkpoint, source.base)
     except OSError as error:  # of a folder that may not be read
         raise wrong(f"{source.folder} cannot be opened: {error.strerror}", KINDS) from None
+
+
+def _fetched(source: CheckpointFolder) -> CheckpointFolder:
+    """Fetches the weights of a model of the hub; all of it where another machine found it."""
+    if not source.folder.is_dir():
+        name = parse_hub(source.hub)._replace(revision=source.folder.name)
+        source = source._replace(folder=fetch_small(str(name)))
+    fetch_files(source.hub, source.folder, _weight_files(source))
+    return source
+
+
+def _weight_files(source: CheckpointFolder) -> list[str]:
+    """Lists the files of weights by a folder's config and index, which are there."""
+    if source.format == "peft":
+        return [WEIGHTS]
+    if (source.folder / INDEX).exists():
+        files = {*weight_map(source.folder).values()}
+        return sorted(file for file in files if file.endswith(".safetensors"))
+    return [SINGLE]
 
 
 @contextmanager
@@ -169,7 +194,8 @@ def open_agreed(
     located = together(axis, lambda: find_checkpoint(path) if axis.rank == 0 else None)
     facts = located and (located.format, str(located.folder), located.of_run)
     form, folder, of_run = first_value(facts, axis)
-    source = CheckpointFolder(form, Path(folder), of_run, Path(base) if base else None)
+    hub = str(path) if is_hub(path) else ""
+    source = CheckpointFolder(form, Path(folder), of_run, Path(base) if base else None, hub)
     if form == "mtcli":
         checkpoint = _open_ours_together(source, axis)
         if _has_adapters(checkpoint):

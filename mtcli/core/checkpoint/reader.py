@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mtcli.core.checkpoint.folder import Format
 from mtcli.core.checkpoint.manifest import FileRecord, is_optimizer
 from mtcli.core.checkpoint.resharding import DTYPE_OF_CODE, OpenFiles, read_box
 from mtcli.core.checkpoint.retention import ReadLock
@@ -75,7 +76,7 @@ class Checkpoint:
     headers: dict[str, dict[str, TensorEntry]] = field(default_factory=dict, repr=False)
     """tensors by file, read when first needed"""
     open_files: OpenFiles = field(default_factory=OpenFiles, repr=False, compare=False)
-    format: Literal["mtcli", "hf", "peft", "megatron"] = "mtcli"
+    format: Format = "mtcli"
     """the tool whose folder it is"""
     unread: tuple[str, ...] = ()
     """contents of the folder that are not read"""

@@ -1,4 +1,4 @@
-"""Words hints for a missing name: the nearest one, or how to download it."""
+"""Words hints for a missing name: the nearest one, or its name on the hub."""
 
 import os
 import re
@@ -21,9 +21,9 @@ def near_path(name: str, is_folder: bool = False) -> str:
 
 
 def download(name: str) -> str:
-    """Words the command that downloads a Hugging Face name, as a clause of a hint; empty where a
-    local folder has its first word, or it is no such name."""
-    owner, _, model = name.partition("/")
+    """Words how to name a model of the Hugging Face hub, as a clause of a hint; empty where a local
+    folder has its first word, or it is no such name."""
+    owner = name.partition("/")[0]
     if not HUB_NAME.fullmatch(name) or os.path.exists(owner):
         return ""
-    return f"; for a Hugging Face name `hf download {name} --local-dir {model}`, then give {model}"
+    return f"; a model of the Hugging Face hub is hub:{name}"

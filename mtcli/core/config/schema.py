@@ -4,6 +4,7 @@ A config is a TOML file or a preset's name, with `section.field=value` overrides
 every problem of every section at once; the cross-field rules are in `rules.py`.
 """
 
+import re
 from math import isqrt, lcm
 from typing import Annotated, Any, Literal
 
@@ -37,7 +38,9 @@ OptimizerName = Literal["adamw", "lamb", "sgd", "muon"]
 Coefficient = Annotated[Real, Field(ge=-1000.0, le=1000.0)]
 Triple = tuple[Coefficient, Coefficient, Coefficient]
 NsSchedule = Literal["jordan", "quintic5", "polar_express"]
-LossOn = Literal["assistant", "last"]
+LossOn = Literal["assistant", "last", "all"]
+# Files of conversations by their names, without the suffix of a compression.
+CHAT_FILE = re.compile(r".\.(?:parquet|(?:jsonl|ndjson|json)(?:\.gz|\.zst|\.xz|\.bz2)?)$")
 
 
 def _listed(value: Any) -> Any:
@@ -212,7 +215,7 @@ class DataConfig(Section):
     files of conversations."""
 
     format: Literal["tokens", "conversations", "race", "classification"] = "tokens"
-    """tokens of preprocess, JSONL of conversations [.jsonl files] or of labels, RACE's folders"""
+    """tokens, conversations [.jsonl .json .parquet, .jsonl.gz], labelled lines, RACE's folders"""
     train: Sources = ()
     """prefixes, or weights and prefixes in turn: ["0.7", "data/a", "0.3", "data/b"]; or files"""
     valid: Sources = ()
@@ -232,7 +235,7 @@ class DataConfig(Section):
     chat_template: bool = True
     """conversations: prompts, too, go through the chat template where there is one"""
     loss_on: LossOn = "assistant"
-    """conversations: train on all of the assistant's turns, or on the last one of each alone"""
+    """conversations: train on the assistant's turns, on the last one of each alone, or on all"""
     skip_bad: bool = False
     """leave bad examples and too long ones out, and count them"""
     seed: Annotated[Int, Field(ge=0, le=2**32 - 1)] | None = None
@@ -382,10 +385,10 @@ def _fit_head(values: Any) -> Any:
 
 
 def _fit_conversations(values: Any) -> Any:
-    """Sets the defaults for .jsonl files as conversations: packed with document masks, nothing held
-    out for validation, and one epoch where no length is set."""
+    """Sets the defaults for JSON lines, JSON and Parquet as conversations: packed with document
+    masks, nothing held out for validation, and one epoch where no length is set."""
     match values:
-        case {"data": {"train": names}} if _are_jsonl(_listed(names)):
+        case {"data": {"train": names}} if _are_chats(_listed(names)):
             values = _with_defaults(values, "data", format="conversations")
     match values:
         case {"data": {"format": "conversations"}}:
@@ -429,6 +432,6 @@ def _with_defaults(values: dict[str, Any], section: str, **defaults: Any) -> dic
     return values | {section: defaults | given} if isinstance(given, dict) else values
 
 
-def _are_jsonl(names: Any) -> bool:
+def _are_chats(names: Any) -> bool:
     texts = names if isinstance(names, list | tuple) else ()
-    return bool(texts) and all(isinstance(t, str) and t.endswith(".jsonl") for t in texts)
+    return bool(texts) and all(isinstance(t, str) and CHAT_FILE.search(t) for t in texts)

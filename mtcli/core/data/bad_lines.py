@@ -1,16 +1,11 @@
 """Reports the bad lines of a data file: all at once, or as counts where they are skipped."""
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any
 
-from mtcli.core.config.errors import MtcliError, Problem, wrong
-from mtcli.core.config.untrusted import open_untrusted, parse_json
-from mtcli.core.runtime.sandbox import OverLimit
-
-Read = TypeVar("Read")
+from mtcli.core.config.errors import MtcliError, Problem
+from mtcli.core.config.untrusted import parse_json
 
 MAX_LINE_BYTES = 16 << 20
 AHEAD_BYTES = 64 << 10  # of lines that are begun and not finished, besides the last one
@@ -34,62 +29,6 @@ class BadLine(Exception):
         if field.startswith("--"):
             return self.hint
         return f"{self.hint}{', or ' * bool(self.setting)}{self.setting}{SKIP * others_are_good}"
-
-
-def read_lines(
-    path: Path, begin: Callable[[bytes], Callable[[], Read]], field: str
-) -> tuple[list[tuple[int, Read]], list[tuple[int, BadLine]]]:
-    """Reads a JSONL file into (number, record) of each good line and (number, fault) of each bad
-    one. Numbers start at 1; blank lines are skipped.
-
-    `begin` is called some lines ahead, so that another process may work on them; it returns a
-    function that returns the record. Both may raise BadLine.
-
-    Raises MtcliError where the file, which `field` names, cannot be read, and OverLimit.
-    """
-    records: list[tuple[int, Read]] = []
-    faults: list[tuple[int, BadLine]] = []
-    begun: deque[tuple[int, int, Callable[[], Read]]] = deque()
-    ahead = 0  # bytes of the lines that are begun
-
-    def finish(most: int) -> None:
-        nonlocal ahead
-        while ahead > most:
-            number, size, end = begun.popleft()
-            ahead -= size
-            try:
-                records.append((number, end()))
-            except BadLine as fault:
-                faults.append((number, fault))
-            except OverLimit as limit:
-                raise OverLimit(f"{path}:{number}: {limit}") from None
-
-    try:
-        with open_untrusted(path) as file:
-            for number, line in enumerate(_lines(file), start=1):
-                if line.isspace():
-                    continue
-                try:
-                    begun.append((number, len(line), begin(line)))
-                    ahead += len(line)
-                except BadLine as fault:
-                    faults.append((number, fault))
-                finish(AHEAD_BYTES)
-            finish(0)
-    except OSError as error:
-        raise wrong(
-            f"{path} cannot be read: {error.strerror}", "name a JSONL file", field
-        ) from None
-    return records, sorted(faults, key=itemgetter(0))
-
-
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yields the lines of a file; only the first MAX_LINE_BYTES + 1 bytes of a longer one."""
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        chunk = line
-        while len(chunk) > MAX_LINE_BYTES and not chunk.endswith(b"\n"):
-            chunk = file.readline(MAX_LINE_BYTES + 1)
-        yield line
 
 
 def json_object(line: bytes, hint: str = "mend it") -> dict[str, Any]:

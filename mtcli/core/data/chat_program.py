@@ -21,6 +21,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from itertools import accumulate
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -90,8 +91,11 @@ class ChatProgram:
     ) -> list[Rendered]:
         """Returns the examples of a conversation: one, or one per turn where the template renders
         turns differently once others follow. With a loss on the last turn alone, the conversation
-        ends there."""
-        messages = [_with_reasoning(message) for message in messages]
+        ends there; with one on all, it is one example, as the template shows it."""
+        messages = [self._shown(_with_reasoning(message)) for message in messages]
+        if loss_on == "all":
+            text = self._text(messages, tools).replace(self.mark, "")
+            return [Rendered(text, [(0, len(text))], [*range(len(messages))])]
         turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
         if loss_on == "last":
             return [self._turn(messages[: turns[-1] + 1], tools)]
@@ -173,6 +177,23 @@ class ChatProgram:
         if len(shared) <= len(_common(opened, behind())):
             raise _unplaced(turn, "it begins otherwise than its generation prompt")
         return prompt.removesuffix(opened) + shared, added.removeprefix(shared)
+
+    def _shown(self, message: Message) -> Message:
+        """Joins the parts of a content into one text, unless the template reads parts itself."""
+        content = message.get("content")
+        if not isinstance(content, list) or self._reads_parts:
+            return message
+        return {**message, "content": "".join(part["text"] for part in content)}
+
+    @cached_property
+    def _reads_parts(self) -> bool:
+        """Says whether the template shows the text of a part, rather than the list of parts."""
+        parts = [{"type": "text", "text": self.probe}]
+        try:
+            shown = self._text([{"role": "user", "content": parts}], None)
+        except TemplateFault:
+            return False
+        return self.probe in shown and re.search(r"[\"']type[\"']", shown) is None
 
     def _probed(self, message: Message) -> Message:
         """Replaces a message's content by the probe, in the same form."""

@@ -6,20 +6,26 @@ streams or frames, all are read.
 
 import bz2
 import gzip
+import io
 import lzma
+import os
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from mtcli.core.config.errors import wrong
+from mtcli.core.config.untrusted import open_untrusted
 
 COMPRESSIONS = (".gz", ".zst", ".xz", ".bz2")
 # What damage raises; and OSError, where it has no number of the system's.
 DAMAGE = (EOFError, zlib.error, lzma.LZMAError)
 PIECE_BYTES = 1 << 20
+MAX_RATIO = 1000  # bytes out of a file for each of its own; gzip's limit is 1032
+FREE_BYTES = 64 << 20  # out of any file: a ratio of few bytes says nothing
 FED_BYTES = 1 << 16  # read of a compressed file at a time
 MAX_XZ_BYTES = 256 << 20  # of a decoder's memory: `xz -9` asks for 65 MiB, a file may ask for 4 GiB
 XZ_MAGIC = b"\xfd7zXZ\0"
@@ -30,6 +36,55 @@ RLE, COMPRESSED = 1, 2  # kinds of blocks; one of RLE repeats one byte
 def inner_name(path: Path) -> Path:
     """Returns the name without the suffix of its compression."""
     return path.with_suffix("") if path.suffix in COMPRESSIONS else path
+
+
+def require_ratio(path: str | Path, size: int, count: int) -> None:
+    """Raises MtcliError where a file of `size` bytes gives more than MAX_RATIO times as many."""
+    if count > max(FREE_BYTES, MAX_RATIO * size):
+        raise wrong(
+            f"{path} holds {count:,} bytes or more, and is itself of {size:,}: over "
+            f"{MAX_RATIO} times as many",
+            "if it is no bomb, decompress it first, and name what comes out",
+        )
+
+
+@contextmanager
+def open_decompressed(path: Path) -> Iterator["io.BufferedReader[Any]"]:
+    """Opens a file, compressed or not by its suffix, as a stream of its contents.
+
+    Reading raises the errors of `pieces`, and MtcliError where they exceed MAX_RATIO.
+    """
+    with open_untrusted(path) as file:
+        assert isinstance(file, io.BufferedReader), type(file)
+        if path.suffix not in COMPRESSIONS:
+            yield file
+            return
+        with io.BufferedReader(_Contents(file, path), PIECE_BYTES) as contents:
+            yield contents
+
+
+class _Contents(io.RawIOBase):
+    """The decompressed contents of a file as a stream."""
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
+        self._path, self._size = path, os.fstat(file.fileno()).st_size
+        self._pieces, self._left, self._count = pieces(file, path.suffix, str(path)), b"", 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return 0
+            self._count += len(piece)
+            require_ratio(self._path, self._size, self._count)
+            self._left = piece
+        view = memoryview(buffer)
+        count = min(len(view), len(self._left))
+        view[:count], self._left = self._left[:count], self._left[count:]
+        return count
 
 
 def pieces(file: IO[bytes], compression: str, path: str) -> Iterator[bytes]:

@@ -1,10 +1,9 @@
-"""Reads conversations to fine-tune on: JSONL to tokens and loss weights.
+"""Reads conversations to fine-tune on: lines to tokens and loss weights.
 
-A line is `{"prompt": text, "completion": text}` or `{"messages": [{"role", "content"}, ...]}`, the
-latter optionally with `"tools"`. With a chat template both go through it, a prompt as the user's
-message and a completion as the assistant's; the assistant's tokens have a loss. Without one, a
-prompt and a completion are text, and the completion's tokens and the end-of-document token have a
-loss.
+`chat_lines.py` reads a line as messages, and where it is one turn also as a prompt and a
+completion. With a chat template the messages go through it, and the assistant's tokens have a loss.
+Without one, the prompt and the completion are one text, and the completion's tokens and the
+end-of-document token have a loss.
 
 Where the chat template renders a turn differently once others follow, a line is unrolled into one
 example per turn. Such examples begin with the same tokens; `shared` counts them.
@@ -18,7 +17,7 @@ result.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -30,20 +29,20 @@ import numpy as np
 from mtcli.core.config.errors import MtcliError, wrong
 from mtcli.core.config.schema import LossOn
 from mtcli.core.config.untrusted import is_number, is_text, shown
-from mtcli.core.data.bad_lines import NAMED, BadLine, json_object, read_lines, refusal
+from mtcli.core.data.bad_lines import NAMED, BadLine, json_object, refusal
+from mtcli.core.data.chat_lines import ChatLine, chat_line
 from mtcli.core.data.chat_program import REASONING, Rendered, TemplateFault
 from mtcli.core.data.chat_template import ChatTemplate
+from mtcli.core.data.line_files import read_lines
 from mtcli.core.data.samples import kept
 from mtcli.core.data.tokenize import Tokenizer
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 WORTH_KEEPING = 1 << 20  # bytes of a file that takes over a second to read
-VERSION = 4  # of how lines become tokens
+VERSION = 5  # of how lines become tokens
 # Whether a message is trained on, as OpenAI, Axolotl and others say it.
 SWITCHES = {"train": True, "training": True, "loss_mask": True, "masked": False}
 MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *SWITCHES}
 MESSAGE_KEYS |= {*REASONING}
-LINE_KEYS = {"messages", "tools", "prompt", "completion", "weight"}
 
 # An example's tokens, the weight of each one's loss, and its `ChatExample.turn`.
 Encoded = tuple[list[int], Sequence[float], int]
@@ -134,9 +133,11 @@ class ExampleTokenizer(NamedTuple):
         examples. Both raise BadLine, and the result OverLimit."""
         record = json_object(line)
         scale = weight_of(record, "the line")
-        return partial(self._read, record, scale, self._encoding(record))
+        chat = chat_line(record, self.loss_on == "all")
+        unread = self._unread(record.keys() - chat.keys, chat.messages)
+        return partial(self._read, scale, unread, self._encoding(chat))
 
-    def _read(self, record: Mapping[str, Any], scale: float, encode: Encode) -> ReadLine:
+    def _read(self, scale: float, unread: set[str], encode: Encode) -> ReadLine:
         try:
             encoded = encode()
         except MtcliError as error:
@@ -154,37 +155,31 @@ class ExampleTokenizer(NamedTuple):
                 examples.append(ChatExample(np.array(ids, np.int32), scaled, turn))
         if not examples:
             raise BadLine("nothing to learn", "no token of it is the assistant's and has a weight")
-        return ReadLine(examples, self._unread(record))
+        return ReadLine(examples, unread)
 
-    def _unread(self, record: Mapping[str, Any]) -> set[str]:
+    def _unread(self, of_line: Set[str], messages: Sequence[Mapping[str, Any]]) -> set[str]:
         """Returns the keys of a line and its messages that neither this class nor the template
         reads."""
-        inner = (m for m in record.get("messages", ()) if "messages" in record)
-        keys = {key for message in inner for key in message} - MESSAGE_KEYS
+        inner = {key for message in messages for key in message} - MESSAGE_KEYS
         source = self.template.source if self.template else ""
-        return {key for key in keys | (record.keys() - LINE_KEYS) if key not in source}
+        return {key for key in of_line | inner if key not in source}
 
-    def _encoding(self, record: Mapping[str, Any]) -> Encode:
-        if "messages" in record:
-            messages = _messages(record["messages"])
-            if self.template is None:
-                reason = "it has messages, and the tokenizer has no chat template"
-                hint = "give prompt and completion, or name a tokenizer with one in data.tokenizer"
-                raise BadLine("no chat template", reason, hint)
-        else:
-            prompt, completion = _prompt_and_completion(record)
-            if self.template is None:
-                return lambda: [(*self.tokenizer.encode_example(prompt, completion), -1)]
-            roles = (("user", prompt), ("assistant", completion))
-            messages = [{"role": role, "content": text} for role, text in roles]
-        tools = record.get("tools")
-        if tools is not None and not isinstance(tools, list):
-            raise BadLine("wrong tools", f"tools are {shown(tools)}, and should be a list")
-        try:
-            render = self.template.ask(messages, tools, self.loss_on)
-        except ValueError as error:
-            raise BadLine("no JSON", str(error)) from None
-        return partial(self._rendered, messages, render)
+    def _encoding(self, chat: ChatLine) -> Encode:
+        if self.template is not None:
+            try:
+                render = self.template.ask(chat.messages, chat.tools, self.loss_on)
+            except ValueError as error:
+                raise BadLine("no JSON", str(error)) from None
+            return partial(self._rendered, chat.messages, render)
+        if chat.pair is None:
+            reason = "it has messages, and the tokenizer has no chat template"
+            hint = "give prompt and completion, or name a tokenizer with one in data.tokenizer"
+            raise BadLine("no chat template", reason, hint)
+        return partial(self._joined, *chat.pair)
+
+    def _joined(self, prompt: str, completion: str) -> list[Encoded]:
+        ids, of_completion = self.tokenizer.encode_example(prompt, completion)
+        return [(ids, [True] * len(ids) if self.loss_on == "all" else of_completion, -1)]
 
     def _rendered(
         self, messages: Sequence[Mapping[str, Any]], render: Callable[[], list[Rendered]]
@@ -201,10 +196,8 @@ class ExampleTokenizer(NamedTuple):
         weights = [weight_of(messages[turn], f"message {turn}") for turn in turns]
         if len(weights) != len(spans):
             if len(set(weights)) > 1:
-                reason = (
-                    f"the chat template marks {len(spans)} spans as the assistant's, and there "
-                )
-                reason += f"are {len(weights)} messages of it, whose weights differ"
+                reason = f"{len(spans)} spans of its text have a loss, and {len(weights)} messages "
+                reason += "are in them, whose weights differ"
                 raise BadLine("weights without a place", reason, "give them one weight")
             weights = weights[:1] * len(spans)
         ids, of_tokens = self.tokenizer.encode_spans(text, spans, weights)
@@ -288,35 +281,3 @@ def weight_of(item: Mapping[str, Any], what: str) -> float:
             raise BadLine("wrong weight", f"{what} has {name}={shown(value)}", "true or false")
         weight = weight if bool(value) == is_on else 0.0
     return float(weight)
-
-
-def _prompt_and_completion(record: Mapping[str, Any]) -> tuple[str, str]:
-    hint = 'a line is {"prompt": ..., "completion": ...} or {"messages": [...]}'
-    for name in ("prompt", "completion"):
-        if name not in record:
-            reason = f"it has no {name}; its keys are {shown(list(record))}"
-            raise BadLine(f"no {name}", reason, hint)
-        if not is_text(record[name]):
-            raise BadLine(f"no {name}", f"its {name} is {shown(record[name])}, no text", hint)
-    if not record["completion"]:
-        raise BadLine("no completion", "its completion is empty")
-    return record["prompt"], record["completion"]
-
-
-def _messages(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not messages:
-        raise BadLine("no messages", f"messages are {shown(messages)}, and should be a list")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict):
-            reason = f"message {number} is {shown(message)}, and should be an object"
-            raise BadLine("no messages", reason, 'such as {"role": "user", "content": "Hi"}')
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            reason = f"message {number} has the unknown role {shown(role)}"
-            raise BadLine("unknown role", reason, f"one of {', '.join(ROLES)}")
-        if not (is_text(content) or isinstance(content, list) or "tool_calls" in message):
-            reason = f"message {number}, the {role}'s, has no content"
-            raise BadLine("no content", reason, "its content is a text")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise BadLine("no completion", "no message is the assistant's")
-    return messages

@@ -17,7 +17,7 @@ import numpy as np
 
 from mtcli.core.config.errors import wrong
 from mtcli.core.config.untrusted import listed, open_untrusted, shown
-from mtcli.core.data.compressed import DAMAGE, pieces
+from mtcli.core.data.compressed import DAMAGE, pieces, require_ratio
 from mtcli.core.data.sources import (
     FileKind,
     FileRange,
@@ -30,8 +30,6 @@ from mtcli.core.runtime.process_pool import Progress
 
 WINDOW = 4 << 20  # bytes looked at together
 HELD_BYTES = 64 << 20  # of one document, where no flag says how many: ten million words
-MAX_RATIO = 1000  # bytes out of a file for each of its own; gzip's limit is 1032
-FREE_BYTES = 64 << 20  # out of any file: a ratio of few bytes says nothing
 PARQUET_ROWS = 16  # read together: 1024 take no less time, and 64 times the memory
 TOO_LARGE, DAMAGED = "too large", "damaged files"
 BOM = codecs.BOM_UTF8
@@ -169,7 +167,7 @@ def _windows(file: IO[bytes], piece: FileRange, progress: Progress) -> Iterator[
             window.append(data)
             size, total = size + len(data), total + len(data)
             if source.compression:
-                _require_ratio(source, total)
+                require_ratio(source.path, source.size, total)
             if size >= WINDOW:
                 at = min(file.tell(), piece.stop)
                 progress(at - reported)
@@ -184,16 +182,6 @@ def _windows(file: IO[bytes], piece: FileRange, progress: Progress) -> Iterator[
     progress(piece.stop - reported)
     if size:
         yield b"".join(window)
-
-
-def _require_ratio(source: SourceFile, count: int) -> None:
-    """Raises MtcliError where a file decompresses to more than MAX_RATIO times its size."""
-    if count > max(FREE_BYTES, MAX_RATIO * source.size):
-        raise wrong(
-            f"{source.path} holds {count:,} bytes or more, and is itself of {source.size:,}: over "
-            f"{MAX_RATIO} times as many",
-            "if it is no bomb, decompress it first, and preprocess what comes out",
-        )
 
 
 def _chunks(
@@ -512,6 +500,31 @@ class _Lines:
 
 
 def _parquet(source: SourceFile, reading: Reading, progress: Progress) -> Iterator[Text | Bad]:
+    key, total = reading.text_key, 0
+    rows = parquet_rows(source, None if reading.whole else [key], progress, key)
+    for row, fields in enumerate(rows, start=1):
+        if isinstance(fields, Bad):
+            yield fields if fields.kind == DAMAGED else fields._replace(line=row)
+            continue
+        item = _text(fields[key], row, reading, fields)
+        total += item.size if isinstance(item, Text) else 0
+        # one entry of a dictionary may be every row's
+        require_ratio(source.path, source.size, total)
+        yield item
+
+
+def parquet_rows(
+    source: SourceFile,
+    columns: Sequence[str] | None = None,
+    progress: Progress = lambda _: None,
+    required: str | None = None,
+) -> Iterator[dict[str, Any] | Bad]:
+    """Yields the rows of a Parquet file with these columns, all by default; a Bad for a row that
+    cannot be read, and one at the end of a damaged file.
+
+    Raises MtcliError where the column `required` or the package is missing, and for row groups
+    that exceed MAX_RATIO.
+    """
     try:
         import pyarrow.lib
         import pyarrow.parquet
@@ -521,33 +534,17 @@ def _parquet(source: SourceFile, reading: Reading, progress: Progress) -> Iterat
         ) from None
     try:
         with open_untrusted(source.path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
-            yield from _rows(file, source, reading, progress)
+            names, metadata = file.schema_arrow.names, file.metadata
+            if required is not None:
+                _require_column(source, required, names)
+            for group in map(metadata.row_group, range(metadata.num_row_groups)):
+                # Not of the column alone: where its facts are damaged, pyarrow aborts the process.
+                require_ratio(source.path, source.size, group.total_byte_size)
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
+                yield from _records(batch)
+                progress(source.size * len(batch) / metadata.num_rows)
     except (pyarrow.lib.ArrowException, UnicodeDecodeError) as error:  # the latter of a name
         yield _damaged(error)
-
-
-def _rows(
-    file: Any, source: SourceFile, reading: Reading, progress: Progress
-) -> Iterator[Text | Bad]:
-    key, names = reading.text_key, file.schema_arrow.names
-    _require_column(source, key, names)
-    metadata = file.metadata
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        # Not of the column alone: where its facts are damaged, pyarrow aborts the process.
-        _require_ratio(source, group.total_byte_size)
-    row, total = 0, 0
-    columns = None if reading.whole else [key]
-    for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-        for fields in _records(batch):
-            row += 1
-            if isinstance(fields, Bad):
-                yield fields._replace(line=row)
-                continue
-            item = _text(fields[key], row, reading, fields)
-            total += item.size if isinstance(item, Text) else 0
-            yield item
-        _require_ratio(source, total)  # one entry of a dictionary may be every row's
-        progress(source.size * len(batch) / metadata.num_rows)
 
 
 def _records(batch: Any) -> list[Any]:

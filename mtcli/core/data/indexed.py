@@ -16,8 +16,8 @@ import numpy as np
 
 from mtcli.core.config.errors import MtcliError, failed, wrong
 from mtcli.core.config.not_found import near_path
+from mtcli.core.config.schema import CHAT_FILE
 from mtcli.core.config.untrusted import load_json, open_untrusted
-from mtcli.core.data.compressed import inner_name
 
 MAGIC = b"MMIDIDX\0\0"
 OLD_MAGIC = b"TNTIDX\0\0"  # fairseq's first format
@@ -27,7 +27,6 @@ CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 CHUNK = 1 << 16  # sequences looked at or written at a time: 1.5 MB
 MAX_FACTS_BYTES = 16 << 20
 AGAIN = "write it again with mtcli preprocess"
-UNPACK = {".gz": "gunzip -k", ".xz": "unxz -k", ".bz2": "bunzip2 -k", ".zst": "unzstd"}
 
 
 class Indexed:
@@ -194,18 +193,17 @@ def _not_there(path: Path, prefix: Path) -> tuple[str, str]:
     """Words the likely cause of a missing file, and the cure."""
     if prefix.suffix in (".bin", ".idx", ".json") and prefix.with_suffix(".idx").exists():
         return f"no file {path}", f"name the prefix of the pair: {prefix.with_suffix('')}"
-    inner = inner_name(prefix)
-    if inner is not prefix and inner.suffix == ".jsonl" and prefix.is_file():
-        hint = f"`{UNPACK[prefix.suffix]} {prefix}`, then name {inner}"
-        return f"{prefix} is compressed, and examples and chats are read as they are", hint
-    if prefix.suffix == ".json" and prefix.is_file():
-        hint = "examples and chats are read from a .jsonl file, with an object on each line"
-        return f"{prefix} is no data set", hint
+    if CHAT_FILE.search(prefix.name) and prefix.is_file():
+        hint = 'conversations in it are read with data.format = "conversations"; for its texts, '
+        return f"{prefix} is no data set of tokens", f"{hint}{_preprocess(prefix)}"
     if prefix.is_dir() or prefix.is_file():
-        hint = f"`mtcli preprocess {prefix} --output DATA --tokenizer train:8192`, then name DATA"
-        return f"{prefix} is no data set yet", hint
+        return f"{prefix} is no data set yet", _preprocess(prefix)
     hint = "data paths name the prefix of a .bin and .idx pair, as preprocess writes them"
     return f"no file {path}", hint + near_path(str(path))
+
+
+def _preprocess(path: Path) -> str:
+    return f"`mtcli preprocess {path} --output DATA --tokenizer train:8192`, then name DATA"
 
 
 def describe(prefix: str | Path) -> dict[str, object] | None:

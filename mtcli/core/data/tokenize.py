@@ -28,6 +28,7 @@ from mtcli.core.data.tokenizer_limits import (
     require_measured,
     require_tokens,
 )
+from mtcli.core.runtime.hub import fetch_small, is_hub
 
 MAX_DEFINITION_BYTES = 256 << 20  # 262,144 ids and their merges take 35 MB
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -40,7 +41,8 @@ LETTERS = 1000  # of WordPieces, each as a word's begin and further on
 HUB_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.json", "merges.txt")
 KINDS = (
     "a tokenizer.json, a folder with one or with vocab.json and merges.txt, a Hugging Face name "
-    "that the network or its cache has, bytes, or train:8192 for a new one of 8192 ids"
+    "or hub:owner/name@revision that the network or its cache has, bytes, or train:8192 for a new "
+    "one of 8192 ids"
 )
 
 
@@ -204,6 +206,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if path.exists():
         return _from_file(path)
     text = str(spec)
+    if is_hub(text):
+        return load_tokenizer(fetch_small(text))
     if text.startswith("train:"):
         message = f"tokenizer {text} is trained on a corpus, and there is none here"
         hint = "only mtcli preprocess trains one; name the folder it wrote, PREFIX.tokenizer"

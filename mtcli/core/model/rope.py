@@ -69,7 +69,7 @@ def rotary_tables(
     for theta, scaling in bases:
         radians = frequencies(dim, theta, scaling, context, positions_bs.device)
         angles = positions_bs[:, None, :, None].float() * radians
-        tables.append(_table(angles, _attention_factor(scaling), dtype))
+        tables.append(_table(angles, attention_factor(scaling), dtype))
     return tuple(tables)
 
 
@@ -138,7 +138,7 @@ def score_growth(scaling: RopeScaling | None) -> float:
     return scaling.mscale_all_dim * 0.1 * math.log(scaling.factor) + 1.0
 
 
-def _attention_factor(scaling: RopeScaling | None) -> float:
+def attention_factor(scaling: RopeScaling | None) -> float:
     """The factor of rotated queries and keys, which YaRN and LongRoPE scale (arXiv:2309.00071,
     section 3.4; arXiv:2402.13753)."""
     if scaling is None or scaling.kind not in ("yarn", "longrope"):

@@ -249,7 +249,7 @@ def _original_configs(config: RunConfig) -> dict[str, Path]:
     """config.json and generation_config.json of the weights that the run started from, by their
     names in a checkpoint."""
     start = starting_folder(config)
-    if start is None or start.format == "megatron":
+    if start is None or start.format in ("megatron", "dcp"):
         return {}
     folder = start.folder if start.format == "hf" else start.folder / HUGGINGFACE
     paths = (folder / CONFIG_JSON, folder / GENERATION_JSON)

@@ -231,7 +231,7 @@ def test_every_bad_line_is_named_by_file_and_number_or_counted(tmp_path, folder)
 
 
 def test_a_file_of_another_shape_is_not_to_be_left_out_line_by_line(tmp_path, folder):
-    path = write_lines(tmp_path / "a.jsonl", [{"conversations": []}] * 3)
+    path = write_lines(tmp_path / "a.jsonl", [{"question": "a"}] * 3)
     with pytest.raises(MtcliError, match="it has no prompt; its keys are") as caught:
         read(path, folder)
     assert "--skip-bad" not in str(caught.value)

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from marks import slow_cases
 
+import mtcli.core.data.compressed as compressed
 import mtcli.core.data.documents as documents
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.data.compressed import pieces
@@ -132,8 +133,8 @@ def test_a_long_text_of_json_is_encoded_in_parts_where_it_may_be_cut(tmp_path, m
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_a_file_that_grows_a_thousandfold_is_refused_with_both_sizes(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(documents, "FREE_BYTES", MB // 4)
-    monkeypatch.setattr(documents, "MAX_RATIO", 100)
+    monkeypatch.setattr(compressed, "FREE_BYTES", MB // 4)
+    monkeypatch.setattr(compressed, "MAX_RATIO", 100)
     path = tmp_path / f"a.jsonl{suffix}"
     bomb = COMPRESS[suffix](b'{"text": "a"}\n' * 22_500)
     path.write_bytes(bomb)
@@ -141,7 +142,7 @@ def test_a_file_that_grows_a_thousandfold_is_refused_with_both_sizes(tmp_path, m
         MtcliError, match=rf"bytes or more, and is itself of {len(bomb):,}: over 100"
     ):
         read(path)
-    monkeypatch.setattr(documents, "FREE_BYTES", MB // 2)  # so much may come out of any file
+    monkeypatch.setattr(compressed, "FREE_BYTES", MB // 2)  # so much may come out of any file
     assert len(read(path)) == 22_500
 
 
@@ -149,7 +150,7 @@ def test_what_the_rows_of_parquet_repeat_is_counted(tmp_path, monkeypatch):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    monkeypatch.setattr(documents, "FREE_BYTES", MB)
+    monkeypatch.setattr(compressed, "FREE_BYTES", MB)
     same = pa.DictionaryArray.from_arrays(pa.array([0] * 9000, pa.int32()), pa.array(["ab" * 5000]))
     pq.write_table(pa.table({"text": same}), tmp_path / "dictionary.parquet", compression="zstd")
     one = pa.table({"text": ["a" * 20 * MB]})

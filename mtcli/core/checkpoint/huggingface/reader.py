@@ -74,10 +74,24 @@ def open_hf(folder: Path) -> Checkpoint:
     return checkpoint
 
 
+def weight_map(folder: Path) -> dict[str, str]:
+    """Reads the file of each tensor in a folder of several. Raises MtcliError where the index is
+    damaged, or names a file outside of the folder."""
+    path = folder / INDEX
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise damaged(path, "it has no weight_map")
+    for name, file in files.items():
+        if not is_text(file) or not re.fullmatch(r"[^/\\\x00.][^/\\\x00]*", file):
+            what = f"{shown(name)} is in {shown(file)}"
+            raise damaged(path, f"{what}, which is not a file of its folder")
+    return files
+
+
 def _find_tensors(folder: Path) -> tuple[Sources, Headers]:
     """Finds every tensor of the folder by the headers of its files."""
     if (folder / INDEX).exists():
-        files = _index(folder)
+        files = weight_map(folder)
         if (folder / SINGLE).exists() and SINGLE not in files.values():
             message = f"{folder} has {SINGLE}, and {INDEX} of other files"
             raise wrong(message, "remove what is not its weights; transformers reads the first")
@@ -93,18 +107,6 @@ def _find_tensors(folder: Path) -> tuple[Sources, Headers]:
         if name not in headers[file]:
             raise damaged(folder / INDEX, f"it says that {name} is in {file}, which has no such")
     return {name: (file, name) for name, file in files.items()}, headers
-
-
-def _index(folder: Path) -> dict[str, str]:
-    path = folder / INDEX
-    files = read_json(path).get("weight_map")
-    if not isinstance(files, dict) or not files:
-        raise damaged(path, "it has no weight_map")
-    for name, file in files.items():
-        if not is_text(file) or not re.fullmatch(r"[^/\\\x00.][^/\\\x00]*", file):
-            what = f"{shown(name)} is in {shown(file)}"
-            raise damaged(path, f"{what}, which is not a file of its folder")
-    return files
 
 
 def _stored(

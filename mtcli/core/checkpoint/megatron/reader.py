@@ -97,7 +97,7 @@ def open_megatron(folder: Path, model: ModelConfig | None) -> Checkpoint:
     model = model or model_of(said if isinstance(said, dict) else {}, folder / COMMON)
     saved = read_metadata(folder)
     with ExitStack() as files:
-        reader = _Reader(folder, saved, files)
+        reader = ChunkReader(folder, saved, files)
         tensors = {name: reader.stored(p, model) for name, p in parameters(model).items()}
     unread = saved.keys() - reader.used
     optimizer = {name for name in unread if OPTIMIZER.match(name)}
@@ -145,7 +145,7 @@ def _common(folder: Path) -> dict[str, Any]:
 
 
 @dataclass
-class _Reader:
+class ChunkReader:
     """A lookup of parameters among saved tensors, and of the bytes of their elements."""
 
     folder: Path
@@ -159,14 +159,7 @@ class _Reader:
     def stored(self, parameter: Parameter, model: ModelConfig) -> StoredTensor:
         """Maps a parameter to boxes in the chunks of a saved tensor."""
         name, layer = self._name(parameter)
-        saved = self.saved[name]
-        if name not in self.used:  # once for all layers
-            if fault := boxes_fault(saved.shape, [chunk.box for chunk in saved.chunks]):
-                raise damaged(self.folder / NAME, f"the chunks of {name} {fault}")
-            self.used.add(name)
-        if saved.code not in DTYPE_OF_CODE:
-            message = f"{name} is of a dtype in {self.folder} that cannot be loaded"
-            raise wrong(message, "float64, float32, bfloat16 or float16")
+        saved = self._used(name)
         lead = () if layer is None else (layer,)
         inner = factors(parameter, saved.shape[len(lead) :])
         self._check_shape(parameter, name, saved, (model.num_layers,) * len(lead), inner)
@@ -176,6 +169,25 @@ class _Reader:
             for part in factored_boxes(chunk.box, lead, inner)
         ]
         return StoredTensor(DTYPE_OF_CODE[saved.code], parameter.shape, tuple(boxes))
+
+    def unstacked(self, name: str) -> StoredTensor:
+        """Maps a saved tensor as it is to its chunks."""
+        saved = self._used(name)
+        boxes = (self._stored_box(name, saved.code, one, 0, one.box) for one in saved.chunks)
+        return StoredTensor(DTYPE_OF_CODE[saved.code], saved.shape, tuple(boxes))
+
+    def _used(self, name: str) -> ChunkedTensor:
+        """Returns a saved tensor that is read. Raises MtcliError where chunks do not tile it, or
+        its dtype cannot be loaded."""
+        saved = self.saved[name]
+        if name not in self.used:  # once for all layers
+            if fault := boxes_fault(saved.shape, [chunk.box for chunk in saved.chunks]):
+                raise damaged(self.folder / NAME, f"the chunks of {name} {fault}")
+            self.used.add(name)
+        if saved.code not in DTYPE_OF_CODE:
+            message = f"{name} is of a dtype in {self.folder} that cannot be loaded"
+            raise wrong(message, "float64, float32, bfloat16 or float16")
+        return saved
 
     def _name(self, parameter: Parameter) -> tuple[str, int | None]:
         """Finds the saved tensor that holds a parameter, and its layer where layers are stacked."""

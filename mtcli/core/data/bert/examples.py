@@ -15,8 +15,9 @@ import numpy as np
 from mtcli.core.config.errors import Problem, wrong
 from mtcli.core.config.schema import RACE_TOKENS
 from mtcli.core.config.untrusted import is_text, shown
-from mtcli.core.data.bad_lines import BadLine, json_object, read_lines, refusal
+from mtcli.core.data.bad_lines import BadLine, json_object, refusal
 from mtcli.core.data.bert.row_format import Segments
+from mtcli.core.data.line_files import read_lines
 from mtcli.core.data.race import Article, read_race_files
 from mtcli.core.data.tokenize import Tokenizer
 
@@ -125,7 +126,7 @@ def _choices(
 def read_classes(
     path: Path, tokenizer: Tokenizer, room: Room, num_labels: int, field: str
 ) -> Examples:
-    """Reads JSONL of `text`, `label` and optionally `text_pair`.
+    """Reads lines of `text`, `label` and optionally `text_pair`.
 
     Raises MtcliError with the first bad lines by file and number, unless they are skipped: no such
     object, a label out of range, or too many tokens for `room`.

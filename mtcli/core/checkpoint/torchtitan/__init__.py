@@ -1,0 +1,1 @@
+"""Reads torchtitan's checkpoints (torch.distributed.checkpoint), and names tensors as they do."""

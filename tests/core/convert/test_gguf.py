@@ -1,0 +1,235 @@
+"""GGUF files against readers that share no code with the writer: transformers, which loads them as
+models, and the arithmetic of the format."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from command_line import mtcli
+
+from mtcli.core.checkpoint.opening import open_checkpoint
+from mtcli.core.config.errors import MtcliError
+from mtcli.core.convert.gguf.metadata import architecture_of, facts_of, notes
+from mtcli.core.convert.gguf.token_table import vocabulary_of
+from mtcli.core.convert.gguf.write import plan_gguf, to_gguf
+from mtcli.core.data.tokenize import byte_tokenizer, load_tokenizer, train_tokenizer
+
+gguf = pytest.importorskip("gguf")
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 9}
+
+
+def configs():
+    import transformers as t
+
+    return {
+        "gpt2": t.GPT2Config(
+            vocab_size=320, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=1,
+            eos_token_id=2,
+        ),
+        "llama": t.LlamaConfig(**SIZES, head_dim=24, attention_bias=False),
+        "llama-tied": t.LlamaConfig(**SIZES, tie_word_embeddings=True),
+        "mistral": t.MistralConfig(**SIZES, sliding_window=None),
+        "mixtral": t.MixtralConfig(**SIZES, num_experts_per_tok=2, num_local_experts=3),
+        "qwen2": t.Qwen2Config(**SIZES),
+        "qwen3": t.Qwen3Config(**SIZES, head_dim=24),
+        "qwen2_moe": t.Qwen2MoeConfig(
+            **SIZES, **EXPERTS, num_experts=3, shared_expert_intermediate_size=64
+        ),
+        "qwen3_moe": t.Qwen3MoeConfig(
+            **SIZES, **EXPERTS, head_dim=24, num_experts=3, norm_topk_prob=True
+        ),
+        "gemma2": t.Gemma2Config(**SIZES, **GEMMA),
+        "gemma3": t.Gemma3TextConfig(**SIZES, **GEMMA),
+        "phi": t.PhiConfig(**SIZES),
+        "phi3": t.Phi3Config(**SIZES),
+        "gpt_oss": t.GptOssConfig(
+            **SIZES, num_experts_per_tok=2, head_dim=16, num_local_experts=3, sliding_window=8,
+            rope_parameters={"rope_type": "default", "rope_theta": 999.0},
+        ),
+    }  # fmt: skip
+
+
+NAMES = ("gpt2", "llama", "llama-tied", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe")
+NAMES += ("qwen3_moe", "gemma2", "gemma3", "phi", "phi3", "gpt_oss")
+UNREAD = ("phi", "gpt_oss", "mistral", "mixtral")  # which transformers reads no GGUF of
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder of each model, with a tokenizer of bytes and random weights, biases and norms."""
+    from transformers import AutoModelForCausalLM
+
+    root = tmp_path_factory.mktemp("gguf")
+    texts = ["the cat sat on the mat, the hat and the rat"] * 9
+    words = train_tokenizer(texts, 300)
+    for number, (name, config) in enumerate(configs().items()):
+        torch.manual_seed(number)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+        model.save_pretrained(root / name)
+        words.save(root / name)
+    return {name: root / name for name in NAMES}
+
+
+def write(folder, path, dtype="fp32", verify=True):
+    source = open_checkpoint(folder)
+    return to_gguf(source, path, plan_gguf(source, None, dtype), verify)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in UNREAD])
+def test_transformers_loads_the_same_model_from_the_file(folders, tmp_path, name):
+    from transformers import AutoModelForCausalLM
+
+    facts = write(folders[name], tmp_path / "x.gguf")
+    assert facts["tensors_equal"] == sum(facts["tensors"].values())
+    assert facts["largest_rounding"] == 0.0
+    theirs = AutoModelForCausalLM.from_pretrained(folders[name]).eval()
+    config = theirs.config  # its reader of metadata drops rotary bases and the width of heads
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="x.gguf", config=config
+    ).eval()
+    ids = torch.randint(300, (2, 40), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        ours, expected = loaded(ids).logits, theirs(ids).logits
+    assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    state = loaded.state_dict()
+    for key, value in theirs.state_dict().items():
+        assert torch.allclose(state[key].float(), value, atol=1e-6), key
+
+
+def test_rows_are_rounded_as_the_format_says(folders, tmp_path):
+    source = open_checkpoint(folders["llama"])
+    weight = source.read("blocks.0.mlp.down.weight").float().numpy()  # [64, 96]
+    for dtype, kind in (("fp16", "F16"), ("bf16", "BF16"), ("q8_0", "Q8_0")):
+        facts = write(folders["llama"], tmp_path / f"{dtype}.gguf", dtype)
+        found = {t.name: t for t in gguf.GGUFReader(tmp_path / f"{dtype}.gguf").tensors}
+        assert found["blk.0.ffn_down.weight"].tensor_type.name == kind
+        assert found["blk.0.attn_norm.weight"].tensor_type.name == "F32"
+        data = np.asarray(found["blk.0.ffn_down.weight"].data)
+        if dtype == "q8_0":
+            blocks = weight.reshape(64, 3, 32)
+            scale = (np.abs(blocks).max(-1, keepdims=True) / 127).astype(np.float32)
+            steps = np.rint(blocks / scale)
+            stored = data.reshape(64, 3, 34)
+            assert np.abs(stored[..., 2:].view(np.int8) - steps).max() <= 1
+            assert np.array_equal(stored[..., :2].copy().view(np.float16), scale.astype(np.float16))
+            assert 1e-4 < facts["largest_rounding"] < 0.5 / 127 + 2**-11  # of the scale
+        else:
+            half = torch.float16 if dtype == "fp16" else torch.bfloat16
+            rounded = torch.from_numpy(weight).to(half).view(torch.uint16).numpy()
+            assert np.array_equal(data.view(np.uint16).reshape(weight.shape), rounded)
+
+
+def test_rows_that_32_does_not_divide_are_float16(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = SIZES | {"hidden_size": 48, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "hf")
+    facts = write(tmp_path / "hf", tmp_path / "x.gguf", "q8_0")
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
+    assert kinds["blk.0.ffn_up.weight"] == "F16" and kinds["blk.0.ffn_down.weight"] == "Q8_0"
+    assert facts["tensors"]["q8_0"] == 2 and kinds["blk.1.attn_norm.weight"] == "F32"
+
+
+def field(path, key):
+    return gguf.GGUFReader(path).get_field(key).contents()
+
+
+def test_the_vocabulary_is_the_tokenizer_s(folders, tmp_path):
+    write(folders["llama"], tmp_path / "x.gguf")
+    tokenizer = load_tokenizer(folders["llama"])
+    tokens = field(tmp_path / "x.gguf", "tokenizer.ggml.tokens")
+    vocab = tokenizer.backend.get_vocab()
+    assert len(tokens) == 320 and [vocab[token] for token in tokens[: len(vocab)]] == [
+        *range(len(vocab))
+    ]
+    types = field(tmp_path / "x.gguf", "tokenizer.ggml.token_type")
+    assert types[tokenizer.eod_id] == 3 and set(types[len(vocab) :]) == {5}
+    assert field(tmp_path / "x.gguf", "tokenizer.ggml.pre") == "gpt-2"
+    assert field(tmp_path / "x.gguf", "tokenizer.ggml.eos_token_id") == tokenizer.eod_id
+    definition = json.loads(tokenizer.definition)["model"]["merges"]
+    ranked = [" ".join(pair) if isinstance(pair, list) else pair for pair in definition]
+    assert field(tmp_path / "x.gguf", "tokenizer.ggml.merges") == ranked
+
+
+def test_sentencepiece_merges_by_the_scores_of_its_ranks():
+    from tokenizers import Tokenizer, models
+
+    vocab = {"<unk>": 0, "<0x0A>": 1, "▁": 2, "a": 3, "b": 4, "ab": 5, "▁a": 6, "▁ab": 7}
+    merges = [("a", "b"), ("▁", "ab"), ("▁", "a")]
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    from mtcli.core.data.tokenize import Tokenizer as Ours
+
+    found = vocabulary_of(Ours(backend, {"unk_token": "<unk>"}), 9, "template")
+    assert found.types == [2, 6, 1, 1, 1, 1, 1, 1, 5] and found.tokens[8] == "[PAD8]"
+    assert [round(score) for score in found.scores[5:8]] == [0, -2, -1]
+    assert found.facts["ggml.model"] == "llama" and found.facts["chat_template"] == "template"
+    with pytest.raises(MtcliError, match="has 8 ids, and the model 7"):
+        vocabulary_of(Ours(backend), 7, None)
+
+
+def test_words_split_by_an_unknown_pattern_are_refused(tmp_path):
+    from tokenizers import Regex, pre_tokenizers
+
+    tokenizer = train_tokenizer(["the cat sat"] * 9, 260)
+    split = pre_tokenizers.Split(Regex("a+"), "isolated")
+    bytewise = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytewise])
+    from mtcli.core.data.tokenize import Tokenizer as Ours
+
+    with pytest.raises(MtcliError, match=r"splits words by 'a\+', which llama.cpp has no name"):
+        vocabulary_of(Ours(tokenizer.backend.to_str()), 300, None)
+    assert vocabulary_of(byte_tokenizer(), 257, None).facts["ggml.pre"] == "gpt-2"
+
+
+def test_what_llama_cpp_cannot_compute_is_refused_or_said(folders):
+    model = open_checkpoint(folders["gemma2"]).model
+    changed = model.model_copy(update={"attention_scale": 0.3})
+    with pytest.raises(MtcliError, match="gemma2 cannot have attention_scale=0.3"):
+        architecture_of(changed, "gemma2")
+    with pytest.raises(MtcliError, match="no layout of GGUF is known for the family falcon"):
+        architecture_of(model, "falcon")
+    assert facts_of(model, "gemma2")["attention.sliding_window"] == 9
+    same = model.model_copy(update={"window_pattern": "L"})
+    assert facts_of(same, "gemma2")["context_length"] == 9
+    assert "a context of 9" in notes(same, "gemma2")[0]
+    llama = open_checkpoint(folders["mistral"]).model.model_copy(update={"window": 7})
+    assert facts_of(llama, "llama")["context_length"] == 7
+
+
+def test_the_command_writes_verifies_and_replaces_nothing_else(folders, tmp_path):
+    done = mtcli("shard", folders["qwen3"], "x.gguf", "--dtype", "q8_0", "--verify",
+                 "--json", "x.json", folder=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "writing qwen3 as q8_0 to x.gguf" in done.stderr
+    facts = json.loads((tmp_path / "x.json").read_text())
+    assert facts["bytes"] == (tmp_path / "x.gguf").stat().st_size and facts["tensors"]["q8_0"] > 9
+    (tmp_path / "text.gguf").write_text("mine")
+    for words, said in (
+        (("x.gguf",), "x.gguf exists"),
+        (("text.gguf", "--force"), "text.gguf exists and is no GGUF file"),
+        (("y", "--to", "gguf"), "y does not end in .gguf"),
+        (("y.gguf", "--to", "hf", "--dtype", "q8_0"), "--dtype q8_0 without --to gguf"),
+        (("y.gguf", "--to", "gguf", "--layout", "tp=2"), "--layout tp=2 with --to gguf"),
+        (("y.gguf", "--dtype", "fp64"), "--dtype fp64 with --to gguf"),
+    ):
+        done = mtcli("shard", folders["qwen3"], *words, folder=tmp_path)
+        assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert (tmp_path / "text.gguf").read_text() == "mine"
+    done = mtcli("shard", folders["qwen3"], "x.gguf", "--dtype", "bf16", "--force", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
