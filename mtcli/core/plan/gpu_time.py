@@ -16,7 +16,6 @@ from mtcli.core.plan.hardware import Device
 from mtcli.core.plan.workload import Workload
 
 BLOCK_KERNELS = 24  # of a dense block's forward pass
-ROUTED_KERNELS = 0  # more where tokens are routed
 # Operations of the host that cost as much as the Python of a forward pass.
 BLOCK_CALLS, END_CALLS = 450, 100
 ROUTED_CALLS = 750  # more where tokens are routed to experts that are multiplied together
@@ -28,8 +27,7 @@ GemmShape = tuple[int, int, int]
 def block_seconds(work: Workload, device: Device) -> Pass:
     """Seconds of a block's arithmetic and memory traffic."""
     moving = elementwise_bytes(work, device) / device.reached_bandwidth
-    kernels = BLOCK_KERNELS + ROUTED_KERNELS * (work.model.num_experts > 0)
-    filling = kernels * work.unfused * device.physics.kernel
+    filling = BLOCK_KERNELS * work.unfused * device.physics.kernel
     return (
         Pass(filling, 2 * filling)
         + _dense(work, device)
