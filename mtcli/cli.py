@@ -224,7 +224,7 @@ COMMANDS: dict[str, Target] = {
         ("select", "Choose a core-set of the training data"),
         ("data", "Say which documents a training step consumed"),
         ("plan", "Check a run config; predict its memory, step time and bubble"),
-        ("calibrate", "Measure a device, for plans of it"),
+        ("calibrate", "Measure a device for plans: GEMMs, copy, attention, links"),
         ("train", "Train or fine-tune a model from a config"),
         ("sweep", "Train many models of one shape as one array"),
         ("eval", "Evaluate a checkpoint on published tasks or your own"),

@@ -29,7 +29,7 @@ def calibrate(
     nproc: Nproc = 1,
     json_out: JsonOut = None,
 ) -> None:
-    """Measure GEMMs, a copy, attention and the host's calls; with several ranks collectives too."""
+    """Measure a device for plans: GEMMs, copy, attention, links of several ranks; host time."""
     from mtcli.core.config.schema import TrainConfig
     from mtcli.core.runtime.outputs import require_writable
 

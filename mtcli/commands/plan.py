@@ -79,11 +79,14 @@ Rank = Annotated[
     int | None, typer.Option(min=0, max=2**20 - 1, help="the rank of the dry run [the fullest]")
 ]
 Tokens = Annotated[
-    float | None, typer.Option(min=1, help="tokens of the run, such as 300e9 [its steps']")
+    float | None,
+    typer.Option(min=1, max=1e18, help="tokens of the run, such as 300e9 [its steps']"),
 ]
 Price = Annotated[
     float | None,
-    typer.Option(min=0, help="price of an hour of one device: days, GPU-hours, money and kWh"),
+    typer.Option(
+        min=0, max=1e9, help="price of an hour of one device: days, GPU-hours, money and kWh"
+    ),
 ]
 Minimise = Annotated[
     Literal["time", "money", "energy"],

@@ -191,8 +191,9 @@ def peft_base(source: CheckpointFolder) -> Path:
     name = read_json(path).get("base_model_name_or_path")
     if not isinstance(name, str) or not name or not Path(name).is_dir():
         message = f"{path}: base_model_name_or_path={shown(name)} is no folder here"
-        offer = f"--base hub:{name}" if isinstance(name, str) and HUB_NAME.fullmatch(name) else ""
-        hint = f"name the folder of the model there, or {offer or 'by --base FOLDER'}"
+        hint = "name the folder of the model there, or by --base FOLDER"
+        if isinstance(name, str) and HUB_NAME.fullmatch(name):
+            hint += f"; --base hub:{name} downloads it"
         raise wrong(message, hint)
     if (Path(name) / ADAPTER_CONFIG).exists() and not (Path(name) / MANIFEST).exists():
         message = f"{path}: base_model_name_or_path={shown(name)} holds adapters, and no weights"
