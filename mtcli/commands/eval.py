@@ -101,6 +101,14 @@ TokenizerName = Annotated[
     typer.Option("--tokenizer", help="a tokenizer file, folder or name; default: the checkpoint's"),
 ]
 
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="contexts of lm-evaluation-harness as a user's turns, by the folder's chat template, "
+        "and solved examples as earlier turns",
+    ),
+]
 Ensemble = Annotated[
     list[str],
     typer.Option(
@@ -122,6 +130,7 @@ def eval(
     checkpoint: OptionalCheckpoint = None,
     harness: Harness = "",
     shots: Shots = 0,
+    chat: Chat = False,
     shots_per: ShotsPer = "item",
     seed: Seed = 1234,
     compare: Compare = None,
@@ -181,6 +190,7 @@ def eval(
         items=items_file(items, json_out, checkpoint, specs),
         json_out=json_out,
         base=base,
+        chat=chat,
     )
 
     def work(runtime: "Runtime") -> dict[str, Any] | None:

@@ -16,15 +16,17 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
-from mtcli.core.config.errors import failed, wrong
+from mtcli.core.config.errors import MtcliError, failed, wrong
 from mtcli.core.config.synonyms import closest
 from mtcli.core.data.text_files import read_text
 from mtcli.core.evaluate.eval_tokenizer import EvalTokenizer
 from mtcli.core.evaluate.loglikelihood import Request, Score, request, rolling_windows
 from mtcli.core.evaluate.packing import plan, run
 from mtcli.core.evaluate.tasks.task import Advance, Report
-from mtcli.core.inference.generate import Ends, Sampling, generate_text
+from mtcli.core.inference.chat import ChatPrompts
+from mtcli.core.inference.generate import Ends, Generator, TextRequest
 from mtcli.core.inference.model import InferenceModel
+from mtcli.core.inference.token_choice import Sampling
 
 BOOTSTRAP_ITERS = 100  # for standard errors without a closed form; lm-eval's 100,000 take minutes
 GENERATED_TOKENS = 256  # where a task names no limit, as lm-eval's Hugging Face backend
@@ -47,9 +49,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         batch_tokens: int,
         progress: Advance = lambda done: None,
         ends: Collection[int] = (),
+        chat: ChatPrompts | None = None,
     ) -> None:
-        """Takes the scorer and tokenizer; `ends` are the tokens that end a generated text."""
+        """Takes the scorer and tokenizer; `ends` are the tokens that end a generated text, and
+        `chat` renders contexts as conversations."""
         super().__init__()
+        self.chat = chat
         self.scorer, self.eval_tokenizer = scorer, tokenizer
         self.batch_tokens, self.progress = batch_tokens, progress
         self.ends = ends
@@ -98,13 +103,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generates a text after each context, up to the first of its `until`, a token that ends a
         text, or the task's limit of tokens (256 by default)."""
-        texts = []
-        for context, settings in (instance.args for instance in requests):
-            texts.append(self._generated(context, settings))
+        asked = [self._request(n, *instance.args) for n, instance in enumerate(requests)]
+        texts = [""] * len(asked)
+        for text in Generator(self.scorer).run(asked):
+            assert text.result is not None, "a text that was yielded has ended"
+            texts[text.index] = text.result.text
             self.progress(1)
         return texts
 
-    def _generated(self, context: str, settings: Mapping[str, Any]) -> str:
+    def _request(self, number: int, context: str, settings: Mapping[str, Any]) -> TextRequest:
         until = settings.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
         given = (settings.get(name) for name in TOKEN_LIMITS)
@@ -115,8 +122,30 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         temperature = float(settings.get("temperature", 0.0)) if sampled else 0.0
         tops = int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0))
         ends = Ends(limit, self.ends, [stop for stop in stops if stop])
-        decode, sampling = self.eval_tokenizer.decode, Sampling(temperature, *tops)
-        return generate_text(self.scorer, decode, prompt, sampling, ends).text
+        sampling = Sampling(temperature, *tops)
+        return TextRequest(prompt, ends, sampling, self.eval_tokenizer.decode, number)
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Renders a conversation; without the system's message where the template takes none."""
+        assert self.chat is not None, "evaluate_harness asks for it with a template alone"
+        try:
+            return self.chat.text(chat_history, add_generation_prompt)
+        except MtcliError:
+            said = [message for message in chat_history if message["role"] != "system"]
+            if len(said) == len(chat_history):
+                raise
+            return self.chat.text(said, add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Returns the template's text, which lm-eval records."""
+        return None if self.chat is None else self.chat.source
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What lm-eval's cache of requests knows the tokenizer by."""
+        return "mtcli"
 
     def _score(self, requests: list[Request]) -> list[Score]:
         return run(self.scorer, plan(self.scorer, requests, self.batch_tokens), self.progress)
@@ -142,7 +171,11 @@ def evaluate_harness(
             fewshot_random_seed=seed,
             bootstrap_iters=BOOTSTRAP_ITERS,
             log_samples=False,
+            apply_chat_template=model.chat is not None,
+            fewshot_as_multiturn=model.chat is not None,
         )
+    except MtcliError:
+        raise
     except Exception as error:
         if not _cannot_be_had(error):
             raise

@@ -32,6 +32,7 @@ class EvalRequest(NamedTuple):
     items: Path
     json_out: str | None
     base: str | None = None  # of adapters, where it has moved
+    chat: bool = False
 
     def items_beside_json(self) -> str:
         """Returns the name of a result's file of items: without the folder where both share one."""
@@ -70,7 +71,7 @@ def items_file(
 USES = {  # flags that some tasks alone have a use for
     "wikitext": ("--overlap", "--items"),
     "choices": ("--shots", "--shots-per", "--seed", "--contaminated", "--items"),
-    "lm_eval": ("--shots", "--seed"),
+    "lm_eval": ("--shots", "--seed", "--chat"),
     "labels": ("--ensemble", "--items"),
     "masked": ("--items",),
 }

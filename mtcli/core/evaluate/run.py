@@ -15,6 +15,7 @@ from mtcli.core.evaluate.packing import BATCH_TOKENS
 from mtcli.core.evaluate.request import EvalRequest
 from mtcli.core.evaluate.tasks.registry import Evaluation, task_runs
 from mtcli.core.evaluate.tasks.task import TaskOptions, TaskRun
+from mtcli.core.inference.chat import ChatPrompts
 from mtcli.core.inference.model import InferenceModel, OpenModel, open_model
 from mtcli.core.runtime.launch import Runtime
 from mtcli.core.runtime.progress import progress_bar
@@ -67,8 +68,10 @@ def _task_runs(
             request.seed,
             request.contaminated,
         )
+        folder = opened.checkpoint.tokenizer_folder
+        chat = ChatPrompts(tokenizer, folder) if request.chat else None
         arguments = eval_tokenizer(tokenizer), options, tokens, journal, scorer.of_rank_0
-        return task_runs(request.tasks, Evaluation(scorer, *arguments, opened.end_ids()))
+        return task_runs(request.tasks, Evaluation(scorer, *arguments, opened.end_ids(), chat))
     models = [scorer, *ensemble]
     return encoder_runs(request.tasks, models, tokenizer, request.limit, tokens, journal)
 

@@ -31,10 +31,12 @@ from mtcli.core.data.tokenize import Tokenizer, load_tokenizer
 from mtcli.core.inference.scoring import ScoreBatch
 from mtcli.core.mesh.layout import ParallelLayout
 from mtcli.core.mesh.parameters import count_parameters, parameters
+from mtcli.core.model.block import Block
 from mtcli.core.model.build import activation_format, build_stages
 from mtcli.core.model.heads import MaskedTokens
 from mtcli.core.model.init import load_weights
 from mtcli.core.model.inputs import Inputs, KVCache, make_inputs
+from mtcli.core.model.slots import SlotPass
 from mtcli.core.model.transformer import Stage
 from mtcli.core.parallel.collectives import all_reduce, gather_values
 from mtcli.core.parallel.groups import Groups, make_groups, world_axis
@@ -75,9 +77,27 @@ class InferenceModel:
         """The size of the vocabulary, without padding."""
         return self.config.model.vocab_size
 
+    @property
+    def cached_bytes(self) -> int:
+        """The bytes of a token's keys and values, on the rank that has most of them."""
+        blocks = (block for stage in self.stages.values() for block in stage.blocks.values())
+        numbers = sum(cast(Block, block).attention.cached_numbers for block in blocks)
+        per_rank = self.of_ranks(numbers * DTYPES[self.config.train.precision].itemsize)
+        return int(max(per_rank))
+
+    @property
+    def is_separable(self) -> bool:
+        """Whether tokens do not depend on what else is in their forward pass. Experts with a
+        capacity drop tokens by the number of all."""
+        return not self.config.model.capacity_factor
+
+    def of_ranks(self, value: Any) -> list[Any]:
+        """Returns every rank's JSON value, in the order of ranks. Collective."""
+        return gather_values(value, self.groups.world)
+
     def of_rank_0(self, value: Any) -> Any:
         """Broadcasts rank 0's JSON value to every rank. Collective."""
-        return gather_values(value, self.groups.world)[0]
+        return self.of_ranks(value)[0]
 
     def forward(self, inputs: list[Inputs]) -> list[Tensor]:
         """Last activations [b * s, D] of micro-batches of one shape, on the last stage's ranks;
@@ -135,14 +155,27 @@ class InferenceModel:
         scores = all_reduce(scores, self.groups.world).cpu()
         return scores[0], scores[1] > 0.5
 
-    def next_logits(self, tokens: Tensor, positions: Tensor, cache: KVCache) -> Tensor:
-        """The logits [b, V] that follow the last token of each sequence, on every rank."""
+    @torch.no_grad()
+    def next_logits(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: KVCache | SlotPass,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """The logits [b, V] that follow the last token of each sequence, on every rank.
+
+        `lengths` [b] are numbers of tokens, in rows that are filled up behind them.
+        """
         b, s = tokens.shape
         inputs = self._inputs(tokens, positions=positions, cache=cache)
         outputs = self.forward([inputs])
         logits = torch.zeros(b, self.vocab_size, device=self.groups.device)
         if outputs:
-            last = outputs[0].view(b, s, -1)[:, -1]
+            last = outputs[0][s - 1 :: s]
+            if lengths is not None:
+                ends = torch.arange(b) * s + lengths - 1
+                last = outputs[0][ends.to(self.groups.device)]
             stage = self._last_stage()
             if self.config.model.head == "mlm":
                 last = cast(MaskedTokens, stage.head).transformed(last)

@@ -50,10 +50,17 @@ class Attention(nn.Module):
         tp = build.groups.tp
         # of more ranks than key-value heads each has one, with fewer of its query heads
         self.queries_per_group = model.num_heads // max(model.num_kv_heads, tp.size)
+        self.num_groups = max(1, model.num_kv_heads // tp.size)
         self.num_heads, self.cap = model.num_heads, model.attention_softcap
         self.stream = build.dropout(f"{name}.probabilities", model.attention_dropout, seed)
         self.tp_rank, self.cp = tp.rank, build.groups.cp
         self.attend = attention_over(build.cp_mode)
+
+    @property
+    def cached_numbers(self) -> int:
+        """How many numbers of a token a cache keeps on this rank: a key and a value of each
+        group."""
+        return 2 * self.num_groups * self.head_dim
 
     def make_projections(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         """Makes the fused projection to queries, keys and values, and their norms."""
@@ -147,8 +154,9 @@ class Attention(nn.Module):
             return attend_after(prefix, (q, k, v), masking, inputs)
         if paths is not None:
             return masked_sdpa(q, k, v, masking.of_paths(paths, inputs.positions), cap, sinks)
-        if q.shape[2] < k.shape[2]:
-            return masked_sdpa(q, k, v, masking.of_cached(q, k.shape[2]), cap, sinks)
+        cache = inputs.cache
+        if cache is not None and cache.has_past(q, k):
+            return masked_sdpa(q, k, v, cache.mask(masking, q, k.shape[2]), cap, sinks)
         return self.attend(q, k, v, self.cp, masking)
 
     def _sinks(self, q: Tensor) -> Tensor | None:

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from mtcli.core.config.model import ModelConfig
 from mtcli.core.model.rope import RotaryTable, rotary_tables
-from mtcli.core.parallel.attention_mask import Documents, restarted
+from mtcli.core.model.slots import ROOM, SlotPass
+from mtcli.core.parallel.attention_mask import AttentionMask, Documents, KernelMask, restarted
 from mtcli.core.parallel.factory import Scale
-
-ROOM = 128  # tokens: memory of a cache grows by half, to multiples of these
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,14 @@ class KVCache:
             k, v = memory[0][:, :, :end], memory[1][:, :, :end]
         self.layers[layer] = (k, v)
         return k, v
+
+    def has_past(self, q: Tensor, k: Tensor) -> bool:
+        """Whether queries attend to earlier tokens too."""
+        return q.shape[2] < k.shape[2]
+
+    def mask(self, masking: AttentionMask, q: Tensor, size: int) -> KernelMask:
+        """The mask from the new tokens to all."""
+        return masking.of_cached(q, size)
 
     def after(self, prefix: "KVCache") -> "KVCache":
         """Appends this cache's keys and values to those of the tokens before it."""
@@ -92,7 +99,7 @@ class Inputs:
     token_types: Tensor | None = None  # [b, s] int64; None is 0 each
     sentences: Sentences | None = None
     rotations: tuple[RotaryTable, ...] = ()  # by `layer_table` of model/rope.py
-    cache: KVCache | None = None
+    cache: KVCache | SlotPass | None = None
     prefix: KVCache | None = None  # of one sequence that precedes each of the b; not extended
     aux_scale: Scale = 0.0  # gradient of one token's auxiliary loss; 0 where there is no backward
 

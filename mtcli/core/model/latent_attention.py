@@ -39,6 +39,12 @@ class LatentAttention(Attention):
         self.enter, self.tp = build.enter_latents, build.groups.tp
         self.to_tokens, self.activation_rows = build.to_tokens, build.activation_rows
 
+    @property
+    def cached_numbers(self) -> int:
+        """How many numbers of a token a cache keeps on this rank: a latent, and what heads have in
+        common."""
+        return self.mla.kv_rank + self.mla.rope_dim
+
     def make_projections(self, name: str, model: ModelConfig, build: LayerFactory) -> None:
         """Makes the down-projections, their norms and the up-projections."""
         self.mla = mla = cast(Mla, model.mla)

@@ -113,6 +113,18 @@ class AttentionMask:
         positions = torch.arange(size, device=q.device)
         return self.between(q, positions[first:], positions)
 
+    def of_texts(self, q: Tensor, positions: Tensor, size: int) -> KernelMask:
+        """The mask from tokens at `positions` [b, s] of texts, q [b, h, s, d], to the `size` keys
+        of each."""
+        assert self.documents is None, "a slot is of one text"
+        left = self.visibility.left
+        if runs_triton(q):
+            first = torch.zeros_like(positions) if left is None else (positions - left).clamp(0)
+            return KeyRanges(first.int(), (positions + 1).int())
+        mask = self._visible(positions[:, :, None], torch.arange(size, device=q.device))
+        assert mask is not None, "texts are causal"
+        return mask[:, None]
+
     def of_prefix(self, q: Tensor, positions: Tensor, size: int) -> KernelMask:
         """The mask from rows [b, s], concatenated in q [1, h, b * s, d], to the `size` tokens of a
         prefix that precedes every row."""

@@ -2,11 +2,14 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import lm_eval
 import pytest
 import torch
+from chats import save_model
+from chats import tokenizer as tokenizer_of_chats
 from huggingface_hub import get_session
 from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
@@ -18,6 +21,7 @@ from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness
 from mtcli.core.evaluate.journal import Journal
 from mtcli.core.evaluate.tasks.registry import Evaluation, parse_tasks, task_runs
 from mtcli.core.evaluate.tasks.task import TaskOptions
+from mtcli.core.inference.chat import ChatPrompts
 from mtcli.core.inference.model import open_model
 from mtcli.core.runtime.launch import Runtime
 
@@ -134,6 +138,75 @@ def test_generated_texts_are_those_of_lm_evals_own_backend(tmp_path, offline, to
     assert model.generate_until(instances) == expected
     assert len(expected[3]) < len(expected[0]) and stop not in expected[3]
     assert sum(done) == 4
+
+
+CHATTY = """task: chatty
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {file}, train: {file}}}
+training_split: train
+fewshot_split: train
+test_split: test
+output_type: {kind}
+description: "Answer.\\n"
+doc_to_text: "{{{{question}}}}"
+doc_to_target: {target}
+{more}
+"""
+GENERATED = (
+    'generation_kwargs: {until: ["\\n"], max_gen_toks: 6, do_sample: false}\n'
+    "metric_list: [{metric: exact_match}]"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "more"),
+    [("multiple_choice", "answer", CHOICE), ("generate_until", '"{{long}}"', GENERATED)],
+)
+def test_chats_have_solved_examples_as_turns_as_in_lm_eval(tmp_path, offline, kind, target, more):
+    theirs = save_model(tmp_path / "model", max_position_embeddings=1024)
+    theirs.generation_config.eos_token_id = tokenizer_of_chats().eos_token_id
+    theirs.save_pretrained(tmp_path / "model")
+    rows = [
+        {"question": f"What is {i}?", "choices": ["a", "bc"], "answer": i % 2, "long": "xy"}
+        for i in range(6)
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    file = tmp_path / "chatty.yaml"
+    text = CHATTY.format(file=tmp_path / "rows.jsonl", kind=kind, target=target, more=more)
+    file.write_text(text)
+    opened = open_model(str(tmp_path / "model"), [], Runtime(0, 1, 0, 1, torch.device("cpu")))
+    made = opened.require_tokenizer()
+    chat = ChatPrompts(made, tmp_path / "model")
+    of_eval = replace(eval_tokenizer(made), encode=chat.encode)
+    ours = HarnessModel(opened.scorer, of_eval, 512, ends=opened.end_ids(), chat=chat)
+    backend = HFLM(pretrained=theirs, tokenizer=tokenizer_of_chats(), max_length=1024)
+    prompts, seen = {}, {}
+    for name, model in (("ours", ours), ("theirs", backend)):
+        model.apply_chat_template = noting(model.apply_chat_template, prompts.setdefault(name, []))
+        model.generate_until = noting(model.generate_until, seen.setdefault(name, []))
+    report = evaluate_harness(str(file), ours, limit=4, shots=2)
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    expected = simple_evaluate(
+        backend, tasks=["chatty"], task_manager=manager, limit=4, num_fewshot=2,
+        apply_chat_template=True, fewshot_as_multiturn=True, log_samples=False,
+    )["results"]["chatty"]  # fmt: skip
+    assert prompts["ours"] == prompts["theirs"] and len(prompts["ours"][0].split("What is")) == 4
+    assert seen["ours"] == seen["theirs"] and len(seen["ours"]) == (kind == "generate_until")
+    metrics = {k.removesuffix(",none"): v for k, v in expected.items() if isinstance(v, float)}
+    assert metrics
+    for name, value in metrics.items():
+        assert report[name] == pytest.approx(value, rel=1e-5), name
+
+
+def noting(function, results):
+    """The function, whose results are appended to a list."""
+
+    def noted(*arguments, **options):
+        results.append(function(*arguments, **options))
+        return results[-1]
+
+    return noted
 
 
 class Instance:

@@ -1,7 +1,6 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-import mtcli.core.inference.generate as subject
 import mtcli.core.inference.model as inference_model
 from mtcli.core.checkpoint.opening import open_checkpoint
 from mtcli.core.config.errors import MtcliError
 from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.convert.verify import logit_difference
-from mtcli.core.inference.generate import Ends, Sampling, choose, generate, generate_text
+from mtcli.core.inference.generate import Ends, generate, generate_text
 from mtcli.core.inference.model import open_model
+from mtcli.core.inference.token_choice import Sampling, choose, probabilities, uniform
 from mtcli.core.model.inputs import KVCache
 from mtcli.core.runtime.launch import Runtime
 
@@ -61,7 +60,7 @@ def model(request, tmp_path_factory):
 
 def tokens(runtime, folder, overrides=(), sampling=Sampling(), count=12, ends=()):  # noqa: B008
     engine = open_model(folder, overrides, runtime).scorer
-    return list(generate(engine, PROMPT, count, sampling, ends))
+    return generate(engine, PROMPT, count, sampling, ends)
 
 
 def greedy_of(model, count=12):
@@ -135,7 +134,7 @@ TENSOR_2D = ["tp=4", "tp_mode=2d"]
 def said(runtime, folder, overrides, stops):
     """Greedy tokens, drawn ones, and the texts up to stop strings, of one engine."""
     engine = open_model(folder, overrides, runtime).scorer
-    ids = [list(generate(engine, PROMPT, 12, sampling, ())) for sampling in (Sampling(), DRAWN)]
+    ids = [generate(engine, PROMPT, 12, sampling, ()) for sampling in (Sampling(), DRAWN)]
     ends = [Ends(12, (), strings) for strings in stops]
     return ids, [generate_text(engine, in_pairs, PROMPT, Sampling(), end).text for end in ends]
 
@@ -199,7 +198,7 @@ def test_a_text_says_why_it_ended(model):
 def test_a_prompt_that_does_not_fit_is_an_error_with_both_numbers(model, prompt):
     engine = open_model(model[1], (), ALONE).scorer
     with pytest.raises(MtcliError) as caught:
-        next(generate(engine, prompt, 1, Sampling(), ()))
+        generate(engine, prompt, 1, Sampling(), ())
     (problem,) = caught.value.problems
     assert problem.message == f"the prompt has {len(prompt)} tokens and the model takes 1 to 24"
     assert problem.field == "--prompt"
@@ -208,18 +207,40 @@ def test_a_prompt_that_does_not_fit_is_an_error_with_both_numbers(model, prompt)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_weights_that_are_not_finite_end_the_generation_with_exit_1(model, value, temperature):
-    engine, calls = open_model(model[1], (), ALONE).scorer, iter(range(9))
-
-    def broken(*arguments):
-        logits = engine.next_logits(*arguments)
-        logits[0, 3] = value if next(calls) == 2 else logits[0, 3]
-        return logits
-
-    ruined = SimpleNamespace(max_seq_len=engine.max_seq_len, next_logits=broken)
+    engine = open_model(model[1], (), ALONE).scorer
+    engine.stages[0].blocks["1"].mlp_norm.weight[3] = value
     with pytest.raises(MtcliError) as caught:
-        list(generate(ruined, PROMPT, 12, Sampling(temperature), ()))
-    said = "after 2 new tokens the model's logits are not finite, so no token is likelier"
+        generate(engine, PROMPT, 12, Sampling(temperature), ())
+    said = "after 0 new tokens the model's logits are not finite, so no token is likelier: "
+    said += "the weight blocks.1.mlp_norm.weight has NaN or infinity"
     assert caught.value.problems[0].message == said and caught.value.code == 1
+
+
+def test_a_layer_that_overflows_is_named_where_all_weights_are_finite(model):
+    engine = open_model(model[1], (), ALONE).scorer
+    for name in ("0", "1"):
+        engine.stages[0].blocks[name].mlp.down.weight[:] = 3e38
+    with pytest.raises(MtcliError) as caught:
+        generate(engine, PROMPT, 12, Sampling(), ())
+    (problem,) = caught.value.problems
+    assert problem.message.endswith("all weights are finite, and the output of blocks.0.mlp is not")
+    assert caught.value.code == 1 and "train.precision=fp32" in problem.hint
+
+
+def bad_at(runtime, folder, name, stage):
+    engine = open_model(folder, ["parallel.tp=2", "parallel.pp=2"], runtime).scorer
+    if stage in engine.stages and runtime.rank % 2:
+        engine.stages[stage].get_parameter(name)[:] = float("nan")
+    with pytest.raises(MtcliError) as caught:
+        generate(engine, PROMPT, 12, Sampling(), ())
+    return caught.value.problems[0].message
+
+
+@pytest.mark.parametrize("model", ["llama"], indirect=True)
+def test_every_rank_names_the_same_weight(model):
+    name = "blocks.1.attention.out.weight"
+    (message, *others) = run_ranks(4, bad_at, model[1], name, 1)
+    assert f"the weight {name} has NaN" in message and others == [message] * 3
 
 
 def test_a_model_that_sees_the_future_is_refused_and_can_still_be_proven(model, tmp_path):
@@ -271,25 +292,14 @@ LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_siz
     st.sampled_from([0.13, 0.5, 0.9, 1.0]),
 )
 def test_top_k_and_top_p_keep_what_their_definitions_say(logits, temperature, top_k, top_p):
-    seen = []
-
-    def record(probabilities, count, generator):
-        seen.append(probabilities / probabilities.sum())
-        return probabilities.argmax()[None]
-
-    patch = pytest.MonkeyPatch()
-    with patch.context() as context:
-        context.setattr(subject.torch, "multinomial", record)
-        first = choose(torch.tensor(logits), Sampling(temperature, top_k, top_p), torch.Generator())
+    found = probabilities(torch.tensor(logits), Sampling(temperature, top_k, top_p))
     expected = kept_by_brute_force(logits, temperature, top_k, top_p)
-    found = [p for p in seen[0].tolist() if p > 0.0]
-    assert found == pytest.approx(sorted(expected.values(), reverse=True))
-    assert first == max(expected, key=lambda i: (logits[i], -i))
+    assert found.tolist() == pytest.approx([expected.get(i, 0.0) for i in range(len(logits))])
 
 
 def test_draws_follow_the_probabilities():
-    logits, generator = torch.tensor([0.0, 1.0, 2.0, -9.0]), torch.Generator().manual_seed(0)
-    draws = [choose(logits, Sampling(1.0, top_k=3), generator) for _ in range(4000)]
+    logits = torch.tensor([0.0, 1.0, 2.0, -9.0])
+    draws = [choose(logits, Sampling(1.0, top_k=3), (), uniform(7, 0, 0, i)) for i in range(4000)]
     expected = logits[:3].softmax(0).tolist()
     for id, share in enumerate(expected):
         width = (share * (1 - share) / 4000) ** 0.5
@@ -298,4 +308,4 @@ def test_draws_follow_the_probabilities():
 
 
 def test_greedy_takes_the_lowest_of_equal_maxima():
-    assert choose(torch.tensor([1.0, 3.0, 3.0]), Sampling(), torch.Generator()) == 1
+    assert choose(torch.tensor([1.0, 3.0, 3.0]), Sampling(), (), 0.5) == 1

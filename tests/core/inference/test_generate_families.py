@@ -17,8 +17,9 @@ from mtcli.core.convert.layout import parse_layout
 from mtcli.core.convert.to_huggingface import to_hf
 from mtcli.core.convert.to_mtcli import WriteOptions, to_mtcli
 from mtcli.core.data.tokenize import Tokenizer, byte_tokenizer
-from mtcli.core.inference.generate import Sampling, generate
+from mtcli.core.inference.generate import generate
 from mtcli.core.inference.model import open_model
+from mtcli.core.inference.token_choice import Sampling
 from mtcli.core.runtime.launch import Runtime
 
 ALONE = Runtime(0, 1, 0, 1, torch.device("cpu"))
@@ -95,7 +96,7 @@ def theirs(folder):
 def ours(folder):
     model = open_model(str(folder), (), ALONE)
     prompt = model.require_tokenizer().encode_prompt(PROMPT)
-    return list(generate(model.scorer, prompt, COUNT, Sampling(), model.end_ids()))
+    return generate(model.scorer, prompt, COUNT, Sampling(), model.end_ids())
 
 
 def test_a_prompt_gets_what_the_template_puts_before_it(folder):

@@ -4,6 +4,7 @@ A task is a TOML file, ours or the user's; WikiText-103 alone has code of its ow
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +21,7 @@ from mtcli.core.evaluate.tasks.task_file import SUFFIX, load_task, task_names
 from mtcli.core.evaluate.tasks.wikitext import prepare_wikitext
 
 if TYPE_CHECKING:  # imports torch
+    from mtcli.core.inference.chat import ChatPrompts
     from mtcli.core.inference.model import InferenceModel
 
 HARNESS_PREFIX = "lm_eval:"  # lm_eval:NAME and lm_eval:FILE.yaml run lm-evaluation-harness tasks
@@ -89,6 +91,7 @@ class Evaluation(NamedTuple):
     journal: Journal
     share: Callable[[Any], Any] = lambda value: value  # rank 0's value, on every rank
     ends: frozenset[int] = frozenset()  # tokens that end a generated text
+    chat: "ChatPrompts | None" = None  # renders the contexts of lm-eval's tasks
 
 
 def task_runs(specs: Sequence[TaskSpec], evaluation: Evaluation) -> list[TaskRun]:
@@ -174,12 +177,16 @@ def _harness(evaluation: Evaluation, name: str) -> TaskRun:
     def score(progress: Advance) -> Report:
         from mtcli.core.evaluate.harness import HarnessModel, evaluate_harness  # optional extra
 
+        tokenizer, chat = evaluation.tokenizer, evaluation.chat
+        if chat is not None:
+            tokenizer = replace(tokenizer, encode=chat.encode)
         model = HarnessModel(
             evaluation.scorer,
-            evaluation.tokenizer,
+            tokenizer,
             evaluation.batch_tokens,
             progress,
             evaluation.ends,
+            chat,
         )
         options = evaluation.options
         more = options.limit, options.shots, options.seed
