@@ -28,6 +28,14 @@ def test_every_rule_that_reports_a_field_is_among_its_rules():
         assert any(f"{field}: of use with" in rule for rule in explain(field)[0].rules), field
 
 
+def test_a_rule_that_reads_a_field_in_a_function_of_its_own_is_among_its_rules():
+    (rule,) = (rule for rule in RULES if rule.__name__ == "_batch_divides")
+    for pp, found in ((1, 1), (4, 0)):  # so the rule depends on pp, by data_parallel_size
+        config, _ = read_config("tiny", [f"parallel.pp={pp}"])
+        assert len([*rule(config, 4)]) == found
+    assert rule in rules_on("parallel.pp")
+
+
 def test_a_rule_on_one_section_is_not_of_a_field_of_that_name_in_another():
     names = {rule.__name__ for rule in rules_on("sync.top_k")}
     assert "_experts_are_whole" not in names
