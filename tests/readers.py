@@ -515,7 +515,9 @@ def cache(folder):
     many = b"9" * 30
     large = seeds[1].replace(b", 2), }" + b" " * len(many), b", 2" + many + b"), }")
     assert many in large
-    return check, [seeds[1], parsed, large]
+    mixed = seeds[1].replace(b"'fortran", b"b'fortran").replace(b" \n", b"\n")  # keys: no order
+    assert len(mixed) == len(seeds[1])
+    return check, [seeds[1], parsed, large, mixed]
 
 
 def journal(folder):
