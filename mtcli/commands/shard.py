@@ -23,6 +23,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 OF_TARGETS = ("to", "layout", "upcycle", "force", "max_shard_size", "merge_lora", "push")
 REFUSED = {"convert": (), "verify": OF_TARGETS, "inspect": (*OF_TARGETS, "dtype", "verify")}
 QUANTISED = "q8_0"  # a dtype of GGUF alone
+TEMPLATES = ("tokenizer.chat_template",)  # of many lines
 COUNTS = {"inspect": 2, "verify": 3}  # words of what reads checkpoints and writes none
 
 
@@ -124,6 +125,9 @@ def shard(
     from mtcli.core.checkpoint.safetensors_file import parse_dtype
     from mtcli.core.convert.layout import parse_layout
 
+    if words[0] == "inspect" and words[-1].endswith(".gguf"):
+        _verb(words, context)
+        return _inspect_gguf(Path(words[1]), json_out)
     # Before torch is imported.
     name, model, size, where, verb, sources = collect_errors(
         lambda: None if dtype in (None, QUANTISED) else parse_dtype(dtype),
@@ -136,11 +140,7 @@ def shard(
     target_format = to or ("mtcli" if upcycle else None)
     if verb == "convert":
         chosen = _target(sources[0], words[1], target_format, layout, max_shard_size)
-        if family and chosen not in ("hf", "gguf"):
-            hint = "--to hf, or leave --family out"
-            raise wrong(f"--family {family} with --to {chosen}", hint, "--family")
-        if push:
-            _require_pushed(push, chosen)
+        _require_format(chosen, family, push)
         if chosen != "gguf":
             require_free(Path(words[1]), force)
     if dtype == QUANTISED and (verb != "convert" or chosen != "gguf"):
@@ -168,6 +168,19 @@ def shard(
         if chosen in writers:
             return writers[chosen](source, Path(words[1]), plan, dtype, json_out)
         _convert(source, Path(words[1]), plan, layout or "", push, json_out)
+
+
+def _require_format(to: str, family: str | None, push: str | None) -> None:
+    """Raises MtcliError where --family or --push do not fit the format, or --push has no token."""
+    from mtcli.core.runtime.hub import require_token
+
+    if family and to not in ("hf", "gguf"):
+        hint = "--to hf, or leave --family out"
+        raise wrong(f"--family {family} with --to {to}", hint, "--family")
+    if push and to != "hf":
+        raise wrong(f"--push {push} with --to {to}", "--to hf", "--push")
+    if push:
+        require_token(push, "--push")
 
 
 def _require_adapters(source: "Checkpoint", to: str, merge: bool) -> None:
@@ -283,6 +296,26 @@ def _inspect(source: "Checkpoint", json_out: str | None) -> None:
     )
 
 
+def _inspect_gguf(path: Path, json_out: str | None) -> None:
+    from mtcli.core.convert.gguf.header import describe_gguf
+    from mtcli.core.runtime.console import print_table
+
+    facts = describe_gguf(path)
+    if not answer(facts, json_out):
+        return
+    counts = [
+        f"{count['tensors']:,} {kind} of {count['bytes']:,} bytes"
+        for kind, count in facts["types"].items()
+    ]
+    rows = {name: _show(facts[name]) for name in ("path", "format", "architecture", "name")}
+    rows |= {"parameters": f"{facts['parameters']:,}", "tensors": ", ".join(counts)}
+    print_facts(rows | {"bytes": f"{facts['file_bytes']:,}"})
+    stated = [
+        [name, _show(value)] for name, value in facts["facts"].items() if name not in TEMPLATES
+    ]
+    print_table("", ("", ""), stated)
+
+
 def _adapters(adapters: dict[str, Any] | None) -> str:
     """The adapters' number, scale, layers and base in one line."""
     if adapters is None:
@@ -300,15 +333,6 @@ def _shape(model: dict[str, Any]) -> str:
         return f"{sizes}, MLP {model['ffn_hidden_size']:,}"
     experts = f"{model['num_experts']} experts of {model['moe_ffn_hidden_size']:,}"
     return f"{sizes}, {experts}, {model['top_k']} for each token"
-
-
-def _require_pushed(repository: str, to: str) -> None:
-    """Raises MtcliError where a folder of this format, or without a token, cannot be pushed."""
-    from mtcli.core.runtime.hub import require_token
-
-    if to != "hf":
-        raise wrong(f"--push {repository} with --to {to}", "--to hf", "--push")
-    require_token(repository, "--push")
 
 
 def _convert(

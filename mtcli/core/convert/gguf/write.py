@@ -73,7 +73,7 @@ def require_package() -> ModuleType:
     try:
         return import_module("gguf")
     except ModuleNotFoundError:
-        raise wrong("--to gguf needs the package gguf", "pip install 'mtcli[gguf]'") from None
+        raise wrong("GGUF needs the package gguf", "pip install 'mtcli[gguf]'") from None
 
 
 def require_free_file(final: Path, force: bool) -> None:
