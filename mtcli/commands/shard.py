@@ -2,6 +2,7 @@
 memory."""
 
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 # Parameters that have no use where no checkpoint is written, and where none are compared.
-OF_TARGETS = ("to", "layout", "upcycle", "force", "max_shard_size", "merge_lora", "push")
+OF_TARGETS = ("to", "layout", "upcycle", "force", "max_shard_size", "merge_lora", "push", "text")
 REFUSED = {"convert": (), "verify": OF_TARGETS, "inspect": (*OF_TARGETS, "dtype", "verify")}
 QUANTISED = "q8_0"  # a dtype of GGUF alone
 TEMPLATES = ("tokenizer.chat_template",)  # of many lines
@@ -90,6 +91,13 @@ MergeLora = Annotated[
 Verify = Annotated[
     bool, typer.Option("--verify", help="compare every bit, and logits on a seeded batch")
 ]
+Text = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="with --to gguf: also print what the rounding changes of a text's perplexity",
+    ),
+]
 Push = Annotated[
     str | None,
     typer.Option(
@@ -115,6 +123,7 @@ def shard(
     merge_lora: MergeLora = False,
     base: MovedBase = None,
     push: Push = None,
+    text: Text = None,
     nproc: Nproc = 1,
     verify: Verify = False,
     force: Force = False,
@@ -140,7 +149,7 @@ def shard(
     target_format = to or ("mtcli" if upcycle else None)
     if verb == "convert":
         chosen = _target(sources[0], words[1], target_format, layout, max_shard_size)
-        _require_format(chosen, family, push)
+        _require_format(chosen, family, push, text)
         if chosen != "gguf":
             require_free(Path(words[1]), force)
     if dtype == QUANTISED and (verb != "convert" or chosen != "gguf"):
@@ -164,19 +173,26 @@ def shard(
             raise wrong(f"--upcycle with --to {chosen}", hint, "--upcycle")
         recipe = None if upcycle is None else recipe_of(upcycle, source.model)
         plan = ConversionPlan(chosen, where, cast, size, verify, force, recipe, nproc, family)
-        writers = {"gguf": _to_gguf, "dcp": _to_dcp, "peft": _to_peft}
+        writers: dict[str, Callable[..., None]] = {
+            "gguf": partial(_to_gguf, text),
+            "dcp": _to_dcp,
+            "peft": _to_peft,
+        }
         if chosen in writers:
             return writers[chosen](source, Path(words[1]), plan, dtype, json_out)
         _convert(source, Path(words[1]), plan, layout or "", push, json_out)
 
 
-def _require_format(to: str, family: str | None, push: str | None) -> None:
-    """Raises MtcliError where --family or --push do not fit the format, or --push has no token."""
+def _require_format(to: str, family: str | None, push: str | None, text: Path | None) -> None:
+    """Raises MtcliError where --family, --push or --text do not fit the format, or --push has no
+    token."""
     from mtcli.core.runtime.hub import require_token
 
     if family and to not in ("hf", "gguf"):
         hint = "--to hf, or leave --family out"
         raise wrong(f"--family {family} with --to {to}", hint, "--family")
+    if text and to != "gguf":
+        raise wrong(f"--text {text} with --to {to}", "--to gguf, or mtcli eval", "--text")
     if push and to != "hf":
         raise wrong(f"--push {push} with --to {to}", "--to hf", "--push")
     if push:
@@ -211,19 +227,25 @@ def _to_peft(
 
 
 def _to_gguf(
+    text: Path | None,
     source: "Checkpoint",
     target: Path,
     plan: "ConversionPlan",
     dtype: str | None,
     json_out: str | None,
 ) -> None:
+    from mtcli.core.convert.gguf.perplexity import perplexities, read_tokens
     from mtcli.core.convert.gguf.write import plan_gguf, require_free_file, to_gguf
 
     require_free_file(target, plan.force)
     file = plan_gguf(source, plan.family, dtype)
+    tokens = None if text is None else read_tokens(source, text)
     line = f"{source.folder}: {len(file.tensors)} tensors; writing {file.architecture} as "
     echo(f"{line}{file.dtype} to {target}", err=True)
-    _finish(to_gguf(source, target, file, plan.verify), json_out)
+    facts = to_gguf(source, target, file, plan.verify)
+    if tokens is not None:
+        facts |= perplexities(source.averaged(), file, tokens)
+    _finish(facts, json_out)
     say_wrote(str(target))
 
 

@@ -213,6 +213,40 @@ def test_what_llama_cpp_cannot_compute_is_refused_or_said(folders):
     assert facts_of(llama, "llama")["context_length"] == 7
 
 
+@pytest.mark.parametrize("dtype", ["q8_0", "fp16"])
+def test_the_perplexity_of_a_text_is_transformers_by_the_weights_of_the_file(
+    folders, tmp_path, dtype
+):
+    from transformers import AutoModelForCausalLM
+
+    text = "of the words of a text, " * 40
+    (tmp_path / "text.txt").write_text(text)
+    words = ("x.gguf", "--dtype", dtype, "--text", "text.txt", "--json", "-")
+    done = mtcli("shard", folders["llama"], *words, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    before = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
+    after = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="x.gguf", config=before.config
+    ).eval()
+    ids = torch.tensor(load_tokenizer(folders["llama"]).encode(text))
+    assert len(ids) > 3 * 64  # the context, of which a window has one input more
+    expected = []
+    for model in (before, after):
+        windows = [ids[at : at + 65][None] for at in range(0, len(ids) - 1, 64)]
+        with torch.no_grad():
+            losses = [
+                float(model(w[:, :-1]).logits.double().log_softmax(-1)[0]
+                      .gather(1, w[0, 1:, None]).sum())
+                for w in windows
+            ]  # fmt: skip
+        expected.append(np.exp(-sum(losses) / (len(ids) - 1)))
+    assert found["perplexity"] == pytest.approx(expected[0], rel=1e-7)
+    assert found["perplexity_difference"] == pytest.approx(expected[1] - expected[0], rel=1e-4)
+    apart = found["perplexity_rounded"] - found["perplexity"]
+    assert found["perplexity_difference"] == pytest.approx(apart, rel=1e-6) and apart != 0
+
+
 def test_inspect_shows_what_the_package_s_reader_finds(folders, tmp_path):
     for name, dtype in (("llama", "q8_0"), ("gpt2", "bf16")):
         path = tmp_path / f"{name}.gguf"
@@ -284,6 +318,8 @@ def test_the_command_writes_verifies_and_replaces_nothing_else(folders, tmp_path
         (("y", "--to", "gguf"), "y does not end in .gguf"),
         (("y.gguf", "--to", "hf", "--dtype", "q8_0"), "--dtype q8_0 without --to gguf"),
         (("y.gguf", "--to", "gguf", "--layout", "tp=2"), "--layout tp=2 with --to gguf"),
+        (("y", "--to", "hf", "--text", "t"), "--text t with --to hf"),
+        (("y.gguf", "--text", "none"), "none cannot be read"),
         (("y.gguf", "--dtype", "fp64"), "--dtype fp64 with --to gguf"),
     ):
         done = mtcli("shard", folders["qwen3"], *words, folder=tmp_path)
