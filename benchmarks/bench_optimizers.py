@@ -3,8 +3,8 @@
 Small Llamas train on the running Python's library sources. `mtcli sweep` tunes the learning rate
 and weight decay of each optimizer, and AdamW's betas and Muon's momentum; the best settings train
 with three further seeds. The loss to reach is the one that AdamW ends with at the same seed.
-Rates at the end of a grid are named: the best one may lie beyond. `mtcli profile` measures the
-seconds of a step of each, beside those that `mtcli plan` expects.
+A grid whose best rate lies at its end grows there, by a factor of 2. `mtcli profile` measures the
+seconds of a step of each, one after the other, beside those that `mtcli plan` expects.
 
     python benchmarks/bench_optimizers.py --size tiny --plot docs/images/optimizers-tiny.png
     python benchmarks/bench_optimizers.py --size 10m --like FILE --json OTHER --work FOLDER
@@ -101,7 +101,9 @@ def measured(folder: Path, args: argparse.Namespace) -> Table:
         curves = [curve(Path(row["folder"])) for row in rows]
         found["optimizers"][name] = {"best": best, "curves": curves}
         write_rows(args.json, found)
-    for name in each([name for name in RATES if "seconds" not in found["optimizers"][name]]):
+    if all("seconds" in result for result in found["optimizers"].values()):
+        return found
+    for name in each(list(RATES)):  # all together, as a machine's speed changes
         settings = [*common, f"optimizer.name={name}", found["optimizers"][name]["best"]["shape"]]
         found["optimizers"][name]["seconds"] = step_seconds(folder, settings)
     return found
@@ -123,18 +125,32 @@ def around(best: Table) -> Grid:
 
 def tuned(folder: Path, name: str, settings: list[str], grid: Grid, tiny: bool) -> Table:
     """The trial with the lowest held-out loss at its end."""
-    trials, most = [], 1 if tiny else None  # of each field's values
+    most = 1 if tiny else None  # of each field's values
     shapes, rates = grid[0][:most], grid[1][:most]
-    for number, shape in enumerate(shapes):
+
+    def tried(output: str, shape: str, rates: tuple[float, ...]) -> list[Table]:
         vary = {"optimizer.lr": rates, "optimizer.weight_decay": DECAYS[:most]}
-        output = folder / f"{name}-tuning-{number}"
-        rows = sweep(output, [*settings, shape], (TUNING_SEED,), vary)
-        for row in (row for row in rows if row["status"] == "finished"):
+        rows = sweep(folder / output, [*settings, shape], (TUNING_SEED,), vary)
+        for row in rows:
             del row["values"]["seed"]
-            trials.append({"shape": shape, **{key: row[key] for key in ("values", "valid_loss")}})
-    best = min(trials, key=lambda trial: trial["valid_loss"] or float("inf"))
-    ends = best["values"]["optimizer.lr"] in (rates[0], rates[-1])
-    say(f"{name}: {best['shape']}, {best['values']}: {best['valid_loss']:.4f}{' (end)' * ends}")
+        return [
+            {"shape": shape, "values": row["values"], "valid_loss": row["valid_loss"]}
+            for row in rows
+            if row["status"] == "finished"
+        ]
+
+    def lowest() -> Table:
+        return min(trials, key=lambda trial: trial["valid_loss"] or float("inf"))
+
+    trials: list[Table] = []
+    for number, shape in enumerate(shapes):
+        trials += tried(f"{name}-tuning-{number}", shape, rates)
+    while (rate := lowest()["values"]["optimizer.lr"]) in (rates[0], rates[-1]) and not tiny:
+        beyond = rate / 2 if rate == rates[0] else rate * 2
+        rates = tuple(sorted((*rates, beyond)))
+        trials += tried(f"{name}-tuning-{beyond:g}", lowest()["shape"], (beyond,))
+    best = lowest()
+    say(f"{name}: {best['shape']}, {best['values']}: {best['valid_loss']:.4f}")
     return {**best, "trials": trials}
 
 

@@ -27,12 +27,14 @@ from published.software import PUBLISHED, PublishedPhysics
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
+from scipy.stats import beta
 
 from mtcli.core.plan.certainty import SHARE, kind_of
 from mtcli.core.plan.search import lower_bound
 from mtcli.core.plan.step_time import block_costs
 
 LARGEST = 0.5  # a ratio of 1.65 either way counts no more than this in the loss that is printed
+CONFIDENCE = 0.9  # that a range holds SHARE of the runs of its kind
 SMALL = 0.1  # up to here the square counts, beyond it the distance
 FITTED = ("gemm", "narrow_gemm", "attention", "unfused_attention", "misaligned", "traffic")
 FITTED += ("network", "shard_overlap", "step_overhead", "blackwell_gemm")
@@ -133,8 +135,12 @@ def _left_out(
 
 
 def _print_ranges(records: list[PublishedRun], processes: int) -> None:
-    """Prints RANGES of `mtcli/core/plan/certainty.py`: of n errors those of ranks (n + 1) / 10 from
-    either end, so that 8 of 10 further runs of a kind are expected between them."""
+    """Prints RANGES of `mtcli/core/plan/certainty.py`: of n errors those of one rank from either
+    end, between which SHARE of further runs of a kind lie with a confidence of CONFIDENCE.
+
+    Between ranks r from either end lies a share that is distributed as Beta(n - 2 r + 1, 2 r),
+    whatever the errors are (Wilks, Annals of Mathematical Statistics 12, 1941).
+    """
     errors: dict[str, list[float]] = {}
     with ProcessPoolExecutor(processes) as pool:
         scored = [one for _, found in _left_out(records, pool) for one in found]
@@ -143,9 +149,16 @@ def _print_ranges(records: list[PublishedRun], processes: int) -> None:
         errors.setdefault(kind, []).append(one.record.seconds / one.seconds)
     for kind, found in sorted(errors.items()):
         found.sort()
-        rank = int((len(found) + 1) * (1 - SHARE) / 2)
-        if rank:
-            print(f'    "{kind}": Spread({found[rank - 1]:.3f}, {found[-rank]:.3f}, {len(found)}),')
+        count = len(found)
+        ranks = [r for r in range(1, count // 2) if _sure(count, r) >= CONFIDENCE]
+        if ranks:
+            low, high = found[ranks[-1] - 1], found[-ranks[-1]]
+            print(f'    "{kind}": Spread({low:.3f}, {high:.3f}, {count}),')
+
+
+def _sure(count: int, rank: int) -> float:
+    """The probability that SHARE of further errors lie between ranks from either end of `count`."""
+    return float(beta.sf(SHARE, count - 2 * rank + 1, 2 * rank))
 
 
 def _without(records: list[PublishedRun], source: str) -> list[Scored]:

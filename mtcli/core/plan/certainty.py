@@ -1,4 +1,4 @@
-"""Gives the range of a predicted step time: measured / predicted times of 8 of 10 published runs.
+"""Gives the range of a predicted step time: measured / predicted times of 8 of 10 further runs.
 
 Runs are grouped by what most separates their errors: the narrowest format that the GPU multiplies
 (its generation), whether it is used, and whether the model is a mixture of experts. Each run in a
@@ -23,12 +23,12 @@ class Spread(NamedTuple):
 
 
 RANGES = {
-    "dense models on GPUs with 16 bits alone": Spread(0.807, 1.081, 939),
-    "dense models on GPUs with fp8": Spread(0.800, 1.598, 58),
-    "dense models on GPUs with nvfp4": Spread(0.894, 1.161, 42),
-    "mixtures on GPUs with fp8": Spread(0.768, 1.125, 51),
-    "mixtures on GPUs with nvfp4": Spread(0.628, 1.266, 47),
-    "models in 16 bits on GPUs with nvfp4": Spread(0.827, 1.281, 25),
+    "dense models on GPUs with 16 bits alone": Spread(0.804, 1.091, 939),
+    "dense models on GPUs with fp8": Spread(0.796, 1.663, 58),
+    "dense models on GPUs with nvfp4": Spread(0.843, 1.210, 42),
+    "mixtures on GPUs with fp8": Spread(0.748, 1.193, 51),
+    "mixtures on GPUs with nvfp4": Spread(0.605, 1.461, 47),
+    "models in 16 bits on GPUs with nvfp4": Spread(0.681, 1.343, 25),
 }
 
 
