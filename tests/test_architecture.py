@@ -455,6 +455,7 @@ OPENERS: dict[str, str] = {
     "core/plan/calibration.py": "the kernel's files, and sources of packages",
     "core/runtime/process_pool.py": "the kernel's files",
     "core/runtime/worker_errors.py": "the kernel's files",
+    "core/runtime/remote.py": "files of the network: nothing here is opened by their names",
     "core/training/run_lock.py": "the kernel's files",
     "core/parallel/transport/same_machine.py": "the kernel's files",
     "core/profile/clock.py": "the kernel's files",
