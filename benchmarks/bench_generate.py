@@ -26,7 +26,8 @@ from runs import answer
 
 # Of each contender: the package that it needs.
 PACKAGES = {"mtcli": "mtcli", "transformers": "transformers", "ctranslate2": "ctranslate2"}
-CONTENDERS = ("mtcli fp32", "transformers fp32", "ctranslate2 fp32")
+CONTENDERS = ("mtcli fp32", "mtcli bf16", "mtcli int8", "transformers fp32", "transformers bf16")
+CONTENDERS += ("ctranslate2 fp32", "ctranslate2 int8")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8_float32"}
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}  # of a weight
 BANDWIDTH_BYTES = 512 << 20  # read to measure it
@@ -47,12 +48,14 @@ def main():
                 runs[name].append(found := spawn(name, count, folder, arguments))
                 say(f"{name:18} {found['seconds']:8.2f} s {found['cpu_seconds']:8.2f} cpu s")
             rows += report(runs, count, numbers, arguments)
-    settings = {key: getattr(arguments, key) for key in ("size", "tokens", "threads", "repeats")}
+    names = ("size", "prompt_tokens", "tokens", "threads", "repeats")
+    settings = {name: getattr(arguments, name) for name in names}
     write_rows(arguments.json, {**settings, "numbers": numbers, "runs": rows})
 
 
 def parse():
-    tiny = {"size": "tiny", "prompts": [1, 3], "tokens": 4, "prompt_tokens": 5, "repeats": 1}
+    tiny = {"size": "tiny", "prompts": [3], "tokens": 4, "prompt_tokens": 5, "repeats": 1}
+    tiny["contenders"] = ("mtcli fp32", "mtcli int8", "transformers fp32")
     parser = Arguments(__doc__, needs=("transformers",), **tiny)
     parser.add_argument("--size", choices=("tiny", "124m", "1.1b"), default="124m")
     parser.add_argument("--prompts", type=int, nargs="+", default=[1, 8, 64])
@@ -131,7 +134,8 @@ def ours(weights, prompts, arguments):
 
     with bring_up("cpu", 600.0) as runtime:
         torch.set_num_threads(arguments.threads)  # bring_up takes all cores
-        model = open_model(str(arguments.folder / "model"), [], runtime).scorer
+        folder = str(arguments.folder / "model")
+        model = open_model(folder, [], runtime, weights=weights).scorer
         ends = Ends(arguments.tokens)
         requests = [TextRequest(ids, ends, number=n) for n, ids in enumerate(prompts)]
 
