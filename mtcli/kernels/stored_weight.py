@@ -55,7 +55,7 @@ class StoredWeight:
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + bias: [..., D] -> [..., F], in the dtype of x."""
         flat = x.reshape(-1, x.shape[-1])
-        y = self._product(flat if self._any.dtype == x.dtype else flat.bfloat16()).to(x.dtype)
+        y = self._gemm(flat if self._any.dtype == x.dtype else flat.bfloat16()).to(x.dtype)
         y = y.view(*x.shape[:-1], len(self))
         return y if bias is None else y + bias
 
@@ -70,7 +70,7 @@ class StoredWeight:
         numbers = self._any.to_dense() if self.scales is None else self.scales
         return bool(numbers.isfinite().all())
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _gemm(self, x: Tensor) -> Tensor:
         """x W^T of x [T, D] in the dtype of the GEMM's operands."""
         if self.packed is not None:
             linear = torch.ops.mkldnn._linear_pointwise
