@@ -279,7 +279,8 @@ def masked_sdpa(
     if isinstance(mask, KeyRanges):
         return flash(q, k, v, False, *mask)[0]
     grouped = q.shape[1] != k.shape[1]
-    if grouped and q.shape[2] == 1 and q.device.type == "cpu" and not q.requires_grad:
+    is_wide = q.device.type == "cpu" and q.dtype.itemsize >= 4  # 16 bits would round the scores
+    if grouped and is_wide and q.shape[2] == 1 and not q.requires_grad:
         return attend_by_group(q, k, v, mask)
     if grouped and mask is not None and q.is_cuda:
         # Of torch's kernels the one that takes masks takes no groups, and the fallback has all
