@@ -224,6 +224,7 @@ COMMANDS: dict[str, Target] = {
         ("select", "Choose a core-set of the training data"),
         ("data", "Say which documents a training step consumed"),
         ("plan", "Check a run config; predict its memory, step time and bubble"),
+        ("doctor", "Examine machine, devices, installation; exchange and GEMM"),
         ("calibrate", "Measure a device for plans: GEMMs, copy, attention, links"),
         ("train", "Train or fine-tune a model from a config"),
         ("sweep", "Train many models of one shape as one array"),
@@ -243,6 +244,7 @@ MEANT = {
     **dict.fromkeys(("coreset", "core-set", "craig", "dsir", "subset", "choose"), "select"),
     **dict.fromkeys(("convert", "export", "reshard", "merge", "upcycle", "inspect"), "shard"),
     **dict.fromkeys(("search", "estimate", "presets", "config", "check"), "plan"),
+    **dict.fromkeys(("env", "diagnose", "info", "health", "versions"), "doctor"),
     **dict.fromkeys(("bench", "benchmark", "trace", "measure"), "profile"),
 }
 
