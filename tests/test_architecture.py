@@ -72,6 +72,7 @@ LIGHT = (
     "runtime.launch",
     "runtime.sandbox",
     "select.request",
+    "training.run_config",
     "training.run_lock",
 )
 
@@ -278,7 +279,7 @@ def test_a_bar_of_progress_is_made_in_one_place():
 SHARED_NAMES = {
     *("adamw", "attention", "dropout", "fp8", "lamb", "onebit", "rope"),
     *("decentralized", "diloco", "easgd", "exchange", "lsgd", "methods", "traffic"),
-    *("generate", "preprocess", "reselect", "run", "shard", "sweep"),
+    *("config", "generate", "preprocess", "reselect", "run", "shard", "sweep"),
     *("adapters", "blend", "contamination", "documents", "html", "layout", "loader", "lora"),
     *("model", "reader", "request", "rules"),
 }

@@ -582,6 +582,17 @@ class Need(NamedTuple):
     values: tuple[str, ...]
     otherwise: str  # of any other value: why that is no use
 
+    def holds(self, config: RunConfig) -> bool:
+        """Says whether a config has the setting."""
+        has = attrgetter(self.setting)(config)
+        return has in self.values or (not self.values and has > 0)
+
+    @property
+    def words(self) -> str:
+        """The setting in words: "optimizer.name = 'lamb'"."""
+        values = " = " + either(map(repr, self.values)) if self.values else " of 1 or more"
+        return self.setting + values
+
 
 NEEDS = (
     Need(tuple(f"model.{name}" for name in OF_EXPERTS), "model.num_experts", (), "a dense model"),
@@ -652,17 +663,16 @@ NEEDS = (
 def fields_are_used(config: RunConfig, world: int) -> Iterator[Problem]:
     """Checks that no field is set which the other settings make meaningless."""
     by_name = ARCHITECTURES[config.model.architecture]
-    for fields, setting, values, otherwise in NEEDS:
-        has = attrgetter(setting)(config)
-        if has in values or (not values and has > 0):
+    for need in NEEDS:
+        if need.holds(config):
             continue
-        for section, name, default in _defaults(fields):
+        for section, name, default in _defaults(need.fields):
             value = getattr(getattr(config, section), name)
             if value not in (default, by_name.get(name, default)):
                 said = shown(list(value) if isinstance(value, tuple) else value)
-                lacking = f"{setting.partition('.')[2]}={has!r}, {otherwise}"
-                needed = " = " + either(map(repr, values)) if values else " of 1 or more"
-                hint = f"{setting}{needed}, or leave {section}.{name} out"
+                has = attrgetter(need.setting)(config)
+                lacking = f"{need.setting.partition('.')[2]}={has!r}, {need.otherwise}"
+                hint = f"{need.words}, or leave {section}.{name} out"
                 yield Problem(f"{name}={said} with {lacking}", hint, f"{section}.{name}")
 
 

@@ -128,7 +128,7 @@ class Trainer:
         bias_rate = 0.0 if config.lora.rank else config.model.router_bias_update_rate
         self.balance = ExpertBalance(self.stages.values(), bias_rate, self.groups, tokens)
         self.loss_scale = LossScale.of(config.train)
-        self.micro_batches = b.global_batch_size // (b.micro_batch_size * self.layout.batch_shards)
+        self.micro_batches = b.num_micro_batches(self.layout.batch_shards)
         schedule = _proven_schedule(p.schedule, p.pp, p.vpp, self.micro_batches)
         self.pipeline = Pipeline(self.stages, schedule, self.groups, activation_format(config))
         self.cuda_graphs = self._cuda_graphs()
