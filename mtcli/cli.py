@@ -225,6 +225,7 @@ COMMANDS: dict[str, Target] = {
         ("data", "Say which documents a training step consumed"),
         ("config", "Show, compare and explain run configs"),
         ("plan", "Check a run config; predict its memory, step time and bubble"),
+        ("doctor", "Examine machine, devices, installation; exchange and GEMM"),
         ("calibrate", "Measure a device for plans: GEMMs, copy, attention, links"),
         ("train", "Train or fine-tune a model from a config"),
         ("sweep", "Train many models of one shape as one array"),
@@ -244,6 +245,7 @@ MEANT = {
     **dict.fromkeys(("coreset", "core-set", "craig", "dsir", "subset", "choose"), "select"),
     **dict.fromkeys(("convert", "export", "reshard", "merge", "upcycle", "inspect"), "shard"),
     **dict.fromkeys(("search", "estimate", "presets", "check"), "plan"),
+    **dict.fromkeys(("env", "diagnose", "info", "health", "versions"), "doctor"),
     **dict.fromkeys(("bench", "benchmark", "trace", "measure"), "profile"),
 }
 

@@ -17,7 +17,8 @@ from ranks import run_ranks
 from sources import FUSED, ROOT, SOURCES, last_name, nodes
 from words import RETIRED, RETIRED_NAMES, places, words_of
 
-BROUGHT = {"triton", "pydantic_core", "huggingface_hub"}  # by torch, pydantic and tokenizers
+# By torch, pydantic, tokenizers and accelerate.
+BROUGHT = {"triton", "pydantic_core", "huggingface_hub", "packaging"}
 
 # What each folder may import of the others, besides itself.
 FACTS = {"config", "mesh", "schedule"}
@@ -46,9 +47,10 @@ ARROWS = {
     "rehearse": STEP | {"training", "plan"},
     "profile": STEP | {"training", "plan", "rehearse"},
     "sweep": STEP | {"training", "plan", "profile"},
+    "doctor": {"config", "kernels", "parallel", "plan", "profile", "runtime"},
     "commands": STEP
     | {"training", "inference", "evaluate", "select", "convert", "curate"}
-    | {"plan", "rehearse", "profile", "sweep"},
+    | {"plan", "rehearse", "profile", "sweep", "doctor"},
     "cli": {"commands", "config"},
 }
 TORCH_FREE = ("config", "mesh", "schedule", "exchange")
@@ -456,9 +458,11 @@ OPENERS: dict[str, str] = {
     "core/plan/calibration.py": "the kernel's files, and sources of packages",
     "core/runtime/process_pool.py": "the kernel's files",
     "core/runtime/worker_errors.py": "the kernel's files",
+    "core/runtime/remote.py": "files of the network: nothing here is opened by their names",
     "core/training/run_lock.py": "the kernel's files",
     "core/parallel/transport/same_machine.py": "the kernel's files",
     "core/profile/clock.py": "the kernel's files",
+    "core/doctor/readings.py": "the kernel's files",
     "kernels/autotune.py": "the user's own cache",
     "kernels/limits.py": "the kernel's files",
 }

@@ -133,6 +133,27 @@ def require_causal(path: str, model: ModelConfig) -> None:
         raise wrong(message, hint, "model.causal")
 
 
+def require_stored(weights: str | None, config: RunConfig, device: str) -> None:
+    """Raises MtcliError where weights cannot be kept in a dtype of their own;
+    `device` is cpu or another one."""
+    if weights in (None, "fp32"):
+        return
+    problems, said = [], f"weights={weights} "
+    if (precision := config.train.precision) != "fp32":
+        message = f"{said}are multiplied by float32 activations, and train.precision={precision!r}"
+        problems.append(Problem(message, "leave one of them out", "--weights"))
+    if config.parallel.grid_rows > 1:
+        message = f"{said}have no panels, and a grid of {config.parallel.tp} ranks multiplies those"
+        problems.append(Problem(message, "parallel.tp_mode=1d", "--weights"))
+    if device != "cpu":
+        hint = "--device cpu, or --set train.precision=bf16"
+        problems.append(
+            Problem(f"{said}are of a CPU, and the device is {device}", hint, "--weights")
+        )
+    if problems:
+        raise MtcliError(*problems)
+
+
 def _broken(rules: Iterable[Rule], config: RunConfig, world: int) -> list[Problem]:
     return [problem for rule in rules for problem in rule(config, world)]
 

@@ -33,6 +33,7 @@ Rate = Annotated[Real, Field(ge=0.0, le=1e38)]  # as far as float32 goes
 TrustRatio = Annotated[Real, Field(ge=0.0, le=1e6)]
 Epsilon = Annotated[Real, Field(ge=1e-30, le=1.0)]
 Decay = Annotated[Real, Field(ge=0.0, le=100.0)]
+StoredDtype = Literal["fp32", "bf16", "int8"]  # of weights that float32 activations multiply
 Fp8Scaling = Literal["rowwise", "blockwise", "tensorwise"]
 OptimizerName = Literal["adamw", "lamb", "sgd", "muon"]
 Coefficient = Annotated[Real, Field(ge=-1000.0, le=1000.0)]

@@ -47,7 +47,7 @@ SENT = {"cuda": (2**16, 2**24, 2**28), "cpu": (2**12, 2**20, 2**23)}  # bytes of
 def measure_device(runtime: Runtime, precision: str) -> dict[str, Any]:
     """The JSON of `plan --calibration`, from this rank; collectives are of all ranks."""
     device, dtype = runtime.device, DTYPES[precision]
-    gemms = [TimedGemm(*shape, _gemm(shape, device, dtype)) for shape in SHAPES[device.type]]
+    gemms = [TimedGemm(*shape, gemm_seconds(shape, device, dtype)) for shape in SHAPES[device.type]]
     call = call_seconds()
     found = {
         "device": device_name(device),
@@ -59,7 +59,7 @@ def measure_device(runtime: Runtime, precision: str) -> dict[str, Any]:
         "launch": _launch(device),
         "ranks": runtime.world,
         "nodes": max(1, runtime.world // runtime.local_world),
-        "collectives": list(_collectives(runtime)),
+        "collectives": list(collectives(runtime, world_axis(runtime))),
     }
     if device.type == "cpu":
         from mtcli.core.plan.hardware import socket_rate
@@ -87,7 +87,8 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     return median(means[len(means) // 2 :])
 
 
-def _gemm(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> float:
+def gemm_seconds(shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds of a GEMM of (m, n, k)."""
     m, n, k = shape
     a, b = (torch.randn(size, device=device).to(dtype) for size in ((m, k), (k, n)))
     return _seconds(lambda: matmul(a, b), device)
@@ -133,14 +134,17 @@ def _launch(device: torch.device) -> float:
     return max(0.0, min(tries) - min(host(torch.ones(8)) for _ in range(20)))
 
 
-def _collectives(runtime: Runtime) -> Iterator[TimedCollective]:
+def world_axis(runtime: Runtime) -> Axis:
+    """The axis of all ranks; collective over them."""
+    layout = ParallelLayout(runtime.world)
+    groups = make_groups(layout, runtime.rank, runtime.device, recorder=runtime.recorder)
+    return groups.axes["world"]
+
+
+def collectives(runtime: Runtime, axis: Axis) -> Iterator[TimedCollective]:
     """Yields the quickest of TRIES of each collective and size, the slowest rank's."""
     if runtime.world == 1:
         return
-    layout = ParallelLayout(runtime.world)
-    axis = make_groups(layout, runtime.rank, runtime.device, recorder=runtime.recorder).axes[
-        "world"
-    ]
     for moved in SENT[runtime.device.type]:
         rows = moved // 4 // axis.size  # of float32, on each rank
         full, shard = (torch.zeros(n, device=runtime.device) for n in (rows * axis.size, rows))

@@ -1,0 +1,1 @@
+"""What `doctor` does: examines the machine, the installation, devices and ranks."""
